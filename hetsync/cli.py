@@ -1,0 +1,172 @@
+"""Command lines: parse, load, run. Whatever goes wrong ends the whole job, with one sentence for a user's mistake."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jsonargparse
+import yaml
+
+from hetsync import __version__
+from hetsync.config import Config
+from hetsync.errors import UserError
+from hetsync.plane import launched_by_mpi
+from hetsync.plane.base import Plane
+
+USER_ERROR = 2
+CONFIG_FILE = "recipe.yaml"
+
+
+class Parser(jsonargparse.ArgumentParser):
+    """Complains on rank 0 only: every rank parses the same words."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        complain(_one_sentence(message))
+        sys.exit(USER_ERROR)
+
+    def print_help(self, *args: Any, **kwargs: Any) -> None:
+        if first_rank():
+            super().print_help(*args, **kwargs)
+
+
+def first_rank() -> bool:
+    """Is this rank 0, judged by what MPI launchers tell (before MPI is there)?"""
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+    told = next((os.environ[name] for name in names if name in os.environ), "0")
+    return not launched_by_mpi() or told == "0"
+
+
+def complain(sentence: str) -> None:
+    if first_rank():
+        print(f"hetsync: {sentence}", file=sys.stderr, flush=True)
+
+
+def _one_sentence(message: str) -> str:
+    return " ".join(message.split())
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="hetsync-train",
+        description="Train a PyTorch model on ranks of unequal speed: mpirun -np N hetsync-train [RECIPE.yaml] ...",
+        usage="hetsync-train [RECIPE.yaml] [--emulate PROFILE] [--section.key VALUE ...] [--resume RUN]",
+        version=__version__,
+    )
+    parser.add_argument("recipe", nargs="?", help="Recipe to start from; the keys below override it.")
+    parser.add_argument("--resume", metavar="RUN", help="Go on from the newest checkpoint in this run folder.")
+    parser.add_argument("--config", action="config", help=jsonargparse.SUPPRESS)
+    parser.add_class_arguments(Config, as_group=True)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[Config, Path | None]:
+    """The effective recipe and the run folder to resume. Raises UserError; exits for --help and the like."""
+    parser = make_parser()
+    words = list(argv)
+    resume = _value_of("--resume", words)
+    recipe = words.pop(0) if words and not words[0].startswith("-") else None
+    if recipe is not None and not Path(recipe).is_file():
+        raise UserError(f"recipe {recipe} does not exist: give a path to a YAML file")
+    if resume is not None:
+        recipe = recipe or str(Path(resume) / CONFIG_FILE)
+        if not Path(recipe).is_file():
+            raise UserError(f"--resume {resume}: there is no {CONFIG_FILE} in it; give the folder of a run")
+    parsed = parser.parse_args([f"--config={recipe}", *words] if recipe else words)
+    made = parser.instantiate(parsed)
+    names = Config.__dataclass_fields__
+    config = Config(**{name: made[name] for name in names})
+    return config, Path(resume) if resume is not None else None
+
+
+def _value_of(option: str, words: Sequence[str]) -> str | None:
+    for index, word in enumerate(words):
+        if word == option and index + 1 < len(words):
+            return words[index + 1]
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+    return None
+
+
+def train_main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of `hetsync-train`."""
+    with _early_mistakes():
+        config, resume = parse(sys.argv[1:] if argv is None else argv)
+    sys.exit(on_all_ranks(config.run.plane, lambda plane: train(plane, config, resume)))
+
+
+def train(plane: Plane, config: Config, resume: Path | None) -> int:
+    """Collective: one training job, from its recipe to its summary; returns the exit status."""
+    from hetsync import checkpoint
+    from hetsync.disk import write_atomically
+    from hetsync.runs import run_folder
+    from hetsync.trainer import Trainer
+
+    folder = run_folder(plane, config.run, resume)
+    loaded = checkpoint.load_newest(folder) if resume is not None else None
+    if plane.rank == 0:
+        write_atomically(folder / CONFIG_FILE, yaml.safe_dump(asdict(config), sort_keys=False))
+    return Trainer(config, plane, folder, loaded).train()
+
+
+def on_all_ranks(plane_name: str, job: Callable[[Plane], int]) -> int:
+    """Open the plane, run a rank's part, and see to it that no failure leaves other ranks waiting."""
+    with _early_mistakes():
+        from hetsync.plane import open_plane
+
+        plane = open_plane(plane_name)
+    try:
+        status = job(plane)
+        plane.close()
+        return status
+    except BaseException as failure:
+        _end_job(plane, failure)
+
+
+def _end_job(plane: Plane, failure: BaseException) -> NoReturn:
+    """Say what happened and end all ranks. A mistake that all ranks see is said once, by the lowest."""
+    if isinstance(failure, SystemExit):
+        raise failure
+    if isinstance(failure, UserError) and plane.rank > 0:
+        # Rank 0 most likely found the same mistake, and its word ends this process too.
+        import time
+
+        time.sleep(1.0)
+    where = "" if plane.rank == 0 and isinstance(failure, UserError) else f"rank {plane.rank}: "
+    if isinstance(failure, UserError):
+        print(f"hetsync: {where}{_one_sentence(str(failure))}", file=sys.stderr, flush=True)
+        plane.abort(USER_ERROR)
+    elif _out_of_memory(failure):
+        print(
+            f"hetsync: {where}out of GPU memory: lower data.batch_size, or sync.pins for this rank",
+            file=sys.stderr,
+            flush=True,
+        )
+        plane.abort(USER_ERROR)
+    else:
+        traceback.print_exception(failure)
+        print(f"hetsync: rank {plane.rank} failed, so the job ends", file=sys.stderr, flush=True)
+        plane.abort(1)
+    os._exit(1)
+
+
+def _out_of_memory(failure: BaseException) -> bool:
+    import torch
+
+    return isinstance(failure, torch.cuda.OutOfMemoryError)
+
+
+@contextlib.contextmanager
+def _early_mistakes() -> Iterator[None]:
+    """Mistakes seen before ranks can speak to each other are the same on all: rank 0 says them."""
+    try:
+        yield
+    except UserError as mistake:
+        complain(_one_sentence(str(mistake)))
+        sys.exit(USER_ERROR)

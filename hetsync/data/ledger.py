@@ -1,0 +1,93 @@
+"""Which samples are where: handed out, applied, or still to come. Pure: no tensors, no clock, no ranks' code.
+
+The samples of all epochs form one stream: position `p` is sample `p mod N` of epoch `p // N`, in that
+epoch's seeded order. A span is a half-open range of positions. Spans are handed out to pieces of work and
+booked when the contribution that used them is applied; what a dead rank held comes back and goes out again.
+So every sample counts exactly once an epoch by construction, and `check` proves it at every drain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+Span = tuple[int, int]
+
+
+def length(spans: Iterable[Span]) -> int:
+    """Number of positions in some spans."""
+    return sum(stop - start for start, stop in spans)
+
+
+def cut(spans: Sequence[Span], count: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """Split spans into the first `count` positions and the rest."""
+    head: list[Span] = []
+    tail = list(spans)
+    while count and tail:
+        start, stop = tail.pop(0)
+        middle = min(stop, start + count)
+        head.append((start, middle))
+        count -= middle - start
+        if middle < stop:
+            tail.insert(0, (middle, stop))
+    return tuple(head), tuple(tail)
+
+
+class Ledger:
+    """Books of one training run over stream positions [0, total)."""
+
+    def __init__(self, total: int, applied: int = 0) -> None:
+        """`applied`: positions [0, applied) were applied before (a resumed run)."""
+        if not 0 <= applied <= total:
+            raise ValueError(f"applied {applied} lies outside [0, {total}]")
+        self.total = total
+        self.applied = applied
+        self._cursor = applied
+        self._returned: list[Span] = []
+        self._held: dict[int, tuple[Span, ...]] = {}
+
+    @property
+    def frontier(self) -> int:
+        """First position that was never handed out."""
+        return self._cursor
+
+    def available(self, limit: int) -> int:
+        """Positions below `limit` that nobody holds and that are not applied."""
+        return length(self._returned) + max(0, limit - self._cursor)
+
+    def take(self, piece: int, count: int, limit: int) -> tuple[Span, ...]:
+        """Hand out up to `count` positions below `limit` to a piece of work; returned ones go first."""
+        if piece in self._held:
+            raise ValueError(f"piece {piece} holds samples already")
+        spans, self._returned = self._take_returned(count)
+        missing = min(count - length(spans), max(0, limit - self._cursor))
+        if missing > 0:
+            spans += ((self._cursor, self._cursor + missing),)
+            self._cursor += missing
+        self._held[piece] = spans
+        return spans
+
+    def _take_returned(self, count: int) -> tuple[tuple[Span, ...], list[Span]]:
+        head, tail = cut(self._returned, count)
+        return head, list(tail)
+
+    def book(self, piece: int) -> int:
+        """The piece's samples were applied; returns how many."""
+        count = length(self._held.pop(piece))
+        self.applied += count
+        return count
+
+    def give_back(self, piece: int) -> None:
+        """The piece died with its rank: its samples go out again."""
+        self._returned = sorted([*self._returned, *self._held.pop(piece)])
+
+    def outstanding(self) -> int:
+        """Positions handed out and not yet applied."""
+        return sum(length(spans) for spans in self._held.values())
+
+    def check(self, limit: int) -> None:
+        """Every position below `limit` was applied exactly once and none above it was touched."""
+        if self.applied != limit or self._cursor != limit or self._held or self._returned:
+            raise AssertionError(
+                f"sample ledger is off: limit {limit}, handed out {self._cursor}, applied {self.applied}, "
+                f"held {dict(self._held)}, returned {self._returned}"
+            )

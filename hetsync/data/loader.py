@@ -1,0 +1,89 @@
+"""From positions of the sample stream to batches, loaded ahead on a thread of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from hetsync.data.ledger import Span
+from hetsync.sync.messages import Piece
+
+Collate = Callable[[list[Any]], Any]
+
+
+class EpochOrder:
+    """The seeded permutation of every epoch; the same on all ranks and at every world size."""
+
+    def __init__(self, samples: int, seed: int) -> None:
+        self._samples = samples
+        self._seed = seed
+        self._permutations: dict[int, torch.Tensor] = {}
+
+    def indices(self, spans: Iterable[Span]) -> list[int]:
+        """Indices into the data set at some positions of the stream."""
+        out: list[int] = []
+        for start, stop in spans:
+            while start < stop:
+                epoch, offset = divmod(start, self._samples)
+                count = min(stop - start, self._samples - offset)
+                out += self._permutation(epoch)[offset : offset + count].tolist()
+                start += count
+        return out
+
+    def _permutation(self, epoch: int) -> torch.Tensor:
+        if epoch not in self._permutations:
+            generator = torch.Generator().manual_seed((self._seed << 20) + epoch)
+            self._permutations = {e: p for e, p in self._permutations.items() if e >= epoch - 1}
+            self._permutations[epoch] = torch.randperm(self._samples, generator=generator)
+        return self._permutations[epoch]
+
+
+def fetch(dataset: Dataset[Any], indices: list[int], collate: Collate | None) -> Any:
+    """One batch. Tensors are indexed at once; other data sets by `__getitems__` where they have it."""
+    if isinstance(dataset, TensorDataset) and collate is None:
+        return [tensor[indices] for tensor in dataset.tensors]
+    getitems = getattr(dataset, "__getitems__", None)
+    items = getitems(indices) if getitems else [dataset[index] for index in indices]
+    return (collate or default_collate)(items)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move every tensor of a nested batch."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        moved = [to_device(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    return batch
+
+
+class Loader:
+    """A rank's slices. Loads a piece as soon as the rank is given it, which is one piece ahead of its use."""
+
+    def __init__(self, dataset: Dataset[Any], order: EpochOrder, collate: Collate | None, device: torch.device):
+        self._dataset = dataset
+        self._order = order
+        self._collate = collate
+        self._device = device
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hetsync-loader")
+        self._loading: dict[int, list[Future[Any]]] = {}
+
+    def prefetch(self, piece: Piece) -> None:
+        self._loading[piece.number] = [self._pool.submit(self._load, spans) for spans in piece.slices]
+
+    def slices(self, piece: Piece) -> Iterable[Any]:
+        """The piece's batches on the rank's device; an error of the data set is raised here."""
+        for loading in self._loading.pop(piece.number):
+            yield to_device(loading.result(), self._device)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _load(self, spans: Iterable[Span]) -> Any:
+        return fetch(self._dataset, self._order.indices(spans), self._collate)

@@ -1,0 +1,86 @@
+"""The contract between the engine and whatever carries its bytes.
+
+Order. Every rank posts the same collectives in the same order, with the same sizes and wire formats; a
+rank with nothing to give posts zeros. Rank A posting (1, 2) while rank B posts (2, 1) deadlocks both:
+
+    A: allreduce 1 ... waits for B          B: allreduce 2 ... waits for A
+
+Ownership. From `allreduce` until its handle is done, the tensor belongs to the plane: the caller neither
+reads nor writes it. The handle keeps the tensor and every staging buffer alive. `send` copies: once it
+returns, the message may be changed.
+
+Completion. Nothing here blocks except `gather_objects`, `broadcast_object`, `barrier` and `close`, and these
+sleep while they wait: a waiting rank must not burn the core that its device's host thread needs.
+
+Failure. Anything that goes wrong raises `PlaneError`, from the call itself or from the handle's `done`.
+A plane never retries and never hangs silently: who waits, with which limit, is the caller's business.
+
+Threads. `allreduce`, `send` and `receive` are called from one thread (the communication thread); the
+blocking calls from another (the main thread), never two of them at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+WireFormat = Literal["float32", "bfloat16", "int8"]
+
+
+class PlaneError(RuntimeError):
+    """A message or a collective could not be carried out."""
+
+
+class Handle(ABC):
+    """A collective under way."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Move the collective on as far as it goes without waiting; True once the result is in the tensor."""
+
+
+class Plane(ABC):
+    """One rank's end of the job's communication."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32") -> Handle:
+        """Sum a flat, contiguous float32 tensor over all ranks, in place; bit-identical results everywhere.
+
+        The low-precision formats round each rank's addend once and the sum once; they send an
+        all-to-all of shards, add in float32, and all-gather the sums. What rounding loses is not fed back
+        here: the caller that knows the value it meant (see `wire.round_trip`) does that.
+        """
+
+    @abstractmethod
+    def send(self, message: Any, to: int) -> None:
+        """Send a small picklable message; messages from one rank to another arrive in order."""
+
+    @abstractmethod
+    def receive(self) -> Sequence[tuple[int, Any]]:
+        """All messages that have arrived since the last call, as (sender, message), without waiting."""
+
+    @abstractmethod
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank (start-up, evaluation, reports)."""
+
+    @abstractmethod
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+
+    @abstractmethod
+    def abort(self, code: int) -> None:
+        """End the whole job now, on all ranks, with this exit code. Does not return."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; collective, and only after every handle is done."""

@@ -1,0 +1,117 @@
+"""Faults on order, for tests: each is addressed by rank and by count, and records that it fired."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hetsync.plane.base import Handle, Plane, WireFormat
+from hetsync.plane.wrapper import PlaneWrapper
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Strikes `rank` at its `nth` collective (for `Drop`: its nth message), counted from 0."""
+
+    rank: int
+    nth: int
+
+
+@dataclass(frozen=True)
+class Delay(Fault):
+    """The handle becomes done no earlier than `seconds` after posting, on this rank only."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Drop(Fault):
+    """The message is never delivered."""
+
+
+@dataclass(frozen=True)
+class Kill(Fault):
+    """The rank kills itself with SIGKILL instead of posting."""
+
+
+@dataclass(frozen=True)
+class Stall(Fault):
+    """The handle is never done on this rank, although the others finish the collective."""
+
+
+@dataclass(frozen=True)
+class Corrupt(Fault):
+    """The rank's addend starts with nan."""
+
+
+class _StalledHandle(Handle):
+    def __init__(self, inner: Handle) -> None:
+        self._inner = inner
+
+    def done(self) -> bool:
+        self._inner.done()  # the others need this rank's progress
+        return False
+
+
+class _DelayedHandle(Handle):
+    def __init__(self, inner: Handle, clock: Callable[[], float], due: float) -> None:
+        self._inner = inner
+        self._clock = clock
+        self._due = due
+
+    def done(self) -> bool:
+        return self._inner.done() and self._clock() >= self._due
+
+
+class FaultyPlane(PlaneWrapper):
+    """A plane whose rank suffers those of `faults` that are addressed to it.
+
+    `fired` lists those that struck here; each is also announced on stderr, as `fault fired: ...`, which is
+    all that is left of a killed rank.
+    """
+
+    def __init__(
+        self, plane: Plane, faults: Sequence[Fault], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(plane)
+        self.fired: list[Fault] = []
+        self._faults = [fault for fault in faults if fault.rank == self.rank]
+        self._clock = clock
+        self._collectives = 0
+        self._messages = 0
+
+    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32") -> Handle:
+        struck = [f for f in self._faults if f.nth == self._collectives and not isinstance(f, Drop)]
+        self._collectives += 1
+        for fault in struck:
+            self._fire(fault)
+            if isinstance(fault, Kill):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if isinstance(fault, Corrupt):
+                tensor[:1] = torch.nan
+        handle = self.plane.allreduce(tensor, wire)
+        for fault in struck:
+            if isinstance(fault, Stall):
+                handle = _StalledHandle(handle)
+            if isinstance(fault, Delay):
+                handle = _DelayedHandle(handle, self._clock, self._clock() + fault.seconds)
+        return handle
+
+    def send(self, message: Any, to: int) -> None:
+        dropped = [f for f in self._faults if f.nth == self._messages and isinstance(f, Drop)]
+        self._messages += 1
+        for fault in dropped:
+            self._fire(fault)
+        if not dropped:
+            self.plane.send(message, to)
+
+    def _fire(self, fault: Fault) -> None:
+        self.fired.append(fault)
+        print(f"fault fired: {fault}", file=sys.stderr, flush=True)

@@ -1,0 +1,62 @@
+"""The plane of a job with one rank: nothing travels, but everything rounds as it would."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from hetsync.plane.base import Handle, Plane, PlaneError, WireFormat
+from hetsync.plane.wire import flat, round_trip
+
+
+class _Finished(Handle):
+    def done(self) -> bool:
+        return True
+
+
+class LocalPlane(Plane):
+    """Rank 0 of 1; imports no MPI."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self._messages: list[bytes] = []
+
+    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32") -> Handle:
+        tensor = flat(tensor)
+        if wire != "float32":
+            # As addend and as sum: a caller that feeds errors back relies on the addend having been rounded.
+            tensor.copy_(round_trip(round_trip(tensor, wire), wire))
+        return _Finished()
+
+    def send(self, message: Any, to: int) -> None:
+        if to != 0:
+            raise PlaneError(f"no rank {to} in a job of one rank")
+        self._messages.append(pickle.dumps(message))
+
+    def receive(self) -> Sequence[tuple[int, Any]]:
+        arrived, self._messages = self._messages, []
+        return [(0, pickle.loads(message)) for message in arrived]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast_object(self, value: Any) -> Any:
+        return value
+
+    def barrier(self) -> None:
+        pass
+
+    def abort(self, code: int) -> NoReturn:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def close(self) -> None:
+        self._messages = []

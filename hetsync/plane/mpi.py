@@ -1,0 +1,318 @@
+"""The MPI plane: non-blocking collectives over mpi4py, polled, on memory that MPI reads directly.
+
+The only module that imports mpi4py; importing it initialises MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any, NoReturn
+
+import torch
+
+from hetsync.errors import UserError
+from hetsync.plane.base import Handle, Plane, PlaneError, WireFormat
+from hetsync.plane.staging import CudaStaging, HostStaging, Waiting
+from hetsync.plane.wire import decode, encode, encoded_bytes, flat, padded, shard_values
+
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    raise UserError(
+        f"mpi4py finds no MPI library ({' '.join(str(error).split())}): pip install 'hetsync[mpi]', or build"
+        " mpi4py against your site's MPI: MPICC=mpicc pip install --no-binary mpi4py mpi4py"
+    ) from error
+
+# Blocking calls of the main thread sleep between tests; the longest sleep bounds what they add to a wait.
+FIRST_SLEEP_SECONDS = 50e-6
+LONGEST_SLEEP_SECONDS = 2e-3
+
+
+@contextmanager
+def _plane_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except MPI.Exception as error:
+        raise PlaneError(f"{what} failed: {error.Get_error_string()}") from error
+
+
+def _memory(tensor: torch.Tensor) -> MPI.buffer:
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+
+class _Lane:
+    """A communicator on which collectives are posted strictly in the order of their tickets.
+
+    MPI matches the collectives of a communicator by the order in which each rank posts them, while a
+    collective gets ready to be posted when its device copy, or its first stage, is done: in another order
+    on each rank. Without tickets
+
+        rank 0: first stage of 1, second stage of 1, first stage of 2 ...
+        rank 1: first stage of 1, first stage of 2, second stage of 1 ...
+
+    would match the second stage of 1 with the first stage of 2. A lane for each stage lets first stages
+    start before earlier second stages.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self._tickets = 0
+        self._posted = 0
+        # Buffers stay here after a failure too: MPI may still write to them, and survivors would crash.
+        self._pending: dict[int, tuple[MPI.Request, tuple[torch.Tensor, ...]]] = {}
+
+    def ticket(self) -> int:
+        """The next place in the order; every ticket must be used."""
+        self._tickets += 1
+        return self._tickets - 1
+
+    def run(self, ticket: int, post: Callable[[], MPI.Request], *buffers: torch.Tensor) -> Waiting[None]:
+        """Post when it is this ticket's turn, then wait."""
+        while self._posted != ticket:
+            yield
+        request = post()
+        self._pending[ticket] = (request, buffers)
+        self._posted += 1
+        while not request.Test():
+            yield
+        del self._pending[ticket]
+
+
+class _Collective(Handle):
+    def __init__(self, plane: MpiPlane, steps: Waiting[None]) -> None:
+        self._plane = plane
+        self._steps = steps
+        self.finished = False
+
+    def done(self) -> bool:
+        if not self.finished:
+            self._plane._progress()
+        return self.finished
+
+    def step(self) -> None:
+        try:
+            next(self._steps)
+        except StopIteration:
+            self.finished = True
+
+
+class MpiPlane(Plane):
+    """All ranks of `MPI.COMM_WORLD`; building one is collective.
+
+    `cuda_aware` says that this MPI reads and writes CUDA memory, in non-blocking collectives too. It
+    cannot be found out reliably, and a wrong yes crashes: hence off unless asked for.
+
+    Raises `UserError` where MPI was not initialised for several threads.
+    """
+
+    def __init__(self, cuda_aware: bool = False) -> None:
+        _require_threads()
+        world = MPI.COMM_WORLD
+        self.rank = world.Get_rank()
+        self.size = world.Get_size()
+        self._cuda_aware = cuda_aware
+        # Four communicators, so that neither threads nor stages can take each other's messages.
+        self._first, self._second = _Lane(_duplicate(world)), _Lane(_duplicate(world))
+        self._control, self._main = _duplicate(world), _duplicate(world)
+        self._under_way: list[_Collective] = []
+        self._staging: dict[torch.device, HostStaging] = {}
+        self._outgoing: deque[tuple[MPI.Request, bytes]] = deque()
+        self._incoming: deque[tuple[int, MPI.Request, bytearray]] = deque()
+        self._error: PlaneError | None = None
+        self._closed = False
+
+    # Collectives.
+
+    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32") -> Handle:
+        self._raise_latched()
+        tensor = flat(tensor)
+        encoded_bytes(0, wire)  # an unknown format raises before a ticket is drawn
+        steps = self._sum(tensor) if wire == "float32" else self._rounded_sum(tensor, wire)
+        collective = _Collective(self, steps)
+        self._under_way.append(collective)
+        self._step(collective)
+        return collective
+
+    def _sum(self, tensor: torch.Tensor) -> Waiting[None]:
+        lane, ticket = self._first, self._first.ticket()
+        staging = self._staging_for(tensor.device)
+        values = yield from staging.fetch(tensor)
+        yield from lane.run(
+            ticket, lambda: lane.comm.Iallreduce(MPI.IN_PLACE, [_memory(values), MPI.FLOAT]), values
+        )
+        yield from staging.store(values, into=tensor)
+
+    def _rounded_sum(self, tensor: torch.Tensor, wire: WireFormat) -> Waiting[None]:
+        first, first_ticket = self._first, self._first.ticket()
+        second, second_ticket = self._second, self._second.ticket()
+        staging = self._staging_for(tensor.device)
+        n, shard = tensor.numel(), shard_values(tensor.numel(), self.size, wire)
+        n_padded = shard * self.size
+        with staging.context():
+            addend = encode(padded(tensor, n_padded), wire)
+        # Before `fetch`, which waits for whatever used this memory earlier.
+        shards = staging.buffer(addend.numel())
+        sent = yield from staging.fetch(addend)
+        yield from first.run(
+            first_ticket,
+            lambda: first.comm.Ialltoall([_memory(sent), MPI.BYTE], [_memory(shards), MPI.BYTE]),
+            sent,
+            shards,
+        )
+        with staging.context():
+            addends = decode(staging.load(shards), n_padded, wire).view(self.size, shard)
+            total = encode(addends.sum(0), wire)
+        totals = staging.buffer(total.numel() * self.size)
+        own = yield from staging.fetch(total)
+        yield from second.run(
+            second_ticket,
+            lambda: second.comm.Iallgather([_memory(own), MPI.BYTE], [_memory(totals), MPI.BYTE]),
+            own,
+            totals,
+        )
+        # The owner decodes its own shard as well: every rank holds the same bits.
+        with staging.context():
+            values = decode(staging.load(totals), n_padded, wire)[:n]
+        yield from staging.store(values, into=tensor)
+
+    def _staging_for(self, device: torch.device) -> HostStaging:
+        if device not in self._staging:
+            is_cuda = device.type == "cuda"
+            self._staging[device] = CudaStaging(device, self._cuda_aware) if is_cuda else HostStaging()
+        staging = self._staging[device]
+        staging.begin()
+        return staging
+
+    def _progress(self) -> None:
+        self._raise_latched()
+        for collective in tuple(self._under_way):
+            self._step(collective)
+
+    def _step(self, collective: _Collective) -> None:
+        try:
+            with _plane_errors(f"allreduce on rank {self.rank}"):
+                collective.step()
+        except Exception as error:
+            # Latched: whatever was posted after it will not come to an end either.
+            self._error = error if isinstance(error, PlaneError) else PlaneError(f"allreduce failed: {error}")
+            raise self._error from error
+        if collective.finished:
+            self._under_way.remove(collective)
+
+    def _raise_latched(self) -> None:
+        if self._error is not None:
+            raise PlaneError(f"the plane has failed before: {self._error}") from self._error
+
+    # Messages.
+
+    def send(self, message: Any, to: int) -> None:
+        data = pickle.dumps(message)
+        with _plane_errors(f"sending from rank {self.rank} to {to}"):
+            # Synchronous, so that a send that is done has arrived, and `close` leaves nothing on the way.
+            self._outgoing.append((self._control.Issend([data, MPI.BYTE], dest=to), data))
+            self._reap_sends()
+
+    def receive(self) -> Sequence[tuple[int, Any]]:
+        arrived: list[tuple[int, Any]] = []
+        with _plane_errors(f"receiving on rank {self.rank}"):
+            self._reap_sends()
+            self._start_receives()
+            # Only from the front: a small message must not overtake a large one of the same sender.
+            while self._incoming and self._incoming[0][1].Test():
+                sender, _, data = self._incoming.popleft()
+                arrived.append((sender, pickle.loads(data)))
+        return arrived
+
+    def _start_receives(self) -> None:
+        status = MPI.Status()
+        while (message := self._control.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+            data = bytearray(status.Get_count(MPI.BYTE))
+            self._incoming.append((status.Get_source(), message.Irecv([data, MPI.BYTE]), data))
+
+    def _reap_sends(self) -> None:
+        self._outgoing = deque(item for item in self._outgoing if not item[0].Test())
+
+    # Blocking calls.
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        data = pickle.dumps(value)
+        lengths = array("q", [0] * self.size)
+        with _plane_errors(f"gathering objects on rank {self.rank}"):
+            _wait(self._main.Iallgather(array("q", [len(data)]), lengths))
+            everything = bytearray(sum(lengths))
+            _wait(self._main.Iallgatherv([data, MPI.BYTE], [everything, list(lengths), MPI.BYTE]))
+        ends = accumulate(lengths)
+        return [pickle.loads(everything[end - n : end]) for end, n in zip(ends, lengths, strict=True)]
+
+    def broadcast_object(self, value: Any) -> Any:
+        data = bytearray(pickle.dumps(value)) if self.rank == 0 else bytearray()
+        length = array("q", [len(data)])
+        with _plane_errors(f"broadcasting an object to rank {self.rank}"):
+            _wait(self._main.Ibcast(length))
+            data = data or bytearray(length[0])
+            _wait(self._main.Ibcast([data, MPI.BYTE]))
+        return pickle.loads(data)
+
+    def barrier(self) -> None:
+        with _plane_errors(f"barrier on rank {self.rank}"):
+            _wait(self._main.Ibarrier())
+
+    # The end.
+
+    def abort(self, code: int) -> NoReturn:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(code)
+        os._exit(code)  # should MPI return
+
+    def close(self) -> None:
+        """Wait for all ranks and release; a plane that has failed is left alone, since waiting would hang."""
+        if self._closed or self._error is not None:
+            return
+        if self._under_way:
+            raise PlaneError(f"closing with {len(self._under_way)} collectives under way on rank {self.rank}")
+        with _plane_errors(f"closing on rank {self.rank}"):
+            _wait_until(self._drained)
+            barrier = self._main.Ibarrier()
+            _wait_until(lambda: self._drained() and barrier.Test())
+            for comm in (self._first.comm, self._second.comm, self._control, self._main):
+                comm.Free()
+        self._closed = True
+
+    def _drained(self) -> bool:
+        """Drop messages that nobody asked for any more, so that their senders come to an end."""
+        self.receive()
+        return not self._outgoing and not self._incoming
+
+
+def _duplicate(world: MPI.Intracomm) -> MPI.Intracomm:
+    comm = world.Dup()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    return comm
+
+
+def _require_threads() -> None:
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise UserError(
+            "MPI runs without MPI_THREAD_MULTIPLE, which HetSync needs: use an MPI built with it, and let"
+            " nothing initialise MPI, or set mpi4py.rc.thread_level, before HetSync"
+        )
+
+
+def _wait(request: MPI.Request) -> None:
+    _wait_until(request.Test)
+
+
+def _wait_until(done: Callable[[], bool]) -> None:
+    sleep_seconds = FIRST_SLEEP_SECONDS
+    while not done():
+        time.sleep(sleep_seconds)
+        sleep_seconds = min(2 * sleep_seconds, LONGEST_SLEEP_SECONDS)

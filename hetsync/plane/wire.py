@@ -1,0 +1,103 @@
+"""Wire formats: what a float32 tensor looks like between two ranks.
+
+| format | bytes | error of one rounding |
+| --- | --- | --- |
+| float32 | 4 a value | none |
+| bfloat16 | 2 a value | at most 2⁻⁸ of the value |
+| int8 | 1028 a block of 1024 values, padded | at most 1/254 of the block's largest absolute value |
+
+An int8 block is its float32 scale followed by its 1024 values, so that a shard made of whole blocks is a
+contiguous piece of the encoded tensor, and rounding a shard equals rounding that part of the whole.
+
+Infinities and nan never come out finite: bfloat16 keeps them, int8 turns their whole block into nan.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+
+from hetsync.plane.base import PlaneError, WireFormat
+
+BLOCK = 1024
+SCALE_BYTES = 4
+WIRE_FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory outside autograd; raises `PlaneError` unless it is flat, contiguous and float32."""
+    if tensor.dtype is not torch.float32 or tensor.dim() != 1 or not tensor.is_contiguous():
+        raise PlaneError(
+            f"a plane carries flat, contiguous float32 tensors, not {tuple(tensor.shape)} of {tensor.dtype}"
+            f" with strides {tensor.stride()}"
+        )
+    return tensor.detach()
+
+
+def encoded_bytes(n: int, wire: WireFormat) -> int:
+    """Bytes that `encode` makes of n values."""
+    if wire == "int8":
+        return -(-n // BLOCK) * (BLOCK + SCALE_BYTES)
+    return n * _floating(wire).itemsize
+
+
+def shard_values(n: int, size: int, wire: WireFormat) -> int:
+    """Values in each of `size` equal shards that together hold n; the last ones are filled up with zeros."""
+    granule = BLOCK if wire == "int8" else 1
+    return -(-n // (size * granule)) * granule
+
+
+def padded(tensor: torch.Tensor, n: int) -> torch.Tensor:
+    """The tensor with zeros up to n values; itself if it has n."""
+    return tensor if tensor.numel() == n else torch.nn.functional.pad(tensor, (0, n - tensor.numel()))
+
+
+def encode(tensor: torch.Tensor, wire: WireFormat) -> torch.Tensor:
+    """A flat float32 tensor as a new uint8 tensor of `encoded_bytes` bytes, on the same device."""
+    tensor = flat(tensor)
+    if wire == "int8":
+        blocks = padded(tensor, shard_values(tensor.numel(), 1, wire)).view(-1, BLOCK)
+        return _encode_blocks(blocks)
+    return tensor.to(_floating(wire), copy=True).view(torch.uint8)
+
+
+def decode(data: torch.Tensor, n: int, wire: WireFormat) -> torch.Tensor:
+    """The n float32 values that `encode` was given, as far as the format keeps them, in new memory."""
+    if data.numel() != encoded_bytes(n, wire):
+        raise PlaneError(f"{n} values of {wire} are {encoded_bytes(n, wire)} bytes, not {data.numel()}")
+    if wire == "int8":
+        return _decode_blocks(data.view(-1, BLOCK + SCALE_BYTES))[:n]
+    return data.view(_floating(wire)).to(torch.float32, copy=True)
+
+
+def round_trip(tensor: torch.Tensor, wire: WireFormat) -> torch.Tensor:
+    """What the other ranks see of this rank's addend, in new memory; callers feed its error back."""
+    return decode(encode(tensor, wire), tensor.numel(), wire)
+
+
+def _floating(wire: WireFormat) -> torch.dtype:
+    if wire == "float32":
+        return torch.float32
+    if wire == "bfloat16":
+        return torch.bfloat16
+    raise PlaneError(f"no wire format {wire!r}; there are {', '.join(WIRE_FORMATS)}")
+
+
+def _encode_blocks(blocks: torch.Tensor) -> torch.Tensor:
+    data = torch.empty(len(blocks), SCALE_BYTES + BLOCK, dtype=torch.uint8, device=blocks.device)
+    # Two passes, yet several times faster than `aminmax` along a dimension, and without the copy of `abs`.
+    scale = torch.maximum(blocks.amax(1, keepdim=True), -blocks.amin(1, keepdim=True)) / 127
+    # A scale that is not finite makes the block nan in `decode`, whatever integers stand beside it.
+    divisor = torch.where(scale > 0, scale, 1.0)
+    values = (blocks / divisor).round_().nan_to_num_(nan=0.0).clamp_(-127, 127)
+    data[:, :SCALE_BYTES].view(torch.float32).copy_(scale)
+    data[:, SCALE_BYTES:].view(torch.int8).copy_(values)
+    return data.view(-1)
+
+
+def _decode_blocks(data: torch.Tensor) -> torch.Tensor:
+    scale = data[:, :SCALE_BYTES].view(torch.float32)
+    values = data[:, SCALE_BYTES:].view(torch.int8).to(torch.float32)
+    # An infinite scale times 127 would be infinite, times 0 nan: one kind of damage is easier to find.
+    return values.mul_(torch.where(scale.isfinite(), scale, torch.nan)).view(-1)

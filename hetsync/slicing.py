@@ -1,0 +1,247 @@
+"""Rates to shares: how much of the global batch each rank gets. Pure: no tensors, no MPI, no clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+
+from hetsync.errors import UserError
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of forward and backward on n samples: `fixed_seconds + seconds_per_sample·n`.
+
+    The fixed part is what a step costs however small it is (kernel launches, Python, weight gradients).
+    """
+
+    fixed_seconds: float
+    seconds_per_sample: float
+
+    def __post_init__(self) -> None:
+        parts = (self.fixed_seconds, self.seconds_per_sample)
+        if not all(math.isfinite(part) and part >= 0 for part in parts):
+            raise ValueError(f"{self} needs finite, non-negative seconds")
+
+    def seconds(self, samples: int) -> float:
+        """Seconds for this many samples; a rank without samples takes no step, so 0 samples take 0 s."""
+        return self.fixed_seconds + self.seconds_per_sample * samples if samples else 0.0
+
+    def rate(self, samples: int) -> float:
+        """Samples/s when a step has this many samples; infinite where a step takes no time."""
+        seconds = self.seconds(samples)
+        return samples / seconds if seconds else math.inf if samples else 0.0
+
+
+def fit(sizes: Sequence[float], seconds: Sequence[float]) -> StepTime:
+    """The non-negative line through measured (size, seconds) pairs with the least squared relative error.
+
+    Relative, because a step's jitter grows with its length: otherwise the noise of the longest steps would
+    decide the fixed part. The pairs are medians already, so outliers are the caller's business. One size
+    gives a line through the origin. ValueError where there is nothing to fit or a value is not positive.
+    """
+    if not sizes or len(sizes) != len(seconds) or min(sizes) <= 0 or min(seconds) <= 0:
+        raise ValueError(f"cannot fit step times to sizes {list(sizes)} and seconds {list(seconds)}")
+    # With x = 1/t and y = n/t the line is a·x + c·y = 1.
+    x, y = [1 / t for t in seconds], [n / t for n, t in zip(sizes, seconds, strict=True)]
+    xx, yy, xy = _dot(x, x), _dot(y, y), _dot(x, y)
+    fixed, slope = 0.0, sum(y) / yy
+    determinant = xx * yy - xy * xy
+    if determinant > 1e-12 * xx * yy:  # else all sizes are the same
+        inner = ((yy * sum(x) - xy * sum(y)) / determinant, (xx * sum(y) - xy * sum(x)) / determinant)
+        edges = [(0.0, sum(y) / yy), (sum(x) / xx, 0.0)]
+        candidates = [inner] if min(inner) >= 0 else edges
+        fixed, slope = min(candidates, key=lambda ac: _misfit(ac, x, y))
+    return StepTime(fixed, slope)
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return math.fsum(a * b for a, b in zip(left, right, strict=True))
+
+
+def _misfit(line: tuple[float, float], x: Sequence[float], y: Sequence[float]) -> float:
+    return math.fsum((line[0] * a + line[1] * b - 1) ** 2 for a, b in zip(x, y, strict=True))
+
+
+def makespan(shares: Sequence[int], times: Sequence[StepTime]) -> float:
+    """Seconds until the slowest rank has worked off its share."""
+    return max(time.seconds(n) for n, time in zip(shares, times, strict=True))
+
+
+def speed_shares(
+    times: Sequence[StepTime],
+    batch: int,
+    caps: Sequence[int | None] | None = None,
+    pins: Mapping[int, int] | None = None,
+) -> tuple[int, ...]:
+    """Whole shares that add up to `batch` and end together: they minimise the largest `seconds(share)`.
+
+    `caps` are the most samples that fit into each rank's memory (None: any number), `pins` the shares set by
+    hand. Every rank that is neither pinned nor capped at 0 gets at least one sample. UserError where that
+    cannot be done.
+
+    The shares are optimal: everything that ends by the best fractional finishing time is handed out first,
+    and each sample left over by rounding goes where it ends earliest (for times that grow with the share
+    this greedy rule is exact: Federgruen and Groenevelt 1986). Ties go to the smaller share, then the
+    lower rank.
+    """
+    bounds = _bounds(len(times), batch, caps, pins or {})
+    deadline = _deadline(times, bounds, batch)
+    shares = [_share_by(deadline, time, bound) for time, bound in zip(times, bounds, strict=True)]
+    heap = [(times[i].seconds(n + 1), n, i) for i, n in enumerate(shares) if n < bounds[i][1]]
+    heapify(heap)
+    for _ in range(batch - sum(shares)):
+        _, n, i = heap[0]
+        shares[i] = n + 1
+        more = times[i].seconds(n + 2) if n + 1 < bounds[i][1] else math.inf
+        heapreplace(heap, (more, n + 1, i))
+    return tuple(shares)
+
+
+def equal_shares(
+    ranks: int,
+    batch: int,
+    caps: Sequence[int | None] | None = None,
+    pins: Mapping[int, int] | None = None,
+) -> tuple[int, ...]:
+    """Shares as equal as caps and pins allow; what rounding leaves goes one by one to the lowest ranks."""
+    return speed_shares([StepTime(0.0, 1.0)] * ranks, batch, caps, pins)
+
+
+def first_pinned_shares(ranks: int, batch: int, first: int) -> tuple[int, ...]:
+    """The slices of DeepTTE in parallel (Qingdao, 2021): rank 0's by hand, the rest split evenly.
+
+    What rounding lost goes one by one to the others, never to the first: 1024 on 8 ranks with 70 gives
+    70, 137, 137, 136, 136, 136, 136, 136.
+    """
+    return equal_shares(ranks, batch, pins={0: first})
+
+
+def rebalanced(
+    shares: Sequence[int],
+    times: Sequence[StepTime],
+    batch: int,
+    caps: Sequence[int | None] | None = None,
+    pins: Mapping[int, int] | None = None,
+    least_gain: float = 0.05,
+) -> tuple[int, ...]:
+    """New shares where they shorten the predicted makespan by more than `least_gain` of it, else the old.
+
+    Old shares that break the batch, a cap or a pin are always replaced: they may belong to another
+    membership.
+    """
+    best = speed_shares(times, batch, caps, pins)
+    bounds = _bounds(len(times), batch, caps, pins or {})
+    valid = len(shares) == len(times) and sum(shares) == batch
+    valid = valid and all(low <= n <= high for n, (low, high) in zip(shares, bounds, strict=True))
+    if valid and makespan(best, times) >= (1 - least_gain) * makespan(shares, times):
+        return tuple(shares)
+    return best
+
+
+def equal_share_ceiling(rates: Sequence[float]) -> float:
+    """The share of Σ rates that synchronous training with equal shares can reach at most: n·min/Σ."""
+    return len(rates) * min(rates) / sum(rates)
+
+
+def cost_slices(costs: Sequence[float], weights: Sequence[float]) -> list[list[int]]:
+    """Split items of unequal cost (points, tokens) into one group a rank, summed costs close to `weights`.
+
+    Every index of `costs` is in exactly one group; a group's indices ascend. Longest processing time first
+    on uniform machines (Gonzalez, Ibarra and Sahni 1977): the greatest Σcost/weight stays below the ideal by
+    no more than (ranks − 1) times the costliest item over Σ weights. A rank of weight 0 gets nothing, and
+    one of small weight may get nothing. ValueError on a negative cost or weight, or weights that are all 0.
+    """
+    if min(costs, default=0) < 0 or min(weights, default=0) < 0 or not any(weights):
+        raise ValueError(f"costs and weights must not be negative, nor all weights 0: {list(weights)}")
+    groups: list[list[int]] = [[] for _ in weights]
+    loads = [0.0] * len(weights)
+    able = [rank for rank, weight in enumerate(weights) if weight]
+    for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        ends = {rank: (loads[rank] + costs[item]) / weights[rank] for rank in able}
+        # Items of no cost end anywhere at once: the number of items spreads them.
+        rank = min(able, key=lambda rank: (ends[rank], len(groups[rank]) / weights[rank]))
+        groups[rank].append(item)
+        loads[rank] += costs[item]
+    return [sorted(group) for group in groups]
+
+
+def _share_by(deadline: float, time: StepTime, bound: tuple[int, int]) -> int:
+    """The most samples a rank ends by the deadline, within its bounds."""
+    low, high = bound
+    if time.seconds(high) <= deadline:
+        return high
+    if time.seconds(max(low, 1)) > deadline:
+        return low
+    return max(low, min(high, int((deadline - time.fixed_seconds) / time.seconds_per_sample)))
+
+
+def _deadline(times: Sequence[StepTime], bounds: Sequence[tuple[int, int]], batch: int) -> float:
+    """The latest finishing time by which no more than the batch is done, to float precision."""
+
+    def done(by: float) -> int:
+        return sum(_share_by(by, time, bound) for time, bound in zip(times, bounds, strict=True))
+
+    # Before 0, because a rank whose samples cost nothing has done any number of them at 0.
+    early, late = -1.0, max(time.seconds(high) for time, (_, high) in zip(times, bounds, strict=True))
+    if done(late) <= batch:
+        return late
+    for _ in range(200):
+        middle = (early + late) / 2
+        early, late = (middle, late) if done(middle) <= batch else (early, middle)
+        if not early < (early + late) / 2 < late:
+            break
+    return early
+
+
+def _bounds(
+    ranks: int, batch: int, caps: Sequence[int | None] | None, pins: Mapping[int, int]
+) -> list[tuple[int, int]]:
+    """(fewest, most) samples of each rank, after every reason why no shares exist has been ruled out."""
+    limits = list(caps) if caps is not None else [None] * ranks
+    if len(limits) != ranks:
+        raise ValueError(f"{len(limits)} caps for {ranks} ranks")
+    _check_pins(pins, limits, batch)
+    most = [batch if cap is None else max(0, min(cap, batch)) for cap in limits]
+    bounds = [(pins[i], pins[i]) if i in pins else (min(1, most[i]), most[i]) for i in range(ranks)]
+    unpinned = [bound for i, bound in enumerate(bounds) if i not in pins]
+    needed, possible = sum(low for low, _ in unpinned), sum(high for _, high in unpinned)
+    left = batch - sum(pins.values())
+    if left < needed and not pins:
+        raise UserError(
+            f"data.batch_size {batch} is smaller than the {needed} ranks: "
+            f"raise it to at least {needed}, or start fewer ranks"
+        )
+    if left < needed:
+        raise UserError(
+            f"sync.pins {dict(pins)} leaves {left} of data.batch_size {batch} for the {needed} ranks that "
+            f"are not pinned, which need at least one sample each: lower the pins or raise the batch size"
+        )
+    if left > possible and not unpinned:
+        raise UserError(
+            f"sync.pins {dict(pins)} adds up to {batch - left}, but data.batch_size is {batch}: "
+            f"make them equal, or leave a rank unpinned"
+        )
+    if left > possible:
+        raise UserError(
+            f"data.batch_size {batch} is larger than the {batch - left + possible} samples that the ranks' "
+            f"memory limits {limits} and sync.pins {dict(pins)} allow: "
+            f"lower it, and accumulate more slices instead"
+        )
+    return bounds
+
+
+def _check_pins(pins: Mapping[int, int], caps: Sequence[int | None], batch: int) -> None:
+    for rank, share in pins.items():
+        if not 0 <= rank < len(caps):
+            raise UserError(f"sync.pins names rank {rank}, but the last is {len(caps) - 1}: remove it")
+        if not 0 <= share <= batch:
+            raise UserError(f"sync.pins gives rank {rank} {share} samples: give it 0 to {batch}")
+        cap = caps[rank]
+        if cap is not None and share > cap:
+            raise UserError(
+                f"sync.pins gives rank {rank} {share} samples, but only {max(0, cap)} samples "
+                f"fit into its memory: lower the pin"
+            )

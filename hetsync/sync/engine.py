@@ -1,0 +1,403 @@
+"""Carries the policy's instructions out on one rank: a main thread that computes, a thread that communicates.
+
+The main thread asks for work (`next_work`), computes, and hands over (`finish`). The communication thread receives
+instructions, joins every round in order (with zeros where the rank has nothing to give), and on rank 0 hosts the
+coordinator. They share one lock (`_changed`), under which weights, deltas and the worker's books change.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hetsync.plane.base import Handle, Plane, WireFormat
+from hetsync.plane.wire import encoded_bytes
+from hetsync.sync.coordinator import Coordinator, Send
+from hetsync.sync.deltas import Deltas, Outer
+from hetsync.sync.gradients import Gradients
+from hetsync.sync.messages import Alive, Completed, Event, Give, Instruction, Piece, Probe, StartRound
+from hetsync.sync.worker import Worker
+from hetsync.telemetry import Telemetry
+
+NAP_SECONDS = 20e-6
+BUSY_NAP_SECONDS = 200e-6  # while a collective is under way
+IDLE_NAP_SECONDS = 2e-3
+PROBE_SECONDS = 2.0  # to answer a probe
+GRACE_SECONDS = 10.0  # for the main thread to take over a failure
+
+
+class StalledError(RuntimeError):
+    """Nothing moved for longer than the limit; the message names who was waited for."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """`batch` is B, samples of one slice of all ranks; `timeout_seconds` bounds every wait for other ranks."""
+
+    batch: int
+    wire: WireFormat = "float32"
+    bucket_bytes: int = 4 * 2**20
+    timeout_seconds: float = 600.0
+
+
+class Engine:
+    def __init__(
+        self,
+        plane: Plane,
+        model: torch.nn.Module,
+        options: EngineOptions,
+        coordinator: Callable[[Send], Coordinator] | None = None,
+        outer: Outer | None = None,
+        pace: Callable[[float], None] = lambda fraction: None,
+        on_piece: Callable[[Piece], None] = lambda piece: None,
+        telemetry: Telemetry | None = None,
+        version: int = 0,
+    ) -> None:
+        """`coordinator` makes rank 0's; `on_piece` hears of work as soon as it is known (to load its data)."""
+        self.worker = Worker(plane.rank, version)
+        self.wait_seconds = 0.0
+        self.thread_cpu_seconds = 0.0
+        self.bytes_sent = 0
+        self.coordinator = coordinator(self._send_instructions) if coordinator else None
+        self._plane = plane
+        self._options = options
+        self._outer = outer
+        self._on_piece = on_piece
+        self._telemetry = telemetry or Telemetry(None)
+        weights = [p for p in model.parameters() if p.requires_grad]
+        self._local = weights + [b for b in model.buffers() if b.is_floating_point()]
+        self._gradients = Gradients(model, options.bucket_bytes, pace, self._rouse)
+        self._deltas: Deltas | None = None
+        self._wake = threading.Event()
+        self._changed = threading.Condition()
+        self._outbox: list[Event] = []
+        self._to_self: deque[Sequence[Instruction]] = deque()
+        self._rounds: deque[StartRound] = deque()
+        self._requests: deque[tuple[torch.Tensor, threading.Event]] = deque()
+        self._task: Iterator[None] | None = None
+        self._drained: StartRound | None = None
+        self._landed = version  # rounds complete here
+        self._failure: BaseException | None = None
+        self._failed_at: float | None = None
+        self._moved_at = time.monotonic()
+        self._probed_at: float | None = None
+        self._signs: dict[int, int] = {}
+        self._stopping = False
+        self._resting = False  # the main thread evaluates, saves, or is done
+        self._thread = threading.Thread(target=self._communicate, name="hetsync-communication", daemon=True)
+
+    # The main thread.
+
+    def start(self) -> None:
+        """Call once, on every rank, with identical weights."""
+        self._thread.start()
+
+    def next_work(self) -> Piece | StartRound:
+        """Wait for the next piece, or for the drain round that brought all ranks to rest."""
+        began_waiting = time.monotonic()
+        with self._changed:
+            while True:
+                self._raise_failure()
+                if self._drained is not None:
+                    drained, self._drained = self._drained, None
+                    self._resting = True
+                    return drained
+                self._apply()
+                if self.worker.may_begin():
+                    piece = self._begin()
+                    self.wait_seconds += time.monotonic() - began_waiting
+                    return piece
+                self._wake.set()
+                self._changed.wait(1.0)
+
+    def _begin(self) -> Piece:
+        piece, began = self.worker.begin()
+        if piece.synchronous_round is None:
+            self._ensure_deltas()
+        else:
+            self._deltas = None
+        self._resting, self._moved_at = False, time.monotonic()
+        self._outbox.append(began)
+        self._wake.set()
+        return piece
+
+    def open_slice(self, piece: Piece, samples: int, last: bool) -> None:
+        """Before the forward pass of a slice of `samples`."""
+        if piece.synchronous_round is not None:
+            self._gradients.open_slice(samples, last)
+
+    def close_slice(self) -> None:
+        """After an inner step: take over what rounds have brought."""
+        with self._changed:
+            self._apply()
+
+    def reduce(self, piece: Piece) -> None:
+        """Synchronous mode, after the last backward: gradients become the mean over the round's samples."""
+        self._gradients.flush(piece.samples)
+        began_waiting = time.monotonic()
+        with self._changed:
+            while self._landed <= self._round_of(piece):
+                self._raise_failure()
+                self._changed.wait(1.0)
+        self.wait_seconds += time.monotonic() - began_waiting
+        self._gradients.collect(piece.round_samples)
+
+    @staticmethod
+    def _round_of(piece: Piece) -> int:
+        assert piece.synchronous_round is not None
+        return piece.synchronous_round
+
+    def finish(self, piece: Piece, seconds: float, loss_sum: float) -> None:
+        """The piece is computed; `seconds` of device time, `loss_sum` over its samples."""
+        with self._changed:
+            if piece.synchronous_round is None:
+                assert self._deltas is not None
+                self._apply()
+                self._deltas.finish(piece.samples, len(piece.slices))
+            else:
+                self.worker.version = self._round_of(piece) + 1
+            self._outbox.append(self.worker.finish(seconds, loss_sum))
+
+    def tell(self, event: Event) -> None:
+        """Say something to the coordinator."""
+        with self._changed:
+            self._outbox.append(event)
+        self._wake.set()
+
+    def allreduce(self, tensor: torch.Tensor) -> None:
+        """Sum a flat float32 tensor over all ranks, which must all be at rest at the same drain."""
+        done = threading.Event()
+        self._requests.append((tensor, done))
+        self._wake.set()
+        while not done.wait(1.0):
+            self._raise_failure()
+
+    def stop(self) -> None:
+        """After the final drain, or when giving up."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def anchor(self) -> list[torch.Tensor]:
+        """The weights that all ranks share, at rest."""
+        return self._local if self._deltas is None else [self._deltas.anchor]
+
+    def _apply(self) -> None:
+        if self._deltas is not None and self.worker.version < self._landed and self._deltas.apply():
+            self.worker.version = self._landed
+
+    def _ensure_deltas(self) -> Deltas:
+        """Made when delayed mode begins: until then all ranks' local weights are the anchor."""
+        if self._deltas is None:
+            self._deltas = Deltas(self._local, self._outer)
+        return self._deltas
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            failure, self._failed_at = self._failure, None
+            raise failure
+
+    # The communication thread.
+
+    def _rouse(self) -> None:
+        self._wake.set()
+
+    def _communicate(self) -> None:
+        try:
+            if self.coordinator is not None:
+                self.coordinator.begin()
+            nap = NAP_SECONDS
+            while not self._stopping:
+                self._wake.clear()
+                moved = self._receive() + self._flush() + self._proceed()
+                self._watch(bool(moved))
+                longest = BUSY_NAP_SECONDS if self._task is not None else IDLE_NAP_SECONDS
+                nap = NAP_SECONDS if moved else min(2 * nap, longest)
+                self._wake.wait(nap)
+        except BaseException as failure:
+            self._fail(failure)
+        self.thread_cpu_seconds = time.thread_time()
+
+    def _fail(self, failure: BaseException) -> None:
+        """Let the main thread end the job with the failure; if it cannot (it computes, or hangs), end it here."""
+        with self._changed:
+            self._failure, self._failed_at = failure, time.monotonic()
+            self._changed.notify_all()
+        while self._failed_at is not None and not self._stopping:
+            if time.monotonic() > self._failed_at + GRACE_SECONDS:
+                print(f"hetsync: rank {self._plane.rank}: {failure}", file=sys.stderr, flush=True)
+                self._plane.abort(1)
+            time.sleep(0.05)
+
+    def _receive(self) -> int:
+        letters = list(self._plane.receive())
+        for sender, letter in letters:
+            if isinstance(letter, Probe):
+                self._plane.send(Alive(self._plane.rank, self._landed + (self._task is not None)), 0)
+            elif isinstance(letter, Alive):
+                self._signs[sender] = letter.next_round
+            elif self._is_events(letter):
+                assert self.coordinator is not None
+                self.coordinator.on(letter)
+            else:
+                self._take_in(letter)
+        while self._to_self:
+            self._take_in(self._to_self.popleft())
+            letters.append((0, None))
+        return len(letters)
+
+    @staticmethod
+    def _is_events(letter: Sequence[Any]) -> bool:
+        return not isinstance(letter[0], Give | StartRound)
+
+    def _take_in(self, instructions: Sequence[Instruction]) -> None:
+        with self._changed:
+            for instruction in instructions:
+                if isinstance(instruction, Give):
+                    self.worker.give(instruction.piece)
+                    self._on_piece(instruction.piece)
+                else:
+                    self._rounds.append(instruction)
+            self._changed.notify_all()
+
+    def _send_instructions(self, rank: int, instructions: Sequence[Instruction]) -> None:
+        if rank == self._plane.rank:
+            self._to_self.append(instructions)
+        else:
+            self._plane.send(instructions, rank)
+
+    def _flush(self) -> int:
+        with self._changed:
+            events, self._outbox = self._outbox, []
+        if events and self.coordinator is not None:
+            self.coordinator.on(events)
+        elif events:
+            self._plane.send(events, 0)
+        return len(events)
+
+    def _proceed(self) -> int:
+        """Move the collective under way, or begin the next: rounds in order, then what the main thread asked for."""
+        if self._task is None:
+            if self._rounds:
+                start = self._rounds.popleft()
+                self._task = self._synchronous_round(start) if start.synchronous else self._delayed_round(start)
+            elif self._requests:
+                self._task = self._request(*self._requests.popleft())
+            else:
+                return 0
+        before = self._landed
+        try:
+            next(self._task)
+            return self._landed - before
+        except StopIteration:
+            self._task = None
+            return 1
+
+    def _delayed_round(self, start: StartRound) -> Iterator[None]:
+        contribute = self._plane.rank in start.contributors
+        wire: WireFormat = "float32" if start.drain else self._options.wire
+        began = time.monotonic()
+        with self._changed:
+            deltas = self._ensure_deltas()
+            if contribute:
+                self._outbox.append(self.worker.take(start.number))
+            addend = deltas.load(contribute, self._options.batch, wire)
+        handle = self._post(addend, wire)
+        self._flush()
+        while not handle.done():
+            yield
+        with self._changed:
+            deltas.land()
+            if start.drain:
+                deltas.settle()
+                self.worker.version = start.number + 1
+        yield from self._land(start, began, contribute)
+
+    def _synchronous_round(self, start: StartRound) -> Iterator[None]:
+        began = time.monotonic()
+        if start.drain:
+            with self._changed:
+                self._deltas = None
+                self.worker.version = start.number + 1
+        else:
+            handles = []
+            for index in range(len(self._gradients.buckets) + 1):
+                while not self._gradients.released():
+                    yield
+                handles.append(self._post(*self._gradients.load(index, self._options.wire)))
+            while not all([handle.done() for handle in handles]):
+                yield
+        yield from self._land(start, began, True)
+
+    def _post(self, tensor: torch.Tensor, wire: WireFormat) -> Handle:
+        self.bytes_sent += encoded_bytes(tensor.numel(), wire)
+        return self._plane.allreduce(tensor, wire)
+
+    def _request(self, tensor: torch.Tensor, done: threading.Event) -> Iterator[None]:
+        handle = self._plane.allreduce(tensor)
+        while not handle.done():
+            yield
+        done.set()
+
+    def _land(self, start: StartRound, began: float, contributed: bool) -> Iterator[None]:
+        with self._changed:
+            self.worker.complete(start.number)
+            self._landed = start.number + 1
+            self._changed.notify_all()
+        seconds = time.monotonic() - began
+        self._telemetry.record("round", round=start.number, seconds=round(seconds, 6), contributed=contributed)
+        if self.coordinator is not None:
+            self.coordinator.on([Completed(start.number)])
+        if start.drain:
+            while self.coordinator is not None and self.coordinator.policy.version <= start.number:
+                yield  # until every contributor's word is in: the books must be closed before anybody reads them
+            with self._changed:
+                self._drained = start
+                self._changed.notify_all()
+
+    # Nobody waits without a bound.
+
+    def _watch(self, moved: bool) -> None:
+        now = time.monotonic()
+        if moved or self._resting:
+            self._moved_at, self._probed_at = now, None
+            return
+        # Rank 0 knows most about who is late, so the others leave it time to say so.
+        limit = self._options.timeout_seconds * (1 if self.coordinator else 1.5)
+        if now < self._moved_at + limit:
+            return
+        if self.coordinator is None:
+            if not self.worker.computing:
+                raise StalledError(f"no word from rank 0 for {limit:.0f} s")
+        elif self._probed_at is None:
+            self._probed_at, self._signs = now, {0: self._landed + (self._task is not None)}
+            for rank in range(1, self._plane.size):
+                self._plane.send(Probe(), rank)
+        elif now > self._probed_at + PROBE_SECONDS:
+            raise StalledError(self._story(self.coordinator, limit))
+
+    def _story(self, coordinator: Coordinator, limit: float) -> str:
+        silent = [rank for rank in range(self._plane.size) if rank not in self._signs]
+        late = [rank for rank, joined in self._signs.items() if joined < max(self._signs.values())]
+        story = f"nothing moved for {limit:.0f} s in round {self._landed}"
+        if silent:
+            story += f"; no sign of life from rank {_listed(silent)}"
+        if late:
+            story += f"; rank {_listed(late)} has not joined it"
+        computing = [rank for rank in coordinator.policy.waited_for() if rank not in silent]
+        if computing:
+            story += f"; still on its piece: rank {_listed(computing)}"
+        return story + " (raise run.timeout_seconds if the work takes that long)"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

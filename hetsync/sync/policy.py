@@ -1,0 +1,470 @@
+"""When a round starts, who contributes, and who works on which samples: a pure state machine.
+
+Events go in, instructions come out; there are no tensors, no MPI, no threads and no clock here. The engine
+drives it over a data plane, the simulator over a virtual clock, property tests with arbitrary event orders.
+
+Delayed mode (D >= 1). A rank begins new work while at most D of its contributions are not yet applied.
+A round starts when every rank is ready or the quorum is there, and in either case only if every piece of work
+then under way can still be applied within its bound: version + 1 - (version it began from) <= D. A rank that
+was just released has not said yet from where it begins; its *floor* is the least version that it can begin from.
+
+Synchronous mode (D = 0). All ranks' pieces of a round are handed out together, two rounds ahead, so that no rank
+waits for an instruction; each rank contributes to every round.
+
+Near a milestone (evaluation, checkpoint, end) pieces shrink with the samples left, so that ranks of unequal
+speed come to rest together; then a drain round merges everything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from hetsync.data.ledger import Ledger, Span, cut
+from hetsync.sync.messages import (
+    Began,
+    Completed,
+    DrainRequested,
+    Event,
+    Finished,
+    Give,
+    Instruction,
+    Joined,
+    Left,
+    Piece,
+    Reshared,
+    Settings,
+    StartRound,
+    Took,
+    Tuned,
+)
+
+SYNCHRONOUS_ROUNDS_AHEAD = 2
+
+
+class Activity(Enum):
+    RESTING = auto()  # holds no work
+    STARTING = auto()  # holds a piece that it may begin now, from version `floor` or later
+    COMPUTING = auto()  # on a piece begun from version `floor`
+    BLOCKED = auto()  # holds a piece that it may begin only after another round
+
+
+class Cause(Enum):
+    GIVEN = auto()
+    BEGAN = auto()
+    FINISHED_MAY_BEGIN = auto()
+    FINISHED_AT_BOUND = auto()
+    FINISHED_EMPTY_HANDED = auto()
+    RELEASED = auto()
+
+
+TRANSITIONS = {
+    (Activity.RESTING, Cause.GIVEN): Activity.STARTING,
+    (Activity.STARTING, Cause.GIVEN): Activity.STARTING,
+    (Activity.COMPUTING, Cause.GIVEN): Activity.COMPUTING,
+    (Activity.BLOCKED, Cause.GIVEN): Activity.BLOCKED,
+    (Activity.STARTING, Cause.BEGAN): Activity.COMPUTING,
+    # The rank saw its round complete before rank 0 did.
+    (Activity.BLOCKED, Cause.BEGAN): Activity.COMPUTING,
+    (Activity.COMPUTING, Cause.FINISHED_MAY_BEGIN): Activity.STARTING,
+    (Activity.COMPUTING, Cause.FINISHED_AT_BOUND): Activity.BLOCKED,
+    (Activity.COMPUTING, Cause.FINISHED_EMPTY_HANDED): Activity.RESTING,
+    (Activity.BLOCKED, Cause.RELEASED): Activity.STARTING,
+}
+
+
+class ProtocolError(AssertionError):
+    """An event that cannot happen in this state: an internal error, with the story so far."""
+
+
+@dataclass
+class Work:
+    """A piece on its way through one rank. `version` is the one it began from, once it has begun."""
+
+    piece: Piece
+    version: int = -1
+
+
+@dataclass
+class Member:
+    """What the coordinator knows of one live rank."""
+
+    share: int
+    floor: int = 0
+    activity: Activity = Activity.RESTING
+    held: deque[Work] = field(default_factory=deque)  # not begun
+    current: Work | None = None
+    ready: list[Work] = field(default_factory=list)  # finished, in no round yet
+    flying: list[Work] = field(default_factory=list)  # in a round that is not complete
+
+    @property
+    def working(self) -> bool:
+        return self.activity in (Activity.STARTING, Activity.COMPUTING)
+
+    @property
+    def next_work(self) -> Work:
+        return self.current if self.current is not None else self.held[0]
+
+    def all_work(self) -> list[Work]:
+        current = [self.current] if self.current is not None else []
+        return [*self.flying, *self.ready, *current, *self.held]
+
+
+@dataclass
+class Round:
+    """A round under way: over once its sum has arrived and every contributor has said what it put in."""
+
+    start: StartRound
+    unheard: set[int]
+    summed: bool = False
+
+
+@dataclass(frozen=True)
+class Milestone:
+    """Stream position at which all ranks come to rest, and why."""
+
+    position: int
+    reason: str
+    final: bool = False
+
+
+Milestones = Callable[[int], Milestone]
+"""The next milestone after a stream position."""
+
+
+class Policy:
+    """The coordinator's mind."""
+
+    def __init__(
+        self,
+        shares: Mapping[int, int],
+        settings: Settings,
+        ledger: Ledger,
+        milestones: Milestones,
+        version: int = 0,
+    ) -> None:
+        """`shares` are samples a slice by live rank; `version` the anchor that all ranks hold now."""
+        self.settings = settings
+        self.ledger = ledger
+        self.version = version  # rounds completed
+        self.members = {rank: Member(share, version) for rank, share in sorted(shares.items())}
+        self.staleness: Counter[int] = Counter()
+        self.samples_by_rank: Counter[int] = Counter()
+        self._milestones = milestones
+        self._milestone = milestones(ledger.applied)
+        self._rounds: dict[int, Round] = {}  # under way
+        self._next_round = version
+        self._next_piece = 0
+        self._pending_settings: Settings | None = None
+        self._ended = False
+        self._story: deque[Event] = deque(maxlen=40)
+
+    # What the driver asks.
+
+    @property
+    def ended(self) -> bool:
+        """The final drain round is complete."""
+        return self._ended
+
+    @property
+    def full_set(self) -> int:
+        """Samples in one contribution of every live rank."""
+        return self.settings.accumulation * self.batch
+
+    @property
+    def batch(self) -> int:
+        """B, samples in one slice of every live rank."""
+        return sum(member.share for member in self.members.values())
+
+    def waited_for(self) -> list[int]:
+        """Ranks whose next word would move the job on."""
+        return [rank for rank, member in self.members.items() if member.working]
+
+    def begin(self) -> list[Instruction]:
+        """The first work."""
+        return self._decide()
+
+    def on(self, event: Event) -> list[Instruction]:
+        """Take in one event; returns what to tell the ranks, in order."""
+        self._story.append(event)
+        match event:
+            case Began():
+                self._on_began(event)
+            case Finished():
+                self._on_finished(event)
+            case Took():
+                self._on_took(event)
+            case Completed():
+                self._on_completed(event)
+            case Tuned():
+                self._on_tuned(event)
+            case Reshared():
+                for rank, share in event.shares.items():
+                    self.members[rank].share = share
+            case DrainRequested():
+                self._drain_at_frontier(event.reason)
+            case Left():
+                self._on_left(event)
+            case Joined():
+                self.members[event.rank] = Member(event.share, event.version)
+        return self._decide()
+
+    # Events.
+
+    def _on_began(self, event: Began) -> None:
+        member = self.members[event.rank]
+        self._move(member, Cause.BEGAN)
+        work = member.held.popleft()
+        self._expect(work.piece.number == event.piece, f"rank {event.rank} began another piece")
+        self._expect(event.version >= member.floor, f"rank {event.rank} began below its floor {member.floor}")
+        work.version = member.floor = event.version
+        member.current = work
+
+    def _on_finished(self, event: Finished) -> None:
+        member = self.members[event.rank]
+        work = member.current
+        self._expect(
+            work is not None and work.piece.number == event.piece, f"rank {event.rank} finished another piece"
+        )
+        assert work is not None
+        member.current = None
+        if work.piece.synchronous_round is None:
+            member.ready.append(work)
+        self._move(member, self._after_finish(member))
+
+    def _after_finish(self, member: Member) -> Cause:
+        if not member.held:
+            return Cause.FINISHED_EMPTY_HANDED
+        return Cause.FINISHED_MAY_BEGIN if self._below_bound(member) else Cause.FINISHED_AT_BOUND
+
+    @staticmethod
+    def _below_bound(member: Member) -> bool:
+        """May the rank begin the piece that it holds next?"""
+        piece = member.held[0].piece
+        if piece.synchronous_round is not None:
+            return member.flying[0].piece is piece  # earlier rounds are complete
+        return len(member.ready) + len(member.flying) <= piece.delay_bound
+
+    def _on_took(self, event: Took) -> None:
+        member = self.members[event.rank]
+        taken = [work for work in member.ready if work.piece.number <= event.piece]
+        self._expect(bool(taken) and event.round in self._rounds, "nothing to take, or no such round")
+        for work in taken:
+            self._count(event.rank, work, event.round - work.version)
+        member.ready = member.ready[len(taken) :]
+        member.flying += taken
+        self._rounds[event.round].unheard.discard(event.rank)
+        self._land()
+
+    def _count(self, rank: int, work: Work, staleness: int) -> None:
+        self._expect(
+            0 <= staleness <= work.piece.delay_bound,
+            f"rank {rank}'s piece {work.piece.number} is applied with staleness {staleness}",
+        )
+        self.staleness[staleness] += 1
+        self.samples_by_rank[rank] += work.piece.samples
+
+    def _on_completed(self, event: Completed) -> None:
+        self._expect(event.round in self._rounds, "no such round")
+        self._rounds[event.round].summed = True
+        self._land()
+
+    def _land(self) -> None:
+        """Book the rounds that are over, in order."""
+        while (over := self._rounds.get(self.version)) is not None and over.summed and not over.unheard:
+            del self._rounds[self.version]
+            self.version += 1
+            for rank, member in self.members.items():
+                self._book(rank, member, over.start)
+                if member.activity is Activity.BLOCKED and self._below_bound(member):
+                    self._move(member, Cause.RELEASED)
+                    member.floor = self.version
+            if over.start.drain is not None:
+                self._on_drained(over.start)
+
+    def _book(self, rank: int, member: Member, started: StartRound) -> None:
+        landed = [w for w in member.flying if w.piece.synchronous_round in (None, started.number)]
+        member.flying = [w for w in member.flying if w not in landed]
+        for work in landed:
+            self.ledger.book(work.piece.number)
+            if started.synchronous:
+                self._count(rank, work, 0)
+
+    def _on_drained(self, started: StartRound) -> None:
+        self.ledger.check(self._milestone.position)
+        if self._pending_settings is not None:
+            self.settings, self._pending_settings = self._pending_settings, None
+        self._ended = started.final
+        if not started.final:
+            self._milestone = self._milestones(self.ledger.applied)
+
+    def _on_tuned(self, event: Tuned) -> None:
+        if event.settings.synchronous == self.settings.synchronous:
+            self.settings = event.settings
+            self._pending_settings = None
+        else:
+            self._pending_settings = event.settings  # the two modes never overlap: drain between them
+            self._drain_at_frontier("mode change")
+
+    def _drain_at_frontier(self, reason: str) -> None:
+        if self.ledger.frontier < self._milestone.position:
+            self._milestone = Milestone(self.ledger.frontier, reason)
+
+    def _on_left(self, event: Left) -> None:
+        for number in {work.piece.number for work in self.members.pop(event.rank).all_work()}:
+            self.ledger.give_back(number)
+        for under_way in self._rounds.values():
+            under_way.unheard.discard(event.rank)
+        self._land()
+
+    # Decisions.
+
+    def _decide(self) -> list[Instruction]:
+        if self._ended:
+            return []
+        if self.settings.synchronous:
+            given = self._give_synchronous()
+        else:
+            given = self._give_delayed()
+        return given + self._start_round()
+
+    def _give_delayed(self) -> list[Instruction]:
+        """Every rank holds one piece beyond the one that it computes, so that it never waits for an answer."""
+        out: list[Instruction] = []
+        for depth in (1, 2):
+            for rank, member in self.members.items():
+                begun = member.current is not None
+                if begun + len(member.held) < depth and (samples := self._piece_samples(member)):
+                    out.append(self._give(rank, samples, self.ledger.frontier))
+        return out
+
+    def _piece_samples(self, member: Member) -> int:
+        """A full piece; near the milestone the rank's part of what is left, down to a quarter of a slice."""
+        available = self.ledger.available(self._milestone.position)
+        wanted = self.settings.accumulation * member.share
+        if available < self.full_set:
+            part = -(-available * member.share // self.batch)
+            wanted = min(wanted, max(part, -(-member.share // 4)))
+        return min(wanted, available)
+
+    def _give_synchronous(self) -> list[Instruction]:
+        out: list[Instruction] = []
+        while self._next_round < self.version + SYNCHRONOUS_ROUNDS_AHEAD:
+            position = self.ledger.frontier
+            total = min(self.full_set, self.ledger.available(self._milestone.position))
+            if not total:
+                break
+            parts = apportion(total, {rank: member.share for rank, member in self.members.items()})
+            out += [self._give(rank, part, position, self._next_round, total) for rank, part in parts.items()]
+            out.append(self._started(synchronous=True))
+        return out
+
+    def _give(
+        self, rank: int, samples: int, position: int, synchronous_round: int | None = None, round_samples: int = 0
+    ) -> Give:
+        member = self.members[rank]
+        number, self._next_piece = self._next_piece, self._next_piece + 1
+        spans = self.ledger.take(number, samples, self._milestone.position)
+        not_before = 0
+        if member.activity is Activity.RESTING:
+            not_before = member.floor = self.version
+        piece = Piece(
+            number=number,
+            slices=split(spans, samples, -(-samples // max(1, member.share))),
+            delay_bound=self.settings.delay_bound,
+            position=position,
+            not_before=not_before,
+            synchronous_round=synchronous_round,
+            round_samples=round_samples,
+        )
+        self._move(member, Cause.GIVEN)
+        member.held.append(Work(piece))
+        if synchronous_round is not None:  # part of its round from the start
+            member.flying.append(member.held[-1])
+        return Give(rank, piece)
+
+    def _start_round(self) -> list[Instruction]:
+        if self._rounds:
+            return []
+        if self._at_rest():
+            milestone = self._milestone
+            synchronous = self.settings.synchronous
+            return [self._started(synchronous, self._contributors(), milestone.reason, milestone.final)]
+        if self.settings.synchronous or not self._contributors():
+            return []
+        everybody = not any(member.working for member in self.members.values())
+        if everybody or (self._quorum() and self._all_in_bound()):
+            return [self._started(contributors=self._contributors())]
+        return []
+
+    def _at_rest(self) -> bool:
+        nothing_left = not self.ledger.available(self._milestone.position)
+        return nothing_left and all(m.activity is Activity.RESTING for m in self.members.values())
+
+    def _contributors(self) -> frozenset[int]:
+        return frozenset(rank for rank, member in self.members.items() if member.ready)
+
+    def _quorum(self) -> bool:
+        """Enough of a full set is ready. No rank counts for more than its own part: with q = 1, all must be."""
+        ready = 0
+        for member in self.members.values():
+            samples = sum(work.piece.samples for work in member.ready)
+            ready += min(samples, self.settings.accumulation * member.share)
+        return ready >= self.settings.quorum * self.full_set
+
+    def _all_in_bound(self) -> bool:
+        """What is under way can still be applied in the round after this one."""
+        after = self._next_round + 1
+        return all(
+            after - member.floor <= member.next_work.piece.delay_bound
+            for member in self.members.values()
+            if member.working
+        )
+
+    def _started(
+        self,
+        synchronous: bool = False,
+        contributors: frozenset[int] | None = None,
+        drain: str | None = None,
+        final: bool = False,
+    ) -> StartRound:
+        members = frozenset(self.members) if contributors is None else contributors
+        started = StartRound(self._next_round, members, self.ledger.applied, synchronous, drain, final)
+        self._rounds[started.number] = Round(started, set() if synchronous else set(members))
+        self._next_round += 1
+        return started
+
+    # The rules of the machine.
+
+    def _move(self, member: Member, cause: Cause) -> None:
+        to = TRANSITIONS.get((member.activity, cause))
+        self._expect(to is not None, f"{cause.name} while {member.activity.name}")
+        assert to is not None
+        member.activity = to
+
+    def _expect(self, condition: bool, what: str) -> None:
+        if not condition:
+            story = "\n  ".join(str(event) for event in self._story)
+            raise ProtocolError(f"{what}; version {self.version}; events so far:\n  {story}")
+
+
+def apportion(total: int, shares: Mapping[int, int]) -> dict[int, int]:
+    """Split `total` in proportion to the shares, by largest remainder; exact where it divides evenly."""
+    whole = sum(shares.values())
+    parts = {rank: total * share // whole for rank, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda rank: (-(total * shares[rank] % whole), rank))
+    for rank in by_remainder[: total - sum(parts.values())]:
+        parts[rank] += 1
+    return parts
+
+
+def split(spans: tuple[Span, ...], samples: int, slices: int) -> tuple[tuple[Span, ...], ...]:
+    """Cut spans into slices of as equal size as possible, in order."""
+    out = []
+    for index in range(slices):
+        head, spans = cut(spans, samples // slices + (index < samples % slices))
+        if head:
+            out.append(head)
+    return tuple(out)

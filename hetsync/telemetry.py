@@ -1,0 +1,41 @@
+"""One JSON-lines file a rank: what it computed, where it waited, what travelled. Times are in seconds."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+FLUSH_SECONDS = 2.0
+
+
+class Telemetry:
+    """Appends records; safe from several threads. Without a path it keeps nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file: TextIO | None = None
+        self._lock = threading.Lock()
+        self._origin = time.monotonic()
+        self._flushed = self._origin
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """One line: `kind`, `at` (seconds since this process began the run), and the fields."""
+        if self._file is None:
+            return
+        now = time.monotonic()
+        line = json.dumps({"kind": kind, "at": round(now - self._origin, 6), **fields})
+        with self._lock:
+            self._file.write(line + "\n")
+            if now - self._flushed > FLUSH_SECONDS:
+                self._file.flush()
+                self._flushed = now
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,123 @@
+"""What rank 0 shows: a table of ranks, one live line, a closing summary. Plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hetsync.session import RankProfile
+from hetsync.slicing import equal_share_ceiling
+
+LINE_SECONDS = 10.0  # between plain lines
+REFRESH_SECONDS = 0.25
+
+
+class Display(Protocol):
+    """What the trainer tells of; ranks other than 0 get `Silence`."""
+
+    def ranks(self, profiles: Sequence[RankProfile], shares: Sequence[int]) -> None: ...
+
+    def progress(self, applied: int, seconds: float, loss: float | None, staleness: float) -> None: ...
+
+    def due(self) -> bool: ...
+
+    def say(self, text: str) -> None: ...
+
+    def close(self, summary: Mapping[str, Any] | None) -> None: ...
+
+
+class Silence:
+    def ranks(self, profiles: Sequence[RankProfile], shares: Sequence[int]) -> None: ...
+
+    def progress(self, applied: int, seconds: float, loss: float | None, staleness: float) -> None: ...
+
+    def due(self) -> bool:
+        return False
+
+    def say(self, text: str) -> None: ...
+
+    def close(self, summary: Mapping[str, Any] | None) -> None: ...
+
+
+class Terminal:
+    def __init__(self, total_samples: int, already_applied: int = 0, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._total = total_samples
+        self._already = already_applied
+        self._solo = 0.0
+        self._shown_at = time.monotonic()
+        self._loss: float | None = None
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def ranks(self, profiles: Sequence[RankProfile], shares: Sequence[int]) -> None:
+        table = Table("rank", "host", "device", "solo samples/s", "share")
+        for rank, (profile, share) in enumerate(zip(profiles, shares, strict=True)):
+            rate = profile.time.rate(share)
+            self._solo += rate
+            table.add_row(str(rank), profile.host, profile.device, f"{rate:,.1f}", str(share))
+        self._console.print(table)
+
+    def due(self) -> bool:
+        """Is it time for another `progress`?"""
+        interval = REFRESH_SECONDS if self._console.is_terminal else LINE_SECONDS
+        return time.monotonic() > self._shown_at + interval
+
+    def progress(self, applied: int, seconds: float, loss: float | None, staleness: float) -> None:
+        self._shown_at = time.monotonic()
+        self._loss = self._loss if loss is None else loss
+        rate = (applied - self._already) / seconds if seconds else 0.0
+        efficiency = f"efficiency {rate / self._solo:.3f}  " if self._solo else ""
+        loss_text = "" if self._loss is None else f"loss {self._loss:.4f}  "
+        text = f"{rate:,.0f} samples/s  {efficiency}{loss_text}staleness {staleness:.1f}"
+        if self._console.is_terminal:
+            self._show_bar(applied, text)
+        else:
+            left = (self._total - applied) / rate if rate else float("inf")
+            self._console.print(f"{applied:,} of {self._total:,} samples  {text}  {left:.0f} s left")
+
+    def _show_bar(self, applied: int, text: str) -> None:
+        if self._bar is None:
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._console)
+            self._bar.start()
+            self._task = self._bar.add_task(text, total=self._total, completed=self._already)
+        assert self._task is not None
+        self._bar.update(self._task, completed=applied, description=text)
+
+    def say(self, text: str) -> None:
+        self._console.print(text)
+
+    def close(self, summary: Mapping[str, Any] | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if summary is not None:
+            self._summarise(summary)
+
+    def _summarise(self, summary: Mapping[str, Any]) -> None:
+        rates = [rank["solo_samples_per_second"] for rank in summary["per_rank"]]
+        metrics = "  ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items())
+        waiting = max(rank["wait_fraction"] for rank in summary["per_rank"])
+        emulated = " of emulated devices" if summary["emulated"] else ""
+        staleness = summary["staleness"]
+        lines = [
+            f"{summary['status']}: {summary['samples_applied']:,} of {summary['samples_expected']:,} samples"
+            f" in {summary['train_seconds']:.1f} s on {summary['ranks']} ranks  {metrics}",
+            f"{summary['samples_per_second']:,.1f} samples/s{emulated}, of {sum(rates):,.1f} that the ranks reach alone:"
+            f" efficiency {summary['efficiency']:.3f}",
+            f"equal shares in lock-step could reach {equal_share_ceiling(rates):.3f} at most",
+            f"{summary['rounds']} rounds, staleness {staleness['mean']:.2f} on average, {staleness['max']} at most"
+            f" (bound {summary['delay_bound']}); the rank that waited longest waited {waiting:.1%} of the time",
+        ]
+        overrun = summary["overrun_fraction"]
+        if overrun > 0.01:
+            lines.append(
+                f"careful: this machine was too slow for {overrun:.1%} of the emulated slices, so it was measured, not"
+                " the program; lower --emulation.samples_per_second"
+            )
+        self._console.print("\n".join(lines))

@@ -1,0 +1,229 @@
+"""The training job of one rank, from recipe to summary."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+from hetsync import checkpoint, data, models
+from hetsync.config import Config
+from hetsync.data import Data
+from hetsync.data.loader import fetch, to_device
+from hetsync.disk import write_atomically
+from hetsync.emulate import Device, RealDevice, emulated_device
+from hetsync.optimizers import build_optimizer
+from hetsync.plane.base import Plane
+from hetsync.plane.emulated_link import EmulatedLink
+from hetsync.profiling.cluster import Cluster, load_cluster
+from hetsync.profiling.measure import choose_device, find_place, limit_threads, measure_ranks
+from hetsync.session import Plan, RankProfile, Session, choose_shares
+from hetsync.summary import summarise
+from hetsync.sync.policy import Milestone, apportion
+from hetsync.telemetry import Telemetry
+from hetsync.terminal import Display, Silence, Terminal
+
+STOPPED = 85  # exit status: saved, to be resumed (launch/slurm.sbatch requeues on it)
+EVALUATION_BATCH = 256
+
+
+class Trainer:
+    def __init__(self, config: Config, plane: Plane, run: Path, loaded: checkpoint.Loaded | None) -> None:
+        """Collective. `loaded` is where to go on from, the same on all ranks."""
+        self.config = config
+        self.plane = plane
+        self.run_folder = run
+        self.metrics: dict[str, float] = {}
+        self.began = time.monotonic()
+        self._loaded = loaded
+        self._train_seconds_before = loaded.progress.train_seconds if loaded else 0.0
+        self.cluster = load_cluster(config.emulate) if config.emulate is not None else None
+        place = find_place(plane)
+        limit_threads(place, self.cluster is not None)
+        torch.manual_seed(config.run.seed)
+        self.data = data.build(config.data.name, config.data.options)
+        self.model = models.build(config.model.name, **config.model.options)
+        self.model.to(choose_device(config.run.device, place))
+        self.optimizer = build_optimizer(config.optimizer, self.model)
+        if loaded is not None:
+            checkpoint.restore(loaded, self.model, self.optimizer)
+        self.total = config.run.samples or round(config.run.epochs * len(self.data.train))  # type: ignore[arg-type]
+        self.profiles = measure_ranks(plane, config, self.model, self.data, place, self.cluster)
+        self.device = make_device(self.cluster, self.profiles, plane.rank, config.run.seed, self.model)
+        self.session = self._make_session()
+
+    def _make_session(self) -> Session:
+        config, loaded = self.config, self._loaded
+        progress = loaded.progress if loaded else None
+        same_ranks = progress is not None and progress.ranks == self.plane.size
+        shares = progress.shares if progress and same_ranks else None
+        shares = shares or choose_shares(config.sync, config.data.batch_size, self.profiles)
+        plan = Plan(
+            config.data.batch_size,
+            self.total,
+            self.profiles,
+            self._next_milestone,
+            config.run.seed,
+            progress.samples_applied if progress else 0,
+            progress.version if progress else 0,
+            shares,
+        )
+        session = Session(
+            slowed(self.plane, self.cluster, self.model, self.profiles, shares),
+            self.model,
+            self.optimizer,
+            self.data.train,
+            config.sync,
+            plan,
+            self.device,
+            config.schedule,
+            self.data.collate,
+            config.optimizer.max_grad_norm,
+            Telemetry(self.run_folder / "telemetry" / f"rank-{self.plane.rank:04d}.jsonl"),
+            config.run.timeout_seconds,
+        )
+        if loaded is not None and session.outer is not None and loaded.outer is not None:
+            session.outer.velocity = loaded.outer.to(next(self.model.parameters()).device)
+        return session
+
+    def train(self) -> int:
+        """Train to the end or to a requested stop; returns the exit status."""
+        session, display = self.session, self._display()
+        if self.plane.rank == 0:
+            signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
+        else:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun tells every rank; rank 0 speaks for all
+        display.ranks(self.profiles, session.shares)
+        try:
+            for batch in session.slices(self._at_rest):
+                loss = self.data.loss(self.model, batch)
+                loss.backward()
+                session.step(loss)
+                if display.due():
+                    self._show(display)
+            summary = summarise(self)
+        except BaseException:
+            display.close(None)
+            raise
+        session.close()
+        if self.plane.rank == 0:
+            write_atomically(self.run_folder / "summary.json", json.dumps(summary, indent=1))
+        display.close(summary)
+        return STOPPED if session.stopping else 0
+
+    def _display(self) -> Display:
+        if self.plane.rank != 0:
+            return Silence()
+        return Terminal(self.total, self.session.plan.applied)
+
+    def _show(self, display: Display) -> None:
+        coordinator = self.session.coordinator
+        assert coordinator is not None
+        policy = coordinator.policy
+        pieces = max(1, policy.staleness.total())
+        mean = sum(staleness * count for staleness, count in policy.staleness.items()) / pieces
+        display.progress(policy.ledger.applied, self.session.seconds_training(), coordinator.take_loss(), mean)
+
+    # At rest.
+
+    def _next_milestone(self, position: int) -> Milestone:
+        run = self.config.run
+        intervals = {"evaluation": run.evaluate_every, "checkpoint": run.checkpoint_every}
+        due = [
+            Milestone((position // every + 1) * every, reason) for reason, every in intervals.items() if every
+        ]
+        return min([m for m in due if m.position < self.total] + [Milestone(self.total, "end", True)], key=_position)
+
+    def _at_rest(self) -> None:
+        applied, run = self.session.applied, self.config.run
+        over = applied == self.total
+        if over or (run.evaluate_every and applied % run.evaluate_every == 0):
+            self.metrics = self.evaluate()
+            self.session.record("evaluation", samples_applied=applied, **self.metrics)
+        if over or self.session.stopping or (run.checkpoint_every and applied % run.checkpoint_every == 0):
+            self._save()
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Metrics over the whole test set, each sample once, split over ranks by their shares; on every rank."""
+        count = len(self.data.test)  # type: ignore[arg-type]
+        parts = apportion(count, dict(enumerate(self.session.shares)))
+        first = sum(parts[rank] for rank in range(self.plane.rank))
+        sums = evaluate_range(self.model, self.data, first, first + parts[self.plane.rank])
+        everyones = self.plane.gather_objects(sums)
+        names = sorted({name for theirs in everyones for name in theirs})
+        return {name: sum(theirs.get(name, 0.0) for theirs in everyones) / max(1, count) for name in names}
+
+    def _save(self) -> None:
+        session = self.session
+        if self.plane.rank == 0:
+            settings = session.settings
+            progress = checkpoint.Progress(
+                session.applied,
+                session.version,
+                self.plane.size,
+                session.shares,
+                settings.delay_bound,
+                settings.quorum,
+                settings.accumulation,
+                self._train_seconds_before + session.totals.train_seconds,
+            )
+            outer = session.outer.velocity if session.outer is not None else None
+            folder = self.run_folder / "checkpoints"
+            checkpoint.save(
+                folder, progress, self.model, self.optimizer, outer, self.config.run.keep_checkpoints
+            )
+        self.plane.barrier()
+
+
+def _position(milestone: Milestone) -> int:
+    return milestone.position
+
+
+def evaluate_range(model: torch.nn.Module, data: Data, first: int, stop: int) -> dict[str, float]:
+    """Sums of the metrics over test samples [first, stop)."""
+    device = next(model.parameters()).device
+    sums: dict[str, float] = {}
+    training = model.training
+    model.eval()
+    for start in range(first, stop, EVALUATION_BATCH):
+        indices = list(range(start, min(stop, start + EVALUATION_BATCH)))
+        batch = to_device(fetch(data.test, indices, data.collate), device)
+        for name, value in data.metrics(model, batch).items():
+            sums[name] = sums.get(name, 0.0) + value
+    model.train(training)
+    return sums
+
+
+def make_device(
+    cluster: Cluster | None, profiles: list[RankProfile], rank: int, seed: int, model: torch.nn.Module
+) -> Device:
+    """What times this rank's slices."""
+    if cluster is not None:
+        return emulated_device(cluster, rank, profiles[rank].time.rate(1), seed)
+    if next(model.parameters()).device.type == "cuda":
+        return RealDevice(torch.cuda.synchronize)
+    return RealDevice()
+
+
+def slowed(
+    plane: Plane,
+    cluster: Cluster | None,
+    model: torch.nn.Module,
+    profiles: list[RankProfile],
+    shares: tuple[int, ...],
+) -> Plane:
+    """The plane behind an emulated cluster's link."""
+    if cluster is None or cluster.link is None or plane.size == 1:
+        return plane
+    tensors = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
+    round_bytes = 4 * sum(tensor.numel() for tensor in tensors)
+    slice_seconds = max(p.time.seconds(n) for p, n in zip(profiles, shares, strict=True))
+    # One figure for the whole round, whatever the number of buckets that it travels in.
+    transfer = cluster.link.seconds(round_bytes, plane.size, slice_seconds) - cluster.link.latency_seconds
+    carried = 2 * (plane.size - 1) / plane.size
+    rate = carried * round_bytes / transfer if transfer > 0 else float("inf")
+    return EmulatedLink(plane, cluster.link.latency_seconds, rate)

@@ -1,0 +1,117 @@
+"""How a job ends when a plane ends it: each case is a job of its own, under mpirun, with a time limit.
+
+python -m pytest tests/fault
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+JOB_SECONDS = 60.0
+
+# Rank 1 acts; rank 0 waits for a collective that never comes and must be ended by MPI.
+PREAMBLE = """
+import threading, time, torch
+from hetsync.plane.faulty import FaultyPlane, Kill
+from hetsync.plane.mpi import MpiPlane
+plane = FaultyPlane(MpiPlane(), [Kill(rank=1, nth=2)])
+def wait(handle):
+    while not handle.done():
+        time.sleep(1e-3)
+"""
+
+
+def mpirun(code: str, ranks: int = 2) -> tuple[int, str]:
+    """Exit status and all output of a job; `subprocess.TimeoutExpired` names the job that hangs."""
+    beside_python = Path(sys.executable).parent / "mpirun"
+    program = str(beside_python) if beside_python.exists() else shutil.which("mpirun")
+    if program is None:
+        pytest.skip("needs mpirun")
+    options = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    job = subprocess.run(
+        [program, *options, "-np", str(ranks), sys.executable, "-c", PREAMBLE + code],
+        env={**os.environ, **root, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=JOB_SECONDS,
+    )
+    return job.returncode, job.stdout
+
+
+@pytest.mark.parametrize("caller", ["main thread", "communication thread"])
+def test_abort_ends_the_job_with_its_code(caller: str) -> None:
+    abort = (
+        "plane.abort(9)"
+        if caller == "main thread"
+        else "threading.Thread(target=plane.abort, args=(9,)).start()"
+    )
+    code, output = mpirun(f"""
+if plane.rank == 1:
+    print("last words")
+    {abort}
+plane.gather_objects(None)
+print("came back")
+""")
+    assert code == 9
+    assert "last words" in output
+    assert "came back" not in output
+
+
+def test_killed_rank_ends_the_job() -> None:
+    code, output = mpirun("""
+for number in range(4):
+    wait(plane.allreduce(torch.ones(4)))
+    print(f"rank {plane.rank} finished {number}", flush=True)
+""")
+    assert code != 0
+    assert "fault fired: Kill(rank=1, nth=2)" in output
+    assert "rank 0 finished 1" in output
+    assert "finished 2" not in output
+
+
+def test_job_that_closes_its_planes_ends_well() -> None:
+    code, output = mpirun("""
+wait(plane.allreduce(torch.ones(4)))
+plane.send("never read", to=1 - plane.rank)
+plane.close()
+plane.close()
+print(f"rank {plane.rank} closed", flush=True)
+""")
+    assert code == 0
+    assert "rank 0 closed" in output
+    assert "rank 1 closed" in output
+
+
+def test_missing_mpi_library_says_what_to_do() -> None:
+    job = subprocess.run(
+        [sys.executable, "-c", "from hetsync.plane import open_plane; open_plane('mpi')"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MPI4PY_LIBMPI": "/nonexistent/libmpi.so"},
+        capture_output=True,
+        text=True,
+        timeout=JOB_SECONDS,
+    )
+    assert job.returncode != 0
+    last_line = job.stderr.strip().splitlines()[-1]
+    assert last_line.startswith("hetsync.errors.UserError: mpi4py finds no MPI library")
+    assert "pip install 'hetsync[mpi]'" in last_line
+    assert "MPICC" in last_line
+
+
+def test_ranks_that_do_not_see_each_other_are_refused() -> None:
+    job = subprocess.run(
+        [sys.executable, "-c", "from hetsync.plane import open_plane; open_plane('auto')"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "SLURM_STEP_NUM_TASKS": "4"},
+        capture_output=True,
+        text=True,
+        timeout=JOB_SECONDS,
+    )
+    assert "UserError: the launcher started 4 ranks, but MPI sees 1" in job.stderr
