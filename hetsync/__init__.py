@@ -1,3 +1,19 @@
 """HetSync trains PyTorch models on clusters whose devices differ."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from hetsync.api import join as join
+
+
+def __getattr__(name: str) -> Any:
+    """`hetsync.join`, without making every command line wait for torch."""
+    if name == "join":
+        from hetsync.api import join
+
+        return join
+    raise AttributeError(f"module 'hetsync' has no attribute {name!r}")

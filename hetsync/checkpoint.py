@@ -1,9 +1,9 @@
 """Checkpoints: one folder each, complete or absent, weights in safetensors.
 
-    checkpoints/samples-000000024000/
-        model.safetensors       weights and buffers
-        optimizer.safetensors   the optimizer's tensors, averaged over ranks, and the outer optimizer's
-        state.json              where the run stands, and the optimizer's plain values
+checkpoints/samples-000000024000/
+    model.safetensors       weights and buffers
+    optimizer.safetensors   the optimizer's tensors, averaged over ranks, and the outer optimizer's
+    state.json              where the run stands, and the optimizer's plain values
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Progress:
 class Loaded:
     progress: Progress
     model: dict[str, torch.Tensor]
-    optimizer: dict[str, Any]
+    optimizer: dict[int, dict[str, Any]]
     outer: torch.Tensor | None
 
 
@@ -76,7 +76,9 @@ def save(
         sync_folder(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(building, ignore_errors=True)
-        raise UserError(f"cannot write the checkpoint {target}: {error}; free space or change run.dir") from error
+        raise UserError(
+            f"cannot write the checkpoint {target}: {error}; free space or change run.dir"
+        ) from error
     for old in complete(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return target
@@ -91,12 +93,16 @@ def load_newest(run: Path) -> Loaded:
     """The newest complete checkpoint of a run folder. Nothing is unpickled."""
     found = complete(run / "checkpoints")
     if not found:
-        raise UserError(f"--resume {run}: there is no complete checkpoint in {run / 'checkpoints'}; start afresh")
+        raise UserError(
+            f"--resume {run}: there is no complete checkpoint in {run / 'checkpoints'}; start afresh"
+        )
     path = found[-1]
     try:
         state = json.loads((path / "state.json").read_text())
         if state["format"] != FORMAT:
-            raise UserError(f"--resume {run}: {path.name} has format {state['format']}, this version reads {FORMAT}")
+            raise UserError(
+                f"--resume {run}: {path.name} has format {state['format']}, this version reads {FORMAT}"
+            )
         model = load_file(path / "model.safetensors")
         tensors = load_file(path / "optimizer.safetensors")
         progress = Progress(**{**state["progress"], "shares": tuple(state["progress"]["shares"])})
@@ -123,7 +129,9 @@ def _flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torc
     return tensors, plain
 
 
-def _unflatten_optimizer(tensors: dict[str, torch.Tensor], plain: dict[str, Any]) -> dict[str, Any]:
+def _unflatten_optimizer(
+    tensors: dict[str, torch.Tensor], plain: dict[str, Any]
+) -> dict[int, dict[str, Any]]:
     state: dict[int, dict[str, Any]] = {}
     for key, value in [*tensors.items(), *plain.items()]:
         index, name = key.split(".", 1)
@@ -137,7 +145,9 @@ def restore(loaded: Loaded, model: torch.nn.Module, optimizer: torch.optim.Optim
         model.load_state_dict(loaded.model)
     except RuntimeError as error:
         first = str(error).splitlines()[0]
-        raise UserError(f"the checkpoint does not fit the recipe's model ({first}): resume with its own recipe") from error
+        raise UserError(
+            f"the checkpoint does not fit the recipe's model ({first}): resume with its own recipe"
+        ) from error
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": loaded.optimizer, "param_groups": groups})
 

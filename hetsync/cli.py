@@ -52,36 +52,42 @@ def _one_sentence(message: str) -> str:
     return " ".join(message.split())
 
 
-def make_parser() -> Parser:
-    parser = Parser(
-        prog="hetsync-train",
-        description="Train a PyTorch model on ranks of unequal speed: mpirun -np N hetsync-train [RECIPE.yaml] ...",
-        usage="hetsync-train [RECIPE.yaml] [--emulate PROFILE] [--section.key VALUE ...] [--resume RUN]",
-        version=__version__,
-    )
+def make_parser(program: str, description: str) -> Parser:
+    parser = Parser(prog=program, description=description, version=__version__)
+    parser.usage = f"{program} [RECIPE.yaml] [--section.key VALUE ...]"
     parser.add_argument("recipe", nargs="?", help="Recipe to start from; the keys below override it.")
-    parser.add_argument("--resume", metavar="RUN", help="Go on from the newest checkpoint in this run folder.")
     parser.add_argument("--config", action="config", help=jsonargparse.SUPPRESS)
     parser.add_class_arguments(Config, as_group=True)
     return parser
 
 
-def parse(argv: Sequence[str]) -> tuple[Config, Path | None]:
-    """The effective recipe and the run folder to resume. Raises UserError; exits for --help and the like."""
-    parser = make_parser()
+def parse_recipe(parser: Parser, argv: Sequence[str]) -> tuple[Config, jsonargparse.Namespace]:
+    """The effective recipe, and whatever else the parser takes. Raises UserError; exits for --help and the like."""
     words = list(argv)
-    resume = _value_of("--resume", words)
     recipe = words.pop(0) if words and not words[0].startswith("-") else None
     if recipe is not None and not Path(recipe).is_file():
         raise UserError(f"recipe {recipe} does not exist: give a path to a YAML file")
-    if resume is not None:
-        recipe = recipe or str(Path(resume) / CONFIG_FILE)
-        if not Path(recipe).is_file():
-            raise UserError(f"--resume {resume}: there is no {CONFIG_FILE} in it; give the folder of a run")
     parsed = parser.parse_args([f"--config={recipe}", *words] if recipe else words)
     made = parser.instantiate(parsed)
-    names = Config.__dataclass_fields__
-    config = Config(**{name: made[name] for name in names})
+    return Config(**{name: made[name] for name in Config.__dataclass_fields__}), parsed
+
+
+def parse(argv: Sequence[str]) -> tuple[Config, Path | None]:
+    """What `hetsync-train` is asked for: the effective recipe, and the run folder to resume."""
+    parser = make_parser(
+        "hetsync-train", "Train a PyTorch model on ranks of unequal speed: mpirun -np N hetsync-train ..."
+    )
+    parser.add_argument(
+        "--resume", metavar="RUN", help="Go on from the newest checkpoint in this run folder."
+    )
+    words = list(argv)
+    resume = _value_of("--resume", words)
+    if resume is not None and (not words or words[0].startswith("-")):
+        kept = Path(resume) / CONFIG_FILE
+        if not kept.is_file():
+            raise UserError(f"--resume {resume}: there is no {CONFIG_FILE} in it; give the folder of a run")
+        words.insert(0, str(kept))
+    config, _ = parse_recipe(parser, words)
     return config, Path(resume) if resume is not None else None
 
 
@@ -113,6 +119,45 @@ def train(plane: Plane, config: Config, resume: Path | None) -> int:
     if plane.rank == 0:
         write_atomically(folder / CONFIG_FILE, yaml.safe_dump(asdict(config), sort_keys=False))
     return Trainer(config, plane, folder, loaded).train()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of `hetsync VERB`."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    verbs = {"profile": profile_main}
+    if words and words[0] in verbs:
+        verbs[words[0]](words[1:])
+    asked = bool(words) and words[0] in ("-h", "--help")
+    complain(
+        "usage: hetsync VERB ...; verbs: profile (measure the ranks of this job and write a cluster profile);"
+        " to train, see hetsync-train --help"
+    )
+    sys.exit(0 if asked else USER_ERROR)
+
+
+def profile_main(argv: Sequence[str]) -> NoReturn:
+    """`hetsync profile`, under mpirun like the training job that it prepares."""
+    with _early_mistakes():
+        parser = make_parser(
+            "hetsync profile", "Measure every rank and the interconnect, and write a cluster profile."
+        )
+        parser.add_argument(
+            "--output", metavar="FILE", default="cluster.yaml", help="Where to write the profile."
+        )
+        config, parsed = parse_recipe(parser, argv)
+    sys.exit(on_all_ranks(config.run.plane, lambda plane: profile(plane, config, Path(parsed.output))))
+
+
+def profile(plane: Plane, config: Config, output: Path) -> int:
+    """Collective: measure, write, say where."""
+    from hetsync.profiling.cluster import save_cluster
+    from hetsync.profiling.report import profile_cluster
+
+    cluster = profile_cluster(plane, config)
+    if plane.rank == 0:
+        save_cluster(cluster, output)
+        print(f"wrote {output}: try it with hetsync-train --emulate {output}")
+    return 0
 
 
 def on_all_ranks(plane_name: str, job: Callable[[Plane], int]) -> int:

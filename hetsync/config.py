@@ -196,7 +196,9 @@ class SyncConfig:
         _at_least("sync.accumulation", self.accumulation, 1)
         _at_least("sync.bucket_bytes", self.bucket_bytes, 4)
         if not 0 < self.quorum <= 1:
-            raise UserError(f"sync.quorum is {self.quorum}: it is a fraction of the samples, above 0 and at most 1")
+            raise UserError(
+                f"sync.quorum is {self.quorum}: it is a fraction of the samples, above 0 and at most 1"
+            )
         if any(rank < 0 or share < 0 for rank, share in self.pins.items()):
             raise UserError(f"sync.pins is {self.pins}: it maps ranks to samples, both 0 or more")
         if self.shares == "first" and set(self.pins) != {0}:
@@ -253,7 +255,9 @@ def import_object(key: str, path: str) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{key} is {path}, which cannot be imported ({error}): give package.module:name") from error
+        raise UserError(
+            f"{key} is {path}, which cannot be imported ({error}): give package.module:name"
+        ) from error
     return found
 
 
@@ -264,5 +268,7 @@ def call_with_options(key: str, function: Any, options: Mapping[str, Any]) -> An
     try:
         inspect.signature(function).bind(**options)
     except TypeError as error:
-        raise UserError(f"{key}.options is {dict(options)}: {error}; see the arguments of {function}") from error
+        raise UserError(
+            f"{key}.options is {dict(options)}: {error}; see the arguments of {function}"
+        ) from error
     return function(**options)

@@ -28,7 +28,7 @@ from hetsync.slicing import StepTime, equal_shares, first_pinned_shares, speed_s
 from hetsync.sync.coordinator import Coordinator, Send, Speeds
 from hetsync.sync.deltas import Nesterov
 from hetsync.sync.engine import Engine, EngineOptions
-from hetsync.sync.messages import NO_BOUND, DrainRequested, Piece, Settings, StartRound
+from hetsync.sync.messages import NO_BOUND, DrainRequested, Piece, Settings, StartRound, Tuned
 from hetsync.sync.optimizer_state import average_optimizer_state
 from hetsync.sync.policy import Milestones, Policy
 from hetsync.telemetry import Telemetry
@@ -273,6 +273,10 @@ class Session:
     def seconds_training(self) -> float:
         """Seconds from the first slice on, less those at rest."""
         return self.totals.train_seconds + time.monotonic() - self._segment_began
+
+    def tune(self, settings: Settings) -> None:
+        """On any rank: new K, D and q for the work handed out from now on (the controller's handle)."""
+        self.engine.tell(Tuned(settings))
 
     # At rest.
 

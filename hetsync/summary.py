@@ -75,7 +75,7 @@ def _rank_figures(trainer: Trainer) -> dict[str, Any]:
         "compute_fraction": totals.compute_seconds / seconds,
         "wait_fraction": session.engine.wait_seconds / seconds,
         "data_fraction": totals.data_seconds / seconds,
-        "communication_thread_cpu_fraction": session.engine.thread_cpu_seconds / seconds,
+        "runtime_cpu_fraction": session.engine.cpu_seconds() / seconds,
         "bytes_sent": session.engine.bytes_sent,
         "slices": device.slices,
         "real_seconds": device.real_seconds,

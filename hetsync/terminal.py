@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from hetsync.plane import launched_by_mpi
 from hetsync.session import RankProfile
 from hetsync.slicing import equal_share_ceiling
 
 LINE_SECONDS = 10.0  # between plain lines
 REFRESH_SECONDS = 0.25
+
+
+def watched() -> bool:
+    """Does a person look on? mpirun gives its ranks a terminal of its own, whatever its output goes to."""
+    if not sys.stdout.isatty() or not launched_by_mpi():
+        return sys.stdout.isatty()
+    try:
+        return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:
+        return False
 
 
 class Display(Protocol):
@@ -46,7 +59,7 @@ class Silence:
 
 class Terminal:
     def __init__(self, total_samples: int, already_applied: int = 0, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = console or Console(highlight=False, soft_wrap=True, force_terminal=watched())
         self._total = total_samples
         self._already = already_applied
         self._solo = 0.0
@@ -72,18 +85,20 @@ class Terminal:
         self._shown_at = time.monotonic()
         self._loss = self._loss if loss is None else loss
         rate = (applied - self._already) / seconds if seconds else 0.0
-        efficiency = f"efficiency {rate / self._solo:.3f}  " if self._solo else ""
         loss_text = "" if self._loss is None else f"loss {self._loss:.4f}  "
-        text = f"{rate:,.0f} samples/s  {efficiency}{loss_text}staleness {staleness:.1f}"
+        left = f"{(self._total - applied) / rate:.0f} s left" if rate else ""
+        text = (
+            f"{applied:,}/{self._total:,}  {rate:,.0f}/s  efficiency {rate / self._solo:.3f}  {loss_text}"
+            f"staleness {staleness:.1f}  {left}"
+        )
         if self._console.is_terminal:
             self._show_bar(applied, text)
         else:
-            left = (self._total - applied) / rate if rate else float("inf")
-            self._console.print(f"{applied:,} of {self._total:,} samples  {text}  {left:.0f} s left")
+            self._console.print(text)
 
     def _show_bar(self, applied: int, text: str) -> None:
         if self._bar is None:
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            columns = (BarColumn(bar_width=8), TextColumn("{task.description}"))
             self._bar = Progress(*columns, console=self._console)
             self._bar.start()
             self._task = self._bar.add_task(text, total=self._total, completed=self._already)
@@ -117,7 +132,7 @@ class Terminal:
         overrun = summary["overrun_fraction"]
         if overrun > 0.01:
             lines.append(
-                f"careful: this machine was too slow for {overrun:.1%} of the emulated slices, so it was measured, not"
-                " the program; lower --emulation.samples_per_second"
+                f"careful: the machine was too slow for {overrun:.1%} of the emulated slices, so it was measured,"
+                " not the program; lower --emulation.samples_per_second"
             )
         self._console.print("\n".join(lines))

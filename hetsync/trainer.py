@@ -19,7 +19,7 @@ from hetsync.optimizers import build_optimizer
 from hetsync.plane.base import Plane
 from hetsync.plane.emulated_link import EmulatedLink
 from hetsync.profiling.cluster import Cluster, load_cluster
-from hetsync.profiling.measure import choose_device, find_place, limit_threads, measure_ranks
+from hetsync.profiling.measure import Subject, choose_device, find_place, limit_threads, measure_ranks
 from hetsync.session import Plan, RankProfile, Session, choose_shares
 from hetsync.summary import summarise
 from hetsync.sync.policy import Milestone, apportion
@@ -51,7 +51,8 @@ class Trainer:
         if loaded is not None:
             checkpoint.restore(loaded, self.model, self.optimizer)
         self.total = config.run.samples or round(config.run.epochs * len(self.data.train))  # type: ignore[arg-type]
-        self.profiles = measure_ranks(plane, config, self.model, self.data, place, self.cluster)
+        subject = Subject(plane, config, self.model, self.data, place)
+        self.profiles = measure_ranks(subject, self.cluster)
         self.device = make_device(self.cluster, self.profiles, plane.rank, config.run.seed, self.model)
         self.session = self._make_session()
 
@@ -125,7 +126,9 @@ class Trainer:
         policy = coordinator.policy
         pieces = max(1, policy.staleness.total())
         mean = sum(staleness * count for staleness, count in policy.staleness.items()) / pieces
-        display.progress(policy.ledger.applied, self.session.seconds_training(), coordinator.take_loss(), mean)
+        display.progress(
+            policy.ledger.applied, self.session.seconds_training(), coordinator.take_loss(), mean
+        )
 
     # At rest.
 
@@ -135,7 +138,9 @@ class Trainer:
         due = [
             Milestone((position // every + 1) * every, reason) for reason, every in intervals.items() if every
         ]
-        return min([m for m in due if m.position < self.total] + [Milestone(self.total, "end", True)], key=_position)
+        return min(
+            [m for m in due if m.position < self.total] + [Milestone(self.total, "end", True)], key=_position
+        )
 
     def _at_rest(self) -> None:
         applied, run = self.session.applied, self.config.run

@@ -21,5 +21,7 @@ def build(name: str, **options: Any) -> torch.nn.Module:
         raise UserError(f"model.name is {name}: use one of {known}, or package.module:name for your own")
     model = call_with_options("model", import_object("model.name", BUILT_IN.get(name, name)), options)
     if not isinstance(model, torch.nn.Module):
-        raise UserError(f"model.name is {name}, which returned {type(model).__name__}: return a torch.nn.Module")
+        raise UserError(
+            f"model.name is {name}, which returned {type(model).__name__}: return a torch.nn.Module"
+        )
     return model

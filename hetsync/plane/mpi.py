@@ -157,7 +157,7 @@ class MpiPlane(Plane):
         n, shard = tensor.numel(), shard_values(tensor.numel(), self.size, wire)
         n_padded = shard * self.size
         with staging.context():
-            addend = encode(padded(tensor, n_padded), wire)
+            addend = padded(encode(tensor, wire), encoded_bytes(n_padded, wire))
         # Before `fetch`, which waits for whatever used this memory earlier.
         shards = staging.buffer(addend.numel())
         sent = yield from staging.fetch(addend)

@@ -7,7 +7,8 @@
 | int8 | 1028 a block of 1024 values, padded | at most 1/254 of the block's largest absolute value |
 
 An int8 block is its float32 scale followed by its 1024 values, so that a shard made of whole blocks is a
-contiguous piece of the encoded tensor, and rounding a shard equals rounding that part of the whole.
+contiguous piece of the encoded tensor, and rounding a shard equals rounding that part of the whole. In
+every format zeros are encoded as zero bytes.
 
 Infinities and nan never come out finite: bfloat16 keeps them, int8 turns their whole block into nan.
 """
@@ -22,6 +23,8 @@ from hetsync.plane.base import PlaneError, WireFormat
 
 BLOCK = 1024
 SCALE_BYTES = 4
+# On CPUs int8 works on 1 MiB at a time, in the cache: page faults of whole temporaries cost twice the work.
+CPU_BLOCKS = 256
 WIRE_FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
 
 
@@ -57,8 +60,7 @@ def encode(tensor: torch.Tensor, wire: WireFormat) -> torch.Tensor:
     """A flat float32 tensor as a new uint8 tensor of `encoded_bytes` bytes, on the same device."""
     tensor = flat(tensor)
     if wire == "int8":
-        blocks = padded(tensor, shard_values(tensor.numel(), 1, wire)).view(-1, BLOCK)
-        return _encode_blocks(blocks)
+        return _encode_blocks(tensor)
     return tensor.to(_floating(wire), copy=True).view(torch.uint8)
 
 
@@ -84,16 +86,27 @@ def _floating(wire: WireFormat) -> torch.dtype:
     raise PlaneError(f"no wire format {wire!r}; there are {', '.join(WIRE_FORMATS)}")
 
 
-def _encode_blocks(blocks: torch.Tensor) -> torch.Tensor:
-    data = torch.empty(len(blocks), SCALE_BYTES + BLOCK, dtype=torch.uint8, device=blocks.device)
+def _encode_blocks(tensor: torch.Tensor) -> torch.Tensor:
+    n_whole = tensor.numel() // BLOCK * BLOCK
+    data = torch.empty(encoded_bytes(tensor.numel(), "int8"), dtype=torch.uint8, device=tensor.device)
+    rows = data.view(-1, SCALE_BYTES + BLOCK)
+    step = CPU_BLOCKS if tensor.device.type == "cpu" else max(len(rows), 1)
+    for blocks, out in zip(tensor[:n_whole].view(-1, BLOCK).split(step), rows.split(step), strict=False):
+        _encode_into(blocks, out[: len(blocks)])
+    if n_whole < tensor.numel():
+        _encode_into(padded(tensor[n_whole:], BLOCK).view(1, BLOCK), rows[-1:])
+    return data
+
+
+def _encode_into(blocks: torch.Tensor, rows: torch.Tensor) -> None:
     # Two passes, yet several times faster than `aminmax` along a dimension, and without the copy of `abs`.
-    scale = torch.maximum(blocks.amax(1, keepdim=True), -blocks.amin(1, keepdim=True)) / 127
+    largest = torch.maximum(blocks.amax(1, keepdim=True), -blocks.amin(1, keepdim=True))
+    scale = largest.abs_() / 127  # without the sign of a -0.0
     # A scale that is not finite makes the block nan in `decode`, whatever integers stand beside it.
     divisor = torch.where(scale > 0, scale, 1.0)
     values = (blocks / divisor).round_().nan_to_num_(nan=0.0).clamp_(-127, 127)
-    data[:, :SCALE_BYTES].view(torch.float32).copy_(scale)
-    data[:, SCALE_BYTES:].view(torch.int8).copy_(values)
-    return data.view(-1)
+    rows[:, :SCALE_BYTES].view(torch.float32).copy_(scale)
+    rows[:, SCALE_BYTES:].view(torch.int8).copy_(values)
 
 
 def _decode_blocks(data: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ import os
 import platform
 import socket
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from hetsync.data.loader import fetch, to_device
 from hetsync.disk import write_atomically
 from hetsync.emulate import emulated_rates
 from hetsync.errors import UserError
+from hetsync.optimizers import build_optimizer
 from hetsync.plane.base import Plane
 from hetsync.profiling.cluster import Cluster
 from hetsync.profiling.device import memory_cap, profile_step, untouched
@@ -57,7 +58,9 @@ def choose_device(name: str, place: Place) -> torch.device:
         raise UserError(f"run.device is {name}, but {place.host} has no CUDA device: use auto or cpu")
     index = int(name[5:]) if ":" in name else place.local_rank % torch.cuda.device_count()
     if index >= torch.cuda.device_count():
-        raise UserError(f"run.device is {name}, but {place.host} has {torch.cuda.device_count()} CUDA devices")
+        raise UserError(
+            f"run.device is {name}, but {place.host} has {torch.cuda.device_count()} CUDA devices"
+        )
     return torch.device("cuda", index)
 
 
@@ -85,69 +88,79 @@ def loss_on(model: torch.nn.Module, data: Data, device: torch.device) -> Step:
     return forward
 
 
-def seconds_of_steps(model: torch.nn.Module, forward: Step, device: torch.device, sizes: list[int]) -> StepTime:
-    """Fit t(b) = a + c·b to forward and backward on this device."""
+def seconds_of_steps(
+    config: Config, model: torch.nn.Module, data: Data, device: torch.device, sizes: list[int]
+) -> StepTime:
+    """Fit t(b) = a + c·b to whole training steps (forward, backward, optimizer) on a copy of the model."""
+    copy = deepcopy(model)
+    optimizer = build_optimizer(config.optimizer, copy)
+    forward = loss_on(copy, data, device)
 
     def step(samples: int) -> None:
         forward(samples).backward()
-        model.zero_grad(set_to_none=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    with untouched(model):
+    with untouched(copy):
         return profile_step(step, sizes)
 
 
-def measure_ranks(
-    plane: Plane, config: Config, model: torch.nn.Module, data: Data, place: Place, cluster: Cluster | None
-) -> list[RankProfile]:
+@dataclass(frozen=True)
+class Subject:
+    """What is profiled, and where."""
+
+    plane: Plane
+    config: Config
+    model: torch.nn.Module
+    data: Data
+    place: Place
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def step_time(self, sizes: list[int]) -> StepTime:
+        return seconds_of_steps(self.config, self.model, self.data, self.device, sizes)
+
+    def cap(self, limit_bytes: int | None = None) -> int | None:
+        forward = loss_on(self.model, self.data, self.device)
+        return memory_cap(self.model, forward, self.device, self.place.ranks_on_host, limit_bytes=limit_bytes)
+
+
+def measure_ranks(subject: Subject, cluster: Cluster | None) -> list[RankProfile]:
     """Collective: every rank's profile, in rank order."""
-    device = next(model.parameters()).device
-    forward = loss_on(model, data, device)
-    mine = (
-        _emulated(plane, config, model, forward, place, cluster)
-        if cluster is not None
-        else _measured(plane, config, model, forward, place)
-    )
-    return plane.gather_objects(mine)
+    mine = _measured(subject) if cluster is None else _emulated(subject, cluster)
+    return subject.plane.gather_objects(mine)
 
 
-def _emulated(
-    plane: Plane, config: Config, model: torch.nn.Module, forward: Step, place: Place, cluster: Cluster
-) -> RankProfile:
+def _emulated(subject: Subject, cluster: Cluster) -> RankProfile:
+    plane, config = subject.plane, subject.config
     group = cluster.device_of(plane.rank)
-    device = next(model.parameters()).device
+    batch = config.data.batch_size
     real = None
     if plane.rank == 0:  # alone, so that the other ranks do not take its core
-        real = seconds_of_steps(model, forward, device, [8, 32])
+        share = max(1, batch // plane.size)
+        real = subject.step_time([share, 4 * share])
     real = plane.broadcast_object(real)
-    batch = config.data.batch_size
     per_sample = real.seconds_per_sample + plane.size * real.fixed_seconds / batch
     total = config.emulation.samples_per_second
     rates = emulated_rates(cluster, plane.size, config.model.name, total, per_sample)
-    time = StepTime(0.0, 1 / rates[plane.rank])
-    cap = None
-    if group.memory_bytes is not None:
-        cap = memory_cap(model, forward, device, place.ranks_on_host, limit_bytes=group.memory_bytes)
-    return RankProfile(f"{group.name} (emulated)", place.host, time, True, cap)
+    cap = None if group.memory_bytes is None else subject.cap(group.memory_bytes)
+    name = f"{group.name} (emulated)"
+    return RankProfile(name, subject.place.host, StepTime(0.0, 1 / rates[plane.rank]), True, cap)
 
 
-def _measured(
-    plane: Plane, config: Config, model: torch.nn.Module, forward: Step, place: Place
-) -> RankProfile:
-    device = next(model.parameters()).device
-    typical = max(1, config.data.batch_size // plane.size)
+def _measured(subject: Subject) -> RankProfile:
+    config = subject.config
+    typical = max(1, config.data.batch_size // subject.plane.size)
     sizes = sorted({max(1, typical // 2), typical, 2 * typical})
-    key = [config.model, config.data, device_name(device), place.ranks_on_host, sizes]
-    kept = _cached(key, partial(_measure, model, forward, place, sizes))
+    name = device_name(subject.device)
+    key = [config.model, config.data, config.optimizer, name, subject.place.ranks_on_host, sizes]
+    kept = _cached(key, lambda: {**asdict(subject.step_time(sizes)), "cap": subject.cap()})
     time = StepTime(kept["fixed_seconds"], kept["seconds_per_sample"])
-    return RankProfile(device_name(device), place.host, time, False, kept["cap"])
-
-
-def _measure(model: torch.nn.Module, forward: Step, place: Place, sizes: list[int]) -> dict[str, Any]:
-    device = next(model.parameters()).device
-    time = seconds_of_steps(model, forward, device, sizes)
-    return {**asdict(time), "cap": memory_cap(model, forward, device, place.ranks_on_host)}
+    return RankProfile(name, subject.place.host, time, False, kept["cap"])
 
 
 def _cached(key: Any, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from hetsync.errors import UserError
 from hetsync.slicing import StepTime, rebalanced
-from hetsync.sync.messages import Event, Finished, Give, Instruction, Reshared, Tuned
+from hetsync.sync.messages import Event, Finished, Give, Instruction, Reshared
 from hetsync.sync.policy import Policy
 
 Send = Callable[[int, Sequence[Instruction]], None]
@@ -79,10 +79,6 @@ class Coordinator:
         self._deliver(out)
         if self._rebalance:
             self._balance()
-
-    def tune(self, **changes: float) -> None:
-        """Change K, D or q for the work handed out from now on (any of `Settings`' fields)."""
-        self.on([Tuned(replace(self.policy.settings, **changes))])
 
     def take_loss(self) -> float | None:
         """Mean training loss of the samples reported since the last call."""

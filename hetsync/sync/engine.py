@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,7 @@ class Engine:
         """`coordinator` makes rank 0's; `on_piece` hears of work as soon as it is known (to load its data)."""
         self.worker = Worker(plane.rank, version)
         self.wait_seconds = 0.0
-        self.thread_cpu_seconds = 0.0
+        self.main_cpu_seconds = 0.0  # of the main thread, spent on copies and books
         self.bytes_sent = 0
         self.coordinator = coordinator(self._send_instructions) if coordinator else None
         self._plane = plane
@@ -135,7 +136,7 @@ class Engine:
 
     def close_slice(self) -> None:
         """After an inner step: take over what rounds have brought."""
-        with self._changed:
+        with self._changed, self._counting_cpu():
             self._apply()
 
     def reduce(self, piece: Piece) -> None:
@@ -156,7 +157,7 @@ class Engine:
 
     def finish(self, piece: Piece, seconds: float, loss_sum: float) -> None:
         """The piece is computed; `seconds` of device time, `loss_sum` over its samples."""
-        with self._changed:
+        with self._changed, self._counting_cpu():
             if piece.synchronous_round is None:
                 assert self._deltas is not None
                 self._apply()
@@ -164,6 +165,19 @@ class Engine:
             else:
                 self.worker.version = self._round_of(piece) + 1
             self._outbox.append(self.worker.finish(seconds, loss_sum))
+
+    @contextmanager
+    def _counting_cpu(self) -> Iterator[None]:
+        began = time.thread_time()
+        yield
+        self.main_cpu_seconds += time.thread_time() - began
+
+    def cpu_seconds(self) -> float:
+        """What synchronisation has cost this rank so far: its thread, and the main thread's part."""
+        if not self._thread.is_alive():
+            return self.main_cpu_seconds
+        clock = time.pthread_getcpuclockid(self._thread.ident or 0)
+        return self.main_cpu_seconds + time.clock_gettime(clock)
 
     def tell(self, event: Event) -> None:
         """Say something to the coordinator."""
@@ -225,7 +239,6 @@ class Engine:
                 self._wake.wait(nap)
         except BaseException as failure:
             self._fail(failure)
-        self.thread_cpu_seconds = time.thread_time()
 
     def _fail(self, failure: BaseException) -> None:
         """Let the main thread end the job with the failure; if it cannot (it computes, or hangs), end it here."""
@@ -289,7 +302,9 @@ class Engine:
         if self._task is None:
             if self._rounds:
                 start = self._rounds.popleft()
-                self._task = self._synchronous_round(start) if start.synchronous else self._delayed_round(start)
+                self._task = (
+                    self._synchronous_round(start) if start.synchronous else self._delayed_round(start)
+                )
             elif self._requests:
                 self._task = self._request(*self._requests.popleft())
             else:
@@ -354,7 +369,9 @@ class Engine:
             self._landed = start.number + 1
             self._changed.notify_all()
         seconds = time.monotonic() - began
-        self._telemetry.record("round", round=start.number, seconds=round(seconds, 6), contributed=contributed)
+        self._telemetry.record(
+            "round", round=start.number, seconds=round(seconds, 6), contributed=contributed
+        )
         if self.coordinator is not None:
             self.coordinator.on([Completed(start.number)])
         if start.drain:

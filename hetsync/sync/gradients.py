@@ -94,7 +94,8 @@ class Gradients:
     def _arrive(self, parameter: torch.Tensor) -> None:
         if not self._listening:
             return
-        assert isinstance(parameter, torch.nn.Parameter) and parameter.grad is not None
+        assert isinstance(parameter, torch.nn.Parameter)
+        assert parameter.grad is not None
         bucket, index = self._where[parameter]
         bucket.views[index].add_(parameter.grad, alpha=self._slice_samples)
         bucket.used[index] += 1

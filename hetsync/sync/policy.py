@@ -53,6 +53,7 @@ class Activity(Enum):
 
 class Cause(Enum):
     GIVEN = auto()
+    GIVEN_AT_BOUND = auto()
     BEGAN = auto()
     FINISHED_MAY_BEGIN = auto()
     FINISHED_AT_BOUND = auto()
@@ -62,6 +63,8 @@ class Cause(Enum):
 
 TRANSITIONS = {
     (Activity.RESTING, Cause.GIVEN): Activity.STARTING,
+    # It rested with work that waits for a round: its share was 0, or a peer left its samples.
+    (Activity.RESTING, Cause.GIVEN_AT_BOUND): Activity.BLOCKED,
     (Activity.STARTING, Cause.GIVEN): Activity.STARTING,
     (Activity.COMPUTING, Cause.GIVEN): Activity.COMPUTING,
     (Activity.BLOCKED, Cause.GIVEN): Activity.BLOCKED,
@@ -104,12 +107,14 @@ class Member:
         return self.activity in (Activity.STARTING, Activity.COMPUTING)
 
     @property
-    def next_work(self) -> Work:
-        return self.current if self.current is not None else self.held[0]
+    def under_way(self) -> list[Work]:
+        """What it computes and what it holds: it may have begun the next of these and not have said so yet."""
+        return [*([self.current] if self.current is not None else []), *self.held]
 
-    def all_work(self) -> list[Work]:
-        current = [self.current] if self.current is not None else []
-        return [*self.flying, *self.ready, *current, *self.held]
+    def unapplied(self) -> dict[int, Work]:
+        """By number. A synchronous piece is in its round from the start, and applied with it."""
+        own = [work for work in self.under_way if work.piece.synchronous_round is None]
+        return {work.piece.number: work for work in [*self.flying, *self.ready, *own]}
 
 
 @dataclass
@@ -158,6 +163,7 @@ class Policy:
         self._next_round = version
         self._next_piece = 0
         self._pending_settings: Settings | None = None
+        self._requests: deque[str] = deque()  # drains to follow the one that is already inevitable
         self._ended = False
         self._story: deque[Event] = deque(maxlen=40)
 
@@ -202,19 +208,21 @@ class Policy:
                 self._on_tuned(event)
             case Reshared():
                 for rank, share in event.shares.items():
-                    self.members[rank].share = share
+                    self._member(rank).share = share
             case DrainRequested():
-                self._drain_at_frontier(event.reason)
+                if not self._drain_at_frontier(event.reason):
+                    self._requests.append(event.reason)
             case Left():
                 self._on_left(event)
             case Joined():
+                self._expect(event.rank not in self.members, f"rank {event.rank} is a member already")
                 self.members[event.rank] = Member(event.share, event.version)
         return self._decide()
 
     # Events.
 
     def _on_began(self, event: Began) -> None:
-        member = self.members[event.rank]
+        member = self._member(event.rank)
         self._move(member, Cause.BEGAN)
         work = member.held.popleft()
         self._expect(work.piece.number == event.piece, f"rank {event.rank} began another piece")
@@ -223,7 +231,7 @@ class Policy:
         member.current = work
 
     def _on_finished(self, event: Finished) -> None:
-        member = self.members[event.rank]
+        member = self._member(event.rank)
         work = member.current
         self._expect(
             work is not None and work.piece.number == event.piece, f"rank {event.rank} finished another piece"
@@ -239,18 +247,18 @@ class Policy:
             return Cause.FINISHED_EMPTY_HANDED
         return Cause.FINISHED_MAY_BEGIN if self._below_bound(member) else Cause.FINISHED_AT_BOUND
 
-    @staticmethod
-    def _below_bound(member: Member) -> bool:
+    def _below_bound(self, member: Member) -> bool:
         """May the rank begin the piece that it holds next?"""
         piece = member.held[0].piece
         if piece.synchronous_round is not None:
-            return member.flying[0].piece is piece  # earlier rounds are complete
+            return piece.synchronous_round <= self.version  # earlier rounds are complete
         return len(member.ready) + len(member.flying) <= piece.delay_bound
 
     def _on_took(self, event: Took) -> None:
-        member = self.members[event.rank]
+        member = self._member(event.rank)
         taken = [work for work in member.ready if work.piece.number <= event.piece]
         self._expect(bool(taken) and event.round in self._rounds, "nothing to take, or no such round")
+        self._expect(event.rank in self._rounds[event.round].unheard, f"rank {event.rank} was not asked")
         for work in taken:
             self._count(event.rank, work, event.round - work.version)
         member.ready = member.ready[len(taken) :]
@@ -298,7 +306,9 @@ class Policy:
             self.settings, self._pending_settings = self._pending_settings, None
         self._ended = started.final
         if not started.final:
-            self._milestone = self._milestones(self.ledger.applied)
+            position = self.ledger.applied
+            asked = Milestone(position, self._requests.popleft()) if self._requests else None
+            self._milestone = asked or self._milestones(position)
 
     def _on_tuned(self, event: Tuned) -> None:
         if event.settings.synchronous == self.settings.synchronous:
@@ -308,13 +318,17 @@ class Policy:
             self._pending_settings = event.settings  # the two modes never overlap: drain between them
             self._drain_at_frontier("mode change")
 
-    def _drain_at_frontier(self, reason: str) -> None:
-        if self.ledger.frontier < self._milestone.position:
-            self._milestone = Milestone(self.ledger.frontier, reason)
+    def _drain_at_frontier(self, reason: str) -> bool:
+        """False where all ranks are coming to rest there already, for another reason."""
+        if self.ledger.frontier >= self._milestone.position:
+            return False
+        self._milestone = Milestone(self.ledger.frontier, reason)
+        return True
 
     def _on_left(self, event: Left) -> None:
-        for number in {work.piece.number for work in self.members.pop(event.rank).all_work()}:
+        for number in self._member(event.rank).unapplied():
             self.ledger.give_back(number)
+        del self.members[event.rank]
         for under_way in self._rounds.values():
             under_way.unheard.discard(event.rank)
         self._land()
@@ -362,7 +376,12 @@ class Policy:
         return out
 
     def _give(
-        self, rank: int, samples: int, position: int, synchronous_round: int | None = None, round_samples: int = 0
+        self,
+        rank: int,
+        samples: int,
+        position: int,
+        synchronous_round: int | None = None,
+        round_samples: int = 0,
     ) -> Give:
         member = self.members[rank]
         number, self._next_piece = self._next_piece, self._next_piece + 1
@@ -379,8 +398,9 @@ class Policy:
             synchronous_round=synchronous_round,
             round_samples=round_samples,
         )
-        self._move(member, Cause.GIVEN)
         member.held.append(Work(piece))
+        rests = member.activity is Activity.RESTING
+        self._move(member, Cause.GIVEN_AT_BOUND if rests and not self._below_bound(member) else Cause.GIVEN)
         if synchronous_round is not None:  # part of its round from the start
             member.flying.append(member.held[-1])
         return Give(rank, piece)
@@ -418,9 +438,10 @@ class Policy:
         """What is under way can still be applied in the round after this one."""
         after = self._next_round + 1
         return all(
-            after - member.floor <= member.next_work.piece.delay_bound
+            after - member.floor <= work.piece.delay_bound
             for member in self.members.values()
             if member.working
+            for work in member.under_way
         )
 
     def _started(
@@ -437,6 +458,10 @@ class Policy:
         return started
 
     # The rules of the machine.
+
+    def _member(self, rank: int) -> Member:
+        self._expect(rank in self.members, f"rank {rank} is no member")
+        return self.members[rank]
 
     def _move(self, member: Member, cause: Cause) -> None:
         to = TRANSITIONS.get((member.activity, cause))

@@ -67,6 +67,15 @@ up() {
     return 1
 }
 
+end() {
+    kill "$1" 2>/dev/null || return 0
+    for _ in {1..50}; do
+        kill -0 "$1" 2>/dev/null || return 0
+        sleep 0.1
+    done
+    kill -KILL "$1" 2>/dev/null || true # a slurmd waits for ever for a step that did not start
+}
+
 down() {
     local file
     timeout 10 scancel --user=root 2>/dev/null || true
@@ -75,7 +84,7 @@ down() {
         sleep 0.5
     done
     for file in "$base"/run/slurmd-n*.pid "$base"/run/slurmctld.pid "$base"/run/munged.pid; do
-        [[ ! -e $file ]] || kill "$(<"$file")" 2>/dev/null || true
+        [[ ! -e $file ]] || end "$(<"$file")"
     done
 }
 

@@ -14,6 +14,7 @@ from hetsync.plane.wire import (
     decode,
     encode,
     encoded_bytes,
+    padded,
     round_trip,
     shard_values,
 )
@@ -21,7 +22,10 @@ from hetsync.plane.wire import (
 wires = st.sampled_from(WIRE_FORMATS)
 # Close to the largest float32, bfloat16 rounds to infinity, as it must.
 finite = st.floats(-(2.0**126), 2.0**126, width=32)
-lengths = st.one_of(st.integers(0, 40), st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7]))
+lengths = st.one_of(
+    st.integers(0, 40),
+    st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7, 257 * BLOCK, 300 * BLOCK + 1]),
+)
 
 
 @st.composite
@@ -85,9 +89,9 @@ def test_non_finite_stays_non_finite(
 def test_shards_hold_everything_and_are_slices_of_the_whole(n: int, size: int, wire: WireFormat) -> None:
     shard = shard_values(n, size, wire)
     assert n <= shard * size < n + size * BLOCK
-    x = torch.nn.functional.pad(torch.randn(n), (0, shard * size - n))
-    pieces = [encode(piece, wire) for piece in x.view(size, shard)]
-    assert torch.equal(torch.cat(pieces), encode(x, wire))
+    x = torch.randn(n)
+    pieces = [encode(piece, wire) for piece in padded(x, shard * size).view(size, shard)]
+    assert torch.equal(torch.cat(pieces), padded(encode(x, wire), encoded_bytes(shard * size, wire)))
 
 
 @pytest.mark.parametrize("wire", WIRE_FORMATS)

@@ -1,0 +1,243 @@
+"""The table of efficiencies and final accuracies: emulated clusters, real gradients, interleaved repetitions.
+
+    python benchmarks/efficiency.py --output results [--traces DIR] [--repetitions 3] [--seeds 3]
+
+Every cell is a job of its own under mpirun, started by launch/local; its figures come from the job's summary.json.
+Within one repetition all arms run once, one after the other, so that a drift of the machine meets them alike.
+`--traces` is a folder with Alibaba's job_1_norm.csv to job_3_norm.csv; without it the fitted profile is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+RANKS = 8
+BATCH = 160
+JOB_SECONDS = 300  # bound on one job
+
+MODES = {
+    "synchronous, equal shares": ["--sync.delay_bound", "0", "--sync.shares", "equal"],
+    "synchronous, by speed": ["--sync.delay_bound", "0"],
+    "delayed, by speed": [],
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run one job. `cluster` is a profile's name or path."""
+
+    table: str
+    cluster: str
+    mode: str
+    profile: str
+    options: tuple[str, ...] = ()
+
+
+@dataclass
+class Cell:
+    """The repetitions of one arm."""
+
+    arm: Arm
+    summaries: list[dict[str, Any]] = field(default_factory=list)
+
+    def spread(self, key: str) -> tuple[float, float, float]:
+        """Minimum, median, maximum."""
+        values = [summary[key] for summary in self.summaries]
+        return min(values), statistics.median(values), max(values)
+
+
+def speed_arms(traces: Path | None, folder: Path) -> list[Arm]:
+    """Clusters × modes of the efficiency table."""
+    clusters = {"fixed speeds 4,4,2,2,1,1,1,1": "quickstart"}
+    if traces is None:
+        clusters["production jitter (fitted)"] = "alibaba-jitter"
+    else:
+        clusters |= {f"production trace, job {n}": trace_profile(traces, n, folder) for n in (1, 2, 3)}
+    clusters |= {"heavy jitter (lognormal, σ 0.5)": "heavy-jitter", "slow link (half of compute)": "slow-link"}
+    arms = []
+    for cluster, profile in clusters.items():
+        for mode, options in MODES.items():
+            if "equal" not in mode or profile == "quickstart":
+                arms.append(Arm("speed", cluster, mode, profile, tuple(options)))
+    return arms
+
+
+def trace_profile(traces: Path, job: int, folder: Path) -> str:
+    """The quickstart's speeds under a replay of one job's trace."""
+    profile = yaml.safe_load((ROOT / "cluster_profiles" / "quickstart.yaml").read_text())
+    path = (traces / f"job_{job}_norm.csv").resolve()
+    profile |= {
+        "name": f"alibaba-job-{job}",
+        "jitter": {"distribution": "trace", "path": str(path), "batch_time_column": "batch_time_norm"},
+    }
+    written = folder / f"alibaba-job-{job}.yaml"
+    written.write_text(yaml.safe_dump(profile))
+    return str(written)
+
+
+def quality_arms() -> list[Arm]:
+    """Final accuracy at equal samples: optimizer × model × mode."""
+    optimizers = {
+        "SGD momentum": ["--optimizer.name", "sgd", "--optimizer.learning_rate", "0.1"],
+        "AdamW": ["--optimizer.name", "adamw", "--optimizer.learning_rate", "0.002"],
+    }
+    kinds = {"CNN": [], "batch-norm CNN": ["--model.options", '{"batch_norm": true}']}
+    return [
+        Arm("quality", f"{kind}, {optimizer}", mode, "quickstart", (*model, *options, *MODES[mode]))
+        for kind, model in kinds.items()
+        for optimizer, options in optimizers.items()
+        for mode in ("synchronous, by speed", "delayed, by speed")
+    ]
+
+
+def run_job(arm: Arm, seed: int, samples: int, rate: float, folder: Path) -> dict[str, Any]:
+    """One job under mpirun; its summary."""
+    with tempfile.TemporaryDirectory(dir=folder) as run:
+        words = [ROOT / "launch" / "local", RANKS, "--run.dir", run, "--run.seed", seed, "--run.samples", samples]
+        words += ["--data.batch_size", BATCH, "--emulate", arm.profile]
+        words += ["--emulation.samples_per_second", rate, *arm.options]
+        done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=JOB_SECONDS)
+        if done.returncode:
+            sys.exit(f"{arm} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        summary: dict[str, Any] = json.loads((Path(run) / "summary.json").read_text())
+    check(arm, summary)
+    return summary
+
+
+def check(arm: Arm, summary: dict[str, Any]) -> None:
+    """A figure counts only if the run kept its promises and the machine kept up."""
+    assert summary["samples_applied"] == summary["samples_expected"], arm
+    assert summary["staleness"]["max"] <= summary["delay_bound"], arm
+    if summary["overrun_fraction"] > 0.02:
+        print(f"careful: {summary['overrun_fraction']:.1%} of slices overran in {arm}", file=sys.stderr)
+
+
+def measure(arms: Sequence[Arm], seeds: Iterable[int], samples: int, rate: float, folder: Path) -> list[Cell]:
+    """Interleaved: each seed runs every arm once."""
+    cells = [Cell(arm) for arm in arms]
+    for seed in seeds:
+        for cell in cells:
+            cell.summaries.append(run_job(cell.arm, seed, samples, rate, folder))
+            last = cell.summaries[-1]
+            print(
+                f"seed {seed}  {cell.arm.cluster}  {cell.arm.mode}: efficiency {last['efficiency']:.3f}"
+                f"  accuracy {last['metrics']['accuracy']:.4f}",
+                flush=True,
+            )
+    return cells
+
+
+def markdown(cells: Sequence[Cell]) -> str:
+    """Both tables; medians with the range in brackets."""
+    lines = ["| cluster (emulated) | mode | efficiency | staleness mean / max | runtime, % of a core | rounds/s |"]
+    lines += ["| --- | --- | --- | --- | --- | --- |"]
+    for cell in cells:
+        if cell.arm.table == "speed":
+            lines.append(speed_row(cell))
+    lines += ["", "| workload | synchronous accuracy | delayed accuracy | difference of means, points |"]
+    lines += ["| --- | --- | --- | --- |"]
+    quality = [cell for cell in cells if cell.arm.table == "quality"]
+    for synchronous, delayed in zip(quality[::2], quality[1::2], strict=True):
+        lines.append(quality_row(synchronous, delayed))
+    return "\n".join(lines) + "\n"
+
+
+def speed_row(cell: Cell) -> str:
+    low, middle, high = cell.spread("efficiency")
+    stale = statistics.median(summary["staleness"]["mean"] for summary in cell.summaries)
+    most = max(summary["staleness"]["max"] for summary in cell.summaries)
+    cost = statistics.median(
+        statistics.mean(rank["runtime_cpu_fraction"] for rank in summary["per_rank"]) for summary in cell.summaries
+    )
+    rounds = statistics.median(summary["rounds"] / summary["train_seconds"] for summary in cell.summaries)
+    efficiency = f"**{middle:.3f}** ({low:.3f}–{high:.3f})"
+    return (
+        f"| {cell.arm.cluster} | {cell.arm.mode} | {efficiency} | {stale:.2f} / {most} | {100 * cost:.1f} | {rounds:.1f} |"
+    )
+
+
+def accuracies(cell: Cell) -> list[float]:
+    return [summary["metrics"]["accuracy"] for summary in cell.summaries]
+
+
+def quality_row(synchronous: Cell, delayed: Cell) -> str:
+    mine, theirs = accuracies(delayed), accuracies(synchronous)
+    difference = 100 * (statistics.mean(mine) - statistics.mean(theirs))
+    shown = [f"{statistics.mean(a):.4f} ({min(a):.4f}–{max(a):.4f})" for a in (theirs, mine)]
+    return f"| {synchronous.arm.cluster} | {shown[0]} | {shown[1]} | {difference:+.2f} |"
+
+
+def plot(cells: Sequence[Cell], path: Path) -> None:
+    """Bars of the median efficiency, with the range, and the ceiling of equal shares."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    speed = [cell for cell in cells if cell.arm.table == "speed"]
+    colours = dict(zip(MODES, ("tab:gray", "tab:orange", "tab:blue"), strict=True))
+    figure, axes = pyplot.subplots(figsize=(9, 0.45 * len(speed) + 1))
+    for row, cell in enumerate(speed):
+        low, middle, high = cell.spread("efficiency")
+        error = [[middle - low], [high - middle]]
+        axes.barh(row, middle, xerr=error, color=colours[cell.arm.mode], capsize=3)
+        axes.text(0.01, row, f"{middle:.3f}  {cell.arm.mode}", va="center", color="white", fontsize=8)
+    axes.axvline(0.5, color="black", linestyle=":", label="ceiling of equal shares")
+    axes.set_yticks(range(len(speed)), [cell.arm.cluster for cell in speed], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("efficiency: samples/s of the job ÷ sum of solo samples/s (emulated devices)")
+    axes.legend(loc="lower right", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("results"), help="folder for JSON, Markdown and plot")
+    parser.add_argument("--traces", type=Path, help="folder with Alibaba's job_N_norm.csv")
+    parser.add_argument("--repetitions", type=int, default=3, help="of the speed table")
+    parser.add_argument("--seeds", type=int, default=3, help="of the accuracy table; 0 leaves it out")
+    parser.add_argument("--samples", type=int, default=24_000, help="to train on in each job")
+    parser.add_argument("--rate", type=float, default=1200.0, help="samples/s of the emulated cluster, speed table")
+    parser.add_argument("--quality-rate", type=float, default=2400.0, help="the same, accuracy table")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    options.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        arms = speed_arms(options.traces, folder)
+        cells = measure(arms, range(options.repetitions), options.samples, options.rate, folder)
+        if options.seeds:
+            cells += measure(quality_arms(), range(options.seeds), options.samples, options.quality_rate, folder)
+    table = markdown(cells)
+    record = {
+        "command": " ".join(["python", "benchmarks/efficiency.py", *sys.argv[1:]]),
+        "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "torch": torch.__version__},
+        "cells": [{"arm": vars(cell.arm), "summaries": cell.summaries} for cell in cells],
+    }
+    (options.output / "efficiency.json").write_text(json.dumps(record, indent=1))
+    (options.output / "efficiency.md").write_text(table)
+    plot([cell for cell in cells if cell.summaries], options.output / "efficiency.png")
+    print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""`hetsync profile`: the ranks of this job as a cluster profile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+
+from hetsync import data, models
+from hetsync.config import Config
+from hetsync.plane.base import Plane
+from hetsync.profiling.cluster import Cluster, DeviceGroup
+from hetsync.profiling.interconnect import measure_interconnect
+from hetsync.profiling.measure import Subject, choose_device, find_place, limit_threads, measure_ranks
+from hetsync.session import RankProfile, choose_shares
+
+
+def profile_cluster(plane: Plane, config: Config) -> Cluster:
+    """Collective: measure every rank on the recipe's model, and their interconnect."""
+    place = find_place(plane)
+    limit_threads(place, emulated=False)
+    material = data.build(config.data.name, config.data.options)
+    model = models.build(config.model.name, **config.model.options).to(
+        choose_device(config.run.device, place)
+    )
+    profiles = measure_ranks(Subject(plane, config, model, material, place), None)
+    shares = choose_shares(config.sync, config.data.batch_size, profiles)
+    rates = [profile.time.rate(max(1, share)) for profile, share in zip(profiles, shares, strict=True)]
+    memory = plane.gather_objects(device_memory_gib(model))
+    groups = group_devices(config.model.name, profiles, rates, memory)
+    hosts = sorted({profile.host for profile in profiles})
+    source = (
+        f"measured by hetsync profile: {plane.size} ranks on {', '.join(hosts)}, model {config.model.name},"
+        f" batch {config.data.batch_size} in slices of {', '.join(map(str, shares))}"
+    )
+    return Cluster(config.run.name, source, groups, measure_interconnect(plane))
+
+
+def device_memory_gib(model: torch.nn.Module) -> float | None:
+    """Memory of the rank's own accelerator; None on CPUs, whose memory all ranks of a host share."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return None
+    return round(torch.cuda.get_device_properties(device).total_memory / 2**30, 2)
+
+
+def group_devices(
+    model_name: str,
+    profiles: Sequence[RankProfile],
+    rates: Sequence[float],
+    memory_gib: Sequence[float | None],
+) -> tuple[DeviceGroup, ...]:
+    """Neighbouring ranks with like devices as one group, at their mean rate; the slowest has speed 1."""
+    slowest = min(rates)
+    ranks = zip(profiles, rates, memory_gib, strict=True)
+    groups = []
+    for (name, memory), members in groupby(ranks, key=lambda rank: (rank[0].device, rank[2])):
+        group_rates = [rate for _, rate, _ in members]
+        mean = sum(group_rates) / len(group_rates)
+        group = DeviceGroup(name, len(group_rates), round(mean / slowest, 3), memory)
+        groups.append(replace(group, samples_per_second={model_name: round(mean, 2)}))
+    return tuple(groups)

@@ -1,0 +1,275 @@
+"""Small jobs through `Session`, and what must hold of every one of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from hetsync.checkpoint import Loaded
+from hetsync.config import SyncConfig
+from hetsync.data.loader import EpochOrder
+from hetsync.emulate import Device, EmulatedDevice, RealDevice
+from hetsync.plane.base import Plane
+from hetsync.session import Plan, RankProfile, Session, weights_sha256
+from hetsync.slicing import StepTime
+from hetsync.sync.messages import Began, Piece, Took
+from hetsync.sync.policy import Milestone
+
+SAMPLES = 192
+BATCH = 24
+SEED = 3
+FEATURES, CLASSES = 6, 3
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+Hook = Callable[[Session, int], None]
+
+
+class Blobs(Dataset[Any]):
+    """Three noisy clusters; each item tells its own index."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(11)
+        centres = 2 * torch.randn(CLASSES, FEATURES, generator=generator)
+        self.labels = torch.randint(CLASSES, (samples,), generator=generator)
+        self.points = centres[self.labels] + torch.randn(samples, FEATURES, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return self.points[index], self.labels[index], index
+
+
+class Net(nn.Module):
+    """With `unused`, a weight that no loss depends on."""
+
+    def __init__(self, batch_norm: bool = False, unused: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        norm = [nn.BatchNorm1d(16)] if batch_norm else []
+        self.body = nn.Sequential(nn.Linear(FEATURES, 16), *norm, nn.Tanh(), nn.Linear(16, CLASSES))
+        if unused:
+            self.unused = nn.Parameter(torch.ones(7))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.body(points)
+        return scores
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+}
+
+
+def loss_of(model: nn.Module, points: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(points), labels)
+
+
+@torch.no_grad()
+def loss_on_all(model: nn.Module, data: Blobs) -> float:
+    training = model.training
+    model.eval()
+    loss = loss_of(model, data.points, data.labels).item()
+    model.train(training)
+    return loss
+
+
+def unequal_shares(ranks: int, batch: int = BATCH) -> dict[int, int]:
+    """Each rank gets twice the next one's samples."""
+    weights = [2 ** (ranks - rank) for rank in range(ranks)]
+    shares = [batch * weight // sum(weights) for weight in weights]
+    shares[0] += batch - sum(shares)
+    return dict(enumerate(shares))
+
+
+@dataclass
+class Rest:
+    """What one rank saw when all had come to rest."""
+
+    applied: int
+    version: int
+    anchor: str
+    local: str
+    loss: float
+
+
+@dataclass
+class Outcome:
+    """What one rank knows of a job that is over."""
+
+    session: Session
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    first_loss: float
+    rests: list[Rest] = field(default_factory=list)
+    slices: list[tuple[list[int], float]] = field(default_factory=list)  # (indices, mean loss)
+    staleness: list[int] = field(default_factory=list)
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        return [tensor.detach().clone() for tensor in local_tensors(self.model)]
+
+
+def local_tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
+
+
+def train(
+    plane: Plane,
+    sync: SyncConfig,
+    *,
+    model: nn.Module | None = None,
+    optimizer: str = "momentum",
+    data: Blobs | None = None,
+    samples: int = SAMPLES,
+    rests: Iterable[int] = (),
+    device: Device | None = None,
+    clip: float | None = None,
+    on_slice: Hook = lambda session, number: None,
+    at_rest: Callable[[Outcome], None] = lambda outcome: None,
+    loaded: Loaded | None = None,
+    watch: bool = True,
+) -> Outcome:
+    """Collective: one job, from its weights to its end; `rests` are the stream positions to rest at."""
+    model, data = model or Net(), data or Blobs()
+    step = OPTIMIZERS[optimizer](model)
+    if loaded is not None:
+        from hetsync.checkpoint import restore
+
+        restore(loaded, model, step)
+    progress = loaded.progress if loaded else None
+    stops = sorted(position for position in rests if position < samples)
+
+    def next_milestone(position: int) -> Milestone:
+        due = next((stop for stop in stops if stop > position), samples)
+        return Milestone(due, "rest", due == samples)
+
+    profile = RankProfile("test", "here", StepTime(0.0, 1.0))
+    plan = Plan(
+        BATCH,
+        samples,
+        [profile] * plane.size,
+        next_milestone,
+        SEED,
+        progress.samples_applied if progress else 0,
+        progress.version if progress else 0,
+    )
+    session = Session(
+        plane, model, step, data, sync, plan, device or RealDevice(), max_grad_norm=clip, timeout_seconds=30.0
+    )
+    if loaded is not None and session.outer is not None:
+        session.outer.velocity = loaded.outer
+    outcome = Outcome(session, model, step, loss_on_all(model, data))
+    if watch:
+        _watch_staleness(session, outcome.staleness)
+
+    def rest() -> None:
+        assert data is not None
+        outcome.rests.append(
+            Rest(
+                session.applied,
+                session.version,
+                weights_sha256(session.engine.anchor),
+                weights_sha256(local_tensors(model)),
+                loss_on_all(model, data),
+            )
+        )
+        at_rest(outcome)
+
+    for number, (points, labels, indices) in enumerate(session.slices(rest)):
+        on_slice(session, number)
+        loss = loss_of(model, points, labels)
+        loss.backward()
+        session.step(loss)
+        outcome.slices.append((indices.tolist(), loss.item()))
+    session.close()
+    return outcome
+
+
+def _watch_staleness(session: Session, seen: list[int]) -> None:
+    """Books of our own, beside the policy's: from which version each piece began, and which round took it."""
+    worker = session.engine.worker
+    begin, take = worker.begin, worker.take
+    began_at: dict[int, int] = {}
+
+    def watched_begin() -> tuple[Piece, Began]:
+        piece, began = begin()
+        if piece.synchronous_round is None:
+            began_at[piece.number] = worker.version
+        return piece, began
+
+    def watched_take(round_number: int) -> Took:
+        took = take(round_number)
+        for number in [number for number in began_at if number <= took.piece]:
+            seen.append(round_number - began_at.pop(number))
+        return took
+
+    worker.begin, worker.take = watched_begin, watched_take  # type: ignore[method-assign]
+
+
+def of_unequal_speed(rank: int, fastest: float = 1e-5) -> EmulatedDevice:
+    """Rank 0 takes `fastest` seconds a sample, the next twice as long, and so on."""
+    return EmulatedDevice(fastest * 2**rank)
+
+
+def plain_training(
+    *,
+    accumulation: int,
+    optimizer: str,
+    model: nn.Module | None = None,
+    clip: float | None = None,
+    samples: int = SAMPLES,
+) -> tuple[list[torch.Tensor], list[float], list[list[int]]]:
+    """One process and nothing but PyTorch, on batches of K·B: weights, loss and indices of each step."""
+    data, model = Blobs(), model or Net()
+    step = OPTIMIZERS[optimizer](model)
+    order = EpochOrder(len(data), SEED)
+    losses, batches = [], []
+    for start in range(0, samples, accumulation * BATCH):
+        indices = order.indices([(start, min(samples, start + accumulation * BATCH))])
+        loss = loss_of(model, data.points[indices], data.labels[indices])
+        step.zero_grad()
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        step.step()
+        losses.append(loss.item())
+        batches.append(indices)
+    return [tensor.detach() for tensor in local_tensors(model)], losses, batches
+
+
+# What must hold of every job.
+
+
+def assert_invariants(
+    plane: Plane, outcomes: Sequence[Outcome], samples: int, bound: int | None, data_samples: int = SAMPLES
+) -> None:
+    """Collective; `outcomes` are of the parts of one job, in order (more than one where it was resumed)."""
+    last = outcomes[-1]
+    everyones = plane.gather_objects([(o.rests, [i for i, _ in o.slices], o.staleness) for o in outcomes])
+    for theirs in everyones:
+        assert [rests for rests, _, _ in theirs] == [rests for rests, _, _ in everyones[0]], "ranks differ at rest"
+    for outcome in outcomes:
+        for rest in outcome.rests:
+            assert rest.local == rest.anchor, f"u is not w at rest after {rest.applied} samples"
+    used = Counter(i for theirs in everyones for _, slices, _ in theirs for indices in slices for i in indices)
+    epochs, rest_of_epoch = divmod(samples, data_samples)
+    more = set(EpochOrder(data_samples, SEED).indices([(epochs * data_samples, samples)]))
+    assert len(more) == rest_of_epoch
+    assert used == Counter({i: epochs + (i in more) for i in range(data_samples) if epochs or i in more})
+    staleness = [s for theirs in everyones for _, _, seen in theirs for s in seen]
+    assert min(staleness, default=0) >= 0
+    assert bound is None or max(staleness, default=0) <= bound
+    assert last.session.applied == samples
+    if last.session.coordinator is not None:
+        booked = last.session.coordinator.policy
+        assert booked.ended == (not last.session.stopping)
+        assert booked.ledger.outstanding() == 0 or last.session.stopping
