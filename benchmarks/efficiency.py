@@ -165,10 +165,8 @@ def speed_row(cell: Cell) -> str:
         statistics.mean(rank["runtime_cpu_fraction"] for rank in summary["per_rank"]) for summary in cell.summaries
     )
     rounds = statistics.median(summary["rounds"] / summary["train_seconds"] for summary in cell.summaries)
-    efficiency = f"**{middle:.3f}** ({low:.3f}–{high:.3f})"
-    return (
-        f"| {cell.arm.cluster} | {cell.arm.mode} | {efficiency} | {stale:.2f} / {most} | {100 * cost:.1f} | {rounds:.1f} |"
-    )
+    figures = f"**{middle:.3f}** ({low:.3f}–{high:.3f}) | {stale:.2f} / {most} | {100 * cost:.1f} | {rounds:.1f}"
+    return f"| {cell.arm.cluster} | {cell.arm.mode} | {figures} |"
 
 
 def accuracies(cell: Cell) -> list[float]:

@@ -92,9 +92,7 @@ def join(
     if emulate is not None:
         cluster = load_cluster(emulate)
         if samples_per_second is None:
-            raise UserError(
-                "join(emulate=...) needs samples_per_second, the speed of the whole emulated cluster"
-            )
+            raise UserError("join(emulate=...) needs samples_per_second, the speed of the whole emulated cluster")
         speeds = [cluster.device_of(rank).speed for rank in range(plane.size)]
         rate = samples_per_second * speeds[plane.rank] / sum(speeds)
         device, time = emulated_device(cluster, plane.rank, rate, seed), StepTime(0.0, 1 / rate)

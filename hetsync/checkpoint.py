@@ -8,6 +8,7 @@ checkpoints/samples-000000024000/
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from hetsync.errors import UserError
 
 FORMAT = 1
 PREFIX = "samples-"
+PARTIAL = ".partial-"  # being built, or being removed
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Loaded:
     progress: Progress
     model: dict[str, torch.Tensor]
     optimizer: dict[int, dict[str, Any]]
+    optimizer_kind: str
     outer: torch.Tensor | None
 
 
@@ -56,18 +59,29 @@ def save(
     outer: torch.Tensor | None,
     keep: int,
 ) -> Path:
-    """Write a checkpoint of a job at rest, from one rank; then remove all but the newest `keep`."""
+    """Write a checkpoint of a job at rest, from one rank; then remove all but the newest `keep`.
+
+    One that is there already, of as many samples, stays: replacing it could not be done in one step.
+    """
     target = folder / f"{PREFIX}{progress.samples_applied:012d}"
-    building = folder / f".building-{target.name}"
+    if target in complete(folder):
+        return target
+    building = folder / f"{PARTIAL}{target.name}"
     tensors, plain = _flatten_optimizer(optimizer)
     if outer is not None:
         tensors["outer"] = outer
     try:
-        shutil.rmtree(building, ignore_errors=True)
+        _remove_partial(folder)  # what a crash left
         building.mkdir(parents=True)
         save_file(_on_cpu(model.state_dict()), building / "model.safetensors")
         save_file(_on_cpu(tensors), building / "optimizer.safetensors")
-        state = {"format": FORMAT, "progress": asdict(progress), "optimizer": plain}
+        kind = type(optimizer).__name__
+        state = {
+            "format": FORMAT,
+            "progress": asdict(progress),
+            "optimizer_kind": kind,
+            "optimizer": plain,
+        }
         (building / "state.json").write_text(json.dumps(state, indent=1))
         for file in building.iterdir():
             _flush(file)
@@ -76,12 +90,17 @@ def save(
         sync_folder(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(building, ignore_errors=True)
-        raise UserError(
-            f"cannot write the checkpoint {target}: {error}; free space or change run.dir"
-        ) from error
+        raise UserError(f"cannot write the checkpoint {target}: {error}; free space or change run.dir") from error
     for old in complete(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            old.rename(folder / f"{PARTIAL}{old.name}")
+    _remove_partial(folder)
     return target
+
+
+def _remove_partial(folder: Path) -> None:
+    for path in folder.glob(f"{PARTIAL}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -93,25 +112,22 @@ def load_newest(run: Path) -> Loaded:
     """The newest complete checkpoint of a run folder. Nothing is unpickled."""
     found = complete(run / "checkpoints")
     if not found:
-        raise UserError(
-            f"--resume {run}: there is no complete checkpoint in {run / 'checkpoints'}; start afresh"
-        )
+        raise UserError(f"--resume {run}: there is no complete checkpoint in {run / 'checkpoints'}; start afresh")
     path = found[-1]
     try:
         state = json.loads((path / "state.json").read_text())
         if state["format"] != FORMAT:
-            raise UserError(
-                f"--resume {run}: {path.name} has format {state['format']}, this version reads {FORMAT}"
-            )
+            raise UserError(f"--resume {run}: {path.name} has format {state['format']}, this version reads {FORMAT}")
         model = load_file(path / "model.safetensors")
         tensors = load_file(path / "optimizer.safetensors")
         progress = Progress(**{**state["progress"], "shares": tuple(state["progress"]["shares"])})
+        kind, plain = state["optimizer_kind"], state["optimizer"]
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise UserError(
             f"--resume {run}: checkpoint {path.name} cannot be read ({error}); remove its folder to use the one before"
         ) from error
     outer = tensors.pop("outer", None)
-    return Loaded(progress, model, _unflatten_optimizer(tensors, state["optimizer"]), outer)
+    return Loaded(progress, model, _unflatten_optimizer(tensors, plain), kind, outer)
 
 
 def _on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -129,9 +145,7 @@ def _flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torc
     return tensors, plain
 
 
-def _unflatten_optimizer(
-    tensors: dict[str, torch.Tensor], plain: dict[str, Any]
-) -> dict[int, dict[str, Any]]:
+def _unflatten_optimizer(tensors: dict[str, torch.Tensor], plain: dict[str, Any]) -> dict[int, dict[str, Any]]:
     state: dict[int, dict[str, Any]] = {}
     for key, value in [*tensors.items(), *plain.items()]:
         index, name = key.split(".", 1)
@@ -148,6 +162,12 @@ def restore(loaded: Loaded, model: torch.nn.Module, optimizer: torch.optim.Optim
         raise UserError(
             f"the checkpoint does not fit the recipe's model ({first}): resume with its own recipe"
         ) from error
+    kind = type(optimizer).__name__
+    if kind != loaded.optimizer_kind:
+        raise UserError(
+            f"the checkpoint does not fit the recipe's optimizer (it is of {loaded.optimizer_kind}, not {kind}):"
+            " resume with its own recipe"
+        )
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": loaded.optimizer, "param_groups": groups})
 

@@ -77,9 +77,7 @@ def parse(argv: Sequence[str]) -> tuple[Config, Path | None]:
     parser = make_parser(
         "hetsync-train", "Train a PyTorch model on ranks of unequal speed: mpirun -np N hetsync-train ..."
     )
-    parser.add_argument(
-        "--resume", metavar="RUN", help="Go on from the newest checkpoint in this run folder."
-    )
+    parser.add_argument("--resume", metavar="RUN", help="Go on from the newest checkpoint in this run folder.")
     words = list(argv)
     resume = _value_of("--resume", words)
     if resume is not None and (not words or words[0].startswith("-")):
@@ -138,12 +136,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def profile_main(argv: Sequence[str]) -> NoReturn:
     """`hetsync profile`, under mpirun like the training job that it prepares."""
     with _early_mistakes():
-        parser = make_parser(
-            "hetsync profile", "Measure every rank and the interconnect, and write a cluster profile."
-        )
-        parser.add_argument(
-            "--output", metavar="FILE", default="cluster.yaml", help="Where to write the profile."
-        )
+        parser = make_parser("hetsync profile", "Measure every rank and the interconnect, and write a cluster profile.")
+        parser.add_argument("--output", metavar="FILE", default="cluster.yaml", help="Where to write the profile.")
         config, parsed = parse_recipe(parser, argv)
     sys.exit(on_all_ranks(config.run.plane, lambda plane: profile(plane, config, Path(parsed.output))))
 

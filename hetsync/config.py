@@ -196,9 +196,7 @@ class SyncConfig:
         _at_least("sync.accumulation", self.accumulation, 1)
         _at_least("sync.bucket_bytes", self.bucket_bytes, 4)
         if not 0 < self.quorum <= 1:
-            raise UserError(
-                f"sync.quorum is {self.quorum}: it is a fraction of the samples, above 0 and at most 1"
-            )
+            raise UserError(f"sync.quorum is {self.quorum}: it is a fraction of the samples, above 0 and at most 1")
         if any(rank < 0 or share < 0 for rank, share in self.pins.items()):
             raise UserError(f"sync.pins is {self.pins}: it maps ranks to samples, both 0 or more")
         if self.shares == "first" and set(self.pins) != {0}:
@@ -211,7 +209,8 @@ class EmulationConfig:
 
     Args:
         samples_per_second: Speed of the whole emulated cluster, where its profile does not know the model;
-            null chooses one that takes 15 % of this machine's cores in real compute.
+            null chooses one that this machine imitates honestly (real compute at most 15 % of its cores,
+            a slice at least 0.1 s).
     """
 
     samples_per_second: float | None = None
@@ -255,9 +254,7 @@ def import_object(key: str, path: str) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"{key} is {path}, which cannot be imported ({error}): give package.module:name"
-        ) from error
+        raise UserError(f"{key} is {path}, which cannot be imported ({error}): give package.module:name") from error
     return found
 
 
@@ -268,7 +265,5 @@ def call_with_options(key: str, function: Any, options: Mapping[str, Any]) -> An
     try:
         inspect.signature(function).bind(**options)
     except TypeError as error:
-        raise UserError(
-            f"{key}.options is {dict(options)}: {error}; see the arguments of {function}"
-        ) from error
+        raise UserError(f"{key}.options is {dict(options)}: {error}; see the arguments of {function}") from error
     return function(**options)

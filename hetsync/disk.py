@@ -20,9 +20,7 @@ def write_atomically(path: Path, content: str) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise UserError(
-            f"cannot write {path}: {error.strerror}; free space or choose another run.dir"
-        ) from error
+        raise UserError(f"cannot write {path}: {error.strerror}; free space or choose another run.dir") from error
 
 
 def sync_folder(path: Path) -> None:

@@ -26,6 +26,10 @@ from hetsync.profiling.cluster import Cluster, Jitter, LognormalJitter, Quantile
 # wait for a core, and that would be measured instead of the emulated devices.
 COMPUTE_FRACTION = 0.15
 
+# The shortest slice that is worth emulating: below, a host's own costs (threads, sleeps, messages), which real
+# devices of that speed hide, are what one measures.
+SHORTEST_SLICE_SECONDS = 0.1
+
 # A slice that ends this fraction late counts as overrun. What runs between the last `pace` and `end` always
 # makes it a little late.
 OVERRUN_TOLERANCE = 0.01
@@ -234,20 +238,24 @@ def emulated_device(cluster: Cluster, rank: int, rate: float, seed: int = 0) -> 
     return EmulatedDevice(1 / rate, jitter_sampler(cluster.jitter, seed, rank), slowdowns=events)
 
 
+def affordable_rate(real_seconds_per_sample: float, batch_size: int, cores: int | None = None) -> float:
+    """Samples/s of a whole emulated cluster that this machine can imitate honestly.
+
+    All ranks' real compute together (`real_seconds_per_sample`, on one core) takes at most 15 % of the cores, and
+    a slice of `batch_size` samples over all ranks at least 0.1 s.
+    """
+    by_compute = COMPUTE_FRACTION * (cores or _usable_cores()) / real_seconds_per_sample
+    return min(by_compute, batch_size / SHORTEST_SLICE_SECONDS)
+
+
 def emulated_rates(
-    cluster: Cluster,
-    ranks: int,
-    model_name: str,
-    samples_per_second: float | None = None,
-    real_seconds_per_sample: float | None = None,
-    cores: int | None = None,
+    cluster: Cluster, ranks: int, model_name: str, samples_per_second: float | None, affordable: float
 ) -> list[float]:
     """Samples/s of each rank's emulated device.
 
-    Where the profile has the model's rate on every rank's device, those rates; else its relative speeds,
-    scaled so that all ranks' real compute together (`real_seconds_per_sample`, on one core) takes 15 % of the
-    cores. `samples_per_second`, where given, is what either adds up to instead. UserError for more ranks than
-    devices.
+    Where the profile has the model's rate on every rank's device, those rates; else its relative speeds, scaled
+    to add up to the `affordable` rate. `samples_per_second`, where given, is what either adds up to instead.
+    UserError for more ranks than devices.
     """
     devices = [cluster.device_of(rank) for rank in range(ranks)]
     measured = [device.samples_per_second.get(model_name) for device in devices]
@@ -255,11 +263,8 @@ def emulated_rates(
     if len(rates) == ranks and samples_per_second is None:
         return rates
     weights = rates if len(rates) == ranks else [device.speed for device in devices]
-    if samples_per_second is None:
-        if real_seconds_per_sample is None:
-            raise ValueError("relative speeds need samples_per_second or real_seconds_per_sample")
-        samples_per_second = COMPUTE_FRACTION * (cores or _usable_cores()) / real_seconds_per_sample
-    return [weight * samples_per_second / sum(weights) for weight in weights]
+    total = samples_per_second or affordable
+    return [weight * total / sum(weights) for weight in weights]
 
 
 def _usable_cores() -> int:

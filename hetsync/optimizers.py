@@ -14,9 +14,7 @@ def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.op
     """The optimizer over all of the model's weights."""
     if config.name not in BUILT_IN and ":" not in config.name:
         known = ", ".join(BUILT_IN)
-        raise UserError(
-            f"optimizer.name is {config.name}: use one of {known}, or package.module:name for your own"
-        )
+        raise UserError(f"optimizer.name is {config.name}: use one of {known}, or package.module:name for your own")
     kind = BUILT_IN.get(config.name) or import_object("optimizer.name", config.name)
     options = {"lr": config.learning_rate, "weight_decay": config.weight_decay, **config.options}
     if kind is torch.optim.SGD:

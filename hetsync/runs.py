@@ -34,7 +34,5 @@ def _make(run: RunConfig, resume: Path | None) -> Path:
     except OSError as error:
         raise UserError(f"run.dir {folder} cannot be made: {error.strerror}; choose another") from error
     if (folder / "checkpoints").exists() or (folder / "summary.json").exists():
-        raise UserError(
-            f"run.dir {folder} holds a run already: choose another, or go on with --resume {folder}"
-        )
+        raise UserError(f"run.dir {folder} holds a run already: choose another, or go on with --resume {folder}")
     return folder.resolve()

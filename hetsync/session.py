@@ -131,9 +131,7 @@ class Session:
         self.applied = plan.applied
         self.version = plan.version
         self.stopping = False
-        self.outer = (
-            Nesterov(sync.outer.learning_rate, sync.outer.momentum) if sync.outer.name == "nesterov" else None
-        )
+        self.outer = Nesterov(sync.outer.learning_rate, sync.outer.momentum) if sync.outer.name == "nesterov" else None
         self._device = device
         self._schedule = schedule or ScheduleConfig()
         self._max_grad_norm = max_grad_norm

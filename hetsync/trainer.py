@@ -126,21 +126,15 @@ class Trainer:
         policy = coordinator.policy
         pieces = max(1, policy.staleness.total())
         mean = sum(staleness * count for staleness, count in policy.staleness.items()) / pieces
-        display.progress(
-            policy.ledger.applied, self.session.seconds_training(), coordinator.take_loss(), mean
-        )
+        display.progress(policy.ledger.applied, self.session.seconds_training(), coordinator.take_loss(), mean)
 
     # At rest.
 
     def _next_milestone(self, position: int) -> Milestone:
         run = self.config.run
         intervals = {"evaluation": run.evaluate_every, "checkpoint": run.checkpoint_every}
-        due = [
-            Milestone((position // every + 1) * every, reason) for reason, every in intervals.items() if every
-        ]
-        return min(
-            [m for m in due if m.position < self.total] + [Milestone(self.total, "end", True)], key=_position
-        )
+        due = [Milestone((position // every + 1) * every, reason) for reason, every in intervals.items() if every]
+        return min([m for m in due if m.position < self.total] + [Milestone(self.total, "end", True)], key=_position)
 
     def _at_rest(self) -> None:
         applied, run = self.session.applied, self.config.run
@@ -178,9 +172,7 @@ class Trainer:
             )
             outer = session.outer.velocity if session.outer is not None else None
             folder = self.run_folder / "checkpoints"
-            checkpoint.save(
-                folder, progress, self.model, self.optimizer, outer, self.config.run.keep_checkpoints
-            )
+            checkpoint.save(folder, progress, self.model, self.optimizer, outer, self.config.run.keep_checkpoints)
         self.plane.barrier()
 
 

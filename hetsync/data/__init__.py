@@ -57,9 +57,7 @@ def build(name: str, options: Mapping[str, Any]) -> Data:
         raise UserError(f"data.name is {name}: use one of {known}, or package.module:name for your own")
     data = call_with_options("data", import_object("data.name", BUILT_IN.get(name, name)), options)
     if not isinstance(data, Data):
-        raise UserError(
-            f"data.name is {name}, which returned {type(data).__name__}: return a hetsync.data.Data"
-        )
+        raise UserError(f"data.name is {name}, which returned {type(data).__name__}: return a hetsync.data.Data")
     if not len(data.train):  # type: ignore[arg-type]
         raise UserError(f"data.name is {name}, whose training set is empty")
     return data

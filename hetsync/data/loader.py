@@ -66,9 +66,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 class Loader:
     """A rank's slices. Loads a piece as soon as the rank is given it, which is one piece ahead of its use."""
 
-    def __init__(
-        self, dataset: Dataset[Any], order: EpochOrder, collate: Collate | None, device: torch.device
-    ):
+    def __init__(self, dataset: Dataset[Any], order: EpochOrder, collate: Collate | None, device: torch.device):
         self._dataset = dataset
         self._order = order
         self._collate = collate

@@ -77,9 +77,7 @@ class FaultyPlane(PlaneWrapper):
     all that is left of a killed rank.
     """
 
-    def __init__(
-        self, plane: Plane, faults: Sequence[Fault], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, plane: Plane, faults: Sequence[Fault], clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(plane)
         self.fired: list[Fault] = []
         self._faults = [fault for fault in faults if fault.rank == self.rank]

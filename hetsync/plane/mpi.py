@@ -145,9 +145,7 @@ class MpiPlane(Plane):
         lane, ticket = self._first, self._first.ticket()
         staging = self._staging_for(tensor.device)
         values = yield from staging.fetch(tensor)
-        yield from lane.run(
-            ticket, lambda: lane.comm.Iallreduce(MPI.IN_PLACE, [_memory(values), MPI.FLOAT]), values
-        )
+        yield from lane.run(ticket, lambda: lane.comm.Iallreduce(MPI.IN_PLACE, [_memory(values), MPI.FLOAT]), values)
         yield from staging.store(values, into=tensor)
 
     def _rounded_sum(self, tensor: torch.Tensor, wire: WireFormat) -> Waiting[None]:

@@ -152,9 +152,7 @@ def memory_cap(
     return max(0, int(free / per_sample))
 
 
-def _measured_memory(
-    model: nn.Module, make_loss: Callable[[int], Tensor], device: torch.device
-) -> dict[int, float]:
+def _measured_memory(model: nn.Module, make_loss: Callable[[int], Tensor], device: torch.device) -> dict[int, float]:
     """Bytes needed by each size that could be run at all."""
     measured: dict[int, float] = {}
     for size in MEMORY_SIZES:
@@ -169,9 +167,7 @@ def _measured_memory(
     return measured
 
 
-def _cuda_peak_bytes(
-    model: nn.Module, make_loss: Callable[[int], Tensor], size: int, device: torch.device
-) -> float:
+def _cuda_peak_bytes(model: nn.Module, make_loss: Callable[[int], Tensor], size: int, device: torch.device) -> float:
     model.zero_grad(set_to_none=True)
     torch.cuda.reset_peak_memory_stats(device)
     make_loss(size).backward()

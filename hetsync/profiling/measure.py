@@ -20,7 +20,7 @@ from hetsync.config import Config
 from hetsync.data import Data
 from hetsync.data.loader import fetch, to_device
 from hetsync.disk import write_atomically
-from hetsync.emulate import emulated_rates
+from hetsync.emulate import affordable_rate, emulated_rates
 from hetsync.errors import UserError
 from hetsync.optimizers import build_optimizer
 from hetsync.plane.base import Plane
@@ -58,9 +58,7 @@ def choose_device(name: str, place: Place) -> torch.device:
         raise UserError(f"run.device is {name}, but {place.host} has no CUDA device: use auto or cpu")
     index = int(name[5:]) if ":" in name else place.local_rank % torch.cuda.device_count()
     if index >= torch.cuda.device_count():
-        raise UserError(
-            f"run.device is {name}, but {place.host} has {torch.cuda.device_count()} CUDA devices"
-        )
+        raise UserError(f"run.device is {name}, but {place.host} has {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", index)
 
 
@@ -139,14 +137,15 @@ def _emulated(subject: Subject, cluster: Cluster) -> RankProfile:
     plane, config = subject.plane, subject.config
     group = cluster.device_of(plane.rank)
     batch = config.data.batch_size
-    real = None
+    affordable = None
     if plane.rank == 0:  # alone, so that the other ranks do not take its core
         share = max(1, batch // plane.size)
         real = subject.step_time([share, 4 * share])
-    real = plane.broadcast_object(real)
-    per_sample = real.seconds_per_sample + plane.size * real.fixed_seconds / batch
+        per_sample = real.seconds_per_sample + plane.size * real.fixed_seconds / batch
+        affordable = affordable_rate(per_sample, batch)
+    affordable = plane.broadcast_object(affordable)
     total = config.emulation.samples_per_second
-    rates = emulated_rates(cluster, plane.size, config.model.name, total, per_sample)
+    rates = emulated_rates(cluster, plane.size, config.model.name, total, affordable)
     cap = None if group.memory_bytes is None else subject.cap(group.memory_bytes)
     name = f"{group.name} (emulated)"
     return RankProfile(name, subject.place.host, StepTime(0.0, 1 / rates[plane.rank]), True, cap)

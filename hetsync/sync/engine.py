@@ -104,11 +104,11 @@ class Engine:
         """Wait for the next piece, or for the drain round that brought all ranks to rest."""
         began_waiting = time.monotonic()
         with self._changed:
+            self._resting = self._drained is not None
             while True:
                 self._raise_failure()
                 if self._drained is not None:
                     drained, self._drained = self._drained, None
-                    self._resting = True
                     return drained
                 self._apply()
                 if self.worker.may_begin():
@@ -124,7 +124,7 @@ class Engine:
             self._ensure_deltas()
         else:
             self._deltas = None
-        self._resting, self._moved_at = False, time.monotonic()
+        self._moved_at = time.monotonic()
         self._outbox.append(began)
         self._wake.set()
         return piece
@@ -252,8 +252,10 @@ class Engine:
             time.sleep(0.05)
 
     def _receive(self) -> int:
-        letters = list(self._plane.receive())
-        for sender, letter in letters:
+        """Take in what arrived; returns how much of it is news (signs of life are not)."""
+        news = 0
+        for sender, letter in self._plane.receive():
+            news += not isinstance(letter, Probe | Alive)
             if isinstance(letter, Probe):
                 self._plane.send(Alive(self._plane.rank, self._landed + (self._task is not None)), 0)
             elif isinstance(letter, Alive):
@@ -265,8 +267,8 @@ class Engine:
                 self._take_in(letter)
         while self._to_self:
             self._take_in(self._to_self.popleft())
-            letters.append((0, None))
-        return len(letters)
+            news += 1
+        return news
 
     @staticmethod
     def _is_events(letter: Sequence[Any]) -> bool:
@@ -298,13 +300,16 @@ class Engine:
         return len(events)
 
     def _proceed(self) -> int:
-        """Move the collective under way, or begin the next: rounds in order, then what the main thread asked for."""
+        """Move the collective under way, or begin the next.
+
+        At rest, rounds wait for the main thread, since what it asks for comes first on every rank. Otherwise
+
+            rank 0: round 8 ...                      rank 1: allreduce of the optimizer state, round 8 ...
+        """
         if self._task is None:
-            if self._rounds:
+            if self._rounds and not self._resting:
                 start = self._rounds.popleft()
-                self._task = (
-                    self._synchronous_round(start) if start.synchronous else self._delayed_round(start)
-                )
+                self._task = self._synchronous_round(start) if start.synchronous else self._delayed_round(start)
             elif self._requests:
                 self._task = self._request(*self._requests.popleft())
             else:
@@ -369,16 +374,14 @@ class Engine:
             self._landed = start.number + 1
             self._changed.notify_all()
         seconds = time.monotonic() - began
-        self._telemetry.record(
-            "round", round=start.number, seconds=round(seconds, 6), contributed=contributed
-        )
+        self._telemetry.record("round", round=start.number, seconds=round(seconds, 6), contributed=contributed)
         if self.coordinator is not None:
             self.coordinator.on([Completed(start.number)])
         if start.drain:
             while self.coordinator is not None and self.coordinator.policy.version <= start.number:
                 yield  # until every contributor's word is in: the books must be closed before anybody reads them
             with self._changed:
-                self._drained = start
+                self._drained, self._resting = start, True
                 self._changed.notify_all()
 
     # Nobody waits without a bound.

@@ -67,9 +67,7 @@ class Gradients:
         self._last_slice = False
         self._listening = False
         self._where = {
-            parameter: (bucket, index)
-            for bucket in self.buckets
-            for index, parameter in enumerate(bucket.parameters)
+            parameter: (bucket, index) for bucket in self.buckets for index, parameter in enumerate(bucket.parameters)
         }
         self._backward_share = self._cumulative_shares()
         for parameter in self._parameters:

@@ -233,9 +233,7 @@ class Policy:
     def _on_finished(self, event: Finished) -> None:
         member = self._member(event.rank)
         work = member.current
-        self._expect(
-            work is not None and work.piece.number == event.piece, f"rank {event.rank} finished another piece"
-        )
+        self._expect(work is not None and work.piece.number == event.piece, f"rank {event.rank} finished another piece")
         assert work is not None
         member.current = None
         if work.piece.synchronous_round is None:
@@ -338,10 +336,7 @@ class Policy:
     def _decide(self) -> list[Instruction]:
         if self._ended:
             return []
-        if self.settings.synchronous:
-            given = self._give_synchronous()
-        else:
-            given = self._give_delayed()
+        given = self._give_synchronous() if self.settings.synchronous else self._give_delayed()
         return given + self._start_round()
 
     def _give_delayed(self) -> list[Instruction]:

@@ -47,12 +47,12 @@ class Blobs(Dataset[Any]):
 
 
 class Net(nn.Module):
-    """With `unused`, a weight that no loss depends on."""
+    """With `unused`, a weight that no loss depends on. Its `batch_norm` copes with batches of one sample."""
 
     def __init__(self, batch_norm: bool = False, unused: bool = False) -> None:
         super().__init__()
         torch.manual_seed(5)
-        norm = [nn.BatchNorm1d(16)] if batch_norm else []
+        norm = [nn.Unflatten(1, (8, 2)), nn.BatchNorm1d(8), nn.Flatten()] if batch_norm else []
         self.body = nn.Sequential(nn.Linear(FEATURES, 16), *norm, nn.Tanh(), nn.Linear(16, CLASSES))
         if unused:
             self.unused = nn.Parameter(torch.ones(7))
@@ -184,13 +184,15 @@ def train(
         )
         at_rest(outcome)
 
-    for number, (points, labels, indices) in enumerate(session.slices(rest)):
-        on_slice(session, number)
-        loss = loss_of(model, points, labels)
-        loss.backward()
-        session.step(loss)
-        outcome.slices.append((indices.tolist(), loss.item()))
-    session.close()
+    try:
+        for number, (points, labels, indices) in enumerate(session.slices(rest)):
+            on_slice(session, number)
+            loss = loss_of(model, points, labels)
+            loss.backward()
+            session.step(loss)
+            outcome.slices.append((indices.tolist(), loss.item()))
+    finally:
+        session.close()
     return outcome
 
 
@@ -256,11 +258,15 @@ def assert_invariants(
     last = outcomes[-1]
     everyones = plane.gather_objects([(o.rests, [i for i, _ in o.slices], o.staleness) for o in outcomes])
     for theirs in everyones:
-        assert [rests for rests, _, _ in theirs] == [rests for rests, _, _ in everyones[0]], "ranks differ at rest"
+        assert [rests for rests, _, _ in theirs] == [rests for rests, _, _ in everyones[0]], (
+            "ranks differ at rest"
+        )
     for outcome in outcomes:
         for rest in outcome.rests:
             assert rest.local == rest.anchor, f"u is not w at rest after {rest.applied} samples"
-    used = Counter(i for theirs in everyones for _, slices, _ in theirs for indices in slices for i in indices)
+    used = Counter(
+        i for theirs in everyones for _, slices, _ in theirs for indices in slices for i in indices
+    )
     epochs, rest_of_epoch = divmod(samples, data_samples)
     more = set(EpochOrder(data_samples, SEED).indices([(epochs * data_samples, samples)]))
     assert len(more) == rest_of_epoch

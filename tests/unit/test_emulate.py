@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetsync.emulate import EmulatedDevice, RealDevice, emulated_device, emulated_rates, jitter_sampler
+from hetsync.emulate import EmulatedDevice, RealDevice, affordable_rate, emulated_device, emulated_rates, jitter_sampler
 from hetsync.errors import UserError
 from hetsync.profiling.cluster import (
     Cluster,
@@ -239,28 +239,31 @@ def test_without_jitter_every_factor_is_1():
 
 def test_rates_are_the_profiles_own_where_it_has_them_all():
     gavel = load_cluster("v100-p100-k80")
-    assert emulated_rates(gavel, 5, "resnet50") == [281.3, 281.3, 167.6, 167.6, 39.6]
-    scaled = emulated_rates(gavel, 5, "resnet50", samples_per_second=100.0)
+    assert emulated_rates(gavel, 5, "resnet50", None, 9.0) == [281.3, 281.3, 167.6, 167.6, 39.6]
+    scaled = emulated_rates(gavel, 5, "resnet50", 100.0, 9.0)
     assert sum(scaled) == pytest.approx(100.0)
     assert scaled[0] / scaled[4] == pytest.approx(281.3 / 39.6)
 
 
-def test_relative_speeds_are_scaled_to_what_the_machine_can_compute():
+def test_the_machine_affords_a_fraction_of_its_cores_and_no_tiny_slices():
+    assert affordable_rate(0.001, 1000, cores=2) * 0.001 == pytest.approx(0.15 * 2)
+    assert affordable_rate(1e-6, 64, cores=2) == pytest.approx(640.0)
+
+
+def test_relative_speeds_are_scaled_to_what_is_asked_or_affordable():
     quick = load_cluster("quickstart")
-    rates = emulated_rates(quick, 8, "cnn", real_seconds_per_sample=0.001, cores=2)
-    assert sum(rates) * 0.001 == pytest.approx(0.15 * 2)
+    rates = emulated_rates(quick, 8, "cnn", None, 300.0)
+    assert sum(rates) == pytest.approx(300.0)
     assert [rate / rates[-1] for rate in rates] == pytest.approx([4, 4, 2, 2, 1, 1, 1, 1])
-    assert sum(emulated_rates(quick, 3, "cnn", 50.0, 0.001)) == pytest.approx(50.0)
-    with pytest.raises(ValueError, match="samples_per_second or real_seconds"):
-        emulated_rates(quick, 8, "cnn")
+    assert sum(emulated_rates(quick, 3, "cnn", 50.0, 300.0)) == pytest.approx(50.0)
     with pytest.raises(UserError, match="none for rank 8"):
-        emulated_rates(quick, 9, "cnn", 50.0)
+        emulated_rates(quick, 9, "cnn", 50.0, 300.0)
 
 
 def test_a_rate_that_one_device_lacks_makes_speeds_count():
     cluster = Cluster("c", "s", (DeviceGroup("a", 1, 3.0, None, {"cnn": 99.0}), DeviceGroup("b")))
-    assert emulated_rates(cluster, 2, "cnn", 8.0) == pytest.approx([6.0, 2.0])
-    assert emulated_rates(cluster, 1, "cnn") == [99.0]
+    assert emulated_rates(cluster, 2, "cnn", 8.0, 1.0) == pytest.approx([6.0, 2.0])
+    assert emulated_rates(cluster, 1, "cnn", None, 1.0) == [99.0]
 
 
 def test_a_profile_makes_a_device_with_its_events():

@@ -1,5 +1,8 @@
-"""Laws of the policy under arbitrary speeds, delays and event orders. `virtual.py` checks most of them at every step:
-staleness, exactly once, rounds in order, finished work only, nobody at work at a drain, an end."""
+"""Laws of the policy under arbitrary speeds, delays and event orders.
+
+`virtual.py` checks most of them at every step: staleness, exactly once, rounds in order, finished work only,
+nobody at work at a drain, an end.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,10 @@ from hetsync.sync.messages import (
     Took,
     Tuned,
 )
-from hetsync.sync.policy import TRANSITIONS, Activity, Policy, ProtocolError, apportion, split
+from hetsync.sync.policy import TRANSITIONS, Activity, ProtocolError, apportion, split
 
 relaxed = hypothesis_settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 
@@ -112,7 +115,7 @@ def jobs(draw, settings=any_settings, most_ranks=64):
     ranks = draw(st.sampled_from([n for n in (1, 2, 3, 5, 8, 16, 64) if n <= most_ranks]))
     shares = [draw(st.integers(1, 12)), *draw(st.lists(st.integers(0, 12), min_size=ranks - 1, max_size=ranks - 1))]
     chosen = draw(settings)
-    contributions = draw(st.integers(1, 12 if ranks > 8 else 30))
+    contributions = draw(st.integers(1, 6 if ranks > 8 else 25))
     total = sum(shares) * chosen.accumulation * contributions + draw(st.integers(0, 20))
     every = draw(st.none() | st.integers(total // 5 + 1, total + 1))
     return make_policy(shares, chosen, total, every), draw(times)
@@ -194,6 +197,11 @@ def test_synchronous_work_is_handed_out_two_rounds_ahead():
     assert [length(spans) for spans in given[1].piece.slices] == [3, 3]
 
 
+def test_what_is_left_before_a_milestone_is_split_by_the_shares_too():
+    given = [i for i in make_policy([4, 8], Settings(0), 100, 15).begin() if isinstance(i, Give)]
+    assert [(g.piece.synchronous_round, g.piece.samples) for g in given] == [(0, 4), (0, 8), (1, 1), (1, 2)]
+
+
 # Delayed mode.
 
 
@@ -210,18 +218,16 @@ def test_a_quorum_of_one_is_stale_synchronous_parallel_in_rounds(job):
     policy, times = job
     bound = policy.settings.delay_bound
     sharing = {rank for rank, member in policy.members.items() if member.share}
-    full = {rank for rank in sharing if policy.members[rank].share}
 
     def look(cluster, step):
         unapplied = [node.worker.unapplied for node in cluster.nodes.values()]
         assert max(unapplied) <= bound + 1
         if cluster.policy.ledger.available(cluster.policy._milestone.position) >= cluster.policy.full_set:
-            for start in cluster.starts[look.seen :]:
-                assert start.drain or start.contributors == full
-            look.seen = len(cluster.starts)
+            assert all(start.drain or start.contributors == sharing for start in cluster.starts[look.seen :])
             if len(cluster.drains) == 0:
                 counts = [cluster.finished[rank] for rank in sharing]
                 assert max(counts) <= (bound + 1) * (min(counts) + 1)
+        look.seen = len(cluster.starts)
         return []
 
     look.seen = 0
@@ -265,18 +271,18 @@ def test_a_larger_bound_and_a_smaller_quorum_never_cost_much_time():
 
 
 def test_ranks_of_unequal_speed_come_to_rest_together():
-    """Near a milestone pieces shrink: nobody waits for longer than about a piece of the slowest."""
-    policy = make_policy([8] * 4, Settings(8, 0.25, 4), 8 * 4 * 100)
-    speeds = [1, 1, 2, 5]
+    """Near a milestone pieces shrink with what is left, so that a drain costs less than a slice of waiting."""
+    shares, speeds = [16, 16, 8, 4], [1, 1, 2, 4]
+    policy = make_policy(shares, Settings(8, 0.25, 4), 44 * 4 * 20)
     ends = {}
 
     def compute(rank, samples):
-        ends[rank] = cluster.now + samples * speeds[rank]
-        return samples * speeds[rank]
+        ends[rank] = cluster.now + samples * speeds[rank] * (1.4 if rank == 3 else 1)
+        return ends[rank] - cluster.now
 
     cluster = VirtualCluster(policy, compute)
     cluster.run()
-    assert max(ends.values()) - min(ends.values()) <= 8 * 4 * speeds[-1]
+    assert max(ends.values()) - min(ends.values()) <= 16 * 1.4
 
 
 # The controller's hands: new settings, shares and drains at any moment.
@@ -307,7 +313,7 @@ def script(planned):
     return before
 
 
-@hypothesis_settings(relaxed, max_examples=250)
+@hypothesis_settings(relaxed, max_examples=200)
 @given(st.data())
 def test_settings_shares_and_drains_change_at_any_moment(data):
     policy, times = data.draw(jobs(most_ranks=8))
@@ -354,23 +360,81 @@ def test_no_drain_request_is_forgotten(settings, step, also):
     """Pre-emption asks once: also while all ranks are coming to rest for another reason."""
     policy = make_policy([4, 2, 2], settings, 200, 60)
     requests = [(step, DrainRequested("stop")), (step, DrainRequested("save")), (step, Tuned(Settings(3)))]
+    planned = script(requests[: also + 1])
     asked = []
 
     def before(cluster, now):
-        due = script_before(cluster, now)
-        asked.extend(e.reason for e in due if isinstance(e, DrainRequested) and not policy._milestone.final)
-        asked.extend(e.reason for e in due if isinstance(e, DrainRequested) and policy._milestone.final
-                     and policy.ledger.frontier < 200)
+        due = planned(cluster, now)
+        if not policy._milestone.final or policy.ledger.frontier < 200:  # the end answers for any
+            asked.extend(event.reason for event in due if isinstance(event, DrainRequested))
         return due
 
-    script_before = script(requests[: also + 1])
     cluster = VirtualCluster(policy, **everyday.arguments(3), before=before)
     cluster.run()
-    reasons = [reason for _, reason in cluster.drains]
-    assert [reason for reason in reasons if reason in ("stop", "save")] == asked
+    assert [reason for _, reason in cluster.drains if reason in ("stop", "save")] == asked
+
+
+def numbers(instructions, rank):
+    return [i.piece.number for i in instructions if isinstance(i, Give) and i.rank == rank]
+
+
+def rounds(instructions):
+    return [i.number for i in instructions if isinstance(i, StartRound)]
+
+
+def test_a_lowered_bound_holds_for_work_that_may_have_begun_unheard():
+    """A rank computes a piece with bound 8 and holds one with bound 1. It may have begun that one from version 1,
+    with the word of it still on its way: version 1 + 2 rounds would be too late for it."""
+    policy = make_policy([4, 4], Settings(8, 0.25), 400)
+    first = policy.begin()
+    (a, a2), (b, b2) = numbers(first, 0), numbers(first, 1)
+    policy.on(Tuned(Settings(1, 0.25)))
+    policy.on(Began(1, b, 0))
+    out = policy.on(Finished(1, b, 4))
+    (tight,) = numbers(out, 1)  # the piece with bound 1
+    assert rounds(out) == [0]
+    policy.on(Began(1, b2, 0))
+    policy.on(Took(1, 0, b))
+    policy.on(Completed(0))
+    policy.on(Began(0, a, 1))
+    assert rounds(policy.on(Finished(0, a, 4))) == []
+    policy.on(Began(0, a2, 1))
+    out = policy.on(Finished(1, b2, 4)) + policy.on(Began(1, tight, 1))  # what was on its way
+    assert rounds(out) == [1]
+
+
+def test_a_rank_that_gets_a_share_again_is_not_expected_to_work_beyond_its_bound():
+    """It rests with D + 1 contributions that wait; the quorum is out of its reach; nobody else works either."""
+    policy = make_policy([7, 1], Settings(1, 1.0), 400)
+
+    def before(cluster, step):
+        resting = cluster.policy.members[1].activity is Activity.RESTING
+        if not before.taken:
+            before.taken = True
+            return [Reshared({0: 8, 1: 0})]
+        if resting and not before.given:
+            before.given = True
+            assert len(cluster.policy.members[1].ready) == 2
+            return [Reshared({0: 2, 1: 6})]
+        return []
+
+    before.taken = before.given = False
+    VirtualCluster(policy, lambda rank, n: 1.0 if rank else 30.0, before=before).run()
+    assert before.given
 
 
 # Membership.
+
+
+def test_a_rank_that_leaves_between_a_synchronous_sum_and_its_word_gives_nothing_back_twice():
+    policy = make_policy([4, 4], Settings(0, 1.0), 400)
+    first = policy.begin()
+    for rank in (0, 1):
+        policy.on(Began(rank, numbers(first, rank)[0], 0))
+    policy.on(Completed(0))
+    policy.on(Left(1))  # its piece of round 0 is applied; it holds one of round 1 and one of round 2
+    assert policy.ledger.applied == 8
+    assert policy.ledger.applied + policy.ledger.outstanding() + policy.ledger.available(400) == 400
 
 
 @hypothesis_settings(relaxed, max_examples=200)
@@ -380,8 +444,13 @@ def test_ranks_leave_and_join_between_rounds(data):
     ranks = len(policy.members)
     changes = data.draw(st.lists(st.tuples(st.integers(0, 300), st.none() | st.integers(0, 7)), max_size=10))
     planned = sorted(changes, key=lambda pair: pair[0])
-    tuned = script(data.draw(interventions(ranks, policy.batch).map(
-        lambda events: [(s, e) for s, e in events if not isinstance(e, Reshared)])))
+    tuned = script(
+        data.draw(
+            interventions(ranks, policy.batch).map(
+                lambda events: [(s, e) for s, e in events if not isinstance(e, Reshared)]
+            )
+        )
+    )
     fresh = iter(range(ranks, 1000))
     living = set(policy.members)
 
@@ -401,14 +470,25 @@ def test_ranks_leave_and_join_between_rounds(data):
     assert set(policy.members) == living == set(cluster.nodes)
 
 
+def test_a_round_does_not_wait_for_the_word_of_the_dead():
+    policy = make_policy([4, 4], Settings(4, 1.0), 400)
+    first = policy.begin()
+    for rank in (0, 1):
+        policy.on(Began(rank, numbers(first, rank)[0], 0))
+        out = policy.on(Finished(rank, numbers(first, rank)[0], 4))
+    assert rounds(out) == [0]
+    policy.on(Took(0, 0, numbers(first, 0)[0]))
+    policy.on(Left(1))
+    policy.on(Completed(0))
+    assert (policy.version, policy.ledger.applied) == (1, 4)
+
+
 @pytest.mark.parametrize("settings", [Settings(0, 1.0, 1), Settings(4, 0.25, 1)])
 def test_what_the_dead_held_goes_out_again(settings):
     policy = make_policy([4, 4], settings, 80)
     lost = [i.piece for i in policy.begin() if isinstance(i, Give) and i.rank == 1]
     assert length(span for piece in lost for spans in piece.slices for span in spans) == 8
     given = policy.on(Left(1))
-    cluster = VirtualCluster(make_policy([4], settings, 80), lambda rank, n: 1.0)  # to show that nothing hangs
-    cluster.run()
     assert policy.ledger.available(80) + policy.ledger.outstanding() == 80
     assert policy.ledger.outstanding() == 8 + length(
         span for i in given if isinstance(i, Give) for spans in i.piece.slices for span in spans
@@ -517,6 +597,5 @@ def test_split_keeps_the_order_and_equal_sizes(lengths, slices):
 
 
 def test_waited_for_names_the_ranks_at_work():
-    policy: Policy
-    policy, first = working()
+    policy, _ = working()
     assert policy.waited_for() == [0, 1]

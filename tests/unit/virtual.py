@@ -107,7 +107,8 @@ class VirtualCluster:
         elif isinstance(event, Joined):
             self._welcome(event)
         self._dispatch(self.policy.on(event))
-        validate(self.policy)
+        if len(self.nodes) <= 8 or next(self._ticket) % 16 == 0:  # dear with many ranks
+            validate(self.policy)
 
     @property
     def between_rounds(self) -> bool:

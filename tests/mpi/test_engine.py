@@ -1,0 +1,390 @@
+"""Training through the engine on real MPI ranks: the invariants of the design, at any world size.
+
+mpirun -np N python -m pytest --with-mpi tests/mpi/test_engine.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from training import (
+    BATCH,
+    OPTIMIZERS,
+    SAMPLES,
+    Blobs,
+    Net,
+    Outcome,
+    assert_invariants,
+    of_unequal_speed,
+    plain_training,
+    train,
+    unequal_shares,
+)
+
+from hetsync.config import OuterConfig, SyncConfig
+from hetsync.plane.base import Plane, WireFormat
+from hetsync.plane.emulated_link import EmulatedLink
+from hetsync.plane.faulty import Delay, FaultyPlane
+from hetsync.plane.local import LocalPlane
+from hetsync.session import Session
+from hetsync.sync.messages import NO_BOUND, Settings
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def plane() -> Iterator[Plane]:
+    from hetsync.plane.mpi import MpiPlane
+
+    plane = MpiPlane()
+    yield plane
+    plane.close()
+
+
+def synchronous(plane: Plane, **changes: Any) -> SyncConfig:
+    return replace(SyncConfig(0, rebalance=False, pins=unequal_shares(plane.size)), **changes)
+
+
+def delayed(plane: Plane, **changes: Any) -> SyncConfig:
+    return replace(SyncConfig(4, 0.25, rebalance=False, pins=unequal_shares(plane.size)), **changes)
+
+
+def close(plane: Plane, outcome: Outcome, expected: list[torch.Tensor], tolerance: float = 1e-5) -> None:
+    """Collective: every rank's weights are the expected ones, relative to the largest of each tensor."""
+    off = [
+        float((mine - theirs).abs().max() / theirs.abs().max())
+        for mine, theirs in zip(outcome.weights, expected, strict=True)
+    ]
+    assert max(plane.gather_objects(max(off))) < tolerance
+
+
+# D = 0 is one process with batch K·B.
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["plain", "unused", "clipped"])
+def test_synchronous_training_is_one_process(
+    plane: Plane, accumulation: int, optimizer: str, kind: str
+) -> None:
+    model = Net(unused=kind == "unused")
+    clip = 0.3 if kind == "clipped" else None
+    expected, losses, batches = plain_training(
+        accumulation=accumulation, optimizer=optimizer, model=Net(unused=kind == "unused"), clip=clip
+    )
+    sync = synchronous(plane, accumulation=accumulation, bucket_bytes=200)
+    outcome = train(
+        plane, sync, model=model, optimizer=optimizer, clip=clip, rests=[2 * accumulation * BATCH]
+    )
+    close(plane, outcome, expected)
+    assert_invariants(plane, [outcome], SAMPLES, 0)
+
+    # Samples of a step are those of one process; so is the mean of their losses.
+    step_of = {index: step for step, indices in enumerate(batches) for index in indices}
+    sums = [0.0] * len(batches)
+    for slices in plane.gather_objects(outcome.slices):
+        for indices, loss in slices:
+            (step,) = {step_of[index] for index in indices}
+            sums[step] += loss * len(indices)
+    means = [total / len(indices) for total, indices in zip(sums, batches, strict=True)]
+    assert means == pytest.approx(losses, rel=1e-5)
+
+
+def test_the_unused_weight_gets_no_gradient(plane: Plane) -> None:
+    # AdamW's weight decay would move a weight whose gradient is zero, and leaves one whose gradient is None.
+    outcome = train(plane, synchronous(plane), model=Net(unused=True), optimizer="adamw")
+    assert torch.equal(outcome.model.unused.detach(), torch.ones(7))  # type: ignore[operator]
+
+
+def test_the_number_of_ranks_does_not_matter(plane: Plane) -> None:
+    rests = [50, 100]  # not where a round would end by itself
+    alone = train(LocalPlane(), SyncConfig(0, accumulation=2), rests=rests)
+    together = train(plane, synchronous(plane, accumulation=2), rests=rests)
+    close(plane, together, alone.weights)
+    assert [r.version for r in together.rests] == [r.version for r in alone.rests]
+    assert [r.loss for r in together.rests] == pytest.approx([r.loss for r in alone.rests], rel=1e-5)
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_synchronous_training_with_rounded_gradients_stays_near(plane: Plane, wire: WireFormat) -> None:
+    exact, _, _ = plain_training(accumulation=1, optimizer="sgd")
+    outcome = train(plane, synchronous(plane, wire=wire), optimizer="sgd")
+    close(plane, outcome, exact, 0.05)
+    assert_invariants(plane, [outcome], SAMPLES, 0)
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_batch_norm_buffers_are_everywhere_the_same(plane: Plane, bound: int) -> None:
+    sync = delayed(plane, delay_bound=bound)
+    outcome = train(plane, sync, model=Net(batch_norm=True), rests=[75])
+    assert_invariants(plane, [outcome], SAMPLES, bound)
+    means = outcome.model.body[2].running_mean
+    assert means.abs().max() > 0.05
+    assert all(torch.equal(theirs, means) for theirs in plane.gather_objects(means))
+
+
+def test_synchronous_batch_norm_takes_the_mean_over_samples(plane: Plane) -> None:
+    outcome = train(plane, synchronous(plane), model=Net(batch_norm=True), samples=BATCH)
+    untrained = Net(batch_norm=True).body[:2]
+    data, mean = Blobs(), torch.zeros(8)
+    for slices in plane.gather_objects(outcome.slices):
+        for indices, _ in slices:
+            hidden = untrained(data.points[indices]).detach()
+            mean += 0.1 * hidden.mean((0, 2)) * len(indices) / BATCH
+    torch.testing.assert_close(outcome.model.body[2].running_mean, mean)
+
+
+# D >= 1 keeps its promises whatever happens.
+
+DELAYED = [
+    (1, 0.1, 1, "float32", "identity"),
+    (1, 1.0, 3, "bfloat16", "identity"),
+    (1, 0.25, 1, "int8", "nesterov"),
+    (4, 0.25, 1, "float32", "identity"),
+    (4, 1.0, 1, "float32", "nesterov"),
+    (4, 0.1, 3, "int8", "identity"),
+    (4, 0.25, 1, "bfloat16", "identity"),
+    (None, 0.1, 1, "float32", "identity"),
+    (None, 0.25, 3, "int8", "identity"),
+    (None, 1.0, 1, "bfloat16", "nesterov"),
+]
+
+
+@pytest.mark.parametrize(("bound", "quorum", "accumulation", "wire", "outer"), DELAYED)
+def test_delayed_training_keeps_the_invariants(
+    plane: Plane, bound: int | None, quorum: float, accumulation: int, wire: WireFormat, outer: Any
+) -> None:
+    sync = delayed(
+        plane,
+        delay_bound=bound,
+        quorum=quorum,
+        accumulation=accumulation,
+        wire=wire,
+        outer=OuterConfig(outer, 0.7, 0.5),
+    )
+    samples = 3 * SAMPLES + 31
+    rests = [100, 101, SAMPLES, 2 * SAMPLES + 5]
+    outcome = train(plane, sync, samples=samples, rests=rests, device=of_unequal_speed(plane.rank))
+    assert_invariants(plane, [outcome], samples, bound)
+    assert [rest.applied for rest in outcome.rests] == [*rests, samples]
+    assert outcome.rests[-1].loss < 0.6 * outcome.first_loss
+    coordinator = outcome.session.coordinator
+    if coordinator is not None:
+        assert sum(coordinator.policy.samples_by_rank.values()) == samples
+        assert coordinator.policy.staleness.total() > 0
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizer_states_are_one_at_rest(plane: Plane, optimizer: str) -> None:
+    def state(outcome: Outcome) -> list[torch.Tensor]:
+        states = outcome.optimizer.state.values()
+        return [value for of_weight in states for value in of_weight.values() if torch.is_tensor(value)]
+
+    def compare(outcome: Outcome) -> None:
+        mine = state(outcome)
+        for theirs in plane.gather_objects(mine):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+    train(plane, delayed(plane), optimizer=optimizer, rests=[60, 120], at_rest=compare)
+
+
+def test_one_rank_alone_is_plain_training(plane: Plane) -> None:
+    """At one rank delayed mode takes the very steps of plain training, whatever flies."""
+    if plane.size > 1:
+        pytest.skip("one rank only")
+    expected, _, _ = plain_training(accumulation=1, optimizer="momentum")
+    close(plane, train(plane, delayed(plane), optimizer="momentum"), expected)
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_a_rank_without_a_share_takes_part(plane: Plane, bound: int) -> None:
+    pins = {0: BATCH} | {rank: 0 for rank in range(1, plane.size)}
+    outcome = train(plane, delayed(plane, delay_bound=bound, pins=pins), rests=[75])
+    assert_invariants(plane, [outcome], SAMPLES, bound)
+    assert [bool(slices) for slices in plane.gather_objects(outcome.slices)] == [True] + [False] * (
+        plane.size - 1
+    )
+
+
+def test_shares_follow_the_measured_speeds(plane: Plane) -> None:
+    device = of_unequal_speed(plane.rank, 5e-5)
+    outcome = train(plane, SyncConfig(4, 0.25), samples=12 * SAMPLES, device=device)
+    assert_invariants(plane, [outcome], 12 * SAMPLES, 4)
+    shares = outcome.session.shares
+    assert sum(shares) == BATCH
+    assert plane.size == 1 or shares[0] > shares[-1]
+
+
+# Changes while it runs.
+
+D0, D1, D4 = Settings(0, 0.25, 1), Settings(1, 1.0, 1), Settings(4, 0.1, 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (D4, [D0, D4, D0]),
+        (D0, [D4, D0]),
+        (D4, [D1, replace(D4, accumulation=3), replace(D1, quorum=0.5), D4]),
+        (D0, [replace(D0, accumulation=2), replace(D4, accumulation=2), Settings(NO_BOUND, 0.5, 1)]),
+        (D4, [D0, D4, D0, D4, D0]),
+    ],
+)
+@pytest.mark.parametrize("every", [1, 3])
+def test_settings_change_while_running(
+    plane: Plane, first: Settings, then: list[Settings], every: int
+) -> None:
+    """`every` 1 changes them again before the last change came through."""
+    left = list(then)
+
+    def tune(session: Session, number: int) -> None:
+        if plane.rank == 0 and left and number % every == 0:
+            session.tune(left.pop(0))
+
+    sync = delayed(plane, delay_bound=first.delay_bound, quorum=first.quorum, accumulation=first.accumulation)
+    samples = 4 * SAMPLES
+    outcome = train(
+        plane, sync, samples=samples, rests=[90, 300, 310], on_slice=tune, device=of_unequal_speed(plane.rank)
+    )
+    largest = max(settings.delay_bound for settings in [first, *then])
+    assert_invariants(plane, [outcome], samples, largest)
+    assert plane.gather_objects(outcome.session.settings) == [then[-1]] * plane.size
+    assert outcome.rests[-1].loss < 0.6 * outcome.first_loss
+
+
+def test_tuned_at_rest(plane: Plane) -> None:
+    def tune(outcome: Outcome) -> None:
+        if plane.rank == 0:
+            outcome.session.tune(D0 if outcome.session.settings.delay_bound else D4)
+
+    outcome = train(plane, delayed(plane), samples=2 * SAMPLES, rests=[60, 200, 300], at_rest=tune)
+    assert_invariants(plane, [outcome], 2 * SAMPLES, 4)
+    assert {60, 200, 300, 2 * SAMPLES} <= {rest.applied for rest in outcome.rests}
+
+
+def test_any_rank_may_tune(plane: Plane) -> None:
+    def tune(session: Session, number: int) -> None:
+        if plane.rank == plane.size - 1 and number == 2:
+            session.tune(replace(D4, accumulation=2))
+
+    outcome = train(plane, delayed(plane), samples=2 * SAMPLES, on_slice=tune)
+    assert outcome.session.settings == replace(D4, accumulation=2)
+
+
+# Stops.
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+@pytest.mark.parametrize("by", ["rank 0", "last rank", "all ranks"])
+def test_stop_and_go_on(plane: Plane, bound: int, by: str) -> None:
+    asks = {"rank 0": plane.rank == 0, "last rank": plane.rank == plane.size - 1}.get(by, True)
+
+    def ask(session: Session, number: int) -> None:
+        if asks and number == 3:
+            session.request_stop()
+
+    samples = 4 * SAMPLES
+    device = of_unequal_speed(plane.rank)
+    stopped = train(plane, delayed(plane, delay_bound=bound), samples=samples, on_slice=ask, device=device)
+    assert stopped.session.stopping
+    assert 0 < stopped.session.applied < samples
+    assert plane.gather_objects(stopped.session.applied) == [stopped.session.applied] * plane.size
+    assert_invariants(plane, [stopped], stopped.session.applied, bound)
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_a_stop_asked_for_shortly_before_a_rest_is_not_forgotten(plane: Plane, bound: int) -> None:
+    """All samples up to the rest are handed out: the job comes to rest there anyhow."""
+    asked = False
+
+    def ask(session: Session, number: int) -> None:
+        nonlocal asked
+        coordinator = session.coordinator
+        if coordinator is not None and not asked and coordinator.policy.ledger.frontier == 100:
+            asked = True
+            session.request_stop()
+
+    sync = delayed(plane, delay_bound=bound)
+    outcome = train(plane, sync, rests=[100], on_slice=ask, device=of_unequal_speed(plane.rank))
+    assert plane.broadcast_object(asked)
+    assert outcome.session.stopping
+    assert outcome.session.applied < SAMPLES
+    assert_invariants(plane, [outcome], outcome.session.applied, bound)
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_a_stop_asked_for_at_rest(plane: Plane, bound: int) -> None:
+    def ask(outcome: Outcome) -> None:
+        if plane.rank == 0 and outcome.session.applied == 70:
+            outcome.session.request_stop()
+
+    outcome = train(plane, delayed(plane, delay_bound=bound), samples=3 * SAMPLES, rests=[70], at_rest=ask)
+    assert outcome.session.stopping
+    assert outcome.session.applied < 3 * SAMPLES
+    assert_invariants(plane, [outcome], outcome.session.applied, bound)
+
+
+# Slow, late and unequal.
+
+
+@pytest.mark.parametrize("bound", [0, 1, 4])
+def test_a_delayed_collective_changes_nothing_but_time(plane: Plane, bound: int) -> None:
+    late = [Delay(plane.size - 1, nth, seconds=0.1) for nth in (0, 3, 4)]
+    faulty = FaultyPlane(plane, late)
+    outcome = train(faulty, delayed(plane, delay_bound=bound), rests=[100])
+    assert faulty.fired == [fault for fault in late if fault.rank == plane.rank]
+    assert_invariants(plane, [outcome], SAMPLES, bound)
+    if bound == 0:
+        close(plane, outcome, train(LocalPlane(), SyncConfig(0), rests=[100]).weights)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 4])
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+def test_behind_a_slow_link(plane: Plane, bound: int, wire: WireFormat) -> None:
+    link = EmulatedLink(plane, latency_seconds=2e-3, bytes_per_second=1e6)
+    outcome = train(link, delayed(plane, delay_bound=bound, wire=wire), rests=[100])
+    assert_invariants(plane, [outcome], SAMPLES, bound)
+
+
+def test_a_rank_that_is_late_to_a_rest(plane: Plane) -> None:
+    """Its peers wait for it: nobody begins on what comes after the rest."""
+    from time import sleep
+
+    def dawdle(outcome: Outcome) -> None:
+        if plane.rank == plane.size - 1:
+            sleep(0.1)
+
+    outcome = train(plane, delayed(plane), rests=[50, 100, 150], at_rest=dawdle)
+    assert_invariants(plane, [outcome], SAMPLES, 4)
+
+
+# Failures that are the program's to name.
+
+
+def test_other_weights_on_one_rank_are_noticed(plane: Plane) -> None:
+    from hetsync.session import AnchorMismatchError
+
+    if plane.size == 1:
+        pytest.skip("needs ranks to compare")
+
+    def meddle(session: Session, number: int) -> None:
+        if plane.rank == 1 and number == 1:
+            next(session.model.parameters()).data[0, 0] += 1e-3
+
+    with pytest.raises(AnchorMismatchError, match=r"ranks \[1\] hold other weights than rank 0"):
+        train(plane, synchronous(plane), on_slice=meddle, optimizer="sgd", rests=[100])
+
+
+def test_steps_are_due_once_a_slice(plane: Plane) -> None:
+    if plane.size > 1:
+        pytest.skip("one rank only: the others would wait")
+
+    def pretend(session: Session, number: int) -> None:
+        session._stepped = True
+
+    with pytest.raises(RuntimeError, match="twice"):
+        train(plane, delayed(plane), on_slice=pretend)
