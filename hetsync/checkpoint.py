@@ -85,6 +85,7 @@ def save(
         (building / "state.json").write_text(json.dumps(state, indent=1))
         for file in building.iterdir():
             _flush(file)
+        sync_folder(building)
         shutil.rmtree(target, ignore_errors=True)
         building.rename(target)
         sync_folder(folder)

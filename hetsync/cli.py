@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -15,12 +16,14 @@ import jsonargparse
 import yaml
 
 from hetsync import __version__
-from hetsync.config import Config
+from hetsync.config import Config, RunConfig
 from hetsync.errors import UserError
 from hetsync.plane import launched_by_mpi
 from hetsync.plane.base import Plane
 
+INTERNAL_ERROR = 1
 USER_ERROR = 2
+INTERRUPTED = 130
 CONFIG_FILE = "recipe.yaml"
 
 
@@ -102,7 +105,7 @@ def train_main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `hetsync-train`."""
     with _early_mistakes():
         config, resume = parse(sys.argv[1:] if argv is None else argv)
-    sys.exit(on_all_ranks(config.run.plane, lambda plane: train(plane, config, resume)))
+    sys.exit(on_all_ranks(config.run, lambda plane: train(plane, config, resume)))
 
 
 def train(plane: Plane, config: Config, resume: Path | None) -> int:
@@ -139,7 +142,7 @@ def profile_main(argv: Sequence[str]) -> NoReturn:
         parser = make_parser("hetsync profile", "Measure every rank and the interconnect, and write a cluster profile.")
         parser.add_argument("--output", metavar="FILE", default="cluster.yaml", help="Where to write the profile.")
         config, parsed = parse_recipe(parser, argv)
-    sys.exit(on_all_ranks(config.run.plane, lambda plane: profile(plane, config, Path(parsed.output))))
+    sys.exit(on_all_ranks(config.run, lambda plane: profile(plane, config, Path(parsed.output))))
 
 
 def profile(plane: Plane, config: Config, output: Path) -> int:
@@ -154,12 +157,12 @@ def profile(plane: Plane, config: Config, output: Path) -> int:
     return 0
 
 
-def on_all_ranks(plane_name: str, job: Callable[[Plane], int]) -> int:
+def on_all_ranks(run: RunConfig, job: Callable[[Plane], int]) -> int:
     """Open the plane, run a rank's part, and see to it that no failure leaves other ranks waiting."""
     with _early_mistakes():
         from hetsync.plane import open_plane
 
-        plane = open_plane(plane_name)
+        plane = open_plane(run.plane, run.timeout_seconds)
     try:
         status = job(plane)
         plane.close()
@@ -169,36 +172,38 @@ def on_all_ranks(plane_name: str, job: Callable[[Plane], int]) -> int:
 
 
 def _end_job(plane: Plane, failure: BaseException) -> NoReturn:
-    """Say what happened and end all ranks. A mistake that all ranks see is said once, by the lowest."""
+    """Say what happened and end all ranks."""
     if isinstance(failure, SystemExit):
         raise failure
-    if isinstance(failure, UserError) and plane.rank > 0:
-        # Rank 0 most likely found the same mistake, and its word ends this process too.
-        import time
-
-        time.sleep(1.0)
-    where = "" if plane.rank == 0 and isinstance(failure, UserError) else f"rank {plane.rank}: "
-    if isinstance(failure, UserError):
-        print(f"hetsync: {where}{_one_sentence(str(failure))}", file=sys.stderr, flush=True)
-        plane.abort(USER_ERROR)
-    elif _out_of_memory(failure):
-        print(
-            f"hetsync: {where}out of GPU memory: lower data.batch_size, or sync.pins for this rank",
-            file=sys.stderr,
-            flush=True,
-        )
-        plane.abort(USER_ERROR)
-    else:
+    status, sentence = _verdict(failure)
+    if sentence is None:
         traceback.print_exception(failure)
-        print(f"hetsync: rank {plane.rank} failed, so the job ends", file=sys.stderr, flush=True)
-        plane.abort(1)
-    os._exit(1)
+        sentence = "failed, so the job ends"
+    if status == USER_ERROR and plane.rank > 0:
+        # Rank 0 has most likely found the same mistake, and its word ends this process too.
+        time.sleep(1.0)
+    where = "" if status == USER_ERROR and plane.rank == 0 else f"rank {plane.rank}: "
+    print(f"hetsync: {where}{_one_sentence(sentence)}", file=sys.stderr, flush=True)
+    plane.abort(status)
+    os._exit(status)
 
 
-def _out_of_memory(failure: BaseException) -> bool:
+def _verdict(failure: BaseException) -> tuple[int, str | None]:
+    """Exit status, and what to say in place of a traceback."""
     import torch
 
-    return isinstance(failure, torch.cuda.OutOfMemoryError)
+    from hetsync.plane.base import LateError
+    from hetsync.sync.engine import StalledError
+
+    if isinstance(failure, UserError):
+        return USER_ERROR, str(failure)
+    if isinstance(failure, torch.cuda.OutOfMemoryError):
+        return USER_ERROR, "out of GPU memory: lower data.batch_size, or this rank's share by sync.pins"
+    if isinstance(failure, StalledError | LateError):
+        return INTERNAL_ERROR, str(failure)
+    if isinstance(failure, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted"
+    return INTERNAL_ERROR, None
 
 
 @contextlib.contextmanager

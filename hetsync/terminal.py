@@ -123,8 +123,8 @@ class Terminal:
         lines = [
             f"{summary['status']}: {summary['samples_applied']:,} of {summary['samples_expected']:,} samples"
             f" in {summary['train_seconds']:.1f} s on {summary['ranks']} ranks  {metrics}",
-            f"{summary['samples_per_second']:,.1f} samples/s{emulated}, of {sum(rates):,.1f} that the ranks reach alone:"
-            f" efficiency {summary['efficiency']:.3f}",
+            f"{summary['samples_per_second']:,.1f} samples/s{emulated}, of {sum(rates):,.1f} that the ranks reach"
+            f" alone: efficiency {summary['efficiency']:.3f}",
             f"equal shares in lock-step could reach {equal_share_ceiling(rates):.3f} at most",
             f"{summary['rounds']} rounds, staleness {staleness['mean']:.2f} on average, {staleness['max']} at most"
             f" (bound {summary['delay_bound']}); the rank that waited longest waited {waiting:.1%} of the time",
@@ -132,7 +132,7 @@ class Terminal:
         overrun = summary["overrun_fraction"]
         if overrun > 0.01:
             lines.append(
-                f"careful: the machine was too slow for {overrun:.1%} of the emulated slices, so it was measured,"
-                " not the program; lower --emulation.samples_per_second"
+                f"careful: {overrun:.1%} of the emulated slices took longer than they should, so this machine was"
+                " measured, not the program; lower --emulation.samples_per_second"
             )
         self._console.print("\n".join(lines))

@@ -28,11 +28,11 @@ def launched_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
     return _number(environ.get("SLURM_STEP_NUM_TASKS")) > 1
 
 
-def open_plane(name: str) -> Plane:
+def open_plane(name: str, timeout_seconds: float = 600.0) -> Plane:
     """The plane called "mpi", "local", or, for "auto", the one that fits how this process was started.
 
-    Collective for "mpi". Raises `UserError` for other names, where MPI cannot be used, and where the
-    launcher started more ranks than MPI sees.
+    Collective for "mpi"; `timeout_seconds` bounds its blocking calls. Raises `UserError` for other names, where
+    MPI cannot be used, and where the launcher started more ranks than MPI sees.
     """
     if name not in PLANES:
         raise UserError(f"plane: {name!r} is unknown; choose one of {', '.join(PLANES)}")
@@ -42,7 +42,7 @@ def open_plane(name: str) -> Plane:
         return LocalPlane()
     from hetsync.plane.mpi import MpiPlane
 
-    plane = MpiPlane()
+    plane = MpiPlane(timeout_seconds)
     _check_size(plane.size, os.environ)
     return plane
 

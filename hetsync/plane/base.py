@@ -12,11 +12,12 @@ returns, the message may be changed.
 Completion. Nothing here blocks except `gather_objects`, `broadcast_object`, `barrier` and `close`, and these
 sleep while they wait: a waiting rank must not burn the core that its device's host thread needs.
 
-Failure. Anything that goes wrong raises `PlaneError`, from the call itself or from the handle's `done`.
-A plane never retries and never hangs silently: who waits, with which limit, is the caller's business.
+Failure. Anything that goes wrong raises `PlaneError`, from the call itself or from the handle's `done`;
+`LateError` from a blocking call that waited too long. A plane never retries. How long a handle may take is the
+caller's business.
 
-Threads. `allreduce`, `send` and `receive` are called from one thread (the communication thread); the
-blocking calls from another (the main thread), never two of them at once.
+Threads. `allreduce`, `send`, `receive` and the handles' `done` are called from one thread (the communication
+thread); the blocking calls from another (the main thread), never two of them at once.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ WireFormat = Literal["float32", "bfloat16", "int8"]
 
 class PlaneError(RuntimeError):
     """A message or a collective could not be carried out."""
+
+
+class LateError(PlaneError):
+    """Other ranks did not come in time; the message names them."""
 
 
 class Handle(ABC):

@@ -8,18 +8,16 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
 
 from hetsync.errors import UserError
 from hetsync.plane.base import Handle, Plane, PlaneError, WireFormat
+from hetsync.plane.meeting import Meeting, wait_until
 from hetsync.plane.staging import CudaStaging, HostStaging, Waiting
 from hetsync.plane.wire import decode, encode, encoded_bytes, flat, padded, shard_values
 
@@ -30,11 +28,6 @@ except (ImportError, RuntimeError) as error:
         f"mpi4py finds no MPI library ({' '.join(str(error).split())}): pip install 'hetsync[mpi]', or build"
         " mpi4py against your site's MPI: MPICC=mpicc pip install --no-binary mpi4py mpi4py"
     ) from error
-
-# Blocking calls of the main thread sleep between tests; the longest sleep bounds what they add to a wait.
-FIRST_SLEEP_SECONDS = 50e-6
-LONGEST_SLEEP_SECONDS = 2e-3
-
 
 @contextmanager
 def _plane_errors(what: str) -> Iterator[None]:
@@ -110,10 +103,11 @@ class MpiPlane(Plane):
     `cuda_aware` says that this MPI reads and writes CUDA memory, in non-blocking collectives too. It
     cannot be found out reliably, and a wrong yes crashes: hence off unless asked for.
 
-    Raises `UserError` where MPI was not initialised for several threads.
+    `timeout_seconds` bounds each blocking call. Raises `UserError` where MPI was not initialised for several
+    threads.
     """
 
-    def __init__(self, cuda_aware: bool = False) -> None:
+    def __init__(self, timeout_seconds: float = 600.0, cuda_aware: bool = False) -> None:
         _require_threads()
         world = MPI.COMM_WORLD
         self.rank = world.Get_rank()
@@ -122,6 +116,8 @@ class MpiPlane(Plane):
         # Four communicators, so that neither threads nor stages can take each other's messages.
         self._first, self._second = _Lane(_duplicate(world)), _Lane(_duplicate(world))
         self._control, self._main = _duplicate(world), _duplicate(world)
+        self._timeout_seconds = timeout_seconds
+        self._meeting = Meeting(self._main, timeout_seconds)
         self._under_way: list[_Collective] = []
         self._staging: dict[torch.device, HostStaging] = {}
         self._outgoing: deque[tuple[MPI.Request, bytes]] = deque()
@@ -241,27 +237,15 @@ class MpiPlane(Plane):
     # Blocking calls.
 
     def gather_objects(self, value: Any) -> list[Any]:
-        data = pickle.dumps(value)
-        lengths = array("q", [0] * self.size)
         with _plane_errors(f"gathering objects on rank {self.rank}"):
-            _wait(self._main.Iallgather(array("q", [len(data)]), lengths))
-            everything = bytearray(sum(lengths))
-            _wait(self._main.Iallgatherv([data, MPI.BYTE], [everything, list(lengths), MPI.BYTE]))
-        ends = accumulate(lengths)
-        return [pickle.loads(everything[end - n : end]) for end, n in zip(ends, lengths, strict=True)]
+            return self._meeting.gather(value)
 
     def broadcast_object(self, value: Any) -> Any:
-        data = bytearray(pickle.dumps(value)) if self.rank == 0 else bytearray()
-        length = array("q", [len(data)])
         with _plane_errors(f"broadcasting an object to rank {self.rank}"):
-            _wait(self._main.Ibcast(length))
-            data = data or bytearray(length[0])
-            _wait(self._main.Ibcast([data, MPI.BYTE]))
-        return pickle.loads(data)
+            return self._meeting.broadcast(value)
 
     def barrier(self) -> None:
-        with _plane_errors(f"barrier on rank {self.rank}"):
-            _wait(self._main.Ibarrier())
+        self.gather_objects(None)
 
     # The end.
 
@@ -278,12 +262,15 @@ class MpiPlane(Plane):
         if self._under_way:
             raise PlaneError(f"closing with {len(self._under_way)} collectives under way on rank {self.rank}")
         with _plane_errors(f"closing on rank {self.rank}"):
-            _wait_until(self._drained)
+            self._wait(self._drained)
             barrier = self._main.Ibarrier()
-            _wait_until(lambda: self._drained() and barrier.Test())
+            self._wait(lambda: self._drained() and barrier.Test())
             for comm in (self._first.comm, self._second.comm, self._control, self._main):
                 comm.Free()
         self._closed = True
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        wait_until(done, self._timeout_seconds, lambda: "other ranks to end")
 
     def _drained(self) -> bool:
         """Drop messages that nobody asked for any more, so that their senders come to an end."""
@@ -303,14 +290,3 @@ def _require_threads() -> None:
             "MPI runs without MPI_THREAD_MULTIPLE, which HetSync needs: use an MPI built with it, and let"
             " nothing initialise MPI, or set mpi4py.rc.thread_level, before HetSync"
         )
-
-
-def _wait(request: MPI.Request) -> None:
-    _wait_until(request.Test)
-
-
-def _wait_until(done: Callable[[], bool]) -> None:
-    sleep_seconds = FIRST_SLEEP_SECONDS
-    while not done():
-        time.sleep(sleep_seconds)
-        sleep_seconds = min(2 * sleep_seconds, LONGEST_SLEEP_SECONDS)

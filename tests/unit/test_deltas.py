@@ -165,6 +165,8 @@ class Ring:
             self.check()
         for rank in self.ranks:
             rank.deltas.settle()
+            rank.reference.correction = torch.zeros(SIZE)
+        self.check()
 
 
 actions = st.lists(
@@ -245,6 +247,17 @@ def test_pieces_that_wait_together_move_the_anchor_as_they_would_apart():
                     one_round(ring, [0])
             one_round(ring, range(len(ring.ranks)))
         assert torch.equal(together.ranks[0].deltas.anchor, apart.ranks[0].deltas.anchor)
+
+
+def test_new_shares_weigh_what_is_done_from_then_on():
+    ring = Ring([2, 6])
+    before = ring.ranks[0].deltas.anchor.clone()
+    for share in (2, 4):
+        ring.ranks[0].share = share
+        ring.compute(ring.ranks[0], 4)
+        ring.finish(ring.ranks[0], 1)
+        one_round(ring, [0])
+    assert torch.equal(ring.ranks[0].deltas.anchor, before + (2 * 4 + 4 * 4) / 8 * (torch.arange(SIZE) % 3))
 
 
 def test_apply_waits_only_while_it_would_hide_flying_progress():

@@ -129,6 +129,17 @@ def test_an_empty_holding_is_off_too():
         ledger.check(10)
 
 
+def test_what_comes_back_goes_out_in_order_and_first():
+    for order in ((0, 1), (1, 0)):
+        ledger = Ledger(20)
+        for piece in (0, 1):
+            ledger.take(piece, 5, 20)
+        for piece in order:
+            ledger.give_back(piece)
+        assert positions(ledger.take(2, 7, 20)) == list(range(7))
+        assert positions(ledger.take(3, 7, 20)) == list(range(7, 14))
+
+
 def test_a_resume_goes_on_where_it_was_saved():
     first, whole = Ledger(100), Ledger(100)
     whole.take(0, 37, 100)
