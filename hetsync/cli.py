@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jsonargparse
 import yaml
@@ -18,8 +18,11 @@ import yaml
 from hetsync import __version__
 from hetsync.config import Config, RunConfig
 from hetsync.errors import UserError
+from hetsync.mistakes import check_recipe, explain
 from hetsync.plane import launched_by_mpi
-from hetsync.plane.base import Plane
+
+if TYPE_CHECKING:  # it loads torch, which takes seconds
+    from hetsync.plane.base import Plane
 
 INTERNAL_ERROR = 1
 USER_ERROR = 2
@@ -31,7 +34,7 @@ class Parser(jsonargparse.ArgumentParser):
     """Complains on rank 0 only: every rank parses the same words."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        complain(_one_sentence(message))
+        complain(_one_sentence(explain(message)))
         sys.exit(USER_ERROR)
 
     def print_help(self, *args: Any, **kwargs: Any) -> None:
@@ -66,11 +69,15 @@ def make_parser(program: str, description: str) -> Parser:
 
 def parse_recipe(parser: Parser, argv: Sequence[str]) -> tuple[Config, jsonargparse.Namespace]:
     """The effective recipe, and whatever else the parser takes. Raises UserError; exits for --help and the like."""
-    words = list(argv)
-    recipe = words.pop(0) if words and not words[0].startswith("-") else None
-    if recipe is not None and not Path(recipe).is_file():
-        raise UserError(f"recipe {recipe} does not exist: give a path to a YAML file")
-    parsed = parser.parse_args([f"--config={recipe}", *words] if recipe else words)
+    parsed = parser.parse_args(list(argv))
+    if parsed.recipe is not None:
+        if not Path(parsed.recipe).is_file():
+            raise UserError(f"recipe {parsed.recipe} does not exist: give a path to a YAML file")
+        check_recipe(Path(parsed.recipe))
+        # Again, with the recipe below the keys given beside it.
+        others = list(argv)
+        others.remove(parsed.recipe)
+        parsed = parser.parse_args([f"--config={parsed.recipe}", *others])
     made = parser.instantiate(parsed)
     return Config(**{name: made[name] for name in Config.__dataclass_fields__}), parsed
 
@@ -82,23 +89,14 @@ def parse(argv: Sequence[str]) -> tuple[Config, Path | None]:
     )
     parser.add_argument("--resume", metavar="RUN", help="Go on from the newest checkpoint in this run folder.")
     words = list(argv)
-    resume = _value_of("--resume", words)
-    if resume is not None and (not words or words[0].startswith("-")):
+    resume = parser.parse_args(words).resume
+    if resume is not None:
         kept = Path(resume) / CONFIG_FILE
         if not kept.is_file():
             raise UserError(f"--resume {resume}: there is no {CONFIG_FILE} in it; give the folder of a run")
-        words.insert(0, str(kept))
+        words = [f"--config={kept}", *words]
     config, _ = parse_recipe(parser, words)
     return config, Path(resume) if resume is not None else None
-
-
-def _value_of(option: str, words: Sequence[str]) -> str | None:
-    for index, word in enumerate(words):
-        if word == option and index + 1 < len(words):
-            return words[index + 1]
-        if word.startswith(f"{option}="):
-            return word.partition("=")[2]
-    return None
 
 
 def train_main(argv: Sequence[str] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Saved at rest, gone on with later, by as many ranks or others: the same training, no sample lost or used twice.
 
-mpirun -np N python -m pytest --with-mpi tests/mpi/test_checkpoint.py
+mpirun -np N python -m pytest --with-mpi tests/mpi/test_resume.py
 """
 
 from __future__ import annotations
