@@ -23,6 +23,7 @@ from hetsync.plane import launched_by_mpi
 
 if TYPE_CHECKING:  # it loads torch, which takes seconds
     from hetsync.plane.base import Plane
+from hetsync.stop import StopSignal
 
 INTERNAL_ERROR = 1
 USER_ERROR = 2
@@ -52,6 +53,14 @@ def first_rank() -> bool:
 def complain(sentence: str) -> None:
     if first_rank():
         print(f"hetsync: {sentence}", file=sys.stderr, flush=True)
+
+
+def end_early(sentence: str) -> NoReturn:
+    """End for a mistake that every rank sees, before ranks can speak to each other."""
+    complain(_one_sentence(sentence))
+    if not first_rank():
+        time.sleep(1.0)  # mpirun ends the job with the first rank that leaves, which must be the one that speaks
+    sys.exit(USER_ERROR)
 
 
 def _one_sentence(message: str) -> str:
@@ -101,12 +110,13 @@ def parse(argv: Sequence[str]) -> tuple[Config, Path | None]:
 
 def train_main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `hetsync-train`."""
+    stop = StopSignal()
     with _early_mistakes():
         config, resume = parse(sys.argv[1:] if argv is None else argv)
-    sys.exit(on_all_ranks(config.run, lambda plane: train(plane, config, resume)))
+    sys.exit(on_all_ranks(config.run, lambda plane: train(plane, config, resume, stop)))
 
 
-def train(plane: Plane, config: Config, resume: Path | None) -> int:
+def train(plane: Plane, config: Config, resume: Path | None, stop: StopSignal) -> int:
     """Collective: one training job, from its recipe to its summary; returns the exit status."""
     from hetsync import checkpoint
     from hetsync.disk import write_atomically
@@ -117,7 +127,7 @@ def train(plane: Plane, config: Config, resume: Path | None) -> int:
     loaded = checkpoint.load_newest(folder) if resume is not None else None
     if plane.rank == 0:
         write_atomically(folder / CONFIG_FILE, yaml.safe_dump(asdict(config), sort_keys=False))
-    return Trainer(config, plane, folder, loaded).train()
+    return Trainer(config, plane, folder, loaded).train(stop)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -127,11 +137,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if words and words[0] in verbs:
         verbs[words[0]](words[1:])
     asked = bool(words) and words[0] in ("-h", "--help")
-    complain(
+    usage = (
         "usage: hetsync VERB ...; verbs: profile (measure the ranks of this job and write a cluster profile);"
         " to train, see hetsync-train --help"
     )
-    sys.exit(0 if asked else USER_ERROR)
+    if not asked:
+        end_early(usage)
+    complain(usage)
+    sys.exit(0)
 
 
 def profile_main(argv: Sequence[str]) -> NoReturn:
@@ -206,9 +219,7 @@ def _verdict(failure: BaseException) -> tuple[int, str | None]:
 
 @contextlib.contextmanager
 def _early_mistakes() -> Iterator[None]:
-    """Mistakes seen before ranks can speak to each other are the same on all: rank 0 says them."""
     try:
         yield
     except UserError as mistake:
-        complain(_one_sentence(str(mistake)))
-        sys.exit(USER_ERROR)
+        end_early(str(mistake))

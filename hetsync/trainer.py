@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from hetsync.plane.emulated_link import EmulatedLink
 from hetsync.profiling.cluster import Cluster, load_cluster
 from hetsync.profiling.measure import Subject, choose_device, find_place, limit_threads, measure_ranks
 from hetsync.session import Plan, RankProfile, Session, choose_shares
+from hetsync.stop import StopSignal
 from hetsync.summary import summarise
 from hetsync.sync.policy import Milestone, apportion
 from hetsync.telemetry import Telemetry
@@ -90,13 +90,11 @@ class Trainer:
             session.outer.velocity = loaded.outer.to(next(self.model.parameters()).device)
         return session
 
-    def train(self) -> int:
+    def train(self, stop: StopSignal) -> int:
         """Train to the end or to a requested stop; returns the exit status."""
         session, display = self.session, self._display()
-        if self.plane.rank == 0:
-            signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
-        else:
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun tells every rank; rank 0 speaks for all
+        if self.plane.rank == 0:  # mpirun hands the signal to every rank; rank 0 speaks for all
+            stop.listen(session.request_stop)
         display.ranks(self.profiles, session.shares)
         try:
             for batch in session.slices(self._at_rest):

@@ -313,7 +313,7 @@ def script(planned):
     return before
 
 
-@hypothesis_settings(relaxed, max_examples=200)
+@hypothesis_settings(relaxed, max_examples=120)
 @given(st.data())
 def test_settings_shares_and_drains_change_at_any_moment(data):
     policy, times = data.draw(jobs(most_ranks=8))
@@ -322,7 +322,7 @@ def test_settings_shares_and_drains_change_at_any_moment(data):
     cluster.run()
 
 
-@hypothesis_settings(relaxed, max_examples=150)
+@hypothesis_settings(relaxed, max_examples=100)
 @given(share_lists(3, 4), any_settings, st.integers(10, 60), st.data())
 def test_interventions_in_any_order_of_events(shares, settings, total, data):
     policy = make_policy(shares, settings, total, 25)
@@ -437,7 +437,7 @@ def test_a_rank_that_leaves_between_a_synchronous_sum_and_its_word_gives_nothing
     assert policy.ledger.applied + policy.ledger.outstanding() + policy.ledger.available(400) == 400
 
 
-@hypothesis_settings(relaxed, max_examples=200)
+@hypothesis_settings(relaxed, max_examples=120)
 @given(st.data())
 def test_ranks_leave_and_join_between_rounds(data):
     policy, times = data.draw(jobs(most_ranks=8))
