@@ -30,7 +30,7 @@ from hetsync.plane.base import Plane
 from hetsync.profiling.cluster import load_cluster
 from hetsync.session import Plan, RankProfile, Session
 from hetsync.slicing import StepTime
-from hetsync.sync.policy import Milestone
+from hetsync.sync.members import Milestone
 
 
 class JoinedSession(Session):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -248,6 +250,8 @@ def import_object(key: str, path: str) -> Any:
     """The object at `package.module:name`."""
     import importlib
 
+    if os.getcwd() not in sys.path:  # console scripts do not look into the folder that they are started in
+        sys.path.append(os.getcwd())
     module, _, name = path.partition(":")
     try:
         found = importlib.import_module(module)

@@ -49,9 +49,7 @@ def explain(message: str) -> str:
         option = found[1].partition("=")[0]
         if not option.startswith("-"):
             return f"{found[1]} is one word too many: give one recipe, and settings as --section.key VALUE"
-        return (
-            f"there is no option {option}{_near(option, [f'--{key}' for key, _ in settings()])}; see --help"
-        )
+        return f"there is no option {option}{_near(option, [f'--{key}' for key, _ in settings()])}; see --help"
     if found := re.match(r"argument --([\w.]+): expected one argument", message):
         kind = dict(settings()).get(found[1])
         return f"--{found[1]} needs a value" + (f": {_expected(kind)}" if kind else "")

@@ -28,9 +28,10 @@ from hetsync.slicing import StepTime, equal_shares, first_pinned_shares, speed_s
 from hetsync.sync.coordinator import Coordinator, Send, Speeds
 from hetsync.sync.deltas import Nesterov
 from hetsync.sync.engine import Engine, EngineOptions
+from hetsync.sync.members import Milestones
 from hetsync.sync.messages import NO_BOUND, DrainRequested, Piece, Settings, StartRound, Tuned
 from hetsync.sync.optimizer_state import average_optimizer_state
-from hetsync.sync.policy import Milestones, Policy
+from hetsync.sync.policy import Policy
 from hetsync.telemetry import Telemetry
 
 STOP = "stop requested"

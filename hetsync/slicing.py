@@ -245,3 +245,13 @@ def _check_pins(pins: Mapping[int, int], caps: Sequence[int | None], batch: int)
                 f"sync.pins gives rank {rank} {share} samples, but only {max(0, cap)} samples "
                 f"fit into its memory: lower the pin"
             )
+
+
+def apportion(total: int, shares: Mapping[int, int]) -> dict[int, int]:
+    """Split `total` in proportion to the shares, by largest remainder; exact where it divides evenly."""
+    whole = sum(shares.values())
+    parts = {rank: total * share // whole for rank, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda rank: (-(total * shares[rank] % whole), rank))
+    for rank in by_remainder[: total - sum(parts.values())]:
+        parts[rank] += 1
+    return parts

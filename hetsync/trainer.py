@@ -20,9 +20,10 @@ from hetsync.plane.emulated_link import EmulatedLink
 from hetsync.profiling.cluster import Cluster, load_cluster
 from hetsync.profiling.measure import Subject, choose_device, find_place, limit_threads, measure_ranks
 from hetsync.session import Plan, RankProfile, Session, choose_shares
+from hetsync.slicing import apportion
 from hetsync.stop import StopSignal
 from hetsync.summary import summarise
-from hetsync.sync.policy import Milestone, apportion
+from hetsync.sync.members import Milestone
 from hetsync.telemetry import Telemetry
 from hetsync.terminal import Display, Silence, Terminal
 

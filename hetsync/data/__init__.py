@@ -55,7 +55,10 @@ def build(name: str, options: Mapping[str, Any]) -> Data:
     if name not in BUILT_IN and ":" not in name:
         known = ", ".join(sorted(BUILT_IN))
         raise UserError(f"data.name is {name}: use one of {known}, or package.module:name for your own")
-    data = call_with_options("data", import_object("data.name", BUILT_IN.get(name, name)), options)
+    try:
+        data = call_with_options("data", import_object("data.name", BUILT_IN.get(name, name)), options)
+    except OSError as error:
+        raise UserError(f"data.name is {name}, which cannot be read: {error}; check data.options") from error
     if not isinstance(data, Data):
         raise UserError(f"data.name is {name}, which returned {type(data).__name__}: return a hetsync.data.Data")
     if not len(data.train):  # type: ignore[arg-type]

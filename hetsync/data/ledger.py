@@ -32,6 +32,16 @@ def cut(spans: Sequence[Span], count: int) -> tuple[tuple[Span, ...], tuple[Span
     return tuple(head), tuple(tail)
 
 
+def split(spans: tuple[Span, ...], samples: int, slices: int) -> tuple[tuple[Span, ...], ...]:
+    """Cut spans into slices of as equal size as possible, in order."""
+    out = []
+    for index in range(slices):
+        head, spans = cut(spans, samples // slices + (index < samples % slices))
+        if head:
+            out.append(head)
+    return tuple(out)
+
+
 class Ledger:
     """Books of one training run over stream positions [0, total)."""
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from hetsync.data.ledger import Span
+from hetsync.errors import UserError
 from hetsync.sync.messages import Piece
 
 Collate = Callable[[list[Any]], Any]
@@ -47,7 +48,10 @@ def fetch(dataset: Dataset[Any], indices: list[int], collate: Collate | None) ->
     if isinstance(dataset, TensorDataset) and collate is None:
         return [tensor[indices] for tensor in dataset.tensors]
     getitems = getattr(dataset, "__getitems__", None)
-    items = getitems(indices) if getitems else [dataset[index] for index in indices]
+    try:
+        items = getitems(indices) if getitems else [dataset[index] for index in indices]
+    except OSError as error:
+        raise UserError(f"the data cannot be read: {error}; look at the files, or change data.options") from error
     return (collate or default_collate)(items)
 
 

@@ -16,7 +16,8 @@ class Settings:
     Args:
         delay_bound: D, the greatest staleness in rounds; 0 is synchronous, `NO_BOUND` fully asynchronous.
         quorum: q, fraction of a full contribution set (in samples) that may start a round when D > 0;
-            1 waits for a contribution of every rank, which is stale synchronous parallel with bound D.
+            1 waits for a piece of every rank and keeps all within D pieces of the slowest: stale synchronous
+            parallel with bound D.
         accumulation: K, slices in one contribution.
     """
 

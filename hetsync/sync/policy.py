@@ -7,6 +7,8 @@ Delayed mode (D >= 1). A rank begins new work while at most D of its contributio
 A round starts when every rank is ready or the quorum is there, and in either case only if every piece of work
 then under way can still be applied within its bound: version + 1 - (version it began from) <= D. A rank that
 was just released has not said yet from where it begins; its *floor* is the least version that it can begin from.
+With q = 1 a round needs a piece of every rank, and a rank's n-th piece may begin only after round n - D: no rank
+is more than D pieces ahead of the slowest, which is stale synchronous parallel (Ho et al. 2013).
 
 Synchronous mode (D = 0). All ranks' pieces of a round are handed out together, two rounds ahead, so that no rank
 waits for an instruction; each rank contributes to every round.
@@ -18,11 +20,11 @@ speed come to rest together; then a drain round merges everything.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Mapping
 
-from hetsync.data.ledger import Ledger, Span, cut
+from hetsync.data.ledger import Ledger, split
+from hetsync.slicing import apportion
+from hetsync.sync.members import TRANSITIONS, Activity, Cause, Member, Milestone, Milestones, Round, Work
 from hetsync.sync.messages import (
     Began,
     Completed,
@@ -44,99 +46,8 @@ from hetsync.sync.messages import (
 SYNCHRONOUS_ROUNDS_AHEAD = 2
 
 
-class Activity(Enum):
-    RESTING = auto()  # holds no work
-    STARTING = auto()  # holds a piece that it may begin now, from version `floor` or later
-    COMPUTING = auto()  # on a piece begun from version `floor`
-    BLOCKED = auto()  # holds a piece that it may begin only after another round
-
-
-class Cause(Enum):
-    GIVEN = auto()
-    GIVEN_AT_BOUND = auto()
-    BEGAN = auto()
-    FINISHED_MAY_BEGIN = auto()
-    FINISHED_AT_BOUND = auto()
-    FINISHED_EMPTY_HANDED = auto()
-    RELEASED = auto()
-
-
-TRANSITIONS = {
-    (Activity.RESTING, Cause.GIVEN): Activity.STARTING,
-    # It rested with work that waits for a round: its share was 0, or a peer left its samples.
-    (Activity.RESTING, Cause.GIVEN_AT_BOUND): Activity.BLOCKED,
-    (Activity.STARTING, Cause.GIVEN): Activity.STARTING,
-    (Activity.COMPUTING, Cause.GIVEN): Activity.COMPUTING,
-    (Activity.BLOCKED, Cause.GIVEN): Activity.BLOCKED,
-    (Activity.STARTING, Cause.BEGAN): Activity.COMPUTING,
-    # The rank saw its round complete before rank 0 did.
-    (Activity.BLOCKED, Cause.BEGAN): Activity.COMPUTING,
-    (Activity.COMPUTING, Cause.FINISHED_MAY_BEGIN): Activity.STARTING,
-    (Activity.COMPUTING, Cause.FINISHED_AT_BOUND): Activity.BLOCKED,
-    (Activity.COMPUTING, Cause.FINISHED_EMPTY_HANDED): Activity.RESTING,
-    (Activity.BLOCKED, Cause.RELEASED): Activity.STARTING,
-}
-
-
 class ProtocolError(AssertionError):
     """An event that cannot happen in this state: an internal error, with the story so far."""
-
-
-@dataclass
-class Work:
-    """A piece on its way through one rank. `version` is the one it began from, once it has begun."""
-
-    piece: Piece
-    version: int = -1
-
-
-@dataclass
-class Member:
-    """What the coordinator knows of one live rank."""
-
-    share: int
-    floor: int = 0
-    activity: Activity = Activity.RESTING
-    held: deque[Work] = field(default_factory=deque)  # not begun
-    current: Work | None = None
-    ready: list[Work] = field(default_factory=list)  # finished, in no round yet
-    flying: list[Work] = field(default_factory=list)  # in a round that is not complete
-
-    @property
-    def working(self) -> bool:
-        return self.activity in (Activity.STARTING, Activity.COMPUTING)
-
-    @property
-    def under_way(self) -> list[Work]:
-        """What it computes and what it holds: it may have begun the next of these and not have said so yet."""
-        return [*([self.current] if self.current is not None else []), *self.held]
-
-    def unapplied(self) -> dict[int, Work]:
-        """By number. A synchronous piece is in its round from the start, and applied with it."""
-        own = [work for work in self.under_way if work.piece.synchronous_round is None]
-        return {work.piece.number: work for work in [*self.flying, *self.ready, *own]}
-
-
-@dataclass
-class Round:
-    """A round under way: over once its sum has arrived and every contributor has said what it put in."""
-
-    start: StartRound
-    unheard: set[int]
-    summed: bool = False
-
-
-@dataclass(frozen=True)
-class Milestone:
-    """Stream position at which all ranks come to rest, and why."""
-
-    position: int
-    reason: str
-    final: bool = False
-
-
-Milestones = Callable[[int], Milestone]
-"""The next milestone after a stream position."""
 
 
 class Policy:
@@ -250,7 +161,7 @@ class Policy:
         piece = member.held[0].piece
         if piece.synchronous_round is not None:
             return piece.synchronous_round <= self.version  # earlier rounds are complete
-        return len(member.ready) + len(member.flying) <= piece.delay_bound
+        return self.version >= piece.not_before and len(member.ready) + len(member.flying) <= piece.delay_bound
 
     def _on_took(self, event: Took) -> None:
         member = self._member(event.rank)
@@ -304,6 +215,8 @@ class Policy:
             self.settings, self._pending_settings = self._pending_settings, None
         self._ended = started.final
         if not started.final:
+            for member in self.members.values():
+                member.pace = None
             position = self.ledger.applied
             asked = Milestone(position, self._requests.popleft()) if self._requests else None
             self._milestone = asked or self._milestones(position)
@@ -381,9 +294,10 @@ class Policy:
         member = self.members[rank]
         number, self._next_piece = self._next_piece, self._next_piece + 1
         spans = self.ledger.take(number, samples, self._milestone.position)
-        not_before = 0
+        not_before = 0 if synchronous_round is not None else self._lockstep(member)
         if member.activity is Activity.RESTING:
-            not_before = member.floor = self.version
+            member.floor = self.version
+            not_before = max(not_before, self.version)
         piece = Piece(
             number=number,
             slices=split(spans, samples, -(-samples // max(1, member.share))),
@@ -399,6 +313,16 @@ class Policy:
         if synchronous_round is not None:  # part of its round from the start
             member.flying.append(member.held[-1])
         return Give(rank, piece)
+
+    def _lockstep(self, member: Member) -> int:
+        """The first version that a rank's next piece may begin from when no rank may run far ahead (q = 1)."""
+        if self.settings.quorum < 1:
+            member.pace = None
+            return 0
+        if member.pace is None:
+            member.pace = self.version + len(member.unapplied())
+        member.pace += 1
+        return max(0, member.pace - 1 - self.settings.delay_bound)
 
     def _start_round(self) -> list[Instruction]:
         if self._rounds:
@@ -468,23 +392,3 @@ class Policy:
         if not condition:
             story = "\n  ".join(str(event) for event in self._story)
             raise ProtocolError(f"{what}; version {self.version}; events so far:\n  {story}")
-
-
-def apportion(total: int, shares: Mapping[int, int]) -> dict[int, int]:
-    """Split `total` in proportion to the shares, by largest remainder; exact where it divides evenly."""
-    whole = sum(shares.values())
-    parts = {rank: total * share // whole for rank, share in shares.items()}
-    by_remainder = sorted(shares, key=lambda rank: (-(total * shares[rank] % whole), rank))
-    for rank in by_remainder[: total - sum(parts.values())]:
-        parts[rank] += 1
-    return parts
-
-
-def split(spans: tuple[Span, ...], samples: int, slices: int) -> tuple[tuple[Span, ...], ...]:
-    """Cut spans into slices of as equal size as possible, in order."""
-    out = []
-    for index in range(slices):
-        head, spans = cut(spans, samples // slices + (index < samples % slices))
-        if head:
-            out.append(head)
-    return tuple(out)

@@ -68,18 +68,14 @@ def close(plane: Plane, outcome: Outcome, expected: list[torch.Tensor], toleranc
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["plain", "unused", "clipped"])
-def test_synchronous_training_is_one_process(
-    plane: Plane, accumulation: int, optimizer: str, kind: str
-) -> None:
+def test_synchronous_training_is_one_process(plane: Plane, accumulation: int, optimizer: str, kind: str) -> None:
     model = Net(unused=kind == "unused")
     clip = 0.3 if kind == "clipped" else None
     expected, losses, batches = plain_training(
         accumulation=accumulation, optimizer=optimizer, model=Net(unused=kind == "unused"), clip=clip
     )
     sync = synchronous(plane, accumulation=accumulation, bucket_bytes=200)
-    outcome = train(
-        plane, sync, model=model, optimizer=optimizer, clip=clip, rests=[2 * accumulation * BATCH]
-    )
+    outcome = train(plane, sync, model=model, optimizer=optimizer, clip=clip, rests=[2 * accumulation * BATCH])
     close(plane, outcome, expected)
     assert_invariants(plane, [outcome], SAMPLES, 0)
 
@@ -205,9 +201,7 @@ def test_a_rank_without_a_share_takes_part(plane: Plane, bound: int) -> None:
     pins = {0: BATCH} | {rank: 0 for rank in range(1, plane.size)}
     outcome = train(plane, delayed(plane, delay_bound=bound, pins=pins), rests=[75])
     assert_invariants(plane, [outcome], SAMPLES, bound)
-    assert [bool(slices) for slices in plane.gather_objects(outcome.slices)] == [True] + [False] * (
-        plane.size - 1
-    )
+    assert [bool(slices) for slices in plane.gather_objects(outcome.slices)] == [True] + [False] * (plane.size - 1)
 
 
 def test_shares_follow_the_measured_speeds(plane: Plane) -> None:
@@ -235,9 +229,7 @@ D0, D1, D4 = Settings(0, 0.25, 1), Settings(1, 1.0, 1), Settings(4, 0.1, 1)
     ],
 )
 @pytest.mark.parametrize("every", [1, 3])
-def test_settings_change_while_running(
-    plane: Plane, first: Settings, then: list[Settings], every: int
-) -> None:
+def test_settings_change_while_running(plane: Plane, first: Settings, then: list[Settings], every: int) -> None:
     """`every` 1 changes them again before the last change came through."""
     left = list(then)
 

@@ -59,9 +59,7 @@ def saver(plane: Plane, folder: Path):  # type: ignore[no-untyped-def]
                 session.applied, session.version, plane.size, session.shares, 4, 0.25, 1, train_seconds=0.0
             )
             velocity = session.outer.velocity if session.outer is not None else None
-            checkpoint.save(
-                folder / "checkpoints", progress, outcome.model, outcome.optimizer, velocity, keep=9
-            )
+            checkpoint.save(folder / "checkpoints", progress, outcome.model, outcome.optimizer, velocity, keep=9)
         plane.barrier()
 
     return save
@@ -78,14 +76,10 @@ def keep_only(plane: Plane, folder: Path, samples: int) -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["plain", "batch norm"])
-def test_synchronous_training_goes_on_bit_for_bit(
-    plane: Plane, folder: Path, optimizer: str, kind: str
-) -> None:
+def test_synchronous_training_goes_on_bit_for_bit(plane: Plane, folder: Path, optimizer: str, kind: str) -> None:
     batch_norm = kind == "batch norm"
     sync = sync_of(plane, 0, accumulation=2)
-    whole = train(
-        plane, sync, model=Net(batch_norm), optimizer=optimizer, rests=[HALF], at_rest=saver(plane, folder)
-    )
+    whole = train(plane, sync, model=Net(batch_norm), optimizer=optimizer, rests=[HALF], at_rest=saver(plane, folder))
     keep_only(plane, folder, HALF)
     torch.manual_seed(99)
     other = Net(batch_norm)
@@ -107,9 +101,7 @@ def test_delayed_training_goes_on(plane: Plane, folder: Path, optimizer: str, ou
             session.request_stop()
 
     samples = 4 * SAMPLES
-    first = train(
-        plane, sync, optimizer=optimizer, samples=samples, on_slice=stop, at_rest=saver(plane, folder)
-    )
+    first = train(plane, sync, optimizer=optimizer, samples=samples, on_slice=stop, at_rest=saver(plane, folder))
     loaded = checkpoint.load_newest(folder)
     assert loaded.progress.samples_applied == first.session.applied
     assert (loaded.outer is None) == (outer == "identity")

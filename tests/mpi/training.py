@@ -18,8 +18,8 @@ from hetsync.emulate import Device, EmulatedDevice, RealDevice
 from hetsync.plane.base import Plane
 from hetsync.session import Plan, RankProfile, Session, weights_sha256
 from hetsync.slicing import StepTime
+from hetsync.sync.members import Milestone
 from hetsync.sync.messages import Began, Piece, Took
-from hetsync.sync.policy import Milestone
 
 SAMPLES = 192
 BATCH = 24
@@ -258,15 +258,11 @@ def assert_invariants(
     last = outcomes[-1]
     everyones = plane.gather_objects([(o.rests, [i for i, _ in o.slices], o.staleness) for o in outcomes])
     for theirs in everyones:
-        assert [rests for rests, _, _ in theirs] == [rests for rests, _, _ in everyones[0]], (
-            "ranks differ at rest"
-        )
+        assert [rests for rests, _, _ in theirs] == [rests for rests, _, _ in everyones[0]], "ranks differ at rest"
     for outcome in outcomes:
         for rest in outcome.rests:
             assert rest.local == rest.anchor, f"u is not w at rest after {rest.applied} samples"
-    used = Counter(
-        i for theirs in everyones for _, slices, _ in theirs for indices in slices for i in indices
-    )
+    used = Counter(i for theirs in everyones for _, slices, _ in theirs for indices in slices for i in indices)
     epochs, rest_of_epoch = divmod(samples, data_samples)
     more = set(EpochOrder(data_samples, SEED).indices([(epochs * data_samples, samples)]))
     assert len(more) == rest_of_epoch

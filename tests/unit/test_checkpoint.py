@@ -70,9 +70,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
-    return all(
-        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
-    )
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -245,9 +243,7 @@ def test_a_full_disk_is_the_users_to_know(run: Run, monkeypatch: pytest.MonkeyPa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(
-        UserError, match=r"cannot write the checkpoint .*No space left.*free space or change run.dir"
-    ):
+    with pytest.raises(UserError, match=r"cannot write the checkpoint .*No space left.*free space or change run.dir"):
         run.save(20)
     monkeypatch.undo()
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["samples-000000000010"]

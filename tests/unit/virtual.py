@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hetsync.data.ledger import Ledger, Span, length
+from hetsync.sync.members import Activity, Milestone
 from hetsync.sync.messages import (
     Completed,
     Event,
@@ -25,7 +26,7 @@ from hetsync.sync.messages import (
     Settings,
     StartRound,
 )
-from hetsync.sync.policy import Activity, Milestone, Policy
+from hetsync.sync.policy import Policy
 from hetsync.sync.worker import Worker
 
 

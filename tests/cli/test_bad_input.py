@@ -1,0 +1,273 @@
+"""A mistake ends the job within seconds: one sentence with key, value and remedy, no traceback, exit status not 0."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from jobs import Done, run
+
+from hetsync import cli
+
+SMALL = ("--run.samples", "256", "--run.dir", "run")
+
+
+def assert_one_sentence(done: Done, *parts: str, status: int = 2) -> None:
+    assert done.status == status, done.story
+    assert len(done.sentences) == 1, done.story
+    assert "Traceback" not in done.err, done.story
+    for part in parts:
+        assert re.search(part, done.sentences[0]), f"{part!r} is not in {done.sentences[0]!r}"
+
+
+# Seen before any rank speaks to another: tried within this process.
+
+
+def complaint(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.train_main(argv)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert_one_sentence(Done(int(ended.value.code or 0), captured.out, captured.err))
+    return captured.err.strip()
+
+
+ARGUMENTS = {
+    "unknown key": (
+        ["--sync.quorun", "0"],
+        "there is no option --sync.quorun (did you mean --sync.quorum?); see --help",
+    ),
+    "unknown section": (
+        ["--sink.quorum=0"],
+        "there is no option --sink.quorum (did you mean --sync.quorum?); see --help",
+    ),
+    "text for a number": (
+        ["--sync.delay_bound", "soon"],
+        "sync.delay_bound is soon: it must be a whole number or null",
+    ),
+    "fraction": (["--sync.accumulation", "1.5"], "sync.accumulation is 1.5: it must be a whole number"),
+    "no such choice": (["--sync.wire", "float16"], "sync.wire is float16: it must be float32, bfloat16 or int8"),
+    "nested choice": (["--sync.outer.name", "sgd"], "sync.outer.name is sgd: it must be identity or nesterov"),
+    "no truth value": (["--sync.rebalance", "3"], "sync.rebalance is 3: it must be true or false"),
+    "no mapping": (["--data.options", "5"], "data.options is 5: it must be a mapping of text to values"),
+    "text in pins": (["--sync.pins", "{a: 1}"], "sync.pins must be a mapping of a whole number to a whole number"),
+    "no value": (["--run.samples"], "--run.samples needs a value: a whole number or null"),
+    "two recipes": (["{digits}", "more.yaml"], "more.yaml is one word too many: give one recipe, and settings as"),
+    "quorum 0": (["--sync.quorum", "0"], "sync.quorum is 0.0: it is a fraction of the samples, above 0 and at most 1"),
+    "quorum 2": (["--sync.quorum", "2"], "sync.quorum is 2.0"),
+    "negative bound": (["--sync.delay_bound=-1"], "sync.delay_bound is -1: it must be at least 0"),
+    "K 0": (["--sync.accumulation", "0"], "sync.accumulation is 0: it must be at least 1"),
+    "no batch": (["--data.batch_size", "0"], "data.batch_size is 0: it must be at least 1"),
+    "no samples": (["--run.samples", "0"], "run.samples is 0: it must be at least 1"),
+    "endless": (["--run.epochs", "inf"], "run.epochs is inf: it must be a number"),
+    "negative pin": (["--sync.pins", "{0: -3}"], "sync.pins is {0: -3}: it maps ranks to samples, both 0 or more"),
+    "first without pin": (["--sync.shares", "first"], "sync.shares is first, so sync.pins must name rank 0's samples"),
+    "missing recipe": (["nowhere.yaml"], "recipe nowhere.yaml does not exist: give a path to a YAML file"),
+    "resume nothing": (
+        ["--resume", "nowhere"],
+        "--resume nowhere: there is no recipe.yaml in it; give the folder of a run",
+    ),
+    "resume no run": (["--resume", "{folder}"], "there is no recipe.yaml in it; give the folder of a run"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_mistakes_on_the_command_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, sentence = ARGUMENTS[name]
+    (tmp_path / "digits.yaml").write_text("run:\n  name: x\n")
+    places = {"{digits}": str(tmp_path / "digits.yaml"), "{folder}": str(tmp_path)}
+    assert sentence in complaint([places.get(word, word) for word in words], capsys)
+
+
+RECIPES = {
+    "unknown key": ("sync:\n  quorun: 1\n", "there is no key sync.quorun (did you mean quorum?); remove it"),
+    "unknown section": ("sink:\n  quorum: 1\n", "there is no key sink"),
+    "wrong type": ("sync:\n  delay_bound: soon\n", "sync.delay_bound is soon: it must be a whole number or null"),
+    "bad value": ("sync:\n  quorum: 0\n", "sync.quorum is 0.0"),
+    "value for a section": ("sync: 3\n", "sync holds 3 instead of keys with values"),
+    "broken YAML": ("sync: [1\nrun: }\n", "is no YAML: line 2: expected"),
+    "tab": ("sync:\n\tquorum: 1\n", "is no YAML: line 2: found character"),
+    "text": ("just words\n", "it holds 'just words' instead of keys with values"),
+    "list": ("- 1\n", "it holds [1] instead of keys with values"),
+    "empty": ("", "it holds None instead of keys with values"),
+    "not text": (bytes(range(128, 200)), "cannot read recipe"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_mistakes_in_a_recipe(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, sentence = RECIPES[name]
+    recipe = tmp_path / "my.yaml"
+    recipe.write_bytes(content if isinstance(content, bytes) else content.encode())
+    said = complaint([str(recipe)], capsys)
+    assert sentence in said
+    assert "my.yaml" in said or "sync." in said
+
+
+def test_numbers_may_be_written_with_an_exponent(tmp_path: Path) -> None:
+    """YAML 1.1 takes 1e-3 for text."""
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text("optimizer:\n  learning_rate: 1e-3\n")
+    config, _ = cli.parse([str(recipe), "--optimizer.weight_decay", "1e-4"])
+    assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (1e-3, 1e-4)
+
+
+# Seen later: processes of their own, alone and under mpirun.
+
+USER_CODE = """
+import os, torch
+from torch.utils.data import Dataset, TensorDataset
+from hetsync.data import Data
+
+RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
+
+class Breaks(torch.nn.Linear):
+    def __init__(self, rank):
+        super().__init__(64, 10)
+        self.rank = rank
+
+    def forward(self, images):
+        if RANK == self.rank and self.training:
+            raise ZeroDivisionError("a mistake of the user's")
+        return super().forward(images.flatten(1))
+
+def no_module():
+    return 3
+
+def unreadable(path):
+    open(path)
+
+class Torn(Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        if index > 50:
+            raise OSError(5, "Input/output error", "images/51.png")
+        return torch.zeros(1, 8, 8), 0
+
+def torn():
+    return Data(Torn(), Torn())
+
+def empty():
+    nothing = TensorDataset(torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.long))
+    return Data(nothing, nothing)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(USER_CODE)
+    return tmp_path
+
+
+BOTH = [None, 2]
+LATER: list[tuple[list[str], list[str], list[int | None]]] = [
+    (["--model.name", "vgg"], ["model.name is vgg: use one of .*digits_cnn.*, or package.module:name"], BOTH),
+    (["--data.name", "mnist"], ["data.name is mnist: use one of .*digits.*, or package.module:name"], [None]),
+    (["--optimizer.name", "sgdd"], ["optimizer.name is sgdd: use one of sgd, adam, adamw, or"], [2]),
+    (
+        ["--model.name", "mine:Nothing"],
+        ["model.name is mine:Nothing.*has no attribute 'Nothing'.*give package"],
+        [None],
+    ),
+    (["--data.name", "nowhere:data"], ["data.name is nowhere:data.*No module named 'nowhere'.*give package"], [2]),
+    (
+        ["--model.name", "mine:no_module"],
+        ["model.name is mine:no_module.*returned int: return a torch.nn.Module"],
+        [None],
+    ),
+    (["--data.name", "mine:empty"], ["data.name is mine:empty, whose training set is empty"], [None]),
+    (
+        ["--model.options.channel", "3"],
+        [r"model.options is \{'channel': 3\}.*unexpected keyword argument 'channel'"],
+        [2],
+    ),
+    (["--data.batch_size", "1"], ["data.batch_size is 1.*2 ranks.*at least 2|2 or more"], [2]),
+    (["--sync.pins", "{5: 3}"], [r"sync.pins.*5.*rank"], BOTH),
+    (["--sync.pins", "{0: 100}"], [r"sync.pins.*100.*64"], [2]),
+    (["--emulate", "nope"], ["there is no cluster profile nope: give the path.*quickstart"], [2]),
+    (["--emulate", "two.yaml"], ["cluster profile two has 2 devices, none for rank 2: start at most 2 ranks"], [3]),
+    (["--run.device", "tpu"], ["run.device is tpu: use auto, cpu, cuda or cuda:INDEX"], [None]),
+    (
+        ["--optimizer.learning_rate", "1e9", "--run.samples", "5000"],
+        ["loss became (nan|inf).*lower optimizer.learning_rate"],
+        BOTH,
+    ),
+    (["--data.name", "mine:unreadable", "--data.options.path", "gone.csv"], ["data.name.*gone.csv"], BOTH),
+    (["--data.name", "mine:torn"], ["cannot be read.*images/51.png"], [2]),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts", "ranks"),
+    [pytest.param(w, p, n, id=f"{' '.join(w)} at {n or 1}") for w, p, many in LATER for n in many],
+)
+def test_mistakes_that_show_later(folder: Path, words: list[str], parts: list[str], ranks: int | None) -> None:
+    (folder / "two.yaml").write_text("name: two\nsource: none\ndevices: [{name: a}, {name: b}]\n")
+    assert_one_sentence(run(*SMALL, *words, folder=folder, ranks=ranks), *parts)
+
+
+@pytest.mark.parametrize("ranks", BOTH)
+def test_a_run_folder_that_holds_a_run(folder: Path, ranks: int | None) -> None:
+    (folder / "run" / "checkpoints").mkdir(parents=True)
+    done = run(*SMALL, folder=folder, ranks=ranks)
+    assert_one_sentence(done, "run.dir run holds a run already: choose another, or go on with --resume run")
+    assert [path.name for path in (folder / "run").iterdir()] == ["checkpoints"]
+
+
+@pytest.mark.parametrize("place", ["/proc/nowhere", "file", "file/run"])
+def test_a_run_folder_that_cannot_be_made(folder: Path, place: str) -> None:
+    (folder / "file").write_text("")
+    done = run("--run.dir", place, folder=folder)
+    assert_one_sentence(done, f"run.dir {place} cannot be made: .*; choose another")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_run_folder_that_is_not_writable(folder: Path) -> None:
+    (folder / "run").mkdir(mode=0o500)
+    assert_one_sentence(run(*SMALL, folder=folder), "cannot write.*run.dir")
+
+
+@pytest.mark.parametrize("ranks", BOTH)
+def test_resume_without_a_checkpoint(folder: Path, ranks: int | None) -> None:
+    (folder / "run").mkdir()
+    (folder / "run" / "recipe.yaml").write_text("run:\n  samples: 256\n")
+    done = run("--resume", "run", folder=folder, ranks=ranks)
+    assert_one_sentence(done, "--resume .*run: there is no complete checkpoint in .*; start afresh")
+
+
+@pytest.mark.parametrize("words", [["--sync.quorum", "0"], ["--sync.quorun", "0"], ["nowhere.yaml"]])
+def test_early_mistakes_are_said_once_for_all_ranks(folder: Path, words: list[str]) -> None:
+    assert_one_sentence(run(*words, folder=folder, ranks=2), words[0].lstrip("-"))
+
+
+def test_mpi_that_is_not_ready_for_threads(folder: Path) -> None:
+    done = run(*SMALL, folder=folder, ranks=2, env={"MPI4PY_RC_THREAD_LEVEL": "single"})
+    assert_one_sentence(done, "MPI_THREAD_MULTIPLE")
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_an_error_in_the_users_code_on_one_rank_ends_the_job_and_names_it(folder: Path, bound: int) -> None:
+    words = ["--model.name", "mine:Breaks", "--model.options.rank", 1, "--sync.delay_bound", bound]
+    done = run(
+        *SMALL,
+        *words,
+        "--emulate",
+        "two.yaml",
+        "--emulation.samples_per_second",
+        1000,
+        folder=_two(folder),
+        ranks=2,
+    )
+    assert done.status not in (0, 85), done.story
+    assert done.err.count("Traceback (most recent call last)") == 1, done.story
+    assert "ZeroDivisionError: a mistake of the user's" in done.err
+    assert done.sentences == ["hetsync: rank 1: failed, so the job ends"], done.story
+
+
+def _two(folder: Path) -> Path:
+    (folder / "two.yaml").write_text("name: two\nsource: none\ndevices: [{name: a}, {name: b}]\n")
+    return folder

@@ -1,0 +1,1 @@
+"""Puts this folder on the path, for what several folders' tests share (`jobs`). Imports no MPI."""

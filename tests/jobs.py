@@ -1,0 +1,109 @@
+"""Command lines as a user starts them: each in processes of its own, with a time limit and a folder of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 100.0  # this machine may be busy with other tests
+
+# Figures of profiling are kept in one folder for all tests, away from the user's.
+CACHE = Path(tempfile.gettempdir()) / f"hetsync-test-cache-{os.getuid()}"
+
+
+@dataclass
+class Done:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def sentences(self) -> list[str]:
+        """What the program had to say, as against launchers and libraries."""
+        return [line for line in self.err.splitlines() if line.startswith("hetsync:")]
+
+    @property
+    def story(self) -> str:
+        return f"exit status {self.status}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+
+
+def program(name: str) -> str:
+    beside_python = Path(sys.executable).parent / name
+    found = str(beside_python) if beside_python.exists() else shutil.which(name)
+    if found is None:
+        pytest.skip(f"needs {name}")
+    return found
+
+
+def mpirun(ranks: int) -> list[str]:
+    flags = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+    return [program("mpirun"), *flags, "-np", str(ranks)]
+
+
+def command(*words: str | Path | float, ranks: int | None = None) -> list[str]:
+    """`hetsync-train` with these arguments, under mpirun where `ranks` are given."""
+    return [*(mpirun(ranks) if ranks is not None else []), program("hetsync-train"), *map(str, words)]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Nothing of a launcher around these tests; one thread a rank."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_"))}
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(CACHE), "COLUMNS": "100"}
+    return {**kept, **root, **own, **changes}
+
+
+@contextlib.contextmanager
+def started(words: list[str], folder: Path, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A job in a process group of its own, all of which is gone afterwards."""
+    process = subprocess.Popen(
+        words,
+        cwd=folder,
+        env=environment(**(env or {})),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def finished(process: subprocess.Popen[str], seconds: float = SECONDS) -> Done:
+    out, err = process.communicate(timeout=seconds)
+    return Done(process.returncode, out, err)
+
+
+def run(
+    *words: str | Path | float,
+    folder: Path,
+    ranks: int | None = None,
+    env: Mapping[str, str] | None = None,
+    seconds: float = SECONDS,
+) -> Done:
+    """`hetsync-train` to its end; `subprocess.TimeoutExpired` names the one that hangs."""
+    with started(command(*words, ranks=ranks), folder, env) as process:
+        return finished(process, seconds)
+
+
+def summary_of(run_folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((run_folder / "summary.json").read_text())
+    return summary
