@@ -204,7 +204,7 @@ def _verdict(failure: BaseException) -> tuple[int, str | None]:
     import torch
 
     from hetsync.plane.base import LateError
-    from hetsync.sync.engine import StalledError
+    from hetsync.sync.watch import StalledError
 
     if isinstance(failure, UserError):
         return USER_ERROR, str(failure)

@@ -33,7 +33,8 @@ class Done:
     @property
     def sentences(self) -> list[str]:
         """What the program had to say, as against launchers and libraries."""
-        return [line for line in self.err.splitlines() if line.startswith("hetsync:")]
+        lines = [line.strip() for line in self.err.splitlines()]  # mpirun mixes blanks of its own in
+        return [line for line in lines if line.startswith("hetsync:")]
 
     @property
     def story(self) -> str:

@@ -24,18 +24,16 @@ from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Deltas, Outer
 from hetsync.sync.gradients import Gradients
 from hetsync.sync.messages import Alive, Completed, Event, Give, Instruction, Piece, Probe, StartRound
+from hetsync.sync.watch import Watch
 from hetsync.sync.worker import Worker
 from hetsync.telemetry import Telemetry
 
-NAP_SECONDS = 20e-6
-BUSY_NAP_SECONDS = 200e-6  # while a collective is under way
-IDLE_NAP_SECONDS = 2e-3
-PROBE_SECONDS = 2.0  # to answer a probe
+# The communication thread looks again after this fraction of the time for which nothing has happened: polling
+# then adds at most as much to any wait, and takes little of the core that computes.
+NAP_FRACTION = 0.05
+SHORTEST_NAP_SECONDS = 20e-6
+LONGEST_NAP_SECONDS = {"collective": 1e-3, "idle": 4e-3}
 GRACE_SECONDS = 10.0  # for the main thread to take over a failure
-
-
-class StalledError(RuntimeError):
-    """Nothing moved for longer than the limit; the message names who was waited for."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +81,13 @@ class Engine:
         self._rounds: deque[StartRound] = deque()
         self._requests: deque[tuple[torch.Tensor, threading.Event]] = deque()
         self._task: Iterator[None] | None = None
+        self._handles: list[Handle] = []  # collectives of the task that are under way
         self._drained: StartRound | None = None
         self._landed = version  # rounds complete here
         self._failure: BaseException | None = None
         self._failed_at: float | None = None
-        self._moved_at = time.monotonic()
-        self._probed_at: float | None = None
-        self._signs: dict[int, int] = {}
+        policy = self.coordinator.policy if self.coordinator is not None else None
+        self._watch = Watch(plane, policy, options.timeout_seconds)
         self._stopping = False
         self._resting = False  # the main thread evaluates, saves, or is done
         self._thread = threading.Thread(target=self._communicate, name="hetsync-communication", daemon=True)
@@ -124,7 +122,7 @@ class Engine:
             self._ensure_deltas()
         else:
             self._deltas = None
-        self._moved_at = time.monotonic()
+        self._watch.moved()
         self._outbox.append(began)
         self._wake.set()
         return piece
@@ -229,16 +227,26 @@ class Engine:
         try:
             if self.coordinator is not None:
                 self.coordinator.begin()
-            nap = NAP_SECONDS
+            moved_at = time.monotonic()
             while not self._stopping:
                 self._wake.clear()
                 moved = self._receive() + self._flush() + self._proceed()
-                self._watch(bool(moved))
-                longest = BUSY_NAP_SECONDS if self._task is not None else IDLE_NAP_SECONDS
-                nap = NAP_SECONDS if moved else min(2 * nap, longest)
-                self._wake.wait(nap)
+                now = time.monotonic()
+                if moved:
+                    moved_at = now
+                if moved or self._resting:
+                    self._watch.moved()
+                else:
+                    self._watch.check(self.worker.computing, self._joined)
+                longest = LONGEST_NAP_SECONDS["collective" if self._handles else "idle"]
+                self._wake.wait(min(longest, max(SHORTEST_NAP_SECONDS, NAP_FRACTION * (now - moved_at))))
         except BaseException as failure:
             self._fail(failure)
+
+    @property
+    def _joined(self) -> int:
+        """Rounds that this rank has joined."""
+        return self._landed + (self._task is not None)
 
     def _fail(self, failure: BaseException) -> None:
         """Let the main thread end the job with the failure; if it cannot (it computes, or hangs), end it here."""
@@ -254,12 +262,10 @@ class Engine:
     def _receive(self) -> int:
         """Take in what arrived; returns how much of it is news (signs of life are not)."""
         news = 0
-        for sender, letter in self._plane.receive():
+        for _, letter in self._plane.receive():
             news += not isinstance(letter, Probe | Alive)
-            if isinstance(letter, Probe):
-                self._plane.send(Alive(self._plane.rank, self._landed + (self._task is not None)), 0)
-            elif isinstance(letter, Alive):
-                self._signs[sender] = letter.next_round
+            if isinstance(letter, Probe | Alive):
+                self._watch.answer(letter, self._joined)
             elif self._is_events(letter):
                 assert self.coordinator is not None
                 self.coordinator.on(letter)
@@ -331,10 +337,9 @@ class Engine:
             if contribute:
                 self._outbox.append(self.worker.take(start.number))
             addend = deltas.load(contribute, self._options.batch, wire)
-        handle = self._post(addend, wire)
+        self._post(addend, wire)
         self._flush()
-        while not handle.done():
-            yield
+        yield from self._await_sums()
         with self._changed:
             deltas.land()
             if start.drain:
@@ -349,23 +354,29 @@ class Engine:
                 self._deltas = None
                 self.worker.version = start.number + 1
         else:
-            handles = []
             for index in range(len(self._gradients.buckets) + 1):
                 while not self._gradients.released():
+                    self._sums_in()  # what was posted moves on only when it is looked at
                     yield
-                handles.append(self._post(*self._gradients.load(index, self._options.wire)))
-            while not all([handle.done() for handle in handles]):
-                yield
+                self._post(*self._gradients.load(index, self._options.wire))
+            yield from self._await_sums()
         yield from self._land(start, began, True)
 
-    def _post(self, tensor: torch.Tensor, wire: WireFormat) -> Handle:
+    def _post(self, tensor: torch.Tensor, wire: WireFormat) -> None:
         self.bytes_sent += encoded_bytes(tensor.numel(), wire)
-        return self._plane.allreduce(tensor, wire)
+        self._handles.append(self._plane.allreduce(tensor, wire))
+
+    def _sums_in(self) -> bool:
+        return all([handle.done() for handle in self._handles])
+
+    def _await_sums(self) -> Iterator[None]:
+        while not self._sums_in():
+            yield
+        self._handles.clear()
 
     def _request(self, tensor: torch.Tensor, done: threading.Event) -> Iterator[None]:
-        handle = self._plane.allreduce(tensor)
-        while not handle.done():
-            yield
+        self._post(tensor, "float32")
+        yield from self._await_sums()
         done.set()
 
     def _land(self, start: StartRound, began: float, contributed: bool) -> Iterator[None]:
@@ -383,41 +394,3 @@ class Engine:
             with self._changed:
                 self._drained, self._resting = start, True
                 self._changed.notify_all()
-
-    # Nobody waits without a bound.
-
-    def _watch(self, moved: bool) -> None:
-        now = time.monotonic()
-        if moved or self._resting:
-            self._moved_at, self._probed_at = now, None
-            return
-        # Rank 0 knows most about who is late, so the others leave it time to say so.
-        limit = self._options.timeout_seconds * (1 if self.coordinator else 1.5)
-        if now < self._moved_at + limit:
-            return
-        if self.coordinator is None:
-            if not self.worker.computing:
-                raise StalledError(f"no word from rank 0 for {limit:.0f} s")
-        elif self._probed_at is None:
-            self._probed_at, self._signs = now, {0: self._landed + (self._task is not None)}
-            for rank in range(1, self._plane.size):
-                self._plane.send(Probe(), rank)
-        elif now > self._probed_at + PROBE_SECONDS:
-            raise StalledError(self._story(self.coordinator, limit))
-
-    def _story(self, coordinator: Coordinator, limit: float) -> str:
-        silent = [rank for rank in range(self._plane.size) if rank not in self._signs]
-        late = [rank for rank, joined in self._signs.items() if joined < max(self._signs.values())]
-        story = f"nothing moved for {limit:.0f} s in round {self._landed}"
-        if silent:
-            story += f"; no sign of life from rank {_listed(silent)}"
-        if late:
-            story += f"; rank {_listed(late)} has not joined it"
-        computing = [rank for rank in coordinator.policy.waited_for() if rank not in silent]
-        if computing:
-            story += f"; still on its piece: rank {_listed(computing)}"
-        return story + " (raise run.timeout_seconds if the work takes that long)"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

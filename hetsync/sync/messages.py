@@ -171,7 +171,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Alive:
-    """The rank's communication thread runs and has joined all rounds below `next_round`."""
+    """The rank's communication thread runs and has joined all rounds below `joined`."""
 
     rank: int
-    next_round: int
+    joined: int

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from jobs import Done, run
 
 from hetsync import cli
+from hetsync.plane.local import LocalPlane
 
 SMALL = ("--run.samples", "256", "--run.dir", "run")
 
@@ -136,6 +139,9 @@ class Breaks(torch.nn.Linear):
 def no_module():
     return 3
 
+def anything(**options):
+    return 3
+
 def unreadable(path):
     open(path)
 
@@ -163,85 +169,111 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-BOTH = [None, 2]
-LATER: list[tuple[list[str], list[str], list[int | None]]] = [
-    (["--model.name", "vgg"], ["model.name is vgg: use one of .*digits_cnn.*, or package.module:name"], BOTH),
-    (["--data.name", "mnist"], ["data.name is mnist: use one of .*digits.*, or package.module:name"], [None]),
-    (["--optimizer.name", "sgdd"], ["optimizer.name is sgdd: use one of sgd, adam, adamw, or"], [2]),
-    (
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """As if the program had been started in the folder, in this process."""
+    handler = signal.getsignal(signal.SIGUSR1)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr(LocalPlane, "abort", lambda plane, code: sys.exit(code))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    yield folder
+    sys.modules.pop("mine", None)
+    signal.signal(signal.SIGUSR1, handler)
+
+
+ALONE = {
+    "model": (["--model.name", "vgg"], "model.name is vgg: use one of .*digits_cnn.*, or package.module:name"),
+    "data": (["--data.name", "mnis"], "data.name is mnis: use one of .*digits.*, or package.module:name"),
+    "optimizer": (["--optimizer.name", "sgdd"], "optimizer.name is sgdd: use one of sgd, adam, adamw, or package"),
+    "no such class": (
         ["--model.name", "mine:Nothing"],
-        ["model.name is mine:Nothing.*has no attribute 'Nothing'.*give package"],
-        [None],
+        "model.name is mine:Nothing.*no attribute 'Nothing'.*: give pa",
     ),
-    (["--data.name", "nowhere:data"], ["data.name is nowhere:data.*No module named 'nowhere'.*give package"], [2]),
-    (
-        ["--model.name", "mine:no_module"],
-        ["model.name is mine:no_module.*returned int: return a torch.nn.Module"],
-        [None],
+    "no such module": (["--data.name", "nowhere:data"], "data.name is nowhere:data.*No module named 'nowhere'.*: give"),
+    "no module of torch": (["--model.name", "mine:no_module"], "mine:no_module, which returned int: return a torch.nn"),
+    "no data": (["--data.name", "mine:no_module"], "mine:no_module, which returned int: return a hetsync.data.Data"),
+    "no optimizer": (["--optimizer.name", "mine:anything"], "optimizer.name is mine:anything, which returned int"),
+    "empty data": (["--data.name", "mine:empty"], "data.name is mine:empty, whose training set is empty"),
+    "model option": (["--model.options.channel", "3"], r"model.options is \{'channel': 3\}: got an unexpected keyword"),
+    "data option": (["--data.options.seed", "3"], r"data.options is \{'seed': 3\}: got an unexpected keyword"),
+    "optimizer option": (["--optimizer.options.beta", "3"], "optimizer.options is .*'beta': 3.*: got an unexpected"),
+    "pin of no rank": (["--sync.pins", "{5: 3}"], "sync.pins names rank 5, but the last is 0: remove it"),
+    "pin over the batch": (["--sync.pins", "{0: 100}"], "sync.pins gives rank 0 100 samples: give it 0 to 64"),
+    "profile": (
+        ["--emulate", "nope"],
+        "there is no cluster profile nope: give the path of a .yaml file, or .*quickstart",
     ),
-    (["--data.name", "mine:empty"], ["data.name is mine:empty, whose training set is empty"], [None]),
-    (
-        ["--model.options.channel", "3"],
-        [r"model.options is \{'channel': 3\}.*unexpected keyword argument 'channel'"],
-        [2],
+    "broken profile": (
+        ["--emulate", "bad.yaml"],
+        "cluster profile bad.yaml: devices.*count is 0, but must be at least 1",
     ),
-    (["--data.batch_size", "1"], ["data.batch_size is 1.*2 ranks.*at least 2|2 or more"], [2]),
-    (["--sync.pins", "{5: 3}"], [r"sync.pins.*5.*rank"], BOTH),
-    (["--sync.pins", "{0: 100}"], [r"sync.pins.*100.*64"], [2]),
-    (["--emulate", "nope"], ["there is no cluster profile nope: give the path.*quickstart"], [2]),
-    (["--emulate", "two.yaml"], ["cluster profile two has 2 devices, none for rank 2: start at most 2 ranks"], [3]),
-    (["--run.device", "tpu"], ["run.device is tpu: use auto, cpu, cuda or cuda:INDEX"], [None]),
-    (
-        ["--optimizer.learning_rate", "1e9", "--run.samples", "5000"],
-        ["loss became (nan|inf).*lower optimizer.learning_rate"],
-        BOTH,
+    "device": (["--run.device", "tpu"], "run.device is tpu: use auto, cpu, cuda or cuda:INDEX"),
+    "NaN": (["--optimizer.learning_rate", "1e9"], "loss became (nan|inf) on rank 0.*: lower optimizer.learning_rate"),
+    "unreadable data": (
+        ["--data.name", "mine:unreadable", "--data.options.path", "gone.csv"],
+        "unreadable.*gone.csv.*op",
     ),
-    (["--data.name", "mine:unreadable", "--data.options.path", "gone.csv"], ["data.name.*gone.csv"], BOTH),
-    (["--data.name", "mine:torn"], ["cannot be read.*images/51.png"], [2]),
-]
+    "unreadable sample": (["--data.name", "mine:torn"], "the data cannot be read: .*images/51.png.*data.options"),
+    "read-only folder": (
+        ["--run.dir", "/proc"],
+        "cannot write /proc/recipe.yaml: .*; free space or choose another run.dir",
+    ),
+    "folder of nobody": (["--run.dir", "/proc/nowhere"], "run.dir /proc/nowhere cannot be made: .*; choose another"),
+    "folder is a file": (["--run.dir", "mine.py"], "run.dir mine.py cannot be made: .*; choose another"),
+    "folder with a run": (["--run.dir", "old"], "run.dir old holds a run already: choose another, or .* --resume old"),
+    "no checkpoint": (["--resume", "old"], "--resume .*old: there is no complete checkpoint in .*; start afresh"),
+}
 
 
-@pytest.mark.parametrize(
-    ("words", "parts", "ranks"),
-    [pytest.param(w, p, n, id=f"{' '.join(w)} at {n or 1}") for w, p, many in LATER for n in many],
-)
-def test_mistakes_that_show_later(folder: Path, words: list[str], parts: list[str], ranks: int | None) -> None:
-    (folder / "two.yaml").write_text("name: two\nsource: none\ndevices: [{name: a}, {name: b}]\n")
-    assert_one_sentence(run(*SMALL, *words, folder=folder, ranks=ranks), *parts)
+@pytest.mark.parametrize("name", ALONE)
+def test_mistakes_that_show_later(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, sentence = ALONE[name]
+    (here / "bad.yaml").write_text("name: bad\nsource: none\ndevices: [{name: a, count: 0}]\n")
+    (here / "old" / "checkpoints").mkdir(parents=True)
+    (here / "old" / "recipe.yaml").write_text("run:\n  samples: 256\n")
+    with pytest.raises(SystemExit) as ended:
+        cli.train_main(["--run.samples", "2000", "--run.dir", "run", *words])
+    captured = capsys.readouterr()
+    assert_one_sentence(Done(int(ended.value.code or 0), captured.out, captured.err), sentence)
 
 
-@pytest.mark.parametrize("ranks", BOTH)
-def test_a_run_folder_that_holds_a_run(folder: Path, ranks: int | None) -> None:
-    (folder / "run" / "checkpoints").mkdir(parents=True)
-    done = run(*SMALL, folder=folder, ranks=ranks)
-    assert_one_sentence(done, "run.dir run holds a run already: choose another, or go on with --resume run")
-    assert [path.name for path in (folder / "run").iterdir()] == ["checkpoints"]
+def test_a_folder_with_a_run_is_left_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "old" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(SystemExit):
+        cli.train_main(["--run.dir", "old"])
+    assert [path.name for path in (here / "old").iterdir()] == ["checkpoints"]
 
 
-@pytest.mark.parametrize("place", ["/proc/nowhere", "file", "file/run"])
-def test_a_run_folder_that_cannot_be_made(folder: Path, place: str) -> None:
-    (folder / "file").write_text("")
-    done = run("--run.dir", place, folder=folder)
-    assert_one_sentence(done, f"run.dir {place} cannot be made: .*; choose another")
+# As a user starts it: the same sentences, once for all ranks, and nobody left behind.
+
+TOGETHER = {
+    "unknown key": (["--sync.quorun", "0"], 2, "there is no option --sync.quorun"),
+    "bad value": (["--sync.quorum", "0"], 2, "sync.quorum is 0.0"),
+    "missing recipe": (["nowhere.yaml"], 2, "recipe nowhere.yaml does not exist"),
+    "no checkpoint": (["--resume", "old"], 2, "--resume .*old: there is no complete checkpoint"),
+    "model": (["--model.name", "vgg"], 2, "model.name is vgg"),
+    "batch": (
+        ["--data.batch_size", "1"],
+        2,
+        "data.batch_size 1 is smaller than the 2 ranks: raise it to at least 2, or",
+    ),
+    "profile": (["--emulate", "one.yaml"], 2, "profile one has 1 devices, none for rank 1: start at most 1 ranks"),
+    "NaN": (["--optimizer.learning_rate", "1e9"], 2, "loss became (nan|inf) on rank .: lower|loss became"),
+    "unreadable sample": (["--data.name", "mine:torn"], 2, "the data cannot be read: .*images/51.png"),
+    "model, alone": (["--model.name", "vgg"], None, "model.name is vgg"),
+    "unknown key, alone": (["--sync.quorun", "0"], None, "there is no option --sync.quorun"),
+}
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_run_folder_that_is_not_writable(folder: Path) -> None:
-    (folder / "run").mkdir(mode=0o500)
-    assert_one_sentence(run(*SMALL, folder=folder), "cannot write.*run.dir")
-
-
-@pytest.mark.parametrize("ranks", BOTH)
-def test_resume_without_a_checkpoint(folder: Path, ranks: int | None) -> None:
-    (folder / "run").mkdir()
-    (folder / "run" / "recipe.yaml").write_text("run:\n  samples: 256\n")
-    done = run("--resume", "run", folder=folder, ranks=ranks)
-    assert_one_sentence(done, "--resume .*run: there is no complete checkpoint in .*; start afresh")
-
-
-@pytest.mark.parametrize("words", [["--sync.quorum", "0"], ["--sync.quorun", "0"], ["nowhere.yaml"]])
-def test_early_mistakes_are_said_once_for_all_ranks(folder: Path, words: list[str]) -> None:
-    assert_one_sentence(run(*words, folder=folder, ranks=2), words[0].lstrip("-"))
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_mistake_is_said_once(name: str, folder: Path) -> None:
+    words, ranks, sentence = TOGETHER[name]
+    (folder / "one.yaml").write_text("name: one\nsource: none\ndevices: [{name: a}]\n")
+    (folder / "old").mkdir()
+    (folder / "old" / "recipe.yaml").write_text("run:\n  samples: 256\n")
+    assert_one_sentence(run(*SMALL, *words, folder=folder, ranks=ranks), sentence)
 
 
 def test_mpi_that_is_not_ready_for_threads(folder: Path) -> None:
@@ -249,25 +281,12 @@ def test_mpi_that_is_not_ready_for_threads(folder: Path) -> None:
     assert_one_sentence(done, "MPI_THREAD_MULTIPLE")
 
 
-@pytest.mark.parametrize("bound", [0, 4])
-def test_an_error_in_the_users_code_on_one_rank_ends_the_job_and_names_it(folder: Path, bound: int) -> None:
-    words = ["--model.name", "mine:Breaks", "--model.options.rank", 1, "--sync.delay_bound", bound]
-    done = run(
-        *SMALL,
-        *words,
-        "--emulate",
-        "two.yaml",
-        "--emulation.samples_per_second",
-        1000,
-        folder=_two(folder),
-        ranks=2,
-    )
+def test_an_error_in_the_users_code_on_one_rank_ends_the_job_and_names_it(folder: Path) -> None:
+    (folder / "two.yaml").write_text("name: two\nsource: none\ndevices: [{name: a}, {name: b}]\n")
+    words = ["--model.name", "mine:Breaks", "--model.options.rank", 1, "--sync.delay_bound", 0]
+    speed = ["--emulate", "two.yaml", "--emulation.samples_per_second", 1000]
+    done = run(*SMALL, *words, *speed, folder=folder, ranks=2)
     assert done.status not in (0, 85), done.story
     assert done.err.count("Traceback (most recent call last)") == 1, done.story
     assert "ZeroDivisionError: a mistake of the user's" in done.err
     assert done.sentences == ["hetsync: rank 1: failed, so the job ends"], done.story
-
-
-def _two(folder: Path) -> Path:
-    (folder / "two.yaml").write_text("name: two\nsource: none\ndevices: [{name: a}, {name: b}]\n")
-    return folder

@@ -1,0 +1,72 @@
+"""Nobody waits without a bound: who is late is asked, and named."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from hetsync.plane.base import Plane
+from hetsync.sync.messages import Alive, Probe
+from hetsync.sync.policy import Policy
+
+PROBE_SECONDS = 2.0  # to answer a probe
+
+
+class StalledError(RuntimeError):
+    """Nothing moved for longer than the limit; the message names who was waited for."""
+
+
+class Watch:
+    """One rank's clock over its communication thread. Rank 0 (which has a policy) finds out who is late."""
+
+    def __init__(self, plane: Plane, policy: Policy | None, timeout_seconds: float) -> None:
+        self._plane = plane
+        self._policy = policy
+        # Rank 0 knows most about who is late, so the others leave it time to say so.
+        self._limit_seconds = timeout_seconds * (1 if policy is not None else 1.5)
+        self._moved_at = time.monotonic()
+        self._probed_at: float | None = None
+        self._signs: dict[int, int] = {}
+
+    def moved(self) -> None:
+        """Something happened, or nothing need happen now."""
+        self._moved_at, self._probed_at = time.monotonic(), None
+
+    def answer(self, letter: Probe | Alive, joined: int) -> None:
+        """Rank 0 asks for signs of life, the others give them. `joined`: rounds that this rank has joined."""
+        if isinstance(letter, Alive):
+            self._signs[letter.rank] = letter.joined
+        else:
+            self._plane.send(Alive(self._plane.rank, joined), 0)
+
+    def check(self, computing: bool, joined: int) -> None:
+        """Nothing happened this time. Raises StalledError when that has lasted too long."""
+        now = time.monotonic()
+        if now < self._moved_at + self._limit_seconds:
+            return
+        if self._policy is None:
+            if not computing:
+                raise StalledError(f"no word from rank 0 for {self._limit_seconds:.0f} s")
+        elif self._probed_at is None:
+            self._probed_at, self._signs = now, {0: joined}
+            for rank in range(1, self._plane.size):
+                self._plane.send(Probe(), rank)
+        elif now > self._probed_at + PROBE_SECONDS:
+            raise StalledError(self._story(self._policy))
+
+    def _story(self, policy: Policy) -> str:
+        silent = [rank for rank in range(self._plane.size) if rank not in self._signs]
+        late = [rank for rank, joined in self._signs.items() if joined < max(self._signs.values())]
+        computing = [rank for rank in policy.waited_for() if rank not in silent]
+        story = f"nothing moved for {self._limit_seconds:.0f} s in round {policy.version}"
+        if silent:
+            story += f"; no sign of life from rank {_listed(silent)}"
+        if late:
+            story += f"; rank {_listed(late)} has not joined it"
+        if computing:
+            story += f"; still on its piece: rank {_listed(computing)}"
+        return story + " (raise run.timeout_seconds if the work takes that long)"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
