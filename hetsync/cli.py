@@ -35,12 +35,19 @@ class Parser(jsonargparse.ArgumentParser):
     """Complains on rank 0 only: every rank parses the same words."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        complain(_one_sentence(explain(message)))
-        sys.exit(USER_ERROR)
+        end_early(explain(message))
 
     def print_help(self, *args: Any, **kwargs: Any) -> None:
         if first_rank():
             super().print_help(*args, **kwargs)
+
+    def dump(self, namespace: jsonargparse.Namespace, *args: Any, **kwargs: Any) -> str:
+        """For --print_config: the recipe, without what else a command line takes."""
+        others = [name for name in namespace.as_dict() if name not in Config.__dataclass_fields__]
+        recipe = namespace.clone()
+        for name in others:
+            recipe.pop(name)
+        return super().dump(recipe, *args, **kwargs) if first_rank() else ""
 
 
 def first_rank() -> bool:
@@ -76,17 +83,28 @@ def make_parser(program: str, description: str) -> Parser:
     return parser
 
 
-def parse_recipe(parser: Parser, argv: Sequence[str]) -> tuple[Config, jsonargparse.Namespace]:
-    """The effective recipe, and whatever else the parser takes. Raises UserError; exits for --help and the like."""
-    parsed = parser.parse_args(list(argv))
-    if parsed.recipe is not None:
-        if not Path(parsed.recipe).is_file():
-            raise UserError(f"recipe {parsed.recipe} does not exist: give a path to a YAML file")
-        check_recipe(Path(parsed.recipe))
-        # Again, with the recipe below the keys given beside it.
-        others = list(argv)
-        others.remove(parsed.recipe)
-        parsed = parser.parse_args([f"--config={parsed.recipe}", *others])
+def look_ahead(parser: Parser, argv: Sequence[str]) -> jsonargparse.Namespace:
+    """What the words say without their recipe; --print_config would print that."""
+    return parser.parse_args([word for word in argv if not word.startswith("--print_config")])
+
+
+def parse_recipe(
+    parser: Parser, argv: Sequence[str], kept: Path | None = None
+) -> tuple[Config, jsonargparse.Namespace]:
+    """The effective recipe, and whatever else the parser takes. Raises UserError; exits for --help and the like.
+
+    The keys on the command line override the recipe named there, which overrides the one `kept` in a run's folder.
+    """
+    words = list(argv)
+    recipes = [kept] if kept is not None else []
+    if (named := look_ahead(parser, argv).recipe) is not None:
+        words.remove(named)
+        recipes.append(Path(named))
+    for recipe in recipes:
+        if not recipe.is_file():
+            raise UserError(f"recipe {recipe} does not exist: give a path to a YAML file")
+        check_recipe(recipe)
+    parsed = parser.parse_args([*(f"--config={recipe}" for recipe in recipes), *words])
     made = parser.instantiate(parsed)
     return Config(**{name: made[name] for name in Config.__dataclass_fields__}), parsed
 
@@ -97,15 +115,13 @@ def parse(argv: Sequence[str]) -> tuple[Config, Path | None]:
         "hetsync-train", "Train a PyTorch model on ranks of unequal speed: mpirun -np N hetsync-train ..."
     )
     parser.add_argument("--resume", metavar="RUN", help="Go on from the newest checkpoint in this run folder.")
-    words = list(argv)
-    resume = parser.parse_args(words).resume
-    if resume is not None:
-        kept = Path(resume) / CONFIG_FILE
-        if not kept.is_file():
-            raise UserError(f"--resume {resume}: there is no {CONFIG_FILE} in it; give the folder of a run")
-        words = [f"--config={kept}", *words]
-    config, _ = parse_recipe(parser, words)
-    return config, Path(resume) if resume is not None else None
+    resume = look_ahead(parser, argv).resume
+    if resume is None:
+        return parse_recipe(parser, argv)[0], None
+    kept = Path(resume) / CONFIG_FILE
+    if not kept.is_file():
+        raise UserError(f"--resume {resume}: there is no {CONFIG_FILE} in it; give the folder of a run")
+    return parse_recipe(parser, argv, kept)[0], Path(resume)
 
 
 def train_main(argv: Sequence[str] | None = None) -> None:

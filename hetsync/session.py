@@ -155,6 +155,7 @@ class Session:
         )
         self._segment_began = time.monotonic()
         self._slice_samples = 0
+        self._waited_before = 0.0
         self._piece: Piece | None = None
         self._stepped = True
         self._piece_seconds = 0.0
@@ -242,17 +243,17 @@ class Session:
         totals.pieces += 1
         totals.samples += piece.samples
         totals.since_rest += piece.samples
-        self._telemetry.record(
+        self.record(
             "piece",
             piece=piece.number,
             samples=piece.samples,
             slices=len(piece.slices),
             version=self.engine.worker.version,
             compute_seconds=round(self._piece_seconds, 6),
-            waited_seconds=round(self.engine.wait_seconds, 6),
-            data_seconds=round(totals.data_seconds, 6),
+            wait_seconds=round(self.engine.wait_seconds - self._waited_before, 6),
             loss=loss_sum / piece.samples if piece.samples else None,
         )
+        self._waited_before = self.engine.wait_seconds
 
     def _update(self) -> None:
         if self._max_grad_norm is not None:

@@ -42,6 +42,8 @@ class Trainer:
         self._loaded = loaded
         self._train_seconds_before = loaded.progress.train_seconds if loaded else 0.0
         self.cluster = load_cluster(config.emulate) if config.emulate is not None else None
+        if self.cluster is not None:
+            self.cluster.device_of(plane.size - 1)  # is there one for every rank?
         place = find_place(plane)
         limit_threads(place, self.cluster is not None)
         torch.manual_seed(config.run.seed)

@@ -83,9 +83,28 @@ def started(words: list[str], folder: Path, env: Mapping[str, str] | None = None
     try:
         yield process
     finally:
+        kill(process)
+
+
+def descendants(process: subprocess.Popen[str]) -> list[int]:
+    """Ids of the processes that this one has started, and that these have started, and so on."""
+    table = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    parents = {int(pid): int(parent) for pid, parent in map(str.split, table.splitlines())}
+    found = [process.pid]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found[1:]
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """kill -9 of a whole job, mpirun first; nobody is left behind."""
+    pids = [process.pid, *descendants(process)] if process.poll() is None else []
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def finished(process: subprocess.Popen[str], seconds: float = SECONDS) -> Done:

@@ -334,8 +334,10 @@ class Engine:
         began = time.monotonic()
         with self._changed:
             deltas = self._ensure_deltas()
+            staleness = None
             if contribute:
-                self._outbox.append(self.worker.take(start.number))
+                took, staleness = self.worker.take(start.number)
+                self._outbox.append(took)
             addend = deltas.load(contribute, self._options.batch, wire)
         self._post(addend, wire)
         self._flush()
@@ -345,7 +347,7 @@ class Engine:
             if start.drain:
                 deltas.settle()
                 self.worker.version = start.number + 1
-        yield from self._land(start, began, contribute)
+        yield from self._land(start, began, staleness)
 
     def _synchronous_round(self, start: StartRound) -> Iterator[None]:
         began = time.monotonic()
@@ -360,7 +362,7 @@ class Engine:
                     yield
                 self._post(*self._gradients.load(index, self._options.wire))
             yield from self._await_sums()
-        yield from self._land(start, began, True)
+        yield from self._land(start, began, 0)
 
     def _post(self, tensor: torch.Tensor, wire: WireFormat) -> None:
         self.bytes_sent += encoded_bytes(tensor.numel(), wire)
@@ -379,13 +381,13 @@ class Engine:
         yield from self._await_sums()
         done.set()
 
-    def _land(self, start: StartRound, began: float, contributed: bool) -> Iterator[None]:
+    def _land(self, start: StartRound, began: float, staleness: int | None) -> Iterator[None]:
         with self._changed:
             self.worker.complete(start.number)
             self._landed = start.number + 1
             self._changed.notify_all()
         seconds = time.monotonic() - began
-        self._telemetry.record("round", round=start.number, seconds=round(seconds, 6), contributed=contributed)
+        self._telemetry.record("round", round=start.number, seconds=round(seconds, 6), staleness=staleness)
         if self.coordinator is not None:
             self.coordinator.on([Completed(start.number)])
         if start.drain:

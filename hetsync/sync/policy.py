@@ -213,21 +213,26 @@ class Policy:
         self.ledger.check(self._milestone.position)
         if self._pending_settings is not None:
             self.settings, self._pending_settings = self._pending_settings, None
+        self._even_out()
         self._ended = started.final
         if not started.final:
-            for member in self.members.values():
-                member.pace = None
             position = self.ledger.applied
             asked = Milestone(position, self._requests.popleft()) if self._requests else None
             self._milestone = asked or self._milestones(position)
 
     def _on_tuned(self, event: Tuned) -> None:
+        self._even_out()
         if event.settings.synchronous == self.settings.synchronous:
             self.settings = event.settings
             self._pending_settings = None
         else:
             self._pending_settings = event.settings  # the two modes never overlap: drain between them
             self._drain_at_frontier("mode change")
+
+    def _even_out(self) -> None:
+        """At rest, and under new settings, nobody counts as ahead."""
+        for member in self.members.values():
+            member.pace = None
 
     def _drain_at_frontier(self, reason: str) -> bool:
         """False where all ranks are coming to rest there already, for another reason."""
@@ -317,11 +322,8 @@ class Policy:
     def _lockstep(self, member: Member) -> int:
         """The first version that a rank's next piece may begin from when no rank may run far ahead (q = 1)."""
         if self.settings.quorum < 1:
-            member.pace = None
             return 0
-        if member.pace is None:
-            member.pace = self.version + len(member.unapplied())
-        member.pace += 1
+        member.pace = (self.version if member.pace is None else member.pace) + 1
         return max(0, member.pace - 1 - self.settings.delay_bound)
 
     def _start_round(self) -> list[Instruction]:

@@ -16,9 +16,10 @@ class Worker:
         self.rank = rank
         self.version = version
         self._pieces: deque[Piece] = deque()
-        self._finished: list[int] = []  # in no round yet
+        self._finished: list[tuple[int, int]] = []  # (piece, version it began from), in no round yet
         self._flying: list[tuple[int, int]] = []  # (round, piece) of rounds that are not complete
         self._current: Piece | None = None
+        self._began_from = version
 
     @property
     def upcoming(self) -> Piece | None:
@@ -47,21 +48,21 @@ class Worker:
         return self.version >= piece.not_before and self.unapplied <= piece.delay_bound
 
     def begin(self) -> tuple[Piece, Began]:
-        self._current = self._pieces.popleft()
+        self._current, self._began_from = self._pieces.popleft(), self.version
         return self._current, Began(self.rank, self._current.number, self.version)
 
     def finish(self, seconds: float, loss_sum: float) -> Finished:
         assert self._current is not None
         piece, self._current = self._current, None
         if piece.synchronous_round is None:
-            self._finished.append(piece.number)
+            self._finished.append((piece.number, self._began_from))
         return Finished(self.rank, piece.number, piece.samples, seconds, loss_sum)
 
-    def take(self, round_number: int) -> Took:
-        """All that is finished goes into a round."""
+    def take(self, round_number: int) -> tuple[Took, int]:
+        """All that is finished goes into a round; with the staleness of the oldest of it."""
         taken, self._finished = self._finished, []
-        self._flying += [(round_number, piece) for piece in taken]
-        return Took(self.rank, round_number, taken[-1])
+        self._flying += [(round_number, piece) for piece, _ in taken]
+        return Took(self.rank, round_number, taken[-1][0]), round_number - min(version for _, version in taken)
 
     def complete(self, round_number: int) -> None:
         self._flying = [(number, piece) for number, piece in self._flying if number != round_number]

@@ -49,11 +49,7 @@ def mpirun(code: str, ranks: int = 2) -> tuple[int, str]:
 
 @pytest.mark.parametrize("caller", ["main thread", "communication thread"])
 def test_abort_ends_the_job_with_its_code(caller: str) -> None:
-    abort = (
-        "plane.abort(9)"
-        if caller == "main thread"
-        else "threading.Thread(target=plane.abort, args=(9,)).start()"
-    )
+    abort = "plane.abort(9)" if caller == "main thread" else "threading.Thread(target=plane.abort, args=(9,)).start()"
     code, output = mpirun(f"""
 if plane.rank == 1:
     print("last words")

@@ -71,9 +71,7 @@ def test_all_ranks_hold_the_same_bits(plane: Plane, finish: Finish, wire: WireFo
 
 @pytest.mark.parametrize("n", [1, 7, 3 * BLOCK + 5, 100_003])
 @pytest.mark.parametrize("wire", LOW_PRECISION)
-def test_low_precision_rounds_each_addend_and_the_sum(
-    plane: Plane, finish: Finish, wire: WireFormat, n: int
-) -> None:
+def test_low_precision_rounds_each_addend_and_the_sum(plane: Plane, finish: Finish, wire: WireFormat, n: int) -> None:
     tensor = addend(plane.rank, n)
     finish(plane.allreduce(tensor, wire), name=f"{wire} sum of {n}")
     seen = torch.stack([round_trip(x, wire) for x in addends(plane, n)])
@@ -138,9 +136,7 @@ def test_parameters_are_summed_outside_autograd(plane: Plane, finish: Finish) ->
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(2, 2), torch.zeros(4, dtype=torch.float64)])
-def test_unfit_tensors_are_refused_and_harm_nothing(
-    plane: Plane, finish: Finish, tensor: torch.Tensor
-) -> None:
+def test_unfit_tensors_are_refused_and_harm_nothing(plane: Plane, finish: Finish, tensor: torch.Tensor) -> None:
     with pytest.raises(PlaneError, match="flat, contiguous float32"):
         plane.allreduce(tensor)
     with pytest.raises(PlaneError, match="float16"):

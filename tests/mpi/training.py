@@ -136,7 +136,7 @@ def train(
     on_slice: Hook = lambda session, number: None,
     at_rest: Callable[[Outcome], None] = lambda outcome: None,
     loaded: Loaded | None = None,
-    watch: bool = True,
+    timeout_seconds: float = 30.0,
 ) -> Outcome:
     """Collective: one job, from its weights to its end; `rests` are the stream positions to rest at."""
     model, data = model or Net(), data or Blobs()
@@ -163,13 +163,20 @@ def train(
         progress.version if progress else 0,
     )
     session = Session(
-        plane, model, step, data, sync, plan, device or RealDevice(), max_grad_norm=clip, timeout_seconds=30.0
+        plane,
+        model,
+        step,
+        data,
+        sync,
+        plan,
+        device or RealDevice(),
+        max_grad_norm=clip,
+        timeout_seconds=timeout_seconds,
     )
     if loaded is not None and session.outer is not None:
         session.outer.velocity = loaded.outer
     outcome = Outcome(session, model, step, loss_on_all(model, data))
-    if watch:
-        _watch_staleness(session, outcome.staleness)
+    _watch_staleness(session, outcome.staleness)
 
     def rest() -> None:
         assert data is not None

@@ -39,9 +39,7 @@ class _Clock:
         return self.seconds
 
 
-def link(
-    latency_seconds: float = 1.0, bytes_per_second: float = 6.0
-) -> tuple[EmulatedLink, _FourRanks, _Clock]:
+def link(latency_seconds: float = 1.0, bytes_per_second: float = 6.0) -> tuple[EmulatedLink, _FourRanks, _Clock]:
     inner, clock = _FourRanks(), _Clock()
     return EmulatedLink(inner, latency_seconds, bytes_per_second, clock), inner, clock
 

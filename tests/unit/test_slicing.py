@@ -22,9 +22,7 @@ from hetsync.slicing import (
     speed_shares,
 )
 
-step_times = st.builds(
-    StepTime, st.floats(0, 1, allow_subnormal=False), st.floats(1e-4, 1, allow_subnormal=False)
-)
+step_times = st.builds(StepTime, st.floats(0, 1, allow_subnormal=False), st.floats(1e-4, 1, allow_subnormal=False))
 constant_times = st.builds(StepTime, st.floats(0, 1, allow_subnormal=False), st.just(0.0))
 
 

@@ -72,9 +72,7 @@ def test_sizes(x: torch.Tensor, wire: WireFormat) -> None:
 
 @settings(deadline=None)
 @given(tensors().filter(len), wires, st.sampled_from([math.inf, -math.inf, math.nan]), st.data())
-def test_non_finite_stays_non_finite(
-    x: torch.Tensor, wire: WireFormat, bad: float, data: st.DataObject
-) -> None:
+def test_non_finite_stays_non_finite(x: torch.Tensor, wire: WireFormat, bad: float, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(x) - 1))
     x[at] = bad
     seen = round_trip(x, wire)

@@ -221,8 +221,9 @@ class VirtualCluster:
         if start.synchronous and not start.drain and rank in start.contributors:
             flight.pieces[rank] = [self._pieces[node.finished.piece]]
         elif not start.synchronous and rank in start.contributors:
-            flight.pieces[rank] = [self._pieces[number] for number in node.worker._finished]
-            self._tell(rank, node.worker.take(start.number))
+            flight.pieces[rank] = [self._pieces[number] for number, _ in node.worker._finished]
+            took, _ = node.worker.take(start.number)
+            self._tell(rank, took)
         for piece in flight.pieces.get(rank, []):
             staleness = start.number - self._began[piece.number]
             assert 0 <= staleness <= piece.delay_bound, f"staleness {staleness}, bound {piece.delay_bound}"
