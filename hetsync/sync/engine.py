@@ -28,9 +28,10 @@ from hetsync.sync.watch import Watch
 from hetsync.sync.worker import Worker
 from hetsync.telemetry import Telemetry
 
-# The communication thread looks again after this fraction of the time for which nothing has happened: polling
-# then adds at most as much to any wait, and takes little of the core that computes.
-NAP_FRACTION = 0.05
+# The communication thread looks again after a fraction of the time for which nothing has happened. Where the main
+# thread waits, polling adds at most that fraction to the wait; where it computes, seldom is often enough.
+NAP_FRACTION_WAITING = 0.05
+NAP_FRACTION_COMPUTING = 0.5
 SHORTEST_NAP_SECONDS = 20e-6
 LONGEST_NAP_SECONDS = {"collective": 1e-3, "idle": 4e-3}
 GRACE_SECONDS = 10.0  # for the main thread to take over a failure
@@ -89,6 +90,7 @@ class Engine:
         policy = self.coordinator.policy if self.coordinator is not None else None
         self._watch = Watch(plane, policy, options.timeout_seconds)
         self._stopping = False
+        self._waiting = False  # the main thread waits for others
         self._resting = False  # the main thread evaluates, saves, or is done
         self._thread = threading.Thread(target=self._communicate, name="hetsync-communication", daemon=True)
 
@@ -100,8 +102,7 @@ class Engine:
 
     def next_work(self) -> Piece | StartRound:
         """Wait for the next piece, or for the drain round that brought all ranks to rest."""
-        began_waiting = time.monotonic()
-        with self._changed:
+        with self._changed, self._counting_wait():
             self._resting = self._drained is not None
             while True:
                 self._raise_failure()
@@ -110,11 +111,20 @@ class Engine:
                     return drained
                 self._apply()
                 if self.worker.may_begin():
-                    piece = self._begin()
-                    self.wait_seconds += time.monotonic() - began_waiting
-                    return piece
-                self._wake.set()
-                self._changed.wait(1.0)
+                    return self._begin()
+                self._wait()
+
+    def _wait(self) -> None:
+        self._waiting = True
+        self._wake.set()
+        self._changed.wait(1.0)
+        self._waiting = False
+
+    @contextmanager
+    def _counting_wait(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.wait_seconds += time.monotonic() - began
 
     def _begin(self) -> Piece:
         piece, began = self.worker.begin()
@@ -140,12 +150,10 @@ class Engine:
     def reduce(self, piece: Piece) -> None:
         """Synchronous mode, after the last backward: gradients become the mean over the round's samples."""
         self._gradients.flush(piece.samples)
-        began_waiting = time.monotonic()
-        with self._changed:
+        with self._changed, self._counting_wait():
             while self._landed <= self._round_of(piece):
                 self._raise_failure()
-                self._changed.wait(1.0)
-        self.wait_seconds += time.monotonic() - began_waiting
+                self._wait()
         self._gradients.collect(piece.round_samples)
 
     @staticmethod
@@ -238,10 +246,14 @@ class Engine:
                     self._watch.moved()
                 else:
                     self._watch.check(self.worker.computing, self._joined)
-                longest = LONGEST_NAP_SECONDS["collective" if self._handles else "idle"]
-                self._wake.wait(min(longest, max(SHORTEST_NAP_SECONDS, NAP_FRACTION * (now - moved_at))))
+                self._wake.wait(self._nap_seconds(now - moved_at))
         except BaseException as failure:
             self._fail(failure)
+
+    def _nap_seconds(self, quiet_seconds: float) -> float:
+        fraction = NAP_FRACTION_WAITING if self._waiting else NAP_FRACTION_COMPUTING
+        longest = LONGEST_NAP_SECONDS["collective" if self._handles else "idle"]
+        return min(longest, max(SHORTEST_NAP_SECONDS, fraction * quiet_seconds))
 
     @property
     def _joined(self) -> int:

@@ -10,8 +10,8 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from jobs import SECONDS, command, descendants, finished, kill, run, started, summary_of
@@ -19,8 +19,9 @@ from jobs import SECONDS, command, descendants, finished, kill, run, started, su
 from hetsync.checkpoint import complete
 
 RANKS = 2
-SAMPLES = 4000
+SAMPLES = 3600
 STOPPED = 85
+Blow = Callable[["subprocess.Popen[str]"], None]
 CLUSTER = "name: two\nsource: none\ndevices: [{name: a, speed: 2}, {name: b, speed: 1}]\n"
 
 
@@ -63,74 +64,75 @@ def process_of_rank(job: subprocess.Popen[str], rank: int) -> int:
     return pid
 
 
-def wait_until_saved(job: subprocess.Popen[str], folder: Path, seconds: float) -> None:
-    """Until a checkpoint is there, and then for a moment more."""
-    deadline = time.monotonic() + SECONDS
-    while not complete(folder / "run" / "checkpoints"):
-        assert job.poll() is None, "the job ended before it saved"
+def newest(folder: Path) -> int:
+    """Samples of the newest whole checkpoint."""
+    found = complete(folder / "run" / "checkpoints")
+    return int(found[-1].name.partition("-")[2]) if found else 0
+
+
+def strike(job: subprocess.Popen[str], folder: Path, blow: Callable[[subprocess.Popen[str]], None]) -> None:
+    """Some time after the job's first checkpoint."""
+    before, deadline = newest(folder), time.monotonic() + SECONDS
+    while newest(folder) == before:
+        assert job.poll() is None, finished(job).story
         assert time.monotonic() < deadline, "nothing was saved in time"
         time.sleep(0.01)
+    seconds = random.uniform(0, 0.7)
+    print(f"struck {seconds} s after a checkpoint")  # pytest shows it where the test fails
     time.sleep(seconds)
+    assert job.poll() is None, finished(job).story
+    blow(job)
 
 
-def moment() -> float:
-    """Another one every time; pytest shows it where the test fails."""
-    seconds = random.uniform(0, 1.5)
-    print(f"struck {seconds} s after the first checkpoint")
-    return seconds
+def kill_rank_1(job: subprocess.Popen[str]) -> None:
+    os.kill(process_of_rank(job, 1), signal.SIGKILL)
 
 
-def resumed(folder: Path) -> dict[str, Any]:
-    before = max(complete(folder / "run" / "checkpoints")).name
-    done = run("--resume", "run", folder=folder, ranks=RANKS)
-    assert done.status == 0, done.story
-    summary = summary_of(folder / "run")
-    assert summary["status"] == "finished"
-    assert summary["samples_applied"] == SAMPLES
-    own = sum(rank["samples"] for rank in summary["per_rank"])
-    assert own == SAMPLES - int(before.partition("-")[2])  # not one more than was missing
-    return summary
+def ask_rank_0_to_stop(job: subprocess.Popen[str]) -> None:
+    os.kill(process_of_rank(job, 0), signal.SIGUSR1)
 
 
-def accuracy(folder: Path) -> float:
-    value: float = summary_of(folder / "run")["metrics"]["accuracy"]
-    return value
+def ask_mpirun_to_stop(job: subprocess.Popen[str]) -> None:
+    job.send_signal(signal.SIGUSR1)
 
 
-def test_the_whole_job_is_killed(tmp_path: Path, uninterrupted: Path) -> None:
-    with started(command(*recipe(tmp_path, 0), ranks=RANKS), tmp_path) as job:
-        wait_until_saved(job, tmp_path, moment())
-        assert job.poll() is None
-        kill(job)
-    assert not (tmp_path / "run" / "summary.json").exists()
-    resumed(tmp_path)
-    assert final_weights(tmp_path) == final_weights(uninterrupted)
-
-
-@pytest.mark.parametrize("rank", [1])
-def test_one_rank_is_killed(tmp_path: Path, uninterrupted: Path, rank: int) -> None:
-    with started(command(*recipe(tmp_path, 4), ranks=RANKS), tmp_path) as job:
-        wait_until_saved(job, tmp_path, moment())
-        os.kill(process_of_rank(job, rank), signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("bound", "blow", "ask"),
+    [(0, kill, ask_rank_0_to_stop), (4, kill_rank_1, ask_mpirun_to_stop)],
+    ids=["synchronous", "delayed"],
+)
+def test_killed_resumed_stopped_and_resumed(
+    tmp_path: Path, uninterrupted: Path, bound: int, blow: Blow, ask: Blow
+) -> None:
+    with started(command(*recipe(tmp_path, bound), ranks=RANKS), tmp_path) as job:
+        strike(job, tmp_path, blow)
         done = finished(job, seconds=30)
     assert done.status not in (0, STOPPED), done.story
-    summary = resumed(tmp_path)
-    assert summary["staleness"]["max"] <= 4
-    assert accuracy(tmp_path) > accuracy(uninterrupted) - 0.06
+    assert not (tmp_path / "run" / "summary.json").exists()
 
-
-@pytest.mark.parametrize(("to", "bound"), [("rank 0", 0), ("mpirun", 4)])
-def test_asked_to_stop(tmp_path: Path, uninterrupted: Path, to: str, bound: int) -> None:
-    with started(command(*recipe(tmp_path, bound), ranks=RANKS), tmp_path) as job:
-        wait_until_saved(job, tmp_path, moment())
-        os.kill(job.pid if to == "mpirun" else process_of_rank(job, 0), signal.SIGUSR1)
+    resume = command("--resume", "run", ranks=RANKS)
+    first = newest(tmp_path)
+    with started(resume, tmp_path) as job:
+        strike(job, tmp_path, ask)
         done = finished(job, seconds=60)
     assert done.status == STOPPED, done.story
     assert "Traceback" not in done.err
+    stopped = summary_of(tmp_path / "run")
+    assert stopped["status"] == "stopped"
+    assert first < stopped["samples_applied"] < SAMPLES
+    assert newest(tmp_path) == stopped["samples_applied"]
+
+    with started(resume, tmp_path) as job:
+        done = finished(job)
+    assert done.status == 0, done.story
     summary = summary_of(tmp_path / "run")
-    assert summary["status"] == "stopped"
-    saved = max(complete(tmp_path / "run" / "checkpoints")).name
-    assert saved == f"samples-{summary['samples_applied']:012d}"
-    assert 0 < summary["samples_applied"] < SAMPLES
-    resumed(tmp_path)
-    assert accuracy(tmp_path) > accuracy(uninterrupted) - 0.06
+    assert (summary["status"], summary["samples_applied"]) == ("finished", SAMPLES)
+    assert summary["staleness"]["max"] <= bound
+    for part, begun in ((stopped, first), (summary, stopped["samples_applied"])):
+        # Not one sample more than was missing.
+        assert sum(rank["samples"] for rank in part["per_rank"]) == part["samples_applied"] - begun
+    expected = summary_of(uninterrupted / "run")
+    if bound == 0:
+        assert final_weights(tmp_path) == final_weights(uninterrupted)
+        assert summary["metrics"] == expected["metrics"]
+    assert summary["metrics"]["accuracy"] > expected["metrics"]["accuracy"] - 0.06

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from jobs import ROOT, Done, finished, mpirun, started
 
-RANKS = 3
-LIMIT = 2
+RANKS = 2
+LIMIT = 1
 
 JOB = """
 import os, signal, sys, time
@@ -51,12 +51,10 @@ def job(folder: Path, bound: int, late: int, how: str) -> Done:
 @pytest.mark.parametrize(
     ("how", "bound", "late", "story"),
     [
-        ("busy", 4, 1, "still on its piece: rank 1 "),
-        ("busy", 0, 2, "still on its piece: rank 2 "),
+        ("busy", 0, 1, "still on its piece: rank 1 "),
         ("busy", 4, 0, "still on its piece: rank 0 "),
-        ("stalled", 4, 2, "rank 2 has not joined it"),
-        ("stalled", 0, 1, "rank 1 "),
-        ("frozen", 4, 2, "no sign of life from rank 2"),
+        ("stalled", 4, 1, "rank 1 has not joined it"),
+        ("frozen", 4, 1, "no sign of life from rank 1"),
         ("frozen", 4, 0, "no word from rank 0"),
     ],
 )

@@ -215,11 +215,11 @@ def _watch_staleness(session: Session, seen: list[int]) -> None:
             began_at[piece.number] = worker.version
         return piece, began
 
-    def watched_take(round_number: int) -> Took:
-        took = take(round_number)
+    def watched_take(round_number: int) -> tuple[Took, int]:
+        took, oldest = take(round_number)
         for number in [number for number in began_at if number <= took.piece]:
             seen.append(round_number - began_at.pop(number))
-        return took
+        return took, oldest
 
     worker.begin, worker.take = watched_begin, watched_take  # type: ignore[method-assign]
 
