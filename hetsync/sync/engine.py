@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -71,11 +70,11 @@ class Engine:
         self._outer = outer
         self._on_piece = on_piece
         self._telemetry = telemetry or Telemetry(None)
+        self._wake = threading.Event()
         weights = [p for p in model.parameters() if p.requires_grad]
         self._local = weights + [b for b in model.buffers() if b.is_floating_point()]
-        self._gradients = Gradients(model, options.bucket_bytes, pace, self._rouse)
+        self._gradients = Gradients(model, options.bucket_bytes, pace, self._wake.set)
         self._deltas: Deltas | None = None
-        self._wake = threading.Event()
         self._changed = threading.Condition()
         self._outbox: list[Event] = []
         self._to_self: deque[Sequence[Instruction]] = deque()
@@ -228,9 +227,6 @@ class Engine:
 
     # The communication thread.
 
-    def _rouse(self) -> None:
-        self._wake.set()
-
     def _communicate(self) -> None:
         try:
             if self.coordinator is not None:
@@ -245,7 +241,7 @@ class Engine:
                 if moved or self._resting:
                     self._watch.moved()
                 else:
-                    self._watch.check(self.worker.computing, self._joined)
+                    self._watch.check(self._sign)
                 self._wake.wait(self._nap_seconds(now - moved_at))
         except BaseException as failure:
             self._fail(failure)
@@ -256,9 +252,8 @@ class Engine:
         return min(longest, max(SHORTEST_NAP_SECONDS, fraction * quiet_seconds))
 
     @property
-    def _joined(self) -> int:
-        """Rounds that this rank has joined."""
-        return self._landed + (self._task is not None)
+    def _sign(self) -> Alive:
+        return Alive(self._plane.rank, self._landed + (self._task is not None), self._waiting)
 
     def _fail(self, failure: BaseException) -> None:
         """Let the main thread end the job with the failure; if it cannot (it computes, or hangs), end it here."""
@@ -277,20 +272,16 @@ class Engine:
         for _, letter in self._plane.receive():
             news += not isinstance(letter, Probe | Alive)
             if isinstance(letter, Probe | Alive):
-                self._watch.answer(letter, self._joined)
-            elif self._is_events(letter):
+                self._watch.answer(letter, self._sign)
+            elif isinstance(letter[0], Give | StartRound):
+                self._take_in(letter)
+            else:
                 assert self.coordinator is not None
                 self.coordinator.on(letter)
-            else:
-                self._take_in(letter)
         while self._to_self:
             self._take_in(self._to_self.popleft())
             news += 1
         return news
-
-    @staticmethod
-    def _is_events(letter: Sequence[Any]) -> bool:
-        return not isinstance(letter[0], Give | StartRound)
 
     def _take_in(self, instructions: Sequence[Instruction]) -> None:
         with self._changed:

@@ -171,7 +171,8 @@ class Probe:
 
 @dataclass(frozen=True)
 class Alive:
-    """The rank's communication thread runs and has joined all rounds below `joined`."""
+    """The rank's communication thread runs and has joined all rounds below `joined`; does its main thread wait?"""
 
     rank: int
     joined: int
+    waiting: bool

@@ -23,32 +23,33 @@ class Watch:
         self._plane = plane
         self._policy = policy
         # Rank 0 knows most about who is late, so the others leave it time to say so.
-        self._limit_seconds = timeout_seconds * (1 if policy is not None else 1.5)
+        self._limit_seconds = timeout_seconds if policy is not None else 1.5 * timeout_seconds + PROBE_SECONDS
         self._moved_at = time.monotonic()
         self._probed_at: float | None = None
-        self._signs: dict[int, int] = {}
+        self._signs: dict[int, Alive] = {}
 
     def moved(self) -> None:
         """Something happened, or nothing need happen now."""
         self._moved_at, self._probed_at = time.monotonic(), None
 
-    def answer(self, letter: Probe | Alive, joined: int) -> None:
-        """Rank 0 asks for signs of life, the others give them. `joined`: rounds that this rank has joined."""
+    def answer(self, letter: Probe | Alive, sign: Alive) -> None:
+        """Rank 0 asks for signs of life, the others give theirs."""
         if isinstance(letter, Alive):
-            self._signs[letter.rank] = letter.joined
+            self._signs[letter.rank] = letter
         else:
-            self._plane.send(Alive(self._plane.rank, joined), 0)
+            self.moved()  # rank 0 lives
+            self._plane.send(sign, 0)
 
-    def check(self, computing: bool, joined: int) -> None:
+    def check(self, sign: Alive) -> None:
         """Nothing happened this time. Raises StalledError when that has lasted too long."""
         now = time.monotonic()
         if now < self._moved_at + self._limit_seconds:
             return
         if self._policy is None:
-            if not computing:
+            if sign.waiting:
                 raise StalledError(f"no word from rank 0 for {self._limit_seconds:.0f} s")
         elif self._probed_at is None:
-            self._probed_at, self._signs = now, {0: joined}
+            self._probed_at, self._signs = now, {0: sign}
             for rank in range(1, self._plane.size):
                 self._plane.send(Probe(), rank)
         elif now > self._probed_at + PROBE_SECONDS:
@@ -56,8 +57,9 @@ class Watch:
 
     def _story(self, policy: Policy) -> str:
         silent = [rank for rank in range(self._plane.size) if rank not in self._signs]
-        late = [rank for rank, joined in self._signs.items() if joined < max(self._signs.values())]
-        computing = [rank for rank in policy.waited_for() if rank not in silent]
+        last = max(sign.joined for sign in self._signs.values())
+        late = [rank for rank, sign in sorted(self._signs.items()) if sign.joined < last]
+        computing = [rank for rank, sign in sorted(self._signs.items()) if not sign.waiting]
         story = f"nothing moved for {self._limit_seconds:.0f} s in round {policy.version}"
         if silent:
             story += f"; no sign of life from rank {_listed(silent)}"
