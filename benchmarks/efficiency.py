@@ -210,8 +210,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--traces", type=Path, help="folder with Alibaba's job_N_norm.csv")
     parser.add_argument("--repetitions", type=int, default=3, help="of the speed table")
     parser.add_argument("--seeds", type=int, default=3, help="of the accuracy table; 0 leaves it out")
-    parser.add_argument("--samples", type=int, default=24_000, help="to train on in each job")
-    parser.add_argument("--rate", type=float, default=1200.0, help="samples/s of the emulated cluster, speed table")
+    parser.add_argument("--samples", type=int, default=16_000, help="to train on in each job, speed table")
+    parser.add_argument("--quality-samples", type=int, default=24_000, help="the same, accuracy table")
+    parser.add_argument("--rate", type=float, default=800.0, help="samples/s of the emulated cluster, speed table")
     parser.add_argument("--quality-rate", type=float, default=2400.0, help="the same, accuracy table")
     return parser.parse_args()
 
@@ -224,7 +225,8 @@ def main() -> None:
         arms = speed_arms(options.traces, folder)
         cells = measure(arms, range(options.repetitions), options.samples, options.rate, folder)
         if options.seeds:
-            cells += measure(quality_arms(), range(options.seeds), options.samples, options.quality_rate, folder)
+            seeds = range(options.seeds)
+            cells += measure(quality_arms(), seeds, options.quality_samples, options.quality_rate, folder)
     table = markdown(cells)
     record = {
         "command": " ".join(["python", "benchmarks/efficiency.py", *sys.argv[1:]]),
