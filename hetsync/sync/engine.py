@@ -29,9 +29,9 @@ from hetsync.telemetry import Telemetry
 
 # The communication thread looks again after a fraction of the time for which nothing has happened. Where the main
 # thread waits, polling adds at most that fraction to the wait; where it computes, seldom is often enough.
-NAP_FRACTION_WAITING = 0.05
+NAP_FRACTION_WAITING = 0.1
 NAP_FRACTION_COMPUTING = 0.5
-SHORTEST_NAP_SECONDS = 20e-6
+SHORTEST_NAP_SECONDS = 50e-6
 LONGEST_NAP_SECONDS = {"collective": 1e-3, "idle": 4e-3}
 GRACE_SECONDS = 10.0  # for the main thread to take over a failure
 
@@ -231,18 +231,17 @@ class Engine:
         try:
             if self.coordinator is not None:
                 self.coordinator.begin()
-            moved_at = time.monotonic()
+            roused_at = time.monotonic()
             while not self._stopping:
                 self._wake.clear()
                 moved = self._receive() + self._flush() + self._proceed()
-                now = time.monotonic()
-                if moved:
-                    moved_at = now
                 if moved or self._resting:
                     self._watch.moved()
                 else:
                     self._watch.check(self._sign)
-                self._wake.wait(self._nap_seconds(now - moved_at))
+                now = time.monotonic()
+                if self._wake.wait(self._nap_seconds(now - roused_at)) or moved:
+                    roused_at = now
         except BaseException as failure:
             self._fail(failure)
 

@@ -75,14 +75,14 @@ def keep_only(plane: Plane, folder: Path, samples: int) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", ["plain", "batch norm"])
+@pytest.mark.parametrize("kind", ["plain", "batch norm", "dropout"])
 def test_synchronous_training_goes_on_bit_for_bit(plane: Plane, folder: Path, optimizer: str, kind: str) -> None:
-    batch_norm = kind == "batch norm"
+    settings = (kind == "batch norm", False, 0.5 if kind == "dropout" else 0.0)
     sync = sync_of(plane, 0, accumulation=2)
-    whole = train(plane, sync, model=Net(batch_norm), optimizer=optimizer, rests=[HALF], at_rest=saver(plane, folder))
+    whole = train(plane, sync, model=Net(*settings), optimizer=optimizer, rests=[HALF], at_rest=saver(plane, folder))
     keep_only(plane, folder, HALF)
     torch.manual_seed(99)
-    other = Net(batch_norm)
+    other = Net(*settings)
     torch.nn.init.zeros_(other.body[0].weight)  # whatever it starts with must not matter
     loaded = checkpoint.load_newest(folder)
     resumed = train(plane, sync, model=other, optimizer=optimizer, rests=[HALF], loaded=loaded)

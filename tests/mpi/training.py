@@ -28,6 +28,7 @@ FEATURES, CLASSES = 6, 3
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Hook = Callable[[Session, int], None]
+Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Blobs(Dataset[Any]):
@@ -49,11 +50,13 @@ class Blobs(Dataset[Any]):
 class Net(nn.Module):
     """With `unused`, a weight that no loss depends on. Its `batch_norm` copes with batches of one sample."""
 
-    def __init__(self, batch_norm: bool = False, unused: bool = False) -> None:
+    def __init__(self, batch_norm: bool = False, unused: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(5)
         norm = [nn.Unflatten(1, (8, 2)), nn.BatchNorm1d(8), nn.Flatten()] if batch_norm else []
-        self.body = nn.Sequential(nn.Linear(FEATURES, 16), *norm, nn.Tanh(), nn.Linear(16, CLASSES))
+        self.body = nn.Sequential(
+            nn.Linear(FEATURES, 16), *norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, CLASSES)
+        )
         if unused:
             self.unused = nn.Parameter(torch.ones(7))
 
@@ -69,12 +72,12 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
-def loss_of(model: nn.Module, points: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def cross_entropy(model: nn.Module, points: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(points), labels)
 
 
 @torch.no_grad()
-def loss_on_all(model: nn.Module, data: Blobs) -> float:
+def loss_on_all(model: nn.Module, data: Blobs, loss_of: Loss = cross_entropy) -> float:
     training = model.training
     model.eval()
     loss = loss_of(model, data.points, data.labels).item()
@@ -131,6 +134,7 @@ def train(
     data: Blobs | None = None,
     samples: int = SAMPLES,
     rests: Iterable[int] = (),
+    loss_of: Loss = cross_entropy,
     device: Device | None = None,
     clip: float | None = None,
     on_slice: Hook = lambda session, number: None,
@@ -175,7 +179,7 @@ def train(
     )
     if loaded is not None and session.outer is not None:
         session.outer.velocity = loaded.outer
-    outcome = Outcome(session, model, step, loss_on_all(model, data))
+    outcome = Outcome(session, model, step, loss_on_all(model, data, loss_of))
     _watch_staleness(session, outcome.staleness)
 
     def rest() -> None:
@@ -186,7 +190,7 @@ def train(
                 session.version,
                 weights_sha256(session.engine.anchor),
                 weights_sha256(local_tensors(model)),
-                loss_on_all(model, data),
+                loss_on_all(model, data, loss_of),
             )
         )
         at_rest(outcome)
@@ -244,7 +248,7 @@ def plain_training(
     losses, batches = [], []
     for start in range(0, samples, accumulation * BATCH):
         indices = order.indices([(start, min(samples, start + accumulation * BATCH))])
-        loss = loss_of(model, data.points[indices], data.labels[indices])
+        loss = cross_entropy(model, data.points[indices], data.labels[indices])
         step.zero_grad()
         loss.backward()
         if clip is not None:
