@@ -211,7 +211,7 @@ def test_one_rank_alone_is_plain_training(plane: Plane, bound: int) -> None:
     late = FaultyPlane(plane, [Delay(0, nth, 0.01) for nth in range(20)])
     outcome = train(late, delayed(plane, delay_bound=bound), optimizer="momentum")
     assert late.fired
-    assert max(outcome.staleness) > 0
+    assert bound == 1 or max(outcome.staleness) > 0  # it went on while progress flew
     close(plane, outcome, expected)
 
 
