@@ -90,6 +90,7 @@ class Engine:
         self._watch = Watch(plane, policy, options.timeout_seconds)
         self._stopping = False
         self._waiting = False  # the main thread waits for others
+        self._draining = False  # what comes after the drain may be known here before the drain has landed
         self._resting = False  # the main thread evaluates, saves, or is done
         self._thread = threading.Thread(target=self._communicate, name="hetsync-communication", daemon=True)
 
@@ -109,7 +110,7 @@ class Engine:
                     drained, self._drained = self._drained, None
                     return drained
                 self._apply()
-                if self.worker.may_begin():
+                if self.worker.may_begin() and not self._draining:
                     return self._begin()
                 self._wait()
 
@@ -317,6 +318,7 @@ class Engine:
         if self._task is None:
             if self._rounds and not self._resting:
                 start = self._rounds.popleft()
+                self._draining = start.drain is not None
                 self._task = self._synchronous_round(start) if start.synchronous else self._delayed_round(start)
             elif self._requests:
                 self._task = self._request(*self._requests.popleft())
@@ -396,5 +398,5 @@ class Engine:
             while self.coordinator is not None and self.coordinator.policy.version <= start.number:
                 yield  # until every contributor's word is in: the books must be closed before anybody reads them
             with self._changed:
-                self._drained, self._resting = start, True
+                self._drained, self._resting, self._draining = start, True, False
                 self._changed.notify_all()
