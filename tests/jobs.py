@@ -33,7 +33,7 @@ class Done:
     @property
     def sentences(self) -> list[str]:
         """What the program had to say, as against launchers and libraries."""
-        lines = [line.strip() for line in self.err.splitlines()]  # mpirun mixes blanks of its own in
+        lines = [line.strip(" \0") for line in self.err.splitlines()]  # mpirun ends its own words with zeros
         return [line for line in lines if line.startswith("hetsync:")]
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from time import sleep
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from hetsync.plane.faulty import Delay, FaultyPlane
 from hetsync.plane.local import LocalPlane
 from hetsync.session import Session
 from hetsync.sync.messages import NO_BOUND, Event, Instruction, Settings
+from hetsync.telemetry import Telemetry
 
 pytestmark = pytest.mark.mpi
 
@@ -409,13 +411,42 @@ def test_behind_a_slow_link(plane: Plane, bound: int, wire: WireFormat) -> None:
 
 def test_a_rank_that_is_late_to_a_rest(plane: Plane) -> None:
     """Its peers wait for it: nobody begins on what comes after the rest."""
-    from time import sleep
 
     def dawdle(outcome: Outcome) -> None:
         if plane.rank == plane.size - 1:
             sleep(0.1)
 
     outcome = train(plane, delayed(plane), rests=[50, 100, 150], at_rest=dawdle)
+    assert_invariants(plane, [outcome], SAMPLES, 4)
+
+
+class SlowTelemetry(Telemetry):
+    """Holds the communication thread up just after a round has landed."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def record(self, kind: str, **fields: Any) -> None:
+        if kind == "round":
+            sleep(0.005)
+
+
+@pytest.mark.parametrize("mode", ["delayed", "synchronous", "both"])
+def test_a_rank_that_hears_of_new_work_before_its_drain_has_landed_rests_first(plane: Plane, mode: str) -> None:
+    """All but rank 0 see sums late: what comes after a rest is handed out before these ranks are there."""
+    late = [Delay(rank, nth, 0.01) for rank in range(1, plane.size) for nth in range(200)]
+
+    def switch(outcome: Outcome) -> None:
+        if plane.rank == 0 and mode == "both":
+            outcome.session.tune(D0 if outcome.session.settings.delay_bound else D4)
+
+    outcome = train(
+        FaultyPlane(plane, late),
+        delayed(plane, delay_bound=0 if mode == "synchronous" else 4),
+        rests=[30, 60, 90, 120, 150],
+        at_rest=switch,
+        telemetry=SlowTelemetry(),
+    )
     assert_invariants(plane, [outcome], SAMPLES, 4)
 
 

@@ -20,6 +20,7 @@ from hetsync.session import Plan, RankProfile, Session, weights_sha256
 from hetsync.slicing import StepTime
 from hetsync.sync.members import Milestone
 from hetsync.sync.messages import Began, Piece, Took
+from hetsync.telemetry import Telemetry
 
 SAMPLES = 192
 BATCH = 24
@@ -141,6 +142,7 @@ def train(
     at_rest: Callable[[Outcome], None] = lambda outcome: None,
     loaded: Loaded | None = None,
     timeout_seconds: float = 30.0,
+    telemetry: Telemetry | None = None,
 ) -> Outcome:
     """Collective: one job, from its weights to its end; `rests` are the stream positions to rest at."""
     model, data = model or Net(), data or Blobs()
@@ -175,6 +177,7 @@ def train(
         plan,
         device or RealDevice(),
         max_grad_norm=clip,
+        telemetry=telemetry,
         timeout_seconds=timeout_seconds,
     )
     if loaded is not None and session.outer is not None:
