@@ -5,7 +5,7 @@ from hetsync.models.digits_cnn import DigitsCNN
 from torch.nn.functional import cross_entropy
 
 import hetsync
-from hetsync.data.digits import digits
+from hetsync.data.sets.digits import digits
 
 EPOCHS = 8
 

@@ -117,6 +117,7 @@ class Session:
         device: Device,
         schedule: ScheduleConfig | None = None,
         collate: Collate | None = None,
+        costs: Sequence[float] | None = None,
         max_grad_norm: float | None = None,
         telemetry: Telemetry | None = None,
         timeout_seconds: float = 600.0,
@@ -139,7 +140,7 @@ class Session:
         self._telemetry = telemetry or Telemetry(None)
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
         self._torch_device = next(model.parameters()).device
-        order = EpochOrder(len(dataset), plan.seed)  # type: ignore[arg-type]
+        order = EpochOrder(len(dataset), plan.seed, costs)  # type: ignore[arg-type]
         self._loader = Loader(dataset, order, collate, self._torch_device)
         self._sync = sync
         self.engine = Engine(
@@ -156,6 +157,7 @@ class Session:
         self._segment_began = time.monotonic()
         self._slice_samples = 0
         self._waited_before = 0.0
+        self._data_before = 0.0
         self._piece: Piece | None = None
         self._stepped = True
         self._piece_seconds = 0.0
@@ -250,10 +252,12 @@ class Session:
             slices=len(piece.slices),
             version=self.engine.worker.version,
             compute_seconds=round(self._piece_seconds, 6),
+            data_seconds=round(totals.data_seconds - self._data_before, 6),
             wait_seconds=round(self.engine.wait_seconds - self._waited_before, 6),
             loss=loss_sum / piece.samples if piece.samples else None,
         )
         self._waited_before = self.engine.wait_seconds
+        self._data_before = totals.data_seconds
 
     def _update(self) -> None:
         if self._max_grad_norm is not None:

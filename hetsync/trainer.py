@@ -48,7 +48,7 @@ class Trainer:
         limit_threads(place, self.cluster is not None)
         torch.manual_seed(config.run.seed)
         self.data = data.build(config.data.name, config.data.options)
-        self.model = models.build(config.model.name, **config.model.options)
+        self.model = models.build_for(self.data, config.model.name, config.model.options)
         self.model.to(choose_device(config.run.device, place))
         self.optimizer = build_optimizer(config.optimizer, self.model)
         if loaded is not None:
@@ -85,6 +85,7 @@ class Trainer:
             self.device,
             config.schedule,
             self.data.collate,
+            self.data.costs,
             config.optimizer.max_grad_norm,
             Telemetry(self.run_folder / "telemetry" / f"rank-{self.plane.rank:04d}.jsonl"),
             config.run.timeout_seconds,
@@ -155,7 +156,8 @@ class Trainer:
         sums = evaluate_range(self.model, self.data, first, first + parts[self.plane.rank])
         everyones = self.plane.gather_objects(sums)
         names = sorted({name for theirs in everyones for name in theirs})
-        return {name: sum(theirs.get(name, 0.0) for theirs in everyones) / max(1, count) for name in names}
+        totals = {name: sum(theirs.get(name, 0.0) for theirs in everyones) for name in names}
+        return self.data.report({**totals, "samples": count})
 
     def _save(self) -> None:
         session = self.session

@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from hetsync.config import call_with_options, import_object
+from hetsync.data import Data
 from hetsync.errors import UserError
 
 BUILT_IN = {
+    "deeptte": "hetsync.models.deeptte:DeepTTE",
     "digits_cnn": "hetsync.models.digits_cnn:DigitsCNN",
+    "inception_v3": "hetsync.models.inception:InceptionV3",
+    "nasnet_a_cifar": "hetsync.models.nasnet:nasnet_a_cifar",
+    "nasnet_a_large": "hetsync.models.nasnet:nasnet_a_large",
+    "nasnet_a_mobile": "hetsync.models.nasnet:nasnet_a_mobile",
+    "nmt": "hetsync.models.nmt:NMT",
+    "pnasnet5_cifar": "hetsync.models.pnasnet:pnasnet5_cifar",
+    "pnasnet5_large": "hetsync.models.pnasnet:pnasnet5_large",
+    "pnasnet5_mobile": "hetsync.models.pnasnet:pnasnet5_mobile",
+    "ptb_lstm": "hetsync.models.ptb_lstm:ptb_lstm",
+    "resnet18": "hetsync.models.resnet:resnet18",
+    "resnet50": "hetsync.models.resnet:resnet50",
+    "trajectory_transformer": "hetsync.models.trajectory_transformer:TrajectoryTransformer",
 }
+
+
+def build_for(data: Data, name: str, options: Mapping[str, Any]) -> torch.nn.Module:
+    """A model with a recipe's options, and with what else the data tells of itself (classes, vocabulary)."""
+    known = inspect.signature(_find(name)).parameters
+    told = {key: value for key, value in data.model_options.items() if key in known}
+    return build(name, **{**told, **options})
 
 
 def build(name: str, **options: Any) -> torch.nn.Module:
     """A model by its recipe name, or by the import path of a callable that returns one."""
+    model = call_with_options("model", _find(name), options)
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(f"model.name is {name}, which returned {type(model).__name__}: return a torch.nn.Module")
+    return model
+
+
+def _find(name: str) -> Callable[..., Any]:
     if name not in BUILT_IN and ":" not in name:
         known = ", ".join(sorted(BUILT_IN))
         raise UserError(f"model.name is {name}: use one of {known}, or package.module:name for your own")
-    model = call_with_options("model", import_object("model.name", BUILT_IN.get(name, name)), options)
-    if not isinstance(model, torch.nn.Module):
-        raise UserError(
-            f"model.name is {name}, which returned {type(model).__name__}: return a torch.nn.Module"
-        )
-    return model
+    found: Callable[..., Any] = import_object("model.name", BUILT_IN.get(name, name))
+    return found

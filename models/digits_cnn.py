@@ -16,9 +16,7 @@ class DigitsCNN(nn.Module):
             *self._block(channels, 2 * channels, batch_norm),
             nn.MaxPool2d(2),
         )
-        self.classifier = nn.Sequential(
-            nn.Flatten(), nn.Linear(32 * channels, 64), nn.ReLU(), nn.Linear(64, classes)
-        )
+        self.classifier = nn.Sequential(nn.Flatten(), nn.Linear(32 * channels, 64), nn.ReLU(), nn.Linear(64, classes))
 
     @staticmethod
     def _block(inputs: int, outputs: int, batch_norm: bool) -> list[nn.Module]:

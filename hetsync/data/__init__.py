@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
 from hetsync.config import call_with_options, import_object
+from hetsync.data.catalogue import CATALOGUE
+from hetsync.data.metrics import classification, cross_entropy, means
 from hetsync.errors import UserError
-
-BUILT_IN = {"digits": "hetsync.data.digits:digits"}
-
-
-def cross_entropy(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    """Mean cross-entropy of a classifier over (inputs, labels)."""
-    inputs, labels = batch
-    return torch.nn.functional.cross_entropy(model(inputs), labels)
-
-
-def classification(model: torch.nn.Module, batch: Any) -> dict[str, float]:
-    """Correct answers and loss of a classifier over (inputs, labels), each summed over the samples."""
-    inputs, labels = batch
-    scores = model(inputs)
-    return {
-        "accuracy": (scores.argmax(1) == labels).sum().item(),
-        "loss": torch.nn.functional.cross_entropy(scores, labels, reduction="sum").item(),
-    }
 
 
 @dataclass(frozen=True)
@@ -38,25 +22,32 @@ class Data:
     Args:
         train: Samples to train on; any map-style data set.
         test: Samples to evaluate on.
-        loss: (model, batch) to the mean loss over the batch's samples.
-        metrics: (model, batch) to sums over the batch's samples; reported divided by the samples.
+        loss: (model, batch) to the mean over the batch's samples of a loss that depends on no other sample.
+        metrics: (model, batch) to sums over the batch's samples.
+        report: Sums over the whole test set, with its number of `samples`, to the metrics; means by default.
         collate: Samples to a batch; PyTorch's default_collate where None.
+        costs: Work that each training sample takes (points, tokens), where they differ.
+        model_options: Arguments for any model that takes them, unless the recipe gives them (classes, vocabulary).
     """
 
     train: Dataset[Any]
     test: Dataset[Any]
     loss: Callable[[torch.nn.Module, Any], torch.Tensor] = cross_entropy
     metrics: Callable[[torch.nn.Module, Any], dict[str, float]] = classification
+    report: Callable[[dict[str, float]], dict[str, float]] = means
     collate: Callable[[list[Any]], Any] | None = None
+    costs: Sequence[float] | None = None
+    model_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def build(name: str, options: Mapping[str, Any]) -> Data:
     """The data of a recipe: a built-in name or an import path."""
-    if name not in BUILT_IN and ":" not in name:
-        known = ", ".join(sorted(BUILT_IN))
+    if name not in CATALOGUE and ":" not in name:
+        known = ", ".join(sorted(CATALOGUE))
         raise UserError(f"data.name is {name}: use one of {known}, or package.module:name for your own")
+    make = CATALOGUE[name].make if name in CATALOGUE else name
     try:
-        data = call_with_options("data", import_object("data.name", BUILT_IN.get(name, name)), options)
+        data = call_with_options("data", import_object("data.name", make), options)
     except OSError as error:
         raise UserError(f"data.name is {name}, which cannot be read: {error}; check data.options") from error
     if not isinstance(data, Data):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -17,11 +17,25 @@ Collate = Callable[[list[Any]], Any]
 
 
 class EpochOrder:
-    """The seeded permutation of every epoch; the same on all ranks and at every world size."""
+    """The seeded permutation of every epoch; the same on all ranks and at every world size.
 
-    def __init__(self, samples: int, seed: int) -> None:
+    Where samples differ in cost, neighbours are chosen so that any run of n samples costs about n times the
+    mean, and slices cut anywhere are balanced: within blocks of the shuffled epoch, the sample at stream
+    position p is the one whose cost has the rank of frac(p·φ), φ the golden ratio, the sequence of lowest
+    discrepancy (Kuipers and Niederreiter 1974, section 2.3).
+
+    Args:
+        samples: Samples of an epoch.
+        seed: Of the permutations.
+        costs: Of every sample, or None where they are alike.
+    """
+
+    BLOCK = 512
+
+    def __init__(self, samples: int, seed: int, costs: Sequence[float] | None = None) -> None:
         self._samples = samples
         self._seed = seed
+        self._costs = None if costs is None else torch.as_tensor(costs, dtype=torch.float64)
         self._permutations: dict[int, torch.Tensor] = {}
 
     def indices(self, spans: Iterable[Span]) -> list[int]:
@@ -38,9 +52,22 @@ class EpochOrder:
     def _permutation(self, epoch: int) -> torch.Tensor:
         if epoch not in self._permutations:
             generator = torch.Generator().manual_seed((self._seed << 20) + epoch)
+            shuffled = torch.randperm(self._samples, generator=generator)
             self._permutations = {e: p for e, p in self._permutations.items() if e >= epoch - 1}
-            self._permutations[epoch] = torch.randperm(self._samples, generator=generator)
+            self._permutations[epoch] = shuffled if self._costs is None else self._balanced(shuffled, epoch)
         return self._permutations[epoch]
+
+    def _balanced(self, shuffled: torch.Tensor, epoch: int) -> torch.Tensor:
+        assert self._costs is not None
+        golden = (5**0.5 - 1) / 2
+        first = epoch * self._samples
+        blocks = []
+        for start in range(0, self._samples, self.BLOCK):
+            block = shuffled[start : start + self.BLOCK]
+            by_cost = block[self._costs[block].argsort(stable=True)]
+            positions = torch.arange(first + start, first + start + len(block), dtype=torch.float64)
+            blocks.append(by_cost[(positions * golden % 1).argsort().argsort()])
+        return torch.cat(blocks)
 
 
 def fetch(dataset: Dataset[Any], indices: list[int], collate: Collate | None) -> Any:

@@ -29,6 +29,7 @@ except (ImportError, RuntimeError) as error:
         " mpi4py against your site's MPI: MPICC=mpicc pip install --no-binary mpi4py mpi4py"
     ) from error
 
+
 @contextmanager
 def _plane_errors(what: str) -> Iterator[None]:
     try:

@@ -22,7 +22,8 @@ def profile_cluster(plane: Plane, config: Config) -> Cluster:
     place = find_place(plane)
     limit_threads(place, emulated=False)
     material = data.build(config.data.name, config.data.options)
-    model = models.build(config.model.name, **config.model.options).to(choose_device(config.run.device, place))
+    model = models.build_for(material, config.model.name, config.model.options)
+    model.to(choose_device(config.run.device, place))
     profiles = measure_ranks(Subject(plane, config, model, material, place), None)
     shares = choose_shares(config.sync, config.data.batch_size, profiles)
     rates = [profile.time.rate(max(1, share)) for profile, share in zip(profiles, shares, strict=True)]

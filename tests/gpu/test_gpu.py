@@ -39,7 +39,7 @@ print("staged")
 
 MIXED = """
 import sys, torch, hetsync
-from hetsync.data.digits import digits
+from hetsync.data.sets.digits import digits
 from hetsync.models.digits_cnn import DigitsCNN
 from hetsync.plane import open_plane
 plane = open_plane("mpi")

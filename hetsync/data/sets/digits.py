@@ -21,7 +21,11 @@ def digits(test_fraction: float = 0.2, split_seed: int = 0) -> Data:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(split_seed))
     tests = int(len(labels) * test_fraction)
     test, train = order[:tests], order[tests:]
-    return Data(TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test]))
+    return Data(
+        TensorDataset(images[train], labels[train]),
+        TensorDataset(images[test], labels[test]),
+        model_options={"classes": 10},
+    )
 
 
 def _find_table() -> Path:
