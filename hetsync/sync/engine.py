@@ -32,7 +32,7 @@ from hetsync.telemetry import Telemetry
 NAP_FRACTION_WAITING = 0.1
 NAP_FRACTION_COMPUTING = 0.5
 SHORTEST_NAP_SECONDS = 50e-6
-LONGEST_NAP_SECONDS = {"collective": 1e-3, "idle": 4e-3}
+LONGEST_NAP_SECONDS = {"collective": 6e-3, "idle": 16e-3}
 GRACE_SECONDS = 10.0  # for the main thread to take over a failure
 
 
