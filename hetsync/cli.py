@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -149,13 +150,13 @@ def train(plane: Plane, config: Config, resume: Path | None, stop: StopSignal) -
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `hetsync VERB`."""
     words = list(sys.argv[1:] if argv is None else argv)
-    verbs = {"profile": profile_main}
+    verbs = {"profile": profile_main, "data": data_main}
     if words and words[0] in verbs:
         verbs[words[0]](words[1:])
     asked = bool(words) and words[0] in ("-h", "--help")
     usage = (
-        "usage: hetsync VERB ...; verbs: profile (measure the ranks of this job and write a cluster profile);"
-        " to train, see hetsync-train --help"
+        "usage: hetsync VERB ...; verbs: profile (measure the ranks of this job and write a cluster profile),"
+        " data (check or download data sets); to train, see hetsync-train --help"
     )
     if not asked:
         end_early(usage)
@@ -182,6 +183,35 @@ def profile(plane: Plane, config: Config, output: Path) -> int:
         save_cluster(cluster, output)
         print(f"wrote {output}: try it with hetsync-train --emulate {output}")
     return 0
+
+
+def data_main(argv: Sequence[str]) -> NoReturn:
+    """`hetsync data check` and `hetsync data download`, on one process."""
+    parser = _DataParser(prog="hetsync data", description="Check or download data sets.")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    check = verbs.add_parser("check", help="say what is there and what is wrong with it, record by record")
+    check.add_argument("dataset", metavar="DATASET", help="name of the data set, as in data.name of recipes")
+    check.add_argument("path", metavar="PATH", type=Path, help="the folder or file to look at")
+    check.add_argument("--all", action="store_true", help="print every problem instead of the first ones")
+    download = verbs.add_parser("download", help="fetch a data set, as far as its licence allows")
+    download.add_argument("dataset", metavar="DATASET", help="name of the data set, as in data.name of recipes")
+    download.add_argument("--to", metavar="DIR", type=Path, help="new folder for it (default: data/DATASET)")
+    words = parser.parse_args(argv)
+    with _early_mistakes():
+        from hetsync.data import commands
+
+        try:
+            if words.verb == "check":
+                sys.exit(commands.check(words.dataset, words.path, words.all))
+            sys.exit(commands.download(words.dataset, words.to or Path("data") / words.dataset))
+        except KeyboardInterrupt:
+            complain("interrupted")
+            sys.exit(INTERRUPTED)
+
+
+class _DataParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        end_early(f"{message}; see {self.prog} --help")
 
 
 def on_all_ranks(run: RunConfig, job: Callable[[Plane], int]) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Download:
-    """A file as its publishers distribute it; `unpack` where it is an archive."""
+    """A file as its publishers distribute it; `unpack` where it is a tar archive."""
 
     url: str
     sha256: str
@@ -22,30 +22,72 @@ class Entry:
         make: Import path of the function that makes its `Data`.
         check: Import path of its checker: (path, Findings) to nothing.
         downloads: What `hetsync data download` may fetch.
-        terms: The licence as its publishers state it, and where to get what cannot be fetched; one sentence.
+        terms: The licence as its publishers state it, and where to get what cannot be fetched.
+        layout: What the folder must hold.
     """
 
     make: str
     check: str | None = None
     downloads: tuple[Download, ...] = ()
     terms: str = ""
+    layout: str = ""
 
 
 SETS = "hetsync.data.sets."
 
 CATALOGUE = {
     "digits": Entry(
-        SETS + "digits:digits", terms="part of scikit-learn, which pip has installed already (BSD licence)"
+        SETS + "digits:digits", terms="it is part of scikit-learn, which pip has installed already (BSD licence)"
     ),
-    "cifar10": Entry(SETS + "cifar10:cifar10", SETS + "cifar10:check"),
+    "cifar10": Entry(
+        SETS + "cifar10:cifar10",
+        SETS + "cifar10:check",
+        # The publishers' page (www.cs.toronto.edu/~kriz/cifar.html) gives MD5 c32a1d4ab5d03f1284b67883e8d87530 for it.
+        downloads=(
+            Download(
+                "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+                "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+            ),
+        ),
+        terms="its publishers state no licence; they ask to cite Krizhevsky 2009, Learning Multiple Layers of Features",
+        layout="data_batch_*.bin, test_batch.bin, or the Python version's files, or train/CLASS/* and test/CLASS/*",
+    ),
     "image_folder": Entry(
-        SETS + "image_folder:image_folder", SETS + "image_folder:check", terms="your own images, one folder a class"
+        SETS + "image_folder:image_folder",
+        SETS + "image_folder:check",
+        terms="it is your own images",
+        layout="train/CLASS/* and test/CLASS/* (or val), or CLASS/*",
     ),
-    "deeptte": Entry(SETS + "deeptte:deeptte", SETS + "deeptte:check"),
-    "geolife": Entry(SETS + "geolife:geolife", SETS + "geolife:check"),
+    "deeptte": Entry(
+        SETS + "deeptte:deeptte",
+        SETS + "deeptte:check",
+        terms="no licence is stated for the trips that come with DeepTTE's code (github.com/UrbComp/DeepTTE), "
+        "so get them from its authors",
+        layout="a file of JSON lines, one trip each, or several named *.jsonl, train*, eval* or test*",
+    ),
+    "geolife": Entry(
+        SETS + "geolife:geolife",
+        SETS + "geolife:check",
+        terms="it comes under a licence of Microsoft Research, for research, that you must accept yourself: "
+        "get GeoLife GPS Trajectories from Microsoft's download centre",
+        layout="USER/Trajectory/*.plt, some users with labels.txt, as unpacked",
+    ),
     "synthetic_city": Entry(
-        SETS + "synthetic_city:synthetic_city", terms="made on the spot by a documented generator; nothing to fetch"
+        SETS + "synthetic_city:synthetic_city", terms="it is made on the spot by a documented generator"
     ),
-    "ptb": Entry(SETS + "ptb:ptb", SETS + "ptb:check"),
-    "multi30k": Entry(SETS + "multi30k:multi30k", SETS + "multi30k:check"),
+    "ptb": Entry(
+        SETS + "ptb:ptb",
+        SETS + "ptb:check",
+        terms="the Penn Treebank is licensed by the Linguistic Data Consortium (LDC99T42), which allows no copies: "
+        "use the text of Mikolov's preprocessing if your institution has the licence",
+        layout="ptb.train.txt, ptb.valid.txt and ptb.test.txt",
+    ),
+    "multi30k": Entry(
+        SETS + "multi30k:multi30k",
+        SETS + "multi30k:check",
+        terms="it is for non-commercial research only, which is yours to decide: "
+        "get the text of task 1 from its authors (github.com/multi30k/dataset)",
+        layout="train.en.gz, train.de.gz and the like of val and test_2016_flickr, or the tokenised "
+        "train.lc.norm.tok.en and the like",
+    ),
 }
