@@ -10,6 +10,7 @@ Within one repetition all arms run once, one after the other, so that a drift of
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -17,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,9 +128,8 @@ def check(arm: Arm, summary: dict[str, Any]) -> None:
         print(f"careful: {summary['overrun_fraction']:.1%} of slices overran in {arm}", file=sys.stderr)
 
 
-def measure(arms: Sequence[Arm], seeds: Iterable[int], samples: int, rate: float, folder: Path) -> list[Cell]:
-    """Interleaved: each seed runs every arm once."""
-    cells = [Cell(arm) for arm in arms]
+def measure(cells: Sequence[Cell], seeds: Iterable[int], samples: int, rate: float, folder: Path) -> Iterator[None]:
+    """Interleaved: each seed runs every arm once; yields after each."""
     for seed in seeds:
         for cell in cells:
             cell.summaries.append(run_job(cell.arm, seed, samples, rate, folder))
@@ -139,19 +139,22 @@ def measure(arms: Sequence[Arm], seeds: Iterable[int], samples: int, rate: float
                 f"  accuracy {last['metrics']['accuracy']:.4f}",
                 flush=True,
             )
-    return cells
+        yield
 
 
 def markdown(cells: Sequence[Cell]) -> str:
     """Both tables; medians with the range in brackets."""
-    lines = ["| cluster (emulated) | mode | efficiency | staleness mean / max | runtime, % of a core | rounds/s |"]
-    lines += ["| --- | --- | --- | --- | --- | --- |"]
+    lines = [
+        "| cluster (emulated) | mode | efficiency | of the speeds drawn | staleness mean / max"
+        " | runtime, % of a core: mean, rank 0 | rounds/s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
     for cell in cells:
-        if cell.arm.table == "speed":
+        if cell.arm.table == "speed" and cell.summaries:
             lines.append(speed_row(cell))
     lines += ["", "| workload | synchronous accuracy | delayed accuracy | difference of means, points |"]
     lines += ["| --- | --- | --- | --- |"]
-    quality = [cell for cell in cells if cell.arm.table == "quality"]
+    quality = [cell for cell in cells if cell.arm.table == "quality" and cell.summaries]
     for synchronous, delayed in zip(quality[::2], quality[1::2], strict=True):
         lines.append(quality_row(synchronous, delayed))
     return "\n".join(lines) + "\n"
@@ -161,12 +164,20 @@ def speed_row(cell: Cell) -> str:
     low, middle, high = cell.spread("efficiency")
     stale = statistics.median(summary["staleness"]["mean"] for summary in cell.summaries)
     most = max(summary["staleness"]["max"] for summary in cell.summaries)
-    cost = statistics.median(
-        statistics.mean(rank["runtime_cpu_fraction"] for rank in summary["per_rank"]) for summary in cell.summaries
-    )
+    costs = [[100 * rank["runtime_cpu_fraction"] for rank in summary["per_rank"]] for summary in cell.summaries]
+    mean_cost, first_cost = statistics.median(map(statistics.mean, costs)), statistics.median(c[0] for c in costs)
+    drawn = statistics.median(map(of_the_speeds_drawn, cell.summaries))
     rounds = statistics.median(summary["rounds"] / summary["train_seconds"] for summary in cell.summaries)
-    figures = f"**{middle:.3f}** ({low:.3f}–{high:.3f}) | {stale:.2f} / {most} | {100 * cost:.1f} | {rounds:.1f}"
+    efficiency = f"**{middle:.3f}** ({low:.3f}–{high:.3f}) | {drawn:.3f}"
+    figures = f"{efficiency} | {stale:.2f} / {most} | {mean_cost:.1f}, {first_cost:.1f} | {rounds:.1f}"
     return f"| {cell.arm.cluster} | {cell.arm.mode} | {figures} |"
+
+
+def of_the_speeds_drawn(summary: dict[str, Any]) -> float:
+    """Efficiency against what the devices' own slices took in this run, whatever luck their jitter had."""
+    drawn: float = sum(rank["device_samples_per_second"] for rank in summary["per_rank"])
+    rate: float = summary["samples_per_second"]
+    return rate / drawn
 
 
 def accuracies(cell: Cell) -> list[float]:
@@ -210,9 +221,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--traces", type=Path, help="folder with Alibaba's job_N_norm.csv")
     parser.add_argument("--repetitions", type=int, default=3, help="of the speed table")
     parser.add_argument("--seeds", type=int, default=3, help="of the accuracy table; 0 leaves it out")
-    parser.add_argument("--samples", type=int, default=16_000, help="to train on in each job, speed table")
+    parser.add_argument("--samples", type=int, default=12_000, help="to train on in each job, speed table")
     parser.add_argument("--quality-samples", type=int, default=24_000, help="the same, accuracy table")
-    parser.add_argument("--rate", type=float, default=800.0, help="samples/s of the emulated cluster, speed table")
+    parser.add_argument("--rate", type=float, default=500.0, help="samples/s of the emulated cluster, speed table")
     parser.add_argument("--quality-rate", type=float, default=2400.0, help="the same, accuracy table")
     return parser.parse_args()
 
@@ -222,21 +233,27 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        arms = speed_arms(options.traces, folder)
-        cells = measure(arms, range(options.repetitions), options.samples, options.rate, folder)
-        if options.seeds:
-            seeds = range(options.seeds)
-            cells += measure(quality_arms(), seeds, options.quality_samples, options.quality_rate, folder)
-    table = markdown(cells)
+        speed = [Cell(arm) for arm in speed_arms(options.traces, folder)]
+        quality = [Cell(arm) for arm in quality_arms()]
+        parts = (
+            measure(speed, range(options.repetitions), options.samples, options.rate, folder),
+            measure(quality, range(options.seeds), options.quality_samples, options.quality_rate, folder),
+        )
+        for _ in itertools.chain(*parts):
+            write([*speed, *quality], options.output)  # so that an interrupted table is not lost
+    print(markdown([*speed, *quality]))
+
+
+def write(cells: Sequence[Cell], output: Path) -> None:
+    """JSON, Markdown and plot of what has been measured so far."""
     record = {
         "command": " ".join(["python", "benchmarks/efficiency.py", *sys.argv[1:]]),
         "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "torch": torch.__version__},
         "cells": [{"arm": vars(cell.arm), "summaries": cell.summaries} for cell in cells],
     }
-    (options.output / "efficiency.json").write_text(json.dumps(record, indent=1))
-    (options.output / "efficiency.md").write_text(table)
-    plot([cell for cell in cells if cell.summaries], options.output / "efficiency.png")
-    print(table)
+    (output / "efficiency.json").write_text(json.dumps(record, indent=1))
+    (output / "efficiency.md").write_text(markdown(cells))
+    plot([cell for cell in cells if cell.summaries], output / "efficiency.png")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """The same loop, delay-synchronised: mpirun -np N python after.py"""
 
 import torch
-from hetsync.models.digits_cnn import DigitsCNN
 from torch.nn.functional import cross_entropy
 
 import hetsync
 from hetsync.data.sets.digits import digits
+from hetsync.models.digits_cnn import DigitsCNN
 
 EPOCHS = 8
 

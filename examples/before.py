@@ -1,11 +1,11 @@
 """Plain PyTorch: one process trains a small CNN on digits."""
 
 import torch
-from hetsync.models.digits_cnn import DigitsCNN
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from hetsync.data.sets.digits import digits
+from hetsync.models.digits_cnn import DigitsCNN
 
 EPOCHS = 8
 
