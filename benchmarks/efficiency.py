@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,8 +24,8 @@ from typing import Any
 
 import torch
 import yaml
+from jobs import ROOT, run_job
 
-ROOT = Path(__file__).resolve().parent.parent
 RANKS = 8
 BATCH = 160
 JOB_SECONDS = 300  # bound on one job
@@ -106,33 +105,17 @@ def quality_arms() -> list[Arm]:
     ]
 
 
-def run_job(arm: Arm, seed: int, samples: int, rate: float, folder: Path) -> dict[str, Any]:
-    """One job under mpirun; its summary."""
-    with tempfile.TemporaryDirectory(dir=folder) as run:
-        words = [ROOT / "launch" / "local", RANKS, "--run.dir", run, "--run.seed", seed, "--run.samples", samples]
-        words += ["--data.batch_size", BATCH, "--emulate", arm.profile]
-        words += ["--emulation.samples_per_second", rate, *arm.options]
-        done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=JOB_SECONDS)
-        if done.returncode:
-            sys.exit(f"{arm} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-        summary: dict[str, Any] = json.loads((Path(run) / "summary.json").read_text())
-    check(arm, summary)
-    return summary
+def words(arm: Arm, seed: int, samples: int, rate: float) -> list[object]:
+    """The arm's command line."""
+    given: list[object] = ["--run.seed", seed, "--run.samples", samples, "--data.batch_size", BATCH]
+    return [*given, "--emulate", arm.profile, "--emulation.samples_per_second", rate, *arm.options]
 
 
-def check(arm: Arm, summary: dict[str, Any]) -> None:
-    """A figure counts only if the run kept its promises and the machine kept up."""
-    assert summary["samples_applied"] == summary["samples_expected"], arm
-    assert summary["staleness"]["max"] <= summary["delay_bound"], arm
-    if summary["overrun_fraction"] > 0.02:
-        print(f"careful: {summary['overrun_fraction']:.1%} of slices overran in {arm}", file=sys.stderr)
-
-
-def measure(cells: Sequence[Cell], seeds: Iterable[int], samples: int, rate: float, folder: Path) -> Iterator[None]:
+def measure(cells: Sequence[Cell], seeds: Iterable[int], samples: int, rate: float) -> Iterator[None]:
     """Interleaved: each seed runs every arm once; yields after each."""
     for seed in seeds:
         for cell in cells:
-            cell.summaries.append(run_job(cell.arm, seed, samples, rate, folder))
+            cell.summaries.append(run_job(RANKS, words(cell.arm, seed, samples, rate), JOB_SECONDS))
             last = cell.summaries[-1]
             print(
                 f"seed {seed}  {cell.arm.cluster}  {cell.arm.mode}: efficiency {last['efficiency']:.3f}"
@@ -236,8 +219,8 @@ def main() -> None:
         speed = [Cell(arm) for arm in speed_arms(options.traces, folder)]
         quality = [Cell(arm) for arm in quality_arms()]
         parts = (
-            measure(speed, range(options.repetitions), options.samples, options.rate, folder),
-            measure(quality, range(options.seeds), options.quality_samples, options.quality_rate, folder),
+            measure(speed, range(options.repetitions), options.samples, options.rate),
+            measure(quality, range(options.seeds), options.quality_samples, options.quality_rate),
         )
         for _ in itertools.chain(*parts):
             write([*speed, *quality], options.output)  # so that an interrupted table is not lost

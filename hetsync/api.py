@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import Dataset
 
 from hetsync.config import SyncConfig
+from hetsync.data.loader import Source
 from hetsync.emulate import RealDevice, emulated_device
 from hetsync.errors import UserError
 from hetsync.plane import open_plane
@@ -103,7 +104,7 @@ def join(
         return Milestone(due, "evaluation") if due < total else Milestone(total, "end", True)
 
     plan = Plan(batch_size, total, profiles, next_milestone, seed)
-    return JoinedSession(plane, model, optimizer, dataset, SyncConfig(**sync), plan, device)
+    return JoinedSession(plane, model, optimizer, Source(dataset), SyncConfig(**sync), plan, device)
 
 
 def _synchronizer(model: torch.nn.Module) -> Any:

@@ -81,15 +81,18 @@ class DataConfig:
     Args:
         name: A data set of hetsync.data, or the import path of your own (my_pkg.my_module:my_data).
         batch_size: Samples of one slice of all ranks together (B).
+        workers: Processes of each rank that load its samples, for data sets that keep Python busy; 0 loads on a thread.
         options: Keyword arguments for the data set.
     """
 
     name: str = "digits"
     batch_size: int = 64
+    workers: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _at_least("data.batch_size", self.batch_size, 1)
+        _at_least("data.workers", self.workers, 0)
 
 
 @dataclass(frozen=True)

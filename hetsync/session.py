@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
 from hetsync.config import ScheduleConfig, SyncConfig
 from hetsync.data.ledger import Ledger, length
-from hetsync.data.loader import Collate, EpochOrder, Loader
+from hetsync.data.loader import Loader, Source
 from hetsync.emulate import Device
 from hetsync.plane.base import Plane
 from hetsync.slicing import StepTime, equal_shares, first_pinned_shares, speed_shares
@@ -111,13 +110,11 @@ class Session:
         plane: Plane,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        dataset: Dataset[Any],
+        source: Source,
         sync: SyncConfig,
         plan: Plan,
         device: Device,
         schedule: ScheduleConfig | None = None,
-        collate: Collate | None = None,
-        costs: Sequence[float] | None = None,
         max_grad_norm: float | None = None,
         telemetry: Telemetry | None = None,
         timeout_seconds: float = 600.0,
@@ -140,8 +137,7 @@ class Session:
         self._telemetry = telemetry or Telemetry(None)
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
         self._torch_device = next(model.parameters()).device
-        order = EpochOrder(len(dataset), plan.seed, costs)  # type: ignore[arg-type]
-        self._loader = Loader(dataset, order, collate, self._torch_device)
+        self._loader = Loader(source, plan.seed, self._torch_device)
         self._sync = sync
         self.engine = Engine(
             plane,

@@ -11,7 +11,8 @@ import torch
 from hetsync import checkpoint, data, models
 from hetsync.config import Config
 from hetsync.data import Data
-from hetsync.data.loader import fetch, to_device
+from hetsync.data.loader import Source, to_device
+from hetsync.data.workers import fetch
 from hetsync.disk import write_atomically
 from hetsync.emulate import Device, RealDevice, emulated_device
 from hetsync.optimizers import build_optimizer
@@ -79,13 +80,11 @@ class Trainer:
             slowed(self.plane, self.cluster, self.model, self.profiles, shares),
             self.model,
             self.optimizer,
-            self.data.train,
+            Source(self.data.train, self.data.collate, self.data.costs, config.data.workers),
             config.sync,
             plan,
             self.device,
             config.schedule,
-            self.data.collate,
-            self.data.costs,
             config.optimizer.max_grad_norm,
             Telemetry(self.run_folder / "telemetry" / f"rank-{self.plane.rank:04d}.jsonl"),
             config.run.timeout_seconds,

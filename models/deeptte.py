@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from hetsync.data.sets.trips import Batch, absolute_percentage_errors
 from hetsync.errors import UserError
-from hetsync.models.image_layers import require, require_count
+from hetsync.models.limits import require, require_count
 
 EPSILON_SECONDS = 10.0  # keeps short windows from ruling the local loss
 MINUTES = 1440  # of a day

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from hetsync.errors import UserError
-from hetsync.models.image_layers import AuxiliaryHead, BatchNorm2d, initialise, require, require_count, scaled
+from hetsync.models.image_layers import AuxiliaryHead, BatchNorm2d, initialise, scaled
+from hetsync.models.limits import require, require_count
 
 LEAST_IMAGE_SIZE = 75  # pixels a side; smaller ones vanish before the last modules
 

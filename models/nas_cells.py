@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn import functional
 
 from hetsync.errors import UserError
-from hetsync.models.image_layers import AuxiliaryHead, BatchNorm2d, initialise, require, require_count
+from hetsync.models.image_layers import AuxiliaryHead, BatchNorm2d, initialise
+from hetsync.models.limits import require, require_count
 
 # A cell's states: its current and its earlier input, and from 2 on what its own combinations yield.
 CURRENT, EARLIER = 0, 1

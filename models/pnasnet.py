@@ -14,7 +14,7 @@ its stem and drop path are NASNet's). The auxiliary head adds 2.4 M, 4.6 M and 1
 
 from __future__ import annotations
 
-from hetsync.models.image_layers import require_count
+from hetsync.models.limits import require_count
 from hetsync.models.nas_cells import CURRENT, EARLIER, CellNetwork, CellPlan, Genotype, NetworkPlan, imagenet_stem
 
 CELL = Genotype(

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn import functional
 
 from hetsync.errors import UserError
-from hetsync.models.image_layers import BatchNorm2d, initialise, require_count
+from hetsync.models.image_layers import BatchNorm2d, initialise
+from hetsync.models.limits import require_count
 
 Stem = Literal["cifar", "imagenet"]
 

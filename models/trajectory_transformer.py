@@ -16,7 +16,7 @@ from torch import nn
 from hetsync.data.sets.trips import Batch, absolute_percentage_errors
 from hetsync.errors import UserError
 from hetsync.models.deeptte import MINUTES, Scales
-from hetsync.models.image_layers import require, require_count
+from hetsync.models.limits import require, require_count
 
 HARMONICS = 4  # of the day, so that the start time is smooth and midnight no edge
 LONGEST_WAVE = 10_000.0  # of the positional encoding (Vaswani et al., NeurIPS 2017)

@@ -1,19 +1,18 @@
-"""From positions of the sample stream to batches, loaded ahead on a thread of their own."""
+"""From positions of the sample stream to batches, loaded ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset
 
 from hetsync.data.ledger import Span
-from hetsync.errors import UserError
+from hetsync.data.workers import Collate, Fetcher, FetchProcesses, FetchThread
 from hetsync.sync.messages import Piece
-
-Collate = Callable[[list[Any]], Any]
 
 
 class EpochOrder:
@@ -70,18 +69,6 @@ class EpochOrder:
         return torch.cat(blocks)
 
 
-def fetch(dataset: Dataset[Any], indices: list[int], collate: Collate | None) -> Any:
-    """One batch. Tensors are indexed at once; other data sets by `__getitems__` where they have it."""
-    if isinstance(dataset, TensorDataset) and collate is None:
-        return [tensor[indices] for tensor in dataset.tensors]
-    getitems = getattr(dataset, "__getitems__", None)
-    try:
-        items = getitems(indices) if getitems else [dataset[index] for index in indices]
-    except OSError as error:
-        raise UserError(f"the data cannot be read: {error}; look at the files, or change data.options") from error
-    return (collate or default_collate)(items)
-
-
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move every tensor of a nested batch."""
     if isinstance(batch, torch.Tensor):
@@ -94,19 +81,37 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where a job's training samples come from.
+
+    Args:
+        dataset: A map-style data set, the same on every rank.
+        collate: Samples to a batch; PyTorch's default_collate where None.
+        costs: Work that each sample takes, where they differ.
+        workers: Processes of each rank that load its samples; 0 loads on a thread.
+    """
+
+    dataset: Dataset[Any]
+    collate: Collate | None = None
+    costs: Sequence[float] | None = None
+    workers: int = 0
+
+
 class Loader:
     """A rank's slices. Loads a piece as soon as the rank is given it, which is one piece ahead of its use."""
 
-    def __init__(self, dataset: Dataset[Any], order: EpochOrder, collate: Collate | None, device: torch.device):
-        self._dataset = dataset
-        self._order = order
-        self._collate = collate
+    def __init__(self, source: Source, seed: int, device: torch.device) -> None:
+        dataset, collate = source.dataset, source.collate
+        self._order = EpochOrder(len(dataset), seed, source.costs)  # type: ignore[arg-type]
         self._device = device
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hetsync-loader")
+        self._fetcher: Fetcher = (
+            FetchProcesses(dataset, collate, source.workers) if source.workers else FetchThread(dataset, collate)
+        )
         self._loading: dict[int, list[Future[Any]]] = {}
 
     def prefetch(self, piece: Piece) -> None:
-        self._loading[piece.number] = [self._pool.submit(self._load, spans) for spans in piece.slices]
+        self._loading[piece.number] = [self._fetcher.submit(self._order.indices(spans)) for spans in piece.slices]
 
     def slices(self, piece: Piece) -> Iterable[Any]:
         """The piece's batches on the rank's device; an error of the data set is raised here."""
@@ -114,7 +119,4 @@ class Loader:
             yield to_device(loading.result(), self._device)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _load(self, spans: Iterable[Span]) -> Any:
-        return fetch(self._dataset, self._order.indices(spans), self._collate)
+        self._fetcher.close()

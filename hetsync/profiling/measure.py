@@ -18,7 +18,8 @@ import torch
 import hetsync
 from hetsync.config import Config
 from hetsync.data import Data
-from hetsync.data.loader import fetch, to_device
+from hetsync.data.loader import to_device
+from hetsync.data.workers import fetch
 from hetsync.disk import write_atomically
 from hetsync.emulate import affordable_rate, emulated_rates
 from hetsync.errors import UserError

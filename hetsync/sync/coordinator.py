@@ -100,8 +100,10 @@ class Coordinator:
 
     def _balance(self) -> None:
         """New shares where these would make slices at least 5 % shorter; looked at once a few rounds."""
+        if self.policy.version < self._balanced_at + LEAST_OBSERVATIONS:
+            return
         ranks = list(self.policy.members)
-        if self.policy.version < self._balanced_at + LEAST_OBSERVATIONS or not self.speeds.settled(ranks):
+        if not self.speeds.settled(ranks):
             return
         self._balanced_at = self.policy.version
         old = tuple(member.share for member in self.policy.members.values())
@@ -111,10 +113,9 @@ class Coordinator:
 
     def _deliver(self, instructions: Sequence[Instruction]) -> None:
         """One message a rank, in the order of the decisions."""
-        letters: dict[int, list[Instruction]] = {rank: [] for rank in self.policy.members}
+        letters: dict[int, list[Instruction]] = defaultdict(list)
         for instruction in instructions:
-            for rank in [instruction.rank] if isinstance(instruction, Give) else letters:
+            for rank in [instruction.rank] if isinstance(instruction, Give) else self.policy.members:
                 letters[rank].append(instruction)
         for rank, letter in letters.items():
-            if letter:
-                self._send(rank, letter)
+            self._send(rank, letter)

@@ -42,6 +42,7 @@ from hetsync.sync.messages import (
     Took,
     Tuned,
 )
+from hetsync.sync.roster import Roster
 
 SYNCHRONOUS_ROUNDS_AHEAD = 2
 
@@ -65,7 +66,7 @@ class Policy:
         self.settings = settings
         self.ledger = ledger
         self.version = version  # rounds completed
-        self.members = {rank: Member(share, version) for rank, share in sorted(shares.items())}
+        self._roster = Roster(shares, version, settings.accumulation)
         self.staleness: Counter[int] = Counter()
         self.samples_by_rank: Counter[int] = Counter()
         self._milestones = milestones
@@ -74,11 +75,17 @@ class Policy:
         self._next_round = version
         self._next_piece = 0
         self._pending_settings: Settings | None = None
+        self._blocker: int | None = None  # who kept the last round from starting
         self._requests: deque[str] = deque()  # drains to follow the one that is already inevitable
         self._ended = False
         self._story: deque[Event] = deque(maxlen=40)
 
     # What the driver asks.
+
+    @property
+    def members(self) -> Mapping[int, Member]:
+        """The live ranks."""
+        return self._roster.members
 
     @property
     def ended(self) -> bool:
@@ -93,7 +100,7 @@ class Policy:
     @property
     def batch(self) -> int:
         """B, samples in one slice of every live rank."""
-        return sum(member.share for member in self.members.values())
+        return self._roster.batch
 
     def waited_for(self) -> list[int]:
         """Ranks whose next word would move the job on."""
@@ -119,7 +126,8 @@ class Policy:
                 self._on_tuned(event)
             case Reshared():
                 for rank, share in event.shares.items():
-                    self._member(rank).share = share
+                    self._member(rank)
+                    self._roster.reshare(rank, share)
             case DrainRequested():
                 if not self._drain_at_frontier(event.reason):
                     self._requests.append(event.reason)
@@ -127,7 +135,7 @@ class Policy:
                 self._on_left(event)
             case Joined():
                 self._expect(event.rank not in self.members, f"rank {event.rank} is a member already")
-                self.members[event.rank] = Member(event.share, event.version)
+                self._roster.add(event.rank, event.share, event.version)
         return self._decide()
 
     # Events.
@@ -149,6 +157,8 @@ class Policy:
         member.current = None
         if work.piece.synchronous_round is None:
             member.ready.append(work)
+            self._roster.count(event.rank)
+        self._roster.hungry.add(event.rank)
         self._move(member, self._after_finish(member))
 
     def _after_finish(self, member: Member) -> Cause:
@@ -172,6 +182,7 @@ class Policy:
             self._count(event.rank, work, event.round - work.version)
         member.ready = member.ready[len(taken) :]
         member.flying += taken
+        self._roster.count(event.rank)
         self._rounds[event.round].unheard.discard(event.rank)
         self._land()
 
@@ -212,8 +223,9 @@ class Policy:
     def _on_drained(self, started: StartRound) -> None:
         self.ledger.check(self._milestone.position)
         if self._pending_settings is not None:
-            self.settings, self._pending_settings = self._pending_settings, None
+            self._adopt(self._pending_settings)
         self._even_out()
+        self._roster.all_hungry()
         self._ended = started.final
         if not started.final:
             position = self.ledger.applied
@@ -223,11 +235,14 @@ class Policy:
     def _on_tuned(self, event: Tuned) -> None:
         self._even_out()
         if event.settings.synchronous == self.settings.synchronous:
-            self.settings = event.settings
-            self._pending_settings = None
+            self._adopt(event.settings)
         else:
             self._pending_settings = event.settings  # the two modes never overlap: drain between them
             self._drain_at_frontier("mode change")
+
+    def _adopt(self, settings: Settings) -> None:
+        self.settings, self._pending_settings = settings, None
+        self._roster.accumulate(settings.accumulation)
 
     def _even_out(self) -> None:
         """At rest, and under new settings, nobody counts as ahead."""
@@ -244,7 +259,7 @@ class Policy:
     def _on_left(self, event: Left) -> None:
         for number in self._member(event.rank).unapplied():
             self.ledger.give_back(number)
-        del self.members[event.rank]
+        self._roster.remove(event.rank)
         for under_way in self._rounds.values():
             under_way.unheard.discard(event.rank)
         self._land()
@@ -260,8 +275,10 @@ class Policy:
     def _give_delayed(self) -> list[Instruction]:
         """Every rank holds one piece beyond the one that it computes, so that it never waits for an answer."""
         out: list[Instruction] = []
+        hungry, self._roster.hungry = sorted(self._roster.hungry), set()
         for depth in (1, 2):
-            for rank, member in self.members.items():
+            for rank in hungry:
+                member = self.members[rank]
                 begun = member.current is not None
                 if begun + len(member.held) < depth and (samples := self._piece_samples(member)):
                     out.append(self._give(rank, samples, self.ledger.frontier))
@@ -335,35 +352,31 @@ class Policy:
             return [self._started(synchronous, self._contributors(), milestone.reason, milestone.final)]
         if self.settings.synchronous or not self._contributors():
             return []
-        everybody = not any(member.working for member in self.members.values())
-        if everybody or (self._quorum() and self._all_in_bound()):
+        if not self._roster.working or (self._quorum() and self._all_in_bound()):
             return [self._started(contributors=self._contributors())]
         return []
 
     def _at_rest(self) -> bool:
         nothing_left = not self.ledger.available(self._milestone.position)
-        return nothing_left and all(m.activity is Activity.RESTING for m in self.members.values())
+        return nothing_left and self._roster.resting
 
     def _contributors(self) -> frozenset[int]:
-        return frozenset(rank for rank, member in self.members.items() if member.ready)
+        return frozenset(self._roster.ready)
 
     def _quorum(self) -> bool:
         """Enough of a full set is ready. No rank counts for more than its own part: with q = 1, all must be."""
-        ready = 0
-        for member in self.members.values():
-            samples = sum(work.piece.samples for work in member.ready)
-            ready += min(samples, self.settings.accumulation * member.share)
-        return ready >= self.settings.quorum * self.full_set
+        return self._roster.quorum_samples >= self.settings.quorum * self.full_set
 
     def _all_in_bound(self) -> bool:
         """What is under way can still be applied in the round after this one."""
-        after = self._next_round + 1
-        return all(
-            after - member.floor <= work.piece.delay_bound
-            for member in self.members.values()
-            if member.working
-            for work in member.under_way
-        )
+        if self._blocker is not None and self._blocker in self.members and not self._in_bound(self._blocker):
+            return False
+        self._blocker = next((rank for rank in self.members if not self._in_bound(rank)), None)
+        return self._blocker is None
+
+    def _in_bound(self, rank: int) -> bool:
+        member, after = self.members[rank], self._next_round + 1
+        return not member.working or all(after - member.floor <= work.piece.delay_bound for work in member.under_way)
 
     def _started(
         self,
@@ -388,7 +401,7 @@ class Policy:
         to = TRANSITIONS.get((member.activity, cause))
         self._expect(to is not None, f"{cause.name} while {member.activity.name}")
         assert to is not None
-        member.activity = to
+        self._roster.move(member, to)
 
     def _expect(self, condition: bool, what: str) -> None:
         if not condition:

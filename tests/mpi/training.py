@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from hetsync.checkpoint import Loaded
 from hetsync.config import SyncConfig
-from hetsync.data.loader import EpochOrder
+from hetsync.data.loader import EpochOrder, Source
 from hetsync.emulate import Device, EmulatedDevice, RealDevice
 from hetsync.plane.base import Plane
 from hetsync.session import Plan, RankProfile, Session, weights_sha256
@@ -172,7 +172,7 @@ def train(
         plane,
         model,
         step,
-        data,
+        Source(data),
         sync,
         plan,
         device or RealDevice(),

@@ -19,12 +19,12 @@ from hypothesis.extra import numpy as arrays
 
 from hetsync.data import Data, build
 from hetsync.data.findings import Findings
-from hetsync.data.loader import fetch
 from hetsync.data.sets import cifar10 as cifar10_module
 from hetsync.data.sets import image_folder as image_folder_module
 from hetsync.data.sets.cifar10 import RECORD_BYTES, cifar10
 from hetsync.data.sets.image_folder import image_folder
 from hetsync.data.sets.images import Images, Split, hold_out, load, save, shift_and_mirror
+from hetsync.data.workers import fetch
 from hetsync.errors import UserError
 
 REAL = Path(os.environ.get("HETSYNC_TEST_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -209,6 +211,36 @@ def test_the_order_depends_neither_on_the_cuts_nor_on_who_asks(samples, seed, si
         parts[i] = ranks[i % 3].indices([(starts[i], starts[i] + sizes[i])])
     assert [index for i in range(len(sizes)) for index in parts[i]] == stream
     assert ranks[0].indices([(a, a + n) for a, n in zip(starts, sizes, strict=True)]) == stream
+
+
+costs_of = st.lists(st.integers(1, 100), min_size=1, max_size=300)
+
+
+@given(costs_of, st.integers(0, 99), st.integers(0, 3))
+def test_an_epoch_balanced_by_cost_is_a_permutation_too(costs, seed, epoch):
+    order = EpochOrder(len(costs), seed, costs)
+    first = epoch * len(costs)
+    assert sorted(order.indices([(first, first + len(costs))])) == list(range(len(costs)))
+
+
+@given(st.integers(0, 99), st.integers(8, 64), st.integers(0, 1900))
+def test_any_run_of_a_balanced_epoch_costs_about_its_part(seed, length, start):
+    """Within the discrepancy of the golden ratio's sequence, below 3·log2(n) / n of the costs' range."""
+    costs = [10 + (index * 37) % 117 for index in range(2000)]
+    order = EpochOrder(len(costs), seed, costs)
+    run = order.indices([(start, start + length)])
+    mean_of_run, mean = sum(costs[i] for i in run) / length, sum(costs) / len(costs)
+    # Blocks are samples of the epoch: their means differ by the standard error besides.
+    assert abs(mean_of_run - mean) < 117 * (3 * math.log2(length) / length / 2 + 4 / 12**0.5 / 512**0.5)
+
+
+def test_balanced_epochs_and_seeds_differ():
+    costs = list(range(1000))
+    order = EpochOrder(1000, 1, costs)
+    first = order.indices([(0, 1000)])
+    assert first != [i - 1000 for i in order.indices([(1000, 2000)])]
+    assert first != EpochOrder(1000, 2, costs).indices([(0, 1000)])
+    assert first != sorted(first)
 
 
 def test_epochs_and_seeds_differ():

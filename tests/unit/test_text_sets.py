@@ -16,9 +16,9 @@ from sacrebleu.metrics.bleu import BLEU
 
 from hetsync.data import Data, build
 from hetsync.data.findings import Findings
-from hetsync.data.loader import fetch
 from hetsync.data.sets import multi30k, ptb
 from hetsync.data.sets.vocabulary import END_ID, PAD_ID, UNKNOWN_ID, Vocabulary, perplexity
+from hetsync.data.workers import fetch
 from hetsync.errors import UserError
 from hetsync.trainer import evaluate_range
 

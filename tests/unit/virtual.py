@@ -308,8 +308,27 @@ def validate(policy: Policy) -> None:
             assert begins == (member.activity is Activity.STARTING), state
         assert all(work.version >= 0 for work in member.ready), state
         holding += sum(work.piece.samples for work in member.unapplied().values())
+    validate_sums(policy)
     assert ledger.outstanding() == holding
     assert ledger.applied + holding + length(ledger._returned) == ledger.frontier, "samples got lost"
+
+
+def validate_sums(policy: Policy) -> None:
+    """The roster's sums are those of its members."""
+    roster, members, slices = policy._roster, policy.members, policy.settings.accumulation
+    assert policy.batch == sum(member.share for member in members.values())
+    assert roster.ready == {rank for rank, member in members.items() if member.ready}
+    assert roster.resting == all(member.activity is Activity.RESTING for member in members.values())
+    assert roster.working == any(member.working for member in members.values())
+    ready = {rank: sum(work.piece.samples for work in member.ready) for rank, member in members.items()}
+    assert roster.quorum_samples == sum(min(ready[rank], slices * m.share) for rank, m in members.items())
+    if not policy.settings.synchronous and ledger_has_samples(policy):
+        lacking = {r for r, m in members.items() if m.share and len(m.held) + (m.current is not None) < 2}
+        assert lacking <= roster.hungry, "a rank lacks work and nobody knows"
+
+
+def ledger_has_samples(policy: Policy) -> bool:
+    return bool(policy.ledger.available(policy._milestone.position))
 
 
 def make_policy(shares, settings: Settings, total: int, every: int | None = None, **arguments) -> Policy:

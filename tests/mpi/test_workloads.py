@@ -1,0 +1,149 @@
+"""Every model trains in both modes on unequal ranks, and its loss gives one process's gradients at any shares."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from training import unequal_shares
+from workloads import WORKLOADS, Workload, freeze_norms
+
+from hetsync.config import SyncConfig
+from hetsync.data import Data
+from hetsync.data.loader import EpochOrder, Source
+from hetsync.data.workers import fetch
+from hetsync.emulate import EmulatedDevice
+from hetsync.plane.base import Plane
+from hetsync.plane.mpi import MpiPlane
+from hetsync.session import Plan, RankProfile, Session
+from hetsync.slicing import StepTime
+from hetsync.sync.members import Milestone
+
+pytestmark = pytest.mark.mpi
+
+BATCH = 15
+SEED = 2
+
+
+@pytest.fixture
+def mpi() -> Iterator[Plane]:
+    plane = MpiPlane()
+    yield plane
+    plane.close()
+
+
+@pytest.fixture(params=WORKLOADS, ids=lambda workload: workload.name)
+def workload(request: pytest.FixtureRequest) -> Workload:
+    chosen: Workload = request.param
+    return chosen
+
+
+def made(plane: Plane, workload: Workload) -> Data:
+    """The data on every rank; files and caches are written once."""
+    folder = Path(plane.broadcast_object(tempfile.mkdtemp() if plane.rank == 0 else None))
+    data = workload.data(folder) if plane.rank == 0 else None
+    plane.barrier()
+    data = data or workload.data(folder)
+    plane.barrier()
+    return data
+
+
+def train(
+    plane: Plane,
+    data: Data,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sync: SyncConfig,
+    samples: int,
+    prepare: Callable[[torch.nn.Module], object] = torch.nn.Module.train,
+) -> Session:
+    """Each rank is an emulated device half as fast as the one before."""
+    seconds = [1e-5 * 2**rank for rank in range(plane.size)]
+    profiles = [RankProfile("made up", "here", StepTime(0.0, each), emulated=True) for each in seconds]
+    plan = Plan(BATCH, samples, profiles, lambda position: Milestone(samples, "end", True), SEED)
+    source = Source(data.train, data.collate, data.costs)
+    device = EmulatedDevice(seconds[plane.rank])
+    session = Session(plane, model, optimizer, source, sync, plan, device, timeout_seconds=30.0)
+    prepare(model)
+    for batch in session.slices():
+        loss = data.loss(model, batch)
+        loss.backward()
+        session.step(loss)
+    session.close()
+    return session
+
+
+@torch.no_grad()
+def loss_on_all(model: torch.nn.Module, data: Data) -> float:
+    count = len(data.train)  # type: ignore[arg-type]
+    return data.loss(copy.deepcopy(model), fetch(data.train, list(range(count)), data.collate)).item()
+
+
+@pytest.mark.parametrize("bound", [0, 4], ids=["synchronous", "delayed"])
+def test_trains_on_unequal_ranks(mpi: Plane, workload: Workload, bound: int) -> None:
+    if mpi.size != 4:
+        pytest.skip("four ranks")
+    data = made(mpi, workload)
+    model = workload.model(data)
+    optimizer = torch.optim.Adam(model.parameters(), workload.learning_rate)
+    before = loss_on_all(model, data)
+    session = train(mpi, data, model, optimizer, SyncConfig(bound), 16 * BATCH)
+    assert session.applied == 16 * BATCH
+    assert loss_on_all(model, data) < 0.97 * before
+    if session.coordinator is not None:
+        assert max(session.coordinator.policy.staleness) <= bound
+
+
+def test_gradients_are_those_of_one_process(mpi: Plane, workload: Workload) -> None:
+    data = made(mpi, workload)
+    model = workload.model(data).double()
+    freeze_norms(model)
+    alone = copy.deepcopy(model)
+    shares = unequal_shares(mpi.size, BATCH)
+    indices = EpochOrder(len(data.train), SEED, data.costs).indices([(0, BATCH)])  # type: ignore[arg-type]
+    first = sum(shares[rank] for rank in range(mpi.rank))
+    mine = indices[first : first + shares[mpi.rank]]
+    if mine:
+        (data.loss(model, double(fetch(data.train, mine, data.collate))) * len(mine) / BATCH).backward()
+    data.loss(alone, double(fetch(data.train, indices, data.collate))).backward()
+    parts = mpi.gather_objects([p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()])
+    for number, (name, parameter) in enumerate(alone.named_parameters()):
+        expected = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        off = (sum(part[number] for part in parts) - expected).abs().max()
+        assert off <= 1e-5 * expected.abs().max() + 1e-12, name
+
+
+def test_a_synchronous_job_is_one_process(mpi: Plane, workload: Workload) -> None:
+    data = made(mpi, workload)
+    model = workload.model(data)
+    alone = copy.deepcopy(model)
+    samples = 2 * BATCH
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
+    train(mpi, data, model, sgd, SyncConfig(0), samples, prepare=freeze_norms)
+    freeze_norms(alone)
+    step = torch.optim.SGD(alone.parameters(), lr=1e-2)
+    order = EpochOrder(len(data.train), SEED, data.costs)  # type: ignore[arg-type]
+    for start in range(0, samples, BATCH):
+        step.zero_grad()
+        batch = fetch(data.train, order.indices([(start, start + BATCH)]), data.collate)
+        data.loss(alone, batch).backward()
+        step.step()
+    for (name, expected), weights in zip(alone.named_parameters(), model.parameters(), strict=True):
+        moved = (weights - expected).abs().max()
+        assert moved <= 1e-5 * expected.abs().max() + 1e-7, name
+
+
+def double(batch: object) -> object:
+    """Floating-point tensors of a nested batch in double precision."""
+    if isinstance(batch, torch.Tensor):
+        return batch.double() if batch.is_floating_point() else batch
+    if isinstance(batch, dict):
+        return {key: double(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        parts = [double(value) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch

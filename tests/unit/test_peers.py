@@ -1,0 +1,256 @@
+"""The peers benchmark: its plans, its arithmetic, its recipes, and one peer end to end. Imports no MPI."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import peer_cells as cells  # noqa: E402
+import peer_plan as plan  # noqa: E402
+import peer_report as report  # noqa: E402
+import peer_start as start  # noqa: E402
+
+from hetsync.cli import parse  # noqa: E402
+from hetsync.profiling.cluster import save_cluster  # noqa: E402
+
+SCENARIOS = cells.scenarios(None)
+DIGITS = cells.WORKLOADS["digits"]
+
+
+def cell(cluster="v100-p100-k80", peer="ddp-by-speed", workload=DIGITS, **changes):
+    return replace(cells.Cell(workload, cluster, SCENARIOS[cluster], peer, 0, 1000, 400.0), **changes)
+
+
+# Plans.
+
+jobs = st.tuples(
+    st.integers(1, 400),
+    st.integers(1, 50),
+    st.none() | st.integers(1, 120),
+    st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any),
+)
+
+
+@given(jobs, st.sampled_from([plan.lockstep, plan.uneven]))
+def test_every_sample_is_used_once_and_none_after_its_rest(job, make):
+    total, batch, every, shares = job
+    plans = [make(total, batch, every, shares, rank) for rank in range(len(shares))]
+    stretches = plan.rests(total, every)
+    assert stretches[0][0] == 0
+    assert stretches[-1][1] == total
+    for index, (first, last) in enumerate(stretches):
+        used = [p for steps in plans for step in steps[index] for p in range(step.start, step.stop)]
+        assert sorted(used) == list(range(first, last))
+    assert all(len(steps) == len(stretches) for steps in plans)
+
+
+@given(jobs)
+def test_in_lockstep_all_ranks_share_every_step(job):
+    total, batch, every, shares = job
+    plans = [plan.lockstep(total, batch, every, shares, rank) for rank in range(len(shares))]
+    for segments in zip(*plans, strict=True):
+        for steps in zip(*segments, strict=True):
+            assert {step.batch for step in steps} == {sum(step.samples for step in steps)}
+            assert steps[0].batch <= batch
+            assert all(before.stop == after.start for before, after in pairwise(steps))
+
+
+def test_with_join_fast_ranks_have_more_steps_of_the_same_size():
+    fast, slow = (plan.uneven(800, 80, None, (3, 1), rank)[0] for rank in (0, 1))
+    assert {step.samples for step in fast + slow} == {40}
+    assert (len(fast), len(slow)) == (15, 5)
+
+
+# Reference figures.
+
+
+def test_equal_devices_lose_nothing_by_equal_shares():
+    stretches = cells.phases(SCENARIOS["homogeneous"], 400.0)
+    assert cells.equal_rate(stretches) == pytest.approx(cells.ideal_rate(stretches)) == pytest.approx(400)
+
+
+def test_ceiling_of_equal_shares_on_three_generations():
+    stretches = cells.phases(SCENARIOS["v100-p100-k80"], 400.0)
+    assert cells.equal_rate(stretches) / cells.ideal_rate(stretches) == pytest.approx(8 / (2 * 7.10 + 2 * 4.23 + 4))
+
+
+def test_the_reference_follows_the_rank_that_slows_down():
+    stretches = cells.phases(SCENARIOS["slows-half-way"], 160.0)
+    assert [sum(rates) for rates in stretches] == pytest.approx([160, 160 - 40 * 2 / 3])
+    half, rest = 1000 / 2 / 160, 1000 / 2 / (160 - 40 * 2 / 3)
+    assert cells.ideal_rate(stretches) == pytest.approx(1000 / (half + rest))
+
+
+@pytest.mark.parametrize(("peer", "after"), [("ddp-equal", 62), ("ddp-by-speed", 125), ("hetsync-delayed", 125)])
+def test_the_slow_down_comes_half_way_whatever_the_shares(peer, after):
+    event = cells.profile(cell("slows-half-way", peer), None).events[0]
+    assert (event.rank, event.factor, event.after_samples) == (cells.SLOW_RANK, 3.0, after)
+
+
+def test_the_single_device_is_the_fastest_at_its_own_rate(tmp_path):
+    alone = cell("t4-v100-a100", "alone")
+    cluster = cells.profile(alone, None)
+    assert [(group.name, group.count) for group in cluster.devices] == [("A100", 1)]
+    made = cells.recipe(alone, tmp_path, tmp_path / "cluster.yaml", None)
+    speeds = SCENARIOS["t4-v100-a100"].speeds()
+    assert made["emulation"]["samples_per_second"] == pytest.approx(400 * max(speeds) / sum(speeds))
+
+
+def test_limited_memory_holds_just_the_samples_that_it_shall():
+    limit = start.memory_for(DIGITS, 20, None)
+    source = start.data.build("digits", {})
+    model = start.models.build_for(source, "digits_cnn", {})
+    cpu = start.torch.device("cpu")
+    caps = [start.memory_cap(model, start.loss_on(model, source, cpu), cpu, 8, limit_bytes=b) for b in (limit, limit // 2)]
+    assert caps[0] == 20
+    assert caps[1] < 20
+
+
+@pytest.mark.parametrize("peer", cells.PEERS)
+@pytest.mark.parametrize("workload", cells.WORKLOADS.values(), ids=lambda w: w.name)
+def test_recipes_are_what_hetsync_train_reads(peer, workload, tmp_path):
+    job = cell("slow-link", peer, workload, learning_rate=0.125)
+    save_cluster(cells.profile(job, None), tmp_path / "cluster.yaml")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(cells.recipe(job, tmp_path / "run", tmp_path / "cluster.yaml", tmp_path)))
+    config, _ = parse([str(path)])
+    assert config.optimizer.learning_rate == 0.125
+    assert config.data.batch_size == workload.batch
+    assert (config.sync.delay_bound == 0) == (peer == "hetsync-sync")
+
+
+# Figures.
+
+
+def test_seconds_to_an_evaluation_leave_out_those_at_rest():
+    def piece(at):
+        return {"kind": "piece", "at": at, "compute_seconds": 1.0, "data_seconds": 0.25, "wait_seconds": 0.25}
+
+    lines = [
+        piece(2.0),  # so training began at 0.5
+        {"kind": "round", "at": 2.5, "round": 0},
+        {"kind": "evaluation", "at": 4.5, "samples_applied": 10, "accuracy": 0.5},  # two seconds at rest
+        piece(6.5),
+        {"kind": "round", "at": 6.0, "round": 1},
+        {"kind": "round", "at": 7.5, "round": 2},
+        {"kind": "evaluation", "at": 9.0, "samples_applied": 20, "accuracy": 0.75},
+    ]
+    assert report.evaluations(lines) == [
+        {"samples": 10, "seconds": 2.0, "accuracy": 0.5},
+        {"samples": 20, "seconds": 5.0, "accuracy": 0.75},
+    ]
+
+
+def job(peer, seconds=10.0, accuracies=(0.5, 0.9, 1.0), seed=0, **changes):
+    """A record of 300 samples."""
+    points = [
+        {"samples": 100 * (i + 1), "seconds": seconds * (i + 1) / 3, "accuracy": a} for i, a in enumerate(accuracies)
+    ]
+    rank = {"samples": 300, "compute_fraction": 0.75, "wait_fraction": 0.2, "bytes_sent": 6e5, "peak_bytes": 1e8}
+    rank |= {"runtime_cpu_seconds": 0.1, "device_samples_per_second": 40.0, "slices": 100, "overruns": 1}
+    result = {"samples": 300, "train_seconds": seconds, "metrics": {"accuracy": accuracies[-1], "loss": 0.1}}
+    result |= {"evaluations": points, "per_rank": [rank]}
+    head = {"workload": "digits", "cluster": "c", "title": "C", "peer": peer, "seed": seed, "falling": False}
+    return {**head, "target": ["accuracy", 0.95], "ideal": 40.0, "equal": 20.0, "result": result, **changes}
+
+
+def test_figures_of_a_job():
+    record = job("ddp-equal")
+    assert report.rate(record) == 30
+    assert report.efficiency(record) == 0.75
+    assert report.until_target(record) == pytest.approx(10 * 2.5 / 3)  # half-way between the last two evaluations
+    assert report.until_target(record, "samples") == 250
+    assert report.megabytes_per_1000_samples(record) == 2
+    assert report.idle(record) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "expected"), [((0.96, 0.1, 0.2), 10 / 3), ((0.1, 0.2, 0.3), None), ((0.5, 0.95, 0.5), 20 / 3)]
+)
+def test_the_target_counts_when_it_is_first_reached(accuracies, expected):
+    assert report.until_target(job("alone", accuracies=accuracies)) == (expected and pytest.approx(expected))
+
+
+def test_a_falling_metric_reaches_its_target_from_above():
+    record = job("alone", accuracies=(1.0, 0.5, 0.2), falling=True, target=["accuracy", 0.75])
+    assert report.until_target(record) == pytest.approx(5)
+
+
+def test_spread_tells_how_many_have_the_figure():
+    assert report.spread([1.0, 3.0, 2.0], ".0f") == "2 [1, 3]"
+    assert report.spread([1.0, None], ".0f") == "1 (1 of 2)"
+    assert report.spread([None], ".0f") == "–"
+
+
+def test_a_lost_comparison_and_a_missing_peer_stay_in_the_tables():
+    skipped = {k: v for k, v in job("horovod").items() if k not in ("result", "ideal", "equal")}
+    records = [job("hetsync-delayed", 12.0), job("ddp-equal", 10.0), skipped | {"missing": "skipped: not here"}]
+    lines = report.markdown(records).splitlines()
+    assert any(line.startswith("| horovod | skipped: not here |") for line in lines)
+    assert "| digits | c | ddp-equal | 0.83 | 0.83 |" in lines
+    assert "equal shares reach 0.500 at most" in lines[0]
+
+
+def test_ratios_compare_within_a_repetition():
+    records = [job("hetsync-delayed", s, seed=i) for i, s in enumerate((10.0, 20.0, 40.0))]
+    records += [job("alone", 2 * s, seed=i) for i, s in enumerate((10.0, 20.0, 40.0))]
+    assert "| digits | c | alone | 2.00 [2.00, 2.00] | 2.00 [2.00, 2.00] |" in report.markdown(records)
+
+
+# Processes.
+
+
+def test_a_job_that_fails_or_hangs_says_so():
+    env = dict(os.environ)
+    assert start.started([sys.executable, "-c", "raise SystemExit(3)"], env, 30) == "failed: it ended with status 3"
+    hanging = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert start.started(hanging, env, 0.5) == "failed: it did not end within 0 s"
+    assert start.started([sys.executable, "-c", ""], env, 30) is None
+
+
+def run_peer(peer, ranks, folder, rate):
+    """A peer's job of two steps on unequal ranks, without a launcher; its figures."""
+    devices = [{"name": "fast", "speed": 3}, {"name": "slow", "speed": 1}][:ranks]
+    (folder / "cluster.yaml").write_text(yaml.safe_dump({"name": "two", "source": "made up", "devices": devices}))
+    recipe = cells.recipe(cell("homogeneous", peer), folder, folder / "cluster.yaml", None)
+    recipe["run"] |= {"samples": 330, "evaluate_every": 330}
+    recipe["emulation"] = {"samples_per_second": rate}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "SLURM_"))}
+    words = [sys.executable, BENCHMARKS / "peer_runner.py", peer, folder / "recipe.yaml", folder]
+    env = {**clean, **told, "OMP_NUM_THREADS": "1"}
+    started = [subprocess.Popen(words, env={**env, "RANK": str(rank)}) for rank in range(ranks)]
+    try:
+        assert [process.wait(60) for process in started] == [0] * ranks
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_ddp_with_weighted_shares_is_one_process_with_the_whole_batch(tmp_path):
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    one = run_peer("alone", 1, folders[0], 4000)
+    two = run_peer("ddp-by-speed", 2, folders[1], 1000)
+    assert [rank["samples"] for rank in two["per_rank"]] == [248, 82]  # of 160, 160 and 10
+    assert two["metrics"]["loss"] == pytest.approx(one["metrics"]["loss"], rel=1e-4)
+    assert two["metrics"]["loss"] < 2.29  # it has learned: chance is ln 10 = 2.303
+    assert two["train_seconds"] > 0.33  # the emulated devices need that long
