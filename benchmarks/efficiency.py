@@ -90,7 +90,7 @@ def trace_profile(traces: Path, job: int, folder: Path) -> str:
     return str(written)
 
 
-def quality_arms() -> list[Arm]:
+def quality_arms(schedule: str) -> list[Arm]:
     """Final accuracy at equal samples: optimizer × model × mode."""
     optimizers = {
         "SGD momentum": ["--optimizer.name", "sgd", "--optimizer.learning_rate", "0.1"],
@@ -98,7 +98,13 @@ def quality_arms() -> list[Arm]:
     }
     kinds = {"CNN": [], "batch-norm CNN": ["--model.options", '{"batch_norm": true}']}
     return [
-        Arm("quality", f"{kind}, {optimizer}", mode, "quickstart", (*model, *options, *MODES[mode]))
+        Arm(
+            "quality",
+            f"{kind}, {optimizer}, {schedule} learning rate",
+            mode,
+            "quickstart",
+            (*model, *options, *MODES[mode], "--schedule.name", schedule),
+        )
         for kind, model in kinds.items()
         for optimizer, options in optimizers.items()
         for mode in ("synchronous, by speed", "delayed, by speed")
@@ -206,6 +212,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="of the accuracy table; 0 leaves it out")
     parser.add_argument("--samples", type=int, default=12_000, help="to train on in each job, speed table")
     parser.add_argument("--quality-samples", type=int, default=24_000, help="the same, accuracy table")
+    parser.add_argument("--schedule", default="cosine", help="of the learning rate, accuracy table")
     parser.add_argument("--rate", type=float, default=500.0, help="samples/s of the emulated cluster, speed table")
     parser.add_argument("--quality-rate", type=float, default=2400.0, help="the same, accuracy table")
     return parser.parse_args()
@@ -217,7 +224,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         speed = [Cell(arm) for arm in speed_arms(options.traces, folder)]
-        quality = [Cell(arm) for arm in quality_arms()]
+        quality = [Cell(arm) for arm in quality_arms(options.schedule)]
         parts = (
             measure(speed, range(options.repetitions), options.samples, options.rate),
             measure(quality, range(options.seeds), options.quality_samples, options.quality_rate),

@@ -91,8 +91,8 @@ def test_trains_on_unequal_ranks(mpi: Plane, workload: Workload, bound: int) -> 
     model = workload.model(data)
     optimizer = torch.optim.Adam(model.parameters(), workload.learning_rate)
     before = loss_on_all(model, data)
-    session = train(mpi, data, model, optimizer, SyncConfig(bound), 16 * BATCH)
-    assert session.applied == 16 * BATCH
+    session = train(mpi, data, model, optimizer, SyncConfig(bound), workload.rounds * BATCH)
+    assert session.applied == workload.rounds * BATCH
     assert loss_on_all(model, data) < 0.97 * before
     if session.coordinator is not None:
         assert max(session.coordinator.policy.staleness) <= bound

@@ -58,12 +58,13 @@ def pairs(folder: Path) -> Data:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model's recipe name, options that make it small and deterministic, and a learning rate for Adam."""
+    """A model's recipe name, options that make it small and deterministic, and how Adam is to train it."""
 
     name: str
     data: Callable[[Path], Data]
     options: dict[str, Any] = field(default_factory=dict)
     learning_rate: float = 3e-3
+    rounds: int = 16
 
     def model(self, data: Data) -> torch.nn.Module:
         torch.manual_seed(7)
@@ -77,13 +78,13 @@ WORKLOADS = (
     Workload("digits_cnn", images(1, 8), {"batch_norm": True}),
     Workload("resnet18", COLOUR, {"stem": "cifar", "width": 4}),
     Workload("resnet50", COLOUR, {"stem": "cifar", "width": 4}),
-    Workload("inception_v3", COLOUR, {"width": 0.05, "image_size": 75, "dropout": 0.0}),
-    Workload("nasnet_a_cifar", COLOUR, {**NAS, "filters": 4}),
-    Workload("nasnet_a_mobile", COLOUR, NAS),
-    Workload("nasnet_a_large", COLOUR, NAS),
-    Workload("pnasnet5_cifar", COLOUR, {**NAS, "filters": 4}),
-    Workload("pnasnet5_mobile", COLOUR, NAS),
-    Workload("pnasnet5_large", COLOUR, NAS),
+    Workload("inception_v3", COLOUR, {"width": 0.05, "image_size": 75, "dropout": 0.0}, 1e-2, 8),
+    Workload("nasnet_a_cifar", COLOUR, {**NAS, "filters": 4}, 1e-2, 6),
+    Workload("nasnet_a_mobile", COLOUR, NAS, 1e-2, 6),
+    Workload("nasnet_a_large", COLOUR, NAS, 1e-2, 6),
+    Workload("pnasnet5_cifar", COLOUR, {**NAS, "filters": 4}, 1e-2, 6),
+    Workload("pnasnet5_mobile", COLOUR, NAS, 1e-2, 6),
+    Workload("pnasnet5_large", COLOUR, NAS, 1e-2, 6),
     Workload("deeptte", city, {"hidden_size": 16}),
     Workload("trajectory_transformer", city, {"width": 16, "layers": 2, "heads": 2, "dropout": 0.0}),
     Workload("ptb_lstm", text, {"hidden": 16, "dropout": 0.0}, 1e-2),
