@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from hetsync.sync.policy import Policy
 from hetsync.telemetry import Telemetry
 
 STOP = "stop requested"
+ADAPTIVE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop)
 
 
 class AnchorMismatchError(RuntimeError):
@@ -198,7 +200,7 @@ class Session:
 
     def _piece_slices(self, piece: Piece) -> Iterator[Any]:
         self._piece, self._piece_seconds, self._piece_loss = piece, 0.0, None
-        self._set_learning_rate(piece.position)
+        self._set_learning_rate(piece)
         batches = iter(self._loader.slices(piece))
         for index, spans in enumerate(piece.slices):
             began = time.monotonic()
@@ -261,8 +263,13 @@ class Session:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _set_learning_rate(self, position: int) -> None:
-        factor = self._schedule.factor(position, self.plan.total_samples)
+    def _set_learning_rate(self, piece: Piece) -> None:
+        factor = self._schedule.factor(piece.position, self.plan.total_samples)
+        if piece.synchronous_round is None and isinstance(self.optimizer, ADAPTIVE):
+            # A slice's second moments are those of B samples times B / n where noise rules them, and the square
+            # root of that would be missing from each step (the square-root rule, Malladi et al. 2022).
+            share = self.shares[self.plane.rank] or self.plan.batch_size
+            factor *= math.sqrt(self.plan.batch_size / share)
         for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = rate * factor
 

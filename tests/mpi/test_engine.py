@@ -5,6 +5,7 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_engine.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from time import sleep
@@ -448,6 +449,24 @@ def test_a_rank_that_hears_of_new_work_before_its_drain_has_landed_rests_first(p
         telemetry=SlowTelemetry(),
     )
     assert_invariants(plane, [outcome], SAMPLES, 4)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bound", "rate"), [("adamw", 4, 0.01), ("adamw", 0, 0.01), ("momentum", 4, 0.05)]
+)
+def test_adaptive_optimizers_follow_the_square_root_rule(plane: Plane, optimizer: str, bound: int, rate: float) -> None:
+    """A delayed slice of n samples steps sqrt(B / n) times as far; others keep the recipe's learning rate."""
+    seen: list[float] = []
+    outcome = train(
+        plane,
+        delayed(plane, delay_bound=bound),
+        optimizer=optimizer,
+        on_slice=lambda session, number: seen.append(session.optimizer.param_groups[0]["lr"]),
+    )
+    share = outcome.session.shares[plane.rank]
+    factor = math.sqrt(BATCH / share) if optimizer == "adamw" and bound else 1.0
+    assert seen == pytest.approx([rate * factor] * len(seen))
+    assert sum(plane.gather_objects(len(seen))) >= SAMPLES / BATCH
 
 
 # Failures that are the program's to name.

@@ -43,8 +43,8 @@ def sentences(seed: int, count: int) -> list[str]:
 
 
 def text(folder: Path) -> Data:
-    for split in ("train", "valid", "test"):
-        (folder / f"ptb.{split}.txt").write_text("\n".join(sentences(3, 8 * SAMPLES)) + "\n")
+    for split in ("train", "valid", "test"):  # rare words are <unk> in the real text
+        (folder / f"ptb.{split}.txt").write_text("\n".join([*sentences(3, 8 * SAMPLES), "a <unk>"]) + "\n")
     return ptb(str(folder), window=8, context=4)
 
 
