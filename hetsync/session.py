@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from hetsync.config import ScheduleConfig, SyncConfig
 from hetsync.data.ledger import Ledger, length
 from hetsync.data.loader import Loader, Source
 from hetsync.emulate import Device
+from hetsync.optimizers import LearningRate
 from hetsync.plane.base import Plane
 from hetsync.slicing import StepTime, equal_shares, first_pinned_shares, speed_shares
 from hetsync.sync.coordinator import Coordinator, Send, Speeds
@@ -35,7 +35,6 @@ from hetsync.sync.policy import Policy
 from hetsync.telemetry import Telemetry
 
 STOP = "stop requested"
-ADAPTIVE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop)
 
 
 class AnchorMismatchError(RuntimeError):
@@ -134,10 +133,9 @@ class Session:
         self.stopping = False
         self.outer = Nesterov(sync.outer.learning_rate, sync.outer.momentum) if sync.outer.name == "nesterov" else None
         self._device = device
-        self._schedule = schedule or ScheduleConfig()
+        self._learning_rate = LearningRate(optimizer, schedule or ScheduleConfig(), plan.total_samples, plan.batch_size)
         self._max_grad_norm = max_grad_norm
         self._telemetry = telemetry or Telemetry(None)
-        self._base_rates = [group["lr"] for group in optimizer.param_groups]
         self._torch_device = next(model.parameters()).device
         self._loader = Loader(source, plan.seed, self._torch_device)
         self._sync = sync
@@ -200,7 +198,7 @@ class Session:
 
     def _piece_slices(self, piece: Piece) -> Iterator[Any]:
         self._piece, self._piece_seconds, self._piece_loss = piece, 0.0, None
-        self._set_learning_rate(piece)
+        self._learning_rate.set(piece)
         batches = iter(self._loader.slices(piece))
         for index, spans in enumerate(piece.slices):
             began = time.monotonic()
@@ -262,16 +260,6 @@ class Session:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def _set_learning_rate(self, piece: Piece) -> None:
-        factor = self._schedule.factor(piece.position, self.plan.total_samples)
-        if piece.synchronous_round is None and isinstance(self.optimizer, ADAPTIVE):
-            # A slice's second moments are those of B samples times B / n where noise rules them, and the square
-            # root of that would be missing from each step (the square-root rule, Malladi et al. 2022).
-            share = self.shares[self.plane.rank] or self.plan.batch_size
-            factor *= math.sqrt(self.plan.batch_size / share)
-        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = rate * factor
 
     def record(self, kind: str, **fields: Any) -> None:
         """One line of this rank's telemetry."""

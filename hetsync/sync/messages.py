@@ -35,7 +35,8 @@ class Piece:
     """Work for one contribution of one rank: K slices, each a few spans of the sample stream.
 
     `synchronous_round` is the round that all ranks' pieces of a synchronous step share, None in delayed mode;
-    `round_samples` that step's samples over all ranks. `position`, in samples, drives the learning rate.
+    `round_samples` that step's samples over all ranks. `position`, in samples, drives the learning rate, as does
+    `share`, the samples of a full slice of this rank.
     A rank begins the piece only once it has applied version `not_before`.
     """
 
@@ -46,6 +47,7 @@ class Piece:
     not_before: int
     synchronous_round: int | None = None
     round_samples: int = 0
+    share: int = 0
 
     @property
     def samples(self) -> int:

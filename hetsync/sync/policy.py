@@ -328,6 +328,7 @@ class Policy:
             not_before=not_before,
             synchronous_round=synchronous_round,
             round_samples=round_samples,
+            share=member.share,
         )
         member.held.append(Work(piece))
         rests = member.activity is Activity.RESTING
