@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,9 +22,17 @@ import peer_cells as cells  # noqa: E402
 import peer_plan as plan  # noqa: E402
 import peer_report as report  # noqa: E402
 import peer_start as start  # noqa: E402
+from peer_job import DDP_FIRST_BUCKET_BYTES, Pacer  # noqa: E402
 
+from hetsync import data, models  # noqa: E402
 from hetsync.cli import parse  # noqa: E402
+from hetsync.data.loader import EpochOrder  # noqa: E402
+from hetsync.data.workers import fetch  # noqa: E402
+from hetsync.emulate import Device  # noqa: E402
 from hetsync.profiling.cluster import save_cluster  # noqa: E402
+from hetsync.profiling.device import memory_cap  # noqa: E402
+from hetsync.profiling.measure import loss_on  # noqa: E402
+from hetsync.trainer import evaluate_range  # noqa: E402
 
 SCENARIOS = cells.scenarios(None)
 DIGITS = cells.WORKLOADS["digits"]
@@ -109,13 +118,10 @@ def test_the_single_device_is_the_fastest_at_its_own_rate(tmp_path):
 
 
 def test_limited_memory_holds_just_the_samples_that_it_shall():
-    limit = start.memory_for(DIGITS, 20, None)
-    source = start.data.build("digits", {})
-    model = start.models.build_for(source, "digits_cnn", {})
-    cpu = start.torch.device("cpu")
-    caps = [start.memory_cap(model, start.loss_on(model, source, cpu), cpu, 8, limit_bytes=b) for b in (limit, limit // 2)]
-    assert caps[0] == 20
-    assert caps[1] < 20
+    source = data.build("digits", {})
+    model = models.build_for(source, "digits_cnn", {})
+    cpu, limit = torch.device("cpu"), start.memory_for(DIGITS, 20, None)
+    assert memory_cap(model, loss_on(model, source, cpu), cpu, 8, limit_bytes=limit) == 20
 
 
 @pytest.mark.parametrize("peer", cells.PEERS)
@@ -171,7 +177,7 @@ def test_figures_of_a_job():
     assert report.rate(record) == 30
     assert report.efficiency(record) == 0.75
     assert report.until_target(record) == pytest.approx(10 * 2.5 / 3)  # half-way between the last two evaluations
-    assert report.until_target(record, "samples") == 250
+    assert report.until_target(record, "samples") == pytest.approx(250)
     assert report.megabytes_per_1000_samples(record) == 2
     assert report.idle(record) == 0.25
 
@@ -209,6 +215,44 @@ def test_ratios_compare_within_a_repetition():
     assert "| digits | c | alone | 2.00 [2.00, 2.00] | 2.00 [2.00, 2.00] |" in report.markdown(records)
 
 
+# Emulation.
+
+
+class Recorder(Device):
+    """Writes down when it is asked to pad."""
+
+    def __init__(self):
+        super().__init__()
+        self.story = []
+
+    def begin(self, samples):
+        self.story.append(samples)
+
+    def pace(self, fraction):
+        self.story.append(fraction)
+
+    def end(self):
+        self.story.append("end")
+        return 0.0
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_backward_is_padded_where_buckets_of_ddp_are_full(overlaps):
+    values = [10, DDP_FIRST_BUCKET_BYTES // 4, 30]
+    device, weights = Recorder(), torch.nn.ParameterList([torch.zeros(n) for n in values])
+    pacer = Pacer(weights, device)
+    pacer.overlaps = overlaps
+    for _ in range(2):
+        pacer.begin(7)
+        assert not pacer.complete
+        for weight in reversed(list(weights)):
+            weight.sum().backward()
+    done = (values[2] + values[1]) / sum(values)
+    slice_of_seven = [7, *([(1 + 2 * done) / 3] if overlaps else []), "end"]
+    assert device.story == 2 * slice_of_seven
+    assert pacer.complete
+
+
 # Processes.
 
 
@@ -220,23 +264,27 @@ def test_a_job_that_fails_or_hangs_says_so():
     assert start.started([sys.executable, "-c", ""], env, 30) is None
 
 
-def run_peer(peer, ranks, folder, rate):
-    """A peer's job of two steps on unequal ranks, without a launcher; its figures."""
-    devices = [{"name": "fast", "speed": 3}, {"name": "slow", "speed": 1}][:ranks]
+SAMPLES, BATCH = 330, 16
+
+
+def run_on_two_ranks(peer, folder):
+    """A peer's job of 21 steps on ranks of speeds 3 and 1, without a launcher; its figures."""
+    devices = [{"name": "fast", "speed": 3}, {"name": "slow", "speed": 1}]
     (folder / "cluster.yaml").write_text(yaml.safe_dump({"name": "two", "source": "made up", "devices": devices}))
     recipe = cells.recipe(cell("homogeneous", peer), folder, folder / "cluster.yaml", None)
-    recipe["run"] |= {"samples": 330, "evaluate_every": 330}
-    recipe["emulation"] = {"samples_per_second": rate}
+    recipe["run"] |= {"samples": SAMPLES, "evaluate_every": 10 * BATCH}
+    recipe["emulation"] = {"samples_per_second": 1000}
+    recipe["data"]["batch_size"] = BATCH
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "SLURM_"))}
     words = [sys.executable, BENCHMARKS / "peer_runner.py", peer, folder / "recipe.yaml", folder]
     env = {**clean, **told, "OMP_NUM_THREADS": "1"}
-    started = [subprocess.Popen(words, env={**env, "RANK": str(rank)}) for rank in range(ranks)]
+    started = [subprocess.Popen(words, env={**env, "RANK": str(rank)}) for rank in range(2)]
     try:
-        assert [process.wait(60) for process in started] == [0] * ranks
+        assert [process.wait(120) for process in started] == [0, 0]
     finally:
         for process in started:
             process.kill()
@@ -244,13 +292,26 @@ def run_peer(peer, ranks, folder, rate):
     return json.loads((folder / "result.json").read_text())
 
 
-def test_ddp_with_weighted_shares_is_one_process_with_the_whole_batch(tmp_path):
-    folders = [tmp_path / "one", tmp_path / "two"]
-    for folder in folders:
-        folder.mkdir()
-    one = run_peer("alone", 1, folders[0], 4000)
-    two = run_peer("ddp-by-speed", 2, folders[1], 1000)
-    assert [rank["samples"] for rank in two["per_rank"]] == [248, 82]  # of 160, 160 and 10
-    assert two["metrics"]["loss"] == pytest.approx(one["metrics"]["loss"], rel=1e-4)
-    assert two["metrics"]["loss"] < 2.29  # it has learned: chance is ln 10 = 2.303
-    assert two["train_seconds"] > 0.33  # the emulated devices need that long
+def loss_of_one_process():
+    """The same 21 steps by hand."""
+    torch.manual_seed(0)
+    source = data.build("digits", {})
+    model = models.build_for(source, "digits_cnn", {})
+    optimizer = torch.optim.SGD(model.parameters(), DIGITS.learning_rate, momentum=0.9)
+    order = EpochOrder(len(source.train), 0)
+    for first in range(0, SAMPLES, BATCH):
+        batch = fetch(source.train, order.indices([(first, min(first + BATCH, SAMPLES))]), None)
+        source.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return evaluate_range(model, source, 0, len(source.test))["loss"] / len(source.test)
+
+
+def test_ddp_by_speed_is_one_process_with_the_whole_batch(tmp_path):
+    figures = run_on_two_ranks("ddp-by-speed", tmp_path)
+    assert sum(rank["samples"] for rank in figures["per_rank"]) == SAMPLES
+    assert figures["per_rank"][0]["samples"] == pytest.approx(SAMPLES * 3 / 4, abs=1)
+    assert figures["metrics"]["loss"] == pytest.approx(loss_of_one_process(), rel=1e-4)
+    assert figures["metrics"]["loss"] < 2.2  # it has learned: chance is ln 10 = 2.303
+    assert figures["train_seconds"] > SAMPLES / 1000  # the emulated devices need that long
+    assert [point["samples"] for point in figures["evaluations"]] == [160, 320, 330]

@@ -1,0 +1,257 @@
+"""From the jobs' records to figures, Markdown and plots. A record is what `peers.json` holds of one job."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Record = Mapping[str, Any]
+Figure = Callable[[Record], float | None]
+REFERENCE = "hetsync-delayed"  # what the second table compares with the others
+
+
+def from_hetsync(summary: Mapping[str, Any], telemetry: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """A HetSync run's figures in the form in which peers write theirs; `telemetry` is rank 0's."""
+    seconds = summary["train_seconds"]
+    per_rank = [
+        {key: rank[key] for key in ("samples", "compute_fraction", "wait_fraction", "bytes_sent", "slices", "overruns")}
+        | {"runtime_cpu_seconds": rank["runtime_cpu_fraction"] * seconds}
+        | {"device_samples_per_second": rank["device_samples_per_second"]}
+        for rank in summary["per_rank"]
+    ]
+    return {
+        "samples": summary["samples_applied"],
+        "train_seconds": seconds,
+        "metrics": summary["metrics"],
+        "evaluations": evaluations(telemetry),
+        "per_rank": per_rank,
+        "staleness": summary["staleness"],
+    }
+
+
+def evaluations(telemetry: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """Metrics over samples and over seconds of training: from the first slice on, less those at rest.
+
+    The ranks rest from the drain round, the last one on record before an evaluation, until that is over.
+    """
+    found: list[dict[str, float]] = []
+    began: float | None = None
+    drained = resting = 0.0
+    for line in telemetry:
+        fields = dict(line)
+        kind, at = fields.pop("kind"), fields.pop("at")
+        if kind == "piece" and began is None:
+            began = at - fields["compute_seconds"] - fields["data_seconds"] - fields["wait_seconds"]
+        elif kind == "round":
+            drained = at
+        elif kind == "evaluation":
+            assert began is not None
+            found.append({"samples": fields.pop("samples_applied"), "seconds": drained - began - resting, **fields})
+            resting += at - drained
+    return found
+
+
+# Figures of one job.
+
+
+def rate(record: Record) -> float | None:
+    """Samples/s of the whole job."""
+    return float(record["result"]["samples"] / record["result"]["train_seconds"])
+
+
+def efficiency(record: Record) -> float | None:
+    """Of what the devices reach that never wait."""
+    return (rate(record) or 0.0) / float(record["ideal"])
+
+
+def drawn_efficiency(record: Record) -> float | None:
+    """The same, against what the devices' own slices took in this job, whatever luck their jitter had."""
+    drawn = sum(rank["device_samples_per_second"] for rank in record["result"]["per_rank"])
+    return (rate(record) or 0.0) / float(drawn)
+
+
+def until_target(record: Record, axis: str = "seconds") -> float | None:
+    """`seconds` of training or `samples` until the target was first reached, on straight lines between evaluations."""
+    metric, target = record["target"]
+    before: Mapping[str, float] | None = None
+    for point in record["result"]["evaluations"]:
+        value = point[metric]
+        if (value <= target) if record["falling"] else (value >= target):
+            if before is None:
+                return float(point[axis])
+            part = (target - before[metric]) / (value - before[metric])
+            return float(before[axis] + part * (point[axis] - before[axis]))
+        before = point
+    return None
+
+
+def final_metric(record: Record) -> float | None:
+    return float(record["result"]["metrics"][record["target"][0]])
+
+
+def idle(record: Record) -> float | None:
+    """The part of the time in which devices computed nothing: mean over ranks."""
+    return statistics.mean(1 - rank["compute_fraction"] for rank in record["result"]["per_rank"])
+
+
+def most_waiting(record: Record) -> float | None:
+    """The part of the time for which the rank that waited longest was blocked on others or on the network."""
+    return max(float(rank["wait_fraction"]) for rank in record["result"]["per_rank"])
+
+
+def megabytes_per_1000_samples(record: Record) -> float | None:
+    """Payload that a rank gives to collectives."""
+    ranks = record["result"]["per_rank"]
+    sent = statistics.mean(rank["bytes_sent"] for rank in ranks)
+    return sent / 1e6 / (record["result"]["samples"] / 1000)
+
+
+def runtime_cpu(record: Record) -> float | None:
+    """Of a core, mean over ranks."""
+    seconds = statistics.mean(rank["runtime_cpu_seconds"] for rank in record["result"]["per_rank"])
+    return float(seconds / record["result"]["train_seconds"])
+
+
+def peak_megabytes(record: Record) -> float | None:
+    return max(rank["peak_bytes"] for rank in record["result"]["per_rank"]) / 1e6
+
+
+def overruns(record: Record) -> float:
+    """Part of the slices for which the machine was slower than the device that it emulated."""
+    ranks = record["result"]["per_rank"]
+    return sum(rank["overruns"] for rank in ranks) / max(1, sum(rank["slices"] for rank in ranks))
+
+
+# Tables.
+
+COLUMNS: Mapping[str, tuple[Figure, str]] = {
+    "samples/s": (rate, ".0f"),
+    "efficiency": (efficiency, ".3f"),
+    "of the speeds drawn": (drawn_efficiency, ".3f"),
+    "s to target": (until_target, ".1f"),
+    "final": (final_metric, ".4f"),
+    "devices idle": (idle, ".1%"),
+    "longest blocked": (most_waiting, ".1%"),
+    "MB/1000 samples": (megabytes_per_1000_samples, ".2f"),
+    "runtime CPU": (runtime_cpu, ".1%"),
+    "peak MB": (peak_megabytes, ".0f"),
+}
+
+
+def spread(values: Sequence[float | None], form: str) -> str:
+    """Median and range; a dash where no job has the figure, and how many have it where some have not."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    middle = f"{statistics.median(known):{form}}"
+    if len(known) < len(values):
+        middle += f" ({len(known)} of {len(values)})"
+    return middle if len(known) == 1 else f"{middle} [{min(known):{form}}, {max(known):{form}}]"
+
+
+def grouped(records: Iterable[Record], *keys: str) -> dict[tuple[str, ...], list[Record]]:
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for record in records:
+        groups.setdefault(tuple(record[key] for key in keys), []).append(record)
+    return groups
+
+
+def markdown(records: Sequence[Record]) -> str:
+    """A table a workload and cluster, then the ratios to HetSync's delayed mode."""
+    lines: list[str] = []
+    for cells in grouped(records, "workload", "cluster").values():
+        lines += [*head(cells[0]), *(row(peer, jobs) for (peer,), jobs in grouped(cells, "peer").items()), ""]
+    return "\n".join([*lines, *ratios(records)]) + "\n"
+
+
+def head(record: Record) -> list[str]:
+    metric, value = record["target"]
+    ceiling = f"; equal shares reach {record['equal'] / record['ideal']:.3f} at most" if "ideal" in record else ""
+    target = f"target: {metric} {'≤' if record['falling'] else '≥'} {value:g}"
+    return [
+        f"**{record['workload']}, {record['title']}** ({target}{ceiling})",
+        "",
+        f"| | {' | '.join(COLUMNS)} |",
+        "| --- " * (len(COLUMNS) + 1) + "|",
+    ]
+
+
+def row(peer: str, jobs: Sequence[Record]) -> str:
+    done = [job for job in jobs if "result" in job]
+    if not done:
+        return f"| {peer} | {jobs[0]['missing']} |" + " |" * (len(COLUMNS) - 1)
+    cells = [spread([figure(job) for job in done], form) for figure, form in COLUMNS.values()]
+    return f"| {peer} | {' | '.join(cells)} |"
+
+
+def ratios(records: Sequence[Record]) -> list[str]:
+    """Medians over repetitions of ratios within a repetition."""
+    lines = [f"**{REFERENCE} against the others** (above 1: it is faster)", ""]
+    lines += ["| workload | cluster | against | samples/s | time to target |", "| --- | --- | --- | --- | --- |"]
+    for (workload, cluster), cells in grouped(records, "workload", "cluster").items():
+        mine = {cell["seed"]: cell for cell in cells if cell["peer"] == REFERENCE and "result" in cell}
+        for (peer,), jobs in grouped(cells, "peer").items():
+            pairs = [(mine[job["seed"]], job) for job in jobs if "result" in job and job["seed"] in mine]
+            if peer != REFERENCE and pairs:
+                faster = [ratio(rate(ours), rate(theirs)) for ours, theirs in pairs]
+                sooner = [ratio(until_target(theirs), until_target(ours)) for ours, theirs in pairs]
+                shown = f"{spread(faster, '.2f')} | {spread(sooner, '.2f')}"
+                lines.append(f"| {workload} | {cluster} | {peer} | {shown} |")
+    return lines
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
+
+
+# Plots.
+
+
+def plots(records: Sequence[Record], folder: Path) -> None:
+    """efficiency.png and loss.png, a panel a workload and cluster."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = grouped([record for record in records if "result" in record], "workload", "cluster")
+    peers = list(dict.fromkeys(record["peer"] for record in records))
+    colours = {peer: f"C{index}" for index, peer in enumerate(peers)}
+    for name, draw in (("efficiency", draw_efficiency), ("loss", draw_loss)):
+        height = max(2.4, 0.28 * len(peers) + 1)
+        figure, axes = pyplot.subplots(len(panels), 1, figsize=(9, height * len(panels)), squeeze=False)
+        for axis, ((workload, _), cells) in zip(axes[:, 0], panels.items(), strict=True):
+            draw(axis, cells, colours)
+            axis.set_title(f"{workload}, {cells[0]['title']}", fontsize=9)
+        figure.tight_layout()
+        figure.savefig(folder / f"{name}.png", dpi=110)
+        pyplot.close(figure)
+
+
+def draw_efficiency(axis: Any, cells: Sequence[Record], colours: Mapping[str, str]) -> None:
+    for place, ((peer,), jobs) in enumerate(grouped(cells, "peer").items()):
+        values = [efficiency(job) or 0.0 for job in jobs]
+        middle = statistics.median(values)
+        error = [[middle - min(values)], [max(values) - middle]]
+        axis.barh(place, middle, xerr=error, color=colours[peer], capsize=3)
+        axis.text(0.01, place, f"{middle:.3f}  {peer}", va="center", fontsize=7)
+    axis.axvline(cells[0]["equal"] / cells[0]["ideal"], color="black", linestyle=":")
+    axis.set_yticks([])
+    axis.invert_yaxis()
+    axis.set_xlabel("efficiency (dotted: ceiling of equal shares)", fontsize=8)
+
+
+def draw_loss(axis: Any, cells: Sequence[Record], colours: Mapping[str, str]) -> None:
+    metric = "loss" if "loss" in cells[0]["result"]["metrics"] else cells[0]["target"][0]
+    for (peer,), jobs in grouped(cells, "peer").items():
+        for job in jobs:
+            points = job["result"]["evaluations"]
+            label = peer if job is jobs[0] else None
+            x, y = [p["seconds"] for p in points], [p[metric] for p in points]
+            axis.plot(x, y, color=colours[peer], marker=".", linewidth=1, label=label)
+    axis.set_xlabel("seconds of training", fontsize=8)
+    axis.set_ylabel(f"validation {metric}", fontsize=8)
+    axis.set_yscale("log")
+    axis.legend(fontsize=6)

@@ -1,0 +1,169 @@
+"""Starts a cell's job under mpirun, in a folder of its own, and reads what it left."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from peer_cells import CPU_PERCENT, HETSYNC, RECIPES, Cell, Workload, profile, recipe
+from peer_report import from_hetsync
+
+from hetsync import data, models
+from hetsync.profiling.cluster import save_cluster
+from hetsync.profiling.device import memory_cap
+from hetsync.profiling.measure import loss_on
+
+RUNNER = Path(__file__).resolve().parent / "peer_runner.py"
+CGROUPS = Path("/sys/fs/cgroup/cpu")
+CGROUP_PERIOD_US = 20_000
+START_SECONDS = 120  # for a job to start and end, beside its training
+
+
+class Starter:
+    def __init__(self, data_folder: Path | None, torchft_python: str | None) -> None:
+        """`torchft_python` is an interpreter that has torchft and HetSync."""
+        self._data = data_folder
+        self._torchft = torchft_python or (sys.executable if importlib.util.find_spec("torchft") else None)
+
+    def missing(self, cell: Cell) -> str | None:
+        """Why a job cannot be had here, in one sentence."""
+        if cell.peer == "horovod" and importlib.util.find_spec("horovod") is None:
+            return "skipped: Horovod is not installed in this environment"
+        if cell.peer.startswith("torchft") and self._torchft is None:
+            return "skipped: torchft is not installed (--torchft-python names an interpreter that has it)"
+        if cell.workload.folder is not None and not (self._data and (self._data / cell.workload.folder).is_dir()):
+            return f"skipped: --data names no folder with {cell.workload.folder} in it"
+        if cell.scenario.cluster is None and not os.access(CGROUPS / "cpu.cfs_quota_us", os.W_OK):
+            return "skipped: CPU quotas by cgroup (version 1) are not permitted here"
+        return None
+
+    def run(self, cell: Cell) -> dict[str, Any]:
+        """{"result": figures} or {"missing": sentence}."""
+        if (reason := self.missing(cell)) is not None:
+            return {"missing": reason}
+        with tempfile.TemporaryDirectory() as scratch, quotas(cell) as groups:
+            folder = Path(scratch)
+            written, run = folder / "recipe.yaml", folder / "run"
+            run.mkdir()
+            written.write_text(yaml.safe_dump(recipe(cell, run, self._cluster_file(cell, folder), self._data)))
+            command = [*mpirun(cell.ranks), self._python(cell), RUNNER, cell.peer, written, run]
+            failure = started(list(map(str, command)), environment(groups, folder), seconds_allowed(cell))
+            return {"missing": failure} if failure else {"result": results(cell, run)}
+
+    def _python(self, cell: Cell) -> str:
+        return self._torchft if cell.peer.startswith("torchft") and self._torchft else sys.executable
+
+    def _cluster_file(self, cell: Cell, folder: Path) -> Path | None:
+        if cell.scenario.cluster is None:
+            return None
+        limit = None
+        if cell.scenario.memory_limited:
+            speeds = cell.scenario.speeds()
+            half_share = round(cell.workload.batch * max(speeds) / sum(speeds) / 2)
+            limit = memory_for(cell.workload, half_share, self._data)
+        save_cluster(profile(cell, limit), folder / "cluster.yaml")
+        return folder / "cluster.yaml"
+
+
+def results(cell: Cell, run: Path) -> dict[str, Any]:
+    if cell.peer not in HETSYNC:
+        figures: dict[str, Any] = json.loads((run / "result.json").read_text())
+        return figures
+    lines = (run / "telemetry" / "rank-0000.jsonl").read_text().splitlines()
+    figures = from_hetsync(json.loads((run / "summary.json").read_text()), map(json.loads, lines))
+    for rank, its in enumerate(figures["per_rank"]):
+        its |= json.loads((run / f"usage-{rank}.json").read_text())
+    return figures
+
+
+def memory_for(workload: Workload, samples: int, data_folder: Path | None) -> int:
+    """Bytes of a device whose memory holds slices of this many samples: HetSync's cap is linear in them."""
+    made = yaml.safe_load((RECIPES / f"{workload.recipe}.yaml").read_text())
+    options = dict(made["data"].get("options", {}))
+    if workload.folder is not None and data_folder is not None:
+        options["path"] = str(data_folder / workload.folder)
+    source = data.build(made["data"]["name"], options)
+    model = models.build_for(source, made["model"]["name"], made["model"].get("options", {}))
+    cpu = torch.device("cpu")
+    limits = (1 << 32, 1 << 52)
+    caps = [memory_cap(model, loss_on(model, source, cpu), cpu, 1, limit_bytes=limit) or 0 for limit in limits]
+    per_sample = (limits[1] - limits[0]) / (caps[1] - caps[0])
+    return round(limits[0] - (caps[0] - samples) * per_sample)
+
+
+# Processes.
+
+
+def mpirun(ranks: int) -> list[str | Path]:
+    beside = Path(sys.executable).parent / "mpirun"
+    program = beside if beside.exists() else shutil.which("mpirun") or "mpirun"
+    flags = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+    return [program, *flags, "-np", str(ranks)]
+
+
+def environment(groups: Path | None, folder: Path) -> dict[str, str]:
+    """One thread a rank; a rendezvous for torch.distributed on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    told = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    if os.getuid() == 0:
+        told |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if groups is not None:
+        told |= {"PEERS_CPU_GROUPS": str(groups), "PEERS_CACHE": str(folder / "cache")}
+    return {**os.environ, **told}
+
+
+def started(command: Sequence[str], env: dict[str, str], seconds: float) -> str | None:
+    """Runs a job to its end; what went wrong, if anything did."""
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+        try:
+            words, _ = job.communicate(timeout=seconds)
+        except BaseException as failure:
+            job.terminate()  # mpirun ends its ranks
+            if not isinstance(failure, subprocess.TimeoutExpired):
+                raise
+            job.communicate()
+            return f"failed: it did not end within {seconds:.0f} s"
+    if job.returncode:
+        print(words[-3000:], file=sys.stderr, flush=True)
+        return f"failed: it ended with status {job.returncode}"
+    return None
+
+
+def seconds_allowed(cell: Cell) -> float:
+    return START_SECONDS + 12 * cell.samples / cell.rate
+
+
+@contextmanager
+def quotas(cell: Cell) -> Iterator[Path | None]:
+    """One cgroup a rank, where devices are really throttled."""
+    if cell.scenario.cluster is not None:
+        yield None
+        return
+    percents = [CPU_PERCENT[cell.fastest]] if cell.peer == "alone" else CPU_PERCENT
+    parent = CGROUPS / f"hetsync-peers-{os.getpid()}"
+    groups = [parent / f"rank-{rank}" for rank in range(len(percents))]
+    parent.mkdir()
+    try:
+        for group, percent in zip(groups, percents, strict=True):
+            group.mkdir()
+            (group / "cpu.cfs_period_us").write_text(str(CGROUP_PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(CGROUP_PERIOD_US * percent // 100))
+        yield parent
+    finally:
+        for group in [*groups, parent]:
+            if group.exists():
+                group.rmdir()

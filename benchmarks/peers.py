@@ -1,0 +1,233 @@
+"""HetSync beside what users would pick instead: the same jobs, one after the other, and the truth in tables.
+
+    python benchmarks/peers.py --quick                      three clusters, short jobs
+    python benchmarks/peers.py --repetitions 3 --tune       everything: hours
+
+Every job is a process a rank under mpirun, one thread each. Within one repetition all peers run once on each cluster,
+one after the other, so that a drift of the machine meets them alike. docs/benchmarks.md says what is measured how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mpi4py
+import torch
+from peer_cells import (
+    CPU_PERCENT,
+    HETSYNC,
+    PEERS,
+    WORKLOADS,
+    Cell,
+    Scenario,
+    Workload,
+    equal_rate,
+    ideal_rate,
+    phases,
+    scenarios,
+)
+from peer_report import Record, final_metric, markdown, overruns, plots, rate, until_target
+from peer_start import Starter
+
+from hetsync import __version__
+from hetsync.disk import write_atomically
+from hetsync.errors import UserError
+
+QUICK_CLUSTERS = ("v100-p100-k80", "heavy-jitter", "homogeneous")
+QUICK_PEERS = ("ddp-equal", "ddp-by-speed", "post-local-sgd", *HETSYNC)
+TUNE_FACTORS = (0.5, 1.0, 2.0, 4.0)  # of the workload's learning rate, for each peer alike
+TUNE_CLUSTER = "v100-p100-k80"
+TUNE_SEED = 1000  # no comparison uses its order of samples
+
+LearningRates = dict[str, dict[str, float]]  # by workload and peer
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("results/peers"), help="folder for JSON, Markdown, plots")
+    parser.add_argument("--quick", action="store_true", help="a few peers and clusters, short jobs")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, metavar="PEER", help=", ".join(PEERS))
+    parser.add_argument("--clusters", nargs="+", metavar="CLUSTER", help=", ".join(scenarios(None)))
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["digits"], help="default: digits")
+    parser.add_argument("--repetitions", type=int, default=1, help="each with a seed of its own: 0, 1, ...")
+    parser.add_argument("--traces", type=Path, help="folder with Alibaba's job_1_norm.csv")
+    parser.add_argument("--data", type=Path, help="folder with cifar10 and ptb, as their data sets want them")
+    parser.add_argument("--torchft-python", help="interpreter of an environment with torchft and HetSync")
+    parser.add_argument("--tune", action="store_true", help="first choose each peer's learning rate")
+    parser.add_argument("--learning-rates", type=Path, help="learning-rates.json of an earlier --tune")
+    return parser.parse_args()
+
+
+def choose(options: argparse.Namespace) -> tuple[dict[str, Scenario], tuple[str, ...]]:
+    """Clusters and peers as asked for."""
+    known = scenarios(options.traces)
+    names = options.clusters or (QUICK_CLUSTERS if options.quick else known)
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"--clusters has {', '.join(unknown)}: choose from {', '.join(known)}")
+    peers = options.peers or (QUICK_PEERS if options.quick else PEERS)
+    return {name: known[name] for name in names}, tuple(peers)
+
+
+def size_of(workload: Workload, quick: bool) -> tuple[int, float]:
+    """Samples of a job, and samples/s of the emulated cluster."""
+    return (workload.quick_samples, workload.quick_rate) if quick else (workload.samples, workload.rate)
+
+
+# Jobs.
+
+
+def measure(
+    options: argparse.Namespace, starter: Starter, rates: LearningRates, records: list[dict[str, Any]]
+) -> Iterator[None]:
+    """Interleaved: each repetition runs every cell once; yields after each."""
+    clusters, peers = choose(options)
+    for seed in range(options.repetitions):
+        for name in options.workloads:
+            workload = WORKLOADS[name]
+            samples, rate_all = size_of(workload, options.quick)
+            for cluster, scenario in clusters.items():
+                base = Cell(workload, cluster, scenario, "alone", seed, samples, rate_all)
+                stretches = phases(scenario, rate_all) if scenario.cluster else solo_rates(starter, base)
+                for peer in peers:
+                    cell = replace(base, peer=peer, learning_rate=rates.get(name, {}).get(peer))
+                    outcome = {"missing": stretches} if isinstance(stretches, str) else starter.run(cell)
+                    records.append(record(cell, outcome, stretches))
+                    tell(records[-1])
+                    yield
+
+
+def solo_rates(starter: Starter, base: Cell) -> list[list[float]] | str:
+    """What each throttled rank reaches alone, which nobody knows without measuring; or why that cannot be had."""
+    rates = []
+    for rank, percent in enumerate(CPU_PERCENT):
+        samples = math.ceil(base.samples * percent / sum(CPU_PERCENT) / 2)
+        outcome = starter.run(replace(base, solo_rank=rank, samples=samples))
+        if "missing" in outcome:
+            return str(outcome["missing"])
+        rates.append(outcome["result"]["samples"] / outcome["result"]["train_seconds"])
+    return [rates]
+
+
+def record(cell: Cell, outcome: Mapping[str, Any], stretches: list[list[float]] | str) -> dict[str, Any]:
+    """What is kept of a job, with what it is measured against."""
+    workload = cell.workload
+    known = not isinstance(stretches, str)
+    references = {"ideal": ideal_rate(stretches), "equal": equal_rate(stretches)} if known else {}
+    return {
+        "workload": workload.name,
+        "cluster": cell.cluster,
+        "title": cell.scenario.title,
+        "peer": cell.peer,
+        "seed": cell.seed,
+        "learning_rate": cell.learning_rate or workload.learning_rate,
+        "target": list(workload.target),
+        "falling": workload.falling,
+        **references,
+        **outcome,
+    }
+
+
+def tell(job: Record) -> None:
+    where = f"seed {job['seed']}  {job['workload']}  {job['cluster']}  {job['peer']}"
+    if "missing" in job:
+        print(f"{where}: {job['missing']}", flush=True)
+        return
+    speed, metric = rate(job) or 0.0, job["target"][0]
+    print(f"{where}: efficiency {speed / job['ideal']:.3f}  {metric} {final_metric(job):.4f}", flush=True)
+    if overruns(job) > 0.02:
+        print(f"careful: {overruns(job):.1%} of slices overran", file=sys.stderr, flush=True)
+
+
+# Learning rates.
+
+
+def tune(options: argparse.Namespace, starter: Starter) -> LearningRates:
+    """For each peer the rate that needs the fewest samples to the target, or else ends best."""
+    _, peers = choose(options)
+    scenario = scenarios(None)[TUNE_CLUSTER]
+    chosen: LearningRates = {}
+    for name in options.workloads:
+        workload = WORKLOADS[name]
+        samples, rate_all = size_of(workload, options.quick)
+        base = Cell(workload, TUNE_CLUSTER, scenario, "alone", TUNE_SEED, samples, rate_all)
+        chosen[name] = {}
+        for peer in peers:
+            tried: dict[float, Record] = {}
+            for factor in TUNE_FACTORS:
+                cell = replace(base, peer=peer, learning_rate=factor * workload.learning_rate)
+                job = record(cell, starter.run(cell), phases(scenario, rate_all))
+                if "result" in job:
+                    tried[cell.learning_rate or 0.0] = job
+            if tried:
+                chosen[name][peer] = min(tried, key=lambda rate: badness(tried[rate]))
+                print(f"tuned  {name}  {peer}: {chosen[name][peer]:g}", flush=True)
+    return chosen
+
+
+def badness(job: Record) -> tuple[float, float]:
+    """Less is better: samples to the target, then the final metric. Diverged jobs come last."""
+    samples = until_target(job, "samples")
+    final = final_metric(job)
+    assert final is not None
+    worse = final if job["falling"] else -final
+    return (math.inf if samples is None else samples, math.inf if math.isnan(worse) else worse)
+
+
+# Results.
+
+
+def machine() -> dict[str, Any]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        processor = platform.processor()
+    versions = {"hetsync": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    return {"processor": processor, "cores": os.cpu_count(), **versions, "mpi4py": mpi4py.__version__}
+
+
+def write(records: list[dict[str, Any]], output: Path) -> None:
+    """Everything measured so far: an interrupted benchmark keeps it."""
+    command = " ".join(["python", "benchmarks/peers.py", *sys.argv[1:]])
+    kept = {"command": command, "machine": machine(), "jobs": records}
+    write_atomically(output / "peers.json", json.dumps(kept, indent=1))
+    write_atomically(output / "peers.md", markdown(records))
+
+
+def main() -> None:
+    options = parse()
+    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        choose(options)
+    except UserError as mistake:
+        sys.exit(f"peers: {mistake}")
+    starter = Starter(options.data, options.torchft_python)
+    rates: LearningRates = json.loads(options.learning_rates.read_text()) if options.learning_rates else {}
+    if options.tune:
+        rates = tune(options, starter)
+        write_atomically(options.output / "learning-rates.json", json.dumps(rates, indent=1))
+    records: list[dict[str, Any]] = []
+    try:
+        for _ in measure(options, starter, rates, records):
+            write(records, options.output)
+    except KeyboardInterrupt:
+        print(f"interrupted: {len(records)} jobs are in {options.output}", file=sys.stderr)
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no plots: matplotlib is not installed (extra bench)", file=sys.stderr)
+    elif any("result" in job for job in records):
+        plots(records, options.output)
+    print(markdown(records))
+
+
+if __name__ == "__main__":
+    main()
