@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import jsonargparse
 import yaml
+from jsonargparse.typing import PositiveInt
 
 from hetsync import __version__
 from hetsync.config import Config, RunConfig
@@ -150,13 +151,13 @@ def train(plane: Plane, config: Config, resume: Path | None, stop: StopSignal) -
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `hetsync VERB`."""
     words = list(sys.argv[1:] if argv is None else argv)
-    verbs = {"profile": profile_main, "data": data_main}
+    verbs = {"profile": profile_main, "data": data_main, "simulate": simulate_main}
     if words and words[0] in verbs:
         verbs[words[0]](words[1:])
     asked = bool(words) and words[0] in ("-h", "--help")
     usage = (
         "usage: hetsync VERB ...; verbs: profile (measure the ranks of this job and write a cluster profile),"
-        " data (check or download data sets); to train, see hetsync-train --help"
+        " data (check or download data sets), simulate (a job on a virtual cluster); to train, see hetsync-train --help"
     )
     if not asked:
         end_early(usage)
@@ -212,6 +213,26 @@ def data_main(argv: Sequence[str]) -> NoReturn:
 class _DataParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         end_early(f"{message}; see {self.prog} --help")
+
+
+def simulate_main(argv: Sequence[str]) -> NoReturn:
+    """`hetsync simulate`, on one process."""
+    with _early_mistakes():
+        parser = make_parser("hetsync simulate", "Simulate a training job on the cluster that --emulate names.")
+        parser.add_argument("--ranks", type=PositiveInt, help="Ranks; null takes one for each device of the profile.")
+        parser.add_argument("--gradients", action="store_true", help="Train the recipe's model on every virtual rank.")
+        parser.add_argument("--script", metavar="FILE", help="YAML list of slow-downs, leaves and joins.")
+        parser.add_argument("--calibrate", metavar="RUN", help="Model progress as it was in this run folder.")
+        config, asked = parse_recipe(parser, argv)
+        from hetsync.simulate.command import simulate
+
+        paths = [None if path is None else Path(path) for path in (asked.script, asked.calibrate)]
+        try:
+            simulate(config, asked.ranks, asked.gradients, *paths)
+        except KeyboardInterrupt:
+            complain("interrupted")
+            sys.exit(INTERRUPTED)
+    sys.exit(0)
 
 
 def on_all_ranks(run: RunConfig, job: Callable[[Plane], int]) -> int:

@@ -17,6 +17,7 @@ from hetsync.data import Data
 from hetsync.data.sets.multi30k import multi30k
 from hetsync.data.sets.ptb import ptb
 from hetsync.data.sets.synthetic_city import synthetic_city
+from hetsync.disk import write_atomically
 
 CLASSES = 3
 SAMPLES = 32
@@ -42,17 +43,22 @@ def sentences(seed: int, count: int) -> list[str]:
     return [" ".join(draw.choices("abcdef", k=draw.randint(3, 9))) for _ in range(count)]
 
 
+def write_lines(path: Path, lines: list[str]) -> None:
+    """Every rank writes the same, while others may read."""
+    write_atomically(path, "\n".join(lines) + "\n")
+
+
 def text(folder: Path) -> Data:
     for split in ("train", "valid", "test"):  # rare words are <unk> in the real text
-        (folder / f"ptb.{split}.txt").write_text("\n".join([*sentences(3, 8 * SAMPLES), "a <unk>"]) + "\n")
+        write_lines(folder / f"ptb.{split}.txt", [*sentences(3, 8 * SAMPLES), "a <unk>"])
     return ptb(str(folder), window=8, context=4)
 
 
 def pairs(folder: Path) -> Data:
     for split in ("train", "test_2016_flickr"):
         lines = sentences(5, SAMPLES)
-        (folder / f"{split}.lc.norm.tok.en").write_text("\n".join(lines) + "\n")
-        (folder / f"{split}.lc.norm.tok.de").write_text("\n".join(line.upper() for line in lines) + "\n")
+        write_lines(folder / f"{split}.lc.norm.tok.en", lines)
+        write_lines(folder / f"{split}.lc.norm.tok.de", [line.upper() for line in lines])
     return multi30k(str(folder))
 
 

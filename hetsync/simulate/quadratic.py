@@ -1,0 +1,201 @@
+"""Progress without gradients: the noisy quadratic model (Zhang et al. 2019, "Which algorithmic choices matter at which
+batch sizes?", section 2) under HetSync's own rules of merging.
+
+The loss is floor + ½ Σ h_j w_j² with curvatures h_j = h_1 / j. The gradient of n samples is h_j w_j plus normal noise
+of variance c_j / n, c proportional to h. A rank's inner steps, the weight of its addend, what it keeps while a sum is
+on its way, and the averages at a drain are those of `sync/deltas.py`, on a handful of numbers instead of a model: so K,
+D, the batch and staleness cost what they cost there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hetsync.config import Config
+from hetsync.data.ledger import length
+from hetsync.simulate.learner import Learner
+from hetsync.sync.messages import Piece
+
+DIMENSIONS = 16
+DRAWS = 4096  # at a time
+
+Row = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """A noisy quadratic.
+
+    Args:
+        first_loss: Loss at the start.
+        floor: Loss that no amount of training falls below.
+        curvature: h_1, the largest curvature, in units of 1 / learning rate.
+        noise_scale: Gradient noise scale at the start in samples: the variance of one sample's gradient, summed over
+            weights, over the squared norm of the mean gradient (McCandlish et al. 2018, "An empirical model of
+            large-batch training", equation 2.9).
+    """
+
+    first_loss: float
+    floor: float
+    curvature: float
+    noise_scale: float
+
+    @property
+    def curvatures(self) -> Row:
+        return self.curvature / np.arange(1.0, DIMENSIONS + 1)
+
+    @property
+    def first_weights(self) -> Row:
+        """Alike in all dimensions, as in Zhang et al."""
+        excess = self.first_loss - self.floor
+        return np.full(DIMENSIONS, (2 * excess / self.curvatures.sum()) ** 0.5)
+
+    @property
+    def variances(self) -> Row:
+        """c, of one sample's gradient."""
+        squared_norm = float(((self.curvatures * self.first_weights) ** 2).sum())
+        return self.noise_scale * squared_norm * self.curvatures / self.curvatures.sum()
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The optimizer, as the model sees it. Adam's steps count as momentum's of the same learning rate."""
+
+    learning_rate: float
+    momentum: float
+    outer_learning_rate: float = 1.0
+    outer_momentum: float = 0.0
+
+    @staticmethod
+    def of(config: Config) -> Steps:
+        momentum = config.optimizer.momentum if config.optimizer.name == "sgd" else 0.0
+        outer = config.sync.outer
+        if outer.name == "identity":
+            return Steps(config.optimizer.learning_rate, momentum)
+        return Steps(config.optimizer.learning_rate, momentum, outer.learning_rate, outer.momentum)
+
+
+class NoisyQuadratic(Learner):
+    """Arrays have one row a rank and one column a dimension (RJ)."""
+
+    learns = True
+
+    def __init__(self, landscape: Landscape, config: Config, ranks: int, total_samples: int) -> None:
+        self.landscape = landscape
+        self._steps = Steps.of(config)
+        self._schedule = config.schedule
+        self._batch = config.data.batch_size
+        self._total = total_samples
+        self._h = landscape.curvatures
+        self._deviations = np.sqrt(landscape.variances)
+        self._anchors = {-1: landscape.first_weights}  # after the newest rounds, by number
+        self._newest = -1
+        self._outer_velocity = np.zeros(DIMENSIONS)
+        self._base_RJ = np.tile(landscape.first_weights, (ranks, 1))  # the anchor that a rank has taken over
+        # Local weights are base + own. What is finished and in no round yet is pending; what a round carries flies;
+        # what has landed on the rank, and leaves its own progress with the next apply, is merged.
+        self._own_RJ, self._pending_RJ, self._flying_RJ, self._merged_RJ, self._velocity_RJ = (
+            np.zeros((ranks, DIMENSIONS)) for _ in range(5)
+        )
+        self._landed = [-1] * ranks  # the newest round that has landed on a rank
+        self._flight = [0] * ranks  # the round in which a rank's contribution flies
+        self._rates = [0.0] * ranks
+        self._samples, self._inner_steps = [0] * ranks, [0] * ranks  # that are pending
+        self._step = np.zeros(DIMENSIONS)  # the round's sum, as far as it is loaded
+        self._gradient = np.zeros(DIMENSIONS)  # summed over the samples of a synchronous round
+        self._random = np.random.default_rng(config.run.seed)
+        self._noise: Iterator[Row] = iter(())
+
+    @property
+    def anchor(self) -> Row:
+        return self._anchors[self._newest]
+
+    def _draw(self) -> Row:
+        drawn = next(self._noise, None)
+        if drawn is None:
+            self._noise = iter(self._random.standard_normal((DRAWS, DIMENSIONS)))
+            drawn = next(self._noise)
+        return drawn
+
+    def begin(self, rank: int, piece: Piece) -> None:
+        self._rates[rank] = self._steps.learning_rate * self._schedule.factor(piece.position, self._total)
+
+    def slice(self, rank: int, piece: Piece, index: int) -> float:
+        samples = length(piece.slices[index])
+        weights = self._base_RJ[rank] + self._own_RJ[rank]
+        gradient = self._h * weights + samples**-0.5 * self._deviations * self._draw()
+        if piece.synchronous_round is None:
+            self._velocity_RJ[rank] = self._steps.momentum * self._velocity_RJ[rank] + gradient
+            self._own_RJ[rank] -= self._rates[rank] * self._velocity_RJ[rank]
+        else:
+            self._gradient += samples * gradient
+        return self._loss(weights)
+
+    def _loss(self, weights: Row) -> float:
+        return self.landscape.floor + 0.5 * float(self._h @ (weights * weights))
+
+    def finish(self, rank: int, piece: Piece) -> None:
+        if piece.synchronous_round is None:
+            self._pending_RJ[rank] = self._own_RJ[rank] - self._flying_RJ[rank]
+            self._samples[rank] += piece.samples
+            self._inner_steps[rank] += len(piece.slices)
+
+    def load(self, rank: int, drain: bool) -> None:
+        self._step += self._samples[rank] / (self._inner_steps[rank] * self._batch) * self._pending_RJ[rank]
+        self._flying_RJ[rank] = self._pending_RJ[rank]
+        self._flight[rank] = self._newest + 1
+        self._samples[rank] = self._inner_steps[rank] = 0
+
+    def add(self, number: int, contributors: Sequence[int], drain: bool) -> None:
+        self._outer_velocity = self._steps.outer_momentum * self._outer_velocity + self._step
+        moved = self._step + self._steps.outer_momentum * self._outer_velocity
+        self._move(number, self.anchor + self._steps.outer_learning_rate * moved)
+        self._step = np.zeros(DIMENSIONS)
+
+    def _move(self, number: int, anchor: Row) -> None:
+        """The round before has landed everywhere, but not every rank has taken it over."""
+        self._anchors = {self._newest: self.anchor, number: anchor}
+        self._newest = number
+
+    def land(self, rank: int, number: int) -> None:
+        self._landed[rank] = number
+        if self._flight[rank] <= number:
+            self._merged_RJ[rank] += self._flying_RJ[rank]
+            self._flying_RJ[rank] = 0
+
+    def apply(self, rank: int) -> None:
+        self._base_RJ[rank] = self._anchors[self._landed[rank]]
+        self._own_RJ[rank] -= self._merged_RJ[rank]
+        self._merged_RJ[rank] = 0
+
+    def settle(self) -> None:
+        self._base_RJ[:] = self.anchor
+        for array_RJ in (self._own_RJ, self._pending_RJ, self._flying_RJ, self._merged_RJ):
+            array_RJ[:] = 0
+
+    def reduce(self, number: int, round_samples: int) -> None:
+        """All ranks make the same step, so it is made once; at a momentum that all of them share."""
+        velocity = self._steps.momentum * self._velocity_RJ[0] + self._gradient / round_samples
+        self._velocity_RJ[:] = velocity
+        self._move(number, self.anchor - self._rates[0] * velocity)
+        self._base_RJ[:] = self.anchor
+        self._gradient = np.zeros(DIMENSIONS)
+
+    def rest(self, samples: Mapping[int, int], applied: int, synchronous: bool) -> None:
+        total = sum(samples.values())
+        if not synchronous and total:
+            ranks = list(samples)
+            weights = np.array([samples[rank] for rank in ranks]) / total
+            self._velocity_RJ[:] = weights @ self._velocity_RJ[ranks]
+
+    def evaluate(self) -> dict[str, float]:
+        return {"loss": self._loss(self.anchor)}
+
+    @property
+    def noise_scale(self) -> float:
+        squared_norm = float(((self._h * self.anchor) ** 2).sum())
+        return float((self._deviations**2).sum()) / max(squared_norm, 1e-300)

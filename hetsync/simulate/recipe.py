@@ -1,0 +1,76 @@
+"""From a recipe and a cluster profile to what is simulated."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from hetsync import data, models
+from hetsync.config import Config
+from hetsync.data import Data
+from hetsync.emulate import SHORTEST_SLICE_SECONDS, emulated_rates
+from hetsync.profiling.cluster import Cluster
+from hetsync.profiling.device import memory_cap
+from hetsync.profiling.measure import loss_on
+from hetsync.session import RankProfile
+from hetsync.simulate.scenario import Scenario, Traffic
+from hetsync.slicing import StepTime
+from hetsync.sync.members import Milestone
+
+
+def build(config: Config) -> tuple[Data, torch.nn.Module]:
+    """The recipe's data and its model with the first weights, as the trainer makes them."""
+    torch.manual_seed(config.run.seed)
+    built = data.build(config.data.name, config.data.options)
+    return built, models.build_for(built, config.model.name, config.model.options)
+
+
+def scenario_of(config: Config, cluster: Cluster, ranks: int | None, built: Data, model: torch.nn.Module) -> Scenario:
+    """What a recipe says, on a cluster whose devices repeat where there are more ranks."""
+    run, ranks = config.run, ranks or cluster.size
+    cluster = scaled(cluster, ranks)
+    total = run.samples or round(run.epochs * len(built.train))  # type: ignore[arg-type]
+    return Scenario(
+        cluster,
+        profiles(config, cluster, ranks, model, built),
+        config.sync,
+        config.data.batch_size,
+        total,
+        lambda position: _next_milestone(position, total, run.evaluate_every),
+        run.seed,
+        Traffic.of(model, config.sync.bucket_bytes),
+    )
+
+
+def _next_milestone(position: int, total: int, evaluate_every: int | None) -> Milestone:
+    due = (position // evaluate_every + 1) * evaluate_every if evaluate_every else total
+    return Milestone(due, "evaluation") if due < total else Milestone(total, "end", True)
+
+
+def scaled(cluster: Cluster, ranks: int) -> Cluster:
+    """The cluster with its devices repeated, in order, until there is one for every rank."""
+    copies = -(-ranks // cluster.size)
+    return dataclasses.replace(cluster, devices=cluster.devices * copies)
+
+
+def profiles(
+    config: Config, cluster: Cluster, ranks: int, model: torch.nn.Module | None = None, built: Data | None = None
+) -> list[RankProfile]:
+    """What `hetsync-train --emulate` would find, without measuring this machine.
+
+    Where neither the profile nor `emulation.samples_per_second` tells the cluster's speed, a slice takes 0.1 s: the
+    shortest that an emulation of it would have. Memory caps need the model and its data.
+    """
+    affordable = config.data.batch_size / SHORTEST_SLICE_SECONDS
+    rates = emulated_rates(cluster, ranks, config.model.name, config.emulation.samples_per_second, affordable)
+    caps: dict[int | None, int | None] = {None: None}
+    out = []
+    for rank, rate in enumerate(rates):
+        group = cluster.device_of(rank)
+        limit = group.memory_bytes
+        if limit not in caps and model is not None and built is not None:
+            forward = loss_on(model, built, torch.device("cpu"))
+            caps[limit] = memory_cap(model, forward, torch.device("cpu"), ranks, limit_bytes=limit)
+        out.append(RankProfile(f"{group.name} (simulated)", "", StepTime(0.0, 1 / rate), True, caps.get(limit)))
+    return out

@@ -1,0 +1,295 @@
+"""The virtual cluster's clock: closed forms, draws, books, scripts, stepping. No MPI, no gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetsync.config import SyncConfig
+from hetsync.emulate import EmulatedDevice, emulated_device
+from hetsync.errors import UserError
+from hetsync.profiling.cluster import Cluster, DeviceGroup, Link, LognormalJitter, Slowdown
+from hetsync.session import RankProfile
+from hetsync.simulate import Change, Runtime, Scenario, Simulation, Traffic
+from hetsync.simulate.node import VirtualDevice
+from hetsync.simulate.recipe import scaled
+from hetsync.slicing import StepTime
+from hetsync.sync.members import Milestone
+from hetsync.sync.messages import Settings
+
+FREE = Runtime(0.0, 0.0, 0.0, 0.0, 0.0)
+LOOKS = 1e-3  # what looks may cost without naps: they are never shorter than 50 µs
+
+
+def scenario(
+    rates: list[float],
+    total: int = 4000,
+    batch: int = 80,
+    jitter: float = 0.0,
+    link: Link | None = None,
+    runtime: Runtime = FREE,
+    every: int | None = None,
+    seed: int = 0,
+    events: tuple[Slowdown, ...] = (),
+    **sync,
+) -> Scenario:
+    devices = tuple(DeviceGroup(f"device {rate}", 1, rate) for rate in rates)
+    cluster = Cluster("test", "made up", devices, link, LognormalJitter(jitter) if jitter else None, events)
+    ranks = [RankProfile("device", "", StepTime(0.0, 1 / rate), True) for rate in rates]
+
+    def milestones(position: int) -> Milestone:
+        due = (position // every + 1) * every if every else total
+        return Milestone(due, "evaluation") if due < total else Milestone(total, "end", True)
+
+    return Scenario(cluster, ranks, SyncConfig(**sync), batch, total, milestones, seed, Traffic(), runtime)
+
+
+def finished(*arguments, script=(), **keywords) -> Simulation:
+    simulation = Simulation(scenario(*arguments, **keywords), script=script)
+    simulation.advance()
+    assert simulation.ended
+    assert simulation.policy.ledger.applied == simulation.scenario.total_samples
+    return simulation
+
+
+# Closed forms.
+
+
+@pytest.mark.parametrize("delay_bound", [0, 4])
+def test_one_rank_takes_what_its_device_takes(delay_bound: int) -> None:
+    simulation = finished([100.0], delay_bound=delay_bound)
+    assert simulation.now == pytest.approx(4000 / 100, abs=50 * LOOKS)
+    assert simulation.observe().efficiency == pytest.approx(1.0, rel=0.01)
+
+
+def test_equal_shares_in_lockstep_go_at_the_slowest_devices_pace() -> None:
+    simulation = finished([40.0, 20.0, 10.0, 10.0], delay_bound=0, shares="equal", rebalance=False)
+    assert simulation.now == pytest.approx(50 * 20 / 10, rel=0.01)
+    assert simulation.policy.version == 51  # 50 steps and the drain
+    assert set(simulation.policy.staleness) == {0}
+    fastest = simulation.nodes[0]
+    assert fastest.wait_seconds == pytest.approx(0.75 * simulation.now, rel=0.01)
+
+
+def test_delayed_mode_does_not_wait_for_the_link_where_lockstep_does() -> None:
+    half = Link(compute_fraction=0.5)
+    lockstep = finished([40.0, 20.0, 10.0, 10.0], link=half, delay_bound=0)
+    delayed = finished([40.0, 20.0, 10.0, 10.0], link=half, delay_bound=4)
+    assert lockstep.now == pytest.approx(50 * 1.5, rel=0.01)  # of seconds a slice; one bucket, after the slice
+    assert delayed.observe().efficiency > 0.93
+    assert delayed.observe().communication_share == 0.0  # nothing since the last look
+
+
+def test_buckets_travel_while_backward_runs() -> None:
+    one = scenario([10.0, 10.0], delay_bound=0, link=Link(bytes_per_second=1e3))
+    whole = dataclasses.replace(one, traffic=Traffic(1000, (1000,)))
+    parts = dataclasses.replace(one, traffic=Traffic(1000, (900, 100)))
+    assert whole.link_seconds(1000, (40, 40)) == pytest.approx(4.0)  # 4,000 bytes, each rank carries them once
+    ends = []
+    for each in (whole, parts):
+        simulation = Simulation(each)
+        simulation.advance()
+        ends.append(simulation.now)
+    # A slice takes 4 s. The first bucket is full after (1 + 2 · 0.9) / 3 of it and takes 3.6 s, the second 0.4 s.
+    assert ends[0] == pytest.approx(50 * (4 + 4), rel=0.01)
+    assert ends[1] == pytest.approx(50 * (4 * 2.8 / 3 + 3.6 + 0.4), rel=0.01)
+
+
+def test_what_the_runtime_takes_is_taken() -> None:
+    plain = finished([10.0, 10.0], delay_bound=0).now
+    dear = finished([10.0, 10.0], delay_bound=0, runtime=dataclasses.replace(FREE, slice_seconds=0.5)).now
+    assert dear == pytest.approx(plain + 50 * 0.5, rel=0.01)
+    stepping = finished([10.0, 10.0], delay_bound=0, runtime=dataclasses.replace(FREE, step_seconds=0.25)).now
+    assert stepping == pytest.approx(plain + 50 * 0.25, rel=0.01)
+
+
+# Draws.
+
+
+@given(st.integers(0, 5), st.integers(0, 3), st.lists(st.integers(1, 50), min_size=1, max_size=30))
+def test_a_virtual_device_takes_what_the_emulated_one_takes(seed: int, rank: int, sizes: list[int]) -> None:
+    events = (Slowdown(1, 2.5, 40, 200), Slowdown(1, 2.0, 100), Slowdown(2, 3.0, 0))
+    cluster = Cluster("test", "", (DeviceGroup("d", 4),), None, LognormalJitter(0.5), events)
+    real: EmulatedDevice = emulated_device(cluster, rank, 20.0, seed)
+    real._clock, real._sleep = (lambda: 0.0), (lambda seconds: None)
+    virtual = VirtualDevice(cluster, rank, 20.0, seed)
+    for size in sizes:
+        real.begin(size)
+        assert virtual.seconds(size) == pytest.approx(real.end(), rel=1e-12)
+
+
+def course(simulation: Simulation) -> tuple[object, ...]:
+    policy = simulation.policy
+    return simulation.now, policy.version, sorted(policy.staleness.items()), sorted(policy.samples_by_rank.items())
+
+
+def test_a_seed_fixes_the_course_of_things() -> None:
+    def jittery(seed: int) -> tuple[object, ...]:
+        return course(finished([40.0, 20.0, 10.0], jitter=0.5, runtime=Runtime(), seed=seed))
+
+    assert jittery(1) == jittery(1)
+    assert jittery(1) != jittery(2)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rates=st.lists(st.floats(5.0, 80.0), min_size=1, max_size=6),
+    delay_bound=st.sampled_from([0, 1, 2, 4, None]),
+    quorum=st.sampled_from([0.1, 0.25, 1.0]),
+    accumulation=st.integers(1, 3),
+    jitter=st.sampled_from([0.0, 0.7]),
+    link=st.sampled_from([None, Link(compute_fraction=0.8), Link(0.2)]),
+    every=st.sampled_from([None, 130, 500]),
+    naps=st.sampled_from([FREE, Runtime(), Runtime(0.3, 0.1, 0.2, 2.0, 1.0)]),
+)
+def test_every_sample_is_applied_once_and_within_the_bound(naps, **job) -> None:
+    """The policy raises where it is told what cannot be; the ledger is checked at every drain."""
+    simulation = finished(total=1000, batch=40, runtime=naps, **job)
+    policy = simulation.policy
+    bound = job["delay_bound"]
+    assert bound is None or max(policy.staleness) <= bound
+    assert sum(policy.samples_by_rank.values()) == 1000 == sum(node.samples for node in simulation.nodes.values())
+    busy = [node.compute_seconds + node.wait_seconds for node in simulation.nodes.values()]
+    assert max(busy) <= simulation.now * (1 + 1e-9)
+
+
+def test_devices_repeat_beyond_the_profile() -> None:
+    cluster = Cluster("test", "", (DeviceGroup("a", 2), DeviceGroup("b", 1)))
+    assert [scaled(cluster, 7).device_of(rank).name for rank in range(7)] == [*"aab", *"aab", "a"]
+
+
+# Stepping.
+
+
+def test_advance_by_rounds_by_seconds_and_to_the_end() -> None:
+    simulation = Simulation(scenario([40.0, 20.0, 10.0], runtime=Runtime()))
+    simulation.advance(rounds=5)
+    assert simulation.policy.version == 5
+    before = simulation.now
+    simulation.advance(seconds=1.5)
+    assert simulation.now == before + 1.5
+    simulation.advance()
+    assert simulation.ended
+    end = simulation.now
+    simulation.advance(rounds=1)
+    assert simulation.now == end
+
+
+def test_stepping_does_not_change_the_course() -> None:
+    straight = finished([40.0, 20.0, 10.0], jitter=0.5, runtime=Runtime())
+    simulation = Simulation(straight.scenario)
+    dice = random.Random(0)
+    while not simulation.ended:
+        simulation.advance(seconds=dice.random())
+        simulation.observe()
+    assert course(simulation)[1:] == course(straight)[1:]
+
+
+def test_windows_add_up() -> None:
+    simulation = Simulation(scenario([40.0, 20.0, 10.0], jitter=0.5, runtime=Runtime()))
+    windows = []
+    while not simulation.ended:
+        simulation.advance(rounds=10)
+        windows.append(simulation.observe())
+    assert sum(window.samples for window in windows) == 4000
+    assert sum(window.seconds for window in windows) == pytest.approx(simulation.now)
+    assert sum(window.rounds for window in windows) == simulation.policy.version
+    assert windows[-1].progress == 1.0
+    assert all(0 <= window.waiting_share <= 1 and window.communication_share >= 0 for window in windows)
+    assert windows[0].jitter > 0.2
+    assert windows[0].losses == ()  # timing only
+
+
+def test_tuning_changes_what_is_handed_out() -> None:
+    simulation = Simulation(scenario([40.0, 20.0, 10.0], total=8000, delay_bound=4))
+    simulation.advance(rounds=20)
+    simulation.tune(Settings(1, 0.5, 3))
+    simulation.advance(rounds=20)
+    simulation.observe()
+    simulation.advance(rounds=10)
+    window = simulation.observe()
+    assert window.settings == Settings(1, 0.5, 3)
+    assert window.staleness <= 1
+    simulation.tune(Settings(0, 0.25, 1))  # drains first
+    simulation.advance(rounds=20)
+    assert simulation.policy.settings.synchronous
+    simulation.tune(Settings(4, 0.25, 1))
+    simulation.advance()
+    assert simulation.policy.ledger.applied == 8000
+
+
+def test_a_stop_comes_early_and_after_a_drain() -> None:
+    simulation = Simulation(scenario([40.0, 20.0, 10.0]))
+    simulation.advance(rounds=20)
+    simulation.request_stop()
+    simulation.advance()
+    assert simulation.stopped
+    assert simulation.ended
+    assert 0 < simulation.policy.ledger.applied < 4000
+    assert simulation.policy.ledger.applied == sum(simulation.policy.samples_by_rank.values())
+
+
+def test_rest_is_called_at_each_milestone() -> None:
+    seen = []
+    simulation = Simulation(
+        scenario([40.0, 20.0], every=1000),
+        at_rest=lambda at, drained: seen.append((at.policy.ledger.applied, drained.drain, drained.final)),
+    )
+    simulation.advance()
+    assert seen == [*((n, "evaluation", False) for n in (1000, 2000, 3000)), (4000, "end", True)]
+
+
+# Scripts.
+
+
+def test_a_slow_rank_slows_lockstep_until_it_recovers() -> None:
+    plain = finished([10.0, 10.0], delay_bound=0, rebalance=False).now
+    script = [Change(100.0, 1, "slow_by", 3.0), Change(140.0, 1, "recover")]
+    slowed = finished([10.0, 10.0], delay_bound=0, rebalance=False, script=script).now
+    # Steps take 4 s, then 12 s until the one that began before 140 s is over.
+    assert slowed == pytest.approx(plain + 4 * 8, rel=0.02)
+
+
+def test_shares_follow_a_lasting_slow_down() -> None:
+    script = [Change(60.0, 1, "slow_by", 3.0)]
+    fixed = finished([10.0, 10.0], total=16_000, delay_bound=0, rebalance=False, script=script)
+    following = finished([10.0, 10.0], total=16_000, delay_bound=0, script=script)
+    assert following.policy.members[1].share == pytest.approx(20, abs=2)
+    assert following.now < 0.75 * fixed.now
+
+
+def test_ranks_leave_and_come_back() -> None:
+    script = [Change(10.0, 2, "leave"), Change(12.0, 1, "leave"), Change(60.0, 2, "join")]
+    simulation = Simulation(scenario([40.0, 20.0, 20.0]), script=script)
+    simulation.advance(seconds=30)
+    assert set(simulation.policy.members) == {0}
+    assert set(simulation.away) == {1, 2}
+    simulation.advance()
+    assert set(simulation.nodes) == {0, 2}
+    assert simulation.policy.ledger.applied == 4000
+    assert simulation.policy.samples_by_rank[0] > 10 * 80
+    assert simulation.now > finished([40.0, 20.0, 20.0]).now
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([Change(1.0, 0, "leave")], "rank 0"),
+        ([Change(1.0, 9, "slow_by", 2.0)], "the last is 2"),
+        ([Change(1.0, 1, "join")], "which is there"),
+        ([Change(1.0, 1, "leave"), Change(2.0, 1, "slow_by", 2.0)], "which is away"),
+    ],
+)
+def test_impossible_scripts_are_refused(changes: list[Change], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Simulation(scenario([10.0, 10.0, 10.0]), script=changes)
+
+
+def test_membership_is_fixed_in_synchronous_mode() -> None:
+    simulation = Simulation(scenario([10.0, 10.0], delay_bound=0), script=[Change(1.0, 1, "leave")])
+    with pytest.raises(UserError, match=r"sync\.delay_bound"):
+        simulation.advance()
