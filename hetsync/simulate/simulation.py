@@ -70,7 +70,7 @@ class Simulation:
         self.scenario = scenario
         self._clock = Clock()
         self.learner = learner or Learner()
-                self.ended = False
+        self.ended = False
         self.stopped = False
         self.losses: list[tuple[int, float]] = []  # samples and mean loss of each piece since the last look
         self.totals = Totals()
@@ -143,13 +143,16 @@ class Simulation:
         """What has happened since the last call."""
         policy, nodes = self.policy, self.nodes.values()
         waits = sum(node.wait_seconds + node.waiting_seconds(self.now) for node in nodes) / len(nodes)
-        before, self._mark = self._mark, replace(
-            self.totals,
-            at=self.now,
-            rounds=policy.version,
-            samples=policy.ledger.applied,
-            wait_seconds=waits,
-            staleness=policy.staleness.copy(),
+        before, self._mark = (
+            self._mark,
+            replace(
+                self.totals,
+                at=self.now,
+                rounds=policy.version,
+                samples=policy.ledger.applied,
+                wait_seconds=waits,
+                staleness=policy.staleness.copy(),
+            ),
         )
         losses, self.losses = self.losses, []
         return Observation(
