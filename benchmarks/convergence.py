@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jobs import ROOT, run_job
+from local_job import ROOT, run_job
 
 RANKS = 8
 CLUSTER = "v100-p100-k80"

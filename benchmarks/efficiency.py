@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import yaml
-from jobs import ROOT, run_job
+from local_job import ROOT, run_job
 
 RANKS = 8
 BATCH = 160

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import yaml
 from convergence import CLUSTER, RANKS, WORKLOADS, Workload
-from jobs import ROOT
+from local_job import ROOT
 
 from hetsync.data import build
 from hetsync.data.ledger import split
