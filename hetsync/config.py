@@ -265,12 +265,18 @@ def import_object(key: str, path: str) -> Any:
     return found
 
 
-def call_with_options(key: str, function: Any, options: Mapping[str, Any]) -> Any:
-    """Call with a recipe's options; a wrong option is the user's mistake, said in one sentence."""
+def call_with_options(
+    key: str, function: Any, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> Any:
+    """Call with a recipe's options; a wrong option is the user's mistake, said in one sentence.
+
+    `defaults` count where the options do not say otherwise.
+    """
     import inspect
 
+    arguments = {**(defaults or {}), **options}
     try:
-        inspect.signature(function).bind(**options)
+        inspect.signature(function).bind(**arguments)
     except TypeError as error:
         raise UserError(f"{key}.options is {dict(options)}: {error}; see the arguments of {function}") from error
-    return function(**options)
+    return function(**arguments)
