@@ -25,7 +25,7 @@ Blow = Callable[["subprocess.Popen[str]"], None]
 CLUSTER = "name: two\nsource: none\ndevices: [{name: a, speed: 2}, {name: b, speed: 1}]\n"
 
 
-def recipe(folder: Path, bound: int) -> list[str]:
+def recipe(folder: Path, bound: int, batch_norm: bool) -> list[str]:
     """Emulated devices make it last some seconds, whatever machine this is."""
     (folder / "two.yaml").write_text(CLUSTER)
     return [
@@ -33,7 +33,7 @@ def recipe(folder: Path, bound: int) -> list[str]:
         *("--run.checkpoint_every", "300", "--run.keep_checkpoints", "2"),
         *("--emulate", "two.yaml", "--emulation.samples_per_second", "1200"),
         *("--sync.delay_bound", str(bound), "--sync.rebalance", "false"),
-        *("--model.options.batch_norm", "true"),
+        *("--model.options.batch_norm", str(batch_norm).lower()),
     ]
 
 
@@ -42,12 +42,13 @@ def final_weights(folder: Path) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A synchronous run that nobody disturbs."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    done = run(*recipe(folder, 0), folder=folder, ranks=RANKS)
-    assert done.status == 0, done.story
-    return folder
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Synchronous runs that nobody disturbs, with and without batch norm."""
+    folders = {batch_norm: tmp_path_factory.mktemp("uninterrupted") for batch_norm in (True, False)}
+    for batch_norm, folder in folders.items():
+        done = run(*recipe(folder, 0, batch_norm), folder=folder, ranks=RANKS)
+        assert done.status == 0, done.story
+    return folders
 
 
 def rank_of(pid: int) -> int | None:
@@ -102,9 +103,11 @@ def ask_mpirun_to_stop(job: subprocess.Popen[str]) -> None:
     ids=["synchronous", "delayed"],
 )
 def test_killed_resumed_stopped_and_resumed(
-    tmp_path: Path, uninterrupted: Path, bound: int, blow: Blow, ask: Blow
+    tmp_path: Path, uninterrupted: dict[bool, Path], bound: int, blow: Blow, ask: Blow
 ) -> None:
-    with started(command(*recipe(tmp_path, bound), ranks=RANKS), tmp_path) as job:
+    # With batch norm so short a run ends anywhere from 0.87 to 0.98, undisturbed, in either mode.
+    batch_norm = bound == 0
+    with started(command(*recipe(tmp_path, bound, batch_norm), ranks=RANKS), tmp_path) as job:
         strike(job, tmp_path, blow)
         done = finished(job, seconds=30)
     assert done.status not in (0, STOPPED), done.story
@@ -131,9 +134,9 @@ def test_killed_resumed_stopped_and_resumed(
     for part, begun in ((stopped, first), (summary, stopped["samples_applied"])):
         # Not one sample more than was missing.
         assert sum(rank["samples"] for rank in part["per_rank"]) == part["samples_applied"] - begun
-    expected = summary_of(uninterrupted / "run")
+    expected = summary_of(uninterrupted[batch_norm] / "run")
     if bound == 0:
-        assert final_weights(tmp_path) == final_weights(uninterrupted)
+        assert final_weights(tmp_path) == final_weights(uninterrupted[batch_norm])
         assert summary["metrics"] == expected["metrics"]
-    # So short a delayed run with batch norm ends anywhere from 0.86 to 0.98 undisturbed (four runs).
-    assert summary["metrics"]["accuracy"] > expected["metrics"]["accuracy"] - 0.2
+    # Seven undisturbed delayed runs without batch norm ended between 0.78 and 0.89, synchronous ones at 0.80.
+    assert summary["metrics"]["accuracy"] > expected["metrics"]["accuracy"] - 0.1

@@ -84,7 +84,7 @@ WORKLOADS = (
     Workload("digits_cnn", images(1, 8), {"batch_norm": True}),
     Workload("resnet18", COLOUR, {"stem": "cifar", "width": 4}),
     Workload("resnet50", COLOUR, {"stem": "cifar", "width": 4}),
-    Workload("inception_v3", COLOUR, {"width": 0.05, "image_size": 75, "dropout": 0.0}, 1e-2),
+    Workload("inception_v3", COLOUR, {"width": 0.05, "image_size": 75, "dropout": 0.0}, 4e-3, 32),
     Workload("nasnet_a_cifar", COLOUR, {**NAS, "filters": 4}, 1e-2, 6),
     Workload("nasnet_a_mobile", COLOUR, NAS, 1e-2, 6),
     Workload("nasnet_a_large", COLOUR, NAS, 1e-2, 6),
