@@ -18,7 +18,7 @@ from hetsync.session import settings_of
 from hetsync.simulate.clock import Clock, Naps
 from hetsync.simulate.learner import Learner
 from hetsync.simulate.node import Node, VirtualDevice
-from hetsync.simulate.observation import Observation, Totals
+from hetsync.control.observation import Observation, Totals
 from hetsync.simulate.records import Records
 from hetsync.simulate.rounds import DelayedRound, Looks, SynchronousRound
 from hetsync.simulate.scenario import Scenario

@@ -1,4 +1,4 @@
-"""What can be seen of a simulated job between two moments: what a controller would see of a live one."""
+"""What a controller sees of a job, live or simulated, between two moments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Observation:
     """A window, from the last look to this one. Means are over the pieces of work of the window.
 
     Args:
-        seconds: Length of the window, of virtual time.
+        seconds: Length of the window; of virtual time where simulated.
         rounds: Rounds completed in it.
         samples: Samples applied in it.
         losses: Mean training loss of each piece, in the order in which they were finished; empty with timing only.
