@@ -47,7 +47,7 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("cifar10_resnet18", "cifar10_lossless", "accuracy", 330.0),
+    Workload("cifar10_resnet18", "cifar10_lossless", "accuracy", 220.0),
     Workload("ptb_lstm_small", "ptb", "perplexity", 150.0, ("--run.samples", 12_000, "--data.batch_size", 40)),
     Workload("deeptte_chengdu", "deeptte_chengdu", "mape", 200.0),
     Workload("deeptte_synthetic_city", None, "mape", 300.0),
