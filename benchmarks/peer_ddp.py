@@ -90,16 +90,17 @@ def plan(job: Job, shares: tuple[int, ...]) -> list[Any]:
 
 def ddp_join(job: Job) -> None:
     """Slices of equal size, more of them on fast ranks; ranks that are done early shadow the others' collectives."""
-    module, config = wrap(job), job.config
-    steps = uneven(job.total, config.data.batch_size, config.run.evaluate_every, job.shares("speed"), job.rank)
-    for batches in job.segments(steps):
+    module, run, shares = wrap(job), job.config.run, job.shares("speed")
+    plans = [uneven(job.total, job.config.data.batch_size, run.evaluate_every, shares, r) for r in range(job.size)]
+    longest = [max(map(len, segments)) for segments in zip(*plans, strict=True)]
+    for batches, sums in zip(job.segments(plans[job.rank]), longest, strict=True):
         with Join([module]):
             for step, batch in batches:
                 job.backward(module, step, batch)
                 job.update()
-                job.bytes_sent += 4 * job.values
             done_at = time.monotonic()
-        job.wait_seconds += time.monotonic() - done_at  # as the others' shadow
+        job.communicated(done_at)  # as the others' shadow, which gives zeros
+        job.bytes_sent += 4 * job.values * sums
 
 
 def post_local_sgd(job: Job) -> None:

@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from peer_plan import Segment, Step
+from peer_timeline import Interval, shifted
 
 from hetsync import data, models
 from hetsync.config import Config, SyncConfig
@@ -79,8 +80,11 @@ class Pacer:
     """Stretches backward to the device's time; see the head of this file."""
 
     def __init__(self, model: torch.nn.Module, device: Device) -> None:
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        # An empty one (an embedding of no columns) would come after the slice is complete.
+        parameters = [p for p in model.parameters() if p.requires_grad and p.numel()]
         self.device = device
+        self.begun_at = 0.0
+        self.ready_at: float | None = None  # the first gradients may travel
         self.ended_at = 0.0
         self.overlaps = True  # gradients travel while backward runs; else backward is padded at its end only
         self._values = sum(p.numel() for p in parameters)
@@ -91,6 +95,7 @@ class Pacer:
 
     def begin(self, samples: int) -> None:
         self._arrived, self._bucket_ends = 0, DDP_FIRST_BUCKET_BYTES // 4
+        self.begun_at, self.ready_at = time.monotonic(), None
         self.device.begin(samples)
 
     @property
@@ -105,6 +110,7 @@ class Pacer:
         elif self.overlaps and self._arrived >= self._bucket_ends:
             self.device.pace((1 + 2 * self._arrived / self._values) / 3)
             self._bucket_ends = self._arrived + DDP_BUCKET_BYTES // 4
+            self.ready_at = self.ready_at or time.monotonic()
 
 
 class Loader:
@@ -146,6 +152,8 @@ class Job:
         self.total = config.run.samples or round(config.run.epochs * len(self.data.train))  # type: ignore[arg-type]
         self.bytes_sent = 0
         self.wait_seconds = 0.0
+        self.communication_seconds = 0.0  # a collective was under way here, beside backward or alone
+        self.timeline: list[Interval] = []
         self.train_seconds = 0.0
         self.cpu_seconds = 0.0  # of this process in training, beyond its main thread and its loader
         self.samples = 0
@@ -193,12 +201,15 @@ class Job:
             dist.barrier()
             began, cpu = time.monotonic(), self._cpu_clock()
             yield self._loader.batches(steps)
+            done_at = time.monotonic()
             dist.barrier()
-            self.train_seconds += time.monotonic() - began
+            ended = self._stood_still(done_at)
+            self.train_seconds += ended - began
             self.cpu_seconds += self._cpu_clock() - cpu
             self.samples += sum(step.samples for step in steps)
             done = sum(self.meeting.gather_objects(self.samples))
             self.evaluations.append({"samples": done, "seconds": self.train_seconds, **self.evaluate()})
+            self.timeline.append(("rest", ended, time.monotonic()))
         assert done == self.total, f"{done} of {self.total} samples were used"
 
     def _cpu_clock(self) -> float:
@@ -212,7 +223,23 @@ class Job:
         self.pacer.begin(step.samples)
         (module(batch) * (step.samples * self.size / step.batch)).backward()
         assert self.pacer.complete, "a weight has no part in the loss, so that nobody knows when backward is over"
-        self.wait_seconds += time.monotonic() - self.pacer.ended_at
+        begun, ended = self.pacer.begun_at, self.pacer.ended_at
+        self.timeline.append(("compute", begun, ended))
+        self.communicated(ended, self.pacer.ready_at or ended)
+
+    def communicated(self, alone_since: float, since: float | None = None) -> None:
+        """A collective has ended: under way `since` then, and all that this rank did since `alone_since`."""
+        began = alone_since if since is None else since
+        now = self._stood_still(alone_since)
+        self.communication_seconds += now - began
+        self.timeline.append(("sum", began, now))
+
+    def _stood_still(self, since: float) -> float:
+        """Until now, which it returns."""
+        now = time.monotonic()
+        self.wait_seconds += now - since
+        self.timeline.append(("wait", since, now))
+        return now
 
     def update(self, optimizer: Any = None) -> None:
         """The step of this optimizer, or of the job's own."""
@@ -223,10 +250,10 @@ class Job:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts the time of a collective outside backward."""
+        """A collective outside backward."""
         began = time.monotonic()
         yield
-        self.wait_seconds += time.monotonic() - began
+        self.communicated(began)
 
     # At rest.
 
@@ -251,7 +278,11 @@ class Job:
     def report(self, folder: Path) -> None:
         """Collective: this job's figures, written by rank 0; seconds and samples are those of training."""
         per_rank = self.meeting.gather_objects(self._rank_figures())
+        timelines = self.meeting.gather_objects(self.timeline)  # of one machine's clock
+        origin = min(timeline[0][1] for timeline in timelines)
         if self.rank == 0:
+            kept = [shifted(timeline, origin) for timeline in timelines]
+            write_atomically(folder / "timeline.json", json.dumps(kept))
             last = self.evaluations[-1]
             metrics = {name: value for name, value in last.items() if name not in ("samples", "seconds")}
             figures = {
@@ -269,6 +300,7 @@ class Job:
             "samples": self.samples,
             "compute_fraction": device.emulated_seconds / seconds,
             "wait_fraction": self.wait_seconds / seconds,
+            "communication_seconds": self.communication_seconds,
             "runtime_cpu_seconds": self.cpu_seconds,
             "bytes_sent": self.bytes_sent,
             "peak_bytes": peak_bytes(),

@@ -7,19 +7,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from peer_timeline import Timeline, total
+
 Record = Mapping[str, Any]
 Figure = Callable[[Record], float | None]
 REFERENCE = "hetsync-delayed"  # what the second table compares with the others
 
 
-def from_hetsync(summary: Mapping[str, Any], telemetry: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+SHARED = ("samples", "compute_fraction", "wait_fraction", "bytes_sent", "slices", "overruns")
+
+
+def from_hetsync(
+    summary: Mapping[str, Any],
+    telemetry: Iterable[Mapping[str, Any]],
+    timelines: Sequence[Timeline],
+    peak_bytes: Sequence[int],
+) -> dict[str, Any]:
     """A HetSync run's figures in the form in which peers write theirs; `telemetry` is rank 0's."""
     seconds = summary["train_seconds"]
     per_rank = [
-        {key: rank[key] for key in ("samples", "compute_fraction", "wait_fraction", "bytes_sent", "slices", "overruns")}
-        | {"runtime_cpu_seconds": rank["runtime_cpu_fraction"] * seconds}
+        {key: rank[key] for key in SHARED}
+        | {"communication_seconds": total(timeline, "sum")}
+        | {"runtime_cpu_seconds": rank["runtime_cpu_fraction"] * seconds, "peak_bytes": peak}
         | {"device_samples_per_second": rank["device_samples_per_second"]}
-        for rank in summary["per_rank"]
+        for rank, timeline, peak in zip(summary["per_rank"], timelines, peak_bytes, strict=True)
     ]
     return {
         "samples": summary["samples_applied"],
@@ -101,6 +112,12 @@ def most_waiting(record: Record) -> float | None:
     return max(float(rank["wait_fraction"]) for rank in record["result"]["per_rank"])
 
 
+def communicating(record: Record) -> float | None:
+    """The part of the time for which a collective was under way on a rank, whatever it did meanwhile: mean."""
+    seconds = statistics.mean(rank["communication_seconds"] for rank in record["result"]["per_rank"])
+    return float(seconds / record["result"]["train_seconds"])
+
+
 def megabytes_per_1000_samples(record: Record) -> float | None:
     """Payload that a rank gives to collectives."""
     ranks = record["result"]["per_rank"]
@@ -134,6 +151,7 @@ COLUMNS: Mapping[str, tuple[Figure, str]] = {
     "final": (final_metric, ".4f"),
     "devices idle": (idle, ".1%"),
     "longest blocked": (most_waiting, ".1%"),
+    "communicating": (communicating, ".1%"),
     "MB/1000 samples": (megabytes_per_1000_samples, ".2f"),
     "runtime CPU": (runtime_cpu, ".1%"),
     "peak MB": (peak_megabytes, ".0f"),

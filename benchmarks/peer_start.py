@@ -10,15 +10,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from peer_cells import CPU_PERCENT, HETSYNC, RECIPES, Cell, Workload, profile, recipe
+from peer_cells import CPU_PERCENT, HETSYNC, Cell, Workload, profile, recipe
 from peer_report import from_hetsync
+from peer_timeline import from_telemetry
 
 from hetsync import data, models
 from hetsync.profiling.cluster import save_cluster
@@ -28,21 +29,24 @@ from hetsync.profiling.measure import loss_on
 RUNNER = Path(__file__).resolve().parent / "peer_runner.py"
 CGROUPS = Path("/sys/fs/cgroup/cpu")
 CGROUP_PERIOD_US = 20_000
+OPTIONAL = ("torchft", "horovod")
 START_SECONDS = 120  # for a job to start and end, beside its training
 
 
 class Starter:
-    def __init__(self, data_folder: Path | None, torchft_python: str | None) -> None:
-        """`torchft_python` is an interpreter that has torchft and HetSync."""
+    def __init__(self, data_folder: Path | None, interpreters: Mapping[str, str | None]) -> None:
+        """`interpreters` of environments that have torchft or Horovod, and HetSync, by the package's name."""
         self._data = data_folder
-        self._torchft = torchft_python or (sys.executable if importlib.util.find_spec("torchft") else None)
+        self._interpreters = {
+            package: given or (sys.executable if importlib.util.find_spec(package) else None)
+            for package, given in interpreters.items()
+        }
 
     def missing(self, cell: Cell) -> str | None:
         """Why a job cannot be had here, in one sentence."""
-        if cell.peer == "horovod" and importlib.util.find_spec("horovod") is None:
-            return "skipped: Horovod is not installed in this environment"
-        if cell.peer.startswith("torchft") and self._torchft is None:
-            return "skipped: torchft is not installed (--torchft-python names an interpreter that has it)"
+        package = package_of(cell.peer)
+        if package and self._interpreters[package] is None:
+            return f"skipped: {package} is not installed (--{package}-python names an interpreter that has it)"
         if cell.workload.folder is not None and not (self._data and (self._data / cell.workload.folder).is_dir()):
             return f"skipped: --data names no folder with {cell.workload.folder} in it"
         if cell.scenario.cluster is None and not os.access(CGROUPS / "cpu.cfs_quota_us", os.W_OK):
@@ -50,7 +54,7 @@ class Starter:
         return None
 
     def run(self, cell: Cell) -> dict[str, Any]:
-        """{"result": figures} or {"missing": sentence}."""
+        """{"result": figures, "timeline": intervals of each rank} or {"missing": sentence}."""
         if (reason := self.missing(cell)) is not None:
             return {"missing": reason}
         with tempfile.TemporaryDirectory() as scratch, quotas(cell) as groups:
@@ -60,10 +64,10 @@ class Starter:
             written.write_text(yaml.safe_dump(recipe(cell, run, self._cluster_file(cell, folder), self._data)))
             command = [*mpirun(cell.ranks), self._python(cell), RUNNER, cell.peer, written, run]
             failure = started(list(map(str, command)), environment(groups, folder), seconds_allowed(cell))
-            return {"missing": failure} if failure else {"result": results(cell, run)}
+            return {"missing": failure} if failure else results(cell, run)
 
     def _python(self, cell: Cell) -> str:
-        return self._torchft if cell.peer.startswith("torchft") and self._torchft else sys.executable
+        return self._interpreters.get(package_of(cell.peer)) or sys.executable
 
     def _cluster_file(self, cell: Cell, folder: Path) -> Path | None:
         if cell.scenario.cluster is None:
@@ -77,20 +81,29 @@ class Starter:
         return folder / "cluster.yaml"
 
 
+def package_of(peer: str) -> str:
+    """What a peer needs beyond PyTorch and HetSync; empty for most."""
+    return next((package for package in OPTIONAL if peer.startswith(package)), "")
+
+
 def results(cell: Cell, run: Path) -> dict[str, Any]:
     if cell.peer not in HETSYNC:
-        figures: dict[str, Any] = json.loads((run / "result.json").read_text())
-        return figures
-    lines = (run / "telemetry" / "rank-0000.jsonl").read_text().splitlines()
-    figures = from_hetsync(json.loads((run / "summary.json").read_text()), map(json.loads, lines))
-    for rank, its in enumerate(figures["per_rank"]):
-        its |= json.loads((run / f"usage-{rank}.json").read_text())
-    return figures
+        return {"result": read(run / "result.json"), "timeline": read(run / "timeline.json")}
+    summary = read(run / "summary.json")
+    files = sorted((run / "telemetry").glob("rank-*.jsonl"))
+    everyones = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    timelines = [from_telemetry(lines, summary["delay_bound"] == 0) for lines in everyones]
+    peaks = [read(run / f"usage-{rank}.json")["peak_bytes"] for rank in range(cell.ranks)]
+    return {"result": from_hetsync(summary, everyones[0], timelines, peaks), "timeline": timelines}
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
 
 
 def memory_for(workload: Workload, samples: int, data_folder: Path | None) -> int:
     """Bytes of a device whose memory holds slices of this many samples: HetSync's cap is linear in them."""
-    made = yaml.safe_load((RECIPES / f"{workload.recipe}.yaml").read_text())
+    made = workload.read_recipe()
     options = dict(made["data"].get("options", {}))
     if workload.folder is not None and data_folder is not None:
         options["path"] = str(data_folder / workload.folder)

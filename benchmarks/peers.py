@@ -36,8 +36,9 @@ from peer_cells import (
     phases,
     scenarios,
 )
-from peer_report import Record, final_metric, markdown, overruns, plots, rate, until_target
-from peer_start import Starter
+from peer_report import Record, final_metric, grouped, markdown, overruns, plots, rate, until_target
+from peer_start import OPTIONAL, Starter
+from peer_timeline import plot
 
 from hetsync import __version__
 from hetsync.disk import write_atomically
@@ -61,8 +62,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["digits"], help="default: digits")
     parser.add_argument("--repetitions", type=int, default=1, help="each with a seed of its own: 0, 1, ...")
     parser.add_argument("--traces", type=Path, help="folder with Alibaba's job_1_norm.csv")
-    parser.add_argument("--data", type=Path, help="folder with cifar10 and ptb, as their data sets want them")
-    parser.add_argument("--torchft-python", help="interpreter of an environment with torchft and HetSync")
+    parser.add_argument("--data", type=Path, help="folder with cifar10_lossless, deeptte_chengdu and ptb")
+    for package in OPTIONAL:
+        words = f"interpreter of an environment with {package} and HetSync, where this one lacks it"
+        parser.add_argument(f"--{package}-python", metavar="PYTHON", help=words)
     parser.add_argument("--tune", action="store_true", help="first choose each peer's learning rate")
     parser.add_argument("--learning-rates", type=Path, help="learning-rates.json of an earlier --tune")
     return parser.parse_args()
@@ -88,8 +91,9 @@ def size_of(workload: Workload, quick: bool) -> tuple[int, float]:
 
 def measure(
     options: argparse.Namespace, starter: Starter, rates: LearningRates, records: list[dict[str, Any]]
-) -> Iterator[None]:
-    """Interleaved: each repetition runs every cell once; yields after each."""
+) -> Iterator[list[dict[str, Any]]]:
+    """Interleaved: each repetition runs every cell once; yields the timelines so far, of the first one, after each."""
+    bars: list[dict[str, Any]] = []
     clusters, peers = choose(options)
     for seed in range(options.repetitions):
         for name in options.workloads:
@@ -101,9 +105,12 @@ def measure(
                 for peer in peers:
                     cell = replace(base, peer=peer, learning_rate=rates.get(name, {}).get(peer))
                     outcome = {"missing": stretches} if isinstance(stretches, str) else starter.run(cell)
+                    timeline = outcome.pop("timeline", None)
                     records.append(record(cell, outcome, stretches))
+                    if timeline is not None and seed == 0:
+                        bars.append(bar(records[-1], workload.batch, timeline))
                     tell(records[-1])
-                    yield
+                    yield bars
 
 
 def solo_rates(starter: Starter, base: Cell) -> list[list[float]] | str:
@@ -135,6 +142,12 @@ def record(cell: Cell, outcome: Mapping[str, Any], stretches: list[list[float]] 
         **references,
         **outcome,
     }
+
+
+def bar(job: Record, batch: int, timeline: Any) -> dict[str, Any]:
+    """What is plotted of a job's ranks."""
+    kept = {key: job[key] for key in ("workload", "cluster", "title", "peer")}
+    return {**kept, "batch_seconds": batch / job["ideal"], "ranks": timeline}
 
 
 def tell(job: Record) -> None:
@@ -196,12 +209,22 @@ def machine() -> dict[str, Any]:
     return {"processor": processor, "cores": os.cpu_count(), **versions, "mpi4py": mpi4py.__version__}
 
 
-def write(records: list[dict[str, Any]], output: Path) -> None:
+def write(records: list[dict[str, Any]], bars: list[dict[str, Any]], output: Path) -> None:
     """Everything measured so far: an interrupted benchmark keeps it."""
     command = " ".join(["python", "benchmarks/peers.py", *sys.argv[1:]])
     kept = {"command": command, "machine": machine(), "jobs": records}
     write_atomically(output / "peers.json", json.dumps(kept, indent=1))
+    write_atomically(output / "timelines.json", json.dumps(bars))
     write_atomically(output / "peers.md", markdown(records))
+
+
+def draw(records: list[dict[str, Any]], bars: list[dict[str, Any]], output: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no plots: matplotlib is not installed (extra bench)", file=sys.stderr)
+        return
+    plots(records, output)
+    for (workload, cluster), jobs in grouped(bars, "workload", "cluster").items():
+        plot(jobs, output / f"timeline-{workload}-{cluster}.png")
 
 
 def main() -> None:
@@ -211,21 +234,20 @@ def main() -> None:
         choose(options)
     except UserError as mistake:
         sys.exit(f"peers: {mistake}")
-    starter = Starter(options.data, options.torchft_python)
+    starter = Starter(options.data, {package: vars(options)[f"{package}_python"] for package in OPTIONAL})
     rates: LearningRates = json.loads(options.learning_rates.read_text()) if options.learning_rates else {}
     if options.tune:
         rates = tune(options, starter)
         write_atomically(options.output / "learning-rates.json", json.dumps(rates, indent=1))
     records: list[dict[str, Any]] = []
+    bars: list[dict[str, Any]] = []
     try:
-        for _ in measure(options, starter, rates, records):
-            write(records, options.output)
+        for bars in measure(options, starter, rates, records):
+            write(records, bars, options.output)
     except KeyboardInterrupt:
         print(f"interrupted: {len(records)} jobs are in {options.output}", file=sys.stderr)
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no plots: matplotlib is not installed (extra bench)", file=sys.stderr)
-    elif any("result" in job for job in records):
-        plots(records, options.output)
+    if any("result" in job for job in records):
+        draw(records, bars, options.output)
     print(markdown(records))
 
 

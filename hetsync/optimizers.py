@@ -30,28 +30,49 @@ def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.op
     return optimizer
 
 
-class LearningRate:
-    """The schedule over samples handed out; and the square-root rule for local steps of adaptive optimizers.
+class Steps:
+    """An optimizer's steps: schedule, clipping, and what makes local steps on slices add up to the batch's.
 
-    These divide by the root of the gradient's second moment. Where noise rules it, that of a slice of n samples is
-    B / n times the batch's, and a local step comes out too short by √(B / n), which is made up for (Malladi et al.
-    2022): drift and noise of the anchor are then the batch's.
+    Where noise rules it, the gradient of a slice of n samples has √(B / n) times the norm of the batch's of B samples.
+
+    - Adaptive optimizers divide by the root of its second moment: a local step comes out too short by √(B / n), which
+      is made up for in the learning rate (square-root scaling rule, Malladi et al. 2022).
+    - Clipping would cut slices to the norm that is meant for the batch: their bound is √(B / n) times as high.
+
+    Drift and noise of the anchor are then the batch's.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, schedule: ScheduleConfig, total_samples: int, batch_size: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        schedule: ScheduleConfig,
+        max_grad_norm: float | None,
+        total_samples: int,
+        batch_size: int,
     ) -> None:
-        """The optimizer's present learning rates are those for a batch of `batch_size` before the schedule."""
+        """The optimizer's present learning rates and `max_grad_norm` are those for a batch of `batch_size`."""
         self._optimizer = optimizer
         self._schedule = schedule
+        self._max_grad_norm = max_grad_norm
         self._total_samples = total_samples
         self._batch_size = batch_size
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
+        self._noise = 1.0
 
-    def set(self, piece: Piece) -> None:
-        """For the steps of this piece."""
+    def begin(self, piece: Piece) -> None:
+        """The steps from now on are this piece's."""
+        local = piece.synchronous_round is None
+        self._noise = math.sqrt(self._batch_size / (piece.share or piece.samples)) if local else 1.0
         factor = self._schedule.factor(piece.position, self._total_samples)
-        if piece.synchronous_round is None and isinstance(self._optimizer, ADAPTIVE):
-            factor *= math.sqrt(self._batch_size / (piece.share or piece.samples))
+        if isinstance(self._optimizer, ADAPTIVE):
+            factor *= self._noise
         for group, rate in zip(self._optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = rate * factor
+
+    def take(self) -> None:
+        """One step along the gradients that are there, which are then gone."""
+        if self._max_grad_norm is not None:
+            weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
+            torch.nn.utils.clip_grad_norm_(weights, self._max_grad_norm * self._noise)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)

@@ -1,10 +1,12 @@
 """The peers benchmark: its plans, its arithmetic, its recipes, and one peer end to end. Imports no MPI."""
 
 import json
+import math
 import os
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +24,8 @@ import peer_cells as cells  # noqa: E402
 import peer_plan as plan  # noqa: E402
 import peer_report as report  # noqa: E402
 import peer_start as start  # noqa: E402
+import peer_timeline as timeline  # noqa: E402
+import peers as harness  # noqa: E402
 from peer_job import DDP_FIRST_BUCKET_BYTES, Pacer  # noqa: E402
 
 from hetsync import data, models  # noqa: E402
@@ -159,15 +163,80 @@ def test_seconds_to_an_evaluation_leave_out_those_at_rest():
     ]
 
 
+RANK_FIGURES = {
+    "samples": 300,
+    "compute_fraction": 0.75,
+    "wait_fraction": 0.2,
+    "communication_seconds": 1.0,
+    "bytes_sent": 6e5,
+    "runtime_cpu_seconds": 0.1,
+    "peak_bytes": 1e8,
+    "slices": 100,
+    "overruns": 1,
+    "device_samples_per_second": 40.0,
+}
+
+
+def test_a_run_of_hetsync_tells_of_each_rank_what_the_peers_tell():
+    own = {key: RANK_FIGURES[key] for key in (*report.SHARED, "device_samples_per_second")}
+    summary = {"samples_applied": 300, "train_seconds": 10.0, "metrics": {}, "staleness": {}}
+    summary["per_rank"] = [own | {"runtime_cpu_fraction": 0.01}]
+    sums = [("sum", 1.0, 1.25), ("compute", 1.0, 2.0), ("sum", 3.0, 3.75)]
+    assert report.from_hetsync(summary, [], [sums], [10**8])["per_rank"] == [RANK_FIGURES]
+
+
+# Timelines.
+
+
+def told(at, **seconds):
+    return {"kind": "piece", "at": at, **{f"{name}_seconds": spent for name, spent in seconds.items()}}
+
+
+def test_delayed_ranks_wait_before_they_compute_and_sums_fly_meanwhile():
+    lines = [
+        told(2.0, compute=1.0, data=0.25, wait=0.25),  # training began at 0.5
+        {"kind": "round", "at": 3.0, "round": 0, "seconds": 0.75},
+        told(3.5, compute=1.0, data=0.0, wait=0.5),
+        {"kind": "evaluation", "at": 5.0, "samples_applied": 10},
+    ]
+    assert timeline.from_telemetry(lines, synchronous=False) == [
+        ("compute", 0.5, 1.5),
+        ("wait", 0.0, 0.25),
+        ("sum", 1.75, 2.5),
+        ("compute", 2.0, 3.0),
+        ("wait", 1.5, 2.0),
+        ("rest", 2.5, 4.5),
+    ]
+
+
+def test_synchronous_ranks_wait_for_the_sum_of_what_they_have_computed():
+    lines = [told(2.0, compute=1.0, data=0.0, wait=0.5), {"kind": "round", "at": 2.0, "round": 0, "seconds": 1.5}]
+    assert timeline.from_telemetry(lines, synchronous=True) == [
+        ("compute", 0.0, 1.0),
+        ("wait", 1.0, 1.5),
+        ("sum", 1.0, 1.5),
+    ]
+
+
+def test_timelines_leave_out_what_nobody_could_see():
+    assert timeline.shifted([("wait", 5.0, 5.00001), ("compute", 5.0, 6.00004)], 4.0) == [("compute", 1.0, 2.0)]
+
+
+@pytest.mark.parametrize(("rests", "middle"), [(1, 0.0), (2, 0.0), (8, 3.0)])
+def test_the_plot_shows_what_happens_at_the_evaluation_half_way(rests, middle):
+    assert timeline.half_way([("rest", float(i), i + 0.5) for i in range(rests)]) == middle
+
+
+# Figures of a job.
+
+
 def job(peer, seconds=10.0, accuracies=(0.5, 0.9, 1.0), seed=0, **changes):
     """A record of 300 samples."""
     points = [
         {"samples": 100 * (i + 1), "seconds": seconds * (i + 1) / 3, "accuracy": a} for i, a in enumerate(accuracies)
     ]
-    rank = {"samples": 300, "compute_fraction": 0.75, "wait_fraction": 0.2, "bytes_sent": 6e5, "peak_bytes": 1e8}
-    rank |= {"runtime_cpu_seconds": 0.1, "device_samples_per_second": 40.0, "slices": 100, "overruns": 1}
     result = {"samples": 300, "train_seconds": seconds, "metrics": {"accuracy": accuracies[-1], "loss": 0.1}}
-    result |= {"evaluations": points, "per_rank": [rank]}
+    result |= {"evaluations": points, "per_rank": [RANK_FIGURES]}
     head = {"workload": "digits", "cluster": "c", "title": "C", "peer": peer, "seed": seed, "falling": False}
     return {**head, "target": ["accuracy", 0.95], "ideal": 40.0, "equal": 20.0, "result": result, **changes}
 
@@ -180,6 +249,7 @@ def test_figures_of_a_job():
     assert report.until_target(record, "samples") == pytest.approx(250)
     assert report.megabytes_per_1000_samples(record) == 2
     assert report.idle(record) == 0.25
+    assert report.communicating(record) == 0.1
 
 
 @pytest.mark.parametrize(
@@ -215,6 +285,35 @@ def test_ratios_compare_within_a_repetition():
     assert "| digits | c | alone | 2.00 [2.00, 2.00] | 2.00 [2.00, 2.00] |" in report.markdown(records)
 
 
+# Learning rates.
+
+
+class Rehearsal:
+    """A starter whose jobs get to the target the sooner, the nearer their learning rate is to the best one."""
+
+    def __init__(self, best):
+        self.best = best
+        self.cells = []
+
+    def run(self, cell):
+        self.cells.append(cell)
+        if cell.peer == "horovod":
+            return {"missing": "skipped: not here"}
+        away = abs(math.log(cell.learning_rate / self.best))
+        accuracies = (math.nan,) * 3 if cell.learning_rate > 0.3 else (0.95 - away / 10, 1.0, 1.0)
+        return {"result": job(cell.peer, accuracies=accuracies)["result"], "timeline": []}
+
+
+def test_tuning_gives_every_peer_the_same_jobs_and_takes_the_soonest_at_the_target():
+    peers = ["ddp-by-speed", "horovod", "hetsync-delayed"]
+    options = Namespace(workloads=["digits"], quick=True, traces=None, clusters=None, peers=peers)
+    starter = Rehearsal(best=0.25)
+    assert harness.tune(options, starter) == {"digits": {"ddp-by-speed": 0.25, "hetsync-delayed": 0.25}}
+    tried = [[c.learning_rate for c in starter.cells if c.peer == peer] for peer in peers]
+    assert tried == [[0.0625, 0.125, 0.25, 0.5]] * 3
+    assert {(c.samples, c.seed) for c in starter.cells} == {(DIGITS.quick_samples, harness.TUNE_SEED)}
+
+
 # Emulation.
 
 
@@ -238,7 +337,7 @@ class Recorder(Device):
 
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_backward_is_padded_where_buckets_of_ddp_are_full(overlaps):
-    values = [10, DDP_FIRST_BUCKET_BYTES // 4, 30]
+    values = [0, 10, DDP_FIRST_BUCKET_BYTES // 4, 30]
     device, weights = Recorder(), torch.nn.ParameterList([torch.zeros(n) for n in values])
     pacer = Pacer(weights, device)
     pacer.overlaps = overlaps
@@ -247,7 +346,7 @@ def test_backward_is_padded_where_buckets_of_ddp_are_full(overlaps):
         assert not pacer.complete
         for weight in reversed(list(weights)):
             weight.sum().backward()
-    done = (values[2] + values[1]) / sum(values)
+    done = (values[3] + values[2]) / sum(values)
     slice_of_seven = [7, *([(1 + 2 * done) / 3] if overlaps else []), "end"]
     assert device.story == 2 * slice_of_seven
     assert pacer.complete
@@ -315,3 +414,9 @@ def test_ddp_by_speed_is_one_process_with_the_whole_batch(tmp_path):
     assert figures["metrics"]["loss"] < 2.2  # it has learned: chance is ln 10 = 2.303
     assert figures["train_seconds"] > SAMPLES / 1000  # the emulated devices need that long
     assert [point["samples"] for point in figures["evaluations"]] == [160, 320, 330]
+    assert all(rank.keys() == RANK_FIGURES.keys() for rank in figures["per_rank"])
+    for rank, mine in enumerate(json.loads((tmp_path / "timeline.json").read_text())):
+        its = figures["per_rank"][rank]
+        assert [kind for kind, _, _ in mine].count("compute") == its["slices"] == 21
+        assert timeline.total(mine, "sum") == pytest.approx(its["communication_seconds"], abs=0.01)
+        assert timeline.total(mine, "wait") == pytest.approx(its["wait_fraction"] * figures["train_seconds"], abs=0.01)

@@ -1,0 +1,98 @@
+"""What HetSync itself costs: CPU time of its parts with ResNet-50's 25.6 M weights, and its sums against bare ones.
+
+    python benchmarks/runtime_cost.py [--ranks 2 4] [--repetitions 3]
+
+Two rounds a second over real MPI; in delayed mode every rank gives to every round. Jobs of all kinds take turns within
+a repetition. docs/benchmarks.md says how to read the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from peer_report import grouped, spread
+from peer_start import environment, mpirun, started
+from peers import machine
+
+from hetsync.disk import write_atomically
+
+RANK = Path(__file__).resolve().parent / "runtime_cost_rank.py"
+JOB_SECONDS = 600  # bound on one job
+MODES = ("delayed", "synchronous")
+
+Job = dict[str, Any]
+
+
+def run(ranks: int, mode: str, seconds: float) -> Job:
+    """One job's result; a job that fails ends the benchmark."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        command = [*mpirun(ranks), sys.executable, RANK, mode, seconds, folder]
+        failure = started(list(map(str, command)), environment(None, folder), JOB_SECONDS)
+        if failure is not None:
+            sys.exit(f"{mode} on {ranks} ranks {failure}")
+        return {"ranks": ranks, **json.loads((folder / "result.json").read_text())}
+
+
+def markdown(jobs: Sequence[Job]) -> str:
+    return "\n".join([*cost_table(jobs), "", *sum_table(jobs)]) + "\n"
+
+
+def cost_table(jobs: Sequence[Job]) -> list[str]:
+    """Parts of a core: rank 0, which hosts the coordinator, and the mean of the others."""
+    purposes = list(jobs[0]["per_rank"][0]["parts"])
+    lines = [f"| ranks | mode | rank | rounds/s | {' | '.join(purposes)} | sum | counted in summary.json |"]
+    lines.append("| --- " * (len(purposes) + 6) + "|")
+    for (ranks, mode), some in grouped(jobs, "ranks", "mode").items():
+        for name, chosen in (("0", slice(0, 1)), ("others", slice(1, None))):
+            costs = [cost for job in some for cost in job["per_rank"][chosen]]
+            parts = [statistics.mean(cost["parts"][purpose] for cost in costs) for purpose in purposes]
+            rounds, counted = (statistics.mean(cost[key] for cost in costs) for key in ("rounds_per_second", "counted"))
+            shown = " | ".join(f"{part:.2%}" for part in (*parts, sum(parts), counted))
+            lines.append(f"| {ranks} | {mode} | {name} | {rounds:.2f} | {shown} |")
+    return lines
+
+
+def sum_table(jobs: Sequence[Job]) -> list[str]:
+    """Milliseconds, median and range; the ratios are within a pair of sums, one after the other."""
+    lines = ["| ranks | bytes | bare Allreduce, ms | engine, ms | ratio |", "| --- " * 5 + "|"]
+    rows = [{"ranks": job["ranks"], **row} for job in jobs for row in job["sums"]]
+    for (ranks, size), some in grouped(rows, "ranks", "bytes").items():
+        bare, engine = ([1000 * s for row in some for s in row[way]] for way in ("bare", "engine"))
+        ratios = [ours / theirs for ours, theirs in zip(engine, bare, strict=True)]
+        lines.append(
+            f"| {ranks} | {size:,} | {spread(bare, '.3f')} | {spread(engine, '.3f')} | {spread(ratios, '.2f')} |"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--output", type=Path, default=Path("results/runtime_cost"), help="folder for JSON and Markdown"
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="sizes of the jobs")
+    parser.add_argument("--repetitions", type=int, default=3, help="of every job")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of training that are measured in a job")
+    options = parser.parse_args()
+    jobs: list[Job] = []
+    for _ in range(options.repetitions):
+        for ranks in options.ranks:
+            for mode in MODES:
+                jobs.append(run(ranks, mode, options.seconds))
+                command = " ".join(["python", "benchmarks/runtime_cost.py", *sys.argv[1:]])
+                kept = {"command": command, "machine": machine(), "jobs": jobs}
+                write_atomically(options.output / "runtime_cost.json", json.dumps(kept))
+                write_atomically(options.output / "runtime_cost.md", markdown(jobs))
+    print(markdown(jobs))
+
+
+if __name__ == "__main__":
+    main()
