@@ -1,13 +1,15 @@
 """The simulator against the trainer: emulated devices, real gradients, the same recipes and seeds.
 
-    python benchmarks/simulator.py --output results [--repetitions 2] [--clusters quickstart slow-link]
+    python benchmarks/simulator.py --output results [--quick] [--repetitions 3] [--clusters quickstart slow-link]
 
 Every real job runs under mpirun, started by launch/local; the simulator gets its words and computes its gradients. Real
 runs found in the output folder (FOLDER/real-*.json) are not repeated: delete them to measure anew. Predictions are made
-anew each time.
+anew each time. About 40 s of an otherwise idle machine for each cluster, mode and repetition.
 
-`time to target` is when the test accuracy first reaches the target, between evaluations by interpolation over samples,
-and from samples to seconds by the run's own samples/s.
+`seconds to accuracy` is when the test accuracy first reaches the target, between evaluations by interpolation over
+samples, and from samples to seconds by the run's own samples/s. `seconds to loss` is the same of the training loss,
+mean over twentieths of the samples. There the prediction computes no gradients: the simulator's noisy quadratic,
+calibrated by the first real run of the first cluster in delayed mode, walks on all clusters and in both modes.
 """
 
 from __future__ import annotations
@@ -20,19 +22,28 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hetsync.cli import make_parser, parse_recipe
+from hetsync.profiling.cluster import load_cluster
+from hetsync.simulate.calibrate import binned, calibrated, losses_of, simulated_curve
+from hetsync.simulate.quadratic import Landscape
+from hetsync.simulate.recipe import build, scenario_of
+
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 8
 BATCH = 160
 JOB_SECONDS = 300  # bound on one real job
-CLUSTERS = ("quickstart", "v100-p100-k80", "t4-v100-a100", "alibaba-jitter", "heavy-jitter", "slow-link", "homogeneous")
+QUICK_CLUSTERS = ("quickstart", "v100-p100-k80", "alibaba-jitter", "heavy-jitter", "slow-link")
+CLUSTERS = (*QUICK_CLUSTERS, "t4-v100-a100", "homogeneous", "one-rank-in-trouble")
 MODES = {"synchronous": ["--sync.delay_bound", "0"], "delayed": []}
-TARGETS = {"samples/s": 0.05, "staleness": 0.10, "seconds to target": 0.10}
+TARGETS = {"samples/s": 0.05, "staleness": 0.10, "seconds to accuracy": 0.10, "seconds to loss": 0.10}
 
 
 @dataclass(frozen=True)
@@ -55,55 +66,69 @@ def words(arm: Arm, options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def run(command: list[str], folder: Path) -> dict[str, Any]:
-    """The summary that the command leaves in the folder, with rank 0's evaluations."""
+    """The summary that the command leaves in the folder, with rank 0's evaluations and the curve of training losses."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=JOB_SECONDS)
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     lines = (folder / "telemetry" / "rank-0000.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return {**summary, "evaluations": [record for record in records if record["kind"] == "evaluation"]}
+    evaluations = [record for record in map(json.loads, lines) if record["kind"] == "evaluation"]
+    return {**summary, "evaluations": evaluations, "losses": binned(losses_of(folder)).tolist()}
 
 
 def measured(arm: Arm, options: argparse.Namespace) -> dict[str, Any]:
     kept: Path = options.output / f"real-{arm.name}.json"
+    folder: Path = options.output / f"run-{arm.name}"  # stays: one of them calibrates
     if not kept.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            command = [str(ROOT / "launch" / "local"), str(RANKS), *words(arm, options, Path(folder))]
-            kept.write_text(json.dumps(run(command, Path(folder))))
+        command = [str(ROOT / "launch" / "local"), str(RANKS), *words(arm, options, folder)]
+        kept.write_text(json.dumps(run(command, folder)))
     summary: dict[str, Any] = json.loads(kept.read_text())
     return summary
 
 
-def predicted(arm: Arm, options: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
+def predicted(arm: Arm, options: argparse.Namespace, landscape: Landscape) -> dict[str, Any]:
+    """By gradients; but the losses by the landscape."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        told = words(arm, options, folder)
         program = [sys.executable, "-c", "from hetsync.cli import main; main()", "simulate", "--gradients"]
-        return run([*program, "--ranks", str(RANKS), *words(arm, options, Path(folder))], Path(folder))
+        summary = run([*program, "--ranks", str(RANKS), *told], folder)
+        config = parse_recipe(make_parser("hetsync simulate", ""), [str(folder / "recipe.yaml")])[0]
+    scenario = scenario_of(config, load_cluster(arm.cluster), RANKS, *build(config))
+    return {**summary, "losses": simulated_curve(landscape, config, scenario).tolist()}
 
 
-def seconds_to(target: float, summary: dict[str, Any]) -> float | None:
-    """Seconds of training until the accuracy reaches the target; None where it does not."""
-    before = (0, 0.0)
-    for record in summary["evaluations"]:
-        here = (record["samples_applied"], record["accuracy"])
-        if here[1] >= target:
-            part = (target - before[1]) / (here[1] - before[1])
-            samples: float = before[0] + part * (here[0] - before[0])
+def seconds_to_accuracy(target: float, summary: dict[str, Any]) -> float | None:
+    """Seconds of training until the test accuracy reaches the target; None where it does not."""
+    points = [(record["samples_applied"], record["accuracy"]) for record in summary["evaluations"]]
+    return seconds_to(target, [(0, 0.0), *points], summary)
+
+
+def seconds_to_loss(target: float, summary: dict[str, Any]) -> float | None:
+    """The same of the training loss."""
+    losses, part = summary["losses"], summary["samples_applied"] / len(summary["losses"])
+    return seconds_to(-target, [((i + 0.5) * part, -loss) for i, loss in enumerate(losses)], summary)
+
+
+def seconds_to(target: float, points: Sequence[tuple[float, float]], summary: dict[str, Any]) -> float | None:
+    for (start, low), (stop, high) in pairwise(points):
+        if low < target <= high:
+            samples = start + (target - low) / (high - low) * (stop - start)
             return samples / float(summary["samples_per_second"])
-        before = here
     return None
 
 
-def figures(summary: dict[str, Any], target: float) -> dict[str, float | None]:
+def figures(summary: dict[str, Any], options: argparse.Namespace) -> dict[str, float | None]:
     return {
         "samples/s": summary["samples_per_second"],
         "staleness": summary["staleness"]["mean"],
-        "seconds to target": seconds_to(target, summary),
+        "seconds to accuracy": seconds_to_accuracy(options.target, summary),
+        "seconds to loss": seconds_to_loss(options.target_loss, summary),
     }
 
 
-def medians(summaries: list[dict[str, Any]], target: float) -> dict[str, float | None]:
-    rows = [figures(summary, target) for summary in summaries]
+def medians(summaries: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, float | None]:
+    rows = [figures(summary, options) for summary in summaries]
     out: dict[str, float | None] = {}
     for key in TARGETS:
         known = [value for row in rows if (value := row[key]) is not None]
@@ -114,7 +139,7 @@ def medians(summaries: list[dict[str, Any]], target: float) -> dict[str, float |
 def cell(key: str, real: float | None, virtual: float | None) -> str:
     """`predicted / measured (difference)`, in bold where it is outside the target."""
     if real is None or virtual is None:
-        return "not reached" if real is virtual else f"{virtual} / {real}"
+        return " / ".join("not reached" if value is None else f"{value:.2f}" for value in (virtual, real))
     if real == virtual == 0:
         return "0 / 0"
     error = virtual / real - 1
@@ -123,13 +148,17 @@ def cell(key: str, real: float | None, virtual: float | None) -> str:
     return f"**{text}**" if abs(error) > TARGETS[key] else text
 
 
-def markdown(results: dict[tuple[str, str], tuple[list[dict[str, Any]], list[dict[str, Any]]]], target: float) -> str:
+Results = dict[tuple[str, str], tuple[list[dict[str, Any]], list[dict[str, Any]]]]  # real, virtual
+
+
+def markdown(results: Results, options: argparse.Namespace) -> str:
     lines = [
-        f"| cluster | mode | samples/s | staleness | seconds to accuracy {target} | overrun slices of the real runs |",
-        "| --- | --- | --- | --- | --- | --- |",
+        f"| cluster | mode | samples/s | staleness | seconds to accuracy {options.target} |"
+        f" seconds to loss {options.target_loss} (calibrated) | overrun slices of the real runs |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for (cluster, mode), (real, virtual) in results.items():
-        ours, theirs = medians(virtual, target), medians(real, target)
+        ours, theirs = medians(virtual, options), medians(real, options)
         cells = [cell(key, theirs[key], ours[key]) for key in TARGETS]
         overrun = max(summary["overrun_fraction"] for summary in real)
         lines.append(f"| {cluster} | {mode} | {' | '.join(cells)} | {overrun:.1%} |")
@@ -139,30 +168,38 @@ def markdown(results: dict[tuple[str, str], tuple[list[dict[str, Any]], list[dic
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("results"), help="folder for real runs and the table")
-    parser.add_argument("--clusters", nargs="+", default=CLUSTERS, help="profiles to run")
-    parser.add_argument("--repetitions", type=int, default=1, help="seeds of each; medians are compared")
+    parser.add_argument("--quick", action="store_true", help="five clusters once: less than ten minutes")
+    parser.add_argument("--clusters", nargs="+", help="profiles to run")
+    parser.add_argument("--repetitions", type=int, help="seeds of each; medians are compared")
     parser.add_argument("--samples", type=int, default=6_000, help="to train on in each job")
     parser.add_argument("--evaluate-every", type=int, default=1_500, help="samples between evaluations")
     parser.add_argument("--rate", type=float, default=500.0, help="samples/s of the emulated cluster")
     parser.add_argument("--target", type=float, default=0.8, help="test accuracy to reach")
-    return parser.parse_args()
+    parser.add_argument("--target-loss", type=float, default=0.8, help="training loss to reach")
+    options = parser.parse_args()
+    options.clusters = options.clusters or (QUICK_CLUSTERS if options.quick else CLUSTERS)
+    options.repetitions = options.repetitions or (1 if options.quick else 3)
+    return options
 
 
 def main() -> None:
     options = parse()
     options.output.mkdir(parents=True, exist_ok=True)
-    results: dict[tuple[str, str], tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {}
+    first = Arm(options.clusters[0], "delayed", 0)
+    measured(first, options)
+    landscape = calibrated(options.output / f"run-{first.name}")
+    results: Results = {}
     for seed in range(options.repetitions):
         for cluster in options.clusters:
             for mode in MODES:
                 arm = Arm(cluster, mode, seed)
                 real, virtual = results.setdefault((cluster, mode), ([], []))
                 real.append(measured(arm, options))
-                virtual.append(predicted(arm, options))
-                print(f"{arm.name}: {figures(virtual[-1], options.target)} / {figures(real[-1], options.target)}")
+                virtual.append(predicted(arm, options, landscape))
+                print(f"{arm.name}: {figures(virtual[-1], options)} / {figures(real[-1], options)}", flush=True)
     machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
     command = " ".join(["python", "benchmarks/simulator.py", *sys.argv[1:]])
-    text = f"`{command}` on {machine}; predicted / measured\n\n{markdown(results, options.target)}"
+    text = f"`{command}` on {machine}; predicted / measured; {landscape}\n\n{markdown(results, options)}"
     (options.output / "simulator.md").write_text(text)
     print(text)
 

@@ -1,7 +1,7 @@
 """A virtual cluster: the engine's policy on a virtual clock, with or without gradients. See docs/simulator.md."""
 
-from hetsync.simulate.learner import Learner
 from hetsync.control.observation import Observation
+from hetsync.simulate.learner import Learner
 from hetsync.simulate.scenario import Runtime, Scenario, Traffic
 from hetsync.simulate.script import Change
 from hetsync.simulate.simulation import Simulation

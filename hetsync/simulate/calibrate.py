@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def calibrated(run: Path) -> Landscape:
     """The landscape of the run in this folder. UserError where there is no finished run with losses."""
     try:
         summary = json.loads((run / "summary.json").read_text())
-        records = _pieces(run)
+        records = losses_of(run)
     except (OSError, ValueError) as error:
         raise UserError(f"--calibrate {run} holds no finished run: {error}") from error
     if len(records) < 2 * BINS:
@@ -42,11 +42,10 @@ def calibrated(run: Path) -> Landscape:
     built, model = build(config)
     scenario = scenario_of(config, _cluster(config, summary), int(summary["ranks"]), built, model)
     noise = measure_noise_scale(config, built, model, scenario.total_samples)
-    samples, losses = (np.array(column, dtype=float) for column in zip(*records, strict=True))
-    return fit(binned(samples, losses), noise, config, scenario)
+    return fit(binned(records), noise, config, scenario)
 
 
-def _pieces(run: Path) -> list[tuple[int, float]]:
+def losses_of(run: Path) -> list[tuple[int, float]]:
     """(samples, mean loss) of every piece of the run, in the order in which they were finished."""
     told: list[dict[str, Any]] = []
     for path in sorted((run / "telemetry").glob("rank-*.jsonl")):
@@ -102,8 +101,9 @@ def _flat_gradient(weights: list[torch.nn.Parameter]) -> torch.Tensor:
     return torch.cat([(torch.zeros_like(w) if w.grad is None else w.grad).flatten() for w in weights])
 
 
-def binned(samples: Row, losses: Row) -> Row:
-    """Mean losses over equal parts of the samples, by the samples' order."""
+def binned(pieces: Sequence[tuple[int, float]]) -> Row:
+    """Mean losses over `BINS` equal parts of the samples, from (samples, mean loss) of each piece in order."""
+    samples, losses = (np.array(column, dtype=float) for column in zip(*pieces, strict=True))
     ends = np.cumsum(samples)
     bins = np.minimum((BINS * (ends - samples / 2) / ends[-1]).astype(int), BINS - 1)
     weights = np.bincount(bins, samples, BINS)
@@ -153,5 +153,4 @@ def simulated_curve(landscape: Landscape, config: Config, scenario: Scenario) ->
         simulation.advance()
     except UserError:
         return np.full(BINS, np.nan)
-    samples, losses = (np.array(column, dtype=float) for column in zip(*simulation.losses, strict=True))
-    return binned(samples, losses)
+    return binned(simulation.losses)

@@ -6,9 +6,12 @@ import heapq
 import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from hetsync.simulate.scenario import Runtime
 from hetsync.sync.engine import SHORTEST_NAP_SECONDS
+
+GOLDEN = (5**0.5 - 1) / 2
 
 
 class Clock:
@@ -61,3 +64,16 @@ class Naps:
     def exchanges(self, nap: float, ranks: int) -> float:
         """What a sum waits for looks: each of its log2(ranks) steps is an exchange of two."""
         return sum(self.last_look(nap, 2) for _ in range(math.ceil(math.log2(ranks))))
+
+
+@dataclass(frozen=True)
+class Looks:
+    """When each rank's thread looks: spread evenly over [first, last], in an order that `phase` turns."""
+
+    first: float
+    last: float
+    phase: float
+
+    def at(self, rank: int) -> float:
+        # Multiples of the golden ratio fall evenly into [0, 1).
+        return self.first + (self.last - self.first) * ((self.phase + rank * GOLDEN) % 1.0)

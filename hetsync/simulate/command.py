@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from dataclasses import asdict
@@ -67,6 +68,7 @@ def simulate(
     if ranks <= LARGEST_TABLE:
         display.ranks(scenario.ranks, scenario.shares())
     simulation = Simulation(scenario, learner, changes, at_rest, records)
+    gc.freeze()  # what stands now stays: of thousands of ranks, too much to look through again and again
     simulation.advance()
     records.flush()
     summary = summarise(simulation, config, metrics, time.monotonic() - began)

@@ -48,7 +48,6 @@ class Node:
         self.landed = version  # rounds that are complete here
         self.flying: int | None = None  # the round that its contribution is in
         self.idle_since: float | None = 0.0  # its main thread waits
-        self.told_at = 0.0  # when its last message to the coordinator arrives
         self.given_at = 0.0  # when the last piece arrives
         self.wait_seconds = 0.0
         self.waited_before = 0.0  # before this piece

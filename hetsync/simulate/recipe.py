@@ -6,10 +6,11 @@ import dataclasses
 
 import torch
 
-from hetsync import data, models
+from hetsync import data
 from hetsync.config import Config
 from hetsync.data import Data
 from hetsync.emulate import SHORTEST_SLICE_SECONDS, emulated_rates
+from hetsync.models import build_for
 from hetsync.profiling.cluster import Cluster
 from hetsync.profiling.device import memory_cap
 from hetsync.profiling.measure import loss_on
@@ -23,7 +24,7 @@ def build(config: Config) -> tuple[Data, torch.nn.Module]:
     """The recipe's data and its model with the first weights, as the trainer makes them."""
     torch.manual_seed(config.run.seed)
     built = data.build(config.data.name, config.data.options)
-    return built, models.build_for(built, config.model.name, config.model.options)
+    return built, build_for(built, config.model.name, config.model.options)
 
 
 def scenario_of(config: Config, cluster: Cluster, ranks: int | None, built: Data, model: torch.nn.Module) -> Scenario:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hetsync.simulate.clock import Looks
 from hetsync.simulate.node import Node
-from hetsync.simulate.rounds import DelayedRound
 from hetsync.sync.messages import Piece
 
 FLUSH_LINES = 10_000
@@ -50,13 +51,12 @@ class Records:
         )
         node.waited_before = node.wait_seconds
 
-    def delayed_round(self, flight: DelayedRound) -> None:
-        assert flight.lands is not None
+    def delayed_round(self, number: int, joins: Looks, lands: Looks, staleness: Mapping[int, int]) -> None:
+        """`staleness` is that of each contributor."""
         for rank in range(self._ranks):
-            joined, landed = flight.joins.at(rank), flight.lands.at(rank)
-            seconds = round(landed - joined, 6)
-            stale = flight.staleness.get(rank)
-            self.record(rank, "round", landed, round=flight.number, seconds=seconds, staleness=stale)
+            joined, landed = joins.at(rank), lands.at(rank)
+            stale = staleness.get(rank)
+            self.record(rank, "round", landed, round=number, seconds=round(landed - joined, 6), staleness=stale)
 
     def synchronous_round(self, number: int, began: float, now: float) -> None:
         for rank in range(self._ranks):

@@ -14,7 +14,7 @@ from hetsync.data.ledger import length
 from hetsync.data.loader import EpochOrder
 from hetsync.data.workers import fetch
 from hetsync.errors import UserError
-from hetsync.optimizers import LearningRate, build_optimizer
+from hetsync.optimizers import Steps, build_optimizer
 from hetsync.plane.base import WireFormat
 from hetsync.plane.wire import round_trip
 from hetsync.session import weights_sha256
@@ -34,7 +34,8 @@ class Replica:
     def __init__(self, config: Config, model: torch.nn.Module, random_state: torch.Tensor, total_samples: int) -> None:
         self.model = model
         self.optimizer = build_optimizer(config.optimizer, model)
-        self.learning_rate = LearningRate(self.optimizer, config.schedule, total_samples, config.data.batch_size)
+        longest, batch_size = config.optimizer.max_grad_norm, config.data.batch_size
+        self.steps = Steps(self.optimizer, config.schedule, longest, total_samples, batch_size)
         outer = config.sync.outer
         self.outer = Nesterov(outer.learning_rate, outer.momentum) if outer.name == "nesterov" else None
         self.gradients = Gradients(model, config.sync.bucket_bytes, lambda fraction: None, lambda: None)
@@ -93,7 +94,7 @@ class Replicas(Learner):
             replica.delayed()
         else:
             replica.deltas = None
-        replica.learning_rate.set(piece)
+        replica.steps.begin(piece)
 
     def slice(self, rank: int, piece: Piece, index: int) -> float:
         replica, spans = self._replicas[rank], piece.slices[index]
@@ -105,16 +106,9 @@ class Replicas(Learner):
         loss = self._data.loss(replica.model, batch)
         loss.backward()
         if delayed:
-            self._update(replica)
+            replica.steps.take()
         replica.random_state = torch.get_rng_state()
         return float(loss.detach())
-
-    def _update(self, replica: Replica) -> None:
-        longest = self._config.optimizer.max_grad_norm
-        if longest is not None:
-            torch.nn.utils.clip_grad_norm_(replica.model.parameters(), longest)
-        replica.optimizer.step()
-        replica.optimizer.zero_grad(set_to_none=True)
 
     def finish(self, rank: int, piece: Piece) -> None:
         replica = self._replicas[rank]
@@ -170,7 +164,7 @@ class Replicas(Learner):
     def step(self, rank: int, piece: Piece) -> None:
         replica = self._replicas[rank]
         replica.gradients.collect(piece.round_samples)
-        self._update(replica)
+        replica.steps.take()
 
     # At rest.
 

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from hetsync.config import Config
-from hetsync.simulate.node import Node
 from hetsync.control.observation import mean_staleness
+from hetsync.simulate.node import Node
 from hetsync.simulate.quadratic import NoisyQuadratic
 from hetsync.simulate.simulation import Simulation
 from hetsync.sync.messages import NO_BOUND

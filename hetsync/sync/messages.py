@@ -1,10 +1,15 @@
-"""What ranks tell the coordinator (events) and what it tells them (instructions). Plain data, a few bytes each."""
+"""What ranks tell the coordinator (events) and what it tells them (instructions). Plain data, a few bytes each.
+
+What comes with every piece of work or round is a named tuple: made, sent and read in less than half of a dataclass's
+time, which is what bounds the number of ranks (docs/scale.md).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from hetsync.data.ledger import Span, length
+from hetsync.data.ledger import Span
 
 NO_BOUND = 2**31  # a delay bound that no run reaches: fully asynchronous
 
@@ -30,8 +35,7 @@ class Settings:
         return self.delay_bound == 0
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Work for one contribution of one rank: K slices, each a few spans of the sample stream.
 
     `synchronous_round` is the round that all ranks' pieces of a synchronous step share, None in delayed mode;
@@ -51,14 +55,13 @@ class Piece:
 
     @property
     def samples(self) -> int:
-        return sum(length(spans) for spans in self.slices)
+        return sum([stop - start for spans in self.slices for start, stop in spans])
 
 
 # Events: from a rank's engine to the coordinator.
 
 
-@dataclass(frozen=True)
-class Began:
+class Began(NamedTuple):
     """Compute on a piece started from anchor version `version`."""
 
     rank: int
@@ -66,8 +69,7 @@ class Began:
     version: int
 
 
-@dataclass(frozen=True)
-class Finished:
+class Finished(NamedTuple):
     """A piece is computed and waits for a round. `loss_sum` is summed over samples; seconds are device time."""
 
     rank: int
@@ -77,8 +79,7 @@ class Finished:
     loss_sum: float = 0.0
 
 
-@dataclass(frozen=True)
-class Took:
+class Took(NamedTuple):
     """The rank's contribution to a round holds every piece that it finished up to and including `piece`."""
 
     rank: int
@@ -86,8 +87,7 @@ class Took:
     piece: int
 
 
-@dataclass(frozen=True)
-class Completed:
+class Completed(NamedTuple):
     """The round's sum has arrived on rank 0."""
 
     round: int
@@ -136,16 +136,14 @@ Event = Began | Finished | Took | Completed | Tuned | Reshared | DrainRequested 
 # Instructions: from the coordinator to the engines.
 
 
-@dataclass(frozen=True)
-class Give:
+class Give(NamedTuple):
     """Here is the rank's next piece of work."""
 
     rank: int
     piece: Piece
 
 
-@dataclass(frozen=True)
-class StartRound:
+class StartRound(NamedTuple):
     """All ranks join round `number`; the contributors put in what they have finished, the others zeros.
 
     `drain` names why everybody has come to rest, if they have; `final` says that no work will follow.

@@ -67,6 +67,7 @@ class Policy:
         self.ledger = ledger
         self.version = version  # rounds completed
         self._roster = Roster(shares, version, settings.accumulation)
+        self.members: Mapping[int, Member] = self._roster.members  # the live ranks
         self.staleness: Counter[int] = Counter()
         self.samples_by_rank: Counter[int] = Counter()
         self._milestones = milestones
@@ -75,17 +76,12 @@ class Policy:
         self._next_round = version
         self._next_piece = 0
         self._pending_settings: Settings | None = None
-        self._blocker: int | None = None  # who kept the last round from starting
+        self._late: list[int] = []  # ranks whose work may be applied too late if the next round starts now
         self._requests: deque[str] = deque()  # drains to follow the one that is already inevitable
         self._ended = False
         self._story: deque[Event] = deque(maxlen=40)
 
     # What the driver asks.
-
-    @property
-    def members(self) -> Mapping[int, Member]:
-        """The live ranks."""
-        return self._roster.members
 
     @property
     def ended(self) -> bool:
@@ -134,7 +130,8 @@ class Policy:
             case Left():
                 self._on_left(event)
             case Joined():
-                self._expect(event.rank not in self.members, f"rank {event.rank} is a member already")
+                if event.rank in self.members:
+                    raise self._wrong(f"rank {event.rank} is a member already")
                 self._roster.add(event.rank, event.share, event.version)
         return self._decide()
 
@@ -142,18 +139,23 @@ class Policy:
 
     def _on_began(self, event: Began) -> None:
         member = self._member(event.rank)
+        blocked = member.activity is Activity.BLOCKED
         self._move(member, Cause.BEGAN)
         work = member.held.popleft()
-        self._expect(work.piece.number == event.piece, f"rank {event.rank} began another piece")
-        self._expect(event.version >= member.floor, f"rank {event.rank} began below its floor {member.floor}")
+        if work.piece.number != event.piece:
+            raise self._wrong(f"rank {event.rank} began another piece")
+        if event.version < member.floor:
+            raise self._wrong(f"rank {event.rank} began below its floor {member.floor}")
         work.version = member.floor = event.version
         member.current = work
+        if blocked and not self._in_bound(member):
+            self._late.append(event.rank)
 
     def _on_finished(self, event: Finished) -> None:
         member = self._member(event.rank)
         work = member.current
-        self._expect(work is not None and work.piece.number == event.piece, f"rank {event.rank} finished another piece")
-        assert work is not None
+        if work is None or work.piece.number != event.piece:
+            raise self._wrong(f"rank {event.rank} finished another piece")
         member.current = None
         if work.piece.synchronous_round is None:
             member.ready.append(work)
@@ -176,8 +178,10 @@ class Policy:
     def _on_took(self, event: Took) -> None:
         member = self._member(event.rank)
         taken = [work for work in member.ready if work.piece.number <= event.piece]
-        self._expect(bool(taken) and event.round in self._rounds, "nothing to take, or no such round")
-        self._expect(event.rank in self._rounds[event.round].unheard, f"rank {event.rank} was not asked")
+        if not taken or event.round not in self._rounds:
+            raise self._wrong("nothing to take, or no such round")
+        if event.rank not in self._rounds[event.round].unheard:
+            raise self._wrong(f"rank {event.rank} was not asked")
         for work in taken:
             self._count(event.rank, work, event.round - work.version)
         member.ready = member.ready[len(taken) :]
@@ -187,15 +191,14 @@ class Policy:
         self._land()
 
     def _count(self, rank: int, work: Work, staleness: int) -> None:
-        self._expect(
-            0 <= staleness <= work.piece.delay_bound,
-            f"rank {rank}'s piece {work.piece.number} is applied with staleness {staleness}",
-        )
+        if not 0 <= staleness <= work.piece.delay_bound:
+            raise self._wrong(f"rank {rank}'s piece {work.piece.number} is applied with staleness {staleness}")
         self.staleness[staleness] += 1
         self.samples_by_rank[rank] += work.piece.samples
 
     def _on_completed(self, event: Completed) -> None:
-        self._expect(event.round in self._rounds, "no such round")
+        if event.round not in self._rounds:
+            raise self._wrong("no such round")
         self._rounds[event.round].summed = True
         self._land()
 
@@ -205,7 +208,8 @@ class Policy:
             del self._rounds[self.version]
             self.version += 1
             for rank, member in self.members.items():
-                self._book(rank, member, over.start)
+                if member.flying:
+                    self._book(rank, member, over.start)
                 if member.activity is Activity.BLOCKED and self._below_bound(member):
                     self._move(member, Cause.RELEASED)
                     member.floor = self.version
@@ -213,9 +217,11 @@ class Policy:
                 self._on_drained(over.start)
 
     def _book(self, rank: int, member: Member, started: StartRound) -> None:
-        landed = [w for w in member.flying if w.piece.synchronous_round in (None, started.number)]
-        member.flying = [w for w in member.flying if w not in landed]
-        for work in landed:
+        flying, member.flying = member.flying, []
+        for work in flying:
+            if work.piece.synchronous_round not in (None, started.number):
+                member.flying.append(work)
+                continue
             self.ledger.book(work.piece.number)
             if started.synchronous:
                 self._count(rank, work, 0)
@@ -270,10 +276,12 @@ class Policy:
         if self._ended:
             return []
         given = self._give_synchronous() if self.settings.synchronous else self._give_delayed()
-        return given + self._start_round()
+        return given if self._rounds else given + self._start_round()
 
     def _give_delayed(self) -> list[Instruction]:
         """Every rank holds one piece beyond the one that it computes, so that it never waits for an answer."""
+        if not self._roster.hungry:
+            return []
         out: list[Instruction] = []
         hungry, self._roster.hungry = sorted(self._roster.hungry), set()
         for depth in (1, 2):
@@ -335,6 +343,8 @@ class Policy:
         self._move(member, Cause.GIVEN_AT_BOUND if rests and not self._below_bound(member) else Cause.GIVEN)
         if synchronous_round is not None:  # part of its round from the start
             member.flying.append(member.held[-1])
+        elif not self._in_bound(member):
+            self._late.append(rank)
         return Give(rank, piece)
 
     def _lockstep(self, member: Member) -> int:
@@ -345,21 +355,19 @@ class Policy:
         return max(0, member.pace - 1 - self.settings.delay_bound)
 
     def _start_round(self) -> list[Instruction]:
-        if self._rounds:
-            return []
+        """No round is under way: may the next one start?"""
         if self._at_rest():
             milestone = self._milestone
             synchronous = self.settings.synchronous
             return [self._started(synchronous, self._contributors(), milestone.reason, milestone.final)]
-        if self.settings.synchronous or not self._contributors():
+        if self.settings.synchronous or not self._roster.ready:
             return []
         if not self._roster.working or (self._quorum() and self._all_in_bound()):
             return [self._started(contributors=self._contributors())]
         return []
 
     def _at_rest(self) -> bool:
-        nothing_left = not self.ledger.available(self._milestone.position)
-        return nothing_left and self._roster.resting
+        return self._roster.resting and not self.ledger.available(self._milestone.position)
 
     def _contributors(self) -> frozenset[int]:
         return frozenset(self._roster.ready)
@@ -369,15 +377,26 @@ class Policy:
         return self._roster.quorum_samples >= self.settings.quorum * self.full_set
 
     def _all_in_bound(self) -> bool:
-        """What is under way can still be applied in the round after this one."""
-        if self._blocker is not None and self._blocker in self.members and not self._in_bound(self._blocker):
-            return False
-        self._blocker = next((rank for rank in self.members if not self._in_bound(rank)), None)
-        return self._blocker is None
+        """What is under way can still be applied in the round after this one.
 
-    def _in_bound(self, rank: int) -> bool:
-        member, after = self.members[rank], self._next_round + 1
-        return not member.working or all(after - member.floor <= work.piece.delay_bound for work in member.under_way)
+        Between two rounds only a new piece of work makes a rank late: `_late` holds all that were when the last round
+        started or a piece was given, until they are found to be late no more.
+        """
+        while self._late:
+            member = self.members.get(self._late[-1])
+            if member is not None and not self._in_bound(member):
+                return False
+            self._late.pop()
+        return True
+
+    def _in_bound(self, member: Member) -> bool:
+        if not member.working:
+            return True
+        staleness, current = self._next_round + 1 - member.floor, member.current
+        if current is not None and current.piece.delay_bound < staleness:
+            return False
+        # The rank may have begun the next of what it holds, and not have said so yet.
+        return all([work.piece.delay_bound >= staleness for work in member.held])
 
     def _started(
         self,
@@ -390,21 +409,23 @@ class Policy:
         started = StartRound(self._next_round, members, self.ledger.applied, synchronous, drain, final)
         self._rounds[started.number] = Round(started, set() if synchronous else set(members))
         self._next_round += 1
+        self._late = [rank for rank, member in self.members.items() if not self._in_bound(member)]
         return started
 
     # The rules of the machine.
 
     def _member(self, rank: int) -> Member:
-        self._expect(rank in self.members, f"rank {rank} is no member")
-        return self.members[rank]
+        member = self.members.get(rank)
+        if member is None:
+            raise self._wrong(f"rank {rank} is no member")
+        return member
 
     def _move(self, member: Member, cause: Cause) -> None:
         to = TRANSITIONS.get((member.activity, cause))
-        self._expect(to is not None, f"{cause.name} while {member.activity.name}")
-        assert to is not None
+        if to is None:
+            raise self._wrong(f"{cause.name} while {member.activity.name}")
         self._roster.move(member, to)
 
-    def _expect(self, condition: bool, what: str) -> None:
-        if not condition:
-            story = "\n  ".join(str(event) for event in self._story)
-            raise ProtocolError(f"{what}; version {self.version}; events so far:\n  {story}")
+    def _wrong(self, what: str) -> ProtocolError:
+        story = "\n  ".join(str(event) for event in self._story)
+        return ProtocolError(f"{what}; version {self.version}; events so far:\n  {story}")

@@ -5,10 +5,11 @@ So an event costs the policy as much with 10,000 ranks as with 8; only starting 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 from hetsync.sync.members import Activity, Member
+
+WORKING = (Activity.STARTING, Activity.COMPUTING)  # will speak without another round
 
 
 class Roster:
@@ -22,20 +23,22 @@ class Roster:
         self.hungry: set[int] = set()  # ranks that may lack work
         self._accumulation = accumulation
         self._counted: dict[int, int] = {}  # of quorum_samples
-        self._activities: Counter[Activity] = Counter()
+        self._resting = 0
+        self._working = 0
         for rank, share in sorted(shares.items()):
             self.add(rank, share, version)
 
     def add(self, rank: int, share: int, version: int) -> None:
-        self.members[rank] = member = Member(share, version)
+        self.members[rank] = Member(share, version)
         self.batch += share
-        self._activities[member.activity] += 1
+        self._resting += 1
         self.hungry.add(rank)
 
     def remove(self, rank: int) -> None:
         member = self.members.pop(rank)
         self.batch -= member.share
-        self._activities[member.activity] -= 1
+        self._resting -= member.activity is Activity.RESTING
+        self._working -= member.working
         self.ready.discard(rank)
         self.quorum_samples -= self._counted.pop(rank, 0)
         self.all_hungry()
@@ -56,7 +59,7 @@ class Roster:
     def count(self, rank: int) -> None:
         """The rank's `ready` work has changed."""
         member = self.members[rank]
-        samples = sum(work.piece.samples for work in member.ready)
+        samples = sum([work.piece.samples for work in member.ready])
         counted = min(samples, self._accumulation * member.share)
         self.quorum_samples += counted - self._counted.get(rank, 0)
         self._counted[rank] = counted
@@ -67,16 +70,16 @@ class Roster:
         self.hungry = set(self.members)
 
     def move(self, member: Member, to: Activity) -> None:
-        self._activities[member.activity] -= 1
-        self._activities[to] += 1
+        self._resting += (to is Activity.RESTING) - (member.activity is Activity.RESTING)
+        self._working += (to in WORKING) - (member.activity in WORKING)
         member.activity = to
 
     @property
     def resting(self) -> bool:
         """Do all hold no work?"""
-        return self._activities[Activity.RESTING] == len(self.members)
+        return self._resting == len(self.members)
 
     @property
     def working(self) -> bool:
         """Will any rank speak without another round?"""
-        return bool(self._activities[Activity.STARTING] or self._activities[Activity.COMPUTING])
+        return self._working > 0
