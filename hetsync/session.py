@@ -19,10 +19,12 @@ from typing import Any
 import torch
 
 from hetsync.config import ScheduleConfig, SyncConfig
+from hetsync.control.live import LiveControl, Meter
+from hetsync.control.process import ControlProcess
 from hetsync.data.ledger import Ledger, length
 from hetsync.data.loader import Loader, Source
 from hetsync.emulate import Device
-from hetsync.optimizers import LearningRate
+from hetsync.optimizers import Steps
 from hetsync.plane.base import Plane
 from hetsync.slicing import StepTime, equal_shares, first_pinned_shares, speed_shares
 from hetsync.sync.coordinator import Coordinator, Send, Speeds
@@ -65,6 +67,7 @@ class Plan:
         applied: Samples applied before (a resumed run).
         version: Rounds completed before.
         shares: Shares to start with; None computes them from the profiles.
+        settings: Settings to start with; None takes those of the recipe.
     """
 
     batch_size: int
@@ -75,6 +78,7 @@ class Plan:
     applied: int = 0
     version: int = 0
     shares: tuple[int, ...] | None = None
+    settings: Settings | None = None
 
 
 @dataclass
@@ -119,26 +123,32 @@ class Session:
         max_grad_norm: float | None = None,
         telemetry: Telemetry | None = None,
         timeout_seconds: float = 600.0,
+        controller: ControlProcess | None = None,
     ) -> None:
-        """Collective. The model's weights may differ between ranks: all start from rank 0's."""
+        """Collective. The model's weights may differ between ranks: all start from rank 0's.
+
+        Rank 0's `controller` may change the settings while the job runs; the session closes it.
+        """
         self.plane = plane
         self.model = model
         self.optimizer = optimizer
         self.plan = plan
         self.totals = Totals()
-        self.settings = settings_of(sync)
+        self.settings = plan.settings or settings_of(sync)
         self.shares = plan.shares or choose_shares(sync, plan.batch_size, plan.ranks)
         self.applied = plan.applied
         self.version = plan.version
         self.stopping = False
         self.outer = Nesterov(sync.outer.learning_rate, sync.outer.momentum) if sync.outer.name == "nesterov" else None
         self._device = device
-        self._learning_rate = LearningRate(optimizer, schedule or ScheduleConfig(), plan.total_samples, plan.batch_size)
-        self._max_grad_norm = max_grad_norm
+        self._steps = Steps(optimizer, schedule or ScheduleConfig(), max_grad_norm, plan.total_samples, plan.batch_size)
         self._telemetry = telemetry or Telemetry(None)
         self._torch_device = next(model.parameters()).device
         self._loader = Loader(source, plan.seed, self._torch_device)
         self._sync = sync
+        self.control: LiveControl | None = None  # on rank 0, where there is a controller
+        self._controller = controller
+        self._segment: tuple[float, float | None] = (0.0, None)  # seconds before, began; the latter None at rest
         self.engine = Engine(
             plane,
             model,
@@ -150,7 +160,6 @@ class Session:
             self._telemetry,
             plan.version,
         )
-        self._segment_began = time.monotonic()
         self._slice_samples = 0
         self._waited_before = 0.0
         self._data_before = 0.0
@@ -165,7 +174,12 @@ class Session:
         policy = Policy(dict(enumerate(self.shares)), self.settings, ledger, plan.milestones, plan.version)
         caps = [profile.cap for profile in plan.ranks]
         speeds = Speeds({rank: profile.time for rank, profile in enumerate(plan.ranks)}, caps, sync.pins)
-        return Coordinator(policy, speeds, send, sync.rebalance and sync.shares == "speed")
+        if self._controller is not None:
+            times = [profile.time for profile in plan.ranks]
+            solo = sum(time.rate(share) for time, share in zip(times, self.shares, strict=True))
+            meter = Meter(policy, times, solo)
+            self.control = LiveControl(self._controller, meter, self.seconds_training, self._telemetry)
+        return Coordinator(policy, speeds, send, sync.rebalance and sync.shares == "speed", self.control)
 
     @property
     def coordinator(self) -> Coordinator | None:
@@ -182,23 +196,24 @@ class Session:
         self._share_first_weights()
         self.plane.barrier()
         self.engine.start()
-        self._segment_began = time.monotonic()
+        self._segment = (0.0, time.monotonic())
         while True:
             work = self.engine.next_work()
             if isinstance(work, Piece):
                 yield from self._piece_slices(work)
                 continue
             self.totals.train_seconds = self.seconds_training()
+            self._segment = (self.totals.train_seconds, None)
             self._come_to_rest(work)
             at_rest()
             if work.final or self.stopping:
                 return
             self._seed_ranks()
-            self._segment_began = time.monotonic()
+            self._segment = (self.totals.train_seconds, time.monotonic())
 
     def _piece_slices(self, piece: Piece) -> Iterator[Any]:
         self._piece, self._piece_seconds, self._piece_loss = piece, 0.0, None
-        self._learning_rate.set(piece)
+        self._steps.begin(piece)
         batches = iter(self._loader.slices(piece))
         for index, spans in enumerate(piece.slices):
             began = time.monotonic()
@@ -222,7 +237,7 @@ class Session:
         self._stepped = True
         delayed = self._piece.synchronous_round is None
         if delayed:
-            self._update()
+            self._steps.take()
         self._piece_seconds += self._device.end()
         if loss is not None:
             weighted = loss.detach() * self._slice_samples
@@ -233,7 +248,7 @@ class Session:
     def _finish(self, piece: Piece) -> None:
         if piece.synchronous_round is not None:
             self.engine.reduce(piece)
-            self._update()
+            self._steps.take()
         loss_sum = 0.0 if self._piece_loss is None else float(self._piece_loss)
         self.engine.finish(piece, self._piece_seconds, loss_sum)
         totals = self.totals
@@ -255,19 +270,14 @@ class Session:
         self._waited_before = self.engine.wait_seconds
         self._data_before = totals.data_seconds
 
-    def _update(self) -> None:
-        if self._max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
     def record(self, kind: str, **fields: Any) -> None:
         """One line of this rank's telemetry."""
         self._telemetry.record(kind, **fields)
 
     def seconds_training(self) -> float:
         """Seconds from the first slice on, less those at rest."""
-        return self.totals.train_seconds + time.monotonic() - self._segment_began
+        before, began = self._segment  # in one step: rank 0's communication thread asks, too
+        return before if began is None else before + time.monotonic() - began
 
     def tune(self, settings: Settings) -> None:
         """On any rank: new K, D and q for the work handed out from now on (the controller's handle)."""
@@ -323,6 +333,8 @@ class Session:
     def close(self) -> None:
         """Collective at a regular end."""
         self.engine.stop()
+        if self.control is not None:
+            self.control.close()
         self._loader.close()
         self._telemetry.close()
 
