@@ -151,13 +151,14 @@ def train(plane: Plane, config: Config, resume: Path | None, stop: StopSignal) -
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `hetsync VERB`."""
     words = list(sys.argv[1:] if argv is None else argv)
-    verbs = {"profile": profile_main, "data": data_main, "simulate": simulate_main}
+    verbs = {"profile": profile_main, "data": data_main, "simulate": simulate_main, "control": control_main}
     if words and words[0] in verbs:
         verbs[words[0]](words[1:])
     asked = bool(words) and words[0] in ("-h", "--help")
     usage = (
         "usage: hetsync VERB ...; verbs: profile (measure the ranks of this job and write a cluster profile),"
-        " data (check or download data sets), simulate (a job on a virtual cluster); to train, see hetsync-train --help"
+        " data (check or download data sets), simulate (a job on a virtual cluster), control (train a policy that tunes"
+        " jobs); to train a model, see hetsync-train --help"
     )
     if not asked:
         end_early(usage)
@@ -188,7 +189,7 @@ def profile(plane: Plane, config: Config, output: Path) -> int:
 
 def data_main(argv: Sequence[str]) -> NoReturn:
     """`hetsync data check` and `hetsync data download`, on one process."""
-    parser = _DataParser(prog="hetsync data", description="Check or download data sets.")
+    parser = _VerbParser(prog="hetsync data", description="Check or download data sets.")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     check = verbs.add_parser("check", help="say what is there and what is wrong with it, record by record")
     check.add_argument("dataset", metavar="DATASET", help="name of the data set, as in data.name of recipes")
@@ -210,7 +211,7 @@ def data_main(argv: Sequence[str]) -> NoReturn:
             sys.exit(INTERRUPTED)
 
 
-class _DataParser(argparse.ArgumentParser):
+class _VerbParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         end_early(f"{message}; see {self.prog} --help")
 
@@ -229,6 +230,31 @@ def simulate_main(argv: Sequence[str]) -> NoReturn:
         paths = [None if path is None else Path(path) for path in (asked.script, asked.calibrate)]
         try:
             simulate(config, asked.ranks, asked.gradients, *paths)
+        except KeyboardInterrupt:
+            complain("interrupted")
+            sys.exit(INTERRUPTED)
+    sys.exit(0)
+
+
+def control_main(argv: Sequence[str]) -> NoReturn:
+    """`hetsync control train`, on one process and its simulators."""
+    parser = _VerbParser(prog="hetsync control", description="Policies of the controller: control.name ppo.")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    train = verbs.add_parser("train", help="learn a policy on simulated jobs")
+    train.add_argument("--output", metavar="FILE", type=Path, required=True, help="where to write the policy")
+    train.add_argument("--steps", type=int, default=60_000, help="decisions to learn from (default: %(default)s)")
+    train.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default: %(default)s)")
+    train.add_argument("--cluster", metavar="PROFILE", help="learn on clusters like this one; default: any")
+    train.add_argument("--recipe", metavar="FILE", type=Path, help="learn on jobs like this one; default: any")
+    words = parser.parse_args(argv)
+    with _early_mistakes():
+        if words.steps < 1 or words.seed < 0:
+            raise UserError(f"--steps is {words.steps} and --seed {words.seed}: give at least 1, and at least 0")
+        from hetsync.control.command import train_policy
+
+        command = " ".join(["hetsync", "control", *argv])
+        try:
+            train_policy(words.output, words.steps, words.seed, words.cluster, words.recipe, command)
         except KeyboardInterrupt:
             complain("interrupted")
             sys.exit(INTERRUPTED)

@@ -209,6 +209,57 @@ class SyncConfig:
 
 
 @dataclass(frozen=True)
+class ControlConfig:
+    """What sets accumulation and delay bound while training runs.
+
+    Args:
+        name: fixed leaves them as `sync` says; ppo is the learned controller, goodput maximises throughput times
+            statistical efficiency; proportional, schedule and random are baselines.
+        policy: Saved policy of ppo, as `hetsync control train` writes it; null takes the one that comes along.
+        interval_seconds: Length of the windows that the controller looks at, in seconds; it decides once a window.
+        least_accumulation: Smallest K that it may set.
+        greatest_accumulation: Largest K that it may set.
+        least_delay_bound: Smallest D that it may set; 0 lets it change to synchronous training, which drains first.
+        greatest_delay_bound: Largest D that it may set.
+        fine_tune: Let ppo go on learning while training runs.
+    """
+
+    name: Literal["fixed", "ppo", "proportional", "goodput", "schedule", "random"] = "fixed"
+    policy: str | None = None
+    interval_seconds: float = 10.0
+    least_accumulation: int = 1
+    greatest_accumulation: int = 8
+    least_delay_bound: int = 1
+    greatest_delay_bound: int = 16
+    fine_tune: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least("control.interval_seconds", self.interval_seconds, 0, above=True)
+        _at_least("control.least_accumulation", self.least_accumulation, 1)
+        _at_least("control.greatest_accumulation", self.greatest_accumulation, self.least_accumulation)
+        _at_least("control.least_delay_bound", self.least_delay_bound, 0)
+        _at_least("control.greatest_delay_bound", self.greatest_delay_bound, self.least_delay_bound)
+        if self.name != "ppo" and (self.policy is not None or self.fine_tune):
+            key = "policy" if self.policy is not None else "fine_tune"
+            raise UserError(f"control.{key} is {getattr(self, key)}, but control.name is {self.name}: only ppo learns")
+
+    def check_start(self, sync: SyncConfig) -> None:
+        """Raise UserError unless the controller can begin from these settings."""
+        if self.name == "fixed":
+            return
+        self._check_key("delay_bound", sync.delay_bound)
+        self._check_key("accumulation", sync.accumulation)
+
+    def _check_key(self, key: str, value: int | None) -> None:
+        least, greatest = getattr(self, f"least_{key}"), getattr(self, f"greatest_{key}")
+        if value is None or not least <= value <= greatest:
+            raise UserError(
+                f"sync.{key} is {'null' if value is None else value}, where control.name {self.name} may set"
+                f" {least} to {greatest}: begin within these, or change control.least_{key} and control.greatest_{key}"
+            )
+
+
+@dataclass(frozen=True)
 class EmulationConfig:
     """Emulated devices; see --emulate.
 
@@ -235,6 +286,7 @@ class Config:
         optimizer: The optimizer.
         schedule: The learning rate's schedule.
         sync: Synchronisation.
+        control: What sets accumulation and delay bound while training runs.
         emulation: Emulated devices.
         emulate: Cluster profile whose devices this machine shall imitate: a path, or the name of a shipped one.
     """
@@ -245,8 +297,12 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)
     emulation: EmulationConfig = field(default_factory=EmulationConfig)
     emulate: str | None = None
+
+    def __post_init__(self) -> None:
+        self.control.check_start(self.sync)
 
 
 def import_object(key: str, path: str) -> Any:

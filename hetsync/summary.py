@@ -28,6 +28,7 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
     rate = (session.applied - session.plan.applied) / totals.train_seconds if totals.train_seconds else 0.0
     pieces = policy.staleness.total()
     bound = session.settings.delay_bound
+    control = {"control": session.control.summary()} if session.control is not None else {}
     return {
         "status": "stopped" if session.stopping else "finished",
         "ranks": plane.size,
@@ -47,6 +48,7 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
         "delay_bound": None if bound == NO_BOUND else bound,
         "quorum": session.settings.quorum,
         "accumulation": session.settings.accumulation,
+        **control,
         "shares": list(session.shares),
         "metrics": trainer.metrics,
         "anchor_sha256": totals.anchor_sha256,

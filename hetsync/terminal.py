@@ -119,7 +119,8 @@ class Terminal:
         metrics = "  ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items())
         waiting = max(rank["wait_fraction"] for rank in summary["per_rank"])
         emulated = " of emulated devices" if summary["emulated"] else ""
-        staleness = summary["staleness"]
+        staleness, control = summary["staleness"], summary.get("control")
+        bound = _range(control["delay_bound"]) if control else summary["delay_bound"]
         lines = [
             f"{summary['status']}: {summary['samples_applied']:,} of {summary['samples_expected']:,} samples"
             f" in {summary['train_seconds']:.1f} s on {summary['ranks']} ranks  {metrics}",
@@ -127,8 +128,14 @@ class Terminal:
             f" alone: efficiency {summary['efficiency']:.3f}",
             f"equal shares in lock-step could reach {equal_share_ceiling(rates):.3f} at most",
             f"{summary['rounds']} rounds, staleness {staleness['mean']:.2f} on average, {staleness['max']} at most"
-            f" (bound {summary['delay_bound']}); the rank that waited longest waited {waiting:.1%} of the time",
+            f" (bound {bound}); the rank that waited longest waited {waiting:.1%} of the time",
         ]
+        if control:
+            lines.append(
+                f"controller {control['name']}: {control['decisions']} decisions, {control['changes']} changes;"
+                f" accumulation {_range(control['accumulation'])}, at the end {summary['accumulation']};"
+                f" delay bound {bound}, at the end {summary['delay_bound']}"
+            )
         overrun = summary["overrun_fraction"]
         if overrun > 0.01:
             lines.append(
@@ -136,3 +143,8 @@ class Terminal:
                 " measured, not the program; lower --emulation.samples_per_second"
             )
         self._console.print("\n".join(lines))
+
+
+def _range(ends: Sequence[int]) -> str:
+    least, greatest = ends
+    return str(least) if least == greatest else f"{least} to {greatest}"

@@ -10,6 +10,8 @@ import torch
 
 from hetsync import checkpoint, data, models
 from hetsync.config import Config
+from hetsync.control.actions import Actions, Limits
+from hetsync.control.process import ControlProcess
 from hetsync.data import Data
 from hetsync.data.loader import Source, to_device
 from hetsync.data.workers import fetch
@@ -20,11 +22,12 @@ from hetsync.plane.base import Plane
 from hetsync.plane.emulated_link import EmulatedLink
 from hetsync.profiling.cluster import Cluster, load_cluster
 from hetsync.profiling.measure import Subject, choose_device, find_place, limit_threads, measure_ranks
-from hetsync.session import Plan, RankProfile, Session, choose_shares
+from hetsync.session import Plan, RankProfile, Session, choose_shares, settings_of
 from hetsync.slicing import apportion
 from hetsync.stop import StopSignal
 from hetsync.summary import summarise
 from hetsync.sync.members import Milestone
+from hetsync.sync.messages import Settings
 from hetsync.telemetry import Telemetry
 from hetsync.terminal import Display, Silence, Terminal
 
@@ -75,6 +78,7 @@ class Trainer:
             progress.samples_applied if progress else 0,
             progress.version if progress else 0,
             shares,
+            first_settings(config, progress),
         )
         session = Session(
             slowed(self.plane, self.cluster, self.model, self.profiles, shares),
@@ -88,10 +92,18 @@ class Trainer:
             config.optimizer.max_grad_norm,
             Telemetry(self.run_folder / "telemetry" / f"rank-{self.plane.rank:04d}.jsonl"),
             config.run.timeout_seconds,
+            self._start_controller(),
         )
         if loaded is not None and session.outer is not None and loaded.outer is not None:
             session.outer.velocity = loaded.outer.to(next(self.model.parameters()).device)
         return session
+
+    def _start_controller(self) -> ControlProcess | None:
+        config = self.config
+        if self.plane.rank != 0 or config.control.name == "fixed":
+            return None
+        log = self.run_folder / "control.log"
+        return ControlProcess(config.control, config.run.seed, config.data.batch_size, log)
 
     def train(self, stop: StopSignal) -> int:
         """Train to the end or to a requested stop; returns the exit status."""
@@ -176,6 +188,15 @@ class Trainer:
             folder = self.run_folder / "checkpoints"
             checkpoint.save(folder, progress, self.model, self.optimizer, outer, self.config.run.keep_checkpoints)
         self.plane.barrier()
+
+
+def first_settings(config: Config, progress: checkpoint.Progress | None) -> Settings:
+    """The recipe's K, D and q; in a resumed run that is controlled, the K and D that were in force."""
+    settings = settings_of(config.sync)
+    if progress is None or config.control.name == "fixed":
+        return settings
+    kept = Settings(progress.delay_bound, settings.quorum, progress.accumulation)
+    return Actions(Limits.of(config.control)).clipped(kept)
 
 
 def _position(milestone: Milestone) -> int:

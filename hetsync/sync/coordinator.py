@@ -9,10 +9,11 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from hetsync.errors import UserError
 from hetsync.slicing import StepTime, rebalanced
-from hetsync.sync.messages import Event, Finished, Give, Instruction, Reshared
+from hetsync.sync.messages import Event, Finished, Give, Instruction, Reshared, Settings, Tuned
 from hetsync.sync.policy import Policy
 
 Send = Callable[[int, Sequence[Instruction]], None]
@@ -54,16 +55,30 @@ class Speeds:
         return all(self._seen[rank] >= LEAST_OBSERVATIONS for rank in ranks)
 
 
+class Control(Protocol):
+    """What may turn the settings while the job runs."""
+
+    def hear(self, event: Event) -> None:
+        """An event, before the policy takes it in."""
+
+    def steer(self, settings: Settings) -> Settings | None:
+        """Other settings than these, if it wants any. Must not wait."""
+
+
 class Coordinator:
-    def __init__(self, policy: Policy, speeds: Speeds, send: Send, rebalance: bool) -> None:
+    def __init__(
+        self, policy: Policy, speeds: Speeds, send: Send, rebalance: bool, control: Control | None = None
+    ) -> None:
         """`send(rank, instructions)` delivers in order. `rebalance`: shares follow the smoothed speeds."""
         self.policy = policy
+        self.settings = policy.settings  # asked for last; a change of mode comes into force only at a drain
         self.speeds = speeds
         self.loss_sum = 0.0
         self.loss_samples = 0
         self.device_seconds: dict[int, float] = defaultdict(float)
         self._send = send
         self._rebalance = rebalance
+        self._control = control
         self._balanced_at = policy.version
 
     def begin(self) -> None:
@@ -75,10 +90,16 @@ class Coordinator:
         for event in events:
             if isinstance(event, Finished):
                 self._observe(event)
+            elif isinstance(event, Tuned):
+                self.settings = event.settings
+            if self._control is not None:
+                self._control.hear(event)
             out += self.policy.on(event)
         self._deliver(out)
         if self._rebalance:
             self._balance()
+        if self._control is not None and (settings := self._control.steer(self.settings)) is not None:
+            self.on([Tuned(settings)])
 
     def take_loss(self) -> float | None:
         """Mean training loss of the samples reported since the last call."""

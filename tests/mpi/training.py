@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from hetsync.checkpoint import Loaded
 from hetsync.config import SyncConfig
+from hetsync.control.process import ControlProcess
 from hetsync.data.loader import EpochOrder, Source
 from hetsync.emulate import Device, EmulatedDevice, RealDevice
 from hetsync.plane.base import Plane
@@ -143,6 +144,7 @@ def train(
     loaded: Loaded | None = None,
     timeout_seconds: float = 30.0,
     telemetry: Telemetry | None = None,
+    controller: ControlProcess | None = None,
 ) -> Outcome:
     """Collective: one job, from its weights to its end; `rests` are the stream positions to rest at."""
     model, data = model or Net(), data or Blobs()
@@ -179,6 +181,7 @@ def train(
         max_grad_norm=clip,
         telemetry=telemetry,
         timeout_seconds=timeout_seconds,
+        controller=controller,
     )
     if loaded is not None and session.outer is not None:
         session.outer.velocity = loaded.outer

@@ -1,0 +1,170 @@
+"""Learned policies: the file that holds one, and the controller that follows it without the library that trained it.
+
+A file is safetensors: the weights of actor and critic under the names that stable-baselines3 gives them, and in its
+metadata, as JSON, the specification of the environment that it learned in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from hetsync.control.actions import Actions, Limits
+from hetsync.control.baselines import described
+from hetsync.control.controller import Decision
+from hetsync.control.features import FEATURES, VERSION, Features
+from hetsync.control.observation import Observation
+from hetsync.errors import UserError
+
+GENERAL = "general.safetensors"
+SPECIFICATION = "hetsync_policy"
+CHOICES = 3  # decrease, keep, increase: for K, then for D
+WORDS = ("down", "kept", "up")
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Specification:
+    """What a policy learned from, and how.
+
+    Args:
+        hidden: Widths of the hidden layers, of actor and critic alike; tanh follows each.
+        limits: Ladders' bounds while it learned.
+        reward: Name of the reward.
+        command: What made the file.
+        seed: Of everything drawn.
+        steps: Decisions that it learned from.
+        learning_curve: (decisions so far, mean return of the episodes since the last entry).
+        features: Names of the inputs, in order.
+        features_version: Version of these.
+    """
+
+    hidden: tuple[int, ...]
+    limits: Limits
+    reward: str
+    command: str
+    seed: int
+    steps: int
+    learning_curve: tuple[tuple[int, float], ...]
+    features: tuple[str, ...] = FEATURES
+    features_version: int = VERSION
+
+
+class PolicyNetwork(torch.nn.Module):
+    """The actor alone: features (F,) to logits (2, 3), K's actions first."""
+
+    def __init__(self, hidden: tuple[int, ...]) -> None:
+        super().__init__()
+        widths = (len(FEATURES), *hidden)
+        layers: list[torch.nn.Module] = []
+        for inner, outer in pairwise(widths):
+            layers += [torch.nn.Linear(inner, outer), torch.nn.Tanh()]
+        self.hidden = torch.nn.Sequential(*layers)
+        self.actions = torch.nn.Linear(widths[-1], 2 * CHOICES)
+
+    @torch.no_grad()
+    def forward(self, features_F: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.actions(self.hidden(features_F))
+        return logits.view(2, CHOICES)
+
+    def load(self, weights: Weights) -> None:
+        """From a file's weights. RuntimeError where shapes or names differ."""
+        ours = {
+            name.replace("hidden.", "mlp_extractor.policy_net.").replace("actions.", "action_net."): name
+            for name in self.state_dict()
+        }
+        self.load_state_dict({ours[name]: tensor for name, tensor in weights.items() if name in ours})
+
+
+class PolicyController:
+    """Does what the network finds likeliest."""
+
+    def __init__(self, network: PolicyNetwork, limits: Limits, batch_size: int) -> None:
+        self._network = network
+        self._actions = Actions(limits)
+        self._features = Features(batch_size)
+
+    def decide(self, seen: Observation) -> Decision:
+        features = torch.from_numpy(self._features.of(seen))
+        return chosen(self._network(features), seen, self._actions)
+
+
+def chosen(logits: torch.Tensor, seen: Observation, actions: Actions) -> Decision:
+    """The likeliest actions, with their probabilities as the reason."""
+    likeliest, picks = logits.softmax(1).max(1)
+    settings = actions.apply(seen.settings, picks.tolist())
+    parts = zip("KD", picks.tolist(), likeliest.tolist(), strict=True)
+    words = ", ".join(f"{name} {WORDS[pick]} (p {p:.2f})" for name, pick, p in parts)
+    return Decision(settings, f"{words}: {described(settings)}")
+
+
+def untrained(limits: Limits, batch_size: int, seed: int, hidden: tuple[int, ...] = (64, 64)) -> PolicyController:
+    """A policy that has learned nothing and never will."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = PolicyNetwork(hidden)
+    return PolicyController(network, limits, batch_size)
+
+
+def save_policy(path: Path, weights: Weights, specification: Specification) -> None:
+    """Write the file, all of it or nothing. UserError where that fails."""
+    metadata = {SPECIFICATION: json.dumps(asdict(specification))}
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_bytes(save({name: tensor.contiguous() for name, tensor in weights.items()}, metadata))
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another --output") from error
+
+
+def load_policy(path: str | None) -> tuple[Weights, Specification]:
+    """The policy in a file; None is the one that comes along. UserError where it cannot be read or does not fit."""
+    with resources.as_file(resources.files("hetsync.control") / "policies" / GENERAL) as general:
+        file = general if path is None else Path(path)
+        if not file.is_file():
+            raise UserError(f"control.policy {file} does not exist: make one by hetsync control train --output {file}")
+        try:
+            with safe_open(file, framework="pt") as opened:
+                told = json.loads((opened.metadata() or {})[SPECIFICATION])
+                weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, no mapping
+            fields: dict[str, Any] = {key: _tuples(value) for key, value in told.items()}
+            specification = Specification(**{**fields, "limits": Limits(**told["limits"])})
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"control.policy {file} is no policy of HetSync ({error}): give what hetsync control train has written"
+            ) from error
+    if specification.features_version != VERSION or specification.features != FEATURES:
+        raise UserError(
+            f"control.policy {file} knows version {specification.features_version} of what controllers see, this"
+            f" HetSync version {VERSION}: train it anew by hetsync control train --output {file}"
+        )
+    return weights, specification
+
+
+def load_network(path: str | None) -> PolicyNetwork:
+    """The actor in a file."""
+    weights, specification = load_policy(path)
+    network = PolicyNetwork(specification.hidden)
+    try:
+        network.load(weights)
+    except RuntimeError as error:
+        raise UserError(
+            f"control.policy {path} holds other layers than its specification says: train it anew"
+        ) from error
+    return network
+
+
+def _tuples(value: object) -> object:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,0 +1,196 @@
+"""Learning a policy by stable-baselines3's PPO: beforehand on simulated jobs, and on while a live job runs.
+
+Nothing else imports stable-baselines3: who only follows a policy does not need it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetsync.control.actions import Actions, Limits
+from hetsync.control.baselines import described
+from hetsync.control.controller import Decision
+from hetsync.control.environment import Draw, TuningEnvironment
+from hetsync.control.features import Features
+from hetsync.control.observation import Observation
+from hetsync.control.policy import Specification, Weights, load_policy, save_policy
+from hetsync.control.rewards import FallOfLogLoss, MakeReward
+from hetsync.errors import UserError
+
+try:
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.logger import Logger
+    from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecMonitor
+except ImportError as missing:
+    raise UserError(
+        "learning a policy needs stable-baselines3, which is not installed: pip install 'hetsync[control]'"
+    ) from missing
+
+HIDDEN = (64, 64)
+PROCESSES = 2
+ROLLOUT = 400  # decisions of each process between two updates: ten episodes
+MINIBATCH = 200
+DISCOUNT = 0.97
+# Of learning on in a live job, which has one course of a hundred windows, not thousands.
+ONLINE_ROLLOUT = 32
+ONLINE_RATE = 1e-4
+
+Say = Callable[[str], None]
+
+
+class Curve(BaseCallback):
+    """The learning curve: mean return of the episodes that ended since the last update, said and kept."""
+
+    def __init__(self, say: Say) -> None:
+        super().__init__()
+        self.points: list[tuple[int, float]] = []
+        self._say = say
+        self._returns: list[float] = []
+
+    def _on_step(self) -> bool:
+        self._returns += [float(info["episode"]["r"]) for info in self.locals["infos"] if "episode" in info]
+        return True
+
+    def _on_rollout_end(self) -> None:
+        if self._returns:
+            self.points.append((self.num_timesteps, float(np.mean(self._returns))))
+            self._say(f"{self.points[-1][0]:,} decisions: mean return {self.points[-1][1]:.3f}")
+            self._returns = []
+
+
+def learned(environments: VecEnv, steps: int, seed: int, callback: BaseCallback | None = None, **options: Any) -> PPO:
+    """PPO on these environments. `options` override its settings."""
+    torch.set_num_threads(1)  # the network is small, and its sums shall not depend on the machine
+    settings: dict[str, Any] = {
+        "n_steps": ROLLOUT,
+        "batch_size": MINIBATCH,
+        "n_epochs": 10,
+        "gamma": DISCOUNT,
+        "ent_coef": 0.004,
+        "learning_rate": lambda left: 1e-4 + 4e-4 * left,
+        "policy_kwargs": {"net_arch": list(HIDDEN)},
+        **options,
+    }
+    model = PPO("MlpPolicy", environments, seed=seed, device="cpu", **settings)
+    model.learn(steps, callback)
+    return model
+
+
+def train(
+    draw: Draw,
+    output: Path,
+    steps: int,
+    seed: int,
+    command: str,
+    say: Say,
+    limits: Limits | None = None,
+    make_reward: MakeReward = FallOfLogLoss,
+    processes: int = PROCESSES,
+) -> Specification:
+    """Learn on jobs that `draw` draws, and write the policy. Equal arguments give equal weights.
+
+    UserError where the file cannot be written.
+    """
+    limits = limits or Limits()
+
+    def make() -> TuningEnvironment:
+        torch.set_num_threads(1)
+        return TuningEnvironment(draw, limits, make_reward)
+
+    curve = Curve(say)
+    environments = SubprocVecEnv([make] * processes) if processes > 1 else DummyVecEnv([make])
+    try:
+        rollout = min(ROLLOUT, -(-steps // processes))
+        size = min(MINIBATCH, rollout * processes)
+        model = learned(VecMonitor(environments), steps, seed, curve, n_steps=rollout, batch_size=size)
+    finally:
+        environments.close()
+    specification = Specification(
+        HIDDEN,
+        limits,
+        getattr(make_reward, "__name__", str(make_reward)),
+        command,
+        seed,
+        model.num_timesteps,
+        tuple((at, round(mean, 4)) for at, mean in curve.points),
+    )
+    save_policy(output, weights_of(model), specification)
+    return specification
+
+
+def weights_of(model: PPO) -> Weights:
+    return {name: tensor.detach().clone() for name, tensor in model.policy.state_dict().items()}
+
+
+class FineTuned:
+    """A saved policy that goes on learning, from the fall of the logarithm of the training loss.
+
+    It draws its actions, as learning needs, instead of taking the likeliest.
+    """
+
+    def __init__(self, path: str | None, limits: Limits, batch_size: int, window_seconds: float, seed: int) -> None:
+        """UserError where the policy cannot be read or does not fit."""
+        weights, specification = load_policy(path)
+        self.model = PPO(
+            "MlpPolicy",
+            DummyVecEnv([TuningEnvironment]),  # for its spaces only
+            learning_rate=ONLINE_RATE,
+            n_steps=ONLINE_ROLLOUT,
+            batch_size=ONLINE_ROLLOUT,
+            n_epochs=4,
+            gamma=DISCOUNT,
+            policy_kwargs={"net_arch": list(specification.hidden)},
+            seed=seed,
+            device="cpu",
+        )
+        try:
+            self.model.policy.load_state_dict(weights)
+        except RuntimeError as error:
+            raise UserError(f"control.policy {path} holds other layers than its specification says") from error
+        self.model.set_logger(Logger(None, []))
+        self.updates = 0
+        self._actions = Actions(limits)
+        self._features = Features(batch_size)
+        self._reward = FallOfLogLoss(window_seconds, smoothing=0.3)
+        self._first = True
+        # Features, action, value and log probability of the last decision, with what it asked for.
+        self._last: tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor, Decision] | None = None
+
+    def decide(self, seen: Observation) -> Decision:
+        features = self._features.of(seen)
+        inputs = torch.from_numpy(features)[None]
+        with torch.no_grad():
+            self._learn(seen, self.model.policy.predict_values(inputs))
+            action, value, log_probability = self.model.policy(inputs)
+        settings = self._actions.apply(seen.settings, action[0].tolist())
+        chance = float(log_probability.exp())
+        decision = Decision(settings, f"drawn (p {chance:.2f}) after {self.updates} updates: {described(settings)}")
+        self._last = features, action, value, log_probability, decision
+        return decision
+
+    def _learn(self, seen: Observation, value: torch.Tensor) -> None:
+        """From what the last decision led to, where it came into force."""
+        loss = math.fsum(seen.losses) / len(seen.losses) if seen.losses else math.nan
+        reward = self._reward(seen, loss)
+        if self._last is None:
+            return
+        features, action, old_value, log_probability, decision = self._last
+        if decision.settings != seen.settings:
+            return
+        buffer = self.model.rollout_buffer
+        start = np.array([self._first])
+        self._first = False
+        buffer.add(features[None], action.numpy(), np.array([reward]), start, old_value, log_probability)
+        if buffer.full:
+            buffer.compute_returns_and_advantage(value, np.array([False]))
+            with torch.enable_grad():
+                self.model.train()
+            buffer.reset()
+            self.updates += 1

@@ -1,0 +1,138 @@
+"""A controller in its own process changes the settings of real jobs, or dies in the attempt.
+
+mpirun -np N python -m pytest --with-mpi tests/mpi/test_control.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import cycle
+
+import pytest
+from training import SAMPLES, Outcome, assert_invariants, of_unequal_speed, train, unequal_shares
+
+from hetsync.config import ControlConfig, SyncConfig
+from hetsync.control.controller import Decision
+from hetsync.control.observation import Observation
+from hetsync.control.process import ControlProcess, Make
+from hetsync.plane.base import Plane
+from hetsync.session import Session
+from hetsync.sync.messages import Settings
+
+pytestmark = pytest.mark.mpi
+
+D4 = Settings(4, 0.25, 1)
+COURSE = [Settings(0, 0.25, 1), Settings(2, 0.25, 2), Settings(0, 0.25, 2), Settings(1, 0.25, 3), D4]
+CHANGES = 8
+SECONDS = 40.0
+# So slow that the controller keeps up, wherever it runs.
+SLICE_SECONDS = 0.01
+
+
+class Restless:
+    """Goes through `COURSE` over and over, a step a window; never where MPI is."""
+
+    def __init__(self, config: ControlConfig, seed: int, batch_size: int) -> None:
+        assert "mpi4py" not in sys.modules
+        self._course = cycle(COURSE)
+
+    def decide(self, seen: Observation) -> Decision:
+        return Decision(next(self._course), "restless")
+
+
+class Failing:
+    def __init__(self, config: ControlConfig, seed: int, batch_size: int) -> None:
+        pass
+
+    def decide(self, seen: Observation) -> Decision:
+        raise RuntimeError("this controller fails")
+
+
+@pytest.fixture
+def plane() -> Iterator[Plane]:
+    from hetsync.plane.mpi import MpiPlane
+
+    plane = MpiPlane()
+    yield plane
+    plane.close()
+
+
+def controlled(
+    plane: Plane, make: Make, samples: int, on_slice: Callable[[Session, int], None], least_delay_bound: int = 0
+) -> Outcome:
+    """A job of which rank 0 does `on_slice` after each of its slices."""
+    controller = None
+    if plane.rank == 0:
+        config = ControlConfig("random", interval_seconds=0.02, least_delay_bound=least_delay_bound)
+        controller = ControlProcess(config, 0, 24, None, make)
+
+    def after_slice(session: Session, number: int) -> None:
+        time.sleep(SLICE_SECONDS)
+        if plane.rank == 0:
+            on_slice(session, number)
+
+    sync = SyncConfig(4, 0.25, rebalance=False, pins=unequal_shares(plane.size))
+    device = of_unequal_speed(plane.rank)
+    return train(plane, sync, samples=samples, on_slice=after_slice, device=device, controller=controller)
+
+
+def test_settings_change_online_between_and_within_the_modes(plane: Plane) -> None:
+    deadline = time.monotonic() + SECONDS
+
+    def until_changed(session: Session, number: int) -> None:
+        assert session.control is not None
+        if session.control.summary()["changes"] >= CHANGES or time.monotonic() > deadline:
+            session.request_stop()
+
+    outcome = controlled(plane, Restless, 10_000 * SAMPLES, until_changed)
+    assert outcome.session.stopping
+    assert_invariants(plane, [outcome], outcome.session.applied, 4)
+    settings = plane.gather_objects(outcome.session.settings)
+    assert settings == settings[:1] * plane.size
+    if plane.rank == 0:
+        assert outcome.session.control is not None
+        summary = outcome.session.control.summary()
+        assert summary["changes"] >= CHANGES
+        assert summary["died"] is None
+        assert summary["accumulation"] == [1, 3]
+        assert summary["delay_bound"] == [0, 4]
+        assert summary["cpu_seconds"] >= summary["start_cpu_seconds"] > 0
+
+
+@pytest.mark.parametrize("how", ["killed", "failed"])
+def test_training_goes_on_without_its_controller(plane: Plane, how: str, capfd: pytest.CaptureFixture[str]) -> None:
+    struck, died = [], []
+    deadline = time.monotonic() + SECONDS
+
+    def strike(session: Session, number: int) -> None:
+        control = session.control
+        assert control is not None
+        if how == "killed" and control.summary()["decisions"] and not struck:
+            os.kill(control._process.pid, signal.SIGKILL)
+            struck.append(number)
+        if control.died is not None:
+            died.append(number)
+        if len(died) == 20 or time.monotonic() > deadline:
+            session.request_stop()
+
+    make = Restless if how == "killed" else Failing
+    outcome = controlled(plane, make, 10_000 * SAMPLES, strike, least_delay_bound=1)
+    assert_invariants(plane, [outcome], outcome.session.applied, 4)
+    if plane.rank == 0:
+        assert len(died) >= 20, "nobody noticed"
+        assert bool(struck) == (how == "killed")
+        control = outcome.session.control
+        assert control is not None
+        expected = "was ended by SIGKILL" if how == "killed" else "failed (RuntimeError: this controller fails;"
+        assert control.died is not None
+        assert control.died.startswith(expected)
+        said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("hetsync:")]
+        assert said == [
+            f"hetsync: the controller {control.died}: training goes on without it, with accumulation"
+            f" {outcome.session.settings.accumulation} and delay bound {outcome.session.settings.delay_bound}"
+        ]
+        assert outcome.rests[-1].loss < 0.6 * outcome.first_loss

@@ -1,0 +1,335 @@
+"""Learning to control simulated jobs: environments, PPO, policy files, learning on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils.env_checker import check_env
+from safetensors import safe_open
+from safetensors.torch import save_file
+from stable_baselines3.common import env_checker
+from stable_baselines3.common.vec_env import DummyVecEnv
+from test_control_parts import SEEN
+
+from hetsync.config import Config, ControlConfig, DataConfig, OptimizerConfig, RunConfig, SyncConfig
+from hetsync.control import policy
+from hetsync.control.actions import DECREASE, INCREASE, KEEP, Limits
+from hetsync.control.baselines import Fixed, Goodput
+from hetsync.control.controller import Controller
+from hetsync.control.environment import JobEnvironment, PapersEnvironment, TuningEnvironment
+from hetsync.control.features import FEATURES
+from hetsync.control.jobs import Course, Job, JobDraw, devices, random_job
+from hetsync.control.policy import PolicyController, PolicyNetwork, load_network, load_policy, untrained
+from hetsync.control.ppo import ONLINE_ROLLOUT, FineTuned, learned, train, weights_of
+from hetsync.control.registry import make_controller
+from hetsync.control.trial import best_static, run_trial
+from hetsync.errors import UserError
+from hetsync.profiling.cluster import Cluster, Link, LognormalJitter, load_cluster
+from hetsync.simulate.quadratic import Landscape
+from hetsync.sync.messages import Settings
+
+BATCH = 16
+
+
+def job(seed: int = 0, bound: int = 0, curvature: float = 2.0, batches: int = 160, link: float = 4.0) -> Job:
+    """Two ranks behind a network that takes as long as `link` slices."""
+    cluster = Cluster("two", "made up", devices([2.0, 1.0]), Link(compute_fraction=link))
+    config = Config(
+        run=RunConfig(seed=seed),
+        data=DataConfig(batch_size=BATCH),
+        optimizer=OptimizerConfig("sgd", 0.05, 0.0),
+        sync=SyncConfig(delay_bound=bound),
+    )
+    return Job(config, cluster, 2, Landscape(1.0, 0.0, curvature, 1.0), BATCH / 0.2, batches)
+
+
+def same_job(random: np.random.Generator) -> Job:
+    return job(seed=int(random.integers(1000)))
+
+
+# Environments.
+
+
+@pytest.mark.parametrize("make", [TuningEnvironment, PapersEnvironment])
+def test_environments_keep_their_promises(make: Callable[..., JobEnvironment]) -> None:
+    environment = make(same_job)
+    check_env(environment, skip_render_check=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="We recommend you to use a symmetric and normalized Box")
+        env_checker.check_env(environment)
+
+
+def rollout(environment: gymnasium.Env, seed: int, actions: list[object]) -> list[object]:
+    out: list[object] = [environment.reset(seed=seed)[0].tolist()]
+    for action in actions:
+        vector, reward, terminated, truncated, info = environment.step(action)
+        out += [vector.tolist(), reward, terminated, truncated, info["loss"], info["settings"]]
+        if terminated or truncated:
+            break
+    return out
+
+
+def test_episodes_are_those_of_the_seed() -> None:
+    actions: list[object] = [np.array(pair) for pair in ((2, 1), (1, 2), (0, 2), (1, 0))]
+    twice = [rollout(TuningEnvironment(random_job), 3, actions) for _ in range(2)]
+    assert twice[0] == twice[1]
+    assert rollout(TuningEnvironment(random_job), 4, actions) != twice[0]
+
+
+def test_illegal_actions_are_clipped_and_the_time_limit_holds() -> None:
+    environment = TuningEnvironment(same_job, Limits(1, 2, 0, 1))
+    environment.reset(seed=0)
+    steps, truncated, terminated = 0, False, False
+    while not (truncated or terminated):
+        *_, terminated, truncated, info = environment.step(np.array([INCREASE, INCREASE]))
+        settings = info["settings"]
+        assert settings.accumulation <= 2
+        assert settings.delay_bound <= 1
+        steps += 1
+    assert truncated
+    assert steps == 160 / 16 - 1  # the first window is the reset's
+    assert info["seconds"] == pytest.approx(environment.course.job.time_limit)
+
+
+def test_who_does_what_the_rival_does_gets_nothing() -> None:
+    environment = TuningEnvironment(lambda random: job(bound=4, link=2.0))
+    environment.reset(seed=0)
+    rewards = [environment.step(np.array([KEEP, KEEP]))[1] for _ in range(9)]
+    assert rewards == [0.0] * 9
+    environment.reset(seed=0)
+    assert sum(environment.step(np.array([KEEP, DECREASE]))[1] for _ in range(9)) < -0.1
+
+
+def test_a_loss_that_is_not_finite_ends_the_episode_and_costs() -> None:
+    environment = TuningEnvironment(lambda random: job(curvature=4000.0, link=0.1, batches=4000), rival=None)
+    environment.reset(seed=0)
+    reward, terminated = 0.0, False
+    for _ in range(100):
+        vector, reward, terminated, truncated, _ = environment.step(np.array([KEEP, KEEP]))
+        assert np.isfinite(vector).all()
+        if terminated or truncated:
+            break
+    assert terminated
+    assert reward == TuningEnvironment.DIVERGED
+
+
+def test_the_papers_action_scales_its_step() -> None:
+    environment = PapersEnvironment(same_job)
+    environment.reset(seed=0)
+    trace = []
+    for action in ([0.0, 1.0], [0.9, 1.0], [0.5, 0.5], [2.5, 1.0], [1.5, 0.0], [0.0, 1.0]):
+        *_, info = environment.step(np.array(action, np.float32))
+        trace.append(info["settings"].accumulation)
+    assert trace == [2, 4, 6, 6, 5, 8]  # 10 is beyond the limit
+
+
+def test_jobs_are_like_the_cluster_and_the_recipe_that_were_given() -> None:
+    recipe = Config(data=DataConfig(batch_size=96), optimizer=OptimizerConfig("adamw", 0.003))
+    draw = JobDraw(load_cluster("slow-link"), recipe)
+    jobs = [draw(np.random.default_rng(seed)) for seed in range(5)]
+    assert {j.ranks for j in jobs} == {8}
+    assert {j.batch_size for j in jobs} == {96}
+    assert len({j.cluster.devices[0].speed for j in jobs}) == 5
+    assert all(0.25 <= j.cluster.link.compute_fraction <= 1.0 for j in jobs if j.cluster.link)
+    course = Course(jobs[0])
+    course.advance()
+    assert course.observe().samples > 0
+
+
+# PPO.
+
+
+@pytest.fixture(scope="module")
+def pupil() -> torch.nn.Module:
+    """A policy that has learned one job: synchronous at first, behind a slow network."""
+    environments = DummyVecEnv([lambda: TuningEnvironment(same_job, Limits(1, 1, 0, 8), rival=None)])
+    model = learned(environments, 1080, 0, n_steps=108, batch_size=54, learning_rate=2e-3)
+    network = PolicyNetwork((64, 64))
+    network.load(weights_of(model))
+    return network
+
+
+def test_ppo_solves_a_trivial_job(pupil: PolicyNetwork) -> None:
+    limits, tests = Limits(1, 1, 0, 8), [job(seed) for seed in (2001, 2002)]
+
+    def loss(controller: Callable[[], Controller]) -> float:
+        return float(np.mean([run_trial(test, controller(), limits).loss_in_time for test in tests]))
+
+    best, trials = best_static(tests, limits, lambda trial: trial.loss_in_time)
+    oracle = float(np.mean([trial.loss_in_time for trial in trials[best]]))
+    assert best.delay_bound >= 4
+    assert oracle < 0.5 * loss(Fixed)
+    assert loss(lambda: PolicyController(pupil, limits, BATCH)) < oracle + 0.3 * (loss(Fixed) - oracle)
+
+
+def quick(output: Path, seed: int) -> policy.Specification:
+    said: list[str] = []
+    made = train(same_job, output, 60, seed, "hetsync control train", said.append, processes=1)
+    assert len(said) == len(made.learning_curve) == 1
+    return made
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("policies") / "made" / "policy.safetensors"
+    quick(path, 0)
+    return path
+
+
+def test_training_is_deterministic_by_seed(trained: Path, tmp_path: Path) -> None:
+    again, other = tmp_path / "again", tmp_path / "other"
+    quick(again, 0)
+    quick(other, 1)
+    assert again.read_bytes() == trained.read_bytes()
+    weights = [load_policy(str(path))[0]["action_net.weight"] for path in (trained, other)]
+    assert not torch.equal(*weights)
+
+
+# Files.
+
+
+def test_a_file_tells_what_it_learned_from(trained: Path) -> None:
+    weights, told = load_policy(str(trained))
+    assert told.features == FEATURES
+    assert told.limits == Limits()
+    assert (told.seed, told.steps, told.command) == (0, 60, "hetsync control train")
+    assert told.reward == "FallOfLogLoss"
+    assert {name.split(".")[0] for name in weights} == {"mlp_extractor", "action_net", "value_net"}
+
+
+def test_the_network_decides_as_the_one_that_learned(trained: Path) -> None:
+    tuned = FineTuned(str(trained), Limits(), BATCH, 10.0, 0)
+    network = load_network(str(trained))
+    for seed in range(20):
+        features = torch.rand(len(FEATURES), generator=torch.Generator().manual_seed(seed)) * 2 - 1
+        theirs = [choice.logits for choice in tuned.model.policy.get_distribution(features[None]).distribution]
+        torch.testing.assert_close(network(features).log_softmax(1), torch.cat(theirs))
+
+
+def altered(source: Path, target: Path, **changes: object) -> str:
+    weights, told = load_policy(str(source))
+    metadata = {policy.SPECIFICATION: json.dumps({**dataclasses.asdict(told), **changes})}
+    save_file(weights, target, metadata)
+    return str(target)
+
+
+def test_policies_that_do_not_fit_are_refused_in_a_sentence(trained: Path, tmp_path: Path) -> None:
+    old = altered(trained, tmp_path / "old", features_version=0)
+    foreign, text = tmp_path / "foreign", tmp_path / "text"
+    save_file({"weight": torch.zeros(2)}, foreign)
+    text.write_text("no weights")
+    wide = altered(trained, tmp_path / "wide", hidden=[32, 64])
+    for path, words in (
+        (old, "knows version 0 of what controllers see, this HetSync version 1: train it anew"),
+        (altered(trained, tmp_path / "names", features=["loss"]), "train it anew"),
+        (str(foreign), "is no policy of HetSync"),
+        (str(text), "is no policy of HetSync"),
+        (str(tmp_path / "nowhere"), "does not exist"),
+        (wide, "other layers"),
+    ):
+        with pytest.raises(UserError, match=words) as refused:
+            load_network(path)
+        assert "\n" not in str(refused.value)
+
+
+def test_the_policy_that_comes_along_fits() -> None:
+    weights, told = load_policy(None)
+    assert told.command.startswith("hetsync control train")
+    assert len(told.learning_curve) > 10
+    decision = make_controller(ControlConfig("ppo"), 0, 160).decide(SEEN)
+    assert decision.reason.startswith("K ")
+    assert sum(tensor.numel() for tensor in weights.values()) < 20_000
+
+
+# Controllers on jobs.
+
+
+@pytest.mark.parametrize("name", ["fixed", "ppo", "proportional", "goodput", "schedule", "random"])
+def test_every_controller_by_name_runs_a_job_twice_alike(name: str) -> None:
+    config = ControlConfig(name, least_delay_bound=0)  # type: ignore[arg-type]
+    trials = [run_trial(job(link=2.0), make_controller(config, 0, BATCH), Limits.of(config)) for _ in range(2)]
+    assert trials[0] == trials[1]
+    assert trials[0].samples[-1] == 160 * BATCH
+    assert trials[0].final_loss < 0.5
+    assert all(trials[0].reasons)
+    if name in ("fixed", "schedule", "random"):
+        assert (len(set(trials[0].settings)) > 1) == (name != "fixed")
+
+
+def test_an_untrained_policy_is_the_seeds_and_leaves_torchs_dice_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    decisions = [untrained(Limits(), BATCH, 5).decide(SEEN) for _ in range(2)]
+    assert decisions[0] == decisions[1]
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_goodputs_goal_is_about_the_fastest_on_the_virtual_clock() -> None:
+    """Its model of throughput, against every setting that the simulator can be run at."""
+    limits = Limits(1, 2, 0, 8)
+    noisy = replace(
+        job(link=1.5, batches=400),
+        cluster=Cluster("four", "made up", devices([2, 1, 1, 1]), Link(compute_fraction=1.5), LognormalJitter(0.4)),
+        ranks=4,
+        landscape=Landscape(1.0, 0.0, 0.01, 1e5),
+    )
+    best, trials = best_static([noisy], limits, lambda trial: -trial.samples_per_second)
+    steered = run_trial(noisy, Goodput(limits, BATCH), limits)
+    end: Settings = steered.settings[-1]
+    assert trials[end][0].samples_per_second > 0.93 * trials[best][0].samples_per_second
+
+
+def test_times_to_a_target_are_interpolated() -> None:
+    trial = run_trial(job(bound=4), Fixed(), Limits())
+    reached = [trial.seconds_to(target) for target in (0.7, 0.4, 0.2)]
+    assert reached == sorted(reached)
+    assert 0 < reached[0] < reached[-1] < trial.seconds[-1]
+    assert trial.seconds_to(1e-9) == np.inf
+    assert trial.loss_in_time >= trial.final_loss > 0
+
+
+# Learning on.
+
+
+def test_a_policy_learns_on_from_its_windows(trained: Path) -> None:
+    config = ControlConfig("ppo", policy=str(trained), fine_tune=True, interval_seconds=10.0)
+    controller = make_controller(config, 0, BATCH)
+    assert isinstance(controller, FineTuned)
+    before = weights_of(controller.model)
+    seen, loss = SEEN, 1.0
+    for index in range(ONLINE_ROLLOUT + 1):
+        decision = controller.decide(seen)
+        loss *= 0.95
+        # Of the 32 windows, one was overruled: it teaches nothing.
+        settings = seen.settings if index == 3 else decision.settings
+        seen = replace(seen, losses=(loss,), settings=settings)
+    overruled = decision.settings != seen.settings
+    assert not overruled
+    controller.decide(seen)
+    controller.decide(seen)
+    assert controller.updates == 1
+    after = weights_of(controller.model)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.isfinite(tensor).all() for tensor in after.values())
+
+
+def test_files_hold_no_code(trained: Path) -> None:
+    with safe_open(trained, framework="pt") as opened:
+        assert set(opened.metadata()) == {policy.SPECIFICATION}
+
+
+def test_decreasing_is_an_action() -> None:
+    environment = TuningEnvironment(lambda random: job(bound=4))
+    environment.reset(seed=0)
+    *_, info = environment.step(np.array([KEEP, DECREASE]))
+    assert info["settings"].delay_bound == 2
