@@ -93,7 +93,7 @@ def test_trains_on_unequal_ranks(mpi: Plane, workload: Workload, bound: int) -> 
     before = loss_on_all(model, data)
     session = train(mpi, data, model, optimizer, SyncConfig(bound), workload.rounds * BATCH)
     assert session.applied == workload.rounds * BATCH
-    assert loss_on_all(model, data) < 0.97 * before
+    assert loss_on_all(model, data) < 0.95 * before
     if session.coordinator is not None:
         assert max(session.coordinator.policy.staleness) <= bound
 
