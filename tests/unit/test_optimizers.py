@@ -30,5 +30,5 @@ def test_the_bound_of_clipping_is_meant_for_the_batch(piece: Piece, gradient: fl
     steps.begin(piece)
     weight.grad = torch.full_like(weight, gradient)
     steps.take()
-    assert float(-weight) == pytest.approx(length, rel=1e-4)
+    assert -weight.item() == pytest.approx(length, rel=1e-4)
     assert weight.grad is None
