@@ -44,7 +44,6 @@ from hetsync.profiling.cluster import Cluster
 from hetsync.simulate.recipe import build, scenario_of
 from hetsync.simulate.replicas import Replicas
 from hetsync.simulate.simulation import Simulation
-from hetsync.sync.messages import StartRound
 
 RECIPE = ROOT / "models" / "recipes" / "deeptte_synthetic_city.yaml"
 DEVICE_RATE = 100.0  # samples/s of one device
@@ -151,11 +150,10 @@ def trained_model(config: Config, ranks: int, alpha: int, controller: Controller
     learner = Replicas(config, built, model, ranks, scenario.total_samples)
     points: list[dict[str, float]] = []
 
-    def at_rest(simulation: Simulation, drained: StartRound) -> None:
-        applied = simulation.policy.ledger.applied
-        points.append({"seconds": simulation.now, "samples": applied, **learner.evaluate()})
+    def on_evaluation(applied: int, seconds: float, metrics: dict[str, float]) -> None:
+        points.append({"seconds": seconds, "samples": applied, **metrics})
 
-    simulation = Simulation(scenario, learner, at_rest=at_rest)
+    simulation = Simulation(scenario, learner, on_evaluation=on_evaluation)
     window = scenario.total_samples / (DEVICE_RATE * ranks) / WINDOWS
     cost, chosen = 0.0, []
     while not simulation.ended:

@@ -15,6 +15,7 @@ import argparse
 import json
 import pickle
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,8 +27,8 @@ from hetsync.plane.base import Plane
 from hetsync.plane.mpi import MpiPlane
 from hetsync.slicing import StepTime
 from hetsync.sync.coordinator import Coordinator, Speeds
-from hetsync.sync.members import Milestone
 from hetsync.sync.messages import Completed, Event, Give, Instruction, Settings, StartRound
+from hetsync.sync.milestones import Milestone
 from hetsync.sync.policy import Policy
 from hetsync.sync.worker import Worker
 
@@ -116,7 +117,7 @@ def make_coordinator(ranks: int, send: Any) -> Coordinator:
     return Coordinator(policy, Speeds(dict.fromkeys(shares, StepTime(0.0, 1 / SHARE))), send, rebalance=True)
 
 
-class Flooded:
+class Flooded(ABC):
     """Rank 0, with what it has done so far. Sums take no time: a round is over when its contributors have spoken."""
 
     def __init__(self, ranks: int) -> None:
@@ -126,13 +127,13 @@ class Flooded:
         self.started: StartRound | None = None
         self.coordinator = make_coordinator(ranks, self.send)
 
+    @abstractmethod
     def send(self, rank: int, instructions: Sequence[Instruction]) -> None:
         """Encode, and carry where letters are carried."""
-        raise NotImplementedError
 
+    @abstractmethod
     def until(self, version: int) -> None:
         """Play until so many rounds are over."""
-        raise NotImplementedError
 
     def note(self, instructions: Sequence[Instruction]) -> None:
         self.letters_out += 1

@@ -43,25 +43,10 @@ def from_hetsync(
 
 
 def evaluations(telemetry: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Metrics over samples and over seconds of training: from the first slice on, less those at rest.
-
-    The ranks rest from the drain round, the last one on record before an evaluation, until that is over.
-    """
-    found: list[dict[str, float]] = []
-    began: float | None = None
-    drained = resting = 0.0
-    for line in telemetry:
-        fields = dict(line)
-        kind, at = fields.pop("kind"), fields.pop("at")
-        if kind == "piece" and began is None:
-            began = at - fields["compute_seconds"] - fields["data_seconds"] - fields["wait_seconds"]
-        elif kind == "round":
-            drained = at
-        elif kind == "evaluation":
-            assert began is not None
-            found.append({"samples": fields.pop("samples_applied"), "seconds": drained - began - resting, **fields})
-            resting += at - drained
-    return found
+    """Metrics over samples and over seconds of training."""
+    names = {"samples_applied": "samples", "train_seconds": "seconds"}
+    kept = [line for line in telemetry if line["kind"] == "evaluation"]
+    return [{names.get(key, key): line[key] for key in line if key not in ("kind", "at")} for line in kept]
 
 
 # Figures of one job.

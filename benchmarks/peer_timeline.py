@@ -1,8 +1,8 @@
 """What each rank did over wall time: (kind, start, stop), in seconds on a clock that all ranks share.
 
 `compute` is the device's slice, `wait` a main thread that stands still in a collective or for want of work, `sum` a
-collective under way on this rank, from its first bucket on, whatever else the rank does meanwhile, and `rest` an
-evaluation with all that belongs to it. What is in none of them is the host's own work.
+collective under way on this rank, from its first bucket on, whatever else the rank does meanwhile, and `rest` its part
+of an evaluation with all that belongs to it. What is in none of them is the host's own work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ def from_telemetry(lines: Iterable[Mapping[str, Any]], synchronous: bool) -> lis
     """
     found: list[Interval] = []
     origin: float | None = None
-    drained = 0.0
     for line in lines:
         kind, at = line["kind"], line["at"]
         if kind == "piece":
@@ -41,12 +40,10 @@ def from_telemetry(lines: Iterable[Mapping[str, Any]], synchronous: bool) -> lis
             found.append(("wait", *waited))
             if synchronous:
                 found.append(("sum", *waited))
-        elif kind == "round":
-            drained = at
-            if not synchronous:
-                found.append(("sum", at - line["seconds"], at))
-        elif kind == "evaluation":
-            found.append(("rest", drained, at))
+        elif kind == "round" and not synchronous:
+            found.append(("sum", at - line["seconds"], at))
+        elif kind in ("score", "rest"):
+            found.append(("rest", at - line["seconds"], at))
     return shifted(found, origin or 0.0)
 
 

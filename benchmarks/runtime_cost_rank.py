@@ -89,7 +89,7 @@ class Weights(torch.nn.Module):
 def books(session: JoinedSession, meter: Meter) -> Counter[str]:
     """CPU seconds by purpose so far; and what summary.json would count of them, rounds, and seconds of training."""
     engine, ours = session.engine, Counter(meter.seconds)
-    thread = engine.cpu_seconds() - engine.main_cpu_seconds
+    thread = engine.cpu_seconds() - engine.spent.cpu_seconds
     ours["polling"] = thread - sum(ours[purpose] for purpose in PARTS if purpose not in OF_MAIN_THREAD)
     totals = {"counted": engine.cpu_seconds(), "rounds": session.version, "seconds": session.totals.train_seconds}
     return Counter({**ours, **totals})

@@ -31,7 +31,7 @@ from hetsync.plane.base import Plane
 from hetsync.profiling.cluster import load_cluster
 from hetsync.session import Plan, RankProfile, Session
 from hetsync.slicing import StepTime
-from hetsync.sync.members import Milestone
+from hetsync.sync.milestones import marks_every, rests_at
 
 
 class JoinedSession(Session):
@@ -99,11 +99,7 @@ def join(
         device, time = emulated_device(cluster, plane.rank, rate, seed), StepTime(0.0, 1 / rate)
     profiles = plane.gather_objects(RankProfile(model.__class__.__name__, "", time, emulate is not None))
 
-    def next_milestone(position: int) -> Milestone:
-        due = (position // evaluate_every + 1) * evaluate_every if evaluate_every else total
-        return Milestone(due, "evaluation") if due < total else Milestone(total, "end", True)
-
-    plan = Plan(batch_size, total, profiles, next_milestone, seed)
+    plan = Plan(batch_size, total, profiles, rests_at(marks_every(evaluate_every, total), "evaluation", total), seed)
     return JoinedSession(plane, model, optimizer, Source(dataset), SyncConfig(**sync), plan, device)
 
 

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from hetsync.config import ScheduleConfig, SyncConfig
-from hetsync.control.live import LiveControl, Meter
+from hetsync.control.live import LiveControl
+from hetsync.control.meter import Meter
 from hetsync.control.process import ControlProcess
 from hetsync.data.ledger import Ledger, length
 from hetsync.data.loader import Loader, Source
@@ -28,10 +29,10 @@ from hetsync.optimizers import Steps
 from hetsync.plane.base import Plane
 from hetsync.slicing import StepTime, equal_shares, first_pinned_shares, speed_shares
 from hetsync.sync.coordinator import Coordinator, Send, Speeds
-from hetsync.sync.deltas import Nesterov
+from hetsync.sync.deltas import Nesterov, Snapshot
 from hetsync.sync.engine import Engine, EngineOptions
-from hetsync.sync.members import Milestones
-from hetsync.sync.messages import NO_BOUND, DrainRequested, Piece, Settings, StartRound, Tuned
+from hetsync.sync.messages import NO_BOUND, DrainRequested, Piece, Scored, Settings, StartRound, Tuned
+from hetsync.sync.milestones import Evaluation, Marks, Milestones, no_marks
 from hetsync.sync.optimizer_state import average_optimizer_state
 from hetsync.sync.policy import Policy
 from hetsync.telemetry import Telemetry
@@ -68,6 +69,7 @@ class Plan:
         version: Rounds completed before.
         shares: Shares to start with; None computes them from the profiles.
         settings: Settings to start with; None takes those of the recipe.
+        evaluations: Where the shared weights are evaluated while training goes on.
     """
 
     batch_size: int
@@ -79,6 +81,18 @@ class Plan:
     version: int = 0
     shares: tuple[int, ...] | None = None
     settings: Settings | None = None
+    evaluations: Marks = no_marks
+
+
+class Evaluator:
+    """What a session does where the plan wants an evaluation. This one does nothing."""
+
+    def score(self) -> dict[str, float]:
+        """On every rank, between two pieces: sums of metrics over its part of the test data, of the model as it is."""
+        return {}
+
+    def report(self, evaluation: Evaluation, train_seconds: float) -> None:
+        """On rank 0, from its communication thread, once all ranks have scored the weights of that moment."""
 
 
 @dataclass
@@ -124,6 +138,7 @@ class Session:
         telemetry: Telemetry | None = None,
         timeout_seconds: float = 600.0,
         controller: ControlProcess | None = None,
+        evaluator: Evaluator | None = None,
     ) -> None:
         """Collective. The model's weights may differ between ranks: all start from rank 0's.
 
@@ -139,6 +154,7 @@ class Session:
         self.applied = plan.applied
         self.version = plan.version
         self.stopping = False
+        self.evaluation_due = False  # at this rest
         self.outer = Nesterov(sync.outer.learning_rate, sync.outer.momentum) if sync.outer.name == "nesterov" else None
         self._device = device
         self._steps = Steps(optimizer, schedule or ScheduleConfig(), max_grad_norm, plan.total_samples, plan.batch_size)
@@ -148,6 +164,8 @@ class Session:
         self._sync = sync
         self.control: LiveControl | None = None  # on rank 0, where there is a controller
         self._controller = controller
+        self._evaluator = evaluator or Evaluator()
+        self._snapshot_seconds = 0.0  # of training, when the newest snapshot was made
         self._segment: tuple[float, float | None] = (0.0, None)  # seconds before, began; the latter None at rest
         self.engine = Engine(
             plane,
@@ -171,7 +189,8 @@ class Session:
     def _make_coordinator(self, send: Send) -> Coordinator:
         plan, sync = self.plan, self._sync
         ledger = Ledger(plan.total_samples, plan.applied)
-        policy = Policy(dict(enumerate(self.shares)), self.settings, ledger, plan.milestones, plan.version)
+        shares = dict(enumerate(self.shares))
+        policy = Policy(shares, self.settings, ledger, plan.milestones, plan.version, plan.evaluations)
         caps = [profile.cap for profile in plan.ranks]
         speeds = Speeds({rank: profile.time for rank, profile in enumerate(plan.ranks)}, caps, sync.pins)
         if self._controller is not None:
@@ -179,7 +198,8 @@ class Session:
             solo = sum(time.rate(share) for time, share in zip(times, self.shares, strict=True))
             meter = Meter(policy, times, solo)
             self.control = LiveControl(self._controller, meter, self.seconds_training, self._telemetry)
-        return Coordinator(policy, speeds, send, sync.rebalance and sync.shares == "speed", self.control)
+        rebalance = sync.rebalance and sync.shares == "speed"
+        return Coordinator(policy, speeds, send, rebalance, self.control, self._report)
 
     @property
     def coordinator(self) -> Coordinator | None:
@@ -201,15 +221,37 @@ class Session:
             work = self.engine.next_work()
             if isinstance(work, Piece):
                 yield from self._piece_slices(work)
-                continue
-            self.totals.train_seconds = self.seconds_training()
-            self._segment = (self.totals.train_seconds, None)
-            self._come_to_rest(work)
-            at_rest()
-            if work.final or self.stopping:
-                return
-            self._seed_ranks()
-            self._segment = (self.totals.train_seconds, time.monotonic())
+            elif isinstance(work, Snapshot):
+                self._score(work)
+            else:
+                began = self._stop_clock()
+                self._come_to_rest(work)
+                at_rest()
+                self.record("rest", reason=work.drain, seconds=round(time.monotonic() - began, 6))
+                if work.final or self.stopping:
+                    return
+                self._seed_ranks()
+                self._segment = (self.totals.train_seconds, time.monotonic())
+
+    def _stop_clock(self) -> float:
+        """What follows is not training; returns the moment."""
+        self.totals.train_seconds = self.seconds_training()
+        self._segment = (self.totals.train_seconds, None)
+        return time.monotonic()
+
+    def _score(self, snapshot: Snapshot) -> None:
+        """This rank's part of an evaluation, between two pieces."""
+        began = self._stop_clock()
+        self._snapshot_seconds = self.totals.train_seconds - (began - snapshot.made_at)
+        with self.engine.showing(snapshot), torch.random.fork_rng(devices=[]):
+            sums = self._evaluator.score()
+        ended = time.monotonic()
+        self._segment = (self.totals.train_seconds, ended)
+        self.record("score", round=snapshot.round, seconds=round(ended - began, 6))
+        self.engine.tell(Scored(self.plane.rank, snapshot.round, sums))
+
+    def _report(self, evaluation: Evaluation) -> None:
+        self._evaluator.report(evaluation, self._snapshot_seconds)
 
     def _piece_slices(self, piece: Piece) -> Iterator[Any]:
         self._piece, self._piece_seconds, self._piece_loss = piece, 0.0, None
@@ -264,10 +306,10 @@ class Session:
             version=self.engine.worker.version,
             compute_seconds=round(self._piece_seconds, 6),
             data_seconds=round(totals.data_seconds - self._data_before, 6),
-            wait_seconds=round(self.engine.wait_seconds - self._waited_before, 6),
+            wait_seconds=round(self.engine.spent.wait_seconds - self._waited_before, 6),
             loss=loss_sum / piece.samples if piece.samples else None,
         )
-        self._waited_before = self.engine.wait_seconds
+        self._waited_before = self.engine.spent.wait_seconds
         self._data_before = totals.data_seconds
 
     def record(self, kind: str, **fields: Any) -> None:
@@ -292,6 +334,7 @@ class Session:
     def _come_to_rest(self, drained: StartRound) -> None:
         self.version = drained.number + 1
         self.stopping = drained.drain == STOP
+        self.evaluation_due = drained.evaluate or drained.final
         told = self.plane.broadcast_object(self._state_of_policy())
         self.applied, self.settings, self.shares = told
         if not drained.synchronous:

@@ -75,7 +75,7 @@ def _rank_figures(trainer: Trainer) -> dict[str, Any]:
         "solo_samples_per_second": profile.time.rate(session.shares[rank]),
         "device_samples_per_second": totals.samples / max(1e-9, totals.compute_seconds),
         "compute_fraction": totals.compute_seconds / seconds,
-        "wait_fraction": session.engine.wait_seconds / seconds,
+        "wait_fraction": session.engine.spent.wait_seconds / seconds,
         "data_fraction": totals.data_seconds / seconds,
         "runtime_cpu_fraction": session.engine.cpu_seconds() / seconds,
         "bytes_sent": session.engine.bytes_sent,

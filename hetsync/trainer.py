@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,12 +23,12 @@ from hetsync.plane.base import Plane
 from hetsync.plane.emulated_link import EmulatedLink
 from hetsync.profiling.cluster import Cluster, load_cluster
 from hetsync.profiling.measure import Subject, choose_device, find_place, limit_threads, measure_ranks
-from hetsync.session import Plan, RankProfile, Session, choose_shares, settings_of
+from hetsync.session import Evaluator, Plan, RankProfile, Session, choose_shares, settings_of
 from hetsync.slicing import apportion
 from hetsync.stop import StopSignal
 from hetsync.summary import summarise
-from hetsync.sync.members import Milestone
 from hetsync.sync.messages import Settings
+from hetsync.sync.milestones import Evaluation, marks_every, rests_at
 from hetsync.telemetry import Telemetry
 from hetsync.terminal import Display, Silence, Terminal
 
@@ -35,7 +36,7 @@ STOPPED = 85  # exit status: saved, to be resumed (launch/slurm.sbatch requeues 
 EVALUATION_BATCH = 256
 
 
-class Trainer:
+class Trainer(Evaluator):
     def __init__(self, config: Config, plane: Plane, run: Path, loaded: checkpoint.Loaded | None) -> None:
         """Collective. `loaded` is where to go on from, the same on all ranks."""
         self.config = config
@@ -73,12 +74,13 @@ class Trainer:
             config.data.batch_size,
             self.total,
             self.profiles,
-            self._next_milestone,
+            rests_at(marks_every(config.run.checkpoint_every, self.total), "checkpoint", self.total),
             config.run.seed,
             progress.samples_applied if progress else 0,
             progress.version if progress else 0,
             shares,
             first_settings(config, progress),
+            marks_every(config.run.evaluate_every, self.total),
         )
         session = Session(
             slowed(self.plane, self.cluster, self.model, self.profiles, shares),
@@ -93,6 +95,7 @@ class Trainer:
             Telemetry(self.run_folder / "telemetry" / f"rank-{self.plane.rank:04d}.jsonl"),
             config.run.timeout_seconds,
             self._start_controller(),
+            self,
         )
         if loaded is not None and session.outer is not None and loaded.outer is not None:
             session.outer.velocity = loaded.outer.to(next(self.model.parameters()).device)
@@ -141,34 +144,38 @@ class Trainer:
         mean = sum(staleness * count for staleness, count in policy.staleness.items()) / pieces
         display.progress(policy.ledger.applied, self.session.seconds_training(), coordinator.take_loss(), mean)
 
-    # At rest.
-
-    def _next_milestone(self, position: int) -> Milestone:
-        run = self.config.run
-        intervals = {"evaluation": run.evaluate_every, "checkpoint": run.checkpoint_every}
-        due = [Milestone((position // every + 1) * every, reason) for reason, every in intervals.items() if every]
-        return min([m for m in due if m.position < self.total] + [Milestone(self.total, "end", True)], key=_position)
-
-    def _at_rest(self) -> None:
-        applied, run = self.session.applied, self.config.run
-        over = applied == self.total
-        if over or (run.evaluate_every and applied % run.evaluate_every == 0):
-            self.metrics = self.evaluate()
-            self.session.record("evaluation", samples_applied=applied, **self.metrics)
-        if over or self.session.stopping or (run.checkpoint_every and applied % run.checkpoint_every == 0):
-            self._save()
+    # Evaluation: while training goes on, or at rest.
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Metrics over the whole test set, each sample once, split over ranks by their shares; on every rank."""
+    def score(self) -> dict[str, float]:
+        """Each test sample is of one rank's part; the parts follow the shares."""
         count = len(self.data.test)  # type: ignore[arg-type]
         parts = apportion(count, dict(enumerate(self.session.shares)))
         first = sum(parts[rank] for rank in range(self.plane.rank))
-        sums = evaluate_range(self.model, self.data, first, first + parts[self.plane.rank])
-        everyones = self.plane.gather_objects(sums)
-        names = sorted({name for theirs in everyones for name in theirs})
-        totals = {name: sum(theirs.get(name, 0.0) for theirs in everyones) for name in names}
-        return self.data.report({**totals, "samples": count})
+        return evaluate_range(self.model, self.data, first, first + parts[self.plane.rank])
+
+    def report(self, evaluation: Evaluation, train_seconds: float) -> None:
+        self.metrics = self._metrics(evaluation.parts)
+        self._record(evaluation.samples_applied, train_seconds)
+
+    def _metrics(self, parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        names = sorted({name for part in parts for name in part})
+        totals = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+        return self.data.report({**totals, "samples": len(self.data.test)})  # type: ignore[arg-type]
+
+    def _record(self, applied: int, train_seconds: float) -> None:
+        seconds = round(self._train_seconds_before + train_seconds, 6)
+        self.session.record("evaluation", samples_applied=applied, train_seconds=seconds, **self.metrics)
+
+    def _at_rest(self) -> None:
+        session, run = self.session, self.config.run
+        over = session.applied == self.total
+        if session.evaluation_due:
+            self.metrics = self._metrics(self.plane.gather_objects(self.score()))
+            if self.plane.rank == 0:
+                self._record(session.applied, session.totals.train_seconds)
+        if over or session.stopping or (run.checkpoint_every and session.applied % run.checkpoint_every == 0):
+            self._save()
 
     def _save(self) -> None:
         session = self.session
@@ -197,10 +204,6 @@ def first_settings(config: Config, progress: checkpoint.Progress | None) -> Sett
         return settings
     kept = Settings(progress.delay_bound, settings.quorum, progress.accumulation)
     return Actions(Limits.of(config.control)).clipped(kept)
-
-
-def _position(milestone: Milestone) -> int:
-    return milestone.position
 
 
 def evaluate_range(model: torch.nn.Module, data: Data, first: int, stop: int) -> dict[str, float]:

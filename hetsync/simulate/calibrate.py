@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +147,7 @@ def _searched(misfit: Callable[[float], tuple[float, Landscape]], unit: float) -
 def simulated_curve(landscape: Landscape, config: Config, scenario: Scenario) -> Row:
     """Binned losses of a simulated run; not a number where it diverges."""
     learner = NoisyQuadratic(landscape, config, len(scenario.ranks), scenario.total_samples)
-    simulation = Simulation(replace(scenario, milestones=None), learner)
+    simulation = Simulation(scenario, learner)
     try:
         simulation.advance()
     except UserError:

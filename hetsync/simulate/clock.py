@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hetsync.simulate.scenario import Runtime
-from hetsync.sync.engine import SHORTEST_NAP_SECONDS
+from hetsync.sync.naps import nap_seconds
 
 GOLDEN = (5**0.5 - 1) / 2
 
@@ -48,7 +48,7 @@ class Naps:
         runtime = self._runtime
         fraction = runtime.waiting_fraction if waiting else runtime.computing_fraction
         limit = runtime.collective_nap_seconds if collective else runtime.idle_nap_seconds
-        return min(limit, max(SHORTEST_NAP_SECONDS, fraction * quiet_seconds))
+        return nap_seconds(quiet_seconds, fraction, limit)
 
     def phase(self) -> float:
         return self._dice.random()

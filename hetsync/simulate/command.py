@@ -29,7 +29,6 @@ from hetsync.simulate.report import summarise
 from hetsync.simulate.scenario import Scenario
 from hetsync.simulate.script import load_script
 from hetsync.simulate.simulation import Simulation
-from hetsync.sync.messages import StartRound
 from hetsync.terminal import Terminal
 
 LARGEST_TABLE = 32  # ranks that the screen shows one by one
@@ -58,16 +57,14 @@ def simulate(
     records = Records(folder / "telemetry", ranks if ranks <= MOST_RANKS else 1)
     metrics: dict[str, float] = {}
 
-    def at_rest(simulation: Simulation, drained: StartRound) -> None:
-        applied, every = simulation.policy.ledger.applied, config.run.evaluate_every
-        if drained.final or (every and applied % every == 0):
-            metrics.update(learner.evaluate())
-            records.record(0, "evaluation", simulation.now, samples_applied=applied, **metrics)
+    def on_evaluation(applied: int, seconds: float, found: dict[str, float]) -> None:
+        metrics.update(found)
+        records.record(0, "evaluation", seconds, samples_applied=applied, train_seconds=seconds, **metrics)
 
     display = Terminal(scenario.total_samples)
     if ranks <= LARGEST_TABLE:
         display.ranks(scenario.ranks, scenario.shares())
-    simulation = Simulation(scenario, learner, changes, at_rest, records)
+    simulation = Simulation(scenario, learner, changes, on_evaluation, records)
     gc.freeze()  # what stands now stays: of thousands of ranks, too much to look through again and again
     simulation.advance()
     records.flush()

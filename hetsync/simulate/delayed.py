@@ -93,6 +93,12 @@ class DelayedRounds:
             world.clock.at(lands.at(rank), world.threads.wake, node)
         if flight.start.drain is not None:
             world.clock.at(lands.last, world.rest.landed, flight.start)
+        elif flight.start.evaluate:
+            world.clock.at(lands.at(0), self._evaluate, flight)
+
+    def _evaluate(self, flight: DelayedRound) -> None:
+        self._notice(self._world.nodes[0])
+        self._world.evaluations.landed(flight.number)
 
     # What a rank sees of it.
 

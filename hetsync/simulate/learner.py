@@ -58,7 +58,7 @@ class Learner:
         """At rest: a rank comes with the anchor's weights."""
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics, at rest."""
+        """Metrics of the anchor."""
         return {}
 
     @property

@@ -18,6 +18,7 @@ class SynchronousRound:
 
     shares: Sequence[float]  # part of backward after which each bucket is full
     missing: int  # ranks that have not finished
+    evaluate: bool = False
     released_at: list[float] = field(default_factory=list)  # the last rank's
     first_at: float = math.inf  # the first rank has finished
 
@@ -50,7 +51,7 @@ class Lockstep:
     def start(self, start: StartRound) -> None:
         world = self._world
         if start.drain is None:
-            self._rounds[start.number] = SynchronousRound(self._bucket_shares, len(start.contributors))
+            self._rounds[start.number] = SynchronousRound(self._bucket_shares, len(start.contributors), start.evaluate)
             return
         now = world.clock.now  # nothing to sum
         world.draining = True
@@ -89,13 +90,15 @@ class Lockstep:
         lands = Looks(now, now + world.naps.last_look(nap, len(world.nodes)), world.naps.phase())
         world.clock.at(lands.at(0), world.post.hear, [Completed(number)])
         for rank, node in world.nodes.items():
-            world.clock.at(lands.at(rank), self._land, node)
+            world.clock.at(lands.at(rank), self._land, node, step.evaluate)
 
-    def _land(self, node: Node) -> None:
+    def _land(self, node: Node, evaluate: bool) -> None:
         piece = node.piece
         assert piece is not None
         assert piece.synchronous_round is not None
         self._world.threads.end_wait(node)
         self._world.learner.step(node.rank, piece)
+        if evaluate and node.rank == 0:
+            self._world.evaluations.landed(piece.synchronous_round)
         node.landed = node.worker.version = piece.synchronous_round + 1
         self._world.threads.finish(node, piece)

@@ -10,16 +10,18 @@ from hetsync.simulate.node import Node
 from hetsync.simulate.world import World
 from hetsync.sync.coordinator import Coordinator, Speeds
 from hetsync.sync.messages import Event, Give, Instruction, Piece
+from hetsync.sync.milestones import Evaluation
 from hetsync.sync.policy import Policy
 
 Deliver = Callable[[Sequence[Instruction]], None]
+Report = Callable[[Evaluation], None]
 
 
 class Spokesman(Coordinator):
     """Hands over what was decided as a whole, instead of a letter to every rank."""
 
-    def __init__(self, policy: Policy, speeds: Speeds, rebalance: bool, deliver: Deliver) -> None:
-        super().__init__(policy, speeds, lambda rank, instructions: None, rebalance)
+    def __init__(self, policy: Policy, speeds: Speeds, rebalance: bool, deliver: Deliver, report: Report) -> None:
+        super().__init__(policy, speeds, lambda rank, instructions: None, rebalance, on_evaluation=report)
         self._hand_over = deliver
 
     def _deliver(self, instructions: Sequence[Instruction]) -> None:
@@ -39,7 +41,7 @@ class Post:
         ranks, sync = world.scenario.ranks, world.scenario.sync
         speeds = Speeds({r: p.time for r, p in enumerate(ranks)}, [p.cap for p in ranks], sync.pins)
         rebalance = sync.rebalance and sync.shares == "speed"
-        self._coordinator = Spokesman(world.policy, speeds, rebalance, self._deliver)
+        self._coordinator = Spokesman(world.policy, speeds, rebalance, self._deliver, self._report)
 
     def begin(self) -> None:
         self._coordinator.begin()
@@ -83,6 +85,9 @@ class Post:
         self._heard_at = self._world.clock.now
         self._coordinator.on(events)
         self._world.rest.check()
+
+    def _report(self, evaluation: Evaluation) -> None:
+        self._world.evaluations.report(evaluation)
 
     def _deliver(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:

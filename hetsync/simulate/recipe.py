@@ -17,7 +17,7 @@ from hetsync.profiling.measure import loss_on
 from hetsync.session import RankProfile
 from hetsync.simulate.scenario import Scenario, Traffic
 from hetsync.slicing import StepTime
-from hetsync.sync.members import Milestone
+from hetsync.sync.milestones import marks_every
 
 
 def build(config: Config) -> tuple[Data, torch.nn.Module]:
@@ -38,15 +38,10 @@ def scenario_of(config: Config, cluster: Cluster, ranks: int | None, built: Data
         config.sync,
         config.data.batch_size,
         total,
-        lambda position: _next_milestone(position, total, run.evaluate_every),
-        run.seed,
-        Traffic.of(model, config.sync.bucket_bytes),
+        seed=run.seed,
+        traffic=Traffic.of(model, config.sync.bucket_bytes),
+        evaluations=marks_every(run.evaluate_every, total),
     )
-
-
-def _next_milestone(position: int, total: int, evaluate_every: int | None) -> Milestone:
-    due = (position // evaluate_every + 1) * evaluate_every if evaluate_every else total
-    return Milestone(due, "evaluation") if due < total else Milestone(total, "end", True)
 
 
 def scaled(cluster: Cluster, ranks: int) -> Cluster:

@@ -62,6 +62,11 @@ class Records:
         for rank in range(self._ranks):
             self.record(rank, "round", now, round=number, seconds=round(now - began, 6), staleness=0)
 
+    def not_training(self, kind: str, now: float, **fields: Any) -> None:
+        """What ranks do off the clock takes no virtual time."""
+        for rank in range(self._ranks):
+            self.record(rank, kind, now, **fields, seconds=0.0)
+
     def flush(self) -> None:
         """Write what has been kept back."""
         assert self._folder is not None or not self._lines

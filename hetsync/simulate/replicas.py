@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -188,8 +189,9 @@ class Replicas(Learner):
 
     def evaluate(self) -> dict[str, float]:
         """Over the whole test set, with the weights that all ranks hold."""
-        count = len(self._data.test)  # type: ignore[arg-type]
-        sums = evaluate_range(self._replicas[0].model, self._data, 0, count)
+        count, first = len(self._data.test), self._replicas[0]  # type: ignore[arg-type]
+        with nullcontext() if first.deltas is None else first.deltas.showing(first.deltas.anchor):
+            sums = evaluate_range(first.model, self._data, 0, count)
         return self._data.report({**sums, "samples": count})
 
     @property

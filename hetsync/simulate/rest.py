@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from hetsync.errors import UserError
 from hetsync.session import STOP
@@ -12,10 +12,8 @@ from hetsync.sync.messages import DrainRequested, Joined, Left, StartRound
 
 
 class Rest:
-    def __init__(self, world: World, script: Sequence[Change], at_rest: Callable[[StartRound], None]) -> None:
-        """`at_rest` is called with each drain when all ranks hold the same weights."""
+    def __init__(self, world: World, script: Sequence[Change]) -> None:
         self._world = world
-        self._at_rest = at_rest
         self._landed: StartRound | None = None  # a drain that waits for its books to be closed
         self._changes: list[Change] = []  # of membership, which wait for a drain
         check_script(script, len(world.nodes))
@@ -45,7 +43,7 @@ class Rest:
             node.since_rest = 0
         world.stopped = start.drain == STOP
         world.ended = start.final or world.stopped
-        self._at_rest(start)
+        world.evaluations.at_rest(start)
         world.draining = False
         if not world.ended:
             self._change_members()

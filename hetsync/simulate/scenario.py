@@ -11,9 +11,14 @@ from hetsync.config import SyncConfig
 from hetsync.plane.wire import encoded_bytes
 from hetsync.profiling.cluster import Cluster
 from hetsync.session import RankProfile, choose_shares
-from hetsync.sync.engine import LONGEST_NAP_SECONDS, NAP_FRACTION_COMPUTING, NAP_FRACTION_WAITING
 from hetsync.sync.gradients import make_buckets
-from hetsync.sync.members import Milestone, Milestones
+from hetsync.sync.milestones import Marks, Milestones, no_marks, rests_at
+from hetsync.sync.naps import (
+    FRACTION_COMPUTING,
+    FRACTION_WAITING,
+    LONGEST_COLLECTIVE_SECONDS,
+    LONGEST_IDLE_SECONDS,
+)
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,10 @@ class Runtime:
     message_seconds: float = 0.3e-3
     slice_seconds: float = 2e-3
     step_seconds: float = 15e-3
-    idle_nap_seconds: float = LONGEST_NAP_SECONDS["idle"]
-    collective_nap_seconds: float = LONGEST_NAP_SECONDS["collective"]
-    computing_fraction: float = NAP_FRACTION_COMPUTING
-    waiting_fraction: float = NAP_FRACTION_WAITING
+    idle_nap_seconds: float = LONGEST_IDLE_SECONDS
+    collective_nap_seconds: float = LONGEST_COLLECTIVE_SECONDS
+    computing_fraction: float = FRACTION_COMPUTING
+    waiting_fraction: float = FRACTION_WAITING
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ class Scenario:
         seed: Of the jitter and of the moments at which threads look.
         traffic: What travels.
         runtime: What HetSync itself takes.
+        evaluations: Where the anchor is evaluated.
     """
 
     cluster: Cluster
@@ -89,11 +95,11 @@ class Scenario:
     seed: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     runtime: Runtime = field(default_factory=Runtime)
+    evaluations: Marks = no_marks
 
-    def next_milestone(self, position: int) -> Milestone:
-        if self.milestones is not None:
-            return self.milestones(position)
-        return Milestone(self.total_samples, "end", True)
+    @property
+    def rests(self) -> Milestones:
+        return self.milestones or rests_at(no_marks, "", self.total_samples)
 
     def shares(self) -> tuple[int, ...]:
         """Samples of each rank in a slice."""

@@ -2,18 +2,20 @@
 
 A rank has a main thread, which computes slice after slice (`threads`), and a communication thread, which looks for news
 now and then (the engine's naps: `clock`), carries letters (`post`) and joins every round (`delayed`, `lockstep`). What
-happens when all have come to rest is in `rest`. They share a `World`.
+happens when all have come to rest is in `rest`, what happens to shared weights on the way in `evaluation`. They share a
+`World`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hetsync.control.observation import Observation, Totals
 from hetsync.session import STOP
 from hetsync.simulate.delayed import DelayedRounds
+from hetsync.simulate.evaluation import Evaluations, OnEvaluation
 from hetsync.simulate.learner import Learner
 from hetsync.simulate.lockstep import Lockstep
 from hetsync.simulate.node import Node
@@ -24,7 +26,7 @@ from hetsync.simulate.scenario import Scenario
 from hetsync.simulate.script import Change
 from hetsync.simulate.threads import MainThreads
 from hetsync.simulate.world import World
-from hetsync.sync.messages import DrainRequested, Settings, StartRound, Tuned
+from hetsync.sync.messages import DrainRequested, Settings, Tuned
 from hetsync.sync.policy import Policy
 
 
@@ -36,10 +38,10 @@ class Simulation:
         scenario: Scenario,
         learner: Learner | None = None,
         script: Sequence[Change] = (),
-        at_rest: Callable[[Simulation, StartRound], None] = lambda simulation, drained: None,
+        on_evaluation: OnEvaluation | None = None,
         records: Records | None = None,
     ) -> None:
-        """`at_rest` is called at each drain, when all ranks hold the same weights; it takes no virtual time."""
+        """`on_evaluation` is told the metrics wherever the scenario evaluates, and at the end."""
         self.scenario = scenario
         self.learner = learner or Learner()
         self._world = world = World(scenario, self.learner, records or Records())
@@ -47,7 +49,8 @@ class Simulation:
         world.threads = MainThreads(world)
         world.delayed = DelayedRounds(world)
         world.lockstep = Lockstep(world)
-        world.rest = Rest(world, script, lambda drained: at_rest(self, drained))
+        world.rest = Rest(world, script)
+        world.evaluations = Evaluations(world, on_evaluation)
         profiles = zip(scenario.ranks, world.first_shares, strict=True)
         self.solo_samples_per_second = sum(profile.time.rate(share) for profile, share in profiles)
         self._mark = Totals()

@@ -16,6 +16,7 @@ from hetsync.sync.policy import Policy
 
 if TYPE_CHECKING:
     from hetsync.simulate.delayed import DelayedRounds
+    from hetsync.simulate.evaluation import Evaluations
     from hetsync.simulate.lockstep import Lockstep
     from hetsync.simulate.post import Post
     from hetsync.simulate.rest import Rest
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
 
 
 class World:
-    """The five parts are put in by `Simulation`; each knows the others through here."""
+    """The six parts are put in by `Simulation`; each knows the others through here."""
 
     post: Post
     threads: MainThreads
     delayed: DelayedRounds
     lockstep: Lockstep
     rest: Rest
+    evaluations: Evaluations
 
     def __init__(self, scenario: Scenario, learner: Learner, records: Records) -> None:
         self.scenario = scenario
@@ -43,7 +45,8 @@ class World:
             dict(enumerate(self.first_shares)),
             settings_of(scenario.sync),
             Ledger(scenario.total_samples),
-            scenario.next_milestone,
+            scenario.rests,
+            evaluations=scenario.evaluations,
         )
         self.nodes = {
             rank: Node(rank, 0, VirtualDevice(scenario.cluster, rank, profile.time.rate(1), scenario.seed))

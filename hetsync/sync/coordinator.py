@@ -14,6 +14,7 @@ from typing import Protocol
 from hetsync.errors import UserError
 from hetsync.slicing import StepTime, rebalanced
 from hetsync.sync.messages import Event, Finished, Give, Instruction, Reshared, Settings, Tuned
+from hetsync.sync.milestones import Evaluation
 from hetsync.sync.policy import Policy
 
 Send = Callable[[int, Sequence[Instruction]], None]
@@ -67,9 +68,18 @@ class Control(Protocol):
 
 class Coordinator:
     def __init__(
-        self, policy: Policy, speeds: Speeds, send: Send, rebalance: bool, control: Control | None = None
+        self,
+        policy: Policy,
+        speeds: Speeds,
+        send: Send,
+        rebalance: bool,
+        control: Control | None = None,
+        on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
     ) -> None:
-        """`send(rank, instructions)` delivers in order. `rebalance`: shares follow the smoothed speeds."""
+        """`send(rank, instructions)` delivers in order. `rebalance`: shares follow the smoothed speeds.
+
+        `on_evaluation` hears what all ranks together have found at a snapshot.
+        """
         self.policy = policy
         self.settings = policy.settings  # asked for last; a change of mode comes into force only at a drain
         self.speeds = speeds
@@ -79,6 +89,7 @@ class Coordinator:
         self._send = send
         self._rebalance = rebalance
         self._control = control
+        self._on_evaluation = on_evaluation
         self._balanced_at = policy.version
 
     def begin(self) -> None:
@@ -96,6 +107,8 @@ class Coordinator:
                 self._control.hear(event)
             out += self.policy.on(event)
         self._deliver(out)
+        if (evaluation := self.policy.snapshots.take()) is not None:
+            self._on_evaluation(evaluation)
         if self._rebalance:
             self._balance()
         if self._control is not None and (settings := self._control.steer(self.settings)) is not None:

@@ -20,7 +20,9 @@ holds one lock around each call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -28,6 +30,18 @@ from hetsync.plane.base import WireFormat
 from hetsync.plane.wire import round_trip
 
 Outer = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The weights that all ranks shared once `round` had landed, to be evaluated; made at a moment of time.monotonic.
+
+    `weights` is the flat anchor; None says that the model holds these weights itself (synchronous mode).
+    """
+
+    round: int
+    made_at: float
+    weights: torch.Tensor | None = None
 
 
 class Deltas:
@@ -104,6 +118,18 @@ class Deltas:
             self._correction -= self._pending
             self._pending.zero_()
         self._flying = self._folded = False
+
+    @contextmanager
+    def showing(self, weights: torch.Tensor) -> Iterator[None]:
+        """u holds other flat `weights` inside, itself again after; no other method but `load` and `land` meanwhile."""
+        with torch.no_grad():
+            own = torch.cat([tensor.flatten() for tensor in self._local])
+            torch._foreach_copy_(self._local, self._views(weights))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self._local, self._views(own))
 
     @torch.no_grad()
     def settle(self) -> None:

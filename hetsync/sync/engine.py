@@ -17,22 +17,24 @@ from dataclasses import dataclass
 
 import torch
 
-from hetsync.plane.base import Handle, Plane, WireFormat
-from hetsync.plane.wire import encoded_bytes
+from hetsync.plane.base import Plane, WireFormat
 from hetsync.sync.coordinator import Coordinator, Send
-from hetsync.sync.deltas import Deltas, Outer
+from hetsync.sync.deltas import Deltas, Outer, Snapshot
 from hetsync.sync.gradients import Gradients
 from hetsync.sync.messages import Alive, Completed, Event, Give, Instruction, Piece, Probe, StartRound
+from hetsync.sync.naps import (
+    FRACTION_COMPUTING,
+    FRACTION_WAITING,
+    LONGEST_COLLECTIVE_SECONDS,
+    LONGEST_IDLE_SECONDS,
+    nap_seconds,
+)
+from hetsync.sync.spent import Spent
+from hetsync.sync.sums import Sums
 from hetsync.sync.watch import Watch
 from hetsync.sync.worker import Worker
 from hetsync.telemetry import Telemetry
 
-# The communication thread looks again after a fraction of the time for which nothing has happened. Where the main
-# thread waits, polling adds at most that fraction to the wait; where it computes, seldom is often enough.
-NAP_FRACTION_WAITING = 0.1
-NAP_FRACTION_COMPUTING = 0.5
-SHORTEST_NAP_SECONDS = 50e-6
-LONGEST_NAP_SECONDS = {"collective": 6e-3, "idle": 16e-3}
 GRACE_SECONDS = 10.0  # for the main thread to take over a failure
 
 
@@ -61,9 +63,7 @@ class Engine:
     ) -> None:
         """`coordinator` makes rank 0's; `on_piece` hears of work as soon as it is known (to load its data)."""
         self.worker = Worker(plane.rank, version)
-        self.wait_seconds = 0.0
-        self.main_cpu_seconds = 0.0  # of the main thread, spent on copies and books
-        self.bytes_sent = 0
+        self.spent = Spent()
         self.coordinator = coordinator(self._send_instructions) if coordinator else None
         self._plane = plane
         self._options = options
@@ -81,7 +81,8 @@ class Engine:
         self._rounds: deque[StartRound] = deque()
         self._requests: deque[tuple[torch.Tensor, threading.Event]] = deque()
         self._task: Iterator[None] | None = None
-        self._handles: list[Handle] = []  # collectives of the task that are under way
+        self._sums = Sums(plane)  # of that task
+        self._snapshot: Snapshot | None = None
         self._drained: StartRound | None = None
         self._landed = version  # rounds complete here
         self._failure: BaseException | None = None
@@ -100,12 +101,15 @@ class Engine:
         """Call once, on every rank, with identical weights."""
         self._thread.start()
 
-    def next_work(self) -> Piece | StartRound:
-        """Wait for the next piece, or for the drain round that brought all ranks to rest."""
-        with self._changed, self._counting_wait():
+    def next_work(self) -> Piece | Snapshot | StartRound:
+        """Wait for the next piece, for a snapshot to evaluate, or for the drain round that brought all to rest."""
+        with self._changed, self.spent.waiting():
             self._resting = self._drained is not None
             while True:
                 self._raise_failure()
+                if self._snapshot is not None:
+                    snapshot, self._snapshot = self._snapshot, None
+                    return snapshot
                 if self._drained is not None:
                     drained, self._drained = self._drained, None
                     return drained
@@ -120,12 +124,6 @@ class Engine:
         self._changed.wait(1.0)
         self._waiting = False
 
-    @contextmanager
-    def _counting_wait(self) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self.wait_seconds += time.monotonic() - began
-
     def _begin(self) -> Piece:
         piece, began = self.worker.begin()
         if piece.synchronous_round is None:
@@ -137,6 +135,17 @@ class Engine:
         self._wake.set()
         return piece
 
+    @contextmanager
+    def showing(self, snapshot: Snapshot) -> Iterator[None]:
+        """Inside, the model holds the snapshot's weights. No drain begins before this rank has told its score, so
+        nothing else touches local weights meanwhile."""
+        if snapshot.weights is None:
+            yield
+            return
+        assert self._deltas is not None
+        with self._deltas.showing(snapshot.weights):
+            yield
+
     def open_slice(self, piece: Piece, samples: int, last: bool) -> None:
         """Before the forward pass of a slice of `samples`."""
         if piece.synchronous_round is not None:
@@ -144,13 +153,13 @@ class Engine:
 
     def close_slice(self) -> None:
         """After an inner step: take over what rounds have brought."""
-        with self._changed, self._counting_cpu():
+        with self._changed, self.spent.working():
             self._apply()
 
     def reduce(self, piece: Piece) -> None:
         """Synchronous mode, after the last backward: gradients become the mean over the round's samples."""
         self._gradients.flush(piece.samples)
-        with self._changed, self._counting_wait():
+        with self._changed, self.spent.waiting():
             while self._landed <= self._round_of(piece):
                 self._raise_failure()
                 self._wait()
@@ -163,7 +172,7 @@ class Engine:
 
     def finish(self, piece: Piece, seconds: float, loss_sum: float) -> None:
         """The piece is computed; `seconds` of device time, `loss_sum` over its samples."""
-        with self._changed, self._counting_cpu():
+        with self._changed, self.spent.working():
             if piece.synchronous_round is None:
                 assert self._deltas is not None
                 self._apply()
@@ -172,18 +181,12 @@ class Engine:
                 self.worker.version = self._round_of(piece) + 1
             self._outbox.append(self.worker.finish(seconds, loss_sum))
 
-    @contextmanager
-    def _counting_cpu(self) -> Iterator[None]:
-        began = time.thread_time()
-        yield
-        self.main_cpu_seconds += time.thread_time() - began
-
     def cpu_seconds(self) -> float:
         """What synchronisation has cost this rank so far: its thread, and the main thread's part."""
         if not self._thread.is_alive():
-            return self.main_cpu_seconds
+            return self.spent.cpu_seconds
         clock = time.pthread_getcpuclockid(self._thread.ident or 0)
-        return self.main_cpu_seconds + time.clock_gettime(clock)
+        return self.spent.cpu_seconds + time.clock_gettime(clock)
 
     def tell(self, event: Event) -> None:
         """Say something to the coordinator."""
@@ -205,6 +208,10 @@ class Engine:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sums.bytes_sent
 
     @property
     def anchor(self) -> list[torch.Tensor]:
@@ -247,9 +254,8 @@ class Engine:
             self._fail(failure)
 
     def _nap_seconds(self, quiet_seconds: float) -> float:
-        fraction = NAP_FRACTION_WAITING if self._waiting else NAP_FRACTION_COMPUTING
-        longest = LONGEST_NAP_SECONDS["collective" if self._handles else "idle"]
-        return min(longest, max(SHORTEST_NAP_SECONDS, fraction * quiet_seconds))
+        longest = LONGEST_COLLECTIVE_SECONDS if self._sums.under_way else LONGEST_IDLE_SECONDS
+        return nap_seconds(quiet_seconds, FRACTION_WAITING if self._waiting else FRACTION_COMPUTING, longest)
 
     @property
     def _sign(self) -> Alive:
@@ -343,14 +349,16 @@ class Engine:
                 took, staleness = self.worker.take(start.number)
                 self._outbox.append(took)
             addend = deltas.load(contribute, self._options.batch, wire)
-        self._post(addend, wire)
+        self._sums.post(addend, wire)
         self._flush()
-        yield from self._await_sums()
+        yield from self._sums.wait()
         with self._changed:
             deltas.land()
             if start.drain:
                 deltas.settle()
                 self.worker.version = start.number + 1
+            elif start.evaluate:
+                self._snapshot = Snapshot(start.number, time.monotonic(), deltas.anchor.clone())
         yield from self._land(start, began, staleness)
 
     def _synchronous_round(self, start: StartRound) -> Iterator[None]:
@@ -362,27 +370,18 @@ class Engine:
         else:
             for index in range(len(self._gradients.buckets) + 1):
                 while not self._gradients.released():
-                    self._sums_in()  # what was posted moves on only when it is looked at
+                    self._sums.arrived()
                     yield
-                self._post(*self._gradients.load(index, self._options.wire))
-            yield from self._await_sums()
+                self._sums.post(*self._gradients.load(index, self._options.wire))
+            yield from self._sums.wait()
+            if start.evaluate:  # the main thread makes its step before it looks for more
+                with self._changed:
+                    self._snapshot = Snapshot(start.number, time.monotonic())
         yield from self._land(start, began, 0)
 
-    def _post(self, tensor: torch.Tensor, wire: WireFormat) -> None:
-        self.bytes_sent += encoded_bytes(tensor.numel(), wire)
-        self._handles.append(self._plane.allreduce(tensor, wire))
-
-    def _sums_in(self) -> bool:
-        return all([handle.done() for handle in self._handles])
-
-    def _await_sums(self) -> Iterator[None]:
-        while not self._sums_in():
-            yield
-        self._handles.clear()
-
     def _request(self, tensor: torch.Tensor, done: threading.Event) -> Iterator[None]:
-        self._post(tensor, "float32")
-        yield from self._await_sums()
+        self._sums.post(tensor, "float32")
+        yield from self._sums.wait()
         done.set()
 
     def _land(self, start: StartRound, began: float, staleness: int | None) -> Iterator[None]:

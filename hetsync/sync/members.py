@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -15,6 +14,9 @@ class Activity(Enum):
     STARTING = auto()  # holds a piece that it may begin now, from version `floor` or later
     COMPUTING = auto()  # on a piece begun from version `floor`
     BLOCKED = auto()  # holds a piece that it may begin only after another round
+
+
+WORKING = (Activity.STARTING, Activity.COMPUTING)  # will speak without another round
 
 
 class Cause(Enum):
@@ -67,7 +69,7 @@ class Member:
 
     @property
     def working(self) -> bool:
-        return self.activity in (Activity.STARTING, Activity.COMPUTING)
+        return self.activity in WORKING
 
     @property
     def under_way(self) -> list[Work]:
@@ -87,16 +89,3 @@ class Round:
     start: StartRound
     unheard: set[int]
     summed: bool = False
-
-
-@dataclass(frozen=True)
-class Milestone:
-    """Stream position at which all ranks come to rest, and why."""
-
-    position: int
-    reason: str
-    final: bool = False
-
-
-Milestones = Callable[[int], Milestone]
-"""The next milestone after a stream position."""

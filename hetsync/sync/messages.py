@@ -6,6 +6,7 @@ time, which is what bounds the number of ranks (docs/scale.md).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,6 +94,14 @@ class Completed(NamedTuple):
     round: int
 
 
+class Scored(NamedTuple):
+    """The rank has evaluated its part of the test data at the anchor of `round`: sums of metrics by name."""
+
+    rank: int
+    round: int
+    sums: Mapping[str, float]
+
+
 @dataclass(frozen=True)
 class Tuned:
     """New settings, in force for the work handed out from now on."""
@@ -130,7 +139,7 @@ class Joined:
     share: int
 
 
-Event = Began | Finished | Took | Completed | Tuned | Reshared | DrainRequested | Left | Joined
+Event = Began | Finished | Took | Completed | Scored | Tuned | Reshared | DrainRequested | Left | Joined
 
 
 # Instructions: from the coordinator to the engines.
@@ -147,7 +156,8 @@ class StartRound(NamedTuple):
     """All ranks join round `number`; the contributors put in what they have finished, the others zeros.
 
     `drain` names why everybody has come to rest, if they have; `final` says that no work will follow.
-    `applied` is the number of samples applied before this round.
+    `applied` is the number of samples applied before this round. With `evaluate` the weights that all share once the
+    round has landed are to be evaluated.
     """
 
     number: int
@@ -156,6 +166,7 @@ class StartRound(NamedTuple):
     synchronous: bool = False
     drain: str | None = None
     final: bool = False
+    evaluate: bool = False
 
 
 Instruction = Give | StartRound

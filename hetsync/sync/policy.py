@@ -13,8 +13,9 @@ is more than D pieces ahead of the slowest, which is stale synchronous parallel 
 Synchronous mode (D = 0). All ranks' pieces of a round are handed out together, two rounds ahead, so that no rank
 waits for an instruction; each rank contributes to every round.
 
-Near a milestone (evaluation, checkpoint, end) pieces shrink with the samples left, so that ranks of unequal
-speed come to rest together; then a drain round merges everything.
+Near a milestone (checkpoint, end) pieces shrink with the samples left, so that ranks of unequal speed come to rest
+together; then a drain round merges everything. The anchor of a round is the same on all ranks, so it is evaluated
+without a rest: each rank does its part between two pieces.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Mapping
 
 from hetsync.data.ledger import Ledger, split
 from hetsync.slicing import apportion
-from hetsync.sync.members import TRANSITIONS, Activity, Cause, Member, Milestone, Milestones, Round, Work
+from hetsync.sync.members import TRANSITIONS, Activity, Cause, Member, Round, Work
 from hetsync.sync.messages import (
     Began,
     Completed,
@@ -37,11 +38,13 @@ from hetsync.sync.messages import (
     Left,
     Piece,
     Reshared,
+    Scored,
     Settings,
     StartRound,
     Took,
     Tuned,
 )
+from hetsync.sync.milestones import Marks, Milestones, Rests, Snapshots, no_marks
 from hetsync.sync.roster import Roster
 
 SYNCHRONOUS_ROUNDS_AHEAD = 2
@@ -61,8 +64,12 @@ class Policy:
         ledger: Ledger,
         milestones: Milestones,
         version: int = 0,
+        evaluations: Marks = no_marks,
     ) -> None:
-        """`shares` are samples a slice by live rank; `version` the anchor that all ranks hold now."""
+        """`shares` are samples a slice by live rank; `version` the anchor that all ranks hold now.
+
+        All ranks rest at the milestones; at `evaluations` the anchor is evaluated.
+        """
         self.settings = settings
         self.ledger = ledger
         self.version = version  # rounds completed
@@ -70,14 +77,12 @@ class Policy:
         self.members: Mapping[int, Member] = self._roster.members  # the live ranks
         self.staleness: Counter[int] = Counter()
         self.samples_by_rank: Counter[int] = Counter()
-        self._milestones = milestones
-        self._milestone = milestones(ledger.applied)
+        self.snapshots = Snapshots(evaluations, ledger.applied)
+        self.rests = Rests(milestones, ledger.applied)
         self._rounds: dict[int, Round] = {}  # under way
         self._next_round = version
         self._next_piece = 0
         self._pending_settings: Settings | None = None
-        self._late: list[int] = []  # ranks whose work may be applied too late if the next round starts now
-        self._requests: deque[str] = deque()  # drains to follow the one that is already inevitable
         self._ended = False
         self._story: deque[Event] = deque(maxlen=40)
 
@@ -100,7 +105,7 @@ class Policy:
 
     def waited_for(self) -> list[int]:
         """Ranks whose next word would move the job on."""
-        return [rank for rank, member in self.members.items() if member.working]
+        return [rank for rank, member in self.members.items() if member.working or rank in self.snapshots.awaited]
 
     def begin(self) -> list[Instruction]:
         """The first work."""
@@ -118,6 +123,9 @@ class Policy:
                 self._on_took(event)
             case Completed():
                 self._on_completed(event)
+            case Scored():
+                if not self.snapshots.scored(event.rank, event.round, event.sums):
+                    raise self._wrong(f"rank {event.rank} was not asked to evaluate round {event.round}")
             case Tuned():
                 self._on_tuned(event)
             case Reshared():
@@ -125,8 +133,7 @@ class Policy:
                     self._member(rank)
                     self._roster.reshare(rank, share)
             case DrainRequested():
-                if not self._drain_at_frontier(event.reason):
-                    self._requests.append(event.reason)
+                self.rests.ask(self.ledger.frontier, event.reason)
             case Left():
                 self._on_left(event)
             case Joined():
@@ -148,8 +155,8 @@ class Policy:
             raise self._wrong(f"rank {event.rank} began below its floor {member.floor}")
         work.version = member.floor = event.version
         member.current = work
-        if blocked and not self._in_bound(member):
-            self._late.append(event.rank)
+        if blocked:
+            self._roster.look_at(event.rank, self._next_round)
 
     def _on_finished(self, event: Finished) -> None:
         member = self._member(event.rank)
@@ -213,6 +220,7 @@ class Policy:
                 if member.activity is Activity.BLOCKED and self._below_bound(member):
                     self._move(member, Cause.RELEASED)
                     member.floor = self.version
+            self.snapshots.landed(over.start.number, self.ledger.applied)
             if over.start.drain is not None:
                 self._on_drained(over.start)
 
@@ -227,16 +235,14 @@ class Policy:
                 self._count(rank, work, 0)
 
     def _on_drained(self, started: StartRound) -> None:
-        self.ledger.check(self._milestone.position)
+        self.ledger.check(self.rests.next.position)
         if self._pending_settings is not None:
             self._adopt(self._pending_settings)
         self._even_out()
         self._roster.all_hungry()
         self._ended = started.final
         if not started.final:
-            position = self.ledger.applied
-            asked = Milestone(position, self._requests.popleft()) if self._requests else None
-            self._milestone = asked or self._milestones(position)
+            self.rests.over(self.ledger.applied)
 
     def _on_tuned(self, event: Tuned) -> None:
         self._even_out()
@@ -244,7 +250,7 @@ class Policy:
             self._adopt(event.settings)
         else:
             self._pending_settings = event.settings  # the two modes never overlap: drain between them
-            self._drain_at_frontier("mode change")
+            self.rests.bring_forward(self.ledger.frontier, "mode change")
 
     def _adopt(self, settings: Settings) -> None:
         self.settings, self._pending_settings = settings, None
@@ -255,17 +261,11 @@ class Policy:
         for member in self.members.values():
             member.pace = None
 
-    def _drain_at_frontier(self, reason: str) -> bool:
-        """False where all ranks are coming to rest there already, for another reason."""
-        if self.ledger.frontier >= self._milestone.position:
-            return False
-        self._milestone = Milestone(self.ledger.frontier, reason)
-        return True
-
     def _on_left(self, event: Left) -> None:
         for number in self._member(event.rank).unapplied():
             self.ledger.give_back(number)
         self._roster.remove(event.rank)
+        self.snapshots.left(event.rank)
         for under_way in self._rounds.values():
             under_way.unheard.discard(event.rank)
         self._land()
@@ -294,7 +294,7 @@ class Policy:
 
     def _piece_samples(self, member: Member) -> int:
         """A full piece; near the milestone the rank's part of what is left, down to a quarter of a slice."""
-        available = self.ledger.available(self._milestone.position)
+        available = self.ledger.available(self.rests.next.position)
         wanted = self.settings.accumulation * member.share
         if available < self.full_set:
             part = -(-available * member.share // self.batch)
@@ -305,7 +305,7 @@ class Policy:
         out: list[Instruction] = []
         while self._next_round < self.version + SYNCHRONOUS_ROUNDS_AHEAD:
             position = self.ledger.frontier
-            total = min(self.full_set, self.ledger.available(self._milestone.position))
+            total = min(self.full_set, self.ledger.available(self.rests.next.position))
             if not total:
                 break
             parts = apportion(total, {rank: member.share for rank, member in self.members.items()})
@@ -323,7 +323,7 @@ class Policy:
     ) -> Give:
         member = self.members[rank]
         number, self._next_piece = self._next_piece, self._next_piece + 1
-        spans = self.ledger.take(number, samples, self._milestone.position)
+        spans = self.ledger.take(number, samples, self.rests.next.position)
         not_before = 0 if synchronous_round is not None else self._lockstep(member)
         if member.activity is Activity.RESTING:
             member.floor = self.version
@@ -343,8 +343,8 @@ class Policy:
         self._move(member, Cause.GIVEN_AT_BOUND if rests and not self._below_bound(member) else Cause.GIVEN)
         if synchronous_round is not None:  # part of its round from the start
             member.flying.append(member.held[-1])
-        elif not self._in_bound(member):
-            self._late.append(rank)
+        else:
+            self._roster.look_at(rank, self._next_round)
         return Give(rank, piece)
 
     def _lockstep(self, member: Member) -> int:
@@ -357,17 +357,18 @@ class Policy:
     def _start_round(self) -> list[Instruction]:
         """No round is under way: may the next one start?"""
         if self._at_rest():
-            milestone = self._milestone
-            synchronous = self.settings.synchronous
-            return [self._started(synchronous, self._contributors(), milestone.reason, milestone.final)]
+            rest, synchronous = self.rests.next, self.settings.synchronous
+            return [self._started(synchronous, self._contributors(), rest.reason, rest.final)]
         if self.settings.synchronous or not self._roster.ready:
             return []
-        if not self._roster.working or (self._quorum() and self._all_in_bound()):
+        if not self._roster.working or (self._quorum() and self._roster.all_in_bound(self._next_round)):
             return [self._started(contributors=self._contributors())]
         return []
 
     def _at_rest(self) -> bool:
-        return self._roster.resting and not self.ledger.available(self._milestone.position)
+        if not self._roster.resting or self.snapshots.awaited:
+            return False
+        return not self.ledger.available(self.rests.next.position)
 
     def _contributors(self) -> frozenset[int]:
         return frozenset(self._roster.ready)
@@ -375,28 +376,6 @@ class Policy:
     def _quorum(self) -> bool:
         """Enough of a full set is ready. No rank counts for more than its own part: with q = 1, all must be."""
         return self._roster.quorum_samples >= self.settings.quorum * self.full_set
-
-    def _all_in_bound(self) -> bool:
-        """What is under way can still be applied in the round after this one.
-
-        Between two rounds only a new piece of work makes a rank late: `_late` holds all that were when the last round
-        started or a piece was given, until they are found to be late no more.
-        """
-        while self._late:
-            member = self.members.get(self._late[-1])
-            if member is not None and not self._in_bound(member):
-                return False
-            self._late.pop()
-        return True
-
-    def _in_bound(self, member: Member) -> bool:
-        if not member.working:
-            return True
-        staleness, current = self._next_round + 1 - member.floor, member.current
-        if current is not None and current.piece.delay_bound < staleness:
-            return False
-        # The rank may have begun the next of what it holds, and not have said so yet.
-        return all([work.piece.delay_bound >= staleness for work in member.held])
 
     def _started(
         self,
@@ -406,10 +385,15 @@ class Policy:
         final: bool = False,
     ) -> StartRound:
         members = frozenset(self.members) if contributors is None else contributors
-        started = StartRound(self._next_round, members, self.ledger.applied, synchronous, drain, final)
-        self._rounds[started.number] = Round(started, set() if synchronous else set(members))
-        self._next_round += 1
-        self._late = [rank for rank, member in self.members.items() if not self._in_bound(member)]
+        # What is applied once the round has landed, as far as that is known.
+        reaches = self.ledger.frontier if synchronous else self.ledger.applied + self._roster.ready_samples
+        evaluate = self.snapshots.due(reaches)
+        number, self._next_round = self._next_round, self._next_round + 1
+        started = StartRound(number, members, self.ledger.applied, synchronous, drain, final, evaluate)
+        if evaluate and drain is None:  # at rest they evaluate together
+            self.snapshots.begin(number, self.members)
+        self._rounds[number] = Round(started, set() if synchronous else set(members))
+        self._roster.round_starts(number)
         return started
 
     # The rules of the machine.

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hetsync.sync.members import Activity, Member
-
-WORKING = (Activity.STARTING, Activity.COMPUTING)  # will speak without another round
+from hetsync.sync.members import WORKING, Activity, Member
 
 
 class Roster:
@@ -19,12 +17,14 @@ class Roster:
         self.members: dict[int, Member] = {}
         self.batch = 0  # B, samples in one slice of every live rank
         self.ready: set[int] = set()  # ranks that have something for the next round
-        self.quorum_samples = 0  # what is ready, nobody counting for more than its own part of a full set
+        self.ready_samples = 0
+        self.quorum_samples = 0  # of those, nobody counting for more than its own part of a full set
         self.hungry: set[int] = set()  # ranks that may lack work
         self._accumulation = accumulation
-        self._counted: dict[int, int] = {}  # of quorum_samples
+        self._counted: dict[int, tuple[int, int]] = {}  # of ready_samples and quorum_samples
         self._resting = 0
         self._working = 0
+        self._late: list[int] = []  # ranks whose work may be applied too late if the next round starts now
         for rank, share in sorted(shares.items()):
             self.add(rank, share, version)
 
@@ -40,7 +40,7 @@ class Roster:
         self._resting -= member.activity is Activity.RESTING
         self._working -= member.working
         self.ready.discard(rank)
-        self.quorum_samples -= self._counted.pop(rank, 0)
+        self._recount(rank, 0, 0)
         self.all_hungry()
 
     def reshare(self, rank: int, share: int) -> None:
@@ -60,10 +60,14 @@ class Roster:
         """The rank's `ready` work has changed."""
         member = self.members[rank]
         samples = sum([work.piece.samples for work in member.ready])
-        counted = min(samples, self._accumulation * member.share)
-        self.quorum_samples += counted - self._counted.get(rank, 0)
-        self._counted[rank] = counted
+        self._recount(rank, samples, min(samples, self._accumulation * member.share))
         (self.ready.add if member.ready else self.ready.discard)(rank)
+
+    def _recount(self, rank: int, ready: int, quorum: int) -> None:
+        ready_before, quorum_before = self._counted.get(rank, (0, 0))
+        self.ready_samples += ready - ready_before
+        self.quorum_samples += quorum - quorum_before
+        self._counted[rank] = ready, quorum
 
     def all_hungry(self) -> None:
         """There may be samples again for ranks that got none."""
@@ -74,6 +78,30 @@ class Roster:
         self._working += (to in WORKING) - (member.activity in WORKING)
         member.activity = to
 
+    # Staleness: a piece of work that is under way must still find a round within its bound.
+
+    def round_starts(self, number: int) -> None:
+        """Look at everybody anew: whose work would be too late if round `number + 1` started now?"""
+        self._late = [rank for rank, member in self.members.items() if not in_bound(member, number + 1)]
+
+    def look_at(self, rank: int, number: int) -> None:
+        """New work: is it late, if round `number` comes next?"""
+        if not in_bound(self.members[rank], number):
+            self._late.append(rank)
+
+    def all_in_bound(self, number: int) -> bool:
+        """If round `number` starts now, what is under way can still be applied in the one after it.
+
+        Between two rounds only a new piece of work makes a rank late: `_late` holds all that were when the last round
+        started or a piece was given, until they are found to be late no more.
+        """
+        while self._late:
+            member = self.members.get(self._late[-1])
+            if member is not None and not in_bound(member, number):
+                return False
+            self._late.pop()
+        return True
+
     @property
     def resting(self) -> bool:
         """Do all hold no work?"""
@@ -83,3 +111,14 @@ class Roster:
     def working(self) -> bool:
         """Will any rank speak without another round?"""
         return self._working > 0
+
+
+def in_bound(member: Member, number: int) -> bool:
+    """Can all that the rank works on still be applied in the round after `number`?"""
+    if not member.working:
+        return True
+    staleness, current = number + 1 - member.floor, member.current
+    if current is not None and current.piece.delay_bound < staleness:
+        return False
+    # The rank may have begun the next of what it holds, and not have said so yet.
+    return all([work.piece.delay_bound >= staleness for work in member.held])

@@ -66,7 +66,7 @@ class Watch:
         if late:
             story += f"; rank {_listed(late)} has not joined it"
         if computing:
-            story += f"; still on its piece: rank {_listed(computing)}"
+            story += f"; still on its piece or its evaluation: rank {_listed(computing)}"
         return story + " (raise run.timeout_seconds if the work takes that long)"
 
 

@@ -206,10 +206,17 @@ def test_telemetry(job: tuple[int, Path, Done]) -> None:
         path = folder / "telemetry" / f"rank-{rank:04d}.jsonl"
         records = [json.loads(line) for line in path.read_text().splitlines()]
         assert all({"kind", "at"} <= set(record) for record in records)
-        assert {record["kind"] for record in records} >= {"piece", "round", "evaluation"}
+        assert {record["kind"] for record in records} >= {"piece", "round", "score", "rest"}
         used += sum(record["samples"] for record in records if record["kind"] == "piece")
-        evaluated = [r["samples_applied"] for r in records if r["kind"] == "evaluation"]
-        assert evaluated == [500, 1000, 1500]
+        evaluations = [r for r in records if r["kind"] == "evaluation"]
+        assert bool(evaluations) == (rank == 0), "rank 0 speaks for all"
+        applied = [evaluation["samples_applied"] for evaluation in evaluations]
+        assert applied == sorted(set(applied))
+        assert rank != 0 or (applied[0] >= 500 and len(applied) >= 2 and applied[-1] == 1500)
+        assert all(0 <= evaluation["accuracy"] <= 1 for evaluation in evaluations)
+        seconds = [evaluation["train_seconds"] for evaluation in evaluations]
+        assert seconds == sorted(seconds)
+        assert not seconds or 0 < seconds[-1] <= summary_of(folder)["train_seconds"] + 1e-5
         rounds = [record["round"] for record in records if record["kind"] == "round"]
         assert rounds == list(range(summary_of(folder)["rounds"]))
     assert used == 1500

@@ -21,6 +21,7 @@ from training import train
 from hetsync.cli import on_all_ranks
 from hetsync.config import RunConfig, SyncConfig
 from hetsync.plane.faulty import FaultyPlane, Stall
+from hetsync.session import Evaluator
 
 bound, late, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
@@ -34,8 +35,21 @@ def job(plane):
             if how == "busy":
                 time.sleep(100)
 
-    sync = SyncConfig(bound, 0.25, rebalance=False)
-    train(FaultyPlane(plane, faults), sync, samples=100000, on_slice=on_slice, timeout_seconds=LIMIT)
+    class Evaluation(Evaluator):
+        def score(self):
+            if plane.rank == late and how == "evaluates":
+                time.sleep(100)
+            return {}
+
+    train(
+        FaultyPlane(plane, faults),
+        SyncConfig(bound, 0.25, rebalance=False),
+        samples=100000,
+        on_slice=on_slice,
+        timeout_seconds=LIMIT,
+        evaluate_every=1000,
+        evaluator=Evaluation(),
+    )
     return 0
 
 sys.exit(on_all_ranks(RunConfig(), job))
@@ -52,8 +66,10 @@ def job(folder: Path, bound: int, late: int, how: str) -> Done:
 @pytest.mark.parametrize(
     ("how", "bound", "late", "story"),
     [
-        ("busy", 0, 1, "still on its piece: rank 1 "),
-        ("busy", 4, 0, "still on its piece: rank 0 |no word from rank 0 "),
+        ("busy", 0, 1, "still on its piece or its evaluation: rank 1 "),
+        ("busy", 4, 0, "still on its piece or its evaluation: rank 0 |no word from rank 0 "),
+        ("evaluates", 4, 1, "still on its piece or its evaluation: rank 1 "),
+        ("evaluates", 0, 1, "still on its piece or its evaluation: rank 1 "),
         ("stalled", 4, 1, "rank 1 has not joined it"),
         ("frozen", 4, 1, "no sign of life from rank 1"),
         ("frozen", 0, 0, "no word from rank 0 "),

@@ -25,8 +25,9 @@ from hetsync.session import RankProfile, Session
 from hetsync.simulate import Runtime, Scenario, Simulation
 from hetsync.slicing import StepTime
 from hetsync.sync.coordinator import Coordinator
-from hetsync.sync.members import Activity, Milestone
+from hetsync.sync.members import Activity
 from hetsync.sync.messages import Began, Event, Finished, Instruction, StartRound, Took
+from hetsync.sync.milestones import Milestone
 from hetsync.sync.policy import Policy
 
 pytestmark = pytest.mark.mpi

@@ -21,7 +21,7 @@ from hetsync.plane.base import Plane
 from hetsync.plane.mpi import MpiPlane
 from hetsync.session import Plan, RankProfile, Session
 from hetsync.slicing import StepTime
-from hetsync.sync.members import Milestone
+from hetsync.sync.milestones import Milestone
 
 pytestmark = pytest.mark.mpi
 

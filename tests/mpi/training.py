@@ -17,10 +17,10 @@ from hetsync.control.process import ControlProcess
 from hetsync.data.loader import EpochOrder, Source
 from hetsync.emulate import Device, EmulatedDevice, RealDevice
 from hetsync.plane.base import Plane
-from hetsync.session import Plan, RankProfile, Session, weights_sha256
+from hetsync.session import Evaluator, Plan, RankProfile, Session, weights_sha256
 from hetsync.slicing import StepTime
-from hetsync.sync.members import Milestone
 from hetsync.sync.messages import Began, Piece, Took
+from hetsync.sync.milestones import Milestone, marks_every
 from hetsync.telemetry import Telemetry
 
 SAMPLES = 192
@@ -145,6 +145,8 @@ def train(
     timeout_seconds: float = 30.0,
     telemetry: Telemetry | None = None,
     controller: ControlProcess | None = None,
+    evaluate_every: int | None = None,
+    evaluator: Evaluator | None = None,
 ) -> Outcome:
     """Collective: one job, from its weights to its end; `rests` are the stream positions to rest at."""
     model, data = model or Net(), data or Blobs()
@@ -169,6 +171,7 @@ def train(
         SEED,
         progress.samples_applied if progress else 0,
         progress.version if progress else 0,
+        evaluations=marks_every(evaluate_every, samples),
     )
     session = Session(
         plane,
@@ -182,6 +185,7 @@ def train(
         telemetry=telemetry,
         timeout_seconds=timeout_seconds,
         controller=controller,
+        evaluator=evaluator,
     )
     if loaded is not None and session.outer is not None:
         session.outer.velocity = loaded.outer

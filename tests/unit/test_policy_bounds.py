@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from virtual import VirtualCluster, make_policy
 
 from hetsync.sync.messages import Event, Settings, Tuned
+from hetsync.sync.roster import in_bound
 
 
 @examples(deadline=None, max_examples=60)
@@ -27,7 +28,9 @@ def test_nobody_late_is_overlooked(speeds: list[float], first: Settings, later: 
         policy = cluster.policy
         if not policy._rounds and not policy.settings.synchronous:
             looks += 1
-            assert policy._all_in_bound() == all(policy._in_bound(member) for member in policy.members.values())
+            assert policy._roster.all_in_bound(policy._next_round) == all(
+                in_bound(member, policy._next_round) for member in policy.members.values()
+            )
         return [Tuned(tuned.pop())] if tuned and dice.random() < 0.05 else []
 
     policy = make_policy([8] * len(speeds), first, 1500, every=600)

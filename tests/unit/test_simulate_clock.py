@@ -15,11 +15,12 @@ from hetsync.errors import UserError
 from hetsync.profiling.cluster import Cluster, DeviceGroup, Link, LognormalJitter, Slowdown
 from hetsync.session import RankProfile
 from hetsync.simulate import Change, Runtime, Scenario, Simulation, Traffic
+from hetsync.simulate.learner import Learner
 from hetsync.simulate.node import VirtualDevice
 from hetsync.simulate.recipe import scaled
 from hetsync.slicing import StepTime
-from hetsync.sync.members import Milestone
 from hetsync.sync.messages import Settings
+from hetsync.sync.milestones import marks_every
 
 FREE = Runtime(0.0, 0.0, 0.0, 0.0, 0.0)
 LOOKS = 1e-3  # what looks may cost without naps: they are never shorter than 50 µs
@@ -41,11 +42,8 @@ def scenario(
     cluster = Cluster("test", "made up", devices, link, LognormalJitter(jitter) if jitter else None, events)
     ranks = [RankProfile("device", "", StepTime(0.0, 1 / rate), True) for rate in rates]
 
-    def milestones(position: int) -> Milestone:
-        due = (position // every + 1) * every if every else total
-        return Milestone(due, "evaluation") if due < total else Milestone(total, "end", True)
-
-    return Scenario(cluster, ranks, SyncConfig(**sync), batch, total, milestones, seed, Traffic(), runtime)
+    marks = marks_every(every, total)
+    return Scenario(cluster, ranks, SyncConfig(**sync), batch, total, None, seed, Traffic(), runtime, marks)
 
 
 def finished(*arguments, script=(), **keywords) -> Simulation:
@@ -233,14 +231,35 @@ def test_a_stop_comes_early_and_after_a_drain() -> None:
     assert simulation.policy.ledger.applied == sum(simulation.policy.samples_by_rank.values())
 
 
-def test_rest_is_called_at_each_milestone() -> None:
+@pytest.mark.parametrize("bound", [0, 4])
+def test_the_anchor_is_evaluated_on_the_way(bound: int) -> None:
+    class Counting(Learner):
+        evaluations = 0
+
+        def evaluate(self) -> dict[str, float]:
+            self.evaluations += 1
+            return {"evaluations": self.evaluations}
+
     seen = []
     simulation = Simulation(
-        scenario([40.0, 20.0], every=1000),
-        at_rest=lambda at, drained: seen.append((at.policy.ledger.applied, drained.drain, drained.final)),
+        scenario([40.0, 20.0], every=1000, delay_bound=bound),
+        Counting(),
+        on_evaluation=lambda applied, seconds, metrics: seen.append((applied, seconds, metrics)),
     )
     simulation.advance()
-    assert seen == [*((n, "evaluation", False) for n in (1000, 2000, 3000)), (4000, "end", True)]
+    batch = simulation.policy.batch
+    for number, (applied, seconds, metrics) in enumerate(seen, 1):
+        assert 1000 * number <= applied < 1000 * number + 2 * batch
+        assert seconds == pytest.approx(applied / 60, rel=0.1)
+        assert metrics == {"evaluations": number}
+    assert [applied for applied, _, _ in seen][3:] == [4000]
+    assert simulation.policy.version > 0
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_an_evaluation_takes_no_time(bound: int) -> None:
+    without, with_them = (finished([40.0, 20.0], every=every, delay_bound=bound).now for every in (None, 1000))
+    assert with_them == pytest.approx(without, rel=1e-4)
 
 
 # Scripts.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hetsync.data.ledger import Ledger, Span, length
-from hetsync.sync.members import Activity, Milestone
+from hetsync.sync.members import Activity
 from hetsync.sync.messages import (
     Completed,
     Event,
@@ -23,9 +23,11 @@ from hetsync.sync.messages import (
     Joined,
     Left,
     Piece,
+    Scored,
     Settings,
     StartRound,
 )
+from hetsync.sync.milestones import Evaluation, marks_every, rests_at
 from hetsync.sync.policy import Policy
 from hetsync.sync.worker import Worker
 
@@ -39,6 +41,7 @@ class Node:
     finished: Finished | None = None  # synchronous: gradients are there, the round is not complete
     rounds: deque[StartRound] = field(default_factory=deque)  # heard of, not landed
     joined: bool = False  # the first of these
+    snapshot: int | None = None  # a round whose anchor it has not evaluated yet
 
 
 @dataclass
@@ -68,14 +71,16 @@ class VirtualCluster:
         communicate: Callable[[], float] = lambda: 0.0,
         land: Callable[[], float] = lambda: 0.0,
         before: Callable[[VirtualCluster, int], list[Event]] = lambda cluster, step: [],
+        evaluate: Callable[[int], float] = lambda rank: 0.0,
     ) -> None:
-        self.policy, self.compute, self.before = policy, compute, before
+        self.policy, self.compute, self.evaluate, self.before = policy, compute, evaluate, before
         self.delay, self.communicate, self.land = delay, communicate, land
         self.now = 0.0
         self.nodes = {rank: Node(Worker(rank, policy.version)) for rank in policy.members}
         self.busy = dict.fromkeys(policy.members, 0.0)
         self.drains: list[tuple[int, str]] = []  # (samples applied, reason)
         self.starts: list[StartRound] = []
+        self.evaluations: list[Evaluation] = []
         self.flights: dict[int, Flight] = {}
         self.staleness: Counter[int] = Counter()
         self.finished: Counter[int] = Counter()  # pieces by rank
@@ -108,6 +113,8 @@ class VirtualCluster:
         elif isinstance(event, Joined):
             self._welcome(event)
         self._dispatch(self.policy.on(event))
+        if (evaluation := self.policy.snapshots.take()) is not None:
+            self.evaluations.append(evaluation)
         if len(self.nodes) <= 8 or next(self._ticket) % 16 == 0:  # dear with many ranks
             validate(self.policy)
 
@@ -168,6 +175,7 @@ class VirtualCluster:
             assert start.number == self.policy.version, "one round at a time"
             assert all(self.nodes[rank].worker._finished for rank in start.contributors), "work not finished"
         if start.drain:
+            assert not any(n.snapshot is not None for n in self.nodes.values()), "drain while evaluating"
             assert not any(n.computing or n.worker.upcoming for n in self.nodes.values()), "drain while working"
             assert {r for r, n in self.nodes.items() if n.worker._finished} == start.contributors, "left behind"
 
@@ -180,6 +188,10 @@ class VirtualCluster:
     def _advance(self, node: Node, *events: Event) -> None:
         """The main thread: begin what may be begun."""
         rank = node.worker.rank
+        if not node.computing and node.finished is None and node.snapshot is not None:
+            number, node.snapshot = node.snapshot, None
+            node.computing = True
+            self._at(self.now + self.evaluate(rank), lambda: self._score(node, number))
         if not node.computing and node.finished is None and node.worker.may_begin():
             piece, began = node.worker.begin()
             node.computing = True
@@ -190,6 +202,12 @@ class VirtualCluster:
             events = (*events, began)
         if events:
             self._tell(rank, *events)
+
+    def _score(self, node: Node, number: int) -> None:
+        rank = node.worker.rank
+        node.computing = False
+        if self.nodes.get(rank) is node:
+            self._advance(node, Scored(rank, number, {"ranks": 1, str(rank): 1}))
 
     def _finish(self, node: Node, piece: Piece, seconds: float) -> None:
         rank = node.worker.rank
@@ -251,13 +269,16 @@ class VirtualCluster:
             self._to_rank(rank, lambda node: self._landed(node, flight.start.number), sender="plane")
 
     def _landed(self, node: Node, number: int) -> None:
-        node.rounds.popleft()
+        start = node.rounds.popleft()
         node.joined = False
         node.worker.complete(number)
         node.worker.version = number + 1
         flight = self.flights[number]
         flight.landing.discard(node.worker.rank)
         finished, node.finished = node.finished, None
+        if start.evaluate and not start.drain:
+            assert node.snapshot is None, "one snapshot at a time"
+            node.snapshot = number
         if node.worker.rank == 0:
             if flight.start.drain:
                 done = self.policy.ledger.frontier
@@ -288,7 +309,8 @@ class VirtualCluster:
             if number >= event.version:  # it gives zeros to the rounds that started without it
                 flight.missing.add(event.rank)
                 flight.landing.add(event.rank)
-                self._to_rank(event.rank, lambda node, i=flight.start: self._heard(node, i))
+                start = flight.start._replace(evaluate=False)  # nobody asks it for a part
+                self._to_rank(event.rank, lambda node, i=start: self._heard(node, i))
         assert not node.joined
 
 
@@ -318,6 +340,7 @@ def validate_sums(policy: Policy) -> None:
     roster, members, slices = policy._roster, policy.members, policy.settings.accumulation
     assert policy.batch == sum(member.share for member in members.values())
     assert roster.ready == {rank for rank, member in members.items() if member.ready}
+    assert roster.ready_samples == sum(work.piece.samples for m in members.values() for work in m.ready)
     assert roster.resting == all(member.activity is Activity.RESTING for member in members.values())
     assert roster.working == any(member.working for member in members.values())
     ready = {rank: sum(work.piece.samples for work in member.ready) for rank, member in members.items()}
@@ -328,17 +351,15 @@ def validate_sums(policy: Policy) -> None:
 
 
 def ledger_has_samples(policy: Policy) -> bool:
-    return bool(policy.ledger.available(policy._milestone.position))
+    return bool(policy.ledger.available(policy.rests.next.position))
 
 
-def make_policy(shares, settings: Settings, total: int, every: int | None = None, **arguments) -> Policy:
-    """A policy over `total` samples with a drain after each `every`."""
-
-    def milestones(position: int) -> Milestone:
-        due = total if not every else min(total, (position // every + 1) * every)
-        return Milestone(due, "end" if due == total else "evaluation", due == total)
-
+def make_policy(
+    shares, settings: Settings, total: int, every: int | None = None, evaluate: int | None = None, **arguments
+) -> Policy:
+    """A policy over `total` samples with a drain after each `every` and an evaluation after each `evaluate`."""
     if not isinstance(shares, dict):
         shares = dict(enumerate(shares))
     applied = arguments.pop("applied", 0)
-    return Policy(shares, settings, Ledger(total, applied), milestones, **arguments)
+    rests, evaluations = rests_at(marks_every(every, total), "checkpoint", total), marks_every(evaluate, total)
+    return Policy(shares, settings, Ledger(total, applied), rests, evaluations=evaluations, **arguments)

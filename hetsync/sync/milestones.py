@@ -1,0 +1,144 @@
+"""Stream positions at which something is due: all ranks come to rest, or the anchor is evaluated while they go on.
+
+Pure data and books, like the policy, which keeps them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+Marks = Callable[[int], int | None]
+"""The next marked stream position after one, if any is left."""
+
+
+@dataclass(frozen=True)
+class Milestone:
+    """Stream position at which all ranks come to rest, and why."""
+
+    position: int
+    reason: str
+    final: bool = False
+
+
+Milestones = Callable[[int], Milestone]
+"""The next milestone after a stream position."""
+
+
+def no_marks(position: int) -> int | None:
+    """Nothing is marked."""
+    return None
+
+
+def marks_every(samples: int | None, total: int) -> Marks:
+    """Marks at the multiples of `samples` below `total`; None marks nothing."""
+
+    def following(position: int) -> int | None:
+        due = (position // samples + 1) * samples if samples else total
+        return due if due < total else None
+
+    return following
+
+
+def rests_at(marks: Marks, reason: str, total: int) -> Milestones:
+    """Rests at the marks, and a final one at the end."""
+
+    def following(position: int) -> Milestone:
+        due = marks(position)
+        return Milestone(total, "end", True) if due is None else Milestone(due, reason)
+
+    return following
+
+
+class Rests:
+    """The rest that comes next, and those that were asked for."""
+
+    def __init__(self, milestones: Milestones, position: int) -> None:
+        self._milestones = milestones
+        self._asked: deque[str] = deque()  # to follow the rest that is already inevitable
+        self.next = milestones(position)
+
+    def bring_forward(self, frontier: int, reason: str) -> bool:
+        """Rest at the frontier of what is handed out; False where all ranks come to rest there for another reason."""
+        if frontier >= self.next.position:
+            return False
+        self.next = Milestone(frontier, reason)
+        return True
+
+    def ask(self, frontier: int, reason: str) -> None:
+        """The same, but with a rest of its own."""
+        if not self.bring_forward(frontier, reason):
+            self._asked.append(reason)
+
+    def over(self, position: int) -> None:
+        """All ranks have come to rest at `position`."""
+        self.next = Milestone(position, self._asked.popleft()) if self._asked else self._milestones(position)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What all ranks have found at the weights that they shared when round `round` had landed.
+
+    `parts` are the ranks' sums of metrics, in rank order, over parts of the test data that do not overlap.
+    """
+
+    round: int
+    samples_applied: int
+    parts: tuple[Mapping[str, float], ...]
+
+
+class Snapshots:
+    """Which rounds' anchors are evaluated, by all ranks and while they go on, and who has done its part.
+
+    One at a time: while somebody has not, the next waits.
+    """
+
+    def __init__(self, marks: Marks, position: int) -> None:
+        self._marks = marks
+        self._next = marks(position)
+        self._round = -1  # none
+        self._applied: int | None = None  # once the round is complete
+        self._whole = True
+        self._parts: dict[int, Mapping[str, float]] = {}
+        self.awaited: set[int] = set()  # ranks that have not done their part
+
+    def due(self, reaches: int) -> bool:
+        """Is the anchor to be evaluated after a round that brings the job to `reaches` samples or more?"""
+        if self._next is None or reaches < self._next or self.awaited:
+            return False
+        self._next = self._marks(reaches)
+        return True
+
+    def begin(self, number: int, ranks: Collection[int]) -> None:
+        """The anchor of round `number` is evaluated."""
+        self._round, self._applied, self._whole = number, None, True
+        self._parts, self.awaited = {}, set(ranks)
+
+    def landed(self, number: int, applied: int) -> None:
+        """Round `number` is complete, and with it `applied` samples."""
+        if number == self._round:
+            self._applied = applied
+
+    def scored(self, rank: int, number: int, sums: Mapping[str, float]) -> bool:
+        """A rank has done its part; False if nobody asked it."""
+        if rank not in self.awaited or number != self._round:
+            return False
+        self.awaited.discard(rank)
+        self._parts[rank] = sums
+        return True
+
+    def left(self, rank: int) -> None:
+        """Its part will not come: what the others find is not of the whole test data."""
+        if rank in self.awaited:
+            self.awaited.discard(rank)
+            self._whole = False
+
+    def take(self) -> Evaluation | None:
+        """The evaluation that has become complete, once."""
+        if self._applied is None or self._round < 0 or self.awaited:
+            return None
+        parts = tuple(sums for _, sums in sorted(self._parts.items()))
+        done = Evaluation(self._round, self._applied, parts)
+        self._round = -1
+        return done if self._whole else None
