@@ -19,7 +19,7 @@ from jsonargparse.typing import PositiveInt
 
 from hetsync import __version__
 from hetsync.config import Config, RunConfig
-from hetsync.errors import UserError
+from hetsync.errors import UserError, complain
 from hetsync.mistakes import check_recipe, explain
 from hetsync.plane import launched_by_mpi
 
@@ -59,15 +59,11 @@ def first_rank() -> bool:
     return not launched_by_mpi() or told == "0"
 
 
-def complain(sentence: str) -> None:
-    if first_rank():
-        print(f"hetsync: {sentence}", file=sys.stderr, flush=True)
-
-
 def end_early(sentence: str) -> NoReturn:
     """End for a mistake that every rank sees, before ranks can speak to each other."""
-    complain(_one_sentence(sentence))
-    if not first_rank():
+    if first_rank():
+        complain(_one_sentence(sentence))
+    else:
         time.sleep(1.0)  # mpirun ends the job with the first rank that leaves, which must be the one that speaks
     sys.exit(USER_ERROR)
 
@@ -162,7 +158,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     if not asked:
         end_early(usage)
-    complain(usage)
+    if first_rank():
+        complain(usage)
     sys.exit(0)
 
 
@@ -287,7 +284,7 @@ def _end_job(plane: Plane, failure: BaseException) -> NoReturn:
         # Rank 0 has most likely found the same mistake, and its word ends this process too.
         time.sleep(1.0)
     where = "" if status == USER_ERROR and plane.rank == 0 else f"rank {plane.rank}: "
-    print(f"hetsync: {where}{_one_sentence(sentence)}", file=sys.stderr, flush=True)
+    complain(f"{where}{_one_sentence(sentence)}")
     plane.abort(status)
     os._exit(status)
 

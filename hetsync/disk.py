@@ -8,19 +8,22 @@ from pathlib import Path
 from hetsync.errors import UserError
 
 
-def write_atomically(path: Path, content: str) -> None:
-    """Replace a text file as one step, flushed to disk first."""
+def write_atomically(path: Path, content: str | bytes, otherwise: str = "choose another run.dir") -> None:
+    """Replace a file as one step, flushed to disk first; text is written as UTF-8.
+
+    UserError where that fails. `otherwise`: what its reader may do instead of freeing space.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(content)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror}; free space or choose another run.dir") from error
+        raise UserError(f"cannot write {path}: {error.strerror}; free space or {otherwise}") from error
 
 
 def sync_folder(path: Path) -> None:

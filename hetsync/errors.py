@@ -1,4 +1,6 @@
-"""Mistakes that a user can mend."""
+"""Mistakes that a user can mend, and how users hear of what goes wrong."""
+
+import sys
 
 
 class UserError(ValueError):
@@ -6,3 +8,8 @@ class UserError(ValueError):
 
     The command line prints it once for the whole job, without a traceback, and the job ends non-zero.
     """
+
+
+def complain(sentence: str) -> None:
+    """Tell whoever started the job, on standard error."""
+    print(f"hetsync: {sentence}", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ Draw = Callable[[Random], Job]
 DEFAULTS = Settings()  # of recipes
 
 
-class JobEnvironment(gymnasium.Env[Vector, Any]):
+class JobEnvironment(gymnasium.Env[Vector, Any], ABC):
     """An episode is a job that `draw` draws; a step is one of its windows. Subclasses say what is seen and done.
 
     The episode is truncated when the job's time is up, and terminates when all samples are applied or the loss is no
@@ -86,11 +87,13 @@ class JobEnvironment(gymnasium.Env[Vector, Any]):
     def _begin(self) -> None:
         """A new job."""
 
+    @abstractmethod
     def _vector(self, seen: Observation) -> Vector:
-        raise NotImplementedError
+        """What is seen of a window."""
 
+    @abstractmethod
     def _settings(self, current: Settings, action: Any) -> Settings:
-        raise NotImplementedError
+        """What an action asks for."""
 
 
 class TuningEnvironment(JobEnvironment):

@@ -7,20 +7,18 @@ It runs inside rank 0's communication thread and never waits.
 from __future__ import annotations
 
 import signal
-import sys
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
 from hetsync.control.actions import Actions, Limits
-from hetsync.control.observation import Observation, Totals
+from hetsync.control.meter import Meter
+from hetsync.control.observation import Observation
 from hetsync.control.process import STOP_SECONDS, ControlProcess, Decided, Failed, Ready
-from hetsync.errors import UserError
-from hetsync.slicing import StepTime
-from hetsync.sync.messages import Began, Completed, Event, Finished, Settings, Took
-from hetsync.sync.policy import Policy
+from hetsync.errors import UserError, complain
+from hetsync.sync.messages import Event, Settings
 from hetsync.telemetry import Telemetry
 
 # Between two looks at the queues and at the process.
@@ -28,103 +26,6 @@ LOOK_SECONDS = 0.1
 # A controller that owes its first word or an answer for so long, or for so many windows if that is longer, is dead.
 SILENCE_SECONDS = 120.0
 SILENCE_WINDOWS = 3
-
-
-def complain(sentence: str) -> None:
-    print(f"hetsync: {sentence}", file=sys.stderr, flush=True)
-
-
-class Meter:
-    """Totals of a live job, from what its coordinator hears; an observation is the difference between two of them.
-
-    Times are in seconds of training, which stand still while the job is at rest. What the ranks do when they do not
-    compute is theirs to know: waiting is what device time leaves. A sum is under way from the last contributor's word
-    to its arrival; in synchronous mode, for what a step took longer than its slowest rank computed.
-    """
-
-    def __init__(
-        self, policy: Policy, times: Sequence[StepTime], solo_samples_per_second: float, now: float = 0.0
-    ) -> None:
-        """`times` are the ranks' profiled step times; `solo_samples_per_second` what they reach alone, together."""
-        self._policy = policy
-        self._times = times
-        self._solo = solo_samples_per_second
-        self._totals = Totals()
-        self._losses: list[float] = []
-        self._device_seconds = 0.0
-        self._began: dict[int, float] = {}  # by rank that computes: when it began
-        self._joined = (-1, now)  # the delayed round that contributors spoke of last, and when
-        self._steps: dict[int, list[float]] = {}  # by synchronous round: device seconds of the ranks heard of
-        self._stepped = now  # when the last synchronous step, or delayed round, was over
-        self._mark = self._now(now)
-
-    @property
-    def rounds(self) -> int:
-        """Rounds completed since the last observation."""
-        return self._policy.version - self._mark.rounds
-
-    def hear(self, event: Event, now: float) -> None:
-        """Call with each event before the policy takes it in."""
-        match event:
-            case Began():
-                self._began[event.rank] = now
-            case Finished():
-                self._finished(event, now)
-            case Took():
-                self._joined = (event.round, now)
-            case Completed():
-                number, joined = self._joined
-                if number == event.round:  # else the sum was faster than the word
-                    self._totals.communication_seconds += now - joined
-                    self._stepped = now
-
-    def _finished(self, event: Finished, now: float) -> None:
-        self._began.pop(event.rank, None)
-        self._device_seconds += event.seconds
-        work = self._policy.members[event.rank].current
-        assert work is not None
-        self._totals.count(self._times[event.rank], event, len(work.piece.slices))
-        if event.samples:
-            self._losses.append(event.loss_sum / event.samples)
-        if work.piece.synchronous_round is not None:
-            self._step(work.piece.synchronous_round, event.seconds, now)
-
-    def _step(self, number: int, seconds: float, now: float) -> None:
-        ranks = self._steps.setdefault(number, [])
-        ranks.append(seconds)
-        if len(ranks) == len(self._policy.members):
-            del self._steps[number]
-            self._totals.communication_seconds += max(0.0, now - self._stepped - max(ranks))
-            self._stepped = now
-
-    def observe(self, settings: Settings, now: float) -> Observation:
-        """What has happened since the last call; `settings` are those in force."""
-        before, self._mark = self._mark, self._now(now)
-        losses, self._losses = self._losses, []
-        figures = self._mark.since(before, self._solo)
-        # What began in one window and ends in another is counted where it ends, or has been estimated.
-        for share in ("communication_share", "waiting_share"):
-            figures[share] = min(1.0, max(0.0, figures[share]))
-        ledger = self._policy.ledger
-        return Observation(
-            **figures,
-            losses=tuple(losses),
-            noise_scale=None,
-            progress=ledger.applied / ledger.total,
-            settings=settings,
-        )
-
-    def _now(self, now: float) -> Totals:
-        policy = self._policy
-        under_way = sum(now - began for began in self._began.values())
-        return replace(
-            self._totals,
-            at=now,
-            rounds=policy.version,
-            samples=policy.ledger.applied,
-            wait_seconds=now - (self._device_seconds + under_way) / len(policy.members),
-            staleness=policy.staleness.copy(),
-        )
 
 
 class LiveControl:

@@ -7,7 +7,6 @@ metadata, as JSON, the specification of the environment that it learned in.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from importlib import resources
 from itertools import pairwise
@@ -23,6 +22,7 @@ from hetsync.control.baselines import described
 from hetsync.control.controller import Decision
 from hetsync.control.features import FEATURES, VERSION, Features
 from hetsync.control.observation import Observation
+from hetsync.disk import write_atomically
 from hetsync.errors import UserError
 
 GENERAL = "general.safetensors"
@@ -119,14 +119,8 @@ def untrained(limits: Limits, batch_size: int, seed: int, hidden: tuple[int, ...
 def save_policy(path: Path, weights: Weights, specification: Specification) -> None:
     """Write the file, all of it or nothing. UserError where that fails."""
     metadata = {SPECIFICATION: json.dumps(asdict(specification))}
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_bytes(save({name: tensor.contiguous() for name, tensor in weights.items()}, metadata))
-        draft.replace(path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror}; choose another --output") from error
+    content = save({name: tensor.contiguous() for name, tensor in weights.items()}, metadata)
+    write_atomically(path, content, "choose another --output")
 
 
 def load_policy(path: str | None) -> tuple[Weights, Specification]:
@@ -139,9 +133,11 @@ def load_policy(path: str | None) -> tuple[Weights, Specification]:
             with safe_open(file, framework="pt") as opened:
                 told = json.loads((opened.metadata() or {})[SPECIFICATION])
                 weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, no mapping
+            if not all(tensor.isfinite().all() for tensor in weights.values()):
+                raise ValueError("its weights are not finite")
             fields: dict[str, Any] = {key: _tuples(value) for key, value in told.items()}
             specification = Specification(**{**fields, "limits": Limits(**told["limits"])})
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"control.policy {file} is no policy of HetSync ({error}): give what hetsync control train has written"
             ) from error
@@ -156,10 +152,10 @@ def load_policy(path: str | None) -> tuple[Weights, Specification]:
 def load_network(path: str | None) -> PolicyNetwork:
     """The actor in a file."""
     weights, specification = load_policy(path)
-    network = PolicyNetwork(specification.hidden)
     try:
+        network = PolicyNetwork(specification.hidden)
         network.load(weights)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise UserError(
             f"control.policy {path} holds other layers than its specification says: train it anew"
         ) from error

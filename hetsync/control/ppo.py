@@ -79,6 +79,7 @@ def learned(environments: VecEnv, steps: int, seed: int, callback: BaseCallback 
         **options,
     }
     model = PPO("MlpPolicy", environments, seed=seed, device="cpu", **settings)
+    model.set_logger(silent())
     model.learn(steps, callback)
     return model
 
@@ -125,6 +126,11 @@ def train(
     return specification
 
 
+def silent() -> Logger:
+    """Writes nothing anywhere; PPO's own would leave a folder in the temporary one."""
+    return Logger(None, [])
+
+
 def weights_of(model: PPO) -> Weights:
     return {name: tensor.detach().clone() for name, tensor in model.policy.state_dict().items()}
 
@@ -154,7 +160,7 @@ class FineTuned:
             self.model.policy.load_state_dict(weights)
         except RuntimeError as error:
             raise UserError(f"control.policy {path} holds other layers than its specification says") from error
-        self.model.set_logger(Logger(None, []))
+        self.model.set_logger(silent())
         self.updates = 0
         self._actions = Actions(limits)
         self._features = Features(batch_size)

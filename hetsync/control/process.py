@@ -27,7 +27,7 @@ from hetsync.control.actions import Limits
 from hetsync.control.controller import Controller, Decision
 from hetsync.control.envelope import Envelope
 from hetsync.control.observation import Observation
-from hetsync.control.registry import make_controller
+from hetsync.control.registry import check, make_controller
 from hetsync.errors import UserError
 
 NICENESS = 19
@@ -79,7 +79,12 @@ class ControlProcess:
     def __init__(
         self, config: ControlConfig, seed: int, batch_size: int, log: Path | None = None, make: Make = safe_controller
     ) -> None:
-        """Start the process. Its output is appended to `log`; None leaves it on this process's."""
+        """Start the process. Its output is appended to `log`; None leaves it on this process's, and so does a file
+        that cannot be opened.
+
+        UserError where the policy in `config` cannot be read or does not fit.
+        """
+        check(config)
         self.config = config
         self.log = log
         context = multiprocessing.get_context("spawn")
@@ -171,7 +176,8 @@ def _serve(
     except Exception as error:
         mistake = isinstance(error, UserError)
         if not mistake:
-            traceback.print_exc()
+            with contextlib.suppress(OSError):  # the disk is full
+                traceback.print_exc()
         policies.put(Failed(str(error) if mistake else f"{type(error).__name__}: {error}", mistake))
 
 
@@ -187,7 +193,10 @@ def _next(results: multiprocessing.Queue[Any]) -> Observation | None:
 
 
 def _write_to(log: Path) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        return  # no reason to stop controlling
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(descriptor, stream.fileno())

@@ -29,6 +29,14 @@ def make_controller(config: ControlConfig, seed: int, batch_size: int) -> Contro
             return _learned(config, limits, seed, batch_size)
 
 
+def check(config: ControlConfig) -> None:
+    """Is there the policy that a recipe names, and does it fit? UserError as above; far quicker than the making."""
+    if config.name == "ppo":
+        from hetsync.control.policy import load_network
+
+        load_network(config.policy)
+
+
 def _learned(config: ControlConfig, limits: Limits, seed: int, batch_size: int) -> Controller:
     if config.fine_tune:
         from hetsync.control.ppo import FineTuned  # loads stable-baselines3, which takes seconds
