@@ -1,4 +1,4 @@
-"""Every backend under the same tests, and a named end for whatever would hang."""
+"""A plane over the ranks that were started, and a named end for whatever would hang."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hetsync.plane.base import Handle, Plane
-from hetsync.plane.emulated_link import EmulatedLink
-from hetsync.plane.faulty import FaultyPlane
-from hetsync.plane.local import LocalPlane
 
 TEST_SECONDS = 60.0
 HANDLE_SECONDS = 20.0
@@ -22,27 +19,11 @@ HANDLE_SECONDS = 20.0
 Finish = Callable[..., None]
 
 
-def _mpi() -> Plane:
+@pytest.fixture
+def plane() -> Iterator[Plane]:
     from hetsync.plane.mpi import MpiPlane
 
-    return MpiPlane()
-
-
-BACKENDS: dict[str, Callable[[], Plane]] = {
-    "mpi": _mpi,
-    "local": LocalPlane,
-    "emulated-link": lambda: EmulatedLink(_mpi(), latency_seconds=1e-3, bytes_per_second=1e10),
-    "faulty": lambda: FaultyPlane(_mpi(), ()),
-}
-
-
-@pytest.fixture(params=list(BACKENDS))
-def plane(request: pytest.FixtureRequest) -> Iterator[Plane]:
-    from mpi4py import MPI
-
-    if request.param == "local" and MPI.COMM_WORLD.Get_size() > 1:
-        pytest.skip("one rank only")
-    plane = BACKENDS[request.param]()
+    plane = MpiPlane()
     yield plane
     plane.close()
 

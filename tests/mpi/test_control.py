@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import cycle
 
 import pytest
@@ -50,15 +50,6 @@ class Failing:
 
     def decide(self, seen: Observation) -> Decision:
         raise RuntimeError("this controller fails")
-
-
-@pytest.fixture
-def plane() -> Iterator[Plane]:
-    from hetsync.plane.mpi import MpiPlane
-
-    plane = MpiPlane()
-    yield plane
-    plane.close()
 
 
 def controlled(

@@ -14,6 +14,8 @@ from hetsync.plane.base import Plane
 from hetsync.session import Evaluator, weights_sha256
 from hetsync.sync.milestones import Evaluation
 
+pytestmark = pytest.mark.mpi
+
 EVERY = 3 * BATCH
 
 

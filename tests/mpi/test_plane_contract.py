@@ -10,7 +10,7 @@ import hashlib
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,9 @@ import torch
 
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane, PlaneError, WireFormat
+from hetsync.plane.emulated_link import EmulatedLink
 from hetsync.plane.faulty import Corrupt, Delay, Drop, FaultyPlane, Stall
+from hetsync.plane.local import LocalPlane
 from hetsync.plane.staging import HostStaging, Waiting
 from hetsync.plane.wire import BLOCK, WIRE_FORMATS, round_trip
 
@@ -26,6 +28,31 @@ pytestmark = pytest.mark.mpi
 
 Finish = Callable[..., None]
 LOW_PRECISION: tuple[WireFormat, ...] = ("bfloat16", "int8")
+
+
+def _mpi() -> Plane:
+    from hetsync.plane.mpi import MpiPlane
+
+    return MpiPlane()
+
+
+BACKENDS: dict[str, Callable[[], Plane]] = {
+    "mpi": _mpi,
+    "local": LocalPlane,
+    "emulated-link": lambda: EmulatedLink(_mpi(), latency_seconds=1e-3, bytes_per_second=1e10),
+    "faulty": lambda: FaultyPlane(_mpi(), ()),
+}
+
+
+@pytest.fixture(params=list(BACKENDS))
+def plane(request: pytest.FixtureRequest) -> Iterator[Plane]:
+    from mpi4py import MPI
+
+    if request.param == "local" and MPI.COMM_WORLD.Get_size() > 1:
+        pytest.skip("one rank only")
+    plane = BACKENDS[request.param]()
+    yield plane
+    plane.close()
 
 
 def addend(rank: int, n: int, seed: int = 0) -> torch.Tensor:

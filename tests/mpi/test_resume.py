@@ -26,15 +26,6 @@ HALF = 100  # not where a round would end by itself
 
 
 @pytest.fixture
-def plane() -> Iterator[Plane]:
-    from hetsync.plane.mpi import MpiPlane
-
-    plane = MpiPlane()
-    yield plane
-    plane.close()
-
-
-@pytest.fixture
 def folder(plane: Plane) -> Iterator[Path]:
     """One folder for all ranks."""
     path = Path(plane.broadcast_object(tempfile.mkdtemp() if plane.rank == 0 else None))

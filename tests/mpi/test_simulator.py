@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,15 +34,6 @@ pytestmark = pytest.mark.mpi
 
 REST = 100  # samples, where no round would end by itself
 AT_ONCE = Runtime(0.0, 0.0, 0.0, 0.0, 0.0)
-
-
-@pytest.fixture
-def plane() -> Iterator[Plane]:
-    from hetsync.plane.mpi import MpiPlane
-
-    plane = MpiPlane()
-    yield plane
-    plane.close()
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,6 @@ from hetsync.data.loader import EpochOrder, Source
 from hetsync.data.workers import fetch
 from hetsync.emulate import EmulatedDevice
 from hetsync.plane.base import Plane
-from hetsync.plane.mpi import MpiPlane
 from hetsync.session import Plan, RankProfile, Session
 from hetsync.slicing import StepTime
 from hetsync.sync.milestones import Milestone
@@ -27,13 +26,6 @@ pytestmark = pytest.mark.mpi
 
 BATCH = 15
 SEED = 2
-
-
-@pytest.fixture
-def mpi() -> Iterator[Plane]:
-    plane = MpiPlane()
-    yield plane
-    plane.close()
 
 
 @pytest.fixture(params=WORKLOADS, ids=lambda workload: workload.name)
@@ -84,46 +76,46 @@ def loss_on_all(model: torch.nn.Module, data: Data) -> float:
 
 
 @pytest.mark.parametrize("bound", [0, 4], ids=["synchronous", "delayed"])
-def test_trains_on_unequal_ranks(mpi: Plane, workload: Workload, bound: int) -> None:
-    if mpi.size != 4:
+def test_trains_on_unequal_ranks(plane: Plane, workload: Workload, bound: int) -> None:
+    if plane.size != 4:
         pytest.skip("four ranks")
-    data = made(mpi, workload)
+    data = made(plane, workload)
     model = workload.model(data)
     optimizer = torch.optim.Adam(model.parameters(), workload.learning_rate)
     before = loss_on_all(model, data)
-    session = train(mpi, data, model, optimizer, SyncConfig(bound), workload.rounds * BATCH)
+    session = train(plane, data, model, optimizer, SyncConfig(bound), workload.rounds * BATCH)
     assert session.applied == workload.rounds * BATCH
     assert loss_on_all(model, data) < 0.95 * before
     if session.coordinator is not None:
         assert max(session.coordinator.policy.staleness) <= bound
 
 
-def test_gradients_are_those_of_one_process(mpi: Plane, workload: Workload) -> None:
-    data = made(mpi, workload)
+def test_gradients_are_those_of_one_process(plane: Plane, workload: Workload) -> None:
+    data = made(plane, workload)
     model = workload.model(data).double()
     freeze_norms(model)
     alone = copy.deepcopy(model)
-    shares = unequal_shares(mpi.size, BATCH)
+    shares = unequal_shares(plane.size, BATCH)
     indices = EpochOrder(len(data.train), SEED, data.costs).indices([(0, BATCH)])  # type: ignore[arg-type]
-    first = sum(shares[rank] for rank in range(mpi.rank))
-    mine = indices[first : first + shares[mpi.rank]]
+    first = sum(shares[rank] for rank in range(plane.rank))
+    mine = indices[first : first + shares[plane.rank]]
     if mine:
         (data.loss(model, double(fetch(data.train, mine, data.collate))) * len(mine) / BATCH).backward()
     data.loss(alone, double(fetch(data.train, indices, data.collate))).backward()
-    parts = mpi.gather_objects([p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()])
+    parts = plane.gather_objects([p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()])
     for number, (name, parameter) in enumerate(alone.named_parameters()):
         expected = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         off = (sum(part[number] for part in parts) - expected).abs().max()
         assert off <= 1e-5 * expected.abs().max() + 1e-12, name
 
 
-def test_a_synchronous_job_is_one_process(mpi: Plane, workload: Workload) -> None:
-    data = made(mpi, workload)
+def test_a_synchronous_job_is_one_process(plane: Plane, workload: Workload) -> None:
+    data = made(plane, workload)
     model = workload.model(data)
     alone = copy.deepcopy(model)
     samples = 2 * BATCH
     sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
-    train(mpi, data, model, sgd, SyncConfig(0), samples, prepare=freeze_norms)
+    train(plane, data, model, sgd, SyncConfig(0), samples, prepare=freeze_norms)
     freeze_norms(alone)
     step = torch.optim.SGD(alone.parameters(), lr=1e-2)
     order = EpochOrder(len(data.train), SEED, data.costs)  # type: ignore[arg-type]

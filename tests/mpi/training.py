@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -296,3 +296,11 @@ def assert_invariants(
         booked = last.session.coordinator.policy
         assert booked.ended == (not last.session.stopping)
         assert booked.ledger.outstanding() == 0 or last.session.stopping
+
+
+def synchronous(plane: Plane, **changes: Any) -> SyncConfig:
+    return replace(SyncConfig(0, rebalance=False, pins=unequal_shares(plane.size)), **changes)
+
+
+def delayed(plane: Plane, **changes: Any) -> SyncConfig:
+    return replace(SyncConfig(4, 0.25, rebalance=False, pins=unequal_shares(plane.size)), **changes)
