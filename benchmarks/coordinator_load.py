@@ -4,9 +4,10 @@
     launch/local 4 -- python benchmarks/coordinator_load.py 512 4096 [--output FOLDER]    over MPI
 
 Ranks whose computing takes no time tell and ask as fast as they may. In one process only what rank 0 does is counted:
-decoding, deciding, encoding. Over MPI the other processes play all ranks, and what sending and receiving costs rank 0
-is counted too. Seconds are those of rank 0's own CPU time while it has something to do, so that processes which share
-its core do not count.
+decoding, deciding, encoding; a sixteenth of the ranks, in no order, finish between two looks of a leader, as they do
+when a slice takes 0.2 s and a look comes every 12 ms. Over MPI the other processes play all ranks and leaders, and what
+sending and receiving costs rank 0 is counted too. Seconds are those of rank 0's own CPU time while it has something to
+do, so that processes which share its core do not count.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import random
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,9 @@ from hetsync.plane.mpi import MpiPlane
 from hetsync.slicing import StepTime
 from hetsync.sync.coordinator import Coordinator, Speeds
 from hetsync.sync.messages import Completed, Event, Give, Instruction, Settings, StartRound
-from hetsync.sync.milestones import Milestone
+from hetsync.sync.milestones import no_marks, rests_at
 from hetsync.sync.policy import Policy
+from hetsync.sync.post import GROUP, Post
 from hetsync.sync.worker import Worker
 
 SHARE = 16  # samples of each rank in a slice; what it is changes nothing here
@@ -38,18 +41,19 @@ NO_END = 10**15
 
 @dataclass(frozen=True)
 class Load:
-    """`seconds` of rank 0's CPU time for so many rounds and letters (one letter holds all that is said at once)."""
+    """`seconds` of rank 0's CPU time for so many rounds, events of ranks, and letters that it reads and writes."""
 
     ranks: int
     over_mpi: bool
     rounds: int
+    events: int
     letters_in: int
     letters_out: int
     seconds: float
 
     @property
-    def letters_per_second(self) -> float:
-        return (self.letters_in + self.letters_out) / self.seconds
+    def events_per_second(self) -> float:
+        return self.events / self.seconds
 
     @property
     def rounds_per_second(self) -> float:
@@ -57,33 +61,38 @@ class Load:
         return self.rounds / self.seconds
 
 
+Said = list[tuple[int, list[Event]]]  # by rank
+
+
 class Crowd:
     """Some of the ranks, whose computing takes no time: those that have waited longest are the first to finish."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self._workers = {rank: Worker(rank) for rank in ranks}
+        mixed = random.Random(len(ranks)).sample(ranks, len(ranks))
+        self._workers = {rank: Worker(rank) for rank in mixed}
         self._computing: deque[int] = deque()
         self._idle = set(ranks)
         self._next_round = 0
 
-    def take_in(self, rank: int, instructions: Sequence[Instruction]) -> list[StartRound]:
-        """What rank 0 has to say to a rank; the round that it starts, where nobody here has heard of it."""
+    def take_in(self, letters: Mapping[int, Sequence[Instruction]]) -> list[StartRound]:
+        """What rank 0 has to say, by rank; the rounds that it starts, where nobody here has heard of them."""
         started = []
-        for instruction in instructions:
-            if isinstance(instruction, Give):
-                self._workers[rank].give(instruction.piece)
-            elif instruction.number == self._next_round:
-                self._next_round += 1
-                started.append(instruction)
+        for rank, instructions in letters.items():
+            for instruction in instructions:
+                if isinstance(instruction, Give):
+                    self._workers[rank].give(instruction.piece)
+                elif instruction.number == self._next_round:
+                    self._next_round += 1
+                    started.append(instruction)
         return started
 
-    def begun(self) -> list[tuple[int, list[Event]]]:
-        """Letters of ranks that had to wait and may go on now."""
+    def begun(self) -> Said:
+        """By ranks that had to wait and may go on now."""
         able = [rank for rank in sorted(self._idle) if self._workers[rank].may_begin()]
         return [(rank, [self._begin(rank)]) for rank in able]
 
-    def finished(self, count: int) -> list[tuple[int, list[Event]]]:
-        """Letters of up to so many ranks that have computed."""
+    def finished(self, count: int) -> Said:
+        """By up to so many ranks that have computed."""
         return [self._finish(self._computing.popleft()) for _ in range(min(count, len(self._computing)))]
 
     def _finish(self, rank: int) -> tuple[int, list[Event]]:
@@ -100,8 +109,8 @@ class Crowd:
         self._computing.append(rank)
         return self._workers[rank].begin()[1]
 
-    def join(self, start: StartRound) -> list[tuple[int, list[Event]]]:
-        """Letters of those who contribute."""
+    def join(self, start: StartRound) -> Said:
+        """By those who contribute."""
         own = sorted(start.contributors & self._workers.keys())
         return [(rank, [self._workers[rank].take(start.number)[0]]) for rank in own]
 
@@ -111,45 +120,64 @@ class Crowd:
             worker.version = number + 1
 
 
-def make_coordinator(ranks: int, send: Any) -> Coordinator:
+def by_writer(said: Said) -> dict[int, list[Event]]:
+    """Letters to rank 0: each of the ranks that it leads writes itself, the others' leaders for them."""
+    letters: dict[int, list[Event]] = defaultdict(list)
+    for rank, events in said:
+        letters[rank if rank < GROUP else rank // GROUP * GROUP] += events
+    return letters
+
+
+def addressed(to: int, letter: Any) -> Mapping[int, Sequence[Instruction]]:
+    """By rank, whether a leader is to pass it on or not."""
+    return letter if isinstance(letter, dict) else {to: letter}
+
+
+def make_coordinator(ranks: int, post: Post) -> Coordinator:
     shares = dict.fromkeys(range(ranks), SHARE)
-    policy = Policy(shares, Settings(), Ledger(NO_END), lambda position: Milestone(NO_END, "end", True))
-    return Coordinator(policy, Speeds(dict.fromkeys(shares, StepTime(0.0, 1 / SHARE))), send, rebalance=True)
+    policy = Policy(shares, Settings(), Ledger(NO_END), rests_at(no_marks, "", NO_END))
+    speeds = Speeds(dict.fromkeys(shares, StepTime(0.0, 1 / SHARE)))
+    return Coordinator(policy, speeds, post.deliver, rebalance=True)
 
 
 class Flooded(ABC):
-    """Rank 0, with what it has done so far. Sums take no time: a round is over when its contributors have spoken."""
+    """Rank 0, with what it has done so far. Sums take no time: a round is over when its contributors have spoken.
+
+    To its post it is the plane that the letters go out on. Rank 0's own main thread is one of the crowd.
+    """
+
+    rank = 0
+    over_mpi = False
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.letters_in = self.letters_out = 0
+        self.events = self.letters_in = self.letters_out = 0
         self.seconds = 0.0
-        self.started: StartRound | None = None
-        self.coordinator = make_coordinator(ranks, self.send)
+        self._post = Post(self)  # type: ignore[arg-type]
+        self.coordinator = make_coordinator(ranks, self._post)
 
     @abstractmethod
-    def send(self, rank: int, instructions: Sequence[Instruction]) -> None:
+    def send(self, message: Any, to: int) -> None:
         """Encode, and carry where letters are carried."""
 
     @abstractmethod
     def until(self, version: int) -> None:
         """Play until so many rounds are over."""
 
-    def note(self, instructions: Sequence[Instruction]) -> None:
-        self.letters_out += 1
-        for instruction in instructions:
-            if isinstance(instruction, StartRound):
-                self.started = instruction
+    def hear(self, events: Sequence[Event]) -> None:
+        self.events += len(events)
+        self.coordinator.on(events)
 
     def measure(self, warm_up: int) -> Load:
         self.until(warm_up)
-        before = (self.coordinator.policy.version, self.letters_in, self.letters_out, self.seconds)
+        before = self._books()
         self.until(warm_up + rounds_for(self.ranks))
-        after = (self.coordinator.policy.version, self.letters_in, self.letters_out, self.seconds)
-        rounds, letters_in, letters_out, seconds = (b - a for a, b in zip(before, after, strict=True))
-        return Load(self.ranks, self.over_mpi, int(rounds), int(letters_in), int(letters_out), seconds)
+        spent = [after - earlier for after, earlier in zip(self._books(), before, strict=True)]
+        rounds, events, letters_in, letters_out = map(int, spent[:-1])
+        return Load(self.ranks, self.over_mpi, rounds, events, letters_in, letters_out, spent[-1])
 
-    over_mpi = False
+    def _books(self) -> tuple[float, ...]:
+        return self.coordinator.policy.version, self.events, self.letters_in, self.letters_out, self.seconds
 
 
 class FloodedAlone(Flooded):
@@ -159,67 +187,82 @@ class FloodedAlone(Flooded):
         super().__init__(ranks)
         self._crowd = Crowd(range(ranks))
         self._outbox: list[tuple[int, bytes]] = []
+        self._started: deque[StartRound] = deque()
         self.coordinator.begin()
         self._deliver()
 
-    def send(self, rank: int, instructions: Sequence[Instruction]) -> None:
-        self._outbox.append((rank, pickle.dumps(instructions)))
+    def send(self, message: Any, to: int) -> None:
+        self.letters_out += 1
+        self._outbox.append((to, pickle.dumps(message)))
 
     def until(self, version: int) -> None:
         policy, crowd = self.coordinator.policy, self._crowd
         while policy.version < version:
             self._tell(crowd.begun())
-            self._tell(crowd.finished(max(1, self.ranks // 64)))
-            if self.started is not None:
-                start, self.started = self.started, None
+            self._tell(crowd.finished(max(1, self.ranks // 16)))
+            if self._started:
+                start = self._started.popleft()
                 self._tell(crowd.join(start))
                 self._tell([(0, [Completed(start.number)])])
                 crowd.land(start.number)
 
-    def _tell(self, letters: Sequence[tuple[int, list[Event]]]) -> None:
-        encoded = [pickle.dumps(events) for _, events in letters]
+    def _tell(self, said: Said) -> None:
+        letters = by_writer(said)
+        own = letters.pop(0, [])
+        encoded = [pickle.dumps(events) for events in letters.values()]
         began = time.thread_time()
         for data in encoded:
-            self.coordinator.on(pickle.loads(data))
+            self.hear(pickle.loads(data))
+        if own:
+            self.hear(own)
         self.seconds += time.thread_time() - began
-        self.letters_in += len(letters)
+        self.letters_in += len(encoded)
         self._deliver()
 
     def _deliver(self) -> None:
-        for rank, data in self._outbox:
-            instructions = pickle.loads(data)
-            self.note(instructions)
-            self._crowd.take_in(rank, instructions)
-        self._outbox.clear()
+        outbox, self._outbox = self._outbox, []
+        for instructions in self._post.own():
+            self._started += self._crowd.take_in({0: instructions})
+        for to, data in outbox:
+            self._started += self._crowd.take_in(addressed(to, pickle.loads(data)))
 
 
 class FloodedOverMpi(Flooded):
-    """Rank r of the job is played by process 1 + r mod (processes - 1)."""
+    """All ranks but rank 0's communication thread are played by the other processes."""
 
     over_mpi = True
 
     def __init__(self, ranks: int, plane: Plane) -> None:
         super().__init__(ranks)
         self._plane = plane
+        self._started: deque[int] = deque()
         self.coordinator.begin()
+        self._pass_own()
 
-    def send(self, rank: int, instructions: Sequence[Instruction]) -> None:
-        self.note(instructions)
-        self._plane.send((rank, instructions), 1 + rank % (self._plane.size - 1))
+    def send(self, message: Any, to: int) -> None:
+        self.letters_out += 1
+        self._plane.send((to, message), player_of(to, self._plane))
+
+    def _pass_own(self) -> None:
+        """What rank 0's communication thread has for its main thread goes to whom plays that."""
+        for instructions in self._post.own():
+            self._started += [i.number for i in instructions if isinstance(i, StartRound)]
+            self._plane.send((0, instructions), player_of(0, self._plane))
 
     def until(self, version: int) -> None:
         policy = self.coordinator.policy
         while policy.version < version:
             before, began = policy.version, time.thread_time()
             letters = self._plane.receive()
-            if not letters and self.started is None:
+            if not letters and not self._started:
+                time.sleep(1e-4)
                 continue  # nothing to do is not counted
             for _, events in letters:
                 self.letters_in += 1
-                self.coordinator.on(events)
-            if self.started is not None:
-                start, self.started = self.started, None
-                self.coordinator.on([Completed(start.number)])
+                self.hear(events)
+            while self._started:
+                self.hear([Completed(self._started.popleft())])
+            self._pass_own()
             for landed in range(before, policy.version):
                 self._tell_all(landed)
             self.seconds += time.thread_time() - began
@@ -236,11 +279,16 @@ class FloodedOverMpi(Flooded):
             self._plane.send(landed, process)
 
 
+def player_of(rank: int, plane: Plane) -> int:
+    """The process that plays a rank; a leader's whole group is in one."""
+    return 1 + (rank if rank < GROUP else rank // GROUP) % (plane.size - 1)
+
+
 def play(plane: Plane, ranks: int) -> None:
     """The ranks of this process, until rank 0 has had enough."""
-    crowd = Crowd([rank for rank in range(ranks) if 1 + rank % (plane.size - 1) == plane.rank])
+    crowd = Crowd([rank for rank in range(ranks) if player_of(rank, plane) == plane.rank])
+    said: Said = []
     while True:
-        letters: list[tuple[int, list[Event]]] = []
         for _, letter in plane.receive():
             if letter is None:
                 plane.send(None, 0)
@@ -248,11 +296,13 @@ def play(plane: Plane, ranks: int) -> None:
             if isinstance(letter, int):
                 crowd.land(letter)
             else:
-                letters += [joined for start in crowd.take_in(*letter) for joined in crowd.join(start)]
-        letters += crowd.begun() + crowd.finished(8)
-        for _, events in letters:
-            plane.send(events, 0)
-        if not letters:
+                said += [joined for start in crowd.take_in(addressed(*letter)) for joined in crowd.join(start)]
+        said += crowd.begun() + crowd.finished(8)
+        if said and not plane.unread(0):
+            for events in by_writer(said).values():
+                plane.send(events, 0)
+            said = []
+        else:
             time.sleep(1e-4)
 
 
@@ -292,7 +342,7 @@ def main() -> None:
         load = measured(plane, ranks, options.warm_up)
         if load is not None:
             loads["mpi" if load.over_mpi else "local"].append(asdict(load))
-            print(f"{ranks} ranks: {load.letters_per_second:,.0f} letters/s, {load.rounds_per_second:,.1f} rounds/s")
+            print(f"{ranks} ranks: {load.events_per_second:,.0f} events/s, {load.rounds_per_second:,.1f} rounds/s")
     for kind, found in loads.items():
         options.output.mkdir(parents=True, exist_ok=True)
         (options.output / f"coordinator-{kind}.json").write_text(json.dumps(found, indent=1))

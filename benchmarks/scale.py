@@ -1,4 +1,4 @@
-"""From 8 to 10,000 ranks: efficiency, letters and latency by the simulator, and what rank 0 can really answer.
+"""From 8 to 10,000 ranks: efficiency, events and latency by the simulator, and what rank 0 can really answer.
 
     launch/local 4 -- python benchmarks/coordinator_load.py 8 64 512 4096 10000 --output FOLDER    (for the MPI column)
     python benchmarks/scale.py [--ranks 8 64 512 4096 10000] [--output FOLDER]
@@ -49,7 +49,7 @@ WARM_UP = 8  # rounds
 
 @dataclass(frozen=True)
 class Line:
-    """One size. Letters are those that rank 0 gets and sends; latency is from a round's start to its last landing."""
+    """One size. Events are what ranks tell rank 0; latency is from a round's start to its last landing."""
 
     ranks: int
     efficiency: float
@@ -57,7 +57,7 @@ class Line:
     rounds_per_second: float
     round_latency_seconds: float
     pieces_per_round: float
-    letters_per_second: float
+    events_per_second: float
     wall_seconds: float  # of the simulation
 
 
@@ -100,8 +100,7 @@ def simulated(ranks: int, rounds: int) -> Line:
     seen = simulation.observe()
     contributions, pieces = tally.contributions - contributions, simulation.totals.pieces - pieces
     latencies = tally.latencies[done:]
-    # A piece is one letter there (done, and the next begun) and one back; a contribution one; a round one to each rank.
-    letters = 2 * pieces + contributions + rounds * ranks
+    events = 2 * pieces + contributions  # begun, finished; put into a round
     return Line(
         ranks,
         seen.efficiency,
@@ -109,7 +108,7 @@ def simulated(ranks: int, rounds: int) -> Line:
         seen.rounds / seen.seconds,
         sum(latencies) / len(latencies),
         pieces / rounds,
-        letters / seen.seconds,
+        events / seen.seconds,
         wall_seconds,
     )
 
@@ -145,18 +144,18 @@ def verdict(kind: str, loads: list[Load]) -> str:
 
 def markdown(lines: list[Line], alone: list[Load], over_mpi: list[Load]) -> str:
     out = [
-        "| ranks | efficiency | staleness | rounds/s | round latency, ms | pieces a round | letters/s needed |"
-        " letters/s possible | load | the same over MPI | its load | simulation, CPU s |",
+        "| ranks | efficiency | staleness | rounds/s | round latency, ms | pieces a round | events/s needed |"
+        " events/s possible | load | the same over MPI | its load | simulation, CPU s |",
         "| ---: " * 12 + "|",
     ]
     for line in lines:
         cells = [f"{line.ranks:,}", f"{line.efficiency:.3f}", f"{line.staleness:.2f}", f"{line.rounds_per_second:.2f}"]
         cells += [f"{1e3 * line.round_latency_seconds:.0f}", f"{line.pieces_per_round:,.0f}"]
-        cells.append(f"{line.letters_per_second:,.0f}")
+        cells.append(f"{line.events_per_second:,.0f}")
         for loads in (alone, over_mpi):
             load = next((load for load in loads if load.ranks == line.ranks), None)
-            possible = load.letters_per_second if load is not None else math.nan
-            cells += [f"{possible:,.0f}", f"{line.letters_per_second / possible:.2f}"] if load is not None else ["", ""]
+            possible = load.events_per_second if load is not None else math.nan
+            cells += [f"{possible:,.0f}", f"{line.events_per_second / possible:.2f}"] if load is not None else ["", ""]
         cells.append(f"{line.wall_seconds:.1f}")
         out.append("| " + " | ".join(cells) + " |")
     sentences = [verdict("Coordinator alone", alone), verdict("Over MPI", over_mpi)]

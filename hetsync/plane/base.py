@@ -16,7 +16,7 @@ Failure. Anything that goes wrong raises `PlaneError`, from the call itself or f
 `LateError` from a blocking call that waited too long. A plane never retries. How long a handle may take is the
 caller's business.
 
-Threads. `allreduce`, `send`, `receive` and the handles' `done` are called from one thread (the communication
+Threads. `allreduce`, `send`, `unread`, `receive` and the handles' `done` are called from one thread (the communication
 thread); the blocking calls from another (the main thread), never two of them at once.
 """
 
@@ -65,6 +65,10 @@ class Plane(ABC):
     @abstractmethod
     def send(self, message: Any, to: int) -> None:
         """Send a small picklable message; messages from one rank to another arrive in order."""
+
+    @abstractmethod
+    def unread(self, to: int) -> bool:
+        """Has that rank not received yet all that was sent to it?"""
 
     @abstractmethod
     def receive(self) -> Sequence[tuple[int, Any]]:

@@ -40,6 +40,9 @@ class LocalPlane(Plane):
             raise PlaneError(f"no rank {to} in a job of one rank")
         self._messages.append(pickle.dumps(message))
 
+    def unread(self, to: int) -> bool:
+        return bool(self._messages)
+
     def receive(self) -> Sequence[tuple[int, Any]]:
         arrived, self._messages = self._messages, []
         return [(0, pickle.loads(message)) for message in arrived]

@@ -121,7 +121,7 @@ class MpiPlane(Plane):
         self._meeting = Meeting(self._main, timeout_seconds)
         self._under_way: list[_Collective] = []
         self._staging: dict[torch.device, HostStaging] = {}
-        self._outgoing: deque[tuple[MPI.Request, bytes]] = deque()
+        self._outgoing: deque[tuple[MPI.Request, bytes, int]] = deque()
         self._incoming: deque[tuple[int, MPI.Request, bytearray]] = deque()
         self._error: PlaneError | None = None
         self._closed = False
@@ -212,8 +212,12 @@ class MpiPlane(Plane):
         data = pickle.dumps(message)
         with _plane_errors(f"sending from rank {self.rank} to {to}"):
             # Synchronous, so that a send that is done has arrived, and `close` leaves nothing on the way.
-            self._outgoing.append((self._control.Issend([data, MPI.BYTE], dest=to), data))
+            self._outgoing.append((self._control.Issend([data, MPI.BYTE], dest=to), data, to))
             self._reap_sends()
+
+    def unread(self, to: int) -> bool:
+        with _plane_errors(f"sending from rank {self.rank} to {to}"):
+            return any(receiver == to and not request.Test() for request, _, receiver in self._outgoing)
 
     def receive(self) -> Sequence[tuple[int, Any]]:
         arrived: list[tuple[int, Any]] = []
@@ -233,7 +237,9 @@ class MpiPlane(Plane):
             self._incoming.append((status.Get_source(), message.Irecv([data, MPI.BYTE]), data))
 
     def _reap_sends(self) -> None:
-        self._outgoing = deque(item for item in self._outgoing if not item[0].Test())
+        """From the front: with many on their way, a look at each would cost more than their memory."""
+        while self._outgoing and self._outgoing[0][0].Test():
+            self._outgoing.popleft()
 
     # Blocking calls.
 

@@ -24,6 +24,9 @@ class PlaneWrapper(Plane):
     def send(self, message: Any, to: int) -> None:
         self.plane.send(message, to)
 
+    def unread(self, to: int) -> bool:
+        return self.plane.unread(to)
+
     def receive(self) -> Sequence[tuple[int, Any]]:
         return self.plane.receive()
 

@@ -46,7 +46,7 @@ class DelayedRounds:
         """Every rank joins when its thread looks; contributors say what they put in."""
         world = self._world
         now = world.clock.now
-        first, quiet = now + world.runtime.message_seconds, math.inf
+        first, quiet = now + world.message_seconds, math.inf
         if self._landing is not None and self._landing.lands is not None:
             first = max(first, self._landing.lands.last)
             quiet = now - self._landing.lands.first

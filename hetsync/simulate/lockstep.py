@@ -57,7 +57,7 @@ class Lockstep:
         world.draining = True
         world.records.synchronous_round(start.number, now, now)
         world.clock.at(now, world.post.hear, [Completed(start.number)])
-        world.clock.at(now + world.runtime.message_seconds, world.rest.landed, start)
+        world.clock.at(now + world.message_seconds, world.rest.landed, start)
 
     def release(self, piece: Piece, seconds: float) -> None:
         """A rank begins its last slice, which takes so long."""

@@ -21,7 +21,7 @@ class Spokesman(Coordinator):
     """Hands over what was decided as a whole, instead of a letter to every rank."""
 
     def __init__(self, policy: Policy, speeds: Speeds, rebalance: bool, deliver: Deliver, report: Report) -> None:
-        super().__init__(policy, speeds, lambda rank, instructions: None, rebalance, on_evaluation=report)
+        super().__init__(policy, speeds, lambda letters: None, rebalance, on_evaluation=report)
         self._hand_over = deliver
 
     def _deliver(self, instructions: Sequence[Instruction]) -> None:
@@ -56,7 +56,7 @@ class Post:
         if node.rank == 0:
             clock.at(clock.now, self.hear, events)
             return
-        arrival = clock.now + self._world.runtime.message_seconds
+        arrival = clock.now + self._world.message_seconds
         self._inbox.append((arrival, node, events))
         if len(self._inbox) == 1:
             self._await(arrival)
@@ -102,7 +102,7 @@ class Post:
         world = self._world
         now = arrival = world.clock.now
         if node.rank != 0:
-            arrival += world.runtime.message_seconds
+            arrival += world.message_seconds
             if node.idle_since is None:
                 if node.given_at <= now and node.slice_ends_at > arrival + world.runtime.idle_nap_seconds:
                     node.worker.give(piece)  # nobody asks for it before it arrives: no need for an event

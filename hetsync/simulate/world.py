@@ -13,6 +13,7 @@ from hetsync.simulate.node import Node, VirtualDevice
 from hetsync.simulate.records import Records
 from hetsync.simulate.scenario import Scenario
 from hetsync.sync.policy import Policy
+from hetsync.sync.post import GROUP
 
 if TYPE_CHECKING:
     from hetsync.simulate.delayed import DelayedRounds
@@ -38,6 +39,9 @@ class World:
         self.learner = learner
         self.records = records
         self.runtime = scenario.runtime
+        # A letter that a leader passes on waits for one look more: half a nap on average.
+        passed_on = len(scenario.ranks) > GROUP
+        self.message_seconds = scenario.runtime.message_seconds + passed_on * scenario.runtime.idle_nap_seconds / 2
         self.clock = Clock()
         self.naps = Naps(scenario.runtime, scenario.seed)
         self.first_shares = scenario.shares()

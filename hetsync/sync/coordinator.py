@@ -17,7 +17,7 @@ from hetsync.sync.messages import Event, Finished, Give, Instruction, Reshared, 
 from hetsync.sync.milestones import Evaluation
 from hetsync.sync.policy import Policy
 
-Send = Callable[[int, Sequence[Instruction]], None]
+Send = Callable[[Mapping[int, Sequence[Instruction]]], None]
 
 # An observation's weight in a rank's smoothed speed: about the last twenty pieces count.
 SMOOTHING = 0.1
@@ -76,7 +76,7 @@ class Coordinator:
         control: Control | None = None,
         on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
     ) -> None:
-        """`send(rank, instructions)` delivers in order. `rebalance`: shares follow the smoothed speeds.
+        """`send` delivers instructions by rank, in order. `rebalance`: shares follow the smoothed speeds.
 
         `on_evaluation` hears what all ranks together have found at a snapshot.
         """
@@ -96,7 +96,7 @@ class Coordinator:
         self._deliver(self.policy.begin())
 
     def on(self, events: Sequence[Event]) -> None:
-        """Events of one rank, in its order."""
+        """Events of some ranks; those of one in its order."""
         out: list[Instruction] = []
         for event in events:
             if isinstance(event, Finished):
@@ -146,10 +146,9 @@ class Coordinator:
             self._deliver(self.policy.on(Reshared(dict(zip(ranks, new, strict=True)))))
 
     def _deliver(self, instructions: Sequence[Instruction]) -> None:
-        """One message a rank, in the order of the decisions."""
+        """One letter a rank, in the order of the decisions."""
         letters: dict[int, list[Instruction]] = defaultdict(list)
         for instruction in instructions:
             for rank in [instruction.rank] if isinstance(instruction, Give) else self.policy.members:
                 letters[rank].append(instruction)
-        for rank, letter in letters.items():
-            self._send(rank, letter)
+        self._send(letters)

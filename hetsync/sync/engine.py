@@ -21,7 +21,7 @@ from hetsync.plane.base import Plane, WireFormat
 from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Deltas, Outer, Snapshot
 from hetsync.sync.gradients import Gradients
-from hetsync.sync.messages import Alive, Completed, Event, Give, Instruction, Piece, Probe, StartRound
+from hetsync.sync.messages import Alive, Completed, Event, Give, Instruction, Piece, StartRound
 from hetsync.sync.naps import (
     FRACTION_COMPUTING,
     FRACTION_WAITING,
@@ -29,6 +29,7 @@ from hetsync.sync.naps import (
     LONGEST_IDLE_SECONDS,
     nap_seconds,
 )
+from hetsync.sync.post import Post
 from hetsync.sync.spent import Spent
 from hetsync.sync.sums import Sums
 from hetsync.sync.watch import Watch
@@ -64,7 +65,8 @@ class Engine:
         """`coordinator` makes rank 0's; `on_piece` hears of work as soon as it is known (to load its data)."""
         self.worker = Worker(plane.rank, version)
         self.spent = Spent()
-        self.coordinator = coordinator(self._send_instructions) if coordinator else None
+        self._post = Post(plane)
+        self.coordinator = coordinator(self._post.deliver) if coordinator else None
         self._plane = plane
         self._options = options
         self._outer = outer
@@ -77,7 +79,6 @@ class Engine:
         self._deltas: Deltas | None = None
         self._changed = threading.Condition()
         self._outbox: list[Event] = []
-        self._to_self: deque[Sequence[Instruction]] = deque()
         self._rounds: deque[StartRound] = deque()
         self._requests: deque[tuple[torch.Tensor, threading.Event]] = deque()
         self._task: Iterator[None] | None = None
@@ -93,6 +94,7 @@ class Engine:
         self._waiting = False  # the main thread waits for others
         self._draining = False  # what comes after the drain may be known here before the drain has landed
         self._resting = False  # the main thread evaluates, saves, or is done
+        self._evaluating = False  # the main thread does its part of an evaluation, while rounds go on
         self._thread = threading.Thread(target=self._communicate, name="hetsync-communication", daemon=True)
 
     # The main thread.
@@ -139,12 +141,14 @@ class Engine:
     def showing(self, snapshot: Snapshot) -> Iterator[None]:
         """Inside, the model holds the snapshot's weights. No drain begins before this rank has told its score, so
         nothing else touches local weights meanwhile."""
+        self._evaluating = True
         if snapshot.weights is None:
             yield
-            return
-        assert self._deltas is not None
-        with self._deltas.showing(snapshot.weights):
-            yield
+        else:
+            assert self._deltas is not None
+            with self._deltas.showing(snapshot.weights):
+                yield
+        self._evaluating = False
 
     def open_slice(self, piece: Piece, samples: int, last: bool) -> None:
         """Before the forward pass of a slice of `samples`."""
@@ -243,7 +247,7 @@ class Engine:
             while not self._stopping:
                 self._wake.clear()
                 moved = self._receive() + self._flush() + self._proceed()
-                if moved or self._resting:
+                if moved or self._resting or self._evaluating:
                     self._watch.moved()
                 else:
                     self._watch.check(self._sign)
@@ -274,20 +278,16 @@ class Engine:
 
     def _receive(self) -> int:
         """Take in what arrived; returns how much of it is news (signs of life are not)."""
-        news = 0
-        for _, letter in self._plane.receive():
-            news += not isinstance(letter, Probe | Alive)
-            if isinstance(letter, Probe | Alive):
-                self._watch.answer(letter, self._sign)
-            elif isinstance(letter[0], Give | StartRound):
-                self._take_in(letter)
-            else:
-                assert self.coordinator is not None
-                self.coordinator.on(letter)
-        while self._to_self:
-            self._take_in(self._to_self.popleft())
-            news += 1
-        return news
+        mail = self._post.receive()
+        for sign in mail.signs:
+            self._watch.answer(sign, self._sign)
+        for events in mail.events:
+            assert self.coordinator is not None
+            self.coordinator.on(events)
+        instructions = [*mail.instructions, *self._post.own()]
+        for letter in instructions:
+            self._take_in(letter)
+        return mail.passed_on + len(mail.events) + len(instructions)
 
     def _take_in(self, instructions: Sequence[Instruction]) -> None:
         with self._changed:
@@ -299,19 +299,13 @@ class Engine:
                     self._rounds.append(instruction)
             self._changed.notify_all()
 
-    def _send_instructions(self, rank: int, instructions: Sequence[Instruction]) -> None:
-        if rank == self._plane.rank:
-            self._to_self.append(instructions)
-        else:
-            self._plane.send(instructions, rank)
-
     def _flush(self) -> int:
         with self._changed:
             events, self._outbox = self._outbox, []
-        if events and self.coordinator is not None:
-            self.coordinator.on(events)
+        if self.coordinator is None:
+            self._post.tell(events)
         elif events:
-            self._plane.send(events, 0)
+            self.coordinator.on(events)
         return len(events)
 
     def _proceed(self) -> int:

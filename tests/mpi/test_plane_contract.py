@@ -197,6 +197,19 @@ def test_messages_arrive_in_order_whatever_their_size(plane: Plane) -> None:
     plane.barrier()
 
 
+def test_a_message_is_unread_until_its_receiver_looks(plane: Plane) -> None:
+    to = (plane.rank + 1) % plane.size
+    assert not plane.unread(to)
+    plane.send("news", to)
+    assert plane.unread(to)
+    plane.barrier()
+    assert [message for _, message in receive(plane, 1)] == ["news"]
+    deadline = time.monotonic() + 20
+    while plane.unread(to):
+        assert time.monotonic() < deadline
+    plane.barrier()
+
+
 def test_sent_message_may_be_changed(plane: Plane) -> None:
     message = [plane.rank]
     plane.send(message, to=(plane.rank + 1) % plane.size)

@@ -82,7 +82,7 @@ class Office:
         self.letters = []
         self.policy: Policy = make_policy(list(shares), settings or Settings(8, 0.1), total)
         self.coordinator = Coordinator(
-            self.policy, speeds(*[1.0] * len(shares)), lambda *letter: self.letters.append(letter), rebalance
+            self.policy, speeds(*[1.0] * len(shares)), lambda letters: self.letters.extend(letters.items()), rebalance
         )
         self.coordinator.begin()
         self.version = dict.fromkeys(range(len(shares)), 0)
