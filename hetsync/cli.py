@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import sys
 import time
@@ -298,6 +299,11 @@ def _verdict(failure: BaseException) -> tuple[int, str | None]:
 
     if isinstance(failure, UserError):
         return USER_ERROR, str(failure)
+    if isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            USER_ERROR,
+            f"cannot write: {failure.strerror}; free space and go on with --resume",
+        )
     if isinstance(failure, torch.cuda.OutOfMemoryError):
         return USER_ERROR, "out of GPU memory: lower data.batch_size, or this rank's share by sync.pins"
     if isinstance(failure, StalledError | LateError):

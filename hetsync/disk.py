@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def write_atomically(path: Path, content: str | bytes, otherwise: str = "choose 
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise UserError(f"cannot write {path}: {error.strerror}; free space or {otherwise}") from error
 
 

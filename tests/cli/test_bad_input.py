@@ -224,6 +224,11 @@ ALONE = {
     "folder is a file": (["--run.dir", "mine.py"], "run.dir mine.py cannot be made: .*; choose another"),
     "folder with a run": (["--run.dir", "old"], "run.dir old holds a run already: choose another, or .* --resume old"),
     "no checkpoint": (["--resume", "old"], "--resume .*old: there is no complete checkpoint in .*; start afresh"),
+    "no policy": (
+        ["--control.name", "ppo", "--control.policy", "gone"],
+        "control.policy gone does not exist: make one",
+    ),
+    "full disk": (["--run.dir", "full"], "cannot write: No space left on device; free space and go on with --resume"),
 }
 
 
@@ -233,6 +238,8 @@ def test_mistakes_that_show_later(name: str, here: Path, capsys: pytest.CaptureF
     (here / "bad.yaml").write_text("name: bad\nsource: none\ndevices: [{name: a, count: 0}]\n")
     (here / "old" / "checkpoints").mkdir(parents=True)
     (here / "old" / "recipe.yaml").write_text("run:\n  samples: 256\n")
+    (here / "full" / "telemetry").mkdir(parents=True)
+    (here / "full" / "telemetry" / "rank-0000.jsonl").symlink_to("/dev/full")
     with pytest.raises(SystemExit) as ended:
         cli.train_main(["--run.samples", "2000", "--run.dir", "run", *words])
     captured = capsys.readouterr()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +30,7 @@ from hetsync.control.controller import Controller
 from hetsync.control.environment import JobEnvironment, PapersEnvironment, TuningEnvironment
 from hetsync.control.features import FEATURES
 from hetsync.control.jobs import Course, Job, JobDraw, devices, random_job
-from hetsync.control.policy import PolicyController, PolicyNetwork, load_network, load_policy, untrained
+from hetsync.control.policy import PolicyController, PolicyNetwork, load_network, load_policy, save_policy, untrained
 from hetsync.control.ppo import ONLINE_ROLLOUT, FineTuned, learned, train, weights_of
 from hetsync.control.registry import make_controller
 from hetsync.control.trial import best_static, run_trial
@@ -178,6 +180,14 @@ def quick(output: Path, seed: int) -> policy.Specification:
     return made
 
 
+def test_learning_leaves_nothing_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    quick(tmp_path / "policy", 0)
+    assert list(temporary.glob("SB3*")) == []
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("policies") / "made" / "policy.safetensors"
@@ -228,6 +238,10 @@ def test_policies_that_do_not_fit_are_refused_in_a_sentence(trained: Path, tmp_p
     save_file({"weight": torch.zeros(2)}, foreign)
     text.write_text("no weights")
     wide = altered(trained, tmp_path / "wide", hidden=[32, 64])
+    weights, told = load_policy(str(trained))
+    metadata = {policy.SPECIFICATION: json.dumps(dataclasses.asdict(told))}
+    save_file({name: tensor * math.nan for name, tensor in weights.items()}, tmp_path / "nan", metadata)
+    save_file(weights, tmp_path / "list", {policy.SPECIFICATION: "[1, 2]"})
     for path, words in (
         (old, "knows version 0 of what controllers see, this HetSync version 1: train it anew"),
         (altered(trained, tmp_path / "names", features=["loss"]), "train it anew"),
@@ -235,6 +249,10 @@ def test_policies_that_do_not_fit_are_refused_in_a_sentence(trained: Path, tmp_p
         (str(text), "is no policy of HetSync"),
         (str(tmp_path / "nowhere"), "does not exist"),
         (wide, "other layers"),
+        (altered(trained, tmp_path / "words", hidden=["wide"]), "other layers"),
+        (altered(trained, tmp_path / "limits", limits=5), "is no policy of HetSync"),
+        (str(tmp_path / "list"), "is no policy of HetSync"),
+        (str(tmp_path / "nan"), "its weights are not finite"),
     ):
         with pytest.raises(UserError, match=words) as refused:
             load_network(path)
@@ -321,6 +339,15 @@ def test_a_policy_learns_on_from_its_windows(trained: Path) -> None:
     after = weights_of(controller.model)
     assert any(not torch.equal(before[name], after[name]) for name in before)
     assert all(torch.isfinite(tensor).all() for tensor in after.values())
+
+
+def test_a_policy_that_cannot_be_written_is_a_sentence(trained: Path, tmp_path: Path) -> None:
+    weights, told = load_policy(str(trained))
+    with pytest.raises(UserError, match=r"cannot write .*; free space or choose another --output"):
+        save_policy(trained / "policy", weights, told)
+    assert list(trained.parent.iterdir()) == [trained]
+    save_policy(tmp_path / "again", weights, told)
+    assert (tmp_path / "again").read_bytes() == trained.read_bytes()
 
 
 def test_files_hold_no_code(trained: Path) -> None:

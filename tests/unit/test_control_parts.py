@@ -207,6 +207,22 @@ def test_a_loss_that_is_not_finite_acts_at_once_and_the_best_settings_go_down_a_
     assert (decision.settings.accumulation, decision.settings.delay_bound) == (1, 2)
 
 
+def test_a_job_that_begins_with_a_loss_that_is_not_finite_is_watched_from_the_first_that_is() -> None:
+    envelope = Envelope(Fixed(), Limits())
+    decision = envelope.decide(replace(SEEN, losses=(math.inf,)))
+    assert (decision.settings.accumulation, decision.settings.delay_bound) == (1, 2)  # none is the best yet
+    seen = replace(SEEN, settings=decision.settings)
+    for loss in (2.0, 1.0, *[1.9] * (PATIENCE - 1)):
+        assert envelope.decide(replace(seen, losses=(loss,))).settings == seen.settings
+    assert envelope.decide(replace(seen, losses=(1.9,))).settings != seen.settings
+
+
+def test_who_has_gained_little_has_little_to_lose() -> None:
+    envelope = Envelope(Fixed(), Limits())
+    for loss in (2.0, 1.9, *[2.5] * (2 * PATIENCE)):
+        assert envelope.decide(replace(SEEN, losses=(loss,))).settings == SEEN.settings
+
+
 @given(st.lists(st.floats(0.5, 1.4), min_size=1, max_size=30))
 def test_noise_is_no_divergence(factors: list[float]) -> None:
     envelope = Envelope(Fixed(), Limits())

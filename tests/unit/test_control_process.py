@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -133,6 +134,27 @@ def test_a_mistake_of_the_user_comes_back_as_its_sentence(start, capfd: pytest.C
     assert answers(process, 1) == [Failed("control.policy is old.zip: it is of another version", mistake=True)]
     assert ended(process) == 0
     assert capfd.readouterr().err == ""
+
+
+def test_a_policy_that_is_not_there_is_told_before_anything_is_started(tmp_path: Path) -> None:
+    before = multiprocessing.active_children()
+    with pytest.raises(UserError, match=r"control\.policy .*nowhere does not exist"):
+        ControlProcess(ControlConfig("ppo", policy=str(tmp_path / "nowhere")), 7, 32)
+    assert multiprocessing.active_children() == before
+
+
+def test_a_log_that_cannot_be_opened_stops_nobody(start, tmp_path: Path) -> None:
+    process = start(log=tmp_path)  # a folder
+    process.offer(seen(3))
+    ready, first = answers(process, 2)
+    assert isinstance(ready, Ready)
+    assert isinstance(first, Decided)
+
+
+def test_an_error_is_answered_where_the_disk_is_full(start) -> None:
+    process = start(log=Path("/dev/full"))
+    process.offer(seen(13))
+    assert answers(process, 2)[1] == Failed("ZeroDivisionError: no progress", mistake=False)
 
 
 def test_its_end_is_known(start) -> None:

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetsync.plane.wire import round_trip
 from hetsync.sync.deltas import Deltas, Nesterov
 
 SHAPES = [(2, 2), (3,), ()]
@@ -283,114 +282,6 @@ def test_settle_while_a_contribution_flies_is_an_error():
     ring.load(ring.ranks[0])
     with pytest.raises(AssertionError):
         ring.ranks[0].deltas.settle()
-
-
-# Low-precision wires.
-
-
-@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_what_rounding_loses_goes_with_the_next_contribution(wire, overlap):
-    """What has arrived after many rounds is what was computed, to within one rounding of the last round."""
-    generator = torch.Generator().manual_seed(0)
-    # Some values are far below the least that int8 can tell from 0 beside the greatest.
-    scale = torch.logspace(-4, 0, 50)
-    local = [torch.zeros(50)]
-    deltas = Deltas(local)
-    computed, arrived, greatest = torch.zeros(50), torch.zeros(50), 0.0
-    flying = None
-    rounds = 200
-
-    def land():
-        flight, sent = flying
-        flight.copy_(sent)
-        deltas.land()
-
-    for _ in range(rounds):
-        progress = scale * (1 + torch.rand(50, generator=generator))
-        local[0] += progress
-        computed += progress / 2
-        if overlap and flying is not None:  # finish the next piece while the last one's flies
-            deltas.finish(4, 1)
-            land()
-        else:
-            deltas.finish(4, 1)
-        flight = deltas.load(True, BATCH, wire)
-        sent = round_trip(flight, wire)
-        flying = (flight, sent)
-        arrived += sent
-        greatest = max(greatest, float(sent.abs().max()))
-        if not overlap:
-            land()
-            assert deltas.apply()
-    quantum = {"bfloat16": 2**-8 * sent.abs(), "int8": torch.full((50,), greatest / 254)}[wire]
-    assert ((arrived - computed).abs() <= 1.01 * quantum + 2e-5 * computed).all()
-    lost = rounds * (round_trip(scale, wire) - scale).abs()
-    assert (lost > 5 * quantum).any(), "without feedback more would be missing: the test can fail"
-
-
-@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
-def test_a_drain_settles_also_after_low_precision_rounds(wire):
-    ranks = [[torch.zeros(40)] for _ in range(2)]
-    deltas = [Deltas(local) for local in ranks]
-    generator = torch.Generator().manual_seed(1)
-    for wire_of_round in (wire, wire, wire, "float32"):
-        for local, mine in zip(ranks, deltas, strict=True):
-            local[0] += torch.randn(40, generator=generator)
-            mine.finish(4, 1)
-        flights = [mine.load(True, BATCH, wire_of_round) for mine in deltas]
-        total = sum(round_trip(f, wire_of_round) for f in flights)
-        for flight, mine in zip(flights, deltas, strict=True):
-            flight.copy_(total)
-            mine.land()
-            mine.apply()
-    for local, mine in zip(ranks, deltas, strict=True):
-        mine.settle()
-        assert torch.equal(local[0], deltas[0].anchor)
-
-
-# The outer optimizer.
-
-
-@pytest.mark.parametrize(("rate", "momentum"), [(0.7, 0.9), (1.0, 0.0), (0.5, 0.5)])
-def test_nesterov_is_that_of_torch(rate, momentum):
-    weights = torch.nn.Parameter(torch.randn(SIZE, generator=torch.Generator().manual_seed(0)))
-    theirs = torch.optim.SGD([weights], lr=rate, momentum=momentum, nesterov=momentum > 0)
-    local = [weights.detach().clone()]
-    deltas = Deltas(local, Nesterov(rate, momentum))
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(6):
-        step = torch.randn(SIZE, generator=generator)
-        weights.grad = -step
-        theirs.step()
-        local[0] += step
-        deltas.finish(BATCH, 1)
-        deltas.load(True, BATCH, "float32")
-        deltas.land()
-        deltas.apply()
-        assert torch.allclose(deltas.anchor, weights, atol=1e-5)
-        assert torch.allclose(local[0], weights, atol=1e-5)
-
-
-def test_anchors_stay_identical_behind_an_outer_optimizer():
-    locals_ = [[torch.zeros(SIZE)] for _ in range(3)]
-    deltas = [Deltas(local, Nesterov(0.7, 0.9)) for local in locals_]
-    generator = torch.Generator().manual_seed(3)
-    for number in range(6):
-        flights = []
-        for index, (local, mine) in enumerate(zip(locals_, deltas, strict=True)):
-            contribute = (number + index) % 3 != 0
-            if contribute:
-                local[0] += torch.randn(SIZE, generator=generator)
-                mine.finish(2, 1)
-            flights.append(mine.load(contribute, BATCH, "float32"))
-        total = sum(f.clone() for f in flights)
-        for flight, mine in zip(flights, deltas, strict=True):
-            flight.copy_(total)
-            mine.land()
-            mine.apply()
-        assert all(torch.equal(mine.anchor, deltas[0].anchor) for mine in deltas)
-        assert all(torch.allclose(local[0], deltas[0].anchor, atol=1e-6) for local in locals_)
 
 
 # Memory and views.

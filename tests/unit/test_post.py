@@ -120,6 +120,7 @@ def test_a_leader_writes_again_when_its_last_letter_was_read() -> None:
     while not heard:
         heard = post[0].receive().events
     assert heard == [[Began(2, 0, 0)]]
+    assert isinstance(heard[0][0], Began)
     post[2].tell([])
     assert wires.sent == 2
     while len(heard) < 2:

@@ -1,0 +1,161 @@
+"""The peers benchmark's jobs: learning rates, emulation, and one peer end to end. Imports no MPI."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from argparse import Namespace
+
+import peer_cells as cells
+import peer_start as start
+import peer_timeline as timeline
+import peers as harness
+import pytest
+import torch
+import yaml
+from peer_fixtures import DIGITS, RANK_FIGURES, cell, job
+from peer_job import DDP_FIRST_BUCKET_BYTES, Pacer
+
+from hetsync import data, models
+from hetsync.data.loader import EpochOrder
+from hetsync.data.workers import fetch
+from hetsync.emulate import Device
+from hetsync.trainer import evaluate_range
+
+# Learning rates.
+
+
+class Rehearsal:
+    """A starter whose jobs get to the target the sooner, the nearer their learning rate is to the best one."""
+
+    def __init__(self, best):
+        self.best = best
+        self.cells = []
+
+    def run(self, cell):
+        self.cells.append(cell)
+        if cell.peer == "horovod":
+            return {"missing": "skipped: not here"}
+        away = abs(math.log(cell.learning_rate / self.best))
+        accuracies = (math.nan,) * 3 if cell.learning_rate > 0.3 else (0.95 - away / 10, 1.0, 1.0)
+        return {"result": job(cell.peer, accuracies=accuracies)["result"], "timeline": []}
+
+
+def test_tuning_gives_every_peer_the_same_jobs_and_takes_the_soonest_at_the_target():
+    peers = ["ddp-by-speed", "horovod", "hetsync-delayed"]
+    options = Namespace(workloads=["digits"], quick=True, traces=None, clusters=None, peers=peers)
+    starter = Rehearsal(best=0.25)
+    assert harness.tune(options, starter) == {"digits": {"ddp-by-speed": 0.25, "hetsync-delayed": 0.25}}
+    tried = [[c.learning_rate for c in starter.cells if c.peer == peer] for peer in peers]
+    assert tried == [[0.0625, 0.125, 0.25, 0.5]] * 3
+    assert {(c.samples, c.seed) for c in starter.cells} == {(DIGITS.quick_samples, harness.TUNE_SEED)}
+
+
+# Emulation.
+
+
+class Recorder(Device):
+    """Writes down when it is asked to pad."""
+
+    def __init__(self):
+        super().__init__()
+        self.story = []
+
+    def begin(self, samples):
+        self.story.append(samples)
+
+    def pace(self, fraction):
+        self.story.append(fraction)
+
+    def end(self):
+        self.story.append("end")
+        return 0.0
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_backward_is_padded_where_buckets_of_ddp_are_full(overlaps):
+    values = [0, 10, DDP_FIRST_BUCKET_BYTES // 4, 30]
+    device, weights = Recorder(), torch.nn.ParameterList([torch.zeros(n) for n in values])
+    pacer = Pacer(weights, device)
+    pacer.overlaps = overlaps
+    for _ in range(2):
+        pacer.begin(7)
+        assert not pacer.complete
+        for weight in reversed(list(weights)):
+            weight.sum().backward()
+    done = (values[3] + values[2]) / sum(values)
+    slice_of_seven = [7, *([(1 + 2 * done) / 3] if overlaps else []), "end"]
+    assert device.story == 2 * slice_of_seven
+    assert pacer.complete
+
+
+# Processes.
+
+
+def test_a_job_that_fails_or_hangs_says_so():
+    env = dict(os.environ)
+    assert start.started([sys.executable, "-c", "raise SystemExit(3)"], env, 30) == "failed: it ended with status 3"
+    hanging = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert start.started(hanging, env, 0.5) == "failed: it did not end within 0 s"
+    assert start.started([sys.executable, "-c", ""], env, 30) is None
+
+
+SAMPLES, BATCH = 330, 16
+
+
+def run_on_two_ranks(peer, folder):
+    """A peer's job of 21 steps on ranks of speeds 3 and 1, without a launcher; its figures."""
+    devices = [{"name": "fast", "speed": 3}, {"name": "slow", "speed": 1}]
+    (folder / "cluster.yaml").write_text(yaml.safe_dump({"name": "two", "source": "made up", "devices": devices}))
+    recipe = cells.recipe(cell("homogeneous", peer), folder, folder / "cluster.yaml", None)
+    recipe["run"] |= {"samples": SAMPLES, "evaluate_every": 10 * BATCH}
+    recipe["emulation"] = {"samples_per_second": 1000}
+    recipe["data"]["batch_size"] = BATCH
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "SLURM_"))}
+    words = [sys.executable, start.RUNNER, peer, folder / "recipe.yaml", folder]
+    env = {**clean, **told, "OMP_NUM_THREADS": "1"}
+    started = [subprocess.Popen(words, env={**env, "RANK": str(rank)}) for rank in range(2)]
+    try:
+        assert [process.wait(120) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return json.loads((folder / "result.json").read_text())
+
+
+def loss_of_one_process():
+    """The same 21 steps by hand."""
+    torch.manual_seed(0)
+    source = data.build("digits", {})
+    model = models.build_for(source, "digits_cnn", {})
+    optimizer = torch.optim.SGD(model.parameters(), DIGITS.learning_rate, momentum=0.9)
+    order = EpochOrder(len(source.train), 0)
+    for first in range(0, SAMPLES, BATCH):
+        batch = fetch(source.train, order.indices([(first, min(first + BATCH, SAMPLES))]), None)
+        source.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return evaluate_range(model, source, 0, len(source.test))["loss"] / len(source.test)
+
+
+def test_ddp_by_speed_is_one_process_with_the_whole_batch(tmp_path):
+    figures = run_on_two_ranks("ddp-by-speed", tmp_path)
+    assert sum(rank["samples"] for rank in figures["per_rank"]) == SAMPLES
+    assert figures["per_rank"][0]["samples"] == pytest.approx(SAMPLES * 3 / 4, abs=1)
+    assert figures["metrics"]["loss"] == pytest.approx(loss_of_one_process(), rel=1e-4)
+    assert figures["metrics"]["loss"] < 2.2  # it has learned: chance is ln 10 = 2.303
+    assert figures["train_seconds"] > SAMPLES / 1000  # the emulated devices need that long
+    assert [point["samples"] for point in figures["evaluations"]] == [160, 320, 330]
+    assert all(rank.keys() == RANK_FIGURES.keys() for rank in figures["per_rank"])
+    for rank, mine in enumerate(json.loads((tmp_path / "timeline.json").read_text())):
+        its = figures["per_rank"][rank]
+        assert [kind for kind, _, _ in mine].count("compute") == its["slices"] == 21
+        assert timeline.total(mine, "sum") == pytest.approx(its["communication_seconds"], abs=0.01)
+        assert timeline.total(mine, "wait") == pytest.approx(its["wait_fraction"] * figures["train_seconds"], abs=0.01)
