@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from hetsync.profiling.measure import loss_on
 
 RUNNER = Path(__file__).resolve().parent / "peer_runner.py"
 CGROUPS = Path("/sys/fs/cgroup/cpu")
+PORTS = range(20_000, 32_000)
 CGROUP_PERIOD_US = 20_000
 OPTIONAL = ("torchft", "horovod")
 START_SECONDS = 120  # for a job to start and end, beside its training
@@ -128,15 +130,25 @@ def mpirun(ranks: int) -> list[str | Path]:
 
 def environment(groups: Path | None, folder: Path) -> dict[str, str]:
     """One thread a rank; a rendezvous for torch.distributed on this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    told = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    told = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    told["GLOO_SOCKET_IFNAME"] = "lo"
     if os.getuid() == 0:
         told |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     if groups is not None:
         told |= {"PEERS_CPU_GROUPS": str(groups), "PEERS_CACHE": str(folder / "cache")}
     return {**os.environ, **told}
+
+
+def free_port() -> int:
+    """Of those that the kernel gives to nobody who does not name them: it stays free until the job takes it."""
+    for port in random.sample(PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    sys.exit(f"no free port among {PORTS.start} to {PORTS.stop}")
 
 
 def started(command: Sequence[str], env: dict[str, str], seconds: float) -> str | None:
