@@ -76,6 +76,11 @@ class Member:
         """What it computes and what it holds: it may have begun the next of these and not have said so yet."""
         return [*([self.current] if self.current is not None else []), *self.held]
 
+    def keep_pace(self, version: int, delay_bound: int) -> int:
+        """The first version that its next piece may begin from, when nobody may run far ahead (q = 1)."""
+        self.pace = (version if self.pace is None else self.pace) + 1
+        return max(0, self.pace - 1 - delay_bound)
+
     def unapplied(self) -> dict[int, Work]:
         """By number. A synchronous piece is in its round from the start, and applied with it."""
         own = [work for work in self.under_way if work.piece.synchronous_round is None]

@@ -20,7 +20,7 @@ without a rest: each rank does its part between two pieces.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 
 from hetsync.data.ledger import Ledger, split
@@ -46,12 +46,9 @@ from hetsync.sync.messages import (
 )
 from hetsync.sync.milestones import Marks, Milestones, Rests, Snapshots, no_marks
 from hetsync.sync.roster import Roster
+from hetsync.sync.story import ProtocolError, Story
 
 SYNCHRONOUS_ROUNDS_AHEAD = 2
-
-
-class ProtocolError(AssertionError):
-    """An event that cannot happen in this state: an internal error, with the story so far."""
 
 
 class Policy:
@@ -84,7 +81,7 @@ class Policy:
         self._next_piece = 0
         self._pending_settings: Settings | None = None
         self._ended = False
-        self._story: deque[Event] = deque(maxlen=40)
+        self._story = Story()
 
     # What the driver asks.
 
@@ -113,7 +110,7 @@ class Policy:
 
     def on(self, event: Event) -> list[Instruction]:
         """Take in one event; returns what to tell the ranks, in order."""
-        self._story.append(event)
+        self._story.goes_on(event)
         match event:
             case Began():
                 self._on_began(event)
@@ -324,7 +321,9 @@ class Policy:
         member = self.members[rank]
         number, self._next_piece = self._next_piece, self._next_piece + 1
         spans = self.ledger.take(number, samples, self.rests.next.position)
-        not_before = 0 if synchronous_round is not None else self._lockstep(member)
+        not_before = 0
+        if synchronous_round is None and self.settings.quorum >= 1:
+            not_before = member.keep_pace(self.version, self.settings.delay_bound)
         if member.activity is Activity.RESTING:
             member.floor = self.version
             not_before = max(not_before, self.version)
@@ -347,31 +346,21 @@ class Policy:
             self._roster.look_at(rank, self._next_round)
         return Give(rank, piece)
 
-    def _lockstep(self, member: Member) -> int:
-        """The first version that a rank's next piece may begin from when no rank may run far ahead (q = 1)."""
-        if self.settings.quorum < 1:
-            return 0
-        member.pace = (self.version if member.pace is None else member.pace) + 1
-        return max(0, member.pace - 1 - self.settings.delay_bound)
-
     def _start_round(self) -> list[Instruction]:
         """No round is under way: may the next one start?"""
         if self._at_rest():
             rest, synchronous = self.rests.next, self.settings.synchronous
-            return [self._started(synchronous, self._contributors(), rest.reason, rest.final)]
+            return [self._started(synchronous, frozenset(self._roster.ready), rest.reason, rest.final)]
         if self.settings.synchronous or not self._roster.ready:
             return []
         if not self._roster.working or (self._quorum() and self._roster.all_in_bound(self._next_round)):
-            return [self._started(contributors=self._contributors())]
+            return [self._started(contributors=frozenset(self._roster.ready))]
         return []
 
     def _at_rest(self) -> bool:
         if not self._roster.resting or self.snapshots.awaited:
             return False
         return not self.ledger.available(self.rests.next.position)
-
-    def _contributors(self) -> frozenset[int]:
-        return frozenset(self._roster.ready)
 
     def _quorum(self) -> bool:
         """Enough of a full set is ready. No rank counts for more than its own part: with q = 1, all must be."""
@@ -411,5 +400,4 @@ class Policy:
         self._roster.move(member, to)
 
     def _wrong(self, what: str) -> ProtocolError:
-        story = "\n  ".join(str(event) for event in self._story)
-        return ProtocolError(f"{what}; version {self.version}; events so far:\n  {story}")
+        return self._story.error(what, self.version)

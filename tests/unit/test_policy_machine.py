@@ -21,7 +21,7 @@ from hetsync.sync.messages import (
     StartRound,
     Took,
 )
-from hetsync.sync.policy import ProtocolError
+from hetsync.sync.story import ProtocolError
 
 
 def test_every_transition_is_exercised(monkeypatch):
