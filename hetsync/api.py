@@ -14,7 +14,6 @@ an epoch. `session.step` takes the place of `optimizer.step` and `optimizer.zero
 
 from __future__ import annotations
 
-import sys
 import traceback
 from types import TracebackType
 from typing import Any
@@ -25,7 +24,7 @@ from torch.utils.data import Dataset
 from hetsync.config import SyncConfig
 from hetsync.data.loader import Source
 from hetsync.emulate import RealDevice, emulated_device
-from hetsync.errors import UserError
+from hetsync.errors import UserError, complain
 from hetsync.plane import open_plane
 from hetsync.plane.base import Plane
 from hetsync.profiling.cluster import load_cluster
@@ -50,7 +49,7 @@ class JoinedSession(Session):
         # The other ranks would wait for this one for ever.
         if self.plane.size > 1:
             traceback.print_exception(failure)
-            print(f"hetsync: rank {self.plane.rank} failed, so the job ends", file=sys.stderr, flush=True)
+            complain(f"rank {self.plane.rank} failed, so the job ends")
             self.plane.abort(1)
 
 

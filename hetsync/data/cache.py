@@ -7,7 +7,6 @@ import errno
 import hashlib
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from hetsync.disk import sync_folder
-from hetsync.errors import UserError
+from hetsync.errors import UserError, complain
 
 PATIENCE_SECONDS = 10.0  # before a waiting process says what it waits for
 LIMIT_SECONDS = 3600.0  # large sets of images are decoded one by one
@@ -113,7 +112,7 @@ def _wait(lock: FileLock, folder: Path, limit_seconds: float) -> None:
     with contextlib.suppress(Timeout):
         lock.acquire(patience, POLL_SECONDS)
         return
-    print(f"hetsync: waiting for another process that prepares {folder}", file=sys.stderr, flush=True)
+    complain(f"waiting for another process that prepares {folder}")
     try:
         lock.acquire(limit_seconds - patience, POLL_SECONDS)
     except Timeout as error:

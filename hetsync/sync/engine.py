@@ -7,7 +7,6 @@ coordinator. They share one lock (`_changed`), under which weights, deltas and t
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hetsync.errors import complain
 from hetsync.plane.base import Plane, WireFormat
 from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Deltas, Outer, Snapshot
@@ -142,13 +142,15 @@ class Engine:
         """Inside, the model holds the snapshot's weights. No drain begins before this rank has told its score, so
         nothing else touches local weights meanwhile."""
         self._evaluating = True
-        if snapshot.weights is None:
-            yield
-        else:
-            assert self._deltas is not None
-            with self._deltas.showing(snapshot.weights):
+        try:
+            if snapshot.weights is None:
                 yield
-        self._evaluating = False
+            else:
+                assert self._deltas is not None
+                with self._deltas.showing(snapshot.weights):
+                    yield
+        finally:
+            self._evaluating = False
 
     def open_slice(self, piece: Piece, samples: int, last: bool) -> None:
         """Before the forward pass of a slice of `samples`."""
@@ -272,7 +274,7 @@ class Engine:
             self._changed.notify_all()
         while self._failed_at is not None and not self._stopping:
             if time.monotonic() > self._failed_at + GRACE_SECONDS:
-                print(f"hetsync: rank {self._plane.rank}: {failure}", file=sys.stderr, flush=True)
+                complain(f"rank {self._plane.rank}: {failure}")
                 self._plane.abort(1)
             time.sleep(0.05)
 

@@ -311,12 +311,7 @@ class Policy:
         return out
 
     def _give(
-        self,
-        rank: int,
-        samples: int,
-        position: int,
-        synchronous_round: int | None = None,
-        round_samples: int = 0,
+        self, rank: int, samples: int, position: int, synchronous_round: int | None = None, round_samples: int = 0
     ) -> Give:
         member = self.members[rank]
         number, self._next_piece = self._next_piece, self._next_piece + 1

@@ -11,7 +11,8 @@ from training import BATCH, SAMPLES, Net, assert_invariants, local_tensors, of_u
 
 from hetsync.config import OuterConfig, SyncConfig
 from hetsync.plane.base import Plane
-from hetsync.session import Evaluator, weights_sha256
+from hetsync.session import Evaluator, Session, weights_sha256
+from hetsync.sync.messages import Settings
 from hetsync.sync.milestones import Evaluation
 
 pytestmark = pytest.mark.mpi
@@ -90,3 +91,43 @@ def test_evaluation_is_not_training_time(plane: Plane, bound: int) -> None:
         plane, SyncConfig(bound, rebalance=False), model=model, evaluate_every=SAMPLES // 2, evaluator=witness
     )
     assert time.monotonic() - began > outcome.session.totals.train_seconds + 0.5
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_an_evaluation_may_last_longer_than_a_rank_may_be_silent(plane: Plane, bound: int) -> None:
+    """All ranks do their part at once: nobody is late, though nothing moves for a while."""
+    model = Net()
+    witness = Witness(model, seconds=2.5)
+    sync = SyncConfig(bound, rebalance=False)
+    every = SAMPLES // 2 + BATCH  # once
+    outcome = train(plane, sync, model=model, evaluate_every=every, evaluator=witness, timeout_seconds=1.0)
+    assert_invariants(plane, [outcome], SAMPLES, bound)
+    assert plane.rank != 0 or len(witness.reports) == 1
+
+
+def test_modes_change_between_evaluations(plane: Plane) -> None:
+    model, samples = Net(batch_norm=True), 6 * SAMPLES
+    witness = Witness(model, seconds=0.01)
+    course = [Settings(0, 0.25, 1), Settings(4, 0.25, 1), Settings(0, 0.25, 2), Settings(1, 1.0, 2)]
+    left = list(course)
+
+    def tune(session: Session, number: int) -> None:
+        if plane.rank == 0 and left and number % 4 == 3:
+            session.tune(left.pop(0))
+
+    outcome = train(
+        plane,
+        SyncConfig(4, rebalance=False),
+        model=model,
+        samples=samples,
+        device=of_unequal_speed(plane.rank),
+        on_slice=tune,
+        evaluate_every=2 * BATCH,
+        evaluator=witness,
+    )
+    assert_invariants(plane, [outcome], samples, 4)
+    assert outcome.session.settings == course[-1]
+    if plane.rank == 0:
+        assert len(witness.reports) >= 4
+    for evaluation, _ in witness.reports:
+        assert len({digest for part in evaluation.parts for digest in part}) == 1, "ranks saw different weights"
