@@ -53,6 +53,11 @@ class Plane(ABC):
     rank: int
     size: int
 
+    @property
+    def moves(self) -> int:
+        """How often a collective has moved on. While this grows, looking again soon lets it move on further."""
+        return 0
+
     @abstractmethod
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32") -> Handle:
         """Sum a flat, contiguous float32 tensor over all ranks, in place; bit-identical results everywhere.

@@ -9,8 +9,9 @@ import os
 import pickle
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +29,11 @@ except (ImportError, RuntimeError) as error:
         f"mpi4py finds no MPI library ({' '.join(str(error).split())}): pip install 'hetsync[mpi]', or build"
         " mpi4py against your site's MPI: MPICC=mpicc pip install --no-binary mpi4py mpi4py"
     ) from error
+
+# A ring passes on one rank's part of a segment at a time. Few and small enough ones, and MPI's copies stay in the
+# processor's cache: two ranks sum 100 MB in shared memory in a third of the time that one large segment takes.
+SEGMENT_VALUES_PER_RANK = 1 << 17
+SEGMENTS_IN_FLIGHT = 4
 
 
 @contextmanager
@@ -53,31 +59,43 @@ class _Lane:
         rank 1: first stage of 1, first stage of 2, second stage of 1 ...
 
     would match the second stage of 1 with the first stage of 2. A lane for each stage lets first stages
-    start before earlier second stages.
+    start before earlier second stages. What one ticket posts may be in segments; a few of them are under way at
+    a time.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
+        self.completed = 0  # segments
         self._tickets = 0
         self._posted = 0
         # Buffers stay here after a failure too: MPI may still write to them, and survivors would crash.
-        self._pending: dict[int, tuple[MPI.Request, tuple[torch.Tensor, ...]]] = {}
+        self._pending: dict[int, tuple[deque[MPI.Request], tuple[torch.Tensor, ...]]] = {}
 
     def ticket(self) -> int:
         """The next place in the order; every ticket must be used."""
         self._tickets += 1
         return self._tickets - 1
 
-    def run(self, ticket: int, post: Callable[[], MPI.Request], *buffers: torch.Tensor) -> Waiting[None]:
-        """Post when it is this ticket's turn, then wait."""
+    def run(self, ticket: int, posts: Iterable[Callable[[], MPI.Request]], *buffers: torch.Tensor) -> Waiting[None]:
+        """Post all when it is this ticket's turn, then wait."""
         while self._posted != ticket:
             yield
-        request = post()
-        self._pending[ticket] = (request, buffers)
+        requests: deque[MPI.Request] = deque()
+        self._pending[ticket] = (requests, buffers)
+        for post in posts:
+            if len(requests) == SEGMENTS_IN_FLIGHT:
+                yield from self._first_of(requests)
+            requests.append(post())
         self._posted += 1
-        while not request.Test():
-            yield
+        while requests:
+            yield from self._first_of(requests)
         del self._pending[ticket]
+
+    def _first_of(self, requests: deque[MPI.Request]) -> Waiting[None]:
+        while not requests[0].Test():
+            yield
+        requests.popleft()
+        self.completed += 1
 
 
 class _Collective(Handle):
@@ -142,7 +160,9 @@ class MpiPlane(Plane):
         lane, ticket = self._first, self._first.ticket()
         staging = self._staging_for(tensor.device)
         values = yield from staging.fetch(tensor)
-        yield from lane.run(ticket, lambda: lane.comm.Iallreduce(MPI.IN_PLACE, [_memory(values), MPI.FLOAT]), values)
+        segments = values.split(SEGMENT_VALUES_PER_RANK * self.size)
+        posts = (partial(lane.comm.Iallreduce, MPI.IN_PLACE, [_memory(segment), MPI.FLOAT]) for segment in segments)
+        yield from lane.run(ticket, posts, values)
         yield from staging.store(values, into=tensor)
 
     def _rounded_sum(self, tensor: torch.Tensor, wire: WireFormat) -> Waiting[None]:
@@ -158,7 +178,7 @@ class MpiPlane(Plane):
         sent = yield from staging.fetch(addend)
         yield from first.run(
             first_ticket,
-            lambda: first.comm.Ialltoall([_memory(sent), MPI.BYTE], [_memory(shards), MPI.BYTE]),
+            [lambda: first.comm.Ialltoall([_memory(sent), MPI.BYTE], [_memory(shards), MPI.BYTE])],
             sent,
             shards,
         )
@@ -169,7 +189,7 @@ class MpiPlane(Plane):
         own = yield from staging.fetch(total)
         yield from second.run(
             second_ticket,
-            lambda: second.comm.Iallgather([_memory(own), MPI.BYTE], [_memory(totals), MPI.BYTE]),
+            [lambda: second.comm.Iallgather([_memory(own), MPI.BYTE], [_memory(totals), MPI.BYTE])],
             own,
             totals,
         )
@@ -177,6 +197,10 @@ class MpiPlane(Plane):
         with staging.context():
             values = decode(staging.load(totals), n_padded, wire)[:n]
         yield from staging.store(values, into=tensor)
+
+    @property
+    def moves(self) -> int:
+        return self._first.completed + self._second.completed
 
     def _staging_for(self, device: torch.device) -> HostStaging:
         if device not in self._staging:

@@ -18,6 +18,10 @@ class PlaneWrapper(Plane):
         self.rank = plane.rank
         self.size = plane.size
 
+    @property
+    def moves(self) -> int:
+        return self.plane.moves
+
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32") -> Handle:
         return self.plane.allreduce(tensor, wire)
 

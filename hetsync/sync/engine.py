@@ -254,7 +254,8 @@ class Engine:
                 else:
                     self._watch.check(self._sign)
                 now = time.monotonic()
-                if self._wake.wait(self._nap_seconds(now - roused_at)) or moved:
+                roused_at = now if moved else roused_at
+                if self._wake.wait(self._nap_seconds(now - roused_at)):
                     roused_at = now
         except BaseException as failure:
             self._fail(failure)
@@ -326,10 +327,10 @@ class Engine:
                 self._task = self._request(*self._requests.popleft())
             else:
                 return 0
-        before = self._landed
+        before = self._landed + self._plane.moves
         try:
             next(self._task)
-            return self._landed - before
+            return self._landed + self._plane.moves - before
         except StopIteration:
             self._task = None
             return 1

@@ -301,6 +301,24 @@ def test_order_survives_staging_that_ends_in_another_order(finish: Finish) -> No
     plane.close()
 
 
+def test_segments_of_large_sums_keep_their_places_among_small_ones(finish: Finish) -> None:
+    from hetsync.plane.mpi import SEGMENT_VALUES_PER_RANK, SEGMENTS_IN_FLIGHT, MpiPlane
+
+    plane = MpiPlane()
+    segments = 2 * SEGMENTS_IN_FLIGHT + 1
+    large = (segments - 1) * SEGMENT_VALUES_PER_RANK * plane.size + 7
+    tensors = [torch.arange(n, dtype=torch.float32) % 1009 + plane.rank for n in (5, large, 3, large, 4)]
+    handles = [plane.allreduce(tensor) for tensor in tensors]
+    random.Random(plane.rank).shuffle(handles)
+    for handle in handles:
+        finish(handle, name="one of large and small")
+    for tensor in tensors:
+        each = torch.arange(tensor.numel(), dtype=torch.float32) % 1009
+        assert torch.equal(tensor, plane.size * each + sum(range(plane.size)))
+    assert plane.moves == 2 * segments + 3
+    plane.close()
+
+
 def test_single_threaded_mpi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpi4py import MPI
 
