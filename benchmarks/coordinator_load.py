@@ -28,11 +28,12 @@ from hetsync.data.ledger import Ledger
 from hetsync.plane.base import Plane
 from hetsync.plane.mpi import MpiPlane
 from hetsync.slicing import StepTime
-from hetsync.sync.coordinator import Coordinator, Speeds
+from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.messages import Completed, Event, Give, Instruction, Settings, StartRound
 from hetsync.sync.milestones import no_marks, rests_at
 from hetsync.sync.policy import Policy
 from hetsync.sync.post import GROUP, Post
+from hetsync.sync.speeds import Speeds
 from hetsync.sync.worker import Worker
 
 SHARE = 16  # samples of each rank in a slice; what it is changes nothing here

@@ -10,14 +10,17 @@ from typing import Any
 
 import yaml
 
+from hetsync.errors import UserError
 from hetsync.profiling.cluster import Cluster, DeviceGroup, Slowdown, TraceJitter, load_cluster
 
 RECIPES = Path(__file__).resolve().parent.parent / "models" / "recipes"
 
-# Settings of the peers that are HetSync itself. The controller's will be one more line.
+# What the recipe says of the peers that are HetSync itself.
 HETSYNC: Mapping[str, Mapping[str, Any]] = {
-    "hetsync-sync": {"delay_bound": 0},
+    "hetsync-sync": {"sync": {"delay_bound": 0}},
     "hetsync-delayed": {},
+    "hetsync-goodput": {"control": {"name": "goodput"}},
+    "hetsync-ppo": {"control": {"name": "ppo"}},
 }
 PEERS = (
     "alone",
@@ -162,8 +165,10 @@ def scenarios(traces: Path | None) -> dict[str, Scenario]:
     """`traces` is a folder with Alibaba's job_N_norm.csv; without it the fitted profile is taken."""
     production = Scenario("production jitter (fitted)", load_cluster("alibaba-jitter"))
     if traces is not None:
-        path = str((traces / "job_1_norm.csv").resolve())
-        replay = TraceJitter(path, batch_time_column="batch_time_norm")
+        path = (traces / "job_1_norm.csv").resolve()
+        if not path.is_file():
+            raise UserError(f"--traces is {traces}, which holds no job_1_norm.csv: name the folder that does")
+        replay = TraceJitter(str(path), batch_time_column="batch_time_norm")
         production = Scenario("production jitter (trace, job 1)", with_jitter(load_cluster("quickstart"), replay))
     return {
         "v100-p100-k80": Scenario("V100+P100+K80", load_cluster("v100-p100-k80")),
@@ -273,7 +278,7 @@ def recipe(cell: Cell, run: Path, cluster_file: Path | None, data: Path | None) 
         assert data is not None
         made["data"]["options"]["path"] = str(data / workload.folder)
     made["optimizer"]["learning_rate"] = cell.learning_rate or workload.learning_rate
-    made["sync"] = dict(HETSYNC.get(cell.peer, {}))
+    made |= {section: dict(keys) for section, keys in {"sync": {}, **HETSYNC.get(cell.peer, {})}.items()}
     if cluster_file is None:
         made["model"].setdefault("options", {}).update(workload.throttled_options)
     else:

@@ -166,7 +166,7 @@ def markdown(records: Sequence[Record]) -> str:
     lines: list[str] = []
     for cells in grouped(records, "workload", "cluster").values():
         lines += [*head(cells[0]), *(row(peer, jobs) for (peer,), jobs in grouped(cells, "peer").items()), ""]
-    return "\n".join([*lines, *ratios(records)]) + "\n"
+    return "\n".join([*lines, *recoveries(records), *ratios(records)]) + "\n"
 
 
 def head(record: Record) -> list[str]:
@@ -187,6 +187,19 @@ def row(peer: str, jobs: Sequence[Record]) -> str:
         return f"| {peer} | {jobs[0]['missing']} |" + " |" * (len(COLUMNS) - 1)
     cells = [spread([figure(job) for job in done], form) for figure, form in COLUMNS.values()]
     return f"| {peer} | {' | '.join(cells)} |"
+
+
+def recoveries(records: Sequence[Record]) -> list[str]:
+    """After the slow-down half-way, where there was one."""
+    told = [record for record in records if record.get("result", {}).get("recovery")]
+    if not told:
+        return []
+    lines = ["**After a rank has slowed down** (parts of the new ceiling; rounds until 20 in a row reach 0.97 of it)"]
+    lines += ["", "| workload | | the next 20 rounds | rounds until back |", "| --- | --- | --- | --- |"]
+    for (workload, peer), jobs in grouped(told, "workload", "peer").items():
+        window, rounds = ([job["result"]["recovery"][key] for job in jobs] for key in ("window", "rounds"))
+        lines.append(f"| {workload} | {peer} | {spread(window, '.3f')} | {spread(rounds, '.0f')} |")
+    return [*lines, ""]
 
 
 def ratios(records: Sequence[Record]) -> list[str]:

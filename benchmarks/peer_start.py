@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 import yaml
-from peer_cells import CPU_PERCENT, HETSYNC, Cell, Workload, profile, recipe
+from peer_cells import CPU_PERCENT, HETSYNC, SLOW_RANK, Cell, Workload, phases, profile, recipe
+from peer_recovery import recovery
 from peer_report import from_hetsync
 from peer_timeline import from_telemetry
 
@@ -66,7 +67,7 @@ class Starter:
             written.write_text(yaml.safe_dump(recipe(cell, run, self._cluster_file(cell, folder), self._data)))
             command = [*mpirun(cell.ranks), self._python(cell), RUNNER, cell.peer, written, run]
             failure = started(list(map(str, command)), environment(groups, folder), seconds_allowed(cell))
-            return {"missing": failure} if failure else results(cell, run)
+            return {"missing": failure} if failure else with_recovery(cell, results(cell, run))
 
     def _python(self, cell: Cell) -> str:
         return self._interpreters.get(package_of(cell.peer)) or sys.executable
@@ -97,6 +98,13 @@ def results(cell: Cell, run: Path) -> dict[str, Any]:
     timelines = [from_telemetry(lines, summary["delay_bound"] == 0) for lines in everyones]
     peaks = [read(run / f"usage-{rank}.json")["peak_bytes"] for rank in range(cell.ranks)]
     return {"result": from_hetsync(summary, everyones[0], timelines, peaks), "timeline": timelines}
+
+
+def with_recovery(cell: Cell, outcome: dict[str, Any]) -> dict[str, Any]:
+    if cell.scenario.slows and cell.peer != "alone":
+        new_rates = phases(cell.scenario, cell.rate)[-1]
+        outcome["result"]["recovery"] = recovery(outcome["timeline"], SLOW_RANK, new_rates)
+    return outcome
 
 
 def read(path: Path) -> Any:

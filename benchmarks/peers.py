@@ -25,7 +25,6 @@ import mpi4py
 import torch
 from peer_cells import (
     CPU_PERCENT,
-    HETSYNC,
     PEERS,
     WORKLOADS,
     Cell,
@@ -45,7 +44,7 @@ from hetsync.disk import write_atomically
 from hetsync.errors import UserError
 
 QUICK_CLUSTERS = ("v100-p100-k80", "heavy-jitter", "homogeneous")
-QUICK_PEERS = ("ddp-equal", "ddp-by-speed", "post-local-sgd", *HETSYNC)
+QUICK_PEERS = ("ddp-equal", "ddp-by-speed", "post-local-sgd", "hetsync-sync", "hetsync-delayed")
 TUNE_FACTORS = (0.5, 1.0, 2.0, 4.0)  # of the workload's learning rate, for each peer alike
 TUNE_CLUSTER = "v100-p100-k80"
 TUNE_SEED = 1000  # no comparison uses its order of samples

@@ -28,13 +28,14 @@ from hetsync.emulate import Device
 from hetsync.optimizers import Steps
 from hetsync.plane.base import Plane
 from hetsync.slicing import StepTime, equal_shares, first_pinned_shares, speed_shares
-from hetsync.sync.coordinator import Coordinator, Send, Speeds
+from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Nesterov, Snapshot
 from hetsync.sync.engine import Engine, EngineOptions
 from hetsync.sync.messages import NO_BOUND, DrainRequested, Piece, Scored, Settings, StartRound, Tuned
 from hetsync.sync.milestones import Evaluation, Marks, Milestones, no_marks
 from hetsync.sync.optimizer_state import average_optimizer_state
 from hetsync.sync.policy import Policy
+from hetsync.sync.speeds import Speeds
 from hetsync.telemetry import Telemetry
 
 STOP = "stop requested"

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 
 from hetsync.simulate.node import Node
 from hetsync.simulate.world import World
-from hetsync.sync.coordinator import Coordinator, Speeds
+from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.messages import Event, Give, Instruction, Piece
 from hetsync.sync.milestones import Evaluation
 from hetsync.sync.policy import Policy
+from hetsync.sync.speeds import Speeds
 
 Deliver = Callable[[Sequence[Instruction]], None]
 Report = Callable[[Evaluation], None]

@@ -8,52 +8,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from hetsync.errors import UserError
-from hetsync.slicing import StepTime, rebalanced
+from hetsync.slicing import rebalanced
 from hetsync.sync.messages import Event, Finished, Give, Instruction, Reshared, Settings, Tuned
 from hetsync.sync.milestones import Evaluation
 from hetsync.sync.policy import Policy
+from hetsync.sync.speeds import LEAST_OBSERVATIONS, Speeds
 
 Send = Callable[[Mapping[int, Sequence[Instruction]]], None]
-
-# An observation's weight in a rank's smoothed speed: about the last twenty pieces count.
-SMOOTHING = 0.1
-# Speeds of fewer pieces than this are anecdotes.
-LEAST_OBSERVATIONS = 10
-
-
-@dataclass
-class Speeds:
-    """Each rank's profiled step time, scaled by how its pieces turn out."""
-
-    profiled: dict[int, StepTime]
-    caps: Sequence[int | None] | None = None
-    pins: Mapping[int, int] | None = None
-    _scale: dict[int, float] = field(default_factory=dict)
-    _seen: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-
-    def observe(self, rank: int, samples: int, slices: int, seconds: float) -> None:
-        """A piece of `samples` in `slices` took `seconds` of device time."""
-        if not samples or seconds <= 0:
-            return
-        profiled = self.profiled[rank]
-        ratio = seconds / (slices * profiled.fixed_seconds + samples * profiled.seconds_per_sample)
-        self._seen[rank] += 1
-        weight = max(SMOOTHING, 1 / self._seen[rank])
-        self._scale[rank] = (1 - weight) * self._scale.get(rank, 1.0) + weight * ratio
-
-    def times(self, ranks: Sequence[int]) -> list[StepTime]:
-        scales = [self._scale.get(rank, 1.0) for rank in ranks]
-        return [
-            StepTime(self.profiled[r].fixed_seconds * s, self.profiled[r].seconds_per_sample * s)
-            for r, s in zip(ranks, scales, strict=True)
-        ]
-
-    def settled(self, ranks: Sequence[int]) -> bool:
-        return all(self._seen[rank] >= LEAST_OBSERVATIONS for rank in ranks)
 
 
 class Control(Protocol):
@@ -90,7 +54,7 @@ class Coordinator:
         self._rebalance = rebalance
         self._control = control
         self._on_evaluation = on_evaluation
-        self._balanced_at = policy.version
+        self._reconsider_from = policy.version + LEAST_OBSERVATIONS  # the version from which on shares are reconsidered
 
     def begin(self) -> None:
         self._deliver(self.policy.begin())
@@ -127,19 +91,21 @@ class Coordinator:
                 f"{self.policy.ledger.applied} samples: lower optimizer.learning_rate or look at the data"
             )
         share = max(1, self.policy.members[event.rank].share)
-        self.speeds.observe(event.rank, event.samples, -(-event.samples // share), event.seconds)
+        if self.speeds.observe(event.rank, event.samples, -(-event.samples // share), event.seconds):
+            self._reconsider_from = self.policy.version
         self.device_seconds[event.rank] += event.seconds
         self.loss_sum += event.loss_sum
         self.loss_samples += event.samples
 
     def _balance(self) -> None:
-        """New shares where these would make slices at least 5 % shorter; looked at once a few rounds."""
-        if self.policy.version < self._balanced_at + LEAST_OBSERVATIONS:
+        """New shares where these would make slices at least 5 % shorter; looked at once a few rounds, or when a rank's
+        speed has jumped."""
+        if self.policy.version < self._reconsider_from:
             return
         ranks = list(self.policy.members)
         if not self.speeds.settled(ranks):
             return
-        self._balanced_at = self.policy.version
+        self._reconsider_from = self.policy.version + LEAST_OBSERVATIONS
         old = tuple(member.share for member in self.policy.members.values())
         new = rebalanced(old, self.speeds.times(ranks), sum(old), self.speeds.caps, self.speeds.pins)
         if new != old:

@@ -20,8 +20,9 @@ from hetsync.control.observation import Observation
 from hetsync.control.process import Answer, Decided, Failed, Ready
 from hetsync.errors import UserError
 from hetsync.slicing import StepTime
-from hetsync.sync.coordinator import Coordinator, Speeds
+from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.messages import NO_BOUND, Began, Completed, Finished, Settings, StartRound, Took, Tuned
+from hetsync.sync.speeds import Speeds
 from hetsync.telemetry import Telemetry
 
 D4 = Settings(4, 0.25, 1)

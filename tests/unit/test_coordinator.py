@@ -9,67 +9,14 @@ from virtual import make_policy
 
 from hetsync.errors import UserError
 from hetsync.slicing import StepTime
-from hetsync.sync.coordinator import LEAST_OBSERVATIONS, SMOOTHING, Coordinator, Speeds
+from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.messages import Began, Completed, Finished, Give, Settings, StartRound, Took
 from hetsync.sync.policy import Policy
+from hetsync.sync.speeds import LEAST_OBSERVATIONS, SHIFT_PIECES, Speeds
 
 
 def speeds(*seconds_per_sample, fixed=0.0):
     return Speeds({rank: StepTime(fixed, seconds) for rank, seconds in enumerate(seconds_per_sample)})
-
-
-# Speeds.
-
-
-def test_times_are_the_profile_until_something_is_seen():
-    assert speeds(1.0, 2.0).times([0, 1]) == [StepTime(0, 1.0), StepTime(0, 2.0)]
-
-
-def test_the_first_observations_count_alike_and_later_ones_fade():
-    watched = speeds(1.0)
-    ratios = [2.0, 1.0, 3.0] + [1.0] * 40
-    smoothed = 0.0
-    for count, ratio in enumerate(ratios, 1):
-        watched.observe(0, 10, 1, 10 * ratio)
-        weight = max(SMOOTHING, 1 / count)
-        smoothed += weight * (ratio - smoothed)
-        (time,) = watched.times([0])
-        assert time.seconds_per_sample == pytest.approx(smoothed)
-    assert smoothed == pytest.approx(1.0, abs=0.05)
-
-
-def test_a_single_outlier_moves_a_settled_speed_by_a_tenth_of_it():
-    watched = speeds(1.0)
-    for _ in range(50):
-        watched.observe(0, 10, 1, 10.0)
-    watched.observe(0, 10, 1, 20.0)
-    assert watched.times([0])[0].seconds_per_sample == pytest.approx(1.1)
-
-
-def test_both_parts_of_a_step_time_scale_together():
-    watched = speeds(0.5, fixed=2.0)
-    watched.observe(0, 8, 2, 16.0)  # two slices of four: profiled 2·2 + 8·0.5 = 8 s
-    assert watched.times([0]) == [StepTime(4.0, 1.0)]
-
-
-def test_pieces_without_samples_or_time_teach_nothing():
-    watched = speeds(1.0)
-    watched.observe(0, 0, 0, 5.0)
-    watched.observe(0, 5, 1, 0.0)
-    assert watched.times([0]) == [StepTime(0, 1.0)]
-    assert not watched.settled([0])
-
-
-def test_speeds_settle_once_every_rank_was_seen_often_enough():
-    watched = speeds(1.0, 1.0)
-    for count in range(LEAST_OBSERVATIONS):
-        assert not watched.settled([0, 1])
-        watched.observe(0, 1, 1, 1.0)
-        if count:
-            watched.observe(1, 1, 1, 1.0)
-    assert not watched.settled([0, 1])
-    watched.observe(1, 1, 1, 1.0)
-    assert watched.settled([0, 1])
 
 
 # A coordinator with a postman.
@@ -131,6 +78,19 @@ def test_a_gain_of_just_under_five_percent_is_let_be():
             office.work(0)
             office.work(1, 1 + percent / 100)
         assert (office.shares != [400, 400]) == moves, percent
+
+
+def test_a_jump_in_speed_moves_shares_after_three_pieces():
+    office = Office((40, 40))
+    for _ in range(3 * LEAST_OBSERVATIONS + 1):
+        office.work(0)
+        office.work(1)
+    assert office.shares == [40, 40]
+    for _ in range(SHIFT_PIECES):
+        assert office.shares == [40, 40]
+        office.work(0)
+        office.work(1, 3.0)
+    assert office.shares == [60, 20]
 
 
 def test_shares_stay_where_rebalancing_is_off():

@@ -1,0 +1,78 @@
+"""How fast each rank is: its profile, corrected by how its pieces turn out."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hetsync.slicing import StepTime
+
+# An observation's weight in a rank's smoothed speed: about the last twenty pieces count.
+SMOOTHING = 0.1
+# Speeds of fewer pieces than this are anecdotes.
+LEAST_OBSERVATIONS = 10
+# So many pieces in a row, all further off than usual and to the same side, are a new speed and no jitter.
+SHIFT_PIECES = 3
+SHIFT_DEVIATIONS = 3.0
+SHIFT_LEAST = 0.1  # of the speed
+
+
+@dataclass
+class _Ratio:
+    """Seconds taken over seconds profiled, of one rank's pieces."""
+
+    smoothed: float = 1.0
+    seen: int = 0
+    _deviation: float = 0.0  # mean absolute one
+    _since_shift: int = 0
+    _last: deque[float] = field(default_factory=lambda: deque(maxlen=SHIFT_PIECES))
+
+    def observe(self, ratio: float) -> bool:
+        """Take one in; True where the speed has changed for good, as it seems."""
+        self.seen += 1
+        self._last.append(ratio)
+        if self._shifted():
+            self.smoothed, self._since_shift = statistics.mean(self._last), SHIFT_PIECES
+            return True
+        self._since_shift += 1
+        weight = max(SMOOTHING, 1 / self._since_shift)
+        self._deviation += weight * (abs(ratio - self.smoothed) - self._deviation)
+        self.smoothed += weight * (ratio - self.smoothed)
+        return False
+
+    def _shifted(self) -> bool:
+        if self._since_shift < LEAST_OBSERVATIONS:
+            return False
+        usual = max(SHIFT_DEVIATIONS * self._deviation, SHIFT_LEAST * self.smoothed)
+        slower = all(ratio > self.smoothed + usual for ratio in self._last)
+        return slower or all(ratio < self.smoothed - usual for ratio in self._last)
+
+
+@dataclass
+class Speeds:
+    """Each rank's profiled step time, scaled by how its pieces turn out."""
+
+    profiled: dict[int, StepTime]
+    caps: Sequence[int | None] | None = None
+    pins: Mapping[int, int] | None = None
+    _ratios: dict[int, _Ratio] = field(default_factory=lambda: defaultdict(_Ratio))
+
+    def observe(self, rank: int, samples: int, slices: int, seconds: float) -> bool:
+        """A piece of `samples` in `slices` took `seconds` of device time; True where the rank's speed has jumped."""
+        if not samples or seconds <= 0:
+            return False
+        profiled = self.profiled[rank]
+        expected = slices * profiled.fixed_seconds + samples * profiled.seconds_per_sample
+        return self._ratios[rank].observe(seconds / expected)
+
+    def times(self, ranks: Sequence[int]) -> list[StepTime]:
+        return [self._scaled(self.profiled[rank], self._ratios[rank].smoothed) for rank in ranks]
+
+    @staticmethod
+    def _scaled(time: StepTime, ratio: float) -> StepTime:
+        return StepTime(time.fixed_seconds * ratio, time.seconds_per_sample * ratio)
+
+    def settled(self, ranks: Sequence[int]) -> bool:
+        return all(self._ratios[rank].seen >= LEAST_OBSERVATIONS for rank in ranks)
