@@ -30,6 +30,12 @@ def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.op
     return optimizer
 
 
+def momentum_of(optimizer: torch.optim.Optimizer) -> float:
+    """Weight of the past in a step: SGD's momentum, or the first beta of Adam and its kin."""
+    group = optimizer.param_groups[0]
+    return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+
+
 class Steps:
     """An optimizer's steps: schedule, clipping, and what makes local steps on slices add up to the batch's.
 

@@ -25,7 +25,7 @@ from hetsync.control.process import ControlProcess
 from hetsync.data.ledger import Ledger, length
 from hetsync.data.loader import Loader, Source
 from hetsync.emulate import Device
-from hetsync.optimizers import Steps
+from hetsync.optimizers import Steps, momentum_of
 from hetsync.plane.base import Plane
 from hetsync.slicing import StepTime, equal_shares, first_pinned_shares, speed_shares
 from hetsync.sync.coordinator import Coordinator, Send
@@ -168,10 +168,11 @@ class Session:
         self._evaluator = evaluator or Evaluator()
         self._snapshot_seconds = 0.0  # of training, when the newest snapshot was made
         self._segment: tuple[float, float | None] = (0.0, None)  # seconds before, began; the latter None at rest
+        controlled = bool(plane.broadcast_object(controller is not None))  # rank 0 knows
         self.engine = Engine(
             plane,
             model,
-            EngineOptions(plan.batch_size, sync.wire, sync.bucket_bytes, timeout_seconds),
+            EngineOptions(plan.batch_size, sync.wire, sync.bucket_bytes, timeout_seconds, controlled),
             self._make_coordinator if plane.rank == 0 else None,
             self.outer,
             device.pace,
@@ -197,7 +198,7 @@ class Session:
         if self._controller is not None:
             times = [profile.time for profile in plan.ranks]
             solo = sum(time.rate(share) for time, share in zip(times, self.shares, strict=True))
-            meter = Meter(policy, times, solo)
+            meter = Meter(policy, times, solo, momentum=momentum_of(self.optimizer))
             self.control = LiveControl(self._controller, meter, self.seconds_training, self._telemetry)
         rebalance = sync.rebalance and sync.shares == "speed"
         return Coordinator(policy, speeds, send, rebalance, self.control, self._report)

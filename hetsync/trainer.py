@@ -148,9 +148,11 @@ class Trainer(Evaluator):
 
     @torch.no_grad()
     def score(self) -> dict[str, float]:
-        """Each test sample is of one rank's part; the parts follow the shares."""
+        """Each test sample is of one rank's part; the parts follow the shares. Emulated devices evaluate at the speed
+        of the machine, so there they are equal: else fast ranks would be out of training for longer than slow ones."""
         count = len(self.data.test)  # type: ignore[arg-type]
-        parts = apportion(count, dict(enumerate(self.session.shares)))
+        shares = self.session.shares if self.cluster is None else [1] * self.plane.size
+        parts = apportion(count, dict(enumerate(shares)))
         first = sum(parts[rank] for rank in range(self.plane.rank))
         return evaluate_range(self.model, self.data, first, first + parts[self.plane.rank])
 

@@ -57,6 +57,7 @@ class LiveControl:
         self._decisions = self._changes = self._dropped = 0
         self._in_force: set[Settings] = set()
         self._start_cpu_seconds = self._cpu_seconds = 0.0
+        self._noise_scale: float | None = None  # the last one known
 
     def hear(self, event: Event) -> None:
         """Call with each event before the policy takes it in."""
@@ -137,13 +138,15 @@ class LiveControl:
     def _close_window(self, settings: Settings, now: float) -> None:
         self._window_ends = now + self._interval
         seen = self._meter.observe(settings, now)
+        self._noise_scale = seen.noise_scale or self._noise_scale
         if self._process.offer(seen):
             self._unanswered.append((now, seen))
         else:
             self._dropped += 1
 
     def summary(self) -> dict[str, Any]:
-        """What it did. CPU seconds are the process's up to its last word; `start_cpu_seconds` until it was ready."""
+        """What it did. CPU seconds are the process's up to its last word; `start_cpu_seconds` until it was ready; the
+        gradient noise scale is the last one known, in samples."""
         bounds = [settings.delay_bound for settings in self._in_force]
         slices = [settings.accumulation for settings in self._in_force]
         return {
@@ -154,6 +157,7 @@ class LiveControl:
             "died": self.died,
             "accumulation": [min(slices), max(slices)],
             "delay_bound": [min(bounds), max(bounds)],
+            "noise_scale": self._noise_scale,
             "start_cpu_seconds": self._start_cpu_seconds,
             "cpu_seconds": self._cpu_seconds,
         }

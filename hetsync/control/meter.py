@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hetsync.control.noise import Addend, NoiseScale
 from hetsync.control.observation import Observation, Totals
 from hetsync.slicing import StepTime
-from hetsync.sync.messages import Began, Completed, Event, Finished, Settings, Took
+from hetsync.sync.messages import Began, Completed, Event, Finished, Settings, Took, Weighed
 from hetsync.sync.policy import Policy
+
+ROUNDS_LATE = 2  # a rank that has joined round r has told all of what it put into round r − 2
 
 
 class Meter:
@@ -20,9 +24,15 @@ class Meter:
     """
 
     def __init__(
-        self, policy: Policy, times: Sequence[StepTime], solo_samples_per_second: float, now: float = 0.0
+        self,
+        policy: Policy,
+        times: Sequence[StepTime],
+        solo_samples_per_second: float,
+        now: float = 0.0,
+        momentum: float = 0.0,
     ) -> None:
-        """`times` are the ranks' profiled step times; `solo_samples_per_second` what they reach alone, together."""
+        """`times` are the ranks' profiled step times; `solo_samples_per_second` what they reach alone, together;
+        `momentum` is that of the ranks' own steps."""
         self._policy = policy
         self._times = times
         self._solo = solo_samples_per_second
@@ -33,6 +43,9 @@ class Meter:
         self._joined = (-1, now)  # the delayed round that contributors spoke of last, and when
         self._steps: dict[int, list[float]] = {}  # by synchronous round: device seconds of the ranks heard of
         self._stepped = now  # when the last synchronous step, or delayed round, was over
+        self._noise = {True: NoiseScale(), False: NoiseScale(momentum)}  # by synchronous: of gradients, of progress
+        self._addends: dict[int, list[Addend]] = defaultdict(list)  # by round
+        self._sum_norms: dict[int, float] = {}
         self._mark = self._now(now)
 
     @property
@@ -49,11 +62,20 @@ class Meter:
                 self._finished(event, now)
             case Took():
                 self._joined = (event.round, now)
+            case Weighed():
+                self._addends[event.round].append(Addend(event.samples, event.steps, event.squared_norm))
             case Completed():
+                self._sum_norms[event.round] = event.squared_norm
+                self._weigh(event.round - ROUNDS_LATE)
                 number, joined = self._joined
                 if number == event.round:  # else the sum was faster than the word
                     self._totals.communication_seconds += now - joined
                     self._stepped = now
+
+    def _weigh(self, number: int) -> None:
+        """All that ranks had to say of this round has been heard."""
+        addends, total = self._addends.pop(number, []), self._sum_norms.pop(number, 0.0)
+        self._noise[self._policy.settings.synchronous].add(addends, total)
 
     def _finished(self, event: Finished, now: float) -> None:
         self._began.pop(event.rank, None)
@@ -86,7 +108,7 @@ class Meter:
         return Observation(
             **figures,
             losses=tuple(losses),
-            noise_scale=None,
+            noise_scale=self._noise[settings.synchronous].samples,
             progress=ledger.applied / ledger.total,
             settings=settings,
         )

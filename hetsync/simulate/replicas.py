@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from hetsync.config import Config
+from hetsync.control.noise import Addend, NoiseScale
 from hetsync.data import Data
 from hetsync.data.ledger import length
 from hetsync.data.loader import EpochOrder
 from hetsync.data.workers import fetch
 from hetsync.errors import UserError
-from hetsync.optimizers import Steps, build_optimizer
+from hetsync.optimizers import Steps, build_optimizer, momentum_of
 from hetsync.plane.base import WireFormat
 from hetsync.plane.wire import round_trip
 from hetsync.session import weights_sha256
@@ -24,6 +25,7 @@ from hetsync.sync.deltas import Deltas, Nesterov
 from hetsync.sync.gradients import Gradients
 from hetsync.sync.messages import Piece
 from hetsync.sync.optimizer_state import average_optimizer_state
+from hetsync.sync.sums import squared_norm
 from hetsync.trainer import evaluate_range
 
 MOST_RANKS = 64
@@ -77,6 +79,8 @@ class Replicas(Learner):
         self._replicas = {
             rank: Replica(config, mine, self._seeded(rank, 0), total_samples) for rank, mine in enumerate(models)
         }
+        self._noise_of = {True: NoiseScale(), False: NoiseScale(momentum_of(self._replicas[0].optimizer))}
+        self._noise = self._noise_of[config.sync.delay_bound == 0]
 
     def _seeded(self, rank: int, applied: int) -> torch.Tensor:
         """The random state that a session gives its rank."""
@@ -129,8 +133,15 @@ class Replicas(Learner):
 
     def add(self, number: int, contributors: Sequence[int], drain: bool) -> None:
         wire = self._wire(drain)
-        addends = [self._replicas[rank].flight for rank in contributors]
-        total = sum_in_order([addend for addend in addends if addend is not None], wire)
+        weighed: list[Addend] = []
+        addends: list[torch.Tensor] = []
+        for replica in (self._replicas[rank] for rank in contributors):
+            if replica.flight is not None:
+                addends.append(replica.flight)
+                weighed.append(Addend(*replica.delayed().loaded, squared_norm(replica.flight)))
+        total = sum_in_order(addends, wire)
+        if total is not None:
+            self._weigh(weighed, squared_norm(total), synchronous=False)
         for replica in self._replicas.values():
             replica.land()
             if replica.flight is None:
@@ -154,18 +165,34 @@ class Replicas(Learner):
     def reduce(self, number: int, round_samples: int) -> None:
         wire = self._config.sync.wire
         everyones = [replica.gradients for replica in self._replicas.values()]
+        norms, norm = [0.0] * len(everyones), 0.0
         for index in range(len(everyones[0].buckets) + 1):
             assert all([gradients.released() for gradients in everyones])
             loaded = [gradients.load(index, wire) for gradients in everyones]
             total = sum_in_order([tensor for tensor, _ in loaded], loaded[0][1])
             assert total is not None
+            if index < len(everyones[0].buckets):
+                norms = [before + squared_norm(tensor) for before, (tensor, _) in zip(norms, loaded, strict=True)]
+                norm += squared_norm(total)
             for tensor, _ in loaded:
                 tensor.copy_(total)
+        self._weigh([Addend(g.samples, 1, n) for g, n in zip(everyones, norms, strict=True)], norm, synchronous=True)
 
     def step(self, rank: int, piece: Piece) -> None:
         replica = self._replicas[rank]
         replica.gradients.collect(piece.round_samples)
         replica.steps.take()
+
+    # What controllers see.
+
+    def _weigh(self, addends: Sequence[Addend], norm: float, synchronous: bool) -> None:
+        self._noise = self._noise_of[synchronous]
+        self._noise.add(addends, norm)
+
+    @property
+    def noise_scale(self) -> float | None:
+        """As a live job measures it, in the mode of the last round."""
+        return self._noise.samples
 
     # At rest.
 

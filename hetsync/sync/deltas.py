@@ -56,6 +56,7 @@ class Deltas:
         )
         self._steps = 0
         self._samples = 0
+        self.loaded = (0, 0)  # samples and inner steps of our contribution that is under way, or was last
         self._flying = False  # a contribution of ours is under way ...
         self._folded = False  # ... and has moved from P into X
         self.adopt()
@@ -104,6 +105,7 @@ class Deltas:
         torch.mul(self._pending, weight, out=self._flight)
         if wire != "float32":
             torch.div(round_trip(self._flight, wire), weight, out=self._pending)
+        self.loaded = (self._samples, self._steps)
         self._samples = self._steps = 0
         self._flying = True
         return self._flight

@@ -18,17 +18,11 @@ import torch
 
 from hetsync.errors import complain
 from hetsync.plane.base import Plane, WireFormat
+from hetsync.sync import naps
 from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Deltas, Outer, Snapshot
 from hetsync.sync.gradients import Gradients
-from hetsync.sync.messages import Alive, Completed, Event, Give, Instruction, Piece, StartRound
-from hetsync.sync.naps import (
-    FRACTION_COMPUTING,
-    FRACTION_WAITING,
-    LONGEST_COLLECTIVE_SECONDS,
-    LONGEST_IDLE_SECONDS,
-    nap_seconds,
-)
+from hetsync.sync.messages import Alive, Completed, Event, Give, Instruction, Piece, StartRound, Weighed
 from hetsync.sync.post import Post
 from hetsync.sync.spent import Spent
 from hetsync.sync.sums import Sums
@@ -41,12 +35,14 @@ GRACE_SECONDS = 10.0  # for the main thread to take over a failure
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`batch` is B, samples of one slice of all ranks; `timeout_seconds` bounds every wait for other ranks."""
+    """`batch` is B, samples of one slice of all ranks; `timeout_seconds` bounds every wait for other ranks. With
+    `weigh` the norms of what ranks put into sums are told (`Weighed`, `Completed`)."""
 
     batch: int
     wire: WireFormat = "float32"
     bucket_bytes: int = 4 * 2**20
     timeout_seconds: float = 600.0
+    weigh: bool = False
 
 
 class Engine:
@@ -82,7 +78,7 @@ class Engine:
         self._rounds: deque[StartRound] = deque()
         self._requests: deque[tuple[torch.Tensor, threading.Event]] = deque()
         self._task: Iterator[None] | None = None
-        self._sums = Sums(plane)  # of that task
+        self._sums = Sums(plane, options.weigh)  # of that task
         self._snapshot: Snapshot | None = None
         self._drained: StartRound | None = None
         self._landed = version  # rounds complete here
@@ -164,17 +160,13 @@ class Engine:
 
     def reduce(self, piece: Piece) -> None:
         """Synchronous mode, after the last backward: gradients become the mean over the round's samples."""
+        assert piece.synchronous_round is not None
         self._gradients.flush(piece.samples)
         with self._changed, self.spent.waiting():
-            while self._landed <= self._round_of(piece):
+            while self._landed <= piece.synchronous_round:
                 self._raise_failure()
                 self._wait()
         self._gradients.collect(piece.round_samples)
-
-    @staticmethod
-    def _round_of(piece: Piece) -> int:
-        assert piece.synchronous_round is not None
-        return piece.synchronous_round
 
     def finish(self, piece: Piece, seconds: float, loss_sum: float) -> None:
         """The piece is computed; `seconds` of device time, `loss_sum` over its samples."""
@@ -184,7 +176,7 @@ class Engine:
                 self._apply()
                 self._deltas.finish(piece.samples, len(piece.slices))
             else:
-                self.worker.version = self._round_of(piece) + 1
+                self.worker.version = piece.synchronous_round + 1
             self._outbox.append(self.worker.finish(seconds, loss_sum))
 
     def cpu_seconds(self) -> float:
@@ -261,8 +253,9 @@ class Engine:
             self._fail(failure)
 
     def _nap_seconds(self, quiet_seconds: float) -> float:
-        longest = LONGEST_COLLECTIVE_SECONDS if self._sums.under_way else LONGEST_IDLE_SECONDS
-        return nap_seconds(quiet_seconds, FRACTION_WAITING if self._waiting else FRACTION_COMPUTING, longest)
+        longest = naps.LONGEST_COLLECTIVE_SECONDS if self._sums.under_way else naps.LONGEST_IDLE_SECONDS
+        fraction = naps.FRACTION_WAITING if self._waiting else naps.FRACTION_COMPUTING
+        return naps.nap_seconds(quiet_seconds, fraction, longest)
 
     @property
     def _sign(self) -> Alive:
@@ -347,6 +340,8 @@ class Engine:
                 self._outbox.append(took)
             addend = deltas.load(contribute, self._options.batch, wire)
         self._sums.post(addend, wire)
+        if contribute:
+            self._tell_norm(start, *deltas.loaded)
         self._flush()
         yield from self._sums.wait()
         with self._changed:
@@ -369,12 +364,18 @@ class Engine:
                 while not self._gradients.released():
                     self._sums.arrived()
                     yield
-                self._sums.post(*self._gradients.load(index, self._options.wire))
+                self._sums.post(*self._gradients.load(index, self._options.wire), index < len(self._gradients.buckets))
+            self._tell_norm(start, self._gradients.samples)
             yield from self._sums.wait()
             if start.evaluate:  # the main thread makes its step before it looks for more
                 with self._changed:
                     self._snapshot = Snapshot(start.number, time.monotonic())
         yield from self._land(start, began, 0)
+
+    def _tell_norm(self, start: StartRound, samples: int, steps: int = 1) -> None:
+        if self._options.weigh:
+            with self._changed:
+                self._outbox.append(Weighed(self._plane.rank, start.number, samples, steps, self._sums.addends_norm))
 
     def _request(self, tensor: torch.Tensor, done: threading.Event) -> Iterator[None]:
         self._sums.post(tensor, "float32")
@@ -389,7 +390,7 @@ class Engine:
         seconds = time.monotonic() - began
         self._telemetry.record("round", round=start.number, seconds=round(seconds, 6), staleness=staleness)
         if self.coordinator is not None:
-            self.coordinator.on([Completed(start.number)])
+            self.coordinator.on([Completed(start.number, self._sums.sums_norm)])
         if start.drain:
             while self.coordinator is not None and self.coordinator.policy.version <= start.number:
                 yield  # until every contributor's word is in: the books must be closed before anybody reads them

@@ -58,6 +58,7 @@ class Gradients:
         # The tail: how often each parameter was used, then the float buffers. Always float32.
         count = len(self._parameters) + sum(buffer.numel() for buffer in self._buffers)
         self._tail = torch.zeros(count, device=self.buckets[0].flat.device)
+        self.samples = 0  # of the piece whose buckets were all released last
         self._residuals: list[torch.Tensor] = []
         self._pace = pace
         self._wake = wake
@@ -119,6 +120,7 @@ class Gradients:
     @torch.no_grad()
     def flush(self, samples: int) -> None:
         """The piece's last backward is over: release the buckets that lack a gradient, then the tail."""
+        self.samples = samples
         while self._next < len(self.buckets):
             self._release()
         used = [count for bucket in self.buckets for count in bucket.used]

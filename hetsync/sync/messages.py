@@ -88,10 +88,21 @@ class Took(NamedTuple):
     piece: int
 
 
+class Weighed(NamedTuple):
+    """What the rank puts into a round's sum is progress of `samples` in `steps`, of this squared norm."""
+
+    rank: int
+    round: int
+    samples: int
+    steps: int
+    squared_norm: float
+
+
 class Completed(NamedTuple):
-    """The round's sum has arrived on rank 0."""
+    """The round's sum has arrived on rank 0; its squared norm, where norms are asked for."""
 
     round: int
+    squared_norm: float = 0.0
 
 
 class Scored(NamedTuple):
@@ -139,7 +150,7 @@ class Joined:
     share: int
 
 
-Event = Began | Finished | Took | Completed | Scored | Tuned | Reshared | DrainRequested | Left | Joined
+Event = Began | Finished | Took | Weighed | Completed | Scored | Tuned | Reshared | DrainRequested | Left | Joined
 
 
 # Instructions: from the coordinator to the engines.

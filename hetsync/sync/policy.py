@@ -109,7 +109,7 @@ class Policy:
         return self._decide()
 
     def on(self, event: Event) -> list[Instruction]:
-        """Take in one event; returns what to tell the ranks, in order."""
+        """Take in one event; returns what to tell the ranks, in order. Norms (`Weighed`) are not its business."""
         self._story.goes_on(event)
         match event:
             case Began():

@@ -10,10 +10,22 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 
 import pytest
-from training import SAMPLES, Outcome, assert_invariants, of_unequal_speed, train, unequal_shares
+import torch
+from training import (
+    OPTIMIZERS,
+    SAMPLES,
+    Blobs,
+    Outcome,
+    assert_invariants,
+    cross_entropy,
+    of_unequal_speed,
+    train,
+    unequal_shares,
+)
 
 from hetsync.config import ControlConfig, SyncConfig
 from hetsync.control.controller import Decision
@@ -28,6 +40,7 @@ pytestmark = pytest.mark.mpi
 D4 = Settings(4, 0.25, 1)
 COURSE = [Settings(0, 0.25, 1), Settings(2, 0.25, 2), Settings(0, 0.25, 2), Settings(1, 0.25, 3), D4]
 CHANGES = 8
+DECISIONS = 15
 SECONDS = 40.0
 # So slow that the controller keeps up, wherever it runs.
 SLICE_SECONDS = 0.01
@@ -53,7 +66,13 @@ class Failing:
 
 
 def controlled(
-    plane: Plane, make: Make, samples: int, on_slice: Callable[[Session, int], None], least_delay_bound: int = 0
+    plane: Plane,
+    make: Make,
+    samples: int,
+    on_slice: Callable[[Session, int], None],
+    least_delay_bound: int = 0,
+    sync: SyncConfig | None = None,
+    optimizer: str = "momentum",
 ) -> Outcome:
     """A job of which rank 0 does `on_slice` after each of its slices."""
     controller = None
@@ -66,9 +85,15 @@ def controlled(
         if plane.rank == 0:
             on_slice(session, number)
 
-    sync = SyncConfig(4, 0.25, rebalance=False, pins=unequal_shares(plane.size))
-    device = of_unequal_speed(plane.rank)
-    return train(plane, sync, samples=samples, on_slice=after_slice, device=device, controller=controller)
+    return train(
+        plane,
+        sync or SyncConfig(4, 0.25, rebalance=False, pins=unequal_shares(plane.size)),
+        optimizer=optimizer,
+        samples=samples,
+        on_slice=after_slice,
+        device=of_unequal_speed(plane.rank),
+        controller=controller,
+    )
 
 
 def test_settings_change_online_between_and_within_the_modes(plane: Plane) -> None:
@@ -92,6 +117,51 @@ def test_settings_change_online_between_and_within_the_modes(plane: Plane) -> No
         assert summary["accumulation"] == [1, 3]
         assert summary["delay_bound"] == [0, 4]
         assert summary["cpu_seconds"] >= summary["start_cpu_seconds"] > 0
+
+
+class Content:
+    """Leaves everything as it is."""
+
+    def __init__(self, config: ControlConfig, seed: int, batch_size: int) -> None:
+        pass
+
+    def decide(self, seen: Observation) -> Decision:
+        return Decision(seen.settings, "content")
+
+
+def noise_scale_of(model: torch.nn.Module, data: Blobs) -> float:
+    """From each sample's own gradient at these weights: the variance over the squared norm of the mean."""
+    gradients = []
+    for points, labels in zip(data.points, data.labels, strict=True):
+        model.zero_grad()
+        cross_entropy(model, points[None], labels[None]).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    each = torch.stack(gradients)
+    mean = each.mean(0)
+    return float((each - mean).square().sum() / len(each) / mean.square().sum())
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_noise_scale_is_measured_while_training(
+    plane: Plane, bound: int, momentum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are so short that the weights, and with them the noise scale, hardly change."""
+    optimizer = partial(torch.optim.SGD, lr=1e-3 * (1 - momentum), momentum=momentum)
+    monkeypatch.setitem(OPTIMIZERS, "slow", lambda model: optimizer(model.parameters()))
+    deadline = time.monotonic() + SECONDS
+
+    def until_known(session: Session, number: int) -> None:
+        assert session.control is not None
+        if session.control.summary()["decisions"] >= DECISIONS or time.monotonic() > deadline:
+            session.request_stop()
+
+    sync = SyncConfig(bound, rebalance=False, pins=unequal_shares(plane.size))
+    outcome = controlled(plane, Content, 10_000 * SAMPLES, until_known, sync=sync, optimizer="slow")
+    if plane.rank == 0:
+        assert outcome.session.control is not None
+        found = outcome.session.control.summary()["noise_scale"]
+        assert found == (pytest.approx(noise_scale_of(outcome.model, Blobs()), rel=0.5) if plane.size > 1 else None)
 
 
 @pytest.mark.parametrize("how", ["killed", "failed"])

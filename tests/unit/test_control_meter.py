@@ -13,7 +13,7 @@ from virtual import VirtualCluster, make_policy
 from hetsync.control.meter import Meter
 from hetsync.control.observation import Observation
 from hetsync.slicing import StepTime
-from hetsync.sync.messages import Began, Completed, Event, Finished, Settings, Took
+from hetsync.sync.messages import Began, Completed, Event, Finished, Settings, Took, Weighed
 from hetsync.sync.policy import Policy
 
 D4 = Settings(4, 0.25, 1)
@@ -89,6 +89,20 @@ def test_work_in_progress_is_no_waiting() -> None:
     assert meter.observe(D4, 5.0).waiting_share == 0.0
     tell(policy, meter, 8.0, Finished(0, 0, 4, 8.0), Finished(1, 1, 4, 8.0))
     assert meter.observe(D4, 10.0).waiting_share == pytest.approx(2 / 5)
+
+
+def test_the_noise_scale_is_that_of_rounds_of_which_all_have_told() -> None:
+    policy, meter = by_hand(replace(D4, delay_bound=1, quorum=1.0))
+    norms = (4**2 * 1.0 + 4 * 8.0, 8**2 * 1.0 + 8 * 8.0)  # of an addend and of the sum: |s|² is 1, v is 8
+    for number in range(3):
+        tell(policy, meter, number, *(Began(rank, 2 * number + rank, number) for rank in (0, 1)))
+        tell(policy, meter, number, *(Finished(rank, 2 * number + rank, 4, 1.0) for rank in (0, 1)))
+        tell(policy, meter, number, *(Weighed(rank, number, 4, 1, norms[0]) for rank in (0, 1)))
+        tell(policy, meter, number, *(Took(rank, number, 2 * number + rank) for rank in (0, 1)))
+        assert meter.observe(D4, number).noise_scale is None
+        tell(policy, meter, number, Completed(number, norms[1]))
+    assert meter.observe(D4, 5.0).noise_scale == pytest.approx(8.0)
+    assert meter.observe(D0, 6.0).noise_scale is None  # gradients are another matter
 
 
 @settings(max_examples=50, deadline=None)

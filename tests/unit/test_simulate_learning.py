@@ -127,7 +127,7 @@ def test_a_seed_of_the_jitter_changes_what_is_learnt() -> None:
 
 
 def test_learning_does_not_change_the_clock() -> None:
-    with_gradients, learner = trained(recipe(), *regression())
+    with_gradients, _ = trained(recipe(), *regression())
     silent = Simulation(with_gradients.scenario, Learner())
     silent.advance()
     quadratic = Simulation(with_gradients.scenario, NoisyQuadratic(Landscape(2, 1, 1, 9), recipe(), 3, TOTAL))
@@ -135,7 +135,6 @@ def test_learning_does_not_change_the_clock() -> None:
     for other in (silent, quadratic):
         assert other.now == with_gradients.now
         assert other.policy.staleness == with_gradients.policy.staleness
-    assert learner.noise_scale is None
 
 
 def test_ranks_that_leave_and_join_do_not_disturb_the_anchor() -> None:
@@ -266,3 +265,13 @@ def test_the_measured_noise_scale_is_that_of_the_data() -> None:
     config = dataclasses.replace(recipe(OptimizerConfig("sgd", 1e-9)), data=DataConfig(batch_size=64))
     measured = measure_noise_scale(config, data, Point(), 50_000)
     assert measured == pytest.approx((deviation / distance) ** 2, rel=0.15)
+
+
+@pytest.mark.parametrize("delay_bound", [0, 4])
+def test_replicas_measure_the_noise_scale_that_calibration_measures(delay_bound: int) -> None:
+    """In steps so short that it hardly changes. Momentum would need more than these twenty batches."""
+    data, model = regression()
+    config = recipe(OptimizerConfig("sgd", 1e-3, 0.0), delay_bound=delay_bound, quorum=1.0)
+    direct = measure_noise_scale(config, data, copy.deepcopy(model), 100 * TOTAL)
+    _, learner = trained(config, data, model)
+    assert learner.noise_scale == pytest.approx(direct, rel=0.5)
