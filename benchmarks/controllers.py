@@ -119,7 +119,7 @@ def job_of(workload: Workload, place: Place, seed: int, settings: Settings) -> J
         workload.landscape,
         workload.samples_per_second,
         workload.batches,
-        knows_noise=False,  # as live
+        knows_noise=False,  # as live on one rank: with more it would be measured
         loss_noise=0.1,
     )
     job = replace(job, script=place.script(job.time_limit) if place.script else ())
