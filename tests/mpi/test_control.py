@@ -40,7 +40,7 @@ pytestmark = pytest.mark.mpi
 D4 = Settings(4, 0.25, 1)
 COURSE = [Settings(0, 0.25, 1), Settings(2, 0.25, 2), Settings(0, 0.25, 2), Settings(1, 0.25, 3), D4]
 CHANGES = 8
-DECISIONS = 15
+ROUNDS = 250
 SECONDS = 40.0
 # So slow that the controller keeps up, wherever it runs.
 SLICE_SECONDS = 0.01
@@ -141,8 +141,7 @@ def noise_scale_of(model: torch.nn.Module, data: Blobs) -> float:
     return float((each - mean).square().sum() / len(each) / mean.square().sum())
 
 
-@pytest.mark.parametrize("bound", [0, 4])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(("bound", "momentum"), [(0, 0.9), (4, 0.0)])
 def test_the_noise_scale_is_measured_while_training(
     plane: Plane, bound: int, momentum: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,15 +152,21 @@ def test_the_noise_scale_is_measured_while_training(
 
     def until_known(session: Session, number: int) -> None:
         assert session.control is not None
-        if session.control.summary()["decisions"] >= DECISIONS or time.monotonic() > deadline:
+        assert session.coordinator is not None
+        told = session.control.summary()["decisions"] > 1 and session.coordinator.policy.version > ROUNDS
+        if told or time.monotonic() > deadline:
             session.request_stop()
 
-    sync = SyncConfig(bound, rebalance=False, pins=unequal_shares(plane.size))
+    sync = SyncConfig(bound, 1.0, rebalance=False, pins=unequal_shares(plane.size))
     outcome = controlled(plane, Content, 10_000 * SAMPLES, until_known, sync=sync, optimizer="slow")
     if plane.rank == 0:
         assert outcome.session.control is not None
         found = outcome.session.control.summary()["noise_scale"]
-        assert found == (pytest.approx(noise_scale_of(outcome.model, Blobs()), rel=0.5) if plane.size > 1 else None)
+        if plane.size == 1:
+            assert found is None
+        else:  # of some fifty rounds, in which the signal is far above the noise: a rough figure
+            assert found is not None
+            assert 0.2 < found / noise_scale_of(outcome.model, Blobs()) < 5
 
 
 @pytest.mark.parametrize("how", ["killed", "failed"])
