@@ -43,7 +43,7 @@ class Meter:
         self._joined = (-1, now)  # the delayed round that contributors spoke of last, and when
         self._steps: dict[int, list[float]] = {}  # by synchronous round: device seconds of the ranks heard of
         self._stepped = now  # when the last synchronous step, or delayed round, was over
-        self._noise = {True: NoiseScale(), False: NoiseScale(momentum)}  # by synchronous: of gradients, of progress
+        self._noise = {synchronous: NoiseScale(momentum) for synchronous in (False, True)}
         self._addends: dict[int, list[Addend]] = defaultdict(list)  # by round
         self._sum_norms: dict[int, float] = {}
         self._mark = self._now(now)
@@ -73,9 +73,12 @@ class Meter:
                     self._stepped = now
 
     def _weigh(self, number: int) -> None:
-        """All that ranks had to say of this round has been heard."""
-        addends, total = self._addends.pop(number, []), self._sum_norms.pop(number, 0.0)
-        self._noise[self._policy.settings.synchronous].add(addends, total)
+        """All that ranks had to say of this round has been heard; what comes later still is dropped."""
+        total = self._sum_norms.pop(number, 0.0)
+        for heard in [heard for heard in self._addends if heard <= number]:
+            addends = self._addends.pop(heard)
+            if heard == number:
+                self._noise[addends[0].steps == 0].add(addends, total)
 
     def _finished(self, event: Finished, now: float) -> None:
         self._began.pop(event.rank, None)

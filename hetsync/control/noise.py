@@ -11,6 +11,7 @@ hold past gradients too, so that k steps in a row are less noisy than k gradient
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,8 @@ KEPT = 0.98  # of what is known, when a round more is: about the last fifty coun
 
 @dataclass(frozen=True)
 class Addend:
-    """What one rank has put into a round: of how many samples, in how many optimizer steps, and its squared norm."""
+    """What one rank has put into a round: progress of so many samples in so many optimizer steps, or, with 0 steps, the
+    sum of their gradients; and its squared norm."""
 
     samples: int
     steps: int
@@ -36,9 +38,9 @@ class NoiseScale:
         self._sums = np.zeros(5)
 
     def add(self, addends: Sequence[Addend], squared_norm: float) -> None:
-        """A round's addends, and the squared norm of their sum. One addend alone tells nothing."""
+        """A round's addends, and the squared norm of their sum. One alone tells nothing, nor do infinite ones."""
         used = [addend for addend in addends if addend.samples]
-        if len(used) < 2:
+        if len(used) < 2 or not math.isfinite(sum(addend.squared_norm for addend in used) + squared_norm):
             return
         samples = np.array([addend.samples for addend in used], dtype=float)
         noise = np.array([noise_of_steps(addend.steps, self._momentum) for addend in used])
@@ -61,6 +63,9 @@ def noise_of_steps(steps: int, momentum: float) -> float:
     """c(k): variance of the sum of k steps with momentum in a row, over that of k plain steps of the same mean.
 
     From the autocorrelation μ^j of steps j apart, in the long run: (1 − μ) / (1 + μ) for one step, towards 1 for many.
+    Gradients (0 steps) are plain.
     """
+    if steps == 0:
+        return 1.0
     correlated = sum((steps - lag) * momentum**lag for lag in range(1, steps))
     return (1 - momentum) / (1 + momentum) * (1 + 2 * correlated / steps)

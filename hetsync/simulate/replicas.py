@@ -79,7 +79,8 @@ class Replicas(Learner):
         self._replicas = {
             rank: Replica(config, mine, self._seeded(rank, 0), total_samples) for rank, mine in enumerate(models)
         }
-        self._noise_of = {True: NoiseScale(), False: NoiseScale(momentum_of(self._replicas[0].optimizer))}
+        momentum = momentum_of(self._replicas[0].optimizer)
+        self._noise_of = {synchronous: NoiseScale(momentum) for synchronous in (False, True)}
         self._noise = self._noise_of[config.sync.delay_bound == 0]
 
     def _seeded(self, rank: int, applied: int) -> torch.Tensor:
@@ -176,7 +177,7 @@ class Replicas(Learner):
                 norm += squared_norm(total)
             for tensor, _ in loaded:
                 tensor.copy_(total)
-        self._weigh([Addend(g.samples, 1, n) for g, n in zip(everyones, norms, strict=True)], norm, synchronous=True)
+        self._weigh([Addend(g.samples, 0, n) for g, n in zip(everyones, norms, strict=True)], norm, synchronous=True)
 
     def step(self, rank: int, piece: Piece) -> None:
         replica = self._replicas[rank]

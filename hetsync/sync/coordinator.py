@@ -90,12 +90,18 @@ class Coordinator:
                 f"the training loss became {event.loss_sum} on rank {event.rank} after "
                 f"{self.policy.ledger.applied} samples: lower optimizer.learning_rate or look at the data"
             )
-        share = max(1, self.policy.members[event.rank].share)
-        if self.speeds.observe(event.rank, event.samples, -(-event.samples // share), event.seconds):
-            self._reconsider_from = self.policy.version
+        self._watch_speed(event)
         self.device_seconds[event.rank] += event.seconds
         self.loss_sum += event.loss_sum
         self.loss_samples += event.samples
+
+    def _watch_speed(self, event: Finished) -> None:
+        work = self.policy.members[event.rank].current
+        # The small pieces before a rest would tell of a step's fixed costs rather than of the device.
+        if work is None or event.samples < len(work.piece.slices) * work.piece.share:
+            return
+        if self.speeds.observe(event.rank, event.samples, len(work.piece.slices), event.seconds):
+            self._reconsider_from = self.policy.version
 
     def _balance(self) -> None:
         """New shares where these would make slices at least 5 % shorter; looked at once a few rounds, or when a rank's

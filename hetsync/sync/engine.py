@@ -365,14 +365,14 @@ class Engine:
                     self._sums.arrived()
                     yield
                 self._sums.post(*self._gradients.load(index, self._options.wire), index < len(self._gradients.buckets))
-            self._tell_norm(start, self._gradients.samples)
+            self._tell_norm(start, self._gradients.samples, 0)
             yield from self._sums.wait()
             if start.evaluate:  # the main thread makes its step before it looks for more
                 with self._changed:
                     self._snapshot = Snapshot(start.number, time.monotonic())
         yield from self._land(start, began, 0)
 
-    def _tell_norm(self, start: StartRound, samples: int, steps: int = 1) -> None:
+    def _tell_norm(self, start: StartRound, samples: int, steps: int) -> None:
         if self._options.weigh:
             with self._changed:
                 self._outbox.append(Weighed(self._plane.rank, start.number, samples, steps, self._sums.addends_norm))

@@ -89,7 +89,8 @@ class Took(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """What the rank puts into a round's sum is progress of `samples` in `steps`, of this squared norm."""
+    """What the rank puts into a round's sum has this squared norm: progress of `samples` in so many inner steps, or,
+    with 0 steps, the sum of their gradients."""
 
     rank: int
     round: int

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hetsync.config import Config, DataConfig, RunConfig, SyncConfig
+from hetsync.config import Config, DataConfig, EmulationConfig, RunConfig, SyncConfig
 from hetsync.plane.base import Plane
 from hetsync.stop import StopSignal
 from hetsync.trainer import STOPPED, Trainer, evaluate_range
@@ -34,9 +35,12 @@ def folder(plane: Plane) -> Iterator[Path]:
         scratch.cleanup()
 
 
-def trainer(plane: Plane, folder: Path, bound: int, checkpoint_every: int | None = None) -> Trainer:
+def trainer(
+    plane: Plane, folder: Path, bound: int, checkpoint_every: int | None = None, emulate: str | None = None
+) -> Trainer:
     run = RunConfig(dir=str(folder), samples=SAMPLES, evaluate_every=EVERY, checkpoint_every=checkpoint_every)
     config = Config(run=run, data=DataConfig("digits", batch_size=32), sync=SyncConfig(bound, rebalance=False))
+    config = replace(config, emulate=emulate, emulation=EmulationConfig(samples_per_second=4000.0 if emulate else None))
     return Trainer(config, plane, folder, None)
 
 
@@ -81,3 +85,23 @@ def test_a_stopped_job_keeps_its_last_metrics(plane: Plane, folder: Path, bound:
     if plane.rank == 0:
         summary = json.loads((folder / "summary.json").read_text())
         assert 0 < summary["metrics"]["accuracy"] == evaluations(folder)[-1]["accuracy"]
+
+
+@pytest.mark.parametrize("emulate", [None, "quickstart"])
+def test_emulated_devices_evaluate_equal_parts(
+    plane: Plane, folder: Path, emulate: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do it at the machine's speed; real ones by their shares."""
+    job = trainer(plane, folder, 4, emulate=emulate)
+    parts: list[int] = []
+
+    def evaluate(model: Any, data: Any, first: int, stop: int) -> dict[str, float]:
+        parts.append(stop - first)
+        return evaluate_range(model, data, first, stop)
+
+    monkeypatch.setattr("hetsync.trainer.evaluate_range", evaluate)
+    assert job.train(StopSignal()) == 0
+    shares = [1] * plane.size if emulate else list(job.session.shares)
+    count = len(job.data.test)
+    assert len(parts) == 3
+    assert all(abs(part - count * shares[plane.rank] / sum(shares)) < 1 for part in parts)

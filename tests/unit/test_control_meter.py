@@ -103,6 +103,12 @@ def test_the_noise_scale_is_that_of_rounds_of_which_all_have_told() -> None:
         tell(policy, meter, number, Completed(number, norms[1]))
     assert meter.observe(D4, 5.0).noise_scale == pytest.approx(8.0)
     assert meter.observe(D0, 6.0).noise_scale is None  # gradients are another matter
+    tell(policy, meter, 6.0, Weighed(1, 0, 4, 1, 1e9))  # far too late
+    tell(policy, meter, 6.0, *(Began(rank, 6 + rank, 3) for rank in (0, 1)))
+    tell(policy, meter, 6.0, *(Finished(rank, 6 + rank, 4, 1.0) for rank in (0, 1)))
+    tell(policy, meter, 6.0, *(Weighed(rank, 3, 4, 1, norms[0]) for rank in (0, 1)))
+    tell(policy, meter, 6.0, *(Took(rank, 3, 6 + rank) for rank in (0, 1)), Completed(3, norms[1]))
+    assert meter.observe(D4, 7.0).noise_scale == pytest.approx(8.0)
 
 
 @settings(max_examples=50, deadline=None)

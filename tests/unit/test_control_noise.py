@@ -57,6 +57,13 @@ def test_what_tells_nothing_is_unknown():
     assert estimate.samples is None
     estimate.add([Addend(4, 1, 3.0), Addend(4, 1, 3.0)], 5.0)  # opposed: no signal
     assert estimate.samples is None
+    known = NoiseScale()
+    rounds(known, 50, [4, 4], 8.0, np.random.default_rng(3))
+    before = known.samples
+    for norm in (float("inf"), float("nan")):
+        known.add([Addend(4, 1, 3.0), Addend(4, 1, norm)], 3.0)
+        known.add([Addend(4, 1, 3.0), Addend(4, 1, 3.0)], norm)
+    assert known.samples == before  # training has diverged, for a while perhaps
     alike = NoiseScale()
     alike.add([Addend(2, 1, 4.0), Addend(2, 1, 4.0)], 16.0)  # identical: no noise
     assert alike.samples is None
@@ -77,5 +84,6 @@ def test_the_noise_of_steps_with_momentum_is_as_computed(steps, momentum):
 
 def test_plain_steps_are_as_noisy_as_their_gradients():
     assert noise_of_steps(7, 0.0) == 1.0
+    assert noise_of_steps(0, 0.9) == 1.0  # a gradient
     assert noise_of_steps(1, 0.9) == pytest.approx(1 / 19)
     assert noise_of_steps(2000, 0.9) == pytest.approx(1.0, rel=0.02)

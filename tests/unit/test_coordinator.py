@@ -48,6 +48,9 @@ class Office:
         piece = self.policy.members[rank].held[0].piece
         return piece.number, piece.samples
 
+    def next_samples(self, rank):
+        return self._next(rank)[1]
+
     def _complete(self, started):
         for rank in started.contributors:
             self.coordinator.on([Took(rank, started.number, self.policy.members[rank].ready[-1].piece.number)])
@@ -91,6 +94,20 @@ def test_a_jump_in_speed_moves_shares_after_three_pieces():
         office.work(0)
         office.work(1, 3.0)
     assert office.shares == [60, 20]
+
+
+def test_small_pieces_before_a_rest_tell_nothing_of_a_ranks_speed():
+    office = Office((40, 40), total=4 * 80 + 60)
+    small = 0
+    while not office.policy.ended:
+        rank = next(rank for rank in (0, 1) if office.policy.members[rank].held)
+        full = office.next_samples(rank) == 40
+        small += not full
+        office.work(rank, 1.0 if full else 9.0)
+        if not any(member.held for member in office.policy.members.values()):
+            break
+    assert small >= 2
+    assert [time.seconds_per_sample for time in office.coordinator.speeds.times([0, 1])] == [1.0, 1.0]
 
 
 def test_shares_stay_where_rebalancing_is_off():

@@ -1,0 +1,69 @@
+"""The scripts that start HetSync, with a stub in the place of Python: what they do to environments."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STUB = '#!/bin/sh\necho "$@" >> "$(dirname "$0")/calls"\n'  # succeeds at whatever it is asked
+
+
+def clone(folder: Path) -> Path:
+    """What `launch/environment` needs of the repository."""
+    shutil.copytree(ROOT / "launch", folder / "launch")
+    for name in ("setup.cfg", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def environment(folder: Path, stamp: str) -> Path:
+    """A virtual environment with something of the user's in it."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "pyvenv.cfg").touch()
+    (folder / "of-the-user").touch()
+    (folder / "bin" / "python").write_text(STUB)
+    (folder / "bin" / "python").chmod(0o755)
+    (folder / ".hetsync-installed").write_text(stamp)
+    return folder
+
+
+def prepare(root: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHON")}
+    words = ["bash", str(root / "launch" / "environment")]
+    return subprocess.run(
+        words, env={**kept, "MPICC": "", **variables}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("installed_from", ["another clone", "nowhere"])
+def test_an_active_environment_keeps_what_is_in_it(tmp_path: Path, installed_from: str) -> None:
+    root, active = clone(tmp_path / "clone"), tmp_path / "active"
+    stamp = f"mpi wheel\nat {tmp_path / 'other'} {active} python\n" if installed_from == "another clone" else ""
+    environment(active, stamp)
+    done = prepare(root, VIRTUAL_ENV=str(active))
+    assert done.returncode == 0, done.stderr
+    assert (active / "of-the-user").exists()
+    assert "install" in (active / "bin" / "calls").read_text()
+    assert f"at {root} {active} " in (active / ".hetsync-installed").read_text()
+
+
+def test_an_environment_that_was_copied_along_is_made_anew(tmp_path: Path) -> None:
+    root = clone(tmp_path / "clone")
+    own = environment(root / ".venv", f"mpi wheel\nat {tmp_path / 'other'} {tmp_path / 'other' / '.venv'} python\n")
+    stub = tmp_path / "python"
+    # Makes an environment where it is asked to: python -m venv FOLDER.
+    stub.write_text(
+        f'#!/bin/sh\n[ "$2" = venv ] && mkdir -p "$3/bin" && cp {tmp_path / "stub"} "$3/bin/python"\nexit 0\n'
+    )
+    (tmp_path / "stub").write_text(STUB)
+    for made in (stub, tmp_path / "stub"):
+        made.chmod(0o755)
+    done = prepare(root, PYTHON=str(stub))
+    assert done.returncode == 0, done.stderr
+    assert not (own / "of-the-user").exists()
+    assert "install" in (own / "bin" / "calls").read_text()
