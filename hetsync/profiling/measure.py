@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import socket
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -31,6 +32,7 @@ from hetsync.session import RankProfile
 from hetsync.slicing import StepTime
 
 Step = Callable[[int], torch.Tensor]
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,12 @@ def loss_on(model: torch.nn.Module, data: Data, device: torch.device) -> Step:
 
 
 def seconds_of_steps(
-    config: Config, model: torch.nn.Module, data: Data, device: torch.device, sizes: list[int]
+    config: Config,
+    model: torch.nn.Module,
+    data: Data,
+    device: torch.device,
+    sizes: list[int],
+    clock: Clock = time.perf_counter,
 ) -> StepTime:
     """Fit t(b) = a + c·b to whole training steps (forward, backward, optimizer) on a copy of the model."""
     copy = deepcopy(model)
@@ -103,7 +110,7 @@ def seconds_of_steps(
             torch.cuda.synchronize(device)
 
     with untouched(copy):
-        return profile_step(step, sizes)
+        return profile_step(step, sizes, clock=clock)
 
 
 @dataclass(frozen=True)
@@ -120,8 +127,8 @@ class Subject:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def step_time(self, sizes: list[int]) -> StepTime:
-        return seconds_of_steps(self.config, self.model, self.data, self.device, sizes)
+    def step_time(self, sizes: list[int], clock: Clock = time.perf_counter) -> StepTime:
+        return seconds_of_steps(self.config, self.model, self.data, self.device, sizes, clock)
 
     def cap(self, limit_bytes: int | None = None) -> int | None:
         forward = loss_on(self.model, self.data, self.device)
@@ -141,7 +148,9 @@ def _emulated(subject: Subject, cluster: Cluster) -> RankProfile:
     affordable = None
     if plane.rank == 0:  # alone, so that the other ranks do not take its core
         share = max(1, batch // plane.size)
-        real = subject.step_time([share, 4 * share])
+        # What the machine does besides, such as ranks that are still starting, is no cost of a step.
+        clock = time.process_time if subject.device.type == "cpu" else time.perf_counter
+        real = subject.step_time([share, 4 * share], clock)
         per_sample = real.seconds_per_sample + plane.size * real.fixed_seconds / batch
         affordable = affordable_rate(per_sample, batch)
     affordable = plane.broadcast_object(affordable)
@@ -159,8 +168,8 @@ def _measured(subject: Subject) -> RankProfile:
     name = device_name(subject.device)
     key = [config.model, config.data, config.optimizer, name, subject.place.ranks_on_host, sizes]
     kept = _cached(key, lambda: {**asdict(subject.step_time(sizes)), "cap": subject.cap()})
-    time = StepTime(kept["fixed_seconds"], kept["seconds_per_sample"])
-    return RankProfile(name, subject.place.host, time, False, kept["cap"])
+    step_time = StepTime(kept["fixed_seconds"], kept["seconds_per_sample"])
+    return RankProfile(name, subject.place.host, step_time, False, kept["cap"])
 
 
 def _cached(key: Any, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

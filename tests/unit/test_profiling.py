@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from time import sleep
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
+from hetsync.config import Config, DataConfig
+from hetsync.data import Data
+from hetsync.emulate import SHORTEST_SLICE_SECONDS
 from hetsync.plane.base import Handle, Plane, PlaneError
 from hetsync.plane.local import LocalPlane
 from hetsync.profiling import device as profiling
-from hetsync.profiling.cluster import Link
+from hetsync.profiling.cluster import Link, load_cluster
 from hetsync.profiling.device import (
     activation_bytes,
     available_host_bytes,
@@ -18,6 +24,7 @@ from hetsync.profiling.device import (
     untouched,
 )
 from hetsync.profiling.interconnect import SIZES_BYTES, measure_interconnect
+from hetsync.profiling.measure import Place, Subject, measure_ranks
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -59,6 +66,20 @@ def test_a_budget_bounds_the_profile_to_one_round_of_two_sizes():
     found = profile_step(steps, [64, 4, 16], budget_seconds=0.2, clock=time.clock)
     assert steps.sizes == [4, 16, 4, 16]
     assert found.seconds(64) == pytest.approx(0.74)
+
+
+def test_what_else_the_machine_does_slows_no_emulated_device():
+    """Ranks that still start take turns with rank 0 while it finds what the machine can imitate."""
+
+    def waits(model, batch):
+        sleep(0.05)
+        return model(batch[0]).sum()
+
+    samples = TensorDataset(torch.ones(32, 2))
+    config = Config(data=DataConfig(batch_size=8))
+    subject = Subject(LocalPlane(), config, nn.Linear(2, 1), Data(samples, samples, waits), Place("here", 0, 1))
+    (profile,) = measure_ranks(subject, load_cluster("homogeneous"))
+    assert profile.time.seconds_per_sample == pytest.approx(SHORTEST_SLICE_SECONDS / 8)
 
 
 def test_a_step_without_sizes_is_refused():
