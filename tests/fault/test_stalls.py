@@ -13,7 +13,7 @@ import pytest
 from jobs import ROOT, Done, finished, mpirun, started
 
 RANKS = 2
-LIMIT = 1
+LIMIT = 2
 
 JOB = """
 import os, signal, sys, time
@@ -26,6 +26,7 @@ from hetsync.session import Evaluator
 bound, late, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
 def job(plane):
+    scored = []
     faults = [Stall(late, 5)] if how == "stalled" else []
 
     def on_slice(session, number):
@@ -34,9 +35,12 @@ def job(plane):
                 os.kill(os.getpid(), signal.SIGSTOP)
             if how == "busy":
                 time.sleep(100)
+        if plane.rank == late and how == "busy later" and scored and number > 2:
+            time.sleep(100)
 
     class Evaluation(Evaluator):
         def score(self):
+            scored.append(plane.rank)
             if plane.rank == late and how == "evaluates":
                 time.sleep(100)
             return {}
@@ -67,6 +71,8 @@ def job(folder: Path, bound: int, late: int, how: str) -> Done:
     ("how", "bound", "late", "story"),
     [
         ("busy", 0, 1, "still on its piece or its evaluation: rank 1 "),
+        ("busy later", 4, 1, "still on its piece or its evaluation: rank 1 "),
+        ("busy later", 0, 1, "still on its piece or its evaluation: rank 1 "),
         ("busy", 4, 0, "still on its piece or its evaluation: rank 0 |no word from rank 0 "),
         ("evaluates", 4, 1, "still on its piece or its evaluation: rank 1 "),
         ("evaluates", 0, 1, "still on its piece or its evaluation: rank 1 "),
