@@ -19,6 +19,7 @@ from training import (
     OPTIMIZERS,
     SAMPLES,
     Blobs,
+    Net,
     Outcome,
     assert_invariants,
     cross_entropy,
@@ -29,11 +30,12 @@ from training import (
 
 from hetsync.config import ControlConfig, SyncConfig
 from hetsync.control.controller import Decision
+from hetsync.control.meter import Meter
 from hetsync.control.observation import Observation
 from hetsync.control.process import ControlProcess, Make
 from hetsync.plane.base import Plane
 from hetsync.session import Session
-from hetsync.sync.messages import Settings
+from hetsync.sync.messages import Event, Settings, Weighed
 
 pytestmark = pytest.mark.mpi
 
@@ -73,6 +75,7 @@ def controlled(
     least_delay_bound: int = 0,
     sync: SyncConfig | None = None,
     optimizer: str = "momentum",
+    model: torch.nn.Module | None = None,
 ) -> Outcome:
     """A job of which rank 0 does `on_slice` after each of its slices."""
     controller = None
@@ -88,6 +91,7 @@ def controlled(
     return train(
         plane,
         sync or SyncConfig(4, 0.25, rebalance=False, pins=unequal_shares(plane.size)),
+        model=model,
         optimizer=optimizer,
         samples=samples,
         on_slice=after_slice,
@@ -145,9 +149,20 @@ def noise_scale_of(model: torch.nn.Module, data: Blobs) -> float:
 def test_the_noise_scale_is_measured_while_training(
     plane: Plane, bound: int, momentum: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps are so short that the weights, and with them the noise scale, hardly change."""
+    """Steps are so short that the weights, and with them the noise scale, hardly change; buffers have no part in it."""
     optimizer = partial(torch.optim.SGD, lr=1e-3 * (1 - momentum), momentum=momentum)
     monkeypatch.setitem(OPTIMIZERS, "slow", lambda model: optimizer(model.parameters()))
+    model = Net()
+    model.register_buffer("constant", torch.full((50,), 100.0))
+    told_of: list[Weighed] = []
+    hear = Meter.hear
+
+    def listen(meter: Meter, event: Event, now: float) -> None:
+        if isinstance(event, Weighed):
+            told_of.append(event)
+        hear(meter, event, now)
+
+    monkeypatch.setattr(Meter, "hear", listen)
     deadline = time.monotonic() + SECONDS
 
     def until_known(session: Session, number: int) -> None:
@@ -158,8 +173,10 @@ def test_the_noise_scale_is_measured_while_training(
             session.request_stop()
 
     sync = SyncConfig(bound, 1.0, rebalance=False, pins=unequal_shares(plane.size))
-    outcome = controlled(plane, Content, 10_000 * SAMPLES, until_known, sync=sync, optimizer="slow")
+    outcome = controlled(plane, Content, 10_000 * SAMPLES, until_known, sync=sync, optimizer="slow", model=model)
     if plane.rank == 0:
+        assert sum(event.samples for event in told_of) == outcome.session.applied  # each sample once
+        assert {event.steps == 0 for event in told_of} == {bound == 0}
         assert outcome.session.control is not None
         found = outcome.session.control.summary()["noise_scale"]
         if plane.size == 1:
@@ -167,6 +184,14 @@ def test_the_noise_scale_is_measured_while_training(
         else:  # of some fifty rounds, in which the signal is far above the noise: a rough figure
             assert found is not None
             assert 0.2 < found / noise_scale_of(outcome.model, Blobs()) < 5
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_without_a_controller_no_norm_is_computed(plane: Plane, bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weighed: list[torch.Tensor] = []
+    monkeypatch.setattr("hetsync.sync.sums.squared_norm", weighed.append)
+    train(plane, SyncConfig(bound, rebalance=False))
+    assert not weighed
 
 
 @pytest.mark.parametrize("how", ["killed", "failed"])

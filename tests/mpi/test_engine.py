@@ -233,8 +233,9 @@ def test_no_progress_is_lost_or_counted_twice(
         for start, slope, now in zip(before, slopes, weights, strict=True):
             expected = -0.1 * slope * applied / BATCH
             off = (now - start - expected).abs().max() / expected.abs().max()
-            # Sums are rounded as they travel, addends without loss.
-            assert off < {"float32": 1e-5, "bfloat16": 4e-3, "int8": 8e-3}[wire]
+            # Each sum is rounded once as it travels, and of the addends what the last rounding left out is still to
+            # come: two roundings of `wire`'s errors at most.
+            assert off < {"float32": 1e-5, "bfloat16": 2 * 2**-8, "int8": 2 / 254}[wire] + 1e-5
 
 
 @pytest.mark.parametrize("bound", [0, 4])

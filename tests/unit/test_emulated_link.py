@@ -50,6 +50,14 @@ def test_transfer_takes_latency_once_and_the_bytes_of_a_ring(wire: WireFormat, n
     assert link(0.5, 6.0)[0].transfer_seconds(1024, wire) == pytest.approx(0.5 + n_bytes / 6)
 
 
+def test_a_wrapped_plane_tells_how_its_collectives_move() -> None:
+    class Moving(_FourRanks):
+        moves = 7
+
+    assert EmulatedLink(Moving(), 1.0, 6.0).moves == 7
+    assert FaultyPlane(Moving(), []).moves == 7
+
+
 def test_transfer_starts_when_all_ranks_have_joined() -> None:
     plane, inner, clock = link()
     handle = plane.allreduce(torch.zeros(4))  # 24 bytes a link: 1 s + 4 s

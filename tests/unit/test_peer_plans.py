@@ -14,6 +14,7 @@ from peer_fixtures import DIGITS, SCENARIOS, cell
 
 from hetsync import data, models
 from hetsync.cli import parse
+from hetsync.errors import UserError
 from hetsync.profiling.cluster import save_cluster
 from hetsync.profiling.device import memory_cap
 from hetsync.profiling.measure import loss_on
@@ -111,3 +112,10 @@ def test_recipes_are_what_hetsync_train_reads(peer, workload, tmp_path):
     assert config.optimizer.learning_rate == 0.125
     assert config.data.batch_size == workload.batch
     assert (config.sync.delay_bound == 0) == (peer == "hetsync-sync")
+
+
+def test_a_folder_without_the_trace_is_named(tmp_path):
+    with pytest.raises(UserError, match=f"--traces is {tmp_path}, which holds no job_1_norm.csv"):
+        cells.scenarios(tmp_path)
+    (tmp_path / "job_1_norm.csv").touch()
+    assert "trace" in cells.scenarios(tmp_path)["production-jitter"].title

@@ -18,6 +18,8 @@ from hetsync.simulate import Change, Runtime, Scenario, Simulation, Traffic
 from hetsync.simulate.learner import Learner
 from hetsync.simulate.node import VirtualDevice
 from hetsync.simulate.recipe import scaled
+from hetsync.simulate.records import Records
+from hetsync.simulate.world import World
 from hetsync.slicing import StepTime
 from hetsync.sync.messages import Settings
 from hetsync.sync.milestones import marks_every
@@ -260,6 +262,15 @@ def test_the_anchor_is_evaluated_on_the_way(bound: int) -> None:
 def test_an_evaluation_takes_no_time(bound: int) -> None:
     without, with_them = (finished([40.0, 20.0], every=every, delay_bound=bound).now for every in (None, 1000))
     assert with_them == pytest.approx(without, rel=1e-4)
+
+
+def test_letters_take_a_look_more_where_leaders_pass_them_on() -> None:
+    runtime = Runtime()
+    few, many = (
+        World(scenario([1.0] * ranks, batch=ranks, runtime=runtime), Learner(), Records()) for ranks in (64, 65)
+    )
+    assert few.message_seconds == runtime.message_seconds
+    assert many.message_seconds == runtime.message_seconds + runtime.idle_nap_seconds / 2
 
 
 # Scripts.
