@@ -240,7 +240,7 @@ def control_main(argv: Sequence[str]) -> NoReturn:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     train = verbs.add_parser("train", help="learn a policy on simulated jobs")
     train.add_argument("--output", metavar="FILE", type=Path, required=True, help="where to write the policy")
-    train.add_argument("--steps", type=int, default=60_000, help="decisions to learn from (default: %(default)s)")
+    train.add_argument("--steps", type=int, default=40_000, help="decisions to learn from (default: %(default)s)")
     train.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default: %(default)s)")
     train.add_argument("--cluster", metavar="PROFILE", help="learn on clusters like this one; default: any")
     train.add_argument("--recipe", metavar="FILE", type=Path, help="learn on jobs like this one; default: any")

@@ -14,6 +14,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,7 +159,8 @@ class Session:
         self.evaluation_due = False  # at this rest
         self.outer = Nesterov(sync.outer.learning_rate, sync.outer.momentum) if sync.outer.name == "nesterov" else None
         self._device = device
-        self._steps = Steps(optimizer, schedule or ScheduleConfig(), max_grad_norm, plan.total_samples, plan.batch_size)
+        self._schedule = schedule or ScheduleConfig()
+        self._steps = Steps(optimizer, self._schedule, max_grad_norm, plan.total_samples, plan.batch_size)
         self._telemetry = telemetry or Telemetry(None)
         self._torch_device = next(model.parameters()).device
         self._loader = Loader(source, plan.seed, self._torch_device)
@@ -198,7 +200,8 @@ class Session:
         if self._controller is not None:
             times = [profile.time for profile in plan.ranks]
             solo = sum(time.rate(share) for time, share in zip(times, self.shares, strict=True))
-            meter = Meter(policy, times, solo, momentum=momentum_of(self.optimizer))
+            learning_rate = partial(self._schedule.factor, total=plan.total_samples)
+            meter = Meter(policy, times, solo, momentum=momentum_of(self.optimizer), learning_rate=learning_rate)
             self.control = LiveControl(self._controller, meter, self.seconds_training, self._telemetry)
         rebalance = sync.rebalance and sync.shares == "speed"
         return Coordinator(policy, speeds, send, rebalance, self.control, self._report)

@@ -71,14 +71,7 @@ class Actions:
 
     def towards(self, settings: Settings, goal: Settings) -> Settings:
         """One rung nearer to other settings, K and D each."""
-        steps = (
-            1 + (target > current) - (target < current)
-            for current, target in (
-                (settings.accumulation, goal.accumulation),
-                (settings.delay_bound, goal.delay_bound),
-            )
-        )
-        return self.apply(settings, list(steps))
+        return self.apply(settings, direction(settings, goal))
 
     def clipped(self, settings: Settings) -> Settings:
         """The same within the bounds."""
@@ -92,6 +85,13 @@ class Actions:
     def all(self, settings: Settings) -> list[Settings]:
         """Every pair of rungs, with the rest as in `settings`."""
         return [replace(settings, accumulation=k, delay_bound=d) for k in self.accumulations for d in self.delay_bounds]
+
+
+def direction(settings: Settings, goal: Settings) -> tuple[int, int]:
+    """The action that leads from some settings towards others."""
+    k = (goal.accumulation > settings.accumulation) - (goal.accumulation < settings.accumulation)
+    d = (goal.delay_bound > settings.delay_bound) - (goal.delay_bound < settings.delay_bound)
+    return KEEP + k, KEEP + d
 
 
 def rungs(least: int, greatest: int) -> tuple[int, ...]:

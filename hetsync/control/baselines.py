@@ -92,7 +92,8 @@ class Goodput:
         self._actions = Actions(limits)
         self._batch = batch_size
         self._round_seconds: float | None = None
-        self._jitter = 0.0
+        self.network = 0.0  # what a round's sum takes, in slices
+        self.jitter = 0.0
 
     def decide(self, seen: Observation) -> Decision:
         if not seen.rounds or not seen.samples or seen.efficiency <= 0:
@@ -101,14 +102,14 @@ class Goodput:
         round_seconds = seen.communication_share * seen.seconds / seen.rounds
         before = round_seconds if self._round_seconds is None else self._round_seconds
         self._round_seconds = before + self.RECENT * (round_seconds - before)
-        self._jitter += self.RECENT * (seen.jitter - self._jitter)
+        self.jitter += self.RECENT * (seen.jitter - self.jitter)
         noise = seen.noise_scale if seen.noise_scale is not None else float(self._batch)
-        network = self._round_seconds / slice_seconds
+        self.network = self._round_seconds / slice_seconds
 
         def goodput(settings: Settings) -> float:
             samples = self._batch * (settings.accumulation if settings.synchronous else 1)
             statistical = (noise + self._batch) / (noise + samples)
-            return predicted_efficiency(settings, network, self._jitter) * statistical
+            return predicted_efficiency(settings, self.network, self.jitter) * statistical
 
         # The mildest of those that are about as good as the best.
         candidates = self._actions.all(seen.settings)

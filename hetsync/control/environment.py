@@ -11,7 +11,8 @@ import gymnasium
 import numpy as np
 import numpy.typing as npt
 
-from hetsync.control.actions import Actions, Limits
+from hetsync.control.actions import Actions, Limits, direction
+from hetsync.control.controller import Controller
 from hetsync.control.features import FEATURES, Features, Vector
 from hetsync.control.jobs import Course, Job, Random, random_job, with_settings
 from hetsync.control.observation import Observation
@@ -19,6 +20,7 @@ from hetsync.control.rewards import FallOfLogLoss, MakeReward, PapersGain, Rewar
 from hetsync.sync.messages import Settings
 
 Draw = Callable[[Random], Job]
+MakeAdviser = Callable[[Course, Limits], Controller]
 
 DEFAULTS = Settings()  # of recipes
 
@@ -97,7 +99,10 @@ class JobEnvironment(gymnasium.Env[Vector, Any], ABC):
 
 
 class TuningEnvironment(JobEnvironment):
-    """Sees `FEATURES`; decreases, keeps or increases K and D by a rung. Beyond the limits nothing changes."""
+    """Sees `FEATURES`; decreases, keeps or increases K and D by a rung. Beyond the limits nothing changes.
+
+    With an adviser, `info` tells the action (2) that it would take now as `advice`.
+    """
 
     def __init__(
         self,
@@ -105,17 +110,27 @@ class TuningEnvironment(JobEnvironment):
         limits: Limits | None = None,
         make_reward: MakeReward = FallOfLogLoss,
         rival: Settings | None = DEFAULTS,
+        make_adviser: MakeAdviser | None = None,
     ) -> None:
         super().__init__(draw, make_reward, rival)
-        self._actions = Actions(limits or Limits())
+        self._limits = limits or Limits()
+        self._actions = Actions(self._limits)
+        self._make_adviser = make_adviser
+        self._advice: tuple[int, int] | None = None
         self.observation_space = gymnasium.spaces.Box(-1.0, 1.0, (len(FEATURES),), np.float32)
         self.action_space = gymnasium.spaces.MultiDiscrete([3, 3])
 
     def _begin(self) -> None:
         self._features = Features(self.course.job.batch_size)
+        self._adviser = self._make_adviser(self.course, self._limits) if self._make_adviser else None
 
     def _vector(self, seen: Observation) -> Vector:
+        if self._adviser is not None and not self.course.over:
+            self._advice = direction(seen.settings, self._adviser.decide(seen).settings)
         return self._features.of(seen)
+
+    def _info(self) -> dict[str, Any]:
+        return super()._info() | ({} if self._advice is None else {"advice": self._advice})
 
     def _settings(self, current: Settings, action: npt.NDArray[np.int64]) -> Settings:
         return self._actions.apply(current, action.tolist())

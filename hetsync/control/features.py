@@ -11,7 +11,7 @@ from hetsync.control.observation import Observation
 from hetsync.sync.messages import Settings
 
 # To be raised with every change of what the names below mean, of their number or their order.
-VERSION = 1
+VERSION = 2
 
 FEATURES = (
     # The papers' five points of a window's losses: logarithms over the running mean; 0 without losses.
@@ -36,6 +36,7 @@ FEATURES = (
     "noise_scale",  # log10 of the noise scale over the samples of a full contribution set, over 3; 0 where unknown
     "noise_scale_known",  # 1 or 0
     "progress",
+    "learning_rate",  # what the schedule multiplies it by
     "last_accumulation_move",  # -1, 0, 1
     "last_delay_bound_move",
     "since_move",  # windows since the settings changed, over 10
@@ -85,6 +86,7 @@ class Features:
             math.log10(max(ratio, TINY)) / 3,
             float(known),
             seen.progress,
+            seen.learning_rate,
             *self._moves,
             self._since_move / 10,
         ]

@@ -30,6 +30,8 @@ WINDOW_BATCHES = 16
 DECISIONS = 40
 # At the loss, in each window.
 LOOKS = 4
+# Of the landscape's noise: the loss of a single one scatters by a third where noise is all that remains.
+COURSES = 16
 
 Random = np.random.Generator
 
@@ -82,7 +84,7 @@ class Job:
         ranks = profiles(config, cluster, self.ranks)
         seed = config.run.seed
         scenario = Scenario(cluster, ranks, config.sync, self.batch_size, total, None, seed, self.traffic)
-        learner = NoisyQuadratic(self.landscape, config, self.ranks, total)
+        learner = NoisyQuadratic(self.landscape, config, self.ranks, total, COURSES)
         return Simulation(scenario, learner, self.script)
 
 
@@ -208,8 +210,8 @@ def devices(speeds: Sequence[float] | np.ndarray) -> tuple[DeviceGroup, ...]:
 
 
 def random_link(random: Random) -> ClusterLink | None:
-    """None, or one whose round takes a twentieth of a slice's time up to six times as long."""
-    return None if random.random() < 0.3 else ClusterLink(compute_fraction=log_uniform(random, 0.05, 6.0))
+    """None, or one whose round takes a twentieth of a slice's time up to ten times as long."""
+    return None if random.random() < 0.3 else ClusterLink(compute_fraction=log_uniform(random, 0.05, 10.0))
 
 
 def random_jitter(random: Random) -> LognormalJitter | QuantileJitter | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hetsync.control.noise import Addend, NoiseScale
@@ -30,9 +30,10 @@ class Meter:
         solo_samples_per_second: float,
         now: float = 0.0,
         momentum: float = 0.0,
+        learning_rate: Callable[[int], float] = lambda applied: 1.0,
     ) -> None:
         """`times` are the ranks' profiled step times; `solo_samples_per_second` what they reach alone, together;
-        `momentum` is that of the ranks' own steps."""
+        `momentum` is that of the ranks' own steps, `learning_rate` its factor after so many samples."""
         self._policy = policy
         self._times = times
         self._solo = solo_samples_per_second
@@ -43,6 +44,7 @@ class Meter:
         self._joined = (-1, now)  # the delayed round that contributors spoke of last, and when
         self._steps: dict[int, list[float]] = {}  # by synchronous round: device seconds of the ranks heard of
         self._stepped = now  # when the last synchronous step, or delayed round, was over
+        self._learning_rate = learning_rate
         self._noise = {synchronous: NoiseScale(momentum) for synchronous in (False, True)}
         self._addends: dict[int, list[Addend]] = defaultdict(list)  # by round
         self._sum_norms: dict[int, float] = {}
@@ -113,6 +115,7 @@ class Meter:
             losses=tuple(losses),
             noise_scale=self._noise[settings.synchronous].samples,
             progress=ledger.applied / ledger.total,
+            learning_rate=self._learning_rate(ledger.applied),
             settings=settings,
         )
 

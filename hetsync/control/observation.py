@@ -27,6 +27,7 @@ class Observation:
         jitter: Coefficient of variation of a piece's device time over its profiled time.
         noise_scale: Gradient noise scale in samples; None where the learner does not know it.
         progress: Part of the run's samples that are applied.
+        learning_rate: What the schedule multiplies it by, by now.
         settings: In force now.
     """
 
@@ -41,6 +42,7 @@ class Observation:
     jitter: float
     noise_scale: float | None
     progress: float
+    learning_rate: float
     settings: Settings
 
 

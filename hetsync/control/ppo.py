@@ -18,7 +18,9 @@ from hetsync.control.baselines import described
 from hetsync.control.controller import Decision
 from hetsync.control.environment import Draw, TuningEnvironment
 from hetsync.control.features import Features
+from hetsync.control.imitation import imitate
 from hetsync.control.observation import Observation
+from hetsync.control.planner import Planner
 from hetsync.control.policy import Specification, Weights, load_policy, save_policy
 from hetsync.control.rewards import FallOfLogLoss, MakeReward
 from hetsync.errors import UserError
@@ -35,9 +37,13 @@ except ImportError as missing:
 
 HIDDEN = (64, 64)
 PROCESSES = 2
-ROLLOUT = 400  # decisions of each process between two updates: ten episodes
-MINIBATCH = 200
+IMITATED = 0.4  # of the decisions to learn from
+JUDGED = 0.1  # of them: the actor stays as it is
+ROLLOUT = 1000  # decisions of each process between two updates: 25 episodes
+MINIBATCH = 500
 DISCOUNT = 0.97
+# Of improving on what has been imitated: small steps.
+FINE: dict[str, Any] = {"learning_rate": 2e-4, "n_epochs": 8, "clip_range": 0.1, "target_kl": 0.03}
 # Of learning on in a live job, which has one course of a hundred windows, not thousands.
 ONLINE_ROLLOUT = 32
 ONLINE_RATE = 1e-4
@@ -48,8 +54,10 @@ Say = Callable[[str], None]
 class Curve(BaseCallback):
     """The learning curve: mean return of the episodes that ended since the last update, said and kept."""
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, say: Say, before: int = 0) -> None:
+        """So many decisions were learned from `before`."""
         super().__init__()
+        self._before = before
         self.points: list[tuple[int, float]] = []
         self._say = say
         self._returns: list[float] = []
@@ -60,27 +68,23 @@ class Curve(BaseCallback):
 
     def _on_rollout_end(self) -> None:
         if self._returns:
-            self.points.append((self.num_timesteps, float(np.mean(self._returns))))
+            self.points.append((self._before + self.num_timesteps, float(np.mean(self._returns))))
             self._say(f"{self.points[-1][0]:,} decisions: mean return {self.points[-1][1]:.3f}")
             self._returns = []
 
 
 def learned(environments: VecEnv, steps: int, seed: int, callback: BaseCallback | None = None, **options: Any) -> PPO:
-    """PPO on these environments. `options` override its settings."""
+    """PPO on these environments, from nothing. `options` override its settings."""
+    model = new_model(environments, seed, **{"learning_rate": lambda left: 1e-4 + 4e-4 * left, **options})
+    model.learn(steps, callback)
+    return model
+
+
+def new_model(environments: VecEnv, seed: int, **options: Any) -> PPO:
     torch.set_num_threads(1)  # the network is small, and its sums shall not depend on the machine
-    settings: dict[str, Any] = {
-        "n_steps": ROLLOUT,
-        "batch_size": MINIBATCH,
-        "n_epochs": 10,
-        "gamma": DISCOUNT,
-        "ent_coef": 0.004,
-        "learning_rate": lambda left: 1e-4 + 4e-4 * left,
-        "policy_kwargs": {"net_arch": list(HIDDEN)},
-        **options,
-    }
+    settings: dict[str, Any] = {"gamma": DISCOUNT, "policy_kwargs": {"net_arch": list(HIDDEN)}, **options}
     model = PPO("MlpPolicy", environments, seed=seed, device="cpu", **settings)
     model.set_logger(silent())
-    model.learn(steps, callback)
     return model
 
 
@@ -97,29 +101,47 @@ def train(
 ) -> Specification:
     """Learn on jobs that `draw` draws, and write the policy. Equal arguments give equal weights.
 
+    For a part of the `steps` the policy imitates a planner that knows the landscape; then PPO goes on from there, at
+    first with the actor as it is, until the critic knows what that is worth.
+
     UserError where the file cannot be written.
     """
     limits = limits or Limits()
 
-    def make() -> TuningEnvironment:
-        torch.set_num_threads(1)
-        return TuningEnvironment(draw, limits, make_reward)
+    def vector_of(**options: Any) -> VecEnv:
+        def make() -> TuningEnvironment:
+            torch.set_num_threads(1)
+            return TuningEnvironment(draw, limits, make_reward, **options)
 
-    curve = Curve(say)
-    environments = SubprocVecEnv([make] * processes) if processes > 1 else DummyVecEnv([make])
+        return SubprocVecEnv([make] * processes) if processes > 1 else DummyVecEnv([make])
+
+    imitated, judged = round(IMITATED * steps), round(JUDGED * steps)
+    rollout = min(ROLLOUT, -(-max(2, judged) // processes))
+    advising = vector_of(rival=None, make_adviser=Planner)
     try:
-        rollout = min(ROLLOUT, -(-steps // processes))
-        size = min(MINIBATCH, rollout * processes)
-        model = learned(VecMonitor(environments), steps, seed, curve, n_steps=rollout, batch_size=size)
+        model = new_model(advising, seed, n_steps=rollout, batch_size=min(MINIBATCH, rollout * processes), **FINE)
+        imitated = imitate(model, advising, imitated, seed, say)
     finally:
-        environments.close()
+        advising.close()
+    curve = Curve(say, imitated)
+    rewarding = VecMonitor(vector_of())
+    try:
+        rewarding.seed(seed)
+        model.set_env(rewarding)
+        actor = [weight for name, weight in model.policy.named_parameters() if "value" not in name]
+        for decisions, learns in ((judged, False), (steps - imitated - judged, True)):
+            for weight in actor:
+                weight.requires_grad_(learns)
+            model.learn(decisions, curve, reset_num_timesteps=not learns)
+    finally:
+        rewarding.close()
     specification = Specification(
         HIDDEN,
         limits,
         getattr(make_reward, "__name__", str(make_reward)),
         command,
         seed,
-        model.num_timesteps,
+        imitated + model.num_timesteps,
         tuple((at, round(mean, 4)) for at, mean in curve.points),
     )
     save_policy(output, weights_of(model), specification)

@@ -61,6 +61,10 @@ class Learner:
         """Metrics of the anchor."""
         return {}
 
+    def learning_rate(self, applied: int) -> float:
+        """What the schedule multiplies it by after so many samples."""
+        return 1.0
+
     @property
     def noise_scale(self) -> float | None:
         """Gradient noise scale in samples at the anchor, where it is known (McCandlish et al. 2018)."""

@@ -80,33 +80,39 @@ class Steps:
 
 
 class NoisyQuadratic(Learner):
-    """Arrays have one row a rank and one column a dimension (RJ)."""
+    """Arrays have one row a rank and one column a dimension (RJ), of each of the courses.
+
+    `courses` are runs that differ in their gradients' noise only, side by side at the same times; losses are their
+    means. One is what a real job is; many tell settings apart that one would not.
+    """
 
     learns = True
 
-    def __init__(self, landscape: Landscape, config: Config, ranks: int, total_samples: int) -> None:
+    def __init__(self, landscape: Landscape, config: Config, ranks: int, total_samples: int, courses: int = 1) -> None:
         self.landscape = landscape
+        self._courses = courses
         self._steps = Steps.of(config)
         self._schedule = config.schedule
         self._batch = config.data.batch_size
         self._total = total_samples
-        self._h = landscape.curvatures
-        self._deviations = np.sqrt(landscape.variances)
-        self._anchors = {-1: landscape.first_weights}  # after the newest rounds, by number
+        self._h = np.tile(landscape.curvatures, courses)
+        self._deviations = np.tile(np.sqrt(landscape.variances), courses)
+        first_weights = np.tile(landscape.first_weights, courses)
+        self._anchors = {-1: first_weights}  # after the newest rounds, by number
         self._newest = -1
-        self._outer_velocity = np.zeros(DIMENSIONS)
-        self._base_RJ = np.tile(landscape.first_weights, (ranks, 1))  # the anchor that a rank has taken over
+        self._outer_velocity = np.zeros(self._h.size)
+        self._base_RJ = np.tile(first_weights, (ranks, 1))  # the anchor that a rank has taken over
         # Local weights are base + own. What is finished and in no round yet is pending; what a round carries flies;
         # what has landed on the rank, and leaves its own progress with the next apply, is merged.
         self._own_RJ, self._pending_RJ, self._flying_RJ, self._merged_RJ, self._velocity_RJ = (
-            np.zeros((ranks, DIMENSIONS)) for _ in range(5)
+            np.zeros((ranks, self._h.size)) for _ in range(5)
         )
         self._landed = [-1] * ranks  # the newest round that has landed on a rank
         self._flight = [0] * ranks  # the round in which a rank's contribution flies
         self._rates = [0.0] * ranks
         self._samples, self._inner_steps = [0] * ranks, [0] * ranks  # that are pending
-        self._step = np.zeros(DIMENSIONS)  # the round's sum, as far as it is loaded
-        self._gradient = np.zeros(DIMENSIONS)  # summed over the samples of a synchronous round
+        self._step = np.zeros(self._h.size)  # the round's sum, as far as it is loaded
+        self._gradient = np.zeros(self._h.size)  # summed over the samples of a synchronous round
         self._random = np.random.default_rng(config.run.seed)
         self._noise: Iterator[Row] = iter(())
 
@@ -117,7 +123,7 @@ class NoisyQuadratic(Learner):
     def _draw(self) -> Row:
         drawn = next(self._noise, None)
         if drawn is None:
-            self._noise = iter(self._random.standard_normal((DRAWS, DIMENSIONS)))
+            self._noise = iter(self._random.standard_normal((DRAWS // self._courses, self._h.size)))
             drawn = next(self._noise)
         return drawn
 
@@ -136,7 +142,7 @@ class NoisyQuadratic(Learner):
         return self._loss(weights)
 
     def _loss(self, weights: Row) -> float:
-        return self.landscape.floor + 0.5 * float(self._h @ (weights * weights))
+        return self.landscape.floor + 0.5 * float(self._h @ (weights * weights)) / self._courses
 
     def finish(self, rank: int, piece: Piece) -> None:
         if piece.synchronous_round is None:
@@ -154,7 +160,7 @@ class NoisyQuadratic(Learner):
         self._outer_velocity = self._steps.outer_momentum * self._outer_velocity + self._step
         moved = self._step + self._steps.outer_momentum * self._outer_velocity
         self._move(number, self.anchor + self._steps.outer_learning_rate * moved)
-        self._step = np.zeros(DIMENSIONS)
+        self._step = np.zeros(self._h.size)
 
     def _move(self, number: int, anchor: Row) -> None:
         """The round before has landed everywhere, but not every rank has taken it over."""
@@ -183,7 +189,7 @@ class NoisyQuadratic(Learner):
         self._velocity_RJ[:] = velocity
         self._move(number, self.anchor - self._rates[0] * velocity)
         self._base_RJ[:] = self.anchor
-        self._gradient = np.zeros(DIMENSIONS)
+        self._gradient = np.zeros(self._h.size)
 
     def rest(self, samples: Mapping[int, int], applied: int, synchronous: bool) -> None:
         total = sum(samples.values())
@@ -192,8 +198,16 @@ class NoisyQuadratic(Learner):
             weights = np.array([samples[rank] for rank in ranks]) / total
             self._velocity_RJ[:] = weights @ self._velocity_RJ[ranks]
 
+    @property
+    def squares(self) -> Row:
+        """Of the anchor's weights (J), the means over the courses."""
+        return (self.anchor**2).reshape(self._courses, DIMENSIONS).mean(0)
+
     def evaluate(self) -> dict[str, float]:
         return {"loss": self._loss(self.anchor)}
+
+    def learning_rate(self, applied: int) -> float:
+        return self._schedule.factor(applied, self._total)
 
     @property
     def noise_scale(self) -> float:

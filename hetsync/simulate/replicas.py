@@ -190,6 +190,9 @@ class Replicas(Learner):
         self._noise = self._noise_of[synchronous]
         self._noise.add(addends, norm)
 
+    def learning_rate(self, applied: int) -> float:
+        return self._config.schedule.factor(applied, self._total_samples)
+
     @property
     def noise_scale(self) -> float | None:
         """As a live job measures it, in the mode of the last round."""

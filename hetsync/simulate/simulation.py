@@ -131,5 +131,6 @@ class Simulation:
             losses=tuple(loss for _, loss in losses),
             noise_scale=self.learner.noise_scale,
             progress=policy.ledger.applied / self.scenario.total_samples,
+            learning_rate=self.learner.learning_rate(policy.ledger.applied),
             settings=policy.settings,
         )

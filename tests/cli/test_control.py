@@ -24,7 +24,7 @@ def test_a_policy_for_a_cluster_and_a_recipe(tmp_path: Path, capsys: pytest.Capt
     told = load_policy(str(output))[1]
     assert told.seed == 3
     assert told.command == " ".join(map(str, ["hetsync control train", *words]))
-    assert told.learning_curve
+    assert told.steps == 80
     assert f"wrote {output}" in capsys.readouterr().out
 
 

@@ -176,7 +176,7 @@ def test_ppo_solves_a_trivial_job(pupil: PolicyNetwork) -> None:
 def quick(output: Path, seed: int) -> policy.Specification:
     said: list[str] = []
     made = train(same_job, output, 60, seed, "hetsync control train", said.append, processes=1)
-    assert len(said) == len(made.learning_curve) == 1
+    assert len(said) == 5 + len(made.learning_curve) > 5  # by example, then by reward
     return made
 
 
@@ -211,7 +211,8 @@ def test_a_file_tells_what_it_learned_from(trained: Path) -> None:
     weights, told = load_policy(str(trained))
     assert told.features == FEATURES
     assert told.limits == Limits()
-    assert (told.seed, told.steps, told.command) == (0, 60, "hetsync control train")
+    assert (told.seed, told.command) == (0, "hetsync control train")
+    assert 60 <= told.steps < 70  # whole rollouts
     assert told.reward == "FallOfLogLoss"
     assert {name.split(".")[0] for name in weights} == {"mlp_extractor", "action_net", "value_net"}
 
@@ -243,7 +244,7 @@ def test_policies_that_do_not_fit_are_refused_in_a_sentence(trained: Path, tmp_p
     save_file({name: tensor * math.nan for name, tensor in weights.items()}, tmp_path / "nan", metadata)
     save_file(weights, tmp_path / "list", {policy.SPECIFICATION: "[1, 2]"})
     for path, words in (
-        (old, "knows version 0 of what controllers see, this HetSync version 1: train it anew"),
+        (old, "knows version 0 of what controllers see, this HetSync version 2: train it anew"),
         (altered(trained, tmp_path / "names", features=["loss"]), "train it anew"),
         (str(foreign), "is no policy of HetSync"),
         (str(text), "is no policy of HetSync"),

@@ -23,7 +23,8 @@ D0 = replace(D4, delay_bound=0)
 def by_hand(settings: Settings = D4, shares: tuple[int, ...] = (4, 4)) -> tuple[Policy, Meter]:
     policy = make_policy(list(shares), settings, 10_000)
     policy.begin()
-    return policy, Meter(policy, [StepTime(0.0, 1.0)] * len(shares), solo_samples_per_second=2.0)
+    times = [StepTime(0.0, 1.0)] * len(shares)
+    return policy, Meter(policy, times, solo_samples_per_second=2.0, learning_rate=lambda applied: 1 / (1 + applied))
 
 
 def tell(policy: Policy, meter: Meter, now: float, *events: Event) -> None:
@@ -54,6 +55,7 @@ def test_a_window_of_a_delayed_job() -> None:
         jitter=pytest.approx(0.5 / 1.5),  # 1 and 2 times as long as profiled
         noise_scale=None,
         progress=8 / 10_000,
+        learning_rate=1 / 9,
         settings=D4,
     )
     empty = meter.observe(D0, 12.0)

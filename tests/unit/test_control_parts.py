@@ -32,6 +32,7 @@ SEEN = Observation(
     jitter=0.1,
     noise_scale=100.0,
     progress=0.2,
+    learning_rate=0.7,
     settings=Settings(4, 0.25, 2),
 )
 

@@ -23,7 +23,7 @@ from hetsync.sync.messages import Settings
 
 SECONDS = 60.0
 CONFIG = ControlConfig("random", greatest_accumulation=4)
-SEEN = Observation(1.0, 3, 96, (2.0, 1.0), 0.5, 0.9, 0.1, 0.05, 0.2, None, 0.3, Settings(4, 0.25, 1))
+SEEN = Observation(1.0, 3, 96, (2.0, 1.0), 0.5, 0.9, 0.1, 0.05, 0.2, None, 0.3, 1.0, Settings(4, 0.25, 1))
 
 
 class Told:

@@ -1,0 +1,200 @@
+"""The planner, which knows the landscape, and learning by its example."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stable_baselines3.common.vec_env import DummyVecEnv
+
+from hetsync.config import Config, DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, SyncConfig
+from hetsync.control.actions import Actions, Limits, direction
+from hetsync.control.baselines import Fixed, Goodput
+from hetsync.control.controller import Controller, Decision
+from hetsync.control.environment import TuningEnvironment
+from hetsync.control.imitation import imitate
+from hetsync.control.jobs import WINDOW_BATCHES, Course, Job, devices, random_job, with_settings
+from hetsync.control.observation import Observation
+from hetsync.control.planner import Forecast, Outlook, Planner
+from hetsync.control.policy import PolicyController, load_network
+from hetsync.control.ppo import new_model
+from hetsync.profiling.cluster import Cluster
+from hetsync.simulate.quadratic import Landscape, NoisyQuadratic
+from hetsync.sync.messages import Settings
+
+BATCH = 16
+LIMITS = Limits(1, 8, 0, 16)
+NOISY = Landscape(1.0, 0.0, 4.0, 200.0)
+
+
+def job(
+    landscape: Landscape, settings: Settings | None = None, ranks: int = 4, schedule: str = "constant", seed: int = 0
+) -> Job:
+    """Like devices, a free network."""
+    settings = settings or Settings()
+    config = Config(
+        run=RunConfig(seed=seed),
+        data=DataConfig(batch_size=BATCH),
+        optimizer=OptimizerConfig("sgd", 0.05, 0.0),
+        schedule=ScheduleConfig(schedule),
+        sync=SyncConfig(delay_bound=settings.delay_bound, accumulation=settings.accumulation),
+    )
+    return Job(config, Cluster("like", "made up", devices([1.0] * ranks)), ranks, landscape, BATCH / 0.2)
+
+
+def driven(course: Course, controller: Controller) -> list[Decision]:
+    """The job until its time is up."""
+    decisions = []
+    while not (course.over or course.late):
+        course.advance()
+        if not course.over:
+            decisions.append(controller.decide(course.observe()))
+            course.tune(decisions[-1].settings)
+    return decisions
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+@pytest.mark.parametrize("settings", [Settings(4, 0.25, 1), Settings(0, 0.25, 1), Settings(0, 0.25, 8)])
+def test_the_forecast_is_what_happens(settings: Settings, schedule: str) -> None:
+    courses = [Course(job(NOISY, settings, schedule=schedule, seed=seed)) for seed in range(3)]
+    forecast = Forecast(courses[0].job)
+    outlook = Outlook(NOISY.first_weights**2, 0)
+    for _ in range(4):
+        for course in courses:
+            for _ in range(8):
+                course.advance()
+        applied = [course.simulation.policy.ledger.applied for course in courses]
+        pace = (np.mean(applied) - outlook.applied) / (8 * WINDOW_BATCHES * BATCH)
+        slices = 1 if settings.delay_bound else settings.accumulation
+        outlook = forecast.after(outlook, 8, slices, float(pace))
+        assert forecast.loss(outlook) == pytest.approx(np.mean([course.loss for course in courses]), rel=0.2)
+
+
+def test_where_noise_is_all_that_remains_it_goes_over_to_large_synchronous_steps() -> None:
+    ends: dict[str, float] = {}
+    for name in ("planner", "goodput", "fixed"):
+        course = Course(job(NOISY))
+        controllers = {"planner": Planner(course, LIMITS), "goodput": Goodput(LIMITS, BATCH), "fixed": Fixed()}
+        decisions = driven(course, controllers[name])
+        ends[name] = course.loss
+        if name == "planner":
+            assert decisions[0].settings.delay_bound > 0
+            last = decisions[-1]
+            assert (last.settings.delay_bound, last.settings.accumulation) == (0, 8)
+            assert "promise" in last.reason
+    assert ends["planner"] < 0.5 * min(ends["goodput"], ends["fixed"])
+
+
+@pytest.mark.parametrize(
+    ("landscape", "limits"), [(replace(NOISY, noise_scale=0.1), LIMITS), (NOISY, replace(LIMITS, least_delay_bound=1))]
+)
+def test_it_is_the_goodput_controller_without_noise_and_where_synchronous_steps_are_out_of_bounds(
+    landscape: Landscape, limits: Limits
+) -> None:
+    course = Course(job(landscape))
+    planner, goodput = Planner(course, limits), Goodput(limits, BATCH)
+    for _ in range(10):
+        course.advance()
+        seen = course.observe()
+        decision = planner.decide(seen)
+        assert decision == goodput.decide(seen)
+        course.tune(decision.settings)
+
+
+def test_the_policy_that_comes_along_is_better_than_leaving_things_alone() -> None:
+    """On jobs that it has not learned from, and never much worse on any."""
+    falls = []
+    for seed in range(8):
+        drawn = with_settings(random_job(np.random.default_rng(10_000 + seed)), Settings())
+        ends = []
+        for controller in (Fixed(), PolicyController(load_network(None), LIMITS, drawn.batch_size)):
+            course = Course(drawn)
+            driven(course, controller)
+            ends.append(math.log(course.loss))
+        falls.append(ends[0] - ends[1])
+    assert np.mean(falls) > 0.05
+    assert min(falls) > -0.1
+
+
+# Courses side by side.
+
+
+def test_courses_differ_in_their_noise_only() -> None:
+    losses: dict[int, list[float]] = {}
+    for courses in (1, 16):
+        noiseless = NoisyQuadratic(replace(NOISY, noise_scale=0.0), job(NOISY).config, 2, 1000, courses)
+        assert noiseless.evaluate()["loss"] == pytest.approx(1.0)
+        assert noiseless.noise_scale == 0
+        assert NoisyQuadratic(NOISY, job(NOISY).config, 2, 1000, courses).noise_scale == pytest.approx(200.0)
+        losses[courses] = []
+        for seed in range(20):
+            mine = job(NOISY, seed=seed)
+            simulation = mine.start()
+            simulation.learner = learner = NoisyQuadratic(NOISY, mine.config, 4, 20_000, courses)
+            simulation._world.learner = learner
+            simulation.advance(rounds=300)
+            losses[courses].append(learner.evaluate()["loss"])
+            assert learner.squares.shape == NOISY.curvatures.shape
+    assert np.mean(losses[16]) == pytest.approx(np.mean(losses[1]), rel=0.3)
+    assert np.std(losses[16]) < 0.5 * np.std(losses[1])
+
+
+# By example.
+
+
+@given(
+    *[st.builds(Settings, st.integers(0, 20), st.just(0.25), st.integers(1, 10)) for _ in range(2)],
+)
+def test_an_action_leads_towards_its_goal(settings: Settings, goal: Settings) -> None:
+    actions = Actions(LIMITS)
+    action = direction(settings, goal)
+    assert all(choice in range(3) for choice in action)
+    assert actions.apply(settings, action) == actions.towards(settings, goal)
+    assert direction(goal, goal) == (1, 1)
+
+
+class ByProgress:
+    """K 8 in the first half, and 1 in the second; D 1, then 16."""
+
+    def __init__(self, course: Course, limits: Limits) -> None:
+        self.asked = 0
+
+    def decide(self, seen: Observation) -> Decision:
+        self.asked += 1
+        late = seen.progress > 0.5
+        return Decision(Settings(16, 0.25, 1) if late else Settings(1, 0.25, 8), "by progress")
+
+
+def environment() -> TuningEnvironment:
+    return TuningEnvironment(lambda random: job(NOISY, ranks=2), LIMITS, rival=None, make_adviser=ByProgress)
+
+
+def test_an_adviser_is_asked_once_a_window() -> None:
+    tuning = environment()
+    _, info = tuning.reset(seed=0)
+    assert info["advice"] == (2, 0)
+    *_, info = tuning.step(np.array(info["advice"]))
+    assert info["advice"] == (2, 0)
+    assert isinstance(tuning._adviser, ByProgress)
+    assert tuning._adviser.asked == 2
+    assert "advice" not in TuningEnvironment(lambda random: job(NOISY, ranks=2), LIMITS).reset(seed=0)[1]
+
+
+def test_a_policy_learns_what_its_adviser_does() -> None:
+    environments = DummyVecEnv([environment])
+    model = new_model(environments, 0, n_steps=10, batch_size=10)
+    said: list[str] = []
+    assert imitate(model, environments, 998, 0, said.append) == 1000
+    assert len(said) == 5
+    vectors = environments.reset()
+    advice, agreed = environments.reset_infos[0]["advice"], 0
+    for _ in range(39):
+        actions, _ = model.predict(vectors, deterministic=True)
+        agreed += tuple(actions[0]) == tuple(advice)
+        vectors, _, _, infos = environments.step(actions)
+        advice = infos[0]["advice"]
+    assert agreed > 35
