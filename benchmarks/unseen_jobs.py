@@ -1,0 +1,85 @@
+"""Controllers on jobs that are drawn as for pre-training, from seeds that it did not see.
+
+    python benchmarks/unseen_jobs.py [--jobs 64] [--policy FILE]
+
+Every job begins at the defaults (K = 1, D = 4) and is compared with itself left alone there, in virtual time: the
+logarithm of the loss, as a mean over the time and when the time is up (mean of the last window). Below zero is better.
+`planner` knows the landscape: how much there is to be gained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+import numpy as np
+import torch
+from controllers import DEFAULT, LIMITS, named
+
+from hetsync.control.baselines import Fixed
+from hetsync.control.controller import Controller
+from hetsync.control.envelope import Envelope
+from hetsync.control.jobs import LOOKS, Course, random_job, with_settings
+from hetsync.control.planner import Planner
+from hetsync.control.policy import PolicyController, load_network
+
+FIRST_SEED = 1_000_000  # none that pre-training used
+LEAST_LOSS = 1e-8
+ARMS = ("schedule", "random", "proportional", "goodput", "ppo", "planner")
+WORSE = 0.02  # at the end: worth mentioning
+
+
+def controller_of(arm: str, course: Course, policy: str | None) -> Controller:
+    batch = course.job.batch_size
+    if arm == "fixed":
+        return Fixed()
+    if arm == "planner":
+        return Planner(course, LIMITS)
+    if arm == "ppo":
+        return PolicyController(load_network(policy), LIMITS, batch)
+    make: Callable[[int, int], Controller] = named(arm)
+    return make(course.job.config.run.seed, batch)
+
+
+def log_losses(arm: str, seed: int, policy: str | None) -> tuple[float, float]:
+    """Mean over the time, and at the end."""
+    torch.set_num_threads(1)
+    course = Course(with_settings(random_job(np.random.default_rng(FIRST_SEED + seed)), DEFAULT))
+    guarded = Envelope(controller_of(arm, course, policy), LIMITS)
+    while not (course.over or course.late):
+        course.advance()
+        if not course.over:
+            course.tune(guarded.decide(course.observe()).settings)
+    losses = [math.log(max(look.loss, LEAST_LOSS)) for look in course.looks]
+    return statistics.fmean(losses), statistics.fmean(losses[-LOOKS:])
+
+
+def interval(values: list[float]) -> str:
+    return f"{statistics.fmean(values):+.3f} ± {statistics.stdev(values) / len(values) ** 0.5:.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=64, help="how many are drawn")
+    parser.add_argument("--policy", help="of ppo; default: the one that comes along")
+    options = parser.parse_args()
+    print("| controller | mean over the time | at the end | worse at the end | worst |\n|" + " --- |" * 5)
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        seeds = range(options.jobs)
+        alone = list(pool.map(partial(log_losses, "fixed", policy=None), seeds))
+        for arm in ARMS:
+            told = list(pool.map(partial(log_losses, arm, policy=options.policy), seeds))
+            over_time = [mine[0] - theirs[0] for mine, theirs in zip(told, alone, strict=True)]
+            at_end = [mine[1] - theirs[1] for mine, theirs in zip(told, alone, strict=True)]
+            worse = sum(value > WORSE for value in at_end) / len(at_end)
+            figures = f"{interval(over_time)} | {interval(at_end)} | {worse:.0%} | {max(at_end):+.2f}"
+            print(f"| {arm} | {figures} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
