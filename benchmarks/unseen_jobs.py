@@ -23,10 +23,10 @@ from controllers import DEFAULT, LIMITS, named
 
 from hetsync.control.baselines import Fixed
 from hetsync.control.controller import Controller
-from hetsync.control.envelope import Envelope
 from hetsync.control.jobs import LOOKS, Course, random_job, with_settings
 from hetsync.control.planner import Planner
 from hetsync.control.policy import PolicyController, load_network
+from hetsync.control.trial import run_course
 
 FIRST_SEED = 2_000_000  # none that pre-training used, nor anybody who worked on it
 LEAST_LOSS = 1e-8
@@ -47,15 +47,12 @@ def controller_of(arm: str, course: Course, policy: str | None) -> Controller:
 
 
 def log_losses(arm: str, seed: int, policy: str | None) -> tuple[float, float]:
-    """Mean over the time, and at the end."""
+    """Mean over the time, and when it is up."""
     torch.set_num_threads(1)
     course = Course(with_settings(random_job(np.random.default_rng(FIRST_SEED + seed)), DEFAULT))
-    guarded = Envelope(controller_of(arm, course, policy), LIMITS)
-    while not (course.over or course.late):
-        course.advance()
-        if not course.over:
-            course.tune(guarded.decide(course.observe()).settings)
-    losses = [math.log(max(look.loss, LEAST_LOSS)) for look in course.looks]
+    trial = run_course(course, controller_of(arm, course, policy), LIMITS)
+    timely = zip(trial.seconds, trial.losses, strict=True)
+    losses = [math.log(max(loss, LEAST_LOSS)) for at, loss in timely if at <= trial.time_limit * (1 + 1e-9)]
     return statistics.fmean(losses), statistics.fmean(losses[-LOOKS:])
 
 

@@ -78,6 +78,8 @@ class Planner:
             return otherwise
         plans = self._plans(seen, otherwise)
         never = plans.pop((math.inf, 0))
+        if not plans:  # K cannot change
+            return otherwise
         wait, slices = min(plans, key=lambda plan: plans[plan])
         promised = plans[wait, slices]
         if wait or promised > GAIN * never:

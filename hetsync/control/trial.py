@@ -72,7 +72,12 @@ class Trial:
 
 def run_trial(job: Job, controller: Controller, limits: Limits) -> Trial:
     """The job to its end, with a decision a window, within the limits."""
-    course, guarded = Course(job), Envelope(controller, limits)
+    return run_course(Course(job), controller, limits)
+
+
+def run_course(course: Course, controller: Controller, limits: Limits) -> Trial:
+    """The same for a controller that has looked into the course."""
+    job, guarded = course.job, Envelope(controller, limits)
     settings: list[Settings] = []
     reasons: list[str] = []
     while not course.over and course.simulation.now < PATIENCE * job.time_limit:

@@ -14,7 +14,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from hetsync.config import Config, DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, SyncConfig
 from hetsync.control.actions import Actions, Limits, direction
 from hetsync.control.baselines import Fixed, Goodput
-from hetsync.control.controller import Controller, Decision
+from hetsync.control.controller import Decision
 from hetsync.control.environment import TuningEnvironment
 from hetsync.control.imitation import imitate
 from hetsync.control.jobs import WINDOW_BATCHES, Course, Job, devices, random_job, with_settings
@@ -22,6 +22,7 @@ from hetsync.control.observation import Observation
 from hetsync.control.planner import Forecast, Outlook, Planner
 from hetsync.control.policy import PolicyController, load_network
 from hetsync.control.ppo import new_model
+from hetsync.control.trial import run_course, run_trial
 from hetsync.profiling.cluster import Cluster
 from hetsync.simulate.quadratic import Landscape, NoisyQuadratic
 from hetsync.sync.messages import Settings
@@ -46,17 +47,6 @@ def job(
     return Job(config, Cluster("like", "made up", devices([1.0] * ranks)), ranks, landscape, BATCH / 0.2)
 
 
-def driven(course: Course, controller: Controller) -> list[Decision]:
-    """The job until its time is up."""
-    decisions = []
-    while not (course.over or course.late):
-        course.advance()
-        if not course.over:
-            decisions.append(controller.decide(course.observe()))
-            course.tune(decisions[-1].settings)
-    return decisions
-
-
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 @pytest.mark.parametrize("settings", [Settings(4, 0.25, 1), Settings(0, 0.25, 1), Settings(0, 0.25, 8)])
 def test_the_forecast_is_what_happens(settings: Settings, schedule: str) -> None:
@@ -79,20 +69,24 @@ def test_where_noise_is_all_that_remains_it_goes_over_to_large_synchronous_steps
     for name in ("planner", "goodput", "fixed"):
         course = Course(job(NOISY))
         controllers = {"planner": Planner(course, LIMITS), "goodput": Goodput(LIMITS, BATCH), "fixed": Fixed()}
-        decisions = driven(course, controllers[name])
-        ends[name] = course.loss
+        trial = run_course(course, controllers[name], LIMITS)
+        ends[name] = trial.loss_in_time
         if name == "planner":
-            assert decisions[0].settings.delay_bound > 0
-            last = decisions[-1]
-            assert (last.settings.delay_bound, last.settings.accumulation) == (0, 8)
-            assert "promise" in last.reason
+            assert trial.settings[0].delay_bound > 0
+            assert (trial.settings[-1].delay_bound, trial.settings[-1].accumulation) == (0, 8)
+            assert any("promise" in reason for reason in trial.reasons)
     assert ends["planner"] < 0.5 * min(ends["goodput"], ends["fixed"])
 
 
 @pytest.mark.parametrize(
-    ("landscape", "limits"), [(replace(NOISY, noise_scale=0.1), LIMITS), (NOISY, replace(LIMITS, least_delay_bound=1))]
+    ("landscape", "limits"),
+    [
+        (replace(NOISY, noise_scale=0.1), LIMITS),
+        (NOISY, replace(LIMITS, least_delay_bound=1)),
+        (NOISY, replace(LIMITS, greatest_accumulation=1)),
+    ],
 )
-def test_it_is_the_goodput_controller_without_noise_and_where_synchronous_steps_are_out_of_bounds(
+def test_it_is_the_goodput_controller_where_larger_synchronous_steps_are_useless_or_out_of_bounds(
     landscape: Landscape, limits: Limits
 ) -> None:
     course = Course(job(landscape))
@@ -110,12 +104,9 @@ def test_the_policy_that_comes_along_is_better_than_leaving_things_alone() -> No
     falls = []
     for seed in range(8):
         drawn = with_settings(random_job(np.random.default_rng(10_000 + seed)), Settings())
-        ends = []
-        for controller in (Fixed(), PolicyController(load_network(None), LIMITS, drawn.batch_size)):
-            course = Course(drawn)
-            driven(course, controller)
-            ends.append(math.log(course.loss))
-        falls.append(ends[0] - ends[1])
+        policy = PolicyController(load_network(None), LIMITS, drawn.batch_size)
+        alone, steered = (run_trial(drawn, controller, LIMITS).loss_in_time for controller in (Fixed(), policy))
+        falls.append(math.log(alone / steered))
     assert np.mean(falls) > 0.05
     assert min(falls) > -0.1
 
