@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from hetsync.cli import make_parser, parse_recipe
-from hetsync.config import Config, EmulationConfig, OptimizerConfig, RunConfig, SyncConfig
+from hetsync.config import Config, EmulationConfig, SyncConfig
 from hetsync.control.actions import Limits
 from hetsync.control.baselines import Fixed
 from hetsync.control.controller import Controller, Decision
@@ -122,26 +125,49 @@ def policy(recipe: Config, steps: int, seed: int) -> PPO:
     return learned(environments, steps, seed, **PPO2)
 
 
-Make = Callable[[int], Controller]
+FIRST = {"α = 1": 1, "α = 2": 2, "α = 4": 4, "α = 8": 8}  # of the arms that never change it
+ARMS = (*FIRST, "by hand", "random", "untrained", "PPO")
+Weights = dict[str, torch.Tensor]
 
 
-def arms(untrained: PPO, trained: PPO) -> dict[str, tuple[int, Make]]:
-    """First α, and the controller by seed."""
-    fixed: dict[str, tuple[int, Make]] = {f"α = {a}": (a, lambda seed: Fixed()) for a in (1, 2, 4, 8)}
-    return {
-        **fixed,
-        "by hand": (1, lambda seed: Doubling()),
-        "random": (1, Drawn),
-        "untrained": (1, lambda seed: Papers(untrained)),
-        "PPO": (1, lambda seed: Papers(trained)),
-    }
+def controller_of(arm: str, recipe: Config, seed: int, learned_weights: Weights) -> Controller:
+    if arm in FIRST:
+        return Fixed()
+    if arm == "by hand":
+        return Doubling()
+    if arm == "random":
+        return Drawn(seed)
+    model = policy(recipe, 0, 0)
+    if arm == "PPO":
+        model.policy.load_state_dict(learned_weights)
+    return Papers(model)
 
 
 # Runs.
 
 
+@dataclass(frozen=True)
+class Run:
+    """One training. It has one thread: a core for each."""
+
+    place: str
+    arm: str
+    rate: float
+    seed: int
+
+    def of(self, recipe: Config, learned_weights: Weights) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        config = replace(
+            recipe,
+            optimizer=replace(recipe.optimizer, learning_rate=self.rate),
+            run=replace(recipe.run, seed=self.seed),
+        )
+        controller = controller_of(self.arm, recipe, self.seed, learned_weights)
+        return trained_model(config, PLACES[self.place], FIRST.get(self.arm, 1), controller)
+
+
 def trained_model(config: Config, ranks: int, alpha: int, controller: Controller) -> dict[str, Any]:
-    """A training with real gradients: metrics on the way, by virtual seconds and samples."""
+    """With real gradients: metrics on the way, by virtual seconds and samples."""
     sync = replace(config.sync, delay_bound=0, accumulation=alpha)
     config = replace(config, sync=sync, emulation=EmulationConfig(DEVICE_RATE * ranks))
     built, model = build(config)
@@ -174,53 +200,62 @@ def at_time(result: dict[str, Any], seconds: float) -> dict[str, float]:
 
 
 class Bench:
+    """Results of runs, which are kept in the output folder and not repeated."""
+
     def __init__(self, options: argparse.Namespace) -> None:
         recipe = parse_recipe(make_parser("accumulation", ""), [str(RECIPE)])[0]
-        self.samples: int = options.samples
-        run = replace(recipe.run, samples=self.samples, evaluate_every=self.samples // EVALUATIONS)
+        run = replace(recipe.run, samples=options.samples, evaluate_every=options.samples // EVALUATIONS)
         self.recipe = replace(recipe, run=run, sync=SyncConfig(delay_bound=0))
         began = time.process_time()
-        trained = policy(recipe, options.steps, 0)
+        self.learned_weights: Weights = policy(recipe, options.steps, 0).policy.state_dict()
         self.training_seconds = time.process_time() - began
-        self.arms = arms(policy(recipe, 0, 0), trained)
-        self.path: Path = options.output / "accumulation.json"
+        self.path: Path = options.output / f"accumulation-{options.samples}-{options.steps}.json"
         self.results: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {}
 
-    def run(self, place: str, arm: str, rate: float, seed: int) -> dict[str, Any]:
-        key = f"{place}/{arm}/{rate}/{seed}/{self.samples}"
-        if key not in self.results:
-            alpha, make = self.arms[arm]
-            optimizer: OptimizerConfig = replace(self.recipe.optimizer, learning_rate=rate)
-            run: RunConfig = replace(self.recipe.run, seed=seed)
-            config = replace(self.recipe, optimizer=optimizer, run=run)
-            self.results[key] = trained_model(config, PLACES[place], alpha, make(seed))
-            print(key, self.results[key]["points"][-1], flush=True)
+    def make(self, runs: Iterable[Run], pool: Executor) -> None:
+        missing = [run for run in runs if str(run) not in self.results]
+        under_way = {pool.submit(run.of, self.recipe, self.learned_weights): run for run in missing}
+        for future in as_completed(under_way):
+            run = under_way[future]
+            self.results[str(run)] = future.result()
+            print(run, self[run]["points"][-1], flush=True)
             self.path.write_text(json.dumps(self.results))
-        result: dict[str, Any] = self.results[key]
+
+    def __getitem__(self, run: Run) -> dict[str, Any]:
+        result: dict[str, Any] = self.results[str(run)]
         return result
 
     def best_rate(self, place: str, arm: str, rates: tuple[float, ...]) -> float:
-        return min(rates, key=lambda rate: self.run(place, arm, rate, 0)["points"][-1]["mape"])
+        return min(rates, key=lambda rate: self[Run(place, arm, rate, 0)]["points"][-1]["mape"])
+
+    def make_all(self, rates: tuple[float, ...], seeds: int, pool: Executor) -> dict[tuple[str, str], list[Run]]:
+        """By place and arm: the runs at the learning rate that served best, by seed."""
+        cells = list(product(PLACES, ARMS))
+        self.make((Run(*cell, rate, 0) for cell in cells for rate in rates), pool)
+        best = {cell: self.best_rate(*cell, rates) for cell in cells}
+        chosen = {cell: [Run(*cell, rate, seed) for seed in range(seeds)] for cell, rate in best.items()}
+        self.make((run for runs in chosen.values() for run in runs), pool)
+        return chosen
 
 
-def markdown(bench: Bench, rates: tuple[float, ...], seeds: int) -> str:
+def markdown(bench: Bench, rates: tuple[float, ...], seeds: int, pool: Executor) -> str:
     lines = [f"The papers claim {CLAIM} (8 GPUs, other data). Ours, medians of {seeds} seeds; tried learning rates"]
     lines += [f"{', '.join(map(str, rates))}; PPO's training took {bench.training_seconds:.0f} s of CPU beforehand.\n"]
     lines += ["| where | α | learning rate | MAPE | RMSE | MAE | MAPE in time of α = 1 | mean α | decisions, CPU s |"]
     lines += ["| --- |" + " --- |" * 8]
-    for place in PLACES:
-        limit = 0.0
-        for arm in bench.arms:
-            rate = bench.best_rate(place, arm, rates)
-            results = [bench.run(place, arm, rate, seed) for seed in range(seeds)]
-            ends = [result["points"][-1] for result in results]
-            limit = limit or statistics.median(end["seconds"] for end in ends)
-            metrics = [statistics.median(end[name] for end in ends) for name in ("mape", "rmse", "mae")]
-            timely = statistics.median(at_time(result, limit * 1.001)["mape"] for result in results)
-            mean = statistics.mean(alpha for result in results for alpha in result["alphas"])
-            cost = statistics.median(result["controller_seconds"] for result in results)
-            figures = " | ".join(f"{value:.2f}" for value in (*metrics, timely, mean, cost))
-            lines.append(f"| {place} | {arm} | {rate} | {figures} |")
+    limits: dict[str, float] = {}  # by place: how long α = 1 takes
+    for (place, arm), runs in bench.make_all(rates, seeds, pool).items():
+        results = [bench[run] for run in runs]
+        ends = [result["points"][-1] for result in results]
+        limit = limits.setdefault(place, statistics.median(end["seconds"] for end in ends))
+        metrics = [statistics.median(end[name] for end in ends) for name in ("mape", "rmse", "mae")]
+        mapes = [end["mape"] for end in ends]
+        timely = statistics.median(at_time(result, limit * 1.001)["mape"] for result in results)
+        mean = statistics.mean(alpha for result in results for alpha in result["alphas"])
+        cost = statistics.median(result["controller_seconds"] for result in results)
+        figures = " | ".join(f"{value:.2f}" for value in (*metrics[1:], timely, mean, cost))
+        spread = f"{metrics[0]:.2f} ({min(mapes):.2f} to {max(mapes):.2f})"
+        lines.append(f"| {place} | {arm} | {runs[0].rate} | {spread} | {figures} |")
     return "\n".join(lines) + "\n"
 
 
@@ -239,7 +274,8 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)
     command = " ".join(["python", "benchmarks/accumulation.py", *sys.argv[1:]])
-    text = f"`{command}` on {machine()}\n\n{markdown(bench, rates, options.seeds)}"
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        text = f"`{command}` on {machine()}\n\n{markdown(bench, rates, options.seeds, pool)}"
     (options.output / "accumulation.md").write_text(text)
     print(text)
 

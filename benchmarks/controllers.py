@@ -76,10 +76,10 @@ def _recipe(batch: int, name: str, rate: float, momentum: float, schedule: Any) 
 # (digits with --data.batch_size 160), then the same with --calibrate in place of --gradients.
 WORKLOADS = {
     "digits-like": Workload(
-        _recipe(160, "sgd", 0.05, 0.9, "constant"), Landscape(2.974, 0.0, 0.1002, 296.1), 500.0, (0.12, 0.06)
+        _recipe(160, "sgd", 0.05, 0.9, "constant"), Landscape(2.766, 0.0, 0.07962, 296.1, 0.758), 500.0, (0.12, 0.013)
     ),
     "DeepTTE-like": Workload(
-        _recipe(64, "adamw", 0.003, 0.9, "cosine"), Landscape(0.3198, 0.0742, 8.373, 62.83), 250.0, (0.095, 0.0915)
+        _recipe(64, "adamw", 0.003, 0.9, "cosine"), Landscape(0.3194, 0.0740, 8.373, 49.09), 250.0, (0.095, 0.0915)
     ),
 }
 

@@ -13,8 +13,8 @@ import argparse
 import math
 import os
 import statistics
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -56,6 +56,20 @@ def log_losses(arm: str, seed: int, policy: str | None) -> tuple[float, float]:
     return statistics.fmean(losses), statistics.fmean(losses[-LOOKS:])
 
 
+def compared(pool: Executor, arms: Mapping[str, tuple[str, str | None]], jobs: int) -> None:
+    """Prints a table; an arm is a controller's name and, of ppo, the policy."""
+    print("| controller | mean over the time | at the end | worse at the end | worst |\n|" + " --- |" * 5)
+    seeds = range(jobs)
+    alone = list(pool.map(partial(log_losses, "fixed", policy=None), seeds))
+    for label, (arm, policy) in arms.items():
+        told = list(pool.map(partial(log_losses, arm, policy=policy), seeds))
+        over_time = [mine[0] - theirs[0] for mine, theirs in zip(told, alone, strict=True)]
+        at_end = [mine[1] - theirs[1] for mine, theirs in zip(told, alone, strict=True)]
+        worse = sum(value > WORSE for value in at_end) / len(at_end)
+        figures = f"{interval(over_time)} | {interval(at_end)} | {worse:.0%} | {max(at_end):+.2f}"
+        print(f"| {label} | {figures} (job {at_end.index(max(at_end))}) |", flush=True)
+
+
 def interval(values: list[float]) -> str:
     return f"{statistics.fmean(values):+.3f} ± {statistics.stdev(values) / len(values) ** 0.5:.3f}"
 
@@ -65,17 +79,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=64, help="how many are drawn")
     parser.add_argument("--policy", help="of ppo; default: the one that comes along")
     options = parser.parse_args()
-    print("| controller | mean over the time | at the end | worse at the end | worst |\n|" + " --- |" * 5)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        seeds = range(options.jobs)
-        alone = list(pool.map(partial(log_losses, "fixed", policy=None), seeds))
-        for arm in ARMS:
-            told = list(pool.map(partial(log_losses, arm, policy=options.policy), seeds))
-            over_time = [mine[0] - theirs[0] for mine, theirs in zip(told, alone, strict=True)]
-            at_end = [mine[1] - theirs[1] for mine, theirs in zip(told, alone, strict=True)]
-            worse = sum(value > WORSE for value in at_end) / len(at_end)
-            figures = f"{interval(over_time)} | {interval(at_end)} | {worse:.0%} | {max(at_end):+.2f}"
-            print(f"| {arm} | {figures} |", flush=True)
+        compared(pool, {arm: (arm, options.policy) for arm in ARMS}, options.jobs)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ WINDOW_BATCHES = 16
 DECISIONS = 40
 # At the loss, in each window.
 LOOKS = 4
-# Of the landscape's noise: the loss of a single one scatters by a third where noise is all that remains.
+# Of the landscape's noise: where that is all that remains, the loss of a single one scatters by almost half of itself.
 COURSES = 16
 
 Random = np.random.Generator
@@ -253,7 +253,8 @@ def random_recipe(ranks: int, random: Random) -> Config:
 
 
 def random_landscape(config: Config, random: Random) -> Landscape:
-    """One that the recipe's learning rate can learn on, quickly or slowly, with little noise or much.
+    """One that the recipe's learning rate can learn on, quickly or slowly, with little noise or much, which stays or
+    falls with the loss.
 
     A sharpness (learning rate times largest curvature, momentum included) of 1 is near where synchronous steps of full
     batches begin to swing; at 0.03 a job ends long before it has converged.
@@ -261,10 +262,15 @@ def random_landscape(config: Config, random: Random) -> Landscape:
     rate = config.optimizer.learning_rate
     momentum = config.optimizer.momentum if config.optimizer.name == "sgd" else 0.0
     sharpness = log_uniform(random, 0.03, 0.5)
-    noise = log_uniform(random, 0.02, 5.0) * config.data.batch_size
+    noise = log_uniform(random, 0.02, 5.0)
+    power = float(random.choice([0.0, random.uniform(), 1.0]))
+    if power:
+        # Noise in proportion to the loss adds to it what it takes away where noise is 0.57 / sharpness.
+        noise = min(noise, 0.3 / sharpness)
     floor = log_uniform(random, 0.003, 0.3)
     scale = log_uniform(random, 0.1, 10.0)
-    return Landscape(scale, floor * scale, sharpness * (1 - momentum) / rate, noise)
+    curvature = sharpness * (1 - momentum) / rate
+    return Landscape(scale, floor * scale, curvature, noise * config.data.batch_size, power)
 
 
 def random_script(job: Job, random: Random) -> tuple[Change, ...]:

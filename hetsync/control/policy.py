@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from hetsync.control.actions import Actions, Limits
+from hetsync.control.actions import KEEP, Actions, Limits
 from hetsync.control.baselines import described
 from hetsync.control.controller import Decision
 from hetsync.control.features import FEATURES, VERSION, Features
@@ -29,6 +29,7 @@ GENERAL = "general.safetensors"
 SPECIFICATION = "hetsync_policy"
 CHOICES = 3  # decrease, keep, increase: for K, then for D
 WORDS = ("down", "kept", "up")
+SURE = 0.7  # probability from which a change is worth what every change costs
 
 Weights = dict[str, torch.Tensor]
 
@@ -87,24 +88,27 @@ class PolicyNetwork(torch.nn.Module):
 
 
 class PolicyController:
-    """Does what the network finds likeliest."""
+    """Does what the network finds likeliest, changes only where it is sure of them."""
 
-    def __init__(self, network: PolicyNetwork, limits: Limits, batch_size: int) -> None:
+    def __init__(self, network: PolicyNetwork, limits: Limits, batch_size: int, sure: float = SURE) -> None:
+        """`sure` is the least probability of a change."""
         self._network = network
+        self._sure = sure
         self._actions = Actions(limits)
         self._features = Features(batch_size)
 
     def decide(self, seen: Observation) -> Decision:
         features = torch.from_numpy(self._features.of(seen))
-        return chosen(self._network(features), seen, self._actions)
+        return chosen(self._network(features), seen, self._actions, self._sure)
 
 
-def chosen(logits: torch.Tensor, seen: Observation, actions: Actions) -> Decision:
+def chosen(logits: torch.Tensor, seen: Observation, actions: Actions, sure: float) -> Decision:
     """The likeliest actions, with their probabilities as the reason."""
     likeliest, picks = logits.softmax(1).max(1)
-    settings = actions.apply(seen.settings, picks.tolist())
-    parts = zip("KD", picks.tolist(), likeliest.tolist(), strict=True)
-    words = ", ".join(f"{name} {WORDS[pick]} (p {p:.2f})" for name, pick, p in parts)
+    taken = picks.where(likeliest >= sure, KEEP).tolist()
+    settings = actions.apply(seen.settings, taken)
+    parts = zip("KD", taken, picks.tolist(), likeliest.tolist(), strict=True)
+    words = ", ".join(f"{name} {WORDS[do]} ({WORDS[pick]} p {p:.2f})" for name, do, pick, p in parts)
     return Decision(settings, f"{words}: {described(settings)}")
 
 
@@ -113,7 +117,7 @@ def untrained(limits: Limits, batch_size: int, seed: int, hidden: tuple[int, ...
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = PolicyNetwork(hidden)
-    return PolicyController(network, limits, batch_size)
+    return PolicyController(network, limits, batch_size, sure=0.0)
 
 
 def save_policy(path: Path, weights: Weights, specification: Specification) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,16 @@ def new_model(environments: VecEnv, seed: int, **options: Any) -> PPO:
     return model
 
 
+def simulated_jobs(draw: Draw, limits: Limits, make_reward: MakeReward, processes: int, **options: Any) -> VecEnv:
+    """Environments side by side; `options` are further ones of `TuningEnvironment`."""
+
+    def make() -> TuningEnvironment:
+        torch.set_num_threads(1)
+        return TuningEnvironment(draw, limits, make_reward, **options)
+
+    return SubprocVecEnv([make] * processes) if processes > 1 else DummyVecEnv([make])
+
+
 def train(
     draw: Draw,
     output: Path,
@@ -107,34 +119,16 @@ def train(
     UserError where the file cannot be written.
     """
     limits = limits or Limits()
-
-    def vector_of(**options: Any) -> VecEnv:
-        def make() -> TuningEnvironment:
-            torch.set_num_threads(1)
-            return TuningEnvironment(draw, limits, make_reward, **options)
-
-        return SubprocVecEnv([make] * processes) if processes > 1 else DummyVecEnv([make])
-
-    imitated, judged = round(IMITATED * steps), round(JUDGED * steps)
+    simulated = partial(simulated_jobs, draw, limits, make_reward, processes)
+    judged = round(JUDGED * steps)
     rollout = min(ROLLOUT, -(-max(2, judged) // processes))
-    advising = vector_of(rival=None, make_adviser=Planner)
-    try:
+    with closing(simulated(rival=None, make_adviser=Planner)) as advising:
         model = new_model(advising, seed, n_steps=rollout, batch_size=min(MINIBATCH, rollout * processes), **FINE)
-        imitated = imitate(model, advising, imitated, seed, say)
-    finally:
-        advising.close()
+        imitated = imitate(model, advising, round(IMITATED * steps), seed, say)
     curve = Curve(say, imitated)
-    rewarding = VecMonitor(vector_of())
-    try:
+    with closing(VecMonitor(simulated())) as rewarding:
         rewarding.seed(seed)
-        model.set_env(rewarding)
-        actor = [weight for name, weight in model.policy.named_parameters() if "value" not in name]
-        for decisions, learns in ((judged, False), (steps - imitated - judged, True)):
-            for weight in actor:
-                weight.requires_grad_(learns)
-            model.learn(decisions, curve, reset_num_timesteps=not learns)
-    finally:
-        rewarding.close()
+        improve(model, rewarding, judged, steps - imitated - judged, curve)
     specification = Specification(
         HIDDEN,
         limits,
@@ -146,6 +140,16 @@ def train(
     )
     save_policy(output, weights_of(model), specification)
     return specification
+
+
+def improve(model: PPO, environments: VecEnv, judged: int, decisions: int, callback: BaseCallback) -> None:
+    """Go on from what has been imitated: for `judged` decisions only the critic learns, then actor and critic."""
+    model.set_env(environments)
+    actor = [weight for name, weight in model.policy.named_parameters() if "value" not in name]
+    for number, learns in ((judged, False), (decisions, True)):
+        for weight in actor:
+            weight.requires_grad_(learns)
+        model.learn(number, callback, reset_num_timesteps=not learns)
 
 
 def silent() -> Logger:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,16 @@ from hetsync.simulate.scenario import Scenario
 from hetsync.simulate.simulation import Simulation
 
 PARTS = 8  # of a batch, for gradients at two batch sizes
-MOST_STEPS = 100  # of training in which the noise is measured
+MOST_STEPS = 400  # of training in which the noise is measured
 BINS = 20  # of a loss curve
+SETTLED = 0.5  # of the first loss: below, a network refines what it has found, as a quadratic does from the start
+
+
+class Noise(NamedTuple):
+    """Of gradients, as `Landscape` has it."""
+
+    scale: float
+    power: float
 
 
 def calibrated(run: Path) -> Landscape:
@@ -40,7 +48,7 @@ def calibrated(run: Path) -> Landscape:
     config = parse_recipe(make_parser("hetsync simulate", ""), [str(run / CONFIG_FILE)])[0]
     built, model = build(config)
     scenario = scenario_of(config, _cluster(config, summary), int(summary["ranks"]), built, model)
-    noise = measure_noise_scale(config, built, model, scenario.total_samples)
+    noise = measure_noise(config, built, model, scenario.total_samples)
     return fit(binned(records), noise, config, scenario)
 
 
@@ -61,39 +69,66 @@ def _cluster(config: Config, summary: dict[str, Any]) -> Cluster:
     return Cluster("measured", "the calibration run", tuple(DeviceGroup("device", 1, speed) for speed in speeds))
 
 
-def measure_noise_scale(config: Config, built: Data, model: torch.nn.Module, total_samples: int) -> float:
-    """Gradient noise scale in samples over the first quarter of a training in one process, which changes the model.
+def measure_noise(config: Config, built: Data, model: torch.nn.Module, total_samples: int) -> Noise:
+    """The noise of gradients over a training in one process, or its first steps, which changes the model.
 
     From the squared norms of gradients at two batch sizes, each batch and its eighths (McCandlish et al. 2018, appendix
-    A.1); numerator and denominator are averaged over steps separately, as their quotient is biased.
+    A.1). The scale is that of the first quarter; numerator and denominator are averaged over steps separately, as their
+    quotient is biased. UserError where it cannot be told.
     """
     size = PARTS * max(1, round(config.data.batch_size / PARTS))
-    steps = max(1, min(MOST_STEPS, total_samples // 4 // size))
+    steps = max(1, min(MOST_STEPS, total_samples // size))
     optimizer = build_optimizer(config.optimizer, model)
     order = EpochOrder(len(built.train), config.run.seed, built.costs)  # type: ignore[arg-type]
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    variances, squares = [], []
+    first_rates = [group["lr"] for group in optimizer.param_groups]
+    losses, variances, squares = [], [], []
     for step in range(steps):
-        optimizer.zero_grad(set_to_none=True)
-        part_norms, before = [], torch.zeros(sum(w.numel() for w in weights))
-        for part in range(PARTS):
-            start = step * size + part * size // PARTS
-            batch = fetch(built.train, order.indices([(start, start + size // PARTS)]), built.collate)
-            (built.loss(model, batch) / PARTS).backward()
-            summed = _flat_gradient(weights)
-            part_norms.append(float((PARTS * (summed - before)).square().sum()))
-            before = summed
-        small, big = sum(part_norms) / PARTS, float(before.square().sum())
+        for group, rate in zip(optimizer.param_groups, first_rates, strict=True):
+            group["lr"] = rate * config.schedule.factor(step * size, total_samples)
+        starts = range(step * size, (step + 1) * size, size // PARTS)
+        parts = [order.indices([(start, start + size // PARTS)]) for start in starts]
+        loss, small, big = _norms_of(model, built, parts, optimizer)
+        losses.append(loss)
         squares.append((PARTS * big - small) / (PARTS - 1))
         variances.append((small - big) * size / (PARTS - 1))
         optimizer.step()
-    variance, squared_norm = sum(variances), sum(squares)
+    quarter = -(-steps // 4)
+    variance, squared_norm = sum(variances[:quarter]), sum(squares[:quarter])
     if not 0 < variance < float("inf") or squared_norm <= 0:
         raise UserError(
             "the gradient noise cannot be told from the gradient over the run's first steps:"
             " calibrate with a larger data.batch_size"
         )
-    return variance / squared_norm
+    return Noise(variance / squared_norm, noise_power(losses, variances))
+
+
+def _norms_of(
+    model: torch.nn.Module, built: Data, parts: Iterable[list[int]], optimizer: torch.optim.Optimizer
+) -> tuple[float, float, float]:
+    """The loss, the mean squared norm of the parts' gradients, and that of all, which is left for the optimizer."""
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer.zero_grad(set_to_none=True)
+    loss, small, before = 0.0, 0.0, torch.zeros(sum(w.numel() for w in weights))
+    for indices in parts:
+        loss_of_part = built.loss(model, fetch(built.train, indices, built.collate)) / PARTS
+        loss_of_part.backward()
+        loss += loss_of_part.item()
+        summed = _flat_gradient(weights)
+        small += float((PARTS * (summed - before)).square().sum()) / PARTS
+        before = summed
+    return loss, small, float(before.square().sum())
+
+
+def noise_power(losses: Sequence[float], variances: Sequence[float]) -> float:
+    """The slope, from 0 to 1, of the variance's logarithm on the loss's, once the loss has fallen by half; 0 where it
+    does not."""
+    bins = np.array_split(np.array([losses, variances]), min(BINS, len(losses)), axis=1)
+    means = np.array([part.mean(1) for part in bins])
+    means = means[(means[:, 0] < SETTLED * means[0, 0]) & (means > 0).all(1)]
+    if len(means) < BINS // 4:
+        return 0.0
+    slope, _ = np.polyfit(np.log(means[:, 0]), np.log(means[:, 1]), 1)
+    return float(np.clip(slope, 0, 1))
 
 
 def _flat_gradient(weights: list[torch.nn.Parameter]) -> torch.Tensor:
@@ -110,24 +145,25 @@ def binned(pieces: Sequence[tuple[int, float]]) -> Row:
     return np.where(weights > 0, filled, np.nan)
 
 
-def fit(curve: Row, noise_scale: float, config: Config, scenario: Scenario) -> Landscape:
+def fit(curve: Row, noise: Noise, config: Config, scenario: Scenario) -> Landscape:
     """The landscape under which a simulation of the run has this loss curve, by least squares.
 
-    With the noise scale given, the excess loss over the floor scales with the first excess: so for each curvature,
-    floor and first excess follow from a line, and only the curvature is searched.
+    With the noise given, the excess loss over the floor scales with the first excess: so for each curvature, floor and
+    first excess follow from a line, and only the curvature is searched. (Where the noise falls with the loss, that is
+    exact for a floor of 0 only.)
     """
     steps = Steps.of(config)
     unit = (1 - steps.momentum) / steps.learning_rate
 
     def misfit(curvature: float) -> tuple[float, Landscape]:
-        shape = simulated_curve(Landscape(1.0, 0.0, curvature, noise_scale), config, scenario)
+        shape = simulated_curve(Landscape(1.0, 0.0, curvature, *noise), config, scenario)
         there = np.isfinite(shape) & np.isfinite(curve)
         x, y = shape[there], curve[there]
         excess, floor = np.polyfit(x, y, 1) if len(x) > BINS // 2 else (0.0, 0.0)
         if floor < 0:
             excess, floor = x @ y / (x @ x), 0.0
         error = float(np.square(y - floor - excess * x).sum()) if excess > 0 else float("inf")
-        return error, Landscape(float(floor + excess), float(floor), curvature, noise_scale)
+        return error, Landscape(float(floor + excess), float(floor), curvature, *noise)
 
     return _searched(misfit, unit)
 

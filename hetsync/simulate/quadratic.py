@@ -2,7 +2,9 @@
 batch sizes?", section 2) under HetSync's own rules of merging.
 
 The loss is floor + ½ Σ h_j w_j² with curvatures h_j = h_1 / j. The gradient of n samples is h_j w_j plus normal noise
-of variance c_j / n, c proportional to h. A rank's inner steps, the weight of its addend, what it keeps while a sum is
+of variance c_j / n, c proportional to h and to a power of the loss: with power 0 the noise stays as it is, with power 1
+it vanishes with the loss, as where a model can fit every sample (Ma, Bassily and Belkin 2018, "The power of
+interpolation"). A rank's inner steps, the weight of its addend, what it keeps while a sum is
 on its way, and the averages at a drain are those of `sync/deltas.py`, on a handful of numbers instead of a model: so K,
 D, the batch and staleness cost what they cost there.
 """
@@ -37,12 +39,14 @@ class Landscape:
         noise_scale: Gradient noise scale at the start in samples: the variance of one sample's gradient, summed over
             weights, over the squared norm of the mean gradient (McCandlish et al. 2018, "An empirical model of
             large-batch training", equation 2.9).
+        noise_power: Of the loss, which the variance of gradients is proportional to.
     """
 
     first_loss: float
     floor: float
     curvature: float
     noise_scale: float
+    noise_power: float = 0.0
 
     @property
     def curvatures(self) -> Row:
@@ -56,7 +60,7 @@ class Landscape:
 
     @property
     def variances(self) -> Row:
-        """c, of one sample's gradient."""
+        """c, of one sample's gradient at the start."""
         squared_norm = float(((self.curvatures * self.first_weights) ** 2).sum())
         return self.noise_scale * squared_norm * self.curvatures / self.curvatures.sum()
 
@@ -96,7 +100,7 @@ class NoisyQuadratic(Learner):
         self._batch = config.data.batch_size
         self._total = total_samples
         self._h = np.tile(landscape.curvatures, courses)
-        self._deviations = np.tile(np.sqrt(landscape.variances), courses)
+        self._first_deviations = np.tile(np.sqrt(landscape.variances), courses)
         first_weights = np.tile(landscape.first_weights, courses)
         self._anchors = {-1: first_weights}  # after the newest rounds, by number
         self._newest = -1
@@ -133,16 +137,25 @@ class NoisyQuadratic(Learner):
     def slice(self, rank: int, piece: Piece, index: int) -> float:
         samples = length(piece.slices[index])
         weights = self._base_RJ[rank] + self._own_RJ[rank]
-        gradient = self._h * weights + samples**-0.5 * self._deviations * self._draw()
+        losses = self._losses(weights)
+        gradient = self._h * weights + samples**-0.5 * self._deviations(losses) * self._draw()
         if piece.synchronous_round is None:
             self._velocity_RJ[rank] = self._steps.momentum * self._velocity_RJ[rank] + gradient
             self._own_RJ[rank] -= self._rates[rank] * self._velocity_RJ[rank]
         else:
             self._gradient += samples * gradient
-        return self._loss(weights)
+        return float(losses.mean())
 
-    def _loss(self, weights: Row) -> float:
-        return self.landscape.floor + 0.5 * float(self._h @ (weights * weights)) / self._courses
+    def _losses(self, weights: Row) -> Row:
+        """Of each course."""
+        return self.landscape.floor + 0.5 * (self._h * weights * weights).reshape(self._courses, DIMENSIONS).sum(1)
+
+    def _deviations(self, losses: Row) -> Row:
+        """Of one sample's gradient where the courses have these losses."""
+        if not self.landscape.noise_power:
+            return self._first_deviations
+        grown = (losses / self.landscape.first_loss) ** (self.landscape.noise_power / 2)
+        return self._first_deviations * np.repeat(grown, DIMENSIONS)
 
     def finish(self, rank: int, piece: Piece) -> None:
         if piece.synchronous_round is None:
@@ -204,7 +217,7 @@ class NoisyQuadratic(Learner):
         return (self.anchor**2).reshape(self._courses, DIMENSIONS).mean(0)
 
     def evaluate(self) -> dict[str, float]:
-        return {"loss": self._loss(self.anchor)}
+        return {"loss": float(self._losses(self.anchor).mean())}
 
     def learning_rate(self, applied: int) -> float:
         return self._schedule.factor(applied, self._total)
@@ -212,4 +225,4 @@ class NoisyQuadratic(Learner):
     @property
     def noise_scale(self) -> float:
         squared_norm = float(((self._h * self.anchor) ** 2).sum())
-        return float((self._deviations**2).sum()) / max(squared_norm, 1e-300)
+        return float((self._deviations(self._losses(self.anchor)) ** 2).sum()) / max(squared_norm, 1e-300)

@@ -28,7 +28,7 @@ from training import (
     unequal_shares,
 )
 
-from hetsync.config import ControlConfig, SyncConfig
+from hetsync.config import ControlConfig, ScheduleConfig, SyncConfig
 from hetsync.control.controller import Decision
 from hetsync.control.meter import Meter
 from hetsync.control.observation import Observation
@@ -76,6 +76,7 @@ def controlled(
     sync: SyncConfig | None = None,
     optimizer: str = "momentum",
     model: torch.nn.Module | None = None,
+    schedule: ScheduleConfig | None = None,
 ) -> Outcome:
     """A job of which rank 0 does `on_slice` after each of its slices."""
     controller = None
@@ -96,6 +97,7 @@ def controlled(
         samples=samples,
         on_slice=after_slice,
         device=of_unequal_speed(plane.rank),
+        schedule=schedule,
         controller=controller,
     )
 
@@ -131,6 +133,33 @@ class Content:
 
     def decide(self, seen: Observation) -> Decision:
         return Decision(seen.settings, "content")
+
+
+def test_the_controller_sees_how_far_the_job_and_its_learning_rate_are(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observed: list[tuple[int, Observation]] = []
+    observe = Meter.observe
+
+    def watched(meter: Meter, settings: Settings, now: float) -> Observation:
+        observed.append((meter._policy.ledger.applied, observe(meter, settings, now)))
+        return observed[-1][1]
+
+    monkeypatch.setattr(Meter, "observe", watched)
+    schedule, samples = ScheduleConfig("cosine", final_factor=0.1), 1000 * SAMPLES
+    deadline = time.monotonic() + SECONDS
+
+    def until_observed(session: Session, number: int) -> None:
+        if len(observed) > 3 or time.monotonic() > deadline:
+            session.request_stop()
+
+    controlled(plane, Content, samples, until_observed, schedule=schedule)
+    if plane.rank == 0:
+        assert len(observed) > 3
+        for applied, seen in observed:
+            assert seen.progress == applied / samples
+            assert seen.learning_rate == schedule.factor(applied, samples)
+        assert observed[-1][1].learning_rate < 1
 
 
 def noise_scale_of(model: torch.nn.Module, data: Blobs) -> float:

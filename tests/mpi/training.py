@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hetsync.checkpoint import Loaded
-from hetsync.config import SyncConfig
+from hetsync.config import ScheduleConfig, SyncConfig
 from hetsync.control.process import ControlProcess
 from hetsync.data.loader import EpochOrder, Source
 from hetsync.emulate import Device, EmulatedDevice, RealDevice
@@ -138,6 +138,7 @@ def train(
     rests: Iterable[int] = (),
     loss_of: Loss = cross_entropy,
     device: Device | None = None,
+    schedule: ScheduleConfig | None = None,
     clip: float | None = None,
     on_slice: Hook = lambda session, number: None,
     at_rest: Callable[[Outcome], None] = lambda outcome: None,
@@ -181,6 +182,7 @@ def train(
         sync,
         plan,
         device or RealDevice(),
+        schedule,
         max_grad_norm=clip,
         telemetry=telemetry,
         timeout_seconds=timeout_seconds,

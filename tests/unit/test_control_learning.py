@@ -19,19 +19,27 @@ from gymnasium.utils.env_checker import check_env
 from safetensors import safe_open
 from safetensors.torch import save_file
 from stable_baselines3.common import env_checker
-from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
 from test_control_parts import SEEN
 
 from hetsync.config import Config, ControlConfig, DataConfig, OptimizerConfig, RunConfig, SyncConfig
 from hetsync.control import policy
-from hetsync.control.actions import DECREASE, INCREASE, KEEP, Limits
+from hetsync.control.actions import DECREASE, INCREASE, KEEP, Actions, Limits
 from hetsync.control.baselines import Fixed, Goodput
 from hetsync.control.controller import Controller
 from hetsync.control.environment import JobEnvironment, PapersEnvironment, TuningEnvironment
 from hetsync.control.features import FEATURES
 from hetsync.control.jobs import Course, Job, JobDraw, devices, random_job
-from hetsync.control.policy import PolicyController, PolicyNetwork, load_network, load_policy, save_policy, untrained
-from hetsync.control.ppo import ONLINE_ROLLOUT, FineTuned, learned, train, weights_of
+from hetsync.control.policy import (
+    PolicyController,
+    PolicyNetwork,
+    chosen,
+    load_network,
+    load_policy,
+    save_policy,
+    untrained,
+)
+from hetsync.control.ppo import ONLINE_ROLLOUT, Curve, FineTuned, improve, learned, new_model, train, weights_of
 from hetsync.control.registry import make_controller
 from hetsync.control.trial import best_static, run_trial
 from hetsync.errors import UserError
@@ -173,6 +181,22 @@ def test_ppo_solves_a_trivial_job(pupil: PolicyNetwork) -> None:
     assert loss(lambda: PolicyController(pupil, limits, BATCH)) < oracle + 0.3 * (loss(Fixed) - oracle)
 
 
+def test_the_critic_learns_before_the_actor() -> None:
+    environments = VecMonitor(DummyVecEnv([lambda: TuningEnvironment(same_job)]))
+    model = new_model(environments, 0, n_steps=20, batch_size=20, learning_rate=1e-2)
+    before = weights_of(model)
+
+    def changed() -> set[str]:
+        after = weights_of(model)
+        names = {name for name in after if not torch.equal(after[name], before[name])}
+        return {"critic" if "value" in name else "actor" for name in names}
+
+    improve(model, environments, 20, 0, Curve(lambda line: None))
+    assert changed() == {"critic"}
+    improve(model, environments, 0, 20, Curve(lambda line: None))
+    assert changed() == {"critic", "actor"}
+
+
 def quick(output: Path, seed: int) -> policy.Specification:
     said: list[str] = []
     made = train(same_job, output, 60, seed, "hetsync control train", said.append, processes=1)
@@ -224,6 +248,14 @@ def test_the_network_decides_as_the_one_that_learned(trained: Path) -> None:
         features = torch.rand(len(FEATURES), generator=torch.Generator().manual_seed(seed)) * 2 - 1
         theirs = [choice.logits for choice in tuned.model.policy.get_distribution(features[None]).distribution]
         torch.testing.assert_close(network(features).log_softmax(1), torch.cat(theirs))
+
+
+@pytest.mark.parametrize(("sure", "settings"), [(0.5, Settings(8, 0.25, 4)), (0.8, Settings(4, 0.25, 4))])
+def test_changes_are_made_where_the_policy_is_sure_of_them(sure: float, settings: Settings) -> None:
+    logits = torch.tensor([[0.0, 0.0, 0.9], [0.0, 0.2, 0.6]]).log()
+    decision = chosen(logits, SEEN, Actions(Limits()), sure)
+    assert decision.settings == settings
+    assert decision.reason.startswith("K up (up p 1.00), D " + ("up" if sure == 0.5 else "kept") + " (up p 0.75)")
 
 
 def altered(source: Path, target: Path, **changes: object) -> str:

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 
 from hetsync.config import Config, DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, SyncConfig
-from hetsync.control.actions import Actions, Limits, direction
+from hetsync.control import imitation
+from hetsync.control.actions import DECREASE, INCREASE, Actions, Limits, direction
 from hetsync.control.baselines import Fixed, Goodput
 from hetsync.control.controller import Decision
 from hetsync.control.environment import TuningEnvironment
@@ -30,6 +32,7 @@ from hetsync.sync.messages import Settings
 BATCH = 16
 LIMITS = Limits(1, 8, 0, 16)
 NOISY = Landscape(1.0, 0.0, 4.0, 200.0)
+FADING = Landscape(1.0, 0.1, 4.0, 20.0, 1.0)  # noise that falls with the loss
 
 
 def job(
@@ -49,10 +52,11 @@ def job(
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 @pytest.mark.parametrize("settings", [Settings(4, 0.25, 1), Settings(0, 0.25, 1), Settings(0, 0.25, 8)])
-def test_the_forecast_is_what_happens(settings: Settings, schedule: str) -> None:
-    courses = [Course(job(NOISY, settings, schedule=schedule, seed=seed)) for seed in range(3)]
+@pytest.mark.parametrize("landscape", [NOISY, FADING])
+def test_the_forecast_is_what_happens(settings: Settings, schedule: str, landscape: Landscape) -> None:
+    courses = [Course(job(landscape, settings, schedule=schedule, seed=seed)) for seed in range(3)]
     forecast = Forecast(courses[0].job)
-    outlook = Outlook(NOISY.first_weights**2, 0)
+    outlook = Outlook(landscape.first_weights**2, 0)
     for _ in range(4):
         for course in courses:
             for _ in range(8):
@@ -173,6 +177,27 @@ def test_an_adviser_is_asked_once_a_window() -> None:
     assert isinstance(tuning._adviser, ByProgress)
     assert tuning._adviser.asked == 2
     assert "advice" not in TuningEnvironment(lambda random: job(NOISY, ranks=2), LIMITS).reset(seed=0)[1]
+
+
+def test_after_the_first_round_it_is_the_policy_that_acts(monkeypatch: pytest.MonkeyPatch) -> None:
+    environments = DummyVecEnv([environment])
+    model = new_model(environments, 0, n_steps=10, batch_size=10)
+    told: list[list[list[int]]] = []
+    taken: list[tuple[int, int]] = []
+    step = environments.step
+
+    def watched(actions: np.ndarray) -> VecEnvStepReturn:
+        taken.append(tuple(actions[0]))
+        return step(actions)
+
+    monkeypatch.setattr(environments, "step", watched)
+    monkeypatch.setattr(model, "predict", lambda vectors: (np.array([[DECREASE, INCREASE]]), None))
+    monkeypatch.setattr(imitation, "_fit", lambda model, seen, advised, dice: told.append(advised.tolist()) or 0.0)
+    imitate(model, environments, 200, 0, lambda line: None)
+    first, rest = taken[:40], taken[40:]
+    assert rest.count((DECREASE, INCREASE)) > 0.7 * len(rest)
+    assert first.count((DECREASE, INCREASE)) < 0.2 * len(first)
+    assert told[-1][40:].count([DECREASE, INCREASE]) < 0.2 * len(rest)  # what the adviser would do, not what was done
 
 
 def test_a_policy_learns_what_its_adviser_does() -> None:

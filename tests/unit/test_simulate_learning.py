@@ -12,12 +12,12 @@ import torch
 from test_simulate_clock import scenario
 from torch.utils.data import TensorDataset
 
-from hetsync.config import Config, DataConfig, OptimizerConfig, OuterConfig, RunConfig, SyncConfig
+from hetsync.config import Config, DataConfig, OptimizerConfig, OuterConfig, RunConfig, ScheduleConfig, SyncConfig
 from hetsync.data import Data
 from hetsync.data.loader import EpochOrder
 from hetsync.errors import UserError
 from hetsync.simulate import Change, Learner, Runtime, Simulation
-from hetsync.simulate.calibrate import fit, measure_noise_scale, simulated_curve
+from hetsync.simulate.calibrate import Noise, fit, measure_noise, noise_power, simulated_curve
 from hetsync.simulate.quadratic import Landscape, NoisyQuadratic
 from hetsync.simulate.replicas import Replicas, average_states
 
@@ -137,6 +137,19 @@ def test_learning_does_not_change_the_clock() -> None:
         assert other.policy.staleness == with_gradients.policy.staleness
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+def test_controllers_see_the_schedule(gradients: bool) -> None:
+    config = dataclasses.replace(recipe(delay_bound=4), schedule=ScheduleConfig("linear"))
+    quadratic = NoisyQuadratic(Landscape(1.0, 0.0, 1.0, 1.0), config, len(RATES), TOTAL)
+    learner = Replicas(config, *regression(), len(RATES), TOTAL) if gradients else quadratic
+    simulation = Simulation(scenario(RATES, total=TOTAL, batch=BATCH, delay_bound=4), learner)
+    for _ in range(3):
+        simulation.advance(rounds=5)
+        seen = simulation.observe()
+        assert 0 < seen.progress < 1
+        assert seen.learning_rate == pytest.approx(1 - seen.progress)
+
+
 def test_ranks_that_leave_and_join_do_not_disturb_the_anchor() -> None:
     script = [Change(2.0, 2, "leave"), Change(3.0, 1, "leave"), Change(5.0, 2, "join")]
     simulation, learner = trained(recipe(), *regression(), script=script)
@@ -234,6 +247,19 @@ def test_the_noise_scale_grows_as_the_loss_falls() -> None:
     assert learner.noise_scale > 60.0
 
 
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+def test_the_noise_of_gradients_goes_with_a_power_of_the_loss(power: float) -> None:
+    config = recipe(OptimizerConfig("sgd", 0.05, 0.0))
+    learner = NoisyQuadratic(Landscape(3.0, 0.5, 1.0, 50.0, power), config, 3, TOTAL, courses=4)
+    assert learner.noise_scale == pytest.approx(50.0)
+    squared_norm = float(((learner.landscape.curvatures * learner.landscape.first_weights) ** 2).sum())
+    weights = np.concatenate([course * learner.landscape.first_weights for course in (1.0, 0.5, 0.0, 0.1)])
+    losses = learner._losses(weights)
+    assert losses == pytest.approx(0.5 + 2.5 * np.array([1.0, 0.25, 0.0, 0.01]))
+    variances = (learner._deviations(losses) ** 2).reshape(4, -1).sum(1)
+    assert variances == pytest.approx(50.0 * squared_norm * (losses / 3.0) ** power)
+
+
 # Calibration.
 
 
@@ -241,7 +267,7 @@ def test_a_fit_finds_the_landscape_that_made_the_curve() -> None:
     config = recipe(OptimizerConfig("sgd", 0.05, 0.5))
     plan = scenario(RATES, total=TOTAL, batch=BATCH)
     true = Landscape(2.3, 0.4, 3.0, 40.0)
-    found = fit(simulated_curve(true, config, plan), 40.0, config, plan)
+    found = fit(simulated_curve(true, config, plan), Noise(40.0, 0.0), config, plan)
     assert found.curvature == pytest.approx(true.curvature, rel=0.3)
     assert found.first_loss == pytest.approx(true.first_loss, rel=0.1)
     assert found.floor == pytest.approx(true.floor, abs=0.15)
@@ -263,8 +289,40 @@ def test_the_measured_noise_scale_is_that_of_the_data() -> None:
 
     data = Data(samples, samples, loss)
     config = dataclasses.replace(recipe(OptimizerConfig("sgd", 1e-9)), data=DataConfig(batch_size=64))
-    measured = measure_noise_scale(config, data, Point(), 50_000)
-    assert measured == pytest.approx((deviation / distance) ** 2, rel=0.15)
+    measured = measure_noise(config, data, Point(), 50_000)
+    assert measured.scale == pytest.approx((deviation / distance) ** 2, rel=0.15)
+    assert measured.power == 0  # the loss does not fall
+
+
+@pytest.mark.parametrize("misfits", [0.0, 1.0])
+def test_noise_falls_with_the_loss_where_every_sample_can_be_fitted(misfits: float) -> None:
+    """Linear regression on labels that are exact, or off at random."""
+    torch.manual_seed(0)
+    inputs = torch.randn(2000, 4)
+    labels = inputs @ torch.tensor([3.0, -2.0, 1.0, 2.0]) + misfits * torch.randn(2000)
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return 0.5 * (model(batch[0])[:, 0] - batch[1]).square().mean()
+
+    data = Data(TensorDataset(inputs, labels), TensorDataset(inputs, labels), loss)
+    config = dataclasses.replace(recipe(OptimizerConfig("sgd", 0.02)), data=DataConfig(batch_size=64))
+    measured = measure_noise(config, data, torch.nn.Linear(4, 1), 20_000)
+    if misfits:
+        assert measured.power > 0.7  # the loss falls, and noise with it, until both stand still
+    else:
+        assert measured.power > 0.9
+    assert 1 < measured.scale < 20
+
+
+def test_the_power_is_that_of_the_settled_part() -> None:
+    losses = np.geomspace(4.0, 0.1, 100)
+    assert noise_power(losses, 7 * losses**0.6) == pytest.approx(0.6)
+    assert noise_power(losses, 7 * losses**-0.6) == 0
+    assert noise_power(losses, 7 * losses**3) == 1
+    rising = np.where(losses > 2, 1 / losses, losses**0.6)
+    assert noise_power(losses, rising) == pytest.approx(0.6)
+    assert noise_power(np.full(100, 2.0), losses) == 0
+    assert noise_power(losses[:3], losses[:3]) == 0
 
 
 @pytest.mark.parametrize("delay_bound", [0, 4])
@@ -272,6 +330,6 @@ def test_replicas_measure_the_noise_scale_that_calibration_measures(delay_bound:
     """In steps so short that it hardly changes. Momentum would need more than these twenty batches."""
     data, model = regression()
     config = recipe(OptimizerConfig("sgd", 1e-3, 0.0), delay_bound=delay_bound, quorum=1.0)
-    direct = measure_noise_scale(config, data, copy.deepcopy(model), 100 * TOTAL)
+    direct = measure_noise(config, data, copy.deepcopy(model), 100 * TOTAL).scale
     _, learner = trained(config, data, model)
     assert learner.noise_scale == pytest.approx(direct, rel=0.5)
