@@ -21,13 +21,16 @@ PATIENCE = 3
 LOST = 0.25
 # ... and lies above its best by this part of it.
 ABOVE_BEST = 0.5
+# A loss that rises above so many times the first one diverges: no need for patience.
+SOARING = 2.0
 
 
 class Envelope:
     """A controller within limits: the settings stay within the bounds and change no more often than once an interval.
 
-    Where the loss diverges (is not finite, or far above its best for some windows) the settings go back to those under
-    which it was lowest, or one rung down where those are in force; the controller is heard again once it has recovered.
+    Where the loss diverges (is not finite, rises far above the first, or stays far above its best for some windows) the
+    settings go back to those under which it was lowest, or one rung down where those are in force; the controller is
+    heard again once it has recovered.
     """
 
     def __init__(self, controller: Controller, limits: Limits) -> None:
@@ -36,6 +39,7 @@ class Envelope:
         self._interval = limits.interval_seconds
         self._since_change = 0.0
         self._first: float | None = None  # loss
+        self._last = math.inf
         self._best = math.inf
         self._best_settings: Settings | None = None
         self._high = 0  # windows in a row with a loss that is too high
@@ -75,12 +79,16 @@ class Envelope:
             self._first = loss
         if loss < self._best:
             self._best, self._best_settings = loss, seen.settings
-        if not math.isfinite(loss):
+        before, self._last = self._last, loss
+        if not math.isfinite(loss) or self._soars(loss, before):
             self._high = PATIENCE
         elif loss > self._highest_healthy():
             self._high += 1
         else:
             self._high, self._fallen_back = 0, False
+
+    def _soars(self, loss: float, before: float) -> bool:
+        return self._first is not None and 0 < SOARING * self._first < loss and before < loss
 
     def _highest_healthy(self) -> float:
         assert self._first is not None

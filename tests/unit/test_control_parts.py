@@ -201,6 +201,17 @@ def test_diverging_losses_bring_the_best_settings_back() -> None:
     assert envelope.decide(replace(high, losses=(1.1,))).settings == bad  # recovered
 
 
+def test_a_loss_that_soars_acts_at_once_and_only_while_it_rises() -> None:
+    good, bad = Settings(2, 0.25, 1), Settings(16, 0.25, 8)
+    envelope = Envelope(Wants(bad), Limits())
+    for loss in (2.0, 1.0):
+        envelope.decide(replace(SEEN, settings=good, losses=(loss,)))
+    assert envelope.decide(replace(SEEN, settings=bad, losses=(3.9,))).settings == bad
+    assert envelope.decide(replace(SEEN, settings=bad, losses=(4.1,))).settings == good
+    assert envelope.decide(replace(SEEN, settings=good, losses=(4.05,))).settings == good
+    assert envelope.decide(replace(SEEN, settings=good, losses=(4.2,))).settings == Settings(1, 0.25, 1)
+
+
 def test_a_loss_that_is_not_finite_acts_at_once_and_the_best_settings_go_down_a_rung() -> None:
     envelope = Envelope(Fixed(), Limits())
     assert envelope.decide(SEEN).settings == SEEN.settings
