@@ -99,4 +99,5 @@ class Envelope:
         settings, which = self._best_settings, f"back to those of the best, {self._best:.4g}"
         if settings is None or settings == seen.settings:
             settings, which = self._actions.apply(seen.settings, (DECREASE, DECREASE)), "one rung down"
+            self._best_settings = settings  # those that diverged are not to come back
         return Decision(settings, f"the loss diverges (last {seen.losses[-1]:.4g}): {which}")

@@ -212,6 +212,17 @@ def test_a_loss_that_soars_acts_at_once_and_only_while_it_rises() -> None:
     assert envelope.decide(replace(SEEN, settings=good, losses=(4.2,))).settings == Settings(1, 0.25, 1)
 
 
+def test_settings_that_diverge_do_not_come_back() -> None:
+    """A slow instability: the loss was lowest under the very settings that it diverges under."""
+    envelope = Envelope(Fixed(), Limits())
+    seen, tried = replace(SEEN, losses=(1.0,)), []
+    for loss in (1.0, 0.1, 3.0, 9.0, 27.0, 81.0):
+        seen = replace(seen, losses=(loss,))
+        seen = replace(seen, settings=envelope.decide(seen).settings)
+        tried.append((seen.settings.accumulation, seen.settings.delay_bound))
+    assert tried == [(2, 4), (2, 4), (1, 2), (1, 1), (1, 0), (1, 0)]
+
+
 def test_a_loss_that_is_not_finite_acts_at_once_and_the_best_settings_go_down_a_rung() -> None:
     envelope = Envelope(Fixed(), Limits())
     assert envelope.decide(SEEN).settings == SEEN.settings
