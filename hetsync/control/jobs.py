@@ -30,7 +30,7 @@ WINDOW_BATCHES = 16
 DECISIONS = 40
 # At the loss, in each window.
 LOOKS = 4
-# Of the landscape's noise: where that is all that remains, the loss of a single one scatters by almost half of itself.
+# Of the landscape's noise: a single one hides what a decision was worth where noise is all that remains.
 COURSES = 16
 
 Random = np.random.Generator
@@ -265,7 +265,7 @@ def random_landscape(config: Config, random: Random) -> Landscape:
     noise = log_uniform(random, 0.02, 5.0)
     power = float(random.choice([0.0, random.uniform(), 1.0]))
     if power:
-        # Noise in proportion to the loss adds to it what it takes away where noise is 0.57 / sharpness.
+        # From 0.57 / sharpness on, noise in proportion to the loss raises it faster than the slowest dimension falls.
         noise = min(noise, 0.3 / sharpness)
     floor = log_uniform(random, 0.003, 0.3)
     scale = log_uniform(random, 0.1, 10.0)

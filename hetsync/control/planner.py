@@ -56,17 +56,15 @@ class Forecast:
             samples = min(pace * WINDOW_BATCHES * job.batch_size, total - applied)
             rate = self._learning_rate * job.config.schedule.factor(int(applied), total)
             kept = np.clip(1 - rate * landscape.curvatures, -0.999, 0.999) ** 2  # of the squares, by a step
-            fallen = (self._loss(squares) / landscape.first_loss) ** landscape.noise_power
+            loss = self.loss(Outlook(squares, applied))
+            fallen = (loss / landscape.first_loss) ** landscape.noise_power
             limit = rate**2 * fallen * landscape.variances / batch / np.maximum(1 - kept, 1e-12)
             squares = limit + kept ** (samples / batch) * (squares - limit)
             applied += samples
         return Outlook(squares, applied)
 
     def loss(self, outlook: Outlook) -> float:
-        return self._loss(outlook.squares)
-
-    def _loss(self, squares: Row) -> float:
-        return self._job.landscape.floor + 0.5 * float(self._job.landscape.curvatures @ squares)
+        return self._job.landscape.floor + 0.5 * float(self._job.landscape.curvatures @ outlook.squares)
 
 
 class Planner:

@@ -4,9 +4,9 @@ batch sizes?", section 2) under HetSync's own rules of merging.
 The loss is floor + ½ Σ h_j w_j² with curvatures h_j = h_1 / j. The gradient of n samples is h_j w_j plus normal noise
 of variance c_j / n, c proportional to h and to a power of the loss: with power 0 the noise stays as it is, with power 1
 it vanishes with the loss, as where a model can fit every sample (Ma, Bassily and Belkin 2018, "The power of
-interpolation"). A rank's inner steps, the weight of its addend, what it keeps while a sum is
-on its way, and the averages at a drain are those of `sync/deltas.py`, on a handful of numbers instead of a model: so K,
-D, the batch and staleness cost what they cost there.
+interpolation"). A rank's inner steps, the weight of its addend, what it keeps while a sum is on its way, and the
+averages at a drain are those of `sync/deltas.py`, on a handful of numbers instead of a model: so K, D, the batch and
+staleness cost what they cost there.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from hetsync.control.baselines import Fixed, Goodput
 from hetsync.control.controller import Controller
 from hetsync.control.environment import JobEnvironment, PapersEnvironment, TuningEnvironment
 from hetsync.control.features import FEATURES
-from hetsync.control.jobs import Course, Job, JobDraw, devices, random_job
+from hetsync.control.jobs import Course, Job, JobDraw, devices, random_job, with_settings
 from hetsync.control.policy import (
     PolicyController,
     PolicyNetwork,
@@ -153,6 +153,17 @@ def test_jobs_are_like_the_cluster_and_the_recipe_that_were_given() -> None:
     course = Course(jobs[0])
     course.advance()
     assert course.observe().samples > 0
+
+
+def test_drawn_landscapes_have_noise_of_every_kind_and_can_be_learned_on() -> None:
+    landscapes = [random_job(np.random.default_rng(seed)).landscape for seed in range(200)]
+    powers = [landscape.noise_power for landscape in landscapes]
+    for count in (powers.count(0.0), powers.count(1.0), sum(0 < power < 1 for power in powers)):
+        assert count > 30
+    fading = [seed for seed in range(200) if powers[seed] == 1.0][:6]
+    for seed in fading:
+        trial = run_trial(with_settings(random_job(np.random.default_rng(seed)), Settings()), Fixed(), Limits())
+        assert trial.loss_in_time < landscapes[seed].first_loss
 
 
 # PPO.
@@ -322,6 +333,7 @@ def test_an_untrained_policy_is_the_seeds_and_leaves_torchs_dice_alone() -> None
     torch.manual_seed(0)
     decisions = [untrained(Limits(), BATCH, 5).decide(SEEN) for _ in range(2)]
     assert decisions[0] == decisions[1]
+    assert {untrained(Limits(), BATCH, seed).decide(SEEN).settings for seed in range(5)} != {SEEN.settings}
     assert torch.equal(torch.rand(3), expected)
 
 
