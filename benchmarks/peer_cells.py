@@ -24,6 +24,7 @@ HETSYNC: Mapping[str, Mapping[str, Any]] = {
 }
 PEERS = (
     "alone",
+    "unsynchronised",
     "ddp-equal",
     "ddp-join",
     "ddp-by-speed",

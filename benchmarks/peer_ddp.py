@@ -66,6 +66,16 @@ def alone(job: Job) -> None:
     lockstep_with(job, job.module, job.shares("equal"))
 
 
+def unsynchronised(job: Job) -> None:
+    """By speed, and nothing is exchanged: what this machine gives to so many processes at once."""
+    job.pacer.overlaps = False
+    shares = job.shares("speed")
+    for batches in job.segments(lockstep(job.total, job.config.data.batch_size, None, shares, job.rank)):
+        for step, batch in batches:
+            job.backward(job.module, step, batch)
+            job.update()
+
+
 def ddp_equal(job: Job) -> None:
     lockstep_with(job, wrap(job), job.shares("equal"))
 

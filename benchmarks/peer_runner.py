@@ -14,6 +14,7 @@ from pathlib import Path
 # Where each peer's adapter is. "hetsync-sync" and the like are settings in the recipe.
 PEERS = {
     "alone": "peer_ddp:alone",
+    "unsynchronised": "peer_ddp:unsynchronised",
     "ddp-equal": "peer_ddp:ddp_equal",
     "ddp-by-speed": "peer_ddp:ddp_by_speed",
     "ddp-join": "peer_ddp:ddp_join",

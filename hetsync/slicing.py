@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
+import numpy as np
+import numpy.typing as npt
+
 from hetsync.errors import UserError
 
 
@@ -88,8 +91,8 @@ def speed_shares(
     lower rank.
     """
     bounds = _bounds(len(times), batch, caps, pins or {})
-    deadline = _deadline(times, bounds, batch)
-    shares = [_share_by(deadline, time, bound) for time, bound in zip(times, bounds, strict=True)]
+    deadlines = _Deadlines(times, bounds)
+    shares = [int(share) for share in deadlines.shares(deadlines.latest(batch))]
     heap = [(times[i].seconds(n + 1), n, i) for i, n in enumerate(shares) if n < bounds[i][1]]
     heapify(heap)
     for _ in range(batch - sum(shares)):
@@ -132,13 +135,16 @@ def rebalanced(
     Old shares that break the batch, a cap or a pin are always replaced: they may belong to another
     membership.
     """
-    best = speed_shares(times, batch, caps, pins)
     bounds = _bounds(len(times), batch, caps, pins or {})
     valid = len(shares) == len(times) and sum(shares) == batch
     valid = valid and all(low <= n <= high for n, (low, high) in zip(shares, bounds, strict=True))
-    if valid and makespan(best, times) >= (1 - least_gain) * makespan(shares, times):
+    if not valid:
+        return speed_shares(times, batch, caps, pins)
+    soon = (1 - least_gain) * makespan(shares, times)
+    if _Deadlines(times, bounds).shares(soon).sum() < batch:  # no shares end by then: no need to look for the best
         return tuple(shares)
-    return best
+    best = speed_shares(times, batch, caps, pins)
+    return tuple(shares) if makespan(best, times) >= soon else best
 
 
 def equal_share_ceiling(rates: Sequence[float]) -> float:
@@ -168,32 +174,34 @@ def cost_slices(costs: Sequence[float], weights: Sequence[float]) -> list[list[i
     return [sorted(group) for group in groups]
 
 
-def _share_by(deadline: float, time: StepTime, bound: tuple[int, int]) -> int:
-    """The most samples a rank ends by the deadline, within its bounds."""
-    low, high = bound
-    if time.seconds(high) <= deadline:
-        return high
-    if time.seconds(max(low, 1)) > deadline:
-        return low
-    return max(low, min(high, int((deadline - time.fixed_seconds) / time.seconds_per_sample)))
+class _Deadlines:
+    """How many samples each rank ends by a deadline: arrays over ranks, since there may be ten thousand of them."""
 
+    def __init__(self, times: Sequence[StepTime], bounds: Sequence[tuple[int, int]]) -> None:
+        self._fixed, self._each = np.array([(time.fixed_seconds, time.seconds_per_sample) for time in times]).T
+        self._least, self._most = np.array(bounds, dtype=float).T
+        self._first_seconds = self._fixed + self._each * np.maximum(self._least, 1)
+        self._all_seconds = np.where(self._most > 0, self._fixed + self._each * self._most, 0.0)
 
-def _deadline(times: Sequence[StepTime], bounds: Sequence[tuple[int, int]], batch: int) -> float:
-    """The latest finishing time by which no more than the batch is done, to float precision."""
+    def shares(self, deadline: float) -> npt.NDArray[np.float64]:
+        """The most whole samples that each rank ends by then, within its bounds."""
+        with np.errstate(divide="ignore", invalid="ignore"):  # samples that take no time: all or none
+            some = np.floor(np.clip((deadline - self._fixed) / self._each, self._least, self._most))
+        some = np.where(self._first_seconds > deadline, self._least, some)
+        return np.where(self._all_seconds <= deadline, self._most, some)
 
-    def done(by: float) -> int:
-        return sum(_share_by(by, time, bound) for time, bound in zip(times, bounds, strict=True))
-
-    # Before 0, because a rank whose samples cost nothing has done any number of them at 0.
-    early, late = -1.0, max(time.seconds(high) for time, (_, high) in zip(times, bounds, strict=True))
-    if done(late) <= batch:
-        return late
-    for _ in range(200):
-        middle = (early + late) / 2
-        early, late = (middle, late) if done(middle) <= batch else (early, middle)
-        if not early < (early + late) / 2 < late:
-            break
-    return early
+    def latest(self, batch: int) -> float:
+        """The latest deadline by which no more than the batch is done, to float precision."""
+        # Before 0, because a rank whose samples cost nothing has done any number of them at 0.
+        early, late = -1.0, float(self._all_seconds.max())
+        if self.shares(late).sum() <= batch:
+            return late
+        for _ in range(200):
+            middle = (early + late) / 2
+            early, late = (middle, late) if self.shares(middle).sum() <= batch else (early, middle)
+            if not early < (early + late) / 2 < late:
+                break
+        return early
 
 
 def _bounds(

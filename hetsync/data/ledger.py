@@ -15,11 +15,13 @@ Span = tuple[int, int]
 
 def length(spans: Iterable[Span]) -> int:
     """Number of positions in some spans."""
-    return sum(stop - start for start, stop in spans)
+    return sum([stop - start for start, stop in spans])
 
 
 def cut(spans: Sequence[Span], count: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
     """Split spans into the first `count` positions and the rest."""
+    if not spans:
+        return (), ()
     head: list[Span] = []
     tail = list(spans)
     while count and tail:
@@ -35,11 +37,10 @@ def cut(spans: Sequence[Span], count: int) -> tuple[tuple[Span, ...], tuple[Span
 def split(spans: tuple[Span, ...], samples: int, slices: int) -> tuple[tuple[Span, ...], ...]:
     """Cut spans into slices of as equal size as possible, in order."""
     out = []
-    for index in range(slices):
+    for index in range(slices - 1):
         head, spans = cut(spans, samples // slices + (index < samples % slices))
-        if head:
-            out.append(head)
-    return tuple(out)
+        out.append(head)
+    return tuple([part for part in (*out, spans) if part])
 
 
 class Ledger:

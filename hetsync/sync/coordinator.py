@@ -108,9 +108,9 @@ class Coordinator:
         speed has jumped."""
         if self.policy.version < self._reconsider_from:
             return
-        ranks = list(self.policy.members)
-        if not self.speeds.settled(ranks):
+        if not self.speeds.settled(self.policy.members):
             return
+        ranks = list(self.policy.members)
         self._reconsider_from = self.policy.version + LEAST_OBSERVATIONS
         old = tuple(member.share for member in self.policy.members.values())
         new = rebalanced(old, self.speeds.times(ranks), sum(old), self.speeds.caps, self.speeds.pins)

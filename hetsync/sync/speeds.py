@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetsync.slicing import StepTime
@@ -58,6 +58,7 @@ class Speeds:
     caps: Sequence[int | None] | None = None
     pins: Mapping[int, int] | None = None
     _ratios: dict[int, _Ratio] = field(default_factory=lambda: defaultdict(_Ratio))
+    _settled: set[int] = field(default_factory=set)  # ranks, some of which may have left
 
     def observe(self, rank: int, samples: int, slices: int, seconds: float) -> bool:
         """A piece of `samples` in `slices` took `seconds` of device time; True where the rank's speed has jumped."""
@@ -65,7 +66,11 @@ class Speeds:
             return False
         profiled = self.profiled[rank]
         expected = slices * profiled.fixed_seconds + samples * profiled.seconds_per_sample
-        return self._ratios[rank].observe(seconds / expected)
+        ratio = self._ratios[rank]
+        jumped = ratio.observe(seconds / expected)
+        if ratio.seen == LEAST_OBSERVATIONS:
+            self._settled.add(rank)
+        return jumped
 
     def times(self, ranks: Sequence[int]) -> list[StepTime]:
         return [self._scaled(self.profiled[rank], self._ratios[rank].smoothed) for rank in ranks]
@@ -74,5 +79,6 @@ class Speeds:
     def _scaled(time: StepTime, ratio: float) -> StepTime:
         return StepTime(time.fixed_seconds * ratio, time.seconds_per_sample * ratio)
 
-    def settled(self, ranks: Sequence[int]) -> bool:
-        return all(self._ratios[rank].seen >= LEAST_OBSERVATIONS for rank in ranks)
+    def settled(self, ranks: Collection[int]) -> bool:
+        """Asked at every event: with thousands of ranks, most of the time their number is all there is to look at."""
+        return len(self._settled) >= len(ranks) and self._settled.issuperset(ranks)

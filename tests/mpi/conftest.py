@@ -5,9 +5,11 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +28,16 @@ def plane() -> Iterator[Plane]:
     plane = MpiPlane()
     yield plane
     plane.close()
+
+
+@pytest.fixture
+def folder(plane: Plane) -> Iterator[Path]:
+    """The same on all ranks, and gone afterwards."""
+    scratch = tempfile.TemporaryDirectory() if plane.rank == 0 else None
+    yield Path(plane.broadcast_object(scratch.name if scratch else None))
+    plane.barrier()
+    if scratch:
+        scratch.cleanup()
 
 
 @pytest.fixture

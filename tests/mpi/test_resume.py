@@ -6,8 +6,6 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_resume.py
 from __future__ import annotations
 
 import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,16 +21,6 @@ from hetsync.plane.local import LocalPlane
 pytestmark = pytest.mark.mpi
 
 HALF = 100  # not where a round would end by itself
-
-
-@pytest.fixture
-def folder(plane: Plane) -> Iterator[Path]:
-    """One folder for all ranks."""
-    path = Path(plane.broadcast_object(tempfile.mkdtemp() if plane.rank == 0 else None))
-    yield path
-    plane.barrier()
-    if plane.rank == 0:
-        shutil.rmtree(path)
 
 
 def sync_of(plane: Plane, bound: int, **changes: object) -> SyncConfig:

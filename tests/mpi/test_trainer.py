@@ -6,8 +6,6 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_trainer.py
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,16 +21,6 @@ pytestmark = pytest.mark.mpi
 
 SAMPLES = 960
 EVERY = 320
-
-
-@pytest.fixture
-def folder(plane: Plane) -> Iterator[Path]:
-    """The same on all ranks."""
-    scratch = tempfile.TemporaryDirectory() if plane.rank == 0 else None
-    yield Path(plane.broadcast_object(scratch.name if scratch else None))
-    plane.barrier()
-    if scratch:
-        scratch.cleanup()
 
 
 def trainer(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,14 +33,14 @@ def workload(request: pytest.FixtureRequest) -> Workload:
     return chosen
 
 
-def made(plane: Plane, workload: Workload) -> Data:
+@pytest.fixture
+def data(plane: Plane, folder: Path, workload: Workload) -> Data:
     """The data on every rank; files and caches are written once."""
-    folder = Path(plane.broadcast_object(tempfile.mkdtemp() if plane.rank == 0 else None))
-    data = workload.data(folder) if plane.rank == 0 else None
+    first = workload.data(folder) if plane.rank == 0 else None
     plane.barrier()
-    data = data or workload.data(folder)
+    made = first or workload.data(folder)
     plane.barrier()
-    return data
+    return made
 
 
 def train(
@@ -76,10 +75,9 @@ def loss_on_all(model: torch.nn.Module, data: Data) -> float:
 
 
 @pytest.mark.parametrize("bound", [0, 4], ids=["synchronous", "delayed"])
-def test_trains_on_unequal_ranks(plane: Plane, workload: Workload, bound: int) -> None:
+def test_trains_on_unequal_ranks(plane: Plane, workload: Workload, data: Data, bound: int) -> None:
     if plane.size != 4:
         pytest.skip("four ranks")
-    data = made(plane, workload)
     model = workload.model(data)
     optimizer = torch.optim.Adam(model.parameters(), workload.learning_rate)
     before = loss_on_all(model, data)
@@ -90,8 +88,7 @@ def test_trains_on_unequal_ranks(plane: Plane, workload: Workload, bound: int) -
         assert max(session.coordinator.policy.staleness) <= bound
 
 
-def test_gradients_are_those_of_one_process(plane: Plane, workload: Workload) -> None:
-    data = made(plane, workload)
+def test_gradients_are_those_of_one_process(plane: Plane, workload: Workload, data: Data) -> None:
     model = workload.model(data).double()
     freeze_norms(model)
     alone = copy.deepcopy(model)
@@ -109,8 +106,7 @@ def test_gradients_are_those_of_one_process(plane: Plane, workload: Workload) ->
         assert off <= 1e-5 * expected.abs().max() + 1e-12, name
 
 
-def test_a_synchronous_job_is_one_process(plane: Plane, workload: Workload) -> None:
-    data = made(plane, workload)
+def test_a_synchronous_job_is_one_process(plane: Plane, workload: Workload, data: Data) -> None:
     model = workload.model(data)
     alone = copy.deepcopy(model)
     samples = 2 * BATCH
