@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from hetsync.errors import UserError
+
 FLUSH_SECONDS = 2.0
 
 
@@ -24,18 +26,29 @@ class Telemetry:
             self._file = path.open("a", encoding="utf-8")
 
     def record(self, kind: str, **fields: Any) -> None:
-        """One line: `kind`, `at` (seconds since this process began the run), and the fields."""
+        """One line: `kind`, `at` (seconds since this process began the run), and the fields. UserError: full disk."""
         if self._file is None:
             return
         now = time.monotonic()
         line = json.dumps({"kind": kind, "at": round(now - self._origin, 6), **fields})
-        with self._lock:
-            self._file.write(line + "\n")
-            if now - self._flushed > FLUSH_SECONDS:
-                self._file.flush()
-                self._flushed = now
+        try:
+            with self._lock:
+                self._file.write(line + "\n")
+                if now - self._flushed > FLUSH_SECONDS:
+                    self._file.flush()
+                    self._flushed = now
+        except OSError as error:
+            raise _unwritable(self._file, error) from error
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        try:
+            file.close()
+        except OSError as error:
+            raise _unwritable(file, error) from error
+
+
+def _unwritable(file: TextIO, error: OSError) -> UserError:
+    return UserError(f"cannot write {file.name}: {error.strerror}; free space and go on with --resume")

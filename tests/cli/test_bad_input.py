@@ -228,7 +228,10 @@ ALONE = {
         ["--control.name", "ppo", "--control.policy", "gone"],
         "control.policy gone does not exist: make one",
     ),
-    "full disk": (["--run.dir", "full"], "cannot write: No space left on device; free space and go on with --resume"),
+    "full disk": (
+        ["--run.dir", "full"],
+        "cannot write .*full/telemetry/rank-0000.jsonl: No space left on device; free space and go on with --resume",
+    ),
 }
 
 

@@ -159,3 +159,12 @@ def test_ddp_by_speed_is_one_process_with_the_whole_batch(tmp_path):
         assert [kind for kind, _, _ in mine].count("compute") == its["slices"] == 21
         assert timeline.total(mine, "sum") == pytest.approx(its["communication_seconds"], abs=0.01)
         assert timeline.total(mine, "wait") == pytest.approx(its["wait_fraction"] * figures["train_seconds"], abs=0.01)
+
+
+def test_unsynchronised_ranks_send_nothing_and_meet_at_the_end_only(tmp_path):
+    figures = run_on_two_ranks("unsynchronised", tmp_path)
+    first, second = figures["per_rank"]
+    assert first["samples"] + second["samples"] == SAMPLES
+    assert first["samples"] == pytest.approx(SAMPLES * 3 / 4, abs=1)
+    assert first["bytes_sent"] == second["bytes_sent"] == 0
+    assert [point["samples"] for point in figures["evaluations"]] == [SAMPLES]

@@ -67,6 +67,7 @@ def test_speeds_settle_once_every_rank_was_seen_often_enough():
     assert not watched.settled([0, 1])
     watched.observe(1, 1, 1, 1.0)
     assert watched.settled([0, 1])
+    assert not watched.settled([0, 2]), "rank 1 has left, and nobody knows rank 2"
 
 
 @pytest.mark.parametrize("factor", [0.3, 0.7, 1.3, 3.0, 10.0])
