@@ -12,6 +12,7 @@ import yaml
 
 from hetsync.errors import UserError
 from hetsync.profiling.cluster import Cluster, DeviceGroup, Slowdown, TraceJitter, load_cluster
+from hetsync.slicing import StepTime, speed_shares
 
 RECIPES = Path(__file__).resolve().parent.parent / "models" / "recipes"
 
@@ -216,7 +217,11 @@ def equal_rate(stretches: Sequence[Sequence[float]]) -> float:
 
 @dataclass(frozen=True)
 class Cell:
-    """One job. `rate` is that of the whole emulated cluster, `learning_rate` the workload's where None."""
+    """One job. `rate` is that of the whole emulated cluster, `learning_rate` the workload's where None.
+
+    `known_rates` are the ranks' solo rates where devices are real, once they are measured: what a user who sets shares
+    by hand goes by. HetSync is not told.
+    """
 
     workload: Workload
     cluster: str
@@ -227,6 +232,7 @@ class Cell:
     rate: float
     learning_rate: float | None = None
     solo_rank: int | None = None  # measures this throttled rank alone
+    known_rates: tuple[float, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -255,6 +261,15 @@ def profile(cell: Cell, memory_bytes: int | None) -> Cluster:
     return dataclasses.replace(cluster, devices=tuple(devices), events=events)
 
 
+def sections(cell: Cell) -> dict[str, dict[str, Any]]:
+    """Of the recipe, what the peer decides."""
+    by_hand: dict[str, Any] = {}
+    if cell.peer not in HETSYNC and cell.ranks == len(cell.known_rates):
+        shares = speed_shares([StepTime(0.0, 1 / rate) for rate in cell.known_rates], cell.workload.batch)
+        by_hand = {"pins": dict(enumerate(shares))}
+    return {"sync": by_hand} | {section: dict(keys) for section, keys in HETSYNC.get(cell.peer, {}).items()}
+
+
 def _bare(group: DeviceGroup) -> DeviceGroup:
     """Without real memory sizes, which mean nothing to these small models."""
     return dataclasses.replace(group, memory_gib=None)
@@ -279,7 +294,7 @@ def recipe(cell: Cell, run: Path, cluster_file: Path | None, data: Path | None) 
         assert data is not None
         made["data"]["options"]["path"] = str(data / workload.folder)
     made["optimizer"]["learning_rate"] = cell.learning_rate or workload.learning_rate
-    made |= {section: dict(keys) for section, keys in {"sync": {}, **HETSYNC.get(cell.peer, {})}.items()}
+    made |= sections(cell)
     if cluster_file is None:
         made["model"].setdefault("options", {}).update(workload.throttled_options)
     else:

@@ -174,8 +174,8 @@ class Job:
         self._link = slowed(plane, cluster, self.model, self.profiles, self.shares("speed"))
 
     def shares(self, kind: str) -> tuple[int, ...]:
-        """`speed` or `equal`, as HetSync computes them, within the caps of the ranks' memory."""
-        sync = SyncConfig(shares=cast(Any, kind))
+        """`speed` (or what the recipe sets by hand) or `equal`, as HetSync computes them, within the memory's caps."""
+        sync = SyncConfig(shares=cast(Any, kind), pins=self.config.sync.pins if kind == "speed" else {})
         return choose_shares(sync, self.config.data.batch_size, self.profiles)
 
     @property

@@ -101,6 +101,8 @@ def measure(
             for cluster, scenario in clusters.items():
                 base = Cell(workload, cluster, scenario, "alone", seed, samples, rate_all)
                 stretches = phases(scenario, rate_all) if scenario.cluster else solo_rates(starter, base)
+                if scenario.cluster is None and not isinstance(stretches, str):
+                    base = replace(base, known_rates=tuple(stretches[0]))
                 for peer in peers:
                     cell = replace(base, peer=peer, learning_rate=rates.get(name, {}).get(peer))
                     outcome = {"missing": stretches} if isinstance(stretches, str) else starter.run(cell)

@@ -180,14 +180,12 @@ class _Deadlines:
     def __init__(self, times: Sequence[StepTime], bounds: Sequence[tuple[int, int]]) -> None:
         self._fixed, self._each = np.array([(time.fixed_seconds, time.seconds_per_sample) for time in times]).T
         self._least, self._most = np.array(bounds, dtype=float).T
-        self._first_seconds = self._fixed + self._each * np.maximum(self._least, 1)
-        self._all_seconds = np.where(self._most > 0, self._fixed + self._each * self._most, 0.0)
+        self._all_seconds = self._fixed + self._each * self._most
 
     def shares(self, deadline: float) -> npt.NDArray[np.float64]:
         """The most whole samples that each rank ends by then, within its bounds."""
         with np.errstate(divide="ignore", invalid="ignore"):  # samples that take no time: all or none
             some = np.floor(np.clip((deadline - self._fixed) / self._each, self._least, self._most))
-        some = np.where(self._first_seconds > deadline, self._least, some)
         return np.where(self._all_seconds <= deadline, self._most, some)
 
     def latest(self, batch: int) -> float:

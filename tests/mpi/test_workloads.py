@@ -34,6 +34,12 @@ def workload(request: pytest.FixtureRequest) -> Workload:
 
 
 @pytest.fixture
+def four_ranks(plane: Plane) -> None:
+    if plane.size != 4:
+        pytest.skip("four ranks")
+
+
+@pytest.fixture
 def data(plane: Plane, folder: Path, workload: Workload) -> Data:
     """The data on every rank; files and caches are written once."""
     first = workload.data(folder) if plane.rank == 0 else None
@@ -74,10 +80,9 @@ def loss_on_all(model: torch.nn.Module, data: Data) -> float:
     return data.loss(copy.deepcopy(model), fetch(data.train, list(range(count)), data.collate)).item()
 
 
+@pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize("bound", [0, 4], ids=["synchronous", "delayed"])
 def test_trains_on_unequal_ranks(plane: Plane, workload: Workload, data: Data, bound: int) -> None:
-    if plane.size != 4:
-        pytest.skip("four ranks")
     model = workload.model(data)
     optimizer = torch.optim.Adam(model.parameters(), workload.learning_rate)
     before = loss_on_all(model, data)

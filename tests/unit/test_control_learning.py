@@ -1,4 +1,4 @@
-"""Learning to control simulated jobs: environments, PPO, policy files, learning on."""
+"""Learning to control simulated jobs: PPO, policy files, controllers on jobs, learning on."""
 
 from __future__ import annotations
 
@@ -6,30 +6,27 @@ import dataclasses
 import json
 import math
 import tempfile
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.utils.env_checker import check_env
+from control_jobs import BATCH, job, same_job
 from safetensors import safe_open
 from safetensors.torch import save_file
-from stable_baselines3.common import env_checker
 from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
 from test_control_parts import SEEN
 
-from hetsync.config import Config, ControlConfig, DataConfig, OptimizerConfig, RunConfig, SyncConfig
+from hetsync.config import ControlConfig
 from hetsync.control import policy
-from hetsync.control.actions import DECREASE, INCREASE, KEEP, Actions, Limits
+from hetsync.control.actions import Actions, Limits
 from hetsync.control.baselines import Fixed, Goodput
 from hetsync.control.controller import Controller
-from hetsync.control.environment import JobEnvironment, PapersEnvironment, TuningEnvironment
+from hetsync.control.environment import TuningEnvironment
 from hetsync.control.features import FEATURES
-from hetsync.control.jobs import Course, Job, JobDraw, devices, random_job, with_settings
+from hetsync.control.jobs import devices
 from hetsync.control.policy import (
     PolicyController,
     PolicyNetwork,
@@ -43,128 +40,9 @@ from hetsync.control.ppo import ONLINE_ROLLOUT, Curve, FineTuned, improve, learn
 from hetsync.control.registry import make_controller
 from hetsync.control.trial import best_static, run_trial
 from hetsync.errors import UserError
-from hetsync.profiling.cluster import Cluster, Link, LognormalJitter, load_cluster
+from hetsync.profiling.cluster import Cluster, Link, LognormalJitter
 from hetsync.simulate.quadratic import Landscape
 from hetsync.sync.messages import Settings
-
-BATCH = 16
-
-
-def job(seed: int = 0, bound: int = 0, curvature: float = 2.0, batches: int = 160, link: float = 4.0) -> Job:
-    """Two ranks behind a network that takes as long as `link` slices."""
-    cluster = Cluster("two", "made up", devices([2.0, 1.0]), Link(compute_fraction=link))
-    config = Config(
-        run=RunConfig(seed=seed),
-        data=DataConfig(batch_size=BATCH),
-        optimizer=OptimizerConfig("sgd", 0.05, 0.0),
-        sync=SyncConfig(delay_bound=bound),
-    )
-    return Job(config, cluster, 2, Landscape(1.0, 0.0, curvature, 1.0), BATCH / 0.2, batches)
-
-
-def same_job(random: np.random.Generator) -> Job:
-    return job(seed=int(random.integers(1000)))
-
-
-# Environments.
-
-
-@pytest.mark.parametrize("make", [TuningEnvironment, PapersEnvironment])
-def test_environments_keep_their_promises(make: Callable[..., JobEnvironment]) -> None:
-    environment = make(same_job)
-    check_env(environment, skip_render_check=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="We recommend you to use a symmetric and normalized Box")
-        env_checker.check_env(environment)
-
-
-def rollout(environment: gymnasium.Env, seed: int, actions: list[object]) -> list[object]:
-    out: list[object] = [environment.reset(seed=seed)[0].tolist()]
-    for action in actions:
-        vector, reward, terminated, truncated, info = environment.step(action)
-        out += [vector.tolist(), reward, terminated, truncated, info["loss"], info["settings"]]
-        if terminated or truncated:
-            break
-    return out
-
-
-def test_episodes_are_those_of_the_seed() -> None:
-    actions: list[object] = [np.array(pair) for pair in ((2, 1), (1, 2), (0, 2), (1, 0))]
-    twice = [rollout(TuningEnvironment(random_job), 3, actions) for _ in range(2)]
-    assert twice[0] == twice[1]
-    assert rollout(TuningEnvironment(random_job), 4, actions) != twice[0]
-
-
-def test_illegal_actions_are_clipped_and_the_time_limit_holds() -> None:
-    environment = TuningEnvironment(same_job, Limits(1, 2, 0, 1))
-    environment.reset(seed=0)
-    steps, truncated, terminated = 0, False, False
-    while not (truncated or terminated):
-        *_, terminated, truncated, info = environment.step(np.array([INCREASE, INCREASE]))
-        settings = info["settings"]
-        assert settings.accumulation <= 2
-        assert settings.delay_bound <= 1
-        steps += 1
-    assert truncated
-    assert steps == 160 / 16 - 1  # the first window is the reset's
-    assert info["seconds"] == pytest.approx(environment.course.job.time_limit)
-
-
-def test_who_does_what_the_rival_does_gets_nothing() -> None:
-    environment = TuningEnvironment(lambda random: job(bound=4, link=2.0))
-    environment.reset(seed=0)
-    rewards = [environment.step(np.array([KEEP, KEEP]))[1] for _ in range(9)]
-    assert rewards == [0.0] * 9
-    environment.reset(seed=0)
-    assert sum(environment.step(np.array([KEEP, DECREASE]))[1] for _ in range(9)) < -0.1
-
-
-def test_a_loss_that_is_not_finite_ends_the_episode_and_costs() -> None:
-    environment = TuningEnvironment(lambda random: job(curvature=4000.0, link=0.1, batches=4000), rival=None)
-    environment.reset(seed=0)
-    reward, terminated = 0.0, False
-    for _ in range(100):
-        vector, reward, terminated, truncated, _ = environment.step(np.array([KEEP, KEEP]))
-        assert np.isfinite(vector).all()
-        if terminated or truncated:
-            break
-    assert terminated
-    assert reward == TuningEnvironment.DIVERGED
-
-
-def test_the_papers_action_scales_its_step() -> None:
-    environment = PapersEnvironment(same_job)
-    environment.reset(seed=0)
-    trace = []
-    for action in ([0.0, 1.0], [0.9, 1.0], [0.5, 0.5], [2.5, 1.0], [1.5, 0.0], [0.0, 1.0]):
-        *_, info = environment.step(np.array(action, np.float32))
-        trace.append(info["settings"].accumulation)
-    assert trace == [2, 4, 6, 6, 5, 8]  # 10 is beyond the limit
-
-
-def test_jobs_are_like_the_cluster_and_the_recipe_that_were_given() -> None:
-    recipe = Config(data=DataConfig(batch_size=96), optimizer=OptimizerConfig("adamw", 0.003))
-    draw = JobDraw(load_cluster("slow-link"), recipe)
-    jobs = [draw(np.random.default_rng(seed)) for seed in range(5)]
-    assert {j.ranks for j in jobs} == {8}
-    assert {j.batch_size for j in jobs} == {96}
-    assert len({j.cluster.devices[0].speed for j in jobs}) == 5
-    assert all(0.25 <= j.cluster.link.compute_fraction <= 1.0 for j in jobs if j.cluster.link)
-    course = Course(jobs[0])
-    course.advance()
-    assert course.observe().samples > 0
-
-
-def test_drawn_landscapes_have_noise_of_every_kind_and_can_be_learned_on() -> None:
-    landscapes = [random_job(np.random.default_rng(seed)).landscape for seed in range(200)]
-    powers = [landscape.noise_power for landscape in landscapes]
-    for count in (powers.count(0.0), powers.count(1.0), sum(0 < power < 1 for power in powers)):
-        assert count > 30
-    fading = [seed for seed in range(200) if powers[seed] == 1.0][:6]
-    for seed in fading:
-        trial = run_trial(with_settings(random_job(np.random.default_rng(seed)), Settings()), Fixed(), Limits())
-        assert trial.loss_in_time < landscapes[seed].first_loss
-
 
 # PPO.
 
@@ -312,6 +190,20 @@ def test_the_policy_that_comes_along_fits() -> None:
     assert sum(tensor.numel() for tensor in weights.values()) < 20_000
 
 
+def test_a_policy_that_cannot_be_written_is_a_sentence(trained: Path, tmp_path: Path) -> None:
+    weights, told = load_policy(str(trained))
+    with pytest.raises(UserError, match=r"cannot write .*; free space or choose another --output"):
+        save_policy(trained / "policy", weights, told)
+    assert list(trained.parent.iterdir()) == [trained]
+    save_policy(tmp_path / "again", weights, told)
+    assert (tmp_path / "again").read_bytes() == trained.read_bytes()
+
+
+def test_files_hold_no_code(trained: Path) -> None:
+    with safe_open(trained, framework="pt") as opened:
+        assert set(opened.metadata()) == {policy.SPECIFICATION}
+
+
 # Controllers on jobs.
 
 
@@ -384,24 +276,3 @@ def test_a_policy_learns_on_from_its_windows(trained: Path) -> None:
     after = weights_of(controller.model)
     assert any(not torch.equal(before[name], after[name]) for name in before)
     assert all(torch.isfinite(tensor).all() for tensor in after.values())
-
-
-def test_a_policy_that_cannot_be_written_is_a_sentence(trained: Path, tmp_path: Path) -> None:
-    weights, told = load_policy(str(trained))
-    with pytest.raises(UserError, match=r"cannot write .*; free space or choose another --output"):
-        save_policy(trained / "policy", weights, told)
-    assert list(trained.parent.iterdir()) == [trained]
-    save_policy(tmp_path / "again", weights, told)
-    assert (tmp_path / "again").read_bytes() == trained.read_bytes()
-
-
-def test_files_hold_no_code(trained: Path) -> None:
-    with safe_open(trained, framework="pt") as opened:
-        assert set(opened.metadata()) == {policy.SPECIFICATION}
-
-
-def test_decreasing_is_an_action() -> None:
-    environment = TuningEnvironment(lambda random: job(bound=4))
-    environment.reset(seed=0)
-    *_, info = environment.step(np.array([KEEP, DECREASE]))
-    assert info["settings"].delay_bound == 2

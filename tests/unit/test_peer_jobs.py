@@ -105,7 +105,7 @@ def test_a_job_that_fails_or_hangs_says_so():
 SAMPLES, BATCH = 330, 16
 
 
-def run_on_two_ranks(peer, folder):
+def run_on_two_ranks(peer, folder, pins=None):
     """A peer's job of 21 steps on ranks of speeds 3 and 1, without a launcher; its figures."""
     devices = [{"name": "fast", "speed": 3}, {"name": "slow", "speed": 1}]
     (folder / "cluster.yaml").write_text(yaml.safe_dump({"name": "two", "source": "made up", "devices": devices}))
@@ -113,6 +113,7 @@ def run_on_two_ranks(peer, folder):
     recipe["run"] |= {"samples": SAMPLES, "evaluate_every": 10 * BATCH}
     recipe["emulation"] = {"samples_per_second": 1000}
     recipe["data"]["batch_size"] = BATCH
+    recipe["sync"] = {"pins": pins or {}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -162,9 +163,10 @@ def test_ddp_by_speed_is_one_process_with_the_whole_batch(tmp_path):
 
 
 def test_unsynchronised_ranks_send_nothing_and_meet_at_the_end_only(tmp_path):
-    figures = run_on_two_ranks("unsynchronised", tmp_path)
+    figures = run_on_two_ranks("unsynchronised", tmp_path, pins={0: 10, 1: 6})
     first, second = figures["per_rank"]
     assert first["samples"] + second["samples"] == SAMPLES
-    assert first["samples"] == pytest.approx(SAMPLES * 3 / 4, abs=1)
+    assert first["samples"] == pytest.approx(SAMPLES * 10 / 16, abs=1), "shares by hand"
     assert first["bytes_sent"] == second["bytes_sent"] == 0
+    assert figures["metrics"]["loss"] != pytest.approx(loss_of_one_process(), rel=1e-2), "gradients were exchanged"
     assert [point["samples"] for point in figures["evaluations"]] == [SAMPLES]

@@ -114,6 +114,15 @@ def test_recipes_are_what_hetsync_train_reads(peer, workload, tmp_path):
     assert (config.sync.delay_bound == 0) == (peer == "hetsync-sync")
 
 
+@pytest.mark.parametrize(
+    ("peer", "pins"),
+    [("ddp-by-speed", {0: 80, 1: 40, 2: 20, 3: 20}), ("hetsync-sync", {}), ("hetsync-delayed", {}), ("alone", {})],
+)
+def test_peers_on_real_devices_have_shares_by_measured_speeds_and_hetsync_finds_its_own(peer, pins, tmp_path):
+    job = cell("throttled", peer, known_rates=(400.0, 200.0, 100.0, 100.0))
+    assert cells.recipe(job, tmp_path, None, None)["sync"].get("pins", {}) == pins
+
+
 def test_a_folder_without_the_trace_is_named(tmp_path):
     with pytest.raises(UserError, match=f"--traces is {tmp_path}, which holds no job_1_norm.csv"):
         cells.scenarios(tmp_path)

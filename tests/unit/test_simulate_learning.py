@@ -294,9 +294,8 @@ def test_the_measured_noise_scale_is_that_of_the_data() -> None:
     assert measured.power == 0  # the loss does not fall
 
 
-@pytest.mark.parametrize("misfits", [0.0, 1.0])
-def test_noise_falls_with_the_loss_where_every_sample_can_be_fitted(misfits: float) -> None:
-    """Linear regression on labels that are exact, or off at random."""
+def linear_data(misfits: float) -> Data:
+    """Labels that a linear model can fit, or off at random."""
     torch.manual_seed(0)
     inputs = torch.randn(2000, 4)
     labels = inputs @ torch.tensor([3.0, -2.0, 1.0, 2.0]) + misfits * torch.randn(2000)
@@ -304,7 +303,12 @@ def test_noise_falls_with_the_loss_where_every_sample_can_be_fitted(misfits: flo
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         return 0.5 * (model(batch[0])[:, 0] - batch[1]).square().mean()
 
-    data = Data(TensorDataset(inputs, labels), TensorDataset(inputs, labels), loss)
+    return Data(TensorDataset(inputs, labels), TensorDataset(inputs, labels), loss)
+
+
+@pytest.mark.parametrize("misfits", [0.0, 1.0])
+def test_noise_falls_with_the_loss_where_every_sample_can_be_fitted(misfits: float) -> None:
+    data = linear_data(misfits)
     config = dataclasses.replace(recipe(OptimizerConfig("sgd", 0.02)), data=DataConfig(batch_size=64))
     measured = measure_noise(config, data, torch.nn.Linear(4, 1), 20_000)
     if misfits:
@@ -312,6 +316,16 @@ def test_noise_falls_with_the_loss_where_every_sample_can_be_fitted(misfits: flo
     else:
         assert measured.power > 0.9
     assert 1 < measured.scale < 20
+
+
+def test_noise_is_measured_along_the_recipes_schedule() -> None:
+    """Which here is still warming up when the measurement ends: nothing is learned, so no loss falls."""
+    config = dataclasses.replace(
+        recipe(OptimizerConfig("sgd", 0.02)),
+        data=DataConfig(batch_size=64),
+        schedule=ScheduleConfig(warmup_samples=10**9),
+    )
+    assert measure_noise(config, linear_data(0.0), torch.nn.Linear(4, 1), 20_000).power == 0
 
 
 def test_the_power_is_that_of_the_settled_part() -> None:
