@@ -48,6 +48,7 @@ QUICK_PEERS = ("ddp-equal", "ddp-by-speed", "post-local-sgd", "hetsync-sync", "h
 TUNE_FACTORS = (0.5, 1.0, 2.0, 4.0)  # of the workload's learning rate, for each peer alike
 TUNE_CLUSTER = "v100-p100-k80"
 TUNE_SEED = 1000  # no comparison uses its order of samples
+TUNE_ABOUT_EQUAL = 0.01  # final metrics that differ by no more than this part of the best end about equally well
 
 LearningRates = dict[str, dict[str, float]]  # by workload and peer
 
@@ -102,7 +103,7 @@ def measure(
                 base = Cell(workload, cluster, scenario, "alone", seed, samples, rate_all)
                 stretches = phases(scenario, rate_all) if scenario.cluster else solo_rates(starter, base)
                 if scenario.cluster is None and not isinstance(stretches, str):
-                    base = replace(base, known_rates=tuple(stretches[0]))
+                    base = as_long_as_emulated(base, stretches[0])
                 for peer in peers:
                     cell = replace(base, peer=peer, learning_rate=rates.get(name, {}).get(peer))
                     outcome = {"missing": stretches} if isinstance(stretches, str) else starter.run(cell)
@@ -115,15 +116,27 @@ def measure(
 
 
 def solo_rates(starter: Starter, base: Cell) -> list[list[float]] | str:
-    """What each throttled rank reaches alone, which nobody knows without measuring; or why that cannot be had."""
+    """What each throttled rank reaches alone, which nobody knows without measuring; or why that cannot be had.
+
+    A short job says how many samples a job of the emulated clusters' length has, and that one is measured.
+    """
     rates = []
     for rank, percent in enumerate(CPU_PERCENT):
         samples = math.ceil(base.samples * percent / sum(CPU_PERCENT) / 2)
-        outcome = starter.run(replace(base, solo_rank=rank, samples=samples))
-        if "missing" in outcome:
-            return str(outcome["missing"])
-        rates.append(outcome["result"]["samples"] / outcome["result"]["train_seconds"])
+        for _ in range(2):
+            outcome = starter.run(replace(base, solo_rank=rank, samples=samples))
+            if "missing" in outcome:
+                return str(outcome["missing"])
+            rate = outcome["result"]["samples"] / outcome["result"]["train_seconds"]
+            samples = math.ceil(rate * base.samples / base.rate)
+        rates.append(rate)
     return [rates]
+
+
+def as_long_as_emulated(base: Cell, rates: list[float]) -> Cell:
+    """For real devices of these solo rates: quotas are refilled ten times a second, and seconds of a job tell little."""
+    batches = round(sum(rates) * base.samples / base.rate / base.workload.batch)
+    return replace(base, samples=max(1, batches) * base.workload.batch, known_rates=tuple(rates))
 
 
 def record(cell: Cell, outcome: Mapping[str, Any], stretches: list[list[float]] | str) -> dict[str, Any]:
@@ -166,7 +179,7 @@ def tell(job: Record) -> None:
 
 
 def tune(options: argparse.Namespace, starter: Starter) -> LearningRates:
-    """For each peer the rate that needs the fewest samples to the target, or else ends best."""
+    """A learning rate for each workload and peer: `best_rate` of a job with each factor."""
     _, peers = choose(options)
     scenario = scenarios(None)[TUNE_CLUSTER]
     chosen: LearningRates = {}
@@ -183,18 +196,29 @@ def tune(options: argparse.Namespace, starter: Starter) -> LearningRates:
                 if "result" in job:
                     tried[cell.learning_rate or 0.0] = job
             if tried:
-                chosen[name][peer] = min(tried, key=lambda rate: badness(tried[rate]))
+                chosen[name][peer] = best_rate(tried)
                 print(f"tuned  {name}  {peer}: {chosen[name][peer]:g}", flush=True)
     return chosen
 
 
-def badness(job: Record) -> tuple[float, float]:
-    """Less is better: samples to the target, then the final metric. Diverged jobs come last."""
-    samples = until_target(job, "samples")
+def best_rate(tried: Mapping[float, Record]) -> float:
+    """Of the rates that end about as well as the best, the one that needs the fewest samples to the target."""
+
+    def order(rate: float) -> tuple[float, float]:
+        needed = until_target(tried[rate], "samples")
+        return (math.inf if needed is None else needed, losses[rate])
+
+    losses = {rate: _loss(job) for rate, job in tried.items()}
+    best = min(losses.values())
+    return min((rate for rate in tried if losses[rate] <= best + TUNE_ABOUT_EQUAL * abs(best)), key=order)
+
+
+def _loss(job: Record) -> float:
+    """The final metric, less is better; a diverged job is worse than any."""
     final = final_metric(job)
-    assert final is not None
-    worse = final if job["falling"] else -final
-    return (math.inf if samples is None else samples, math.inf if math.isnan(worse) else worse)
+    if final is None or math.isnan(final):
+        return math.inf
+    return final if job["falling"] else -final
 
 
 # Results.

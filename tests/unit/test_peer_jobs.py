@@ -43,7 +43,7 @@ class Rehearsal:
         return {"result": job(cell.peer, accuracies=accuracies)["result"], "timeline": []}
 
 
-def test_tuning_gives_every_peer_the_same_jobs_and_takes_the_soonest_at_the_target():
+def test_tuning_gives_every_peer_the_same_jobs():
     peers = ["ddp-by-speed", "horovod", "hetsync-delayed"]
     options = Namespace(workloads=["digits"], quick=True, traces=None, clusters=None, peers=peers)
     starter = Rehearsal(best=0.25)
@@ -51,6 +51,52 @@ def test_tuning_gives_every_peer_the_same_jobs_and_takes_the_soonest_at_the_targ
     tried = [[c.learning_rate for c in starter.cells if c.peer == peer] for peer in peers]
     assert tried == [[0.0625, 0.125, 0.25, 0.5]] * 3
     assert {(c.samples, c.seed) for c in starter.cells} == {(DIGITS.quick_samples, harness.TUNE_SEED)}
+
+
+@pytest.mark.parametrize(
+    ("by_rate", "expected"),
+    [
+        ({0.1: (0.5, 0.9, 0.97), 0.2: (0.96, 0.96, 0.965)}, 0.2),  # as good, and sooner there
+        ({0.1: (0.5, 0.9, 0.98), 0.2: (0.96, 0.96, 0.96)}, 0.1),  # sooner there, and two points worse in the end
+        ({0.1: (0.1, 0.2, 0.6), 0.2: (0.1, 0.2, 0.604)}, 0.2),  # neither gets there
+        ({0.1: (0.5, 0.9, 0.97), 0.2: (0.99, math.nan, math.nan)}, 0.1),
+        ({0.1: (math.nan,) * 3, 0.2: (math.nan,) * 3}, 0.1),
+    ],
+)
+def test_the_soonest_at_the_target_is_taken_of_the_rates_that_end_well(by_rate, expected):
+    assert harness.best_rate({rate: job("alone", accuracies=a) for rate, a in by_rate.items()}) == expected
+
+
+def test_a_metric_that_falls_ends_well_at_the_bottom():
+    falls = {"falling": True, "target": ["accuracy", 18.0]}
+    tried = {0.1: (30.0, 17.0, 16.0), 0.2: (17.0, 17.0, 16.1), 0.4: (16.0, 17.0, 17.0)}
+    assert harness.best_rate({rate: job("alone", accuracies=a, **falls) for rate, a in tried.items()}) == 0.2
+
+
+# Real devices.
+
+
+class Throttled:
+    """A starter whose ranks reach ten times their percentage alone, a little less in short jobs."""
+
+    def __init__(self):
+        self.cells = []
+
+    def run(self, cell):
+        self.cells.append(cell)
+        rate = 10 * cells.CPU_PERCENT[cell.solo_rank] * (1 if cell.samples > 1000 else 0.9)
+        return {"result": {"samples": cell.samples, "train_seconds": cell.samples / rate}}
+
+
+def test_real_devices_are_measured_and_compared_for_as_long_as_emulated_ones_run():
+    starter, base = Throttled(), cell("throttled", samples=9600, rate=400.0)
+    (rates,) = harness.solo_rates(starter, base)
+    assert rates == pytest.approx([10 * percent for percent in cells.CPU_PERCENT])
+    assert [c.solo_rank for c in starter.cells] == [0, 0, 1, 1, 2, 2, 3, 3]
+    job_of_all = harness.as_long_as_emulated(base, rates)
+    assert job_of_all.samples == pytest.approx(24 * 1600, rel=0.01)
+    assert job_of_all.samples % DIGITS.batch == 0
+    assert job_of_all.known_rates == tuple(rates)
 
 
 # Emulation.
