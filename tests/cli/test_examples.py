@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
+EXAMPLES = ROOT / "docs" / "examples"
 MOST_CHANGED_LINES = 8
 LEAST_ACCURACY = 0.93
 
