@@ -134,7 +134,7 @@ def solo_rates(starter: Starter, base: Cell) -> list[list[float]] | str:
 
 
 def as_long_as_emulated(base: Cell, rates: list[float]) -> Cell:
-    """For real devices of these solo rates: quotas are refilled ten times a second, and seconds of a job tell little."""
+    """For real devices of these solo rates: quotas are refilled ten times a second; a second tells little."""
     batches = round(sum(rates) * base.samples / base.rate / base.workload.batch)
     return replace(base, samples=max(1, batches) * base.workload.batch, known_rates=tuple(rates))
 

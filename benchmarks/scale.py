@@ -15,7 +15,6 @@ above a load of 1 the efficiency of that line would not be reached.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import os
@@ -36,6 +35,7 @@ from hetsync.simulate import Scenario, Simulation, Traffic
 from hetsync.simulate.clock import Looks
 from hetsync.simulate.recipe import scaled
 from hetsync.simulate.records import Records
+from hetsync.simulate.simulation import spare_the_collector
 from hetsync.slicing import StepTime
 
 MODEL = "resnet50"
@@ -90,7 +90,7 @@ def scenario(ranks: int) -> Scenario:
 def simulated(ranks: int, rounds: int) -> Line:
     tally = Tally()
     simulation = Simulation(scenario(ranks), records=tally)
-    gc.freeze()  # as `hetsync simulate` does
+    spare_the_collector()
     simulation.advance(rounds=WARM_UP)
     simulation.observe()
     contributions, pieces, done = tally.contributions, simulation.totals.pieces, len(tally.latencies)

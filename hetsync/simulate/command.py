@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import time
 from dataclasses import asdict
@@ -28,7 +27,7 @@ from hetsync.simulate.replicas import MOST_RANKS, Replicas
 from hetsync.simulate.report import summarise
 from hetsync.simulate.scenario import Scenario
 from hetsync.simulate.script import load_script
-from hetsync.simulate.simulation import Simulation
+from hetsync.simulate.simulation import Simulation, spare_the_collector
 from hetsync.terminal import Terminal
 
 LARGEST_TABLE = 32  # ranks that the screen shows one by one
@@ -65,7 +64,7 @@ def simulate(
     if ranks <= LARGEST_TABLE:
         display.ranks(scenario.ranks, scenario.shares())
     simulation = Simulation(scenario, learner, changes, on_evaluation, records)
-    gc.freeze()  # what stands now stays: of thousands of ranks, too much to look through again and again
+    spare_the_collector()
     simulation.advance()
     records.flush()
     summary = summarise(simulation, config, metrics, time.monotonic() - began)
