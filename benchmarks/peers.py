@@ -116,15 +116,17 @@ def measure(
 
 
 def solo_rates(starter: Starter, base: Cell) -> list[list[float]] | str:
-    """What each throttled rank reaches alone, which nobody knows without measuring; or why that cannot be had.
+    """What each throttled rank reaches with slices of its share and nobody to wait for, or why that cannot be had.
 
     A short job says how many samples a job of the emulated clusters' length has, and that one is measured.
     """
     rates = []
     for rank, percent in enumerate(CPU_PERCENT):
-        samples = math.ceil(base.samples * percent / sum(CPU_PERCENT) / 2)
+        part = percent / sum(CPU_PERCENT)
+        workload = replace(base.workload, batch=round(base.workload.batch * part))
+        samples = math.ceil(base.samples * part / 2)
         for _ in range(2):
-            outcome = starter.run(replace(base, solo_rank=rank, samples=samples))
+            outcome = starter.run(replace(base, workload=workload, solo_rank=rank, samples=samples))
             if "missing" in outcome:
                 return str(outcome["missing"])
             rate = outcome["result"]["samples"] / outcome["result"]["train_seconds"]

@@ -15,7 +15,7 @@ from hetsync.errors import UserError
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of forward and backward on n samples: `fixed_seconds + seconds_per_sample·n`.
+    """Seconds of a training step (forward, backward, optimizer) on n samples: `fixed_seconds + seconds_per_sample·n`.
 
     The fixed part is what a step costs however small it is (kernel launches, Python, weight gradients).
     """

@@ -88,11 +88,12 @@ class Throttled:
         return {"result": {"samples": cell.samples, "train_seconds": cell.samples / rate}}
 
 
-def test_real_devices_are_measured_and_compared_for_as_long_as_emulated_ones_run():
+def test_real_devices_are_measured_alone_with_slices_like_the_jobs_and_for_as_long_as_emulated_ones_run():
     starter, base = Throttled(), cell("throttled", samples=9600, rate=400.0)
     (rates,) = harness.solo_rates(starter, base)
     assert rates == pytest.approx([10 * percent for percent in cells.CPU_PERCENT])
     assert [c.solo_rank for c in starter.cells] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [c.workload.batch for c in starter.cells[::2]] == [80, 40, 20, 20]
     job_of_all = harness.as_long_as_emulated(base, rates)
     assert job_of_all.samples == pytest.approx(24 * 1600, rel=0.01)
     assert job_of_all.samples % DIGITS.batch == 0
