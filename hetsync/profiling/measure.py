@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -30,6 +31,9 @@ from hetsync.profiling.cluster import Cluster
 from hetsync.profiling.device import memory_cap, profile_step, untouched
 from hetsync.session import RankProfile
 from hetsync.slicing import StepTime
+
+# A step takes as long as a profile says if it is off by no more than this factor; re-balancing does the rest.
+ALIKE = 1.15
 
 Step = Callable[[int], torch.Tensor]
 Clock = Callable[[], float]
@@ -165,21 +169,34 @@ def _measured(subject: Subject) -> RankProfile:
     config = subject.config
     typical = max(1, config.data.batch_size // subject.plane.size)
     sizes = sorted({max(1, typical // 2), typical, 2 * typical})
-    name = device_name(subject.device)
-    key = [config.model, config.data, config.optimizer, name, subject.place.ranks_on_host, sizes]
-    kept = _cached(key, lambda: {**asdict(subject.step_time(sizes)), "cap": subject.cap()})
-    step_time = StepTime(kept["fixed_seconds"], kept["seconds_per_sample"])
-    return RankProfile(name, subject.place.host, step_time, False, kept["cap"])
+    place, name = subject.place, device_name(subject.device)
+
+    def still_holds(kept: StepTime) -> bool:
+        # A host that was busy, or had another quota, would leave wrong shares and efficiencies to all later runs.
+        now, then = subject.step_time([typical]).seconds(typical), kept.seconds(typical)
+        return then / ALIKE <= now <= then * ALIKE
+
+    key = [config.model, config.data, config.optimizer, name, place.host, place.ranks_on_host, sizes]
+    step_time = _cached(key, still_holds, lambda: subject.step_time(sizes))
+    return RankProfile(name, place.host, step_time, False, subject.cap())
 
 
-def _cached(key: Any, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """One small file a model and device in the user's cache folder."""
+def _cached(key: Any, still_holds: Callable[[StepTime], bool], measure: Callable[[], StepTime]) -> StepTime:
+    """One small file a model, host and device in the user's cache folder; measured anew where it no longer holds."""
     text = repr((hetsync.__version__, torch.__version__, key))
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hetsync" / "profiles"
     path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+    kept = _read(path)
+    if kept is not None and still_holds(kept):
+        return kept
+    measured = measure()
+    with contextlib.suppress(UserError):  # a home that cannot be written costs some seconds at the next start
+        write_atomically(path, json.dumps(asdict(measured)))
+    return measured
+
+
+def _read(path: Path) -> StepTime | None:
     try:
-        kept: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        kept = measure()
-        write_atomically(path, json.dumps(kept))
-    return kept
+        return StepTime(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None

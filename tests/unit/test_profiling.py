@@ -25,6 +25,7 @@ from hetsync.profiling.device import (
 )
 from hetsync.profiling.interconnect import SIZES_BYTES, measure_interconnect
 from hetsync.profiling.measure import Place, Subject, measure_ranks
+from hetsync.slicing import fit
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -80,6 +81,59 @@ def test_what_else_the_machine_does_slows_no_emulated_device():
     subject = Subject(LocalPlane(), config, nn.Linear(2, 1), Data(samples, samples, waits), Place("here", 0, 1))
     (profile,) = measure_ranks(subject, load_cluster("homogeneous"))
     assert profile.time.seconds_per_sample == pytest.approx(SHORTEST_SLICE_SECONDS / 8)
+
+
+class Host:
+    """A subject whose steps take `factor` times 0.1 s and 10 ms a sample; it writes down the sizes that are timed."""
+
+    plane, config, device = LocalPlane(), Config(data=DataConfig(batch_size=8)), CPU
+
+    def __init__(self, name="here", factor=1.0):
+        self.place, self.factor, self.timed = Place(name, 0, 1), factor, []
+
+    def step_time(self, sizes):
+        self.timed.append(sizes)
+        return fit(sizes, [self.factor * (0.1 + 0.01 * size) for size in sizes])
+
+    def cap(self):
+        return None
+
+
+def profiled(host):
+    (profile,) = measure_ranks(host, None)
+    return profile.time
+
+
+def test_a_profile_is_kept_and_looked_at_once_more_before_it_is_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, same, slightly_slower = Host(), Host(), Host(factor=1.1)
+    assert profiled(first) == profiled(same) == profiled(slightly_slower)
+    assert first.timed == [[4, 8, 16]]
+    assert same.timed == slightly_slower.timed == [[8]]
+
+
+def test_a_profile_of_a_busy_host_is_not_believed_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    profiled(Host(factor=3))
+    for _ in range(2):
+        assert profiled(Host()).seconds(8) == pytest.approx(0.18)
+
+
+def test_hosts_with_one_home_have_profiles_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert profiled(Host("fast")).seconds(8) == pytest.approx(0.18)
+    assert profiled(Host("slow", factor=1.1)).seconds(8) == pytest.approx(1.1 * 0.18)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"fixed_seconds": -1, "seconds_per_sample": 1}', "[1]"])
+def test_a_home_that_holds_nonsense_or_cannot_be_written_stops_nobody(tmp_path, monkeypatch, content):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    profiled(Host())
+    (kept,) = (tmp_path / "hetsync" / "profiles").iterdir()
+    kept.write_text(content)
+    assert profiled(Host()).seconds(8) == pytest.approx(0.18)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))  # a file where a folder should be
+    assert profiled(Host()).seconds(8) == pytest.approx(0.18)
 
 
 def test_a_step_without_sizes_is_refused():
