@@ -12,6 +12,7 @@ import torch.multiprocessing
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from hetsync.errors import UserError
+from hetsync.threads import single_threaded
 
 Collate = Callable[[list[Any]], Any]
 
@@ -39,7 +40,7 @@ class Fetcher(Protocol):
 class FetchThread:
     def __init__(self, dataset: Dataset[Any], collate: Collate | None) -> None:
         self._dataset, self._collate = dataset, collate
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hetsync-loader")
+        self._pool = ThreadPoolExecutor(1, "hetsync-loader", initializer=single_threaded())
 
     def submit(self, indices: list[int]) -> Future[Any]:
         return self._pool.submit(fetch, self._dataset, indices, self._collate)

@@ -29,6 +29,7 @@ from hetsync.sync.sums import Sums
 from hetsync.sync.watch import Watch
 from hetsync.sync.worker import Worker
 from hetsync.telemetry import Telemetry
+from hetsync.threads import single_threaded
 
 GRACE_SECONDS = 10.0  # for the main thread to take over a failure
 
@@ -91,7 +92,7 @@ class Engine:
         self._draining = False  # what comes after the drain may be known here before the drain has landed
         self._resting = False  # the main thread evaluates, saves, or is done
         self._evaluating = False  # the main thread does its part of an evaluation, while rounds go on
-        self._thread = threading.Thread(target=self._communicate, name="hetsync-communication", daemon=True)
+        self._thread = threading.Thread(None, single_threaded(self._communicate), "hetsync-communication", daemon=True)
 
     # The main thread.
 

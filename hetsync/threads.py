@@ -1,0 +1,24 @@
+"""Threads that work beside the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def single_threaded(work: Callable[[], None] = lambda: None) -> Callable[[], None]:
+    """`work`, or a pool's initializer, for a thread whose tensor operations leave the other cores to the model.
+
+    Each thread that runs a large operation gets a team of its own. Once all teams together have more threads than there
+    are cores, libgomp's threads no longer spin between operations but sleep, the model's too: a second team made the
+    slices of a small ResNet on two cores half as long again.
+    """
+    # A thread's own number is settled at its first use, from what any thread has set last: first here, then there.
+    torch.get_num_threads()
+
+    def run() -> None:
+        torch.set_num_threads(1)
+        work()
+
+    return run

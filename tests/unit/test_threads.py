@@ -1,0 +1,95 @@
+"""Threads beside the model's take one core; the model keeps its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import hetsync
+from hetsync.plane.local import LocalPlane
+from hetsync.threads import single_threaded
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_thread_takes_one_core_and_leaves_the_others_theirs() -> None:
+    seen: list[int] = []
+    thread = threading.Thread(target=single_threaded(lambda: seen.append(torch.get_num_threads())))
+    thread.start()
+    thread.join()
+    assert seen == [1]
+    assert torch.get_num_threads() == 2
+
+
+def test_a_main_thread_that_has_not_used_its_cores_yet_keeps_them() -> None:
+    """Its number is settled at its first use, from what was set last: without care that is the other thread's."""
+    seen: list[int] = []
+
+    def newcomer() -> None:
+        other = threading.Thread(target=single_threaded())
+        other.start()
+        other.join()
+        seen.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=newcomer)
+    thread.start()
+    thread.join()
+    assert seen == [2]
+
+
+class Watched:
+    """Notes the cores of every thread of a job that passes by."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, set[int]] = {}
+
+    def note(self) -> None:
+        self.seen.setdefault(threading.current_thread().name.rsplit("_", 1)[0], set()).add(torch.get_num_threads())
+
+
+class Samples(Dataset[Any]):
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self._watched.note()
+        return torch.ones(3)
+
+
+class WatchedPlane(LocalPlane):
+    def __init__(self, watched: Watched) -> None:
+        super().__init__()
+        self._watched = watched
+
+    def receive(self) -> Sequence[tuple[int, Any]]:
+        self._watched.note()
+        return super().receive()
+
+
+def test_a_job_computes_on_all_cores_and_loads_and_talks_on_one() -> None:
+    watched = Watched()
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hetsync.join(model, optimizer, Samples(watched), batch_size=4, plane=WatchedPlane(watched)) as session:
+        for batch in session.slices():
+            watched.note()
+            loss = model(batch).sum()
+            loss.backward()
+            session.step(loss)
+    main = watched.seen.pop("MainThread")
+    assert main == {2}
+    assert watched.seen == {"hetsync-loader": {1}, "hetsync-communication": {1}}
