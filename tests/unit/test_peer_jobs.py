@@ -77,27 +77,35 @@ def test_a_metric_that_falls_ends_well_at_the_bottom():
 
 
 class Throttled:
-    """A starter whose ranks reach ten times their percentage alone, a little less in short jobs."""
+    """A starter whose ranks reach ten times their percentage alone, a little less in the first job of each."""
 
     def __init__(self):
         self.cells = []
 
     def run(self, cell):
+        known = any(cell.solo_rank == earlier.solo_rank for earlier in self.cells)
         self.cells.append(cell)
-        rate = 10 * cells.CPU_PERCENT[cell.solo_rank] * (1 if cell.samples > 1000 else 0.9)
+        if cell.solo_rank is None:
+            return {"result": job(cell.peer)["result"], "timeline": []}
+        rate = 10 * cells.CPU_PERCENT[cell.solo_rank] * (1 if known else 0.9)
         return {"result": {"samples": cell.samples, "train_seconds": cell.samples / rate}}
 
 
 def test_real_devices_are_measured_alone_with_slices_like_the_jobs_and_for_as_long_as_emulated_ones_run():
-    starter, base = Throttled(), cell("throttled", samples=9600, rate=400.0)
-    (rates,) = harness.solo_rates(starter, base)
-    assert rates == pytest.approx([10 * percent for percent in cells.CPU_PERCENT])
-    assert [c.solo_rank for c in starter.cells] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [c.workload.batch for c in starter.cells[::2]] == [80, 40, 20, 20]
-    job_of_all = harness.as_long_as_emulated(base, rates)
-    assert job_of_all.samples == pytest.approx(24 * 1600, rel=0.01)
-    assert job_of_all.samples % DIGITS.batch == 0
-    assert job_of_all.known_rates == tuple(rates)
+    starter, records = Throttled(), []
+    options = Namespace(
+        workloads=["digits"], quick=True, traces=None, clusters=["throttled"], peers=["ddp-by-speed"], repetitions=1
+    )
+    list(harness.measure(options, starter, {}, records))
+    *alone, together = starter.cells
+    assert [c.solo_rank for c in alone] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [c.workload.batch for c in alone[::2]] == [80, 40, 20, 20]
+    seconds = DIGITS.quick_samples / DIGITS.quick_rate
+    assert [c.samples for c in alone[1::2]] == [math.ceil(9 * percent * seconds) for percent in cells.CPU_PERCENT]
+    assert together.samples == pytest.approx(1600 * seconds, rel=0.01)
+    assert together.samples % DIGITS.batch == 0
+    assert together.known_rates == (800, 400, 200, 200)
+    assert records[0]["ideal"] == 1600
 
 
 # Emulation.
