@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -22,3 +24,10 @@ def single_threaded(work: Callable[[], None] = lambda: None) -> Callable[[], Non
         work()
 
     return run
+
+
+def cpu_seconds(thread: threading.Thread) -> float:
+    """What a thread has taken of a core so far; nothing before it begins and once it has ended."""
+    if not thread.is_alive():
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))

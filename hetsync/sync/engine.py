@@ -29,7 +29,7 @@ from hetsync.sync.sums import Sums
 from hetsync.sync.watch import Watch
 from hetsync.sync.worker import Worker
 from hetsync.telemetry import Telemetry
-from hetsync.threads import single_threaded
+from hetsync.threads import cpu_seconds, single_threaded
 
 GRACE_SECONDS = 10.0  # for the main thread to take over a failure
 
@@ -85,7 +85,7 @@ class Engine:
         self._landed = version  # rounds complete here
         self._failure: BaseException | None = None
         self._failed_at: float | None = None
-        policy = self.coordinator.policy if self.coordinator is not None else None
+        policy = self.coordinator.policy if self.coordinator else None
         self._watch = Watch(plane, policy, options.timeout_seconds)
         self._stopping = False
         self._waiting = False  # the main thread waits for others
@@ -182,10 +182,7 @@ class Engine:
 
     def cpu_seconds(self) -> float:
         """What synchronisation has cost this rank so far: its thread, and the main thread's part."""
-        if not self._thread.is_alive():
-            return self.spent.cpu_seconds
-        clock = time.pthread_getcpuclockid(self._thread.ident or 0)
-        return self.spent.cpu_seconds + time.clock_gettime(clock)
+        return self.spent.cpu_seconds + cpu_seconds(self._thread)
 
     def tell(self, event: Event) -> None:
         """Say something to the coordinator."""
@@ -256,7 +253,9 @@ class Engine:
     def _nap_seconds(self, quiet_seconds: float) -> float:
         longest = naps.LONGEST_COLLECTIVE_SECONDS if self._sums.under_way else naps.LONGEST_IDLE_SECONDS
         fraction = naps.FRACTION_WAITING if self._waiting else naps.FRACTION_COMPUTING
-        return naps.nap_seconds(quiet_seconds, fraction, longest)
+        calm = self._deltas is not None and not (self._waiting or self._resting)
+        shortest = naps.SHORTEST_DELAYED_SECONDS if calm else naps.SHORTEST_SECONDS
+        return naps.nap_seconds(quiet_seconds, fraction, longest, shortest)
 
     @property
     def _sign(self) -> Alive:
@@ -388,8 +387,8 @@ class Engine:
             self.worker.complete(start.number)
             self._landed = start.number + 1
             self._changed.notify_all()
-        seconds = time.monotonic() - began
-        self._telemetry.record("round", round=start.number, seconds=round(seconds, 6), staleness=staleness)
+        seconds = round(time.monotonic() - began, 6)
+        self._telemetry.record("round", round=start.number, seconds=seconds, staleness=staleness)
         if self.coordinator is not None:
             self.coordinator.on([Completed(start.number, self._sums.sums_norm)])
         if start.drain:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.data import Dataset
 
 import hetsync
 from hetsync.plane.local import LocalPlane
-from hetsync.threads import single_threaded
+from hetsync.threads import cpu_seconds, single_threaded
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +47,29 @@ def test_a_main_thread_that_has_not_used_its_cores_yet_keeps_them() -> None:
     thread.start()
     thread.join()
     assert seen == [2]
+
+
+def test_what_a_thread_takes_of_a_core_is_counted_while_it_lives() -> None:
+    begin, computed, end = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begin.wait(10)
+        before = time.thread_time()
+        while time.thread_time() < before + 0.05:
+            pass
+        computed.set()
+        end.wait(10)
+
+    thread = threading.Thread(target=work)
+    assert cpu_seconds(thread) == 0.0
+    thread.start()
+    idle = cpu_seconds(thread)
+    begin.set()
+    assert computed.wait(10)
+    assert cpu_seconds(thread) >= idle + 0.05
+    end.set()
+    thread.join()
+    assert cpu_seconds(thread) == 0.0
 
 
 class Watched:
