@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 import hetsync
+from hetsync.data.workers import FetchThread
 from hetsync.plane.local import LocalPlane
 from hetsync.threads import cpu_seconds, single_threaded
 
@@ -92,6 +93,14 @@ class Samples(Dataset[Any]):
     def __getitem__(self, index: int) -> torch.Tensor:
         self._watched.note()
         return torch.ones(3)
+
+
+def test_the_loader_takes_one_core_whatever_other_threads_take() -> None:
+    watched = Watched()
+    loader = FetchThread(Samples(watched), None)
+    loader.submit([0]).result(30)
+    loader.close()
+    assert watched.seen == {"hetsync-loader": {1}}
 
 
 class WatchedPlane(LocalPlane):
