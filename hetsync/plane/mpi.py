@@ -30,8 +30,9 @@ except (ImportError, RuntimeError) as error:
         " mpi4py against your site's MPI: MPICC=mpicc pip install --no-binary mpi4py mpi4py"
     ) from error
 
-# A ring passes on one rank's part of a segment at a time. Few and small enough ones, and MPI's copies stay in the
-# processor's cache, which more than halves the time of large sums in shared memory (benchmarks/runtime_cost.py).
+# With few and small enough segments under way MPI's copies stay in the processor's cache, which more than halves the
+# time of large sums in shared memory (benchmarks/runtime_cost.py). They grow with the ranks for MPIs that sum in rings,
+# where one rank's part of a segment is passed on at a time; Open MPI 5 sums in place along a binomial tree.
 SEGMENT_VALUES_PER_RANK = 1 << 17
 SEGMENTS_IN_FLIGHT = 4
 
