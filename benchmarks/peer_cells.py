@@ -20,6 +20,7 @@ RECIPES = Path(__file__).resolve().parent.parent / "models" / "recipes"
 HETSYNC: Mapping[str, Mapping[str, Any]] = {
     "hetsync-sync": {"sync": {"delay_bound": 0}},
     "hetsync-delayed": {},
+    "hetsync-k2": {"sync": {"accumulation": 2}},
     "hetsync-k8": {"sync": {"accumulation": 8, "delay_bound": 1}},
     "hetsync-goodput": {"control": {"name": "goodput"}},
     "hetsync-ppo": {"control": {"name": "ppo"}},
