@@ -30,7 +30,7 @@ RUN case "$DEVICE" in cpu) torch="torch==$TORCH+cpu" ;; cuda) torch="torch==$TOR
         *) echo "DEVICE is '$DEVICE'; it can be cpu or cuda" >&2; exit 1 ;; esac \
     && /opt/hetsync/bin/pip install --no-cache-dir --constraint /src/launch/constraints.txt "$torch"
 COPY . /src
-RUN /opt/hetsync/bin/pip install --no-cache-dir --constraint /src/launch/constraints.txt "/src[mpi]"
+RUN /opt/hetsync/bin/pip install --no-cache-dir --constraint /src/launch/constraints.txt "/src[mpi,digits]"
 
 FROM ${BASE}
 # hadolint ignore=DL3008

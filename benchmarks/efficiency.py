@@ -1,6 +1,6 @@
 """The table of efficiencies and final accuracies: emulated clusters, real gradients, interleaved repetitions.
 
-    python benchmarks/efficiency.py --output results [--traces DIR] [--repetitions 3] [--seeds 3]
+    python -m benchmarks.efficiency --output results [--traces DIR] [--repetitions 3] [--seeds 3]
 
 Every cell is a job of its own under mpirun, started by launch/local; its figures come from the job's summary.json.
 Within one repetition all arms run once, one after the other, so that a drift of the machine meets them alike.
@@ -12,19 +12,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import platform
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from local_job import ROOT, run_job
+
+from benchmarks.common.local_job import ROOT, run_job
+from benchmarks.common.plots import can_plot, headless_pyplot
+from benchmarks.common.report import command, machine
 
 RANKS = 8
 BATCH = 160
@@ -155,18 +154,11 @@ def speed_row(cell: Cell) -> str:
     most = max(summary["staleness"]["max"] for summary in cell.summaries)
     costs = [[100 * rank["runtime_cpu_fraction"] for rank in summary["per_rank"]] for summary in cell.summaries]
     mean_cost, first_cost = statistics.median(map(statistics.mean, costs)), statistics.median(c[0] for c in costs)
-    drawn = statistics.median(map(of_the_speeds_drawn, cell.summaries))
+    drawn = statistics.median(summary["efficiency_while_training"] for summary in cell.summaries)
     rounds = statistics.median(summary["rounds"] / summary["train_seconds"] for summary in cell.summaries)
     efficiency = f"**{middle:.3f}** ({low:.3f}–{high:.3f}) | {drawn:.3f}"
     figures = f"{efficiency} | {stale:.2f} / {most} | {mean_cost:.1f}, {first_cost:.1f} | {rounds:.1f}"
     return f"| {cell.arm.cluster} | {cell.arm.mode} | {figures} |"
-
-
-def of_the_speeds_drawn(summary: dict[str, Any]) -> float:
-    """Efficiency against what the devices' own slices took in this run, whatever luck their jitter had."""
-    drawn: float = sum(rank["device_samples_per_second"] for rank in summary["per_rank"])
-    rate: float = summary["samples_per_second"]
-    return rate / drawn
 
 
 def accuracies(cell: Cell) -> list[float]:
@@ -181,22 +173,17 @@ def quality_row(synchronous: Cell, delayed: Cell) -> str:
 
 
 def plot(cells: Sequence[Cell], path: Path) -> None:
-    """Bars of the median efficiency, with the range, and the ceiling of equal shares."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    speed = [cell for cell in cells if cell.arm.table == "speed"]
+    """The speed table: bars of the median efficiency, with the range, and the ceiling of equal shares."""
+    pyplot = headless_pyplot()
     colours = dict(zip(MODES, ("tab:gray", "tab:orange", "tab:blue"), strict=True))
-    figure, axes = pyplot.subplots(figsize=(9, 0.45 * len(speed) + 1))
-    for row, cell in enumerate(speed):
+    figure, axes = pyplot.subplots(figsize=(9, 0.45 * len(cells) + 1))
+    for row, cell in enumerate(cells):
         low, middle, high = cell.spread("efficiency")
         error = [[middle - low], [high - middle]]
         axes.barh(row, middle, xerr=error, color=colours[cell.arm.mode], capsize=3)
         axes.text(0.01, row, f"{middle:.3f}  {cell.arm.mode}", va="center", color="white", fontsize=8)
     axes.axvline(0.5, color="black", linestyle=":", label="ceiling of equal shares")
-    axes.set_yticks(range(len(speed)), [cell.arm.cluster for cell in speed], fontsize=8)
+    axes.set_yticks(range(len(cells)), [cell.arm.cluster for cell in cells], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("efficiency: samples/s of the job ÷ sum of solo samples/s (emulated devices)")
     axes.legend(loc="lower right", fontsize=8)
@@ -232,18 +219,19 @@ def main() -> None:
         for _ in itertools.chain(*parts):
             write([*speed, *quality], options.output)  # so that an interrupted table is not lost
     print(markdown([*speed, *quality]))
+    if any(cell.summaries for cell in speed) and can_plot():
+        plot(speed, options.output / "efficiency.png")
 
 
 def write(cells: Sequence[Cell], output: Path) -> None:
-    """JSON, Markdown and plot of what has been measured so far."""
+    """JSON and Markdown of what has been measured so far."""
     record = {
-        "command": " ".join(["python", "benchmarks/efficiency.py", *sys.argv[1:]]),
-        "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "torch": torch.__version__},
+        "command": command("efficiency"),
+        "machine": machine(),
         "cells": [{"arm": vars(cell.arm), "summaries": cell.summaries} for cell in cells],
     }
     (output / "efficiency.json").write_text(json.dumps(record, indent=1))
     (output / "efficiency.md").write_text(markdown(cells))
-    plot([cell for cell in cells if cell.summaries], output / "efficiency.png")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Samples/s of the input pipeline alone, against what the fastest emulated device of benchmarks/convergence.py takes.
+"""Samples/s of the input pipeline alone, against what the fastest device of studies/convergence.py takes.
 
-    python benchmarks/input_pipeline.py --data DIR [--repetitions 5]
+    python -m benchmarks.input_pipeline --data DIR [--repetitions 5]
 
 The pipeline is the trainer's own: seeded order, one loader thread, whole batches, on one core.
 """
@@ -14,25 +14,25 @@ from pathlib import Path
 
 import torch
 import yaml
-from convergence import CLUSTER, RANKS, WORKLOADS, Workload
-from local_job import ROOT
 
+from benchmarks.common.local_job import RECIPES
+from benchmarks.studies.convergence import CLUSTER, RANKS, WORKLOADS, Workload
 from hetsync.data import build
 from hetsync.data.ledger import split
 from hetsync.data.loader import Loader, Source
-from hetsync.profiling.cluster import load_cluster
-from hetsync.sync.messages import Piece
+from hetsync.emulation.cluster import load_cluster
+from hetsync.sync.messages import Task
 
 BATCH = 64
 SAMPLES = 6_400
 
 
 def loader_rate(loader: Loader, first: int) -> float:
-    """Samples/s over one piece of many slices."""
-    piece = Piece(first, split(((first, first + SAMPLES),), SAMPLES, SAMPLES // BATCH), 0, first, 0)
+    """Samples/s over one task of many slices."""
+    task = Task(first, split(((first, first + SAMPLES),), SAMPLES, SAMPLES // BATCH), 0, first, 0)
     began = time.perf_counter()
-    loader.prefetch(piece)
-    for _ in loader.slices(piece):
+    loader.prefetch(task)
+    for _ in loader.slices(task):
         pass
     return SAMPLES / (time.perf_counter() - began)
 
@@ -53,7 +53,7 @@ def main() -> None:
     print("| recipe | samples/s of one loader thread: median (range) | fastest emulated device | factor |")
     print("| --- | --- | --- | --- |")
     for workload in WORKLOADS:
-        recipe = yaml.safe_load((ROOT / "models" / "recipes" / f"{workload.recipe}.yaml").read_text())["data"]
+        recipe = yaml.safe_load((RECIPES / f"{workload.recipe}.yaml").read_text())["data"]
         path = {} if workload.folder is None else {"path": str(options.data / workload.folder)}
         data = build(recipe["name"], {**recipe.get("options", {}), **path})
         loader = Loader(Source(data.train, data.collate, data.costs), 0, torch.device("cpu"))

@@ -1,9 +1,9 @@
 """What HetSync itself costs: CPU time of its parts with ResNet-50's 25.6 M weights, and its sums against bare ones.
 
-    python benchmarks/runtime_cost.py [--ranks 2 4] [--repetitions 3]
+    python -m benchmarks.runtime_cost [--ranks 2 4] [--repetitions 3]
 
 Two rounds a second over real MPI; in delayed mode every rank gives to every round. Jobs of all kinds take turns within
-a repetition. docs/benchmarks.md says how to read the tables.
+a repetition. docs/results/runtime-cost.md says how to read the tables.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from peer_report import grouped, spread
-from peer_start import environment, mpirun, started
-from peers import machine
+from benchmarks.common.processes import environment, failure_of, mpirun
+from benchmarks.common.report import command, grouped, machine, spread
+from hetsync.files import write_atomically
 
-from hetsync.disk import write_atomically
-
-RANK = Path(__file__).resolve().parent / "runtime_cost_rank.py"
+RANK = ("-m", "benchmarks.runtime_cost_rank")
 JOB_SECONDS = 600  # bound on one job
 MODES = ("delayed", "synchronous")
 
@@ -34,8 +32,8 @@ def run(ranks: int, mode: str, seconds: float) -> Job:
     """One job's result; a job that fails ends the benchmark."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        command = [*mpirun(ranks), sys.executable, RANK, mode, seconds, folder]
-        failure = started(list(map(str, command)), environment(None, folder), JOB_SECONDS)
+        words = [*mpirun(ranks), sys.executable, *RANK, mode, seconds, folder]
+        failure = failure_of(words, environment(), JOB_SECONDS)
         if failure is not None:
             sys.exit(f"{mode} on {ranks} ranks {failure}")
         return {"ranks": ranks, **json.loads((folder / "result.json").read_text())}
@@ -87,8 +85,7 @@ def main() -> None:
         for ranks in options.ranks:
             for mode in MODES:
                 jobs.append(run(ranks, mode, options.seconds))
-                command = " ".join(["python", "benchmarks/runtime_cost.py", *sys.argv[1:]])
-                kept = {"command": command, "machine": machine(), "jobs": jobs}
+                kept = {"command": command("runtime_cost"), "machine": machine(), "jobs": jobs}
                 write_atomically(options.output / "runtime_cost.json", json.dumps(kept))
                 write_atomically(options.output / "runtime_cost.md", markdown(jobs))
     print(markdown(jobs))

@@ -1,4 +1,4 @@
-"""One rank of runtime_cost.py's job: python benchmarks/runtime_cost_rank.py MODE SECONDS FOLDER, under mpirun.
+"""One rank of runtime_cost.py's job: python -m benchmarks.runtime_cost_rank MODE SECONDS FOLDER, under mpirun.
 
 The weights of ResNet-50 on emulated devices: slices are slept, so that what remains is the runtime's own work. Twice
 SECONDS of training, of which the first half warms up and the second one is taken apart by CPU time; then, at rest,
@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 import hetsync
 from hetsync.api import JoinedSession
-from hetsync.disk import write_atomically
+from hetsync.files import write_atomically
 from hetsync.models.resnet import resnet50
 from hetsync.plane.mpi import MpiPlane
 from hetsync.sync.coordinator import Coordinator
@@ -40,17 +40,17 @@ SETTINGS: dict[str, dict[str, Any]] = {"delayed": {"quorum": 1.0}, "synchronous"
 PARTS: dict[str, list[tuple[type, str]]] = {
     "main thread's copies": [
         *((Deltas, name) for name in ("finish", "apply")),
-        *((Gradients, name) for name in ("_arrive", "flush", "collect")),
+        *((Gradients, name) for name in ("_arrive", "close_slice", "flush", "collect")),
     ],
-    "communication thread's copies": [*((Deltas, name) for name in ("load", "land")), (Gradients, "load")],
+    "communication thread's copies": [*((Deltas, name) for name in ("pack", "apply_sum")), (Gradients, "pack")],
     "MPI's sums": [(MpiPlane, "allreduce"), (MpiPlane, "_progress")],
     "messages": [(MpiPlane, "receive"), (MpiPlane, "send")],
-    "coordinator": [(Coordinator, "on")],
+    "coordinator": [(Coordinator, "handle")],
 }
 OF_MAIN_THREAD = ("main thread's copies",)
 
 
-class Meter:
+class PartsMeter:
     """CPU seconds by purpose. A part that runs within another counts for its own purpose only."""
 
     def __init__(self) -> None:
@@ -86,10 +86,10 @@ class Weights(torch.nn.Module):
         return torch.stack([weight.sum() for weight in self.held.parameters()]).mean()
 
 
-def books(session: JoinedSession, meter: Meter) -> Counter[str]:
+def books(session: JoinedSession, meter: PartsMeter) -> Counter[str]:
     """CPU seconds by purpose so far; and what summary.json would count of them, rounds, and seconds of training."""
     engine, ours = session.engine, Counter(meter.seconds)
-    thread = engine.cpu_seconds() - engine.spent.cpu_seconds
+    thread = engine.cpu_seconds() - engine.timer.cpu_seconds
     ours["polling"] = thread - sum(ours[purpose] for purpose in PARTS if purpose not in OF_MAIN_THREAD)
     totals = {"counted": engine.cpu_seconds(), "rounds": session.version, "seconds": session.totals.train_seconds}
     return Counter({**ours, **totals})
@@ -107,7 +107,7 @@ def per_second(before: Counter[str], after: Counter[str]) -> dict[str, Any]:
 
 def train(mode: str, seconds: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Collective: CPU seconds of each rank's runtime per second of training, by purpose; and the times of sums."""
-    meter, plane = Meter(), MpiPlane()
+    meter, plane = PartsMeter(), MpiPlane()
     half = round(seconds * ROUNDS_PER_SECOND) * plane.size
     model = Weights()
     session = hetsync.join(

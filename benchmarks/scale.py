@@ -1,7 +1,7 @@
 """From 8 to 10,000 ranks: efficiency, events and latency by the simulator, and what rank 0 can really answer.
 
-    launch/local 4 -- python benchmarks/coordinator_load.py 8 64 512 4096 10000 --output FOLDER    (for the MPI column)
-    python benchmarks/scale.py [--ranks 8 64 512 4096 10000] [--output FOLDER]
+    launch/local 4 -- python -m benchmarks.coordinator_load 8 64 512 4096 10000 --output FOLDER    (for the MPI column)
+    python -m benchmarks.scale [--ranks 8 64 512 4096 10000] [--output FOLDER]
 
 The job: ResNet-50's weights; V100, P100 and K80 devices two to two to four, with measured rates (the cluster profile
 v100-p100-k80); slices of 64 samples a rank on average; the jitter of production jobs (alibaba-jitter); D = 4, q = 0.25,
@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 import sys
 import time
 from collections.abc import Mapping
@@ -26,17 +24,16 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from coordinator_load import FloodedAlone, Load
-
-from hetsync.config import SyncConfig
-from hetsync.profiling.cluster import Cluster, Link, load_cluster
-from hetsync.session import RankProfile
+from benchmarks.common.report import command, machine, source
+from benchmarks.coordinator_load import FloodedAlone, Load
+from hetsync.balance.profile import RankProfile, StepTime
+from hetsync.config.schema import SyncConfig
+from hetsync.emulation.cluster import Cluster, Link, load_cluster
 from hetsync.simulate import Scenario, Simulation, Traffic
-from hetsync.simulate.clock import Looks
+from hetsync.simulate.polling import PollTimes
 from hetsync.simulate.recipe import scaled
-from hetsync.simulate.records import Records
 from hetsync.simulate.simulation import spare_the_collector
-from hetsync.slicing import StepTime
+from hetsync.simulate.telemetry import Telemetry
 
 MODEL = "resnet50"
 WEIGHTS = 25_557_032
@@ -56,12 +53,12 @@ class Line:
     staleness: float
     rounds_per_second: float
     round_latency_seconds: float
-    pieces_per_round: float
+    tasks_per_round: float
     events_per_second: float
     wall_seconds: float  # of the simulation
 
 
-class Tally(Records):
+class Tally(Telemetry):
     """Counts contributions and times rounds."""
 
     def __init__(self) -> None:
@@ -69,7 +66,7 @@ class Tally(Records):
         self.contributions = 0
         self.latencies: list[float] = []
 
-    def delayed_round(self, number: int, joins: Looks, lands: Looks, staleness: Mapping[int, int]) -> None:
+    def delayed_round(self, number: int, joins: PollTimes, lands: PollTimes, staleness: Mapping[int, int]) -> None:
         self.contributions += len(staleness)
         self.latencies.append(lands.last - joins.first)
 
@@ -89,25 +86,25 @@ def scenario(ranks: int) -> Scenario:
 
 def simulated(ranks: int, rounds: int) -> Line:
     tally = Tally()
-    simulation = Simulation(scenario(ranks), records=tally)
+    simulation = Simulation(scenario(ranks), telemetry=tally)
     spare_the_collector()
     simulation.advance(rounds=WARM_UP)
     simulation.observe()
-    contributions, pieces, done = tally.contributions, simulation.totals.pieces, len(tally.latencies)
+    contributions, tasks, done = tally.contributions, simulation.totals.tasks, len(tally.latencies)
     began = time.process_time()
     simulation.advance(rounds=rounds)
     wall_seconds = time.process_time() - began
     seen = simulation.observe()
-    contributions, pieces = tally.contributions - contributions, simulation.totals.pieces - pieces
+    contributions, tasks = tally.contributions - contributions, simulation.totals.tasks - tasks
     latencies = tally.latencies[done:]
-    events = 2 * pieces + contributions  # begun, finished; put into a round
+    events = 2 * tasks + contributions  # begun, finished; put into a round
     return Line(
         ranks,
         seen.efficiency,
         seen.staleness,
         seen.rounds / seen.seconds,
         sum(latencies) / len(latencies),
-        pieces / rounds,
+        tasks / rounds,
         events / seen.seconds,
         wall_seconds,
     )
@@ -144,13 +141,13 @@ def verdict(kind: str, loads: list[Load]) -> str:
 
 def markdown(lines: list[Line], alone: list[Load], over_mpi: list[Load]) -> str:
     out = [
-        "| ranks | efficiency | staleness | rounds/s | round latency, ms | pieces a round | events/s needed |"
+        "| ranks | efficiency | staleness | rounds/s | round latency, ms | tasks a round | events/s needed |"
         " events/s possible | load | the same over MPI | its load | simulation, CPU s |",
         "| ---: " * 12 + "|",
     ]
     for line in lines:
         cells = [f"{line.ranks:,}", f"{line.efficiency:.3f}", f"{line.staleness:.2f}", f"{line.rounds_per_second:.2f}"]
-        cells += [f"{1e3 * line.round_latency_seconds:.0f}", f"{line.pieces_per_round:,.0f}"]
+        cells += [f"{1e3 * line.round_latency_seconds:.0f}", f"{line.tasks_per_round:,.0f}"]
         cells.append(f"{line.events_per_second:,.0f}")
         for loads in (alone, over_mpi):
             load = next((load for load in loads if load.ranks == line.ranks), None)
@@ -165,7 +162,7 @@ def markdown(lines: list[Line], alone: list[Load], over_mpi: list[Load]) -> str:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 512, 4096, 10_000], help="sizes of the job")
-    parser.add_argument("--pieces", type=int, default=150_000, help="about how many to simulate at each size")
+    parser.add_argument("--tasks", type=int, default=150_000, help="about how many to simulate at each size")
     parser.add_argument("--output", type=Path, default=Path("results"), help="folder for scale.json and scale.md")
     return parser.parse_args()
 
@@ -175,17 +172,15 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     lines, alone, over_mpi = [], [], []
     for ranks in options.ranks:
-        lines.append(simulated(ranks, max(10, min(1000, options.pieces // ranks))))
+        lines.append(simulated(ranks, max(10, min(1000, options.tasks // ranks))))
         alone.append(FloodedAlone(ranks).measure(WARM_UP))
         load = loaded(options.output, ranks)
         over_mpi += [load] if load is not None else []
         print(f"{lines[-1]}\n{alone[-1]}", file=sys.stderr)
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-    command = " ".join(["python", "benchmarks/scale.py", *sys.argv[1:]])
-    text = f"`{command}` on {machine}\n\n{markdown(lines, alone, over_mpi)}"
+    text = f"{source('scale')}\n\n{markdown(lines, alone, over_mpi)}"
     results = {
-        "command": command,
-        "machine": machine,
+        "command": command("scale"),
+        "machine": machine(),
         "network": {"latency_seconds": LATENCY_SECONDS, "bytes_per_second": BYTES_PER_SECOND, "weights": WEIGHTS},
         "lines": [asdict(line) for line in lines],
         "coordinator": [asdict(load) for load in [*alone, *over_mpi]],

@@ -1,6 +1,6 @@
 """The simulator against the trainer: emulated devices, real gradients, the same recipes and seeds.
 
-    python benchmarks/simulator.py --output results [--quick] [--repetitions 3] [--clusters quickstart slow-link]
+    python -m benchmarks.simulator --output results [--quick] [--repetitions 3] [--clusters quickstart slow-link]
 
 Every real job runs under mpirun, started by launch/local; the simulator gets its words and computes its gradients. Real
 runs found in the output folder (FOLDER/real-*.json) are not repeated: delete them to measure anew. Predictions are made
@@ -16,27 +16,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hetsync.cli import make_parser, parse_recipe
-from hetsync.profiling.cluster import load_cluster
-from hetsync.simulate.calibrate import binned, calibrated, losses_of, simulated_curve
+from benchmarks.common.local_job import launched, summary_of, with_curves
+from benchmarks.common.report import source
+from hetsync.config.parser import read_recipe
+from hetsync.emulation.cluster import load_cluster, save_cluster
+from hetsync.files import RECIPE
+from hetsync.simulate.calibrate import calibrated, simulated_curve
 from hetsync.simulate.quadratic import Landscape
 from hetsync.simulate.recipe import build, scenario_of
 
-ROOT = Path(__file__).resolve().parent.parent
 RANKS = 8
 BATCH = 160
 JOB_SECONDS = 300  # bound on one real job
@@ -65,36 +62,28 @@ def words(arm: Arm, options: argparse.Namespace, folder: Path) -> list[str]:
     return [*map(str, told), "--emulation.samples_per_second", str(options.rate), *MODES[arm.mode]]
 
 
-def run(command: list[str], folder: Path) -> dict[str, Any]:
-    """The summary that the command leaves in the folder, with rank 0's evaluations and the curve of training losses."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=JOB_SECONDS)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    lines = (folder / "telemetry" / "rank-0000.jsonl").read_text().splitlines()
-    evaluations = [record for record in map(json.loads, lines) if record["kind"] == "evaluation"]
-    return {**summary, "evaluations": evaluations, "losses": binned(losses_of(folder)).tolist()}
-
-
 def measured(arm: Arm, options: argparse.Namespace) -> dict[str, Any]:
     kept: Path = options.output / f"real-{arm.name}.json"
     folder: Path = options.output / f"run-{arm.name}"  # stays: one of them calibrates
     if not kept.exists():
-        command = [str(ROOT / "launch" / "local"), str(RANKS), *words(arm, options, folder)]
-        kept.write_text(json.dumps(run(command, folder)))
+        told = summary_of(launched(RANKS, words(arm, options, folder)), folder, JOB_SECONDS)
+        kept.write_text(json.dumps(with_curves(told, folder)))
     summary: dict[str, Any] = json.loads(kept.read_text())
     return summary
 
 
 def predicted(arm: Arm, options: argparse.Namespace, landscape: Landscape) -> dict[str, Any]:
     """By gradients; but the losses by the landscape."""
+    cluster = replace(load_cluster(arm.cluster), step_seconds=options.step_seconds)
+    profile = options.output / f"{arm.cluster}.yaml"
+    save_cluster(cluster, profile)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        told = words(arm, options, folder)
-        program = [sys.executable, "-c", "from hetsync.cli import main; main()", "simulate", "--gradients"]
-        summary = run([*program, "--ranks", str(RANKS), *told], folder)
-        config = parse_recipe(make_parser("hetsync simulate", ""), [str(folder / "recipe.yaml")])[0]
-    scenario = scenario_of(config, load_cluster(arm.cluster), RANKS, *build(config))
+        told = words(replace(arm, cluster=str(profile)), options, folder)
+        program = [sys.executable, "-c", "from hetsync.cli.main import main; main()", "simulate", "--gradients"]
+        summary = with_curves(summary_of([*program, "--ranks", RANKS, *told], folder, JOB_SECONDS), folder)
+        config = read_recipe(folder / RECIPE)
+    scenario = scenario_of(config, cluster, RANKS, *build(config))
     return {**summary, "losses": simulated_curve(landscape, config, scenario).tolist()}
 
 
@@ -174,6 +163,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=6_000, help="to train on in each job")
     parser.add_argument("--evaluate-every", type=int, default=1_500, help="samples between evaluations")
     parser.add_argument("--rate", type=float, default=500.0, help="samples/s of the emulated cluster")
+    words = "what a synchronous step takes beyond devices and link on this machine (the profiles' key)"
+    parser.add_argument("--step-seconds", type=float, default=15e-3, help=words)
     parser.add_argument("--target", type=float, default=0.8, help="test accuracy to reach")
     parser.add_argument("--target-loss", type=float, default=0.8, help="training loss to reach")
     options = parser.parse_args()
@@ -197,9 +188,7 @@ def main() -> None:
                 real.append(measured(arm, options))
                 virtual.append(predicted(arm, options, landscape))
                 print(f"{arm.name}: {figures(virtual[-1], options)} / {figures(real[-1], options)}", flush=True)
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
-    command = " ".join(["python", "benchmarks/simulator.py", *sys.argv[1:]])
-    text = f"`{command}` on {machine}; predicted / measured; {landscape}\n\n{markdown(results, options)}"
+    text = f"{source('simulator')}; predicted / measured; {landscape}\n\n{markdown(results, options)}"
     (options.output / "simulator.md").write_text(text)
     print(text)
 

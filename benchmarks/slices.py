@@ -1,6 +1,6 @@
 """How even slices of trips of unequal length are: largest over mean cost (points) of eight slices of a batch.
 
-    python benchmarks/slices.py --data data/deeptte [--batch 256]
+    python -m benchmarks.slices --data data/deeptte [--batch 256]
 
 Sorted, as DeepTTE's loader hands batches on: cut into equal runs; cut by the rule of the DeepTTE paper's parallel
 version (the first share set, the rest even); dealt out in turn. Shuffled, with no regard to cost. And HetSync's
@@ -17,9 +17,9 @@ from statistics import mean
 
 import torch
 
+from hetsync.balance.shares import equal_shares, first_pinned_shares
 from hetsync.data import build
 from hetsync.data.loader import EpochOrder
-from hetsync.slicing import equal_shares, first_pinned_shares
 
 SLICES = 8
 EPOCHS = 20

@@ -1,40 +1,72 @@
-"""For a training loop of your own: eight lines make it delay-synchronised.
+"""For a training loop of your own: some lines make it delay-synchronised.
 
     import hetsync
+
+    with hetsync.join(run="runs/mine", resume="auto") as job:
+        model, optimizer, loader = job.prepare(model, optimizer, DataLoader(train_set, batch_size=64, shuffle=True))
+        for epoch in job.epochs(10):
+            for inputs, labels in loader:
+                loss = cross_entropy(model(inputs), labels)
+                job.backward(loss)
+                job.step(optimizer)
+
+Start it with `mpirun -np N python my_script.py`. Every rank gets slices of its own; together they use each sample once
+an epoch.
+
+The small form has no run folder, and takes all at once:
 
     with hetsync.join(model, optimizer, train_set, batch_size=64, epochs=10) as session:
         for inputs, labels in session.slices():
             loss = cross_entropy(model(inputs), labels)
             loss.backward()
             session.step(loss)
-
-Start it with `mpirun -np N python my_script.py`. Every rank gets slices of its own; together they use each sample once
-an epoch. `session.step` takes the place of `optimizer.step` and `optimizer.zero_grad`.
 """
 
 from __future__ import annotations
 
-import traceback
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
-from torch.utils.data import Dataset
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset
 
-from hetsync.config import SyncConfig
+from hetsync.balance.profile import RankProfile, StepTime
+from hetsync.config.parser import recipe_of
+from hetsync.config.schema import RunConfig, SyncConfig
+from hetsync.data.handed_over import check_dataset, check_not_a_worker
 from hetsync.data.loader import Source
-from hetsync.emulate import RealDevice, emulated_device
-from hetsync.errors import UserError, complain
+from hetsync.emulation.cluster import Cluster, load_cluster
+from hetsync.emulation.device import make_device
+from hetsync.errors import UserError, did_you_mean, early_mistakes
 from hetsync.plane import open_plane
 from hetsync.plane.base import Plane
-from hetsync.profiling.cluster import load_cluster
-from hetsync.session import Plan, RankProfile, Session
-from hetsync.slicing import StepTime
+from hetsync.plane.ending import end_loop
+from hetsync.stop_signal import StopSignal
 from hetsync.sync.milestones import marks_every, rests_at
+from hetsync.sync.optimizers import Rates, ScheduleRates, SchedulerRates, check_needs_no_closure, check_scheduler
+from hetsync.train.job import Job
+from hetsync.train.plan import Plan
+from hetsync.train.session import Session
+from hetsync.train.tasks import Trained
+from hetsync.train.trackers import Tracked
 
 
 class JoinedSession(Session):
-    """A session that closes its plane, and that ends the whole job when its block fails on one rank."""
+    """The small form's: it ends the whole job when its block fails on one rank, and closes a plane of its own."""
+
+    def __init__(self, *, owns_plane: bool, **session: Any) -> None:
+        """`session`: the arguments of a `Session`."""
+        super().__init__(**session)
+        self._owns_plane = owns_plane
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizers[0]
 
     def __enter__(self) -> JoinedSession:
         return self
@@ -42,32 +74,132 @@ class JoinedSession(Session):
     def __exit__(
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if failure is None:
-            self.close()
-            self.plane.close()
+        if failure is not None:
+            if self.plane.size == 1:
+                self.release()
+            end_loop(self.plane, failure)
             return
-        # The other ranks would wait for this one for ever.
-        if self.plane.size > 1:
-            traceback.print_exception(failure)
-            complain(f"rank {self.plane.rank} failed, so the job ends")
-            self.plane.abort(1)
+        try:
+            self.close()
+            if self._owns_plane:
+                self.plane.close()
+        except BaseException as late:
+            end_loop(self.plane, late)
+            raise
+
+
+@overload
+def join(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Dataset[Any], **arguments: Any
+) -> JoinedSession: ...
+
+
+@overload
+def join(*, run: str | Path | None = None, **arguments: Any) -> Job: ...
 
 
 def join(
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    dataset: Dataset[Any] | None = None,
+    *,
+    plane: Plane | None = None,
+    **arguments: Any,
+) -> Job | JoinedSession:
+    """Collective: this rank's part in the job that an MPI launcher started, or in a job of one rank.
+
+    Without a model: a `Job`, see `join_job`. With model, optimizer and data set: the small form, see `join_session`.
+    `plane`: where another plane than the launcher's is wanted.
+
+    Ranks start with equal shares (where nothing was measured) and are re-balanced from their measured speeds. A mistake
+    ends the job with one sentence and status 2 (SystemExit on a lone rank).
+    """
+    given = plane
+    stop = StopSignal() if model is None and arguments.get("run") is not None else None
+    with early_mistakes():
+        check_not_a_worker()
+        if plane is None:
+            plane = open_plane("auto")
+        elif not isinstance(plane, Plane):
+            raise UserError(f"plane is a {type(plane).__name__}: give a hetsync.plane.base.Plane, or leave it out")
+    try:
+        form = join_job if model is None else join_session
+        check_settings(form, arguments)
+        if model is None:
+            return join_job(plane, given is None, stop, **arguments)
+        return join_session(model, optimizer, dataset, plane, given is None, **arguments)
+    except UserError as mistake:
+        end_loop(plane, mistake)
+        raise
+
+
+def join_job(
+    plane: Plane,
+    owns_plane: bool,
+    stop: StopSignal | None,
+    *,
+    run: str | Path | None = None,
+    resume: bool | Literal["auto"] = False,
+    progress: bool = True,
+    track: Tracked = (),
+    control: str | Mapping[str, Any] = "fixed",
+    emulate: str | None = None,
+    samples_per_second: float | None = None,
+    **settings: Any,
+) -> Job:
+    """A job of the launcher's ranks.
+
+    Args:
+        run: The run folder: checkpoints, telemetry, summary, best weights. None keeps nothing.
+        resume: True goes on with the run there, "auto" where there is one.
+        progress: Rank 0 shows ranks, progress and a summary.
+        track: Trackers beside RUN/metrics.csv: any of "tensorboard", "mlflow" and "wandb", and objects of your own with
+            log(values, samples, seconds) and close().
+        control: A controller's name, or keys of the recipe's `control`.
+        emulate: A cluster profile to imitate, with `samples_per_second` of the whole emulated cluster.
+        samples_per_second: See `emulate`.
+        settings: Keys of the recipe's `run` and `sync`, such as precision="bfloat16", checkpoint_seconds=300,
+            delay_bound=0.
+    """
+    runs = {name: value for name, value in settings.items() if name in RUN_KEYS}
+    recipe = recipe_of(
+        {
+            "run": {**runs, "dir": str(run) if isinstance(run, Path) else run},
+            "sync": {name: value for name, value in settings.items() if name not in runs},
+            "control": {"name": control} if isinstance(control, str) else dict(control),
+            "emulation": {"profile": emulate, "samples_per_second": samples_per_second},
+        }
+    )
+    return Job(
+        recipe,
+        plane,
+        keep=run is not None,
+        resume=resume,
+        stop=stop,
+        owns_plane=owns_plane,
+        show=progress,
+        track=track,
+    )
+
+
+def join_session(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    dataset: Dataset[Any],
+    optimizer: Any,
+    dataset: Any,
+    plane: Plane,
+    owns_plane: bool,
     *,
     batch_size: int = 64,
     epochs: float = 1,
+    scheduler: LRScheduler | None = None,
+    max_grad_norm: float | None = None,
     evaluate_every: int | None = None,
     seed: int = 0,
     emulate: str | None = None,
     samples_per_second: float | None = None,
-    plane: Plane | None = None,
     **sync: Any,
 ) -> JoinedSession:
-    """Collective: this rank's part in the job that an MPI launcher started, or in a job of one rank.
+    """The small form: a session of one model and one optimizer, without a run folder.
 
     Args:
         model: On the rank's own device; all ranks start from rank 0's weights.
@@ -75,32 +207,109 @@ def join(
         dataset: A map-style data set, the same on every rank.
         batch_size: Samples of one slice of all ranks together.
         epochs: Passes over the data set.
+        scheduler: A torch scheduler of the optimizer; makes one step for each `batch_size` samples of the job. The loop
+            must not step it.
+        max_grad_norm: Clip the gradient to this norm before each step.
         evaluate_every: Samples after which all ranks come to rest with the same weights; see `Session.slices`.
         seed: Of the sample order.
         emulate: A cluster profile to imitate, with `samples_per_second` of the whole emulated cluster.
         samples_per_second: See `emulate`.
-        plane: Where another plane than the launcher's is wanted.
-        sync: Settings of `hetsync.config.SyncConfig`, such as delay_bound=0.
-
-    Ranks start with equal shares and are re-balanced from their measured speeds.
+        sync: Settings of `hetsync.config.schema.SyncConfig`, such as delay_bound=0.
     """
-    plane = plane or open_plane("auto")
-    samples = len(dataset)  # type: ignore[arg-type]
-    total = round(epochs * samples)
-    device: RealDevice | Any = RealDevice(_synchronizer(model))
-    time = StepTime(0.0, 1.0)
-    if emulate is not None:
-        cluster = load_cluster(emulate)
-        if samples_per_second is None:
-            raise UserError("join(emulate=...) needs samples_per_second, the speed of the whole emulated cluster")
-        speeds = [cluster.device_of(rank).speed for rank in range(plane.size)]
-        rate = samples_per_second * speeds[plane.rank] / sum(speeds)
-        device, time = emulated_device(cluster, plane.rank, rate, seed), StepTime(0.0, 1 / rate)
-    profiles = plane.gather_objects(RankProfile(model.__class__.__name__, "", time, emulate is not None))
+    check_arguments(model, optimizer, dataset, batch_size)
+    recipe = recipe_of(
+        {
+            "run": {"epochs": epochs, "evaluate_every": evaluate_every, "seed": seed},
+            "data": {"batch_size": batch_size},
+            "optimizer": {"max_grad_norm": max_grad_norm},
+            "emulation": {"profile": emulate, "samples_per_second": samples_per_second},
+            "sync": sync,
+        }
+    )
+    total = max(1, round(epochs * len(dataset)))
+    cluster = load_cluster(emulate) if emulate is not None else None
+    profiles = plane.gather_objects(profile_of(model, plane, cluster, samples_per_second))
+    plan = Plan(
+        batch_size=batch_size,
+        total_samples=total,
+        ranks=profiles,
+        milestones=rests_at(marks_every(evaluate_every, total), "evaluation", total),
+        seed=seed,
+    )
+    rate, device = profiles[plane.rank].time.rate(1), next(model.parameters()).device
+    return JoinedSession(
+        owns_plane=owns_plane,
+        plane=plane,
+        trained=Trained(model=model, optimizers=[optimizer], rates=[rates_of(optimizer, scheduler, plan)]),
+        source=Source(dataset),
+        sync=recipe.sync,
+        plan=plan,
+        device=make_device(cluster, plane.rank, rate, seed, device),
+        max_grad_norm=max_grad_norm,
+    )
 
-    plan = Plan(batch_size, total, profiles, rests_at(marks_every(evaluate_every, total), "evaluation", total), seed)
-    return JoinedSession(plane, model, optimizer, Source(dataset), SyncConfig(**sync), plan, device)
+
+def rates_of(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, plan: Plan) -> Rates:
+    """The optimizer's own rates, or a scheduler's. UserError for a scheduler that cannot be stepped here."""
+    if scheduler is None:
+        return ScheduleRates(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UserError("scheduler is a ReduceLROnPlateau, which wants a metric: give one that goes by steps")
+    check_scheduler(scheduler, [optimizer])
+    return SchedulerRates(optimizer, [scheduler], plan.batch_size, every=1)
 
 
-def _synchronizer(model: torch.nn.Module) -> Any:
-    return torch.cuda.synchronize if next(model.parameters()).device.type == "cuda" else None
+RUN_KEYS = {field.name for field in dataclasses.fields(RunConfig)} - {
+    "name",
+    "dir",
+    "samples",
+    "epochs",
+    "evaluate_every",
+    "compile",
+    "keep_best",
+    "early_stop",
+    "track",
+}
+SYNC_KEYS = {field.name for field in dataclasses.fields(SyncConfig)}
+
+
+def check_settings(form: Any, arguments: Mapping[str, Any]) -> None:
+    """UserError for an argument of `join` that there is not."""
+    named = [name for name, each in inspect.signature(form).parameters.items() if each.kind is each.KEYWORD_ONLY]
+    known = {*named, *SYNC_KEYS, *(RUN_KEYS if form is join_job else ())}
+    for name in arguments:
+        if name not in known:
+            raise UserError(f"hetsync.join has no argument {name}{did_you_mean(name, [*known, 'plane'])}")
+
+
+def check_arguments(model: Any, optimizer: Any, dataset: Any, batch_size: Any) -> None:
+    """UserError unless these can be trained with."""
+    for name, value, kind, wanted in (
+        ("model", model, torch.nn.Module, "a torch.nn.Module"),
+        ("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer"),
+    ):
+        if not isinstance(value, kind):
+            raise UserError(f"{name} is a {type(value).__name__}: give {wanted}")
+    check_needs_no_closure(optimizer, f"optimizer is a {type(optimizer).__name__}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("model has no weights to train: give one whose parameters require a gradient")
+    if isinstance(dataset, DataLoader):
+        raise UserError(
+            "dataset is a DataLoader: give its data set (loader.dataset) and batch_size; the order is HetSync's"
+        )
+    check_dataset(dataset)
+    if isinstance(batch_size, int) and batch_size > len(dataset):
+        raise UserError(f"batch_size is {batch_size}, but the data set has {len(dataset)} samples: lower it")
+
+
+def profile_of(
+    model: torch.nn.Module, plane: Plane, cluster: Cluster | None, samples_per_second: float | None
+) -> RankProfile:
+    """This rank's; without emulation a guess, the same for all, until its speed is measured."""
+    if cluster is None:
+        return RankProfile(type(model).__name__, "", StepTime(0.0, 1.0))
+    if samples_per_second is None:
+        raise UserError("join(emulate=...) needs samples_per_second, the speed of the whole emulated cluster")
+    speeds = [cluster.device_of(rank).speed for rank in range(plane.size)]
+    rate = samples_per_second * speeds[plane.rank] / sum(speeds)
+    return RankProfile(type(model).__name__, "", StepTime(0.0, 1 / rate), True)

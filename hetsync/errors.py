@@ -1,6 +1,24 @@
 """Mistakes that a user can mend, and how users hear of what goes wrong."""
 
+from __future__ import annotations
+
+import contextlib
+import difflib
 import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import NoReturn
+
+from hetsync.launchers import first_rank
+
+# Exit statuses of a job. The second line's are of one that has saved after a signal: launch/slurm.sbatch requeues on
+# STOPPED, the others are what shells expect.
+INTERNAL_ERROR, USER_ERROR = 1, 2
+STOPPED, TERMINATED, INTERRUPTED, HUNG_UP = 85, 143, 130, 129
+
+LONGEST_SHOWN = 100  # characters of a value
+LONGEST_SENTENCE = 1000  # characters
+REPEAT_SECONDS = 60.0
 
 
 class UserError(ValueError):
@@ -12,4 +30,54 @@ class UserError(ValueError):
 
 def complain(sentence: str) -> None:
     """Tell whoever started the job, on standard error."""
-    print(f"hetsync: {sentence}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk or a closed pipe ends no job
+        sys.stderr.write(f"hetsync: {sentence}\n")  # not print: unbuffered, it writes the line's end apart
+        sys.stderr.flush()
+
+
+def brief(value: object) -> str:
+    """A value as it stands in a sentence: long ones are cut."""
+    text = str(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text):,} characters)"
+
+
+def one_sentence(message: str) -> str:
+    return " ".join(message.split())[:LONGEST_SENTENCE]
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The nearest of the known words, in brackets; nothing where none is near."""
+    found = difflib.get_close_matches(word[:LONGEST_SHOWN], list(known), n=1)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+class Trouble:
+    """Something that may go wrong again and again without ending the job: told once a minute at most."""
+
+    def __init__(self) -> None:
+        self._told_at: float | None = None
+
+    def tell(self, sentence: str) -> None:
+        """As `complain`, unless it was told lately."""
+        now = time.monotonic()
+        if self._told_at is None or now >= self._told_at + REPEAT_SECONDS:
+            self._told_at = now
+            complain(sentence)
+
+
+def end_early(sentence: str) -> NoReturn:
+    """End for a mistake that every rank sees, before ranks can speak to each other."""
+    if first_rank():
+        complain(one_sentence(sentence))
+    else:
+        time.sleep(1.0)  # mpirun ends the job with the first rank that leaves, which must be the one that speaks
+    sys.exit(USER_ERROR)
+
+
+@contextlib.contextmanager
+def early_mistakes() -> Iterator[None]:
+    """Inside, a mistake ends the process as `end_early` does."""
+    try:
+        yield
+    except UserError as mistake:
+        end_early(str(mistake))

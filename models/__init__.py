@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hetsync.config import call_with_options, import_object
+from hetsync.config.imports import call_with_options, import_object
 from hetsync.data import Data
 from hetsync.errors import UserError
 

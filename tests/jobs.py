@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SECONDS = 100.0  # this machine may be busy with other tests
 
-# Figures of profiling are kept in one folder for all tests, away from the user's.
+# Data caches are kept in one folder for all tests, away from the user's.
 CACHE = Path(tempfile.gettempdir()) / f"hetsync-test-cache-{os.getuid()}"
 
 
@@ -55,8 +55,9 @@ def mpirun(ranks: int) -> list[str]:
 
 
 def command(*words: str | Path | float, ranks: int | None = None) -> list[str]:
-    """`hetsync-train` with these arguments, under mpirun where `ranks` are given."""
-    return [*(mpirun(ranks) if ranks is not None else []), program("hetsync-train"), *map(str, words)]
+    """`hetsync-train` with these arguments, under mpirun where `ranks` are given. Devices are looked at briefly."""
+    train = [program("hetsync-train"), "--run.profile_seconds", "0.3"]
+    return [*(mpirun(ranks) if ranks is not None else []), *train, *map(str, words)]
 
 
 def environment(**changes: str) -> dict[str, str]:

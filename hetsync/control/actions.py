@@ -1,19 +1,25 @@
-"""What a controller may do: one rung down, none, or one rung up on a ladder of K, and the same on one of D."""
+"""What a controller may do: one rung down, none, or one rung up on a ladder of K, and the same on one of D.
+
+Whatever else controllers are to decide joins `TUNED` and `Limits`; README.md says what follows from that.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from hetsync.errors import UserError
 from hetsync.sync.messages import Settings
 
 if TYPE_CHECKING:
-    from hetsync.config import ControlConfig
+    from hetsync.config.schema import ControlConfig
 
-DECREASE, KEEP, INCREASE = range(3)
+DECREASE, KEEP, INCREASE = CHOICES = range(3)
+# Fields of Settings that controllers decide, in the order of an action's parts, with their symbols.
+TUNED = {"accumulation": "K", "delay_bound": "D"}
 
 
 @dataclass(frozen=True)
@@ -21,80 +27,75 @@ class Limits:
     """What a controller must keep to.
 
     Args:
-        least_accumulation: Smallest K.
-        greatest_accumulation: Greatest K.
-        least_delay_bound: Smallest D; 0 allows synchronous training.
-        greatest_delay_bound: Greatest D.
+        min_accumulation: Smallest K.
+        max_accumulation: Greatest K.
+        min_delay_bound: Smallest D; 0 allows synchronous training.
+        max_delay_bound: Greatest D.
         interval_seconds: Least time between two changes of the settings.
     """
 
-    least_accumulation: int = 1
-    greatest_accumulation: int = 8
-    least_delay_bound: int = 0
-    greatest_delay_bound: int = 16
+    min_accumulation: int = 1
+    max_accumulation: int = 8
+    min_delay_bound: int = 0
+    max_delay_bound: int = 16
     interval_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name, floor in (("accumulation", 1), ("delay_bound", 0)):
-            least, greatest = getattr(self, f"least_{name}"), getattr(self, f"greatest_{name}")
+            least, greatest = self.bounds(name)
             if not floor <= least <= greatest:
                 raise UserError(
-                    f"control.least_{name} is {least} and control.greatest_{name} {greatest}:"
-                    f" give whole numbers from {floor} on, the greatest not below the least"
+                    f"control.min_{name} is {least} and control.max_{name} {greatest}:"
+                    f" give whole numbers from {floor} on, max not below min"
                 )
 
     @staticmethod
     def of(config: ControlConfig) -> Limits:
-        return Limits(
-            config.least_accumulation,
-            config.greatest_accumulation,
-            config.least_delay_bound,
-            config.greatest_delay_bound,
-            config.interval_seconds,
-        )
+        return Limits(**{field.name: getattr(config, field.name) for field in fields(Limits)})
+
+    def bounds(self, name: str) -> tuple[int, int]:
+        """Of one of `TUNED`."""
+        return getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
 
 
 class Actions:
-    """The two ladders within some limits: the powers of two between the bounds, and the bounds; 0 where it is one."""
+    """A ladder for each of `TUNED` within some limits: the powers of two between the bounds, and the bounds; 0 where it
+    is one."""
 
     def __init__(self, limits: Limits) -> None:
-        self.accumulations = rungs(limits.least_accumulation, limits.greatest_accumulation)
-        self.delay_bounds = rungs(limits.least_delay_bound, limits.greatest_delay_bound)
+        self.ladders = {name: powers_of_two(*limits.bounds(name)) for name in TUNED}
 
     def apply(self, settings: Settings, action: Sequence[int]) -> Settings:
-        """`action` is DECREASE, KEEP or INCREASE for K and for D. Beyond a ladder's end nothing changes."""
-        return replace(
-            settings,
-            accumulation=moved(self.accumulations, settings.accumulation, action[0]),
-            delay_bound=moved(self.delay_bounds, settings.delay_bound, action[1]),
-        )
+        """`action` is DECREASE, KEEP or INCREASE for each of `TUNED`. Beyond a ladder's end nothing changes."""
+        steps = dict(zip(TUNED, action, strict=True))
+        changes = {name: moved(rungs, getattr(settings, name), steps[name]) for name, rungs in self.ladders.items()}
+        return replace(settings, **changes)
 
     def towards(self, settings: Settings, goal: Settings) -> Settings:
-        """One rung nearer to other settings, K and D each."""
+        """One rung nearer to other settings, on every ladder."""
         return self.apply(settings, direction(settings, goal))
 
     def clipped(self, settings: Settings) -> Settings:
         """The same within the bounds."""
-        ks, ds = self.accumulations, self.delay_bounds
-        return replace(
-            settings,
-            accumulation=min(max(settings.accumulation, ks[0]), ks[-1]),
-            delay_bound=min(max(settings.delay_bound, ds[0]), ds[-1]),
-        )
+        ends = {name: (rungs[0], rungs[-1]) for name, rungs in self.ladders.items()}
+        return replace(settings, **{name: min(max(getattr(settings, name), lo), hi) for name, (lo, hi) in ends.items()})
 
     def all(self, settings: Settings) -> list[Settings]:
-        """Every pair of rungs, with the rest as in `settings`."""
-        return [replace(settings, accumulation=k, delay_bound=d) for k in self.accumulations for d in self.delay_bounds]
+        """Every combination of rungs, with the rest as in `settings`."""
+        return [replace(settings, **dict(zip(TUNED, rungs, strict=True))) for rungs in product(*self.ladders.values())]
 
 
-def direction(settings: Settings, goal: Settings) -> tuple[int, int]:
+def direction(settings: Settings, goal: Settings) -> tuple[int, ...]:
     """The action that leads from some settings towards others."""
-    k = (goal.accumulation > settings.accumulation) - (goal.accumulation < settings.accumulation)
-    d = (goal.delay_bound > settings.delay_bound) - (goal.delay_bound < settings.delay_bound)
-    return KEEP + k, KEEP + d
+    pairs = [(getattr(settings, name), getattr(goal, name)) for name in TUNED]
+    return tuple(KEEP + (there > here) - (there < here) for here, there in pairs)
 
 
-def rungs(least: int, greatest: int) -> tuple[int, ...]:
+def described(settings: Settings) -> str:
+    return ", ".join(f"{symbol} {getattr(settings, name)}" for name, symbol in TUNED.items())
+
+
+def powers_of_two(least: int, greatest: int) -> tuple[int, ...]:
     powers = (1 << n for n in range(greatest.bit_length()))
     return tuple(sorted({least, greatest, *(power for power in powers if least < power < greatest)}))
 

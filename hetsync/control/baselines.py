@@ -7,14 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from hetsync.control.actions import DECREASE, INCREASE, KEEP, Actions, Limits
+from hetsync.control.actions import CHOICES, DECREASE, INCREASE, KEEP, TUNED, Actions, Limits, described
 from hetsync.control.controller import Decision
-from hetsync.control.observation import Observation
 from hetsync.sync.messages import Settings
-
-
-def described(settings: Settings) -> str:
-    return f"K {settings.accumulation}, D {settings.delay_bound}"
+from hetsync.sync.observation import Observation
 
 
 class Fixed:
@@ -32,7 +28,8 @@ class Random:
         self._dice = np.random.default_rng(seed)
 
     def decide(self, seen: Observation) -> Decision:
-        return Decision(self._actions.apply(seen.settings, self._dice.integers(3, size=2).tolist()), "drawn")
+        action = self._dice.integers(len(CHOICES), size=len(TUNED)).tolist()
+        return Decision(self._actions.apply(seen.settings, action), "drawn")
 
 
 class Schedule:
@@ -127,7 +124,7 @@ def predicted_efficiency(settings: Settings, network: float, jitter: float) -> f
 
     `network` is what a round's sum takes, in slices; `jitter` the coefficient of variation of a slice's time. K slices
     vary by √K times a slice's. A synchronous step waits for the slowest of some eight ranks (1.4 standard deviations
-    late) and for the sum; a delayed rank waits where D pieces take less time than a sum and the usual differences.
+    late) and for the sum; a delayed rank waits where D tasks take less time than a sum and the usual differences.
     """
     slices = settings.accumulation
     spread = jitter * math.sqrt(slices)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from hetsync.control.observation import Observation
 from hetsync.sync.messages import Settings
+from hetsync.sync.observation import Observation
 
 
 @dataclass(frozen=True)

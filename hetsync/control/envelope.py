@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 
-from hetsync.control.actions import DECREASE, Actions, Limits
+from hetsync.control.actions import DECREASE, TUNED, Actions, Limits
 from hetsync.control.controller import Controller, Decision
-from hetsync.control.observation import Observation
 from hetsync.sync.messages import Settings
+from hetsync.sync.observation import Observation
 
 # So many windows in a row with a loss that is too high are a divergence, not noise.
 PATIENCE = 3
@@ -98,6 +98,6 @@ class Envelope:
         self._high, self._fallen_back = 0, True
         settings, which = self._best_settings, f"back to those of the best, {self._best:.4g}"
         if settings is None or settings == seen.settings:
-            settings, which = self._actions.apply(seen.settings, (DECREASE, DECREASE)), "one rung down"
+            settings, which = self._actions.apply(seen.settings, [DECREASE] * len(TUNED)), "one rung down"
             self._best_settings = settings  # those that diverged are not to come back
         return Decision(settings, f"the loss diverges (last {seen.losses[-1]:.4g}): {which}")

@@ -7,8 +7,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from hetsync.control.observation import Observation
+from hetsync.control.actions import KEEP, TUNED, direction
 from hetsync.sync.messages import Settings
+from hetsync.sync.observation import Observation
 
 # To be raised with every change of what the names below mean, of their number or their order.
 VERSION = 2
@@ -19,7 +20,7 @@ FEATURES = (
     "loss_minimum",
     "loss_maximum",
     "loss_last",
-    "loss_fluctuation",  # largest change between two pieces, over the running mean
+    "loss_fluctuation",  # largest change between two tasks, over the running mean
     "trend",  # fall of the logarithm of the mean loss since the last window, times 4
     "long_trend",  # the same, smoothed over about five windows, times 8
     "gained",  # fall of the logarithm of the mean loss since the start, over 5
@@ -61,7 +62,7 @@ class Features:
         self._long_trend = 0.0
         self._efficiency: float | None = None
         self._settings: Settings | None = None
-        self._moves = (0, 0)
+        self._moves = [0] * len(TUNED)
         self._since_move = 0
 
     def of(self, seen: Observation) -> Vector:
@@ -115,12 +116,5 @@ class Features:
 
     def _watch_moves(self, settings: Settings) -> None:
         old = settings if self._settings is None else self._settings
-        moves = tuple(
-            (new > before) - (new < before)
-            for new, before in (
-                (settings.accumulation, old.accumulation),
-                (settings.delay_bound, old.delay_bound),
-            )
-        )
-        self._since_move = 0 if any(moves) else self._since_move + 1
-        self._moves, self._settings = (moves[0], moves[1]), settings
+        self._moves, self._settings = [step - KEEP for step in direction(old, settings)], settings
+        self._since_move = 0 if any(self._moves) else self._since_move + 1

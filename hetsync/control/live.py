@@ -14,35 +14,35 @@ from statistics import fmean
 from typing import Any
 
 from hetsync.control.actions import Actions, Limits
-from hetsync.control.meter import Meter
-from hetsync.control.observation import Observation
 from hetsync.control.process import STOP_SECONDS, ControlProcess, Decided, Failed, Ready
+from hetsync.control.window_meter import WindowMeter
 from hetsync.errors import UserError, complain
 from hetsync.sync.messages import Event, Settings
+from hetsync.sync.observation import Observation
 from hetsync.telemetry import Telemetry
 
-# Between two looks at the queues and at the process.
-LOOK_SECONDS = 0.1
+# Between two polls of the queues and of the process.
+POLL_SECONDS = 0.1
 # A controller that owes its first word or an answer for so long, or for so many windows if that is longer, is dead.
 SILENCE_SECONDS = 120.0
 SILENCE_WINDOWS = 3
 
 
 class LiveControl:
-    """What the coordinator consults: it tells every event, and asks for settings after each letter."""
+    """What the coordinator consults: it tells every event, and asks for settings after each message."""
 
     def __init__(
         self,
         process: ControlProcess,
-        meter: Meter,
+        window_meter: WindowMeter,
         clock: Callable[[], float],
         telemetry: Telemetry,
         say: Callable[[str], None] = complain,
     ) -> None:
-        """`clock` tells the seconds of training so far, as for the meter. `say` hears at most one sentence."""
+        """`clock` tells the seconds of training so far, as for the window meter. `say` hears at most one sentence."""
         self.died: str | None = None  # why
         self._process = process
-        self._meter = meter
+        self._window_meter = window_meter
         self._clock = clock
         self._telemetry = telemetry
         self._say = say
@@ -51,18 +51,18 @@ class LiveControl:
         self._patience = max(SILENCE_SECONDS, SILENCE_WINDOWS * self._interval)
         self._began = clock()
         self._window_ends = self._began + self._interval
-        self._look_at = self._began
+        self._next_poll = self._began
         self._ready = False
         self._unanswered: deque[tuple[float, Observation]] = deque()  # with the time at which each was put
         self._decisions = self._changes = self._dropped = 0
-        self._in_force: set[Settings] = set()
+        self._in_force = {window_meter.settings}
         self._start_cpu_seconds = self._cpu_seconds = 0.0
         self._noise_scale: float | None = None  # the last one known
 
-    def hear(self, event: Event) -> None:
-        """Call with each event before the policy takes it in."""
+    def on_event(self, event: Event) -> None:
+        """Call with each event before the state machine takes it in."""
         if self.died is None:
-            self._meter.hear(event, self._clock())
+            self._window_meter.add_event(event, self._clock())
 
     def steer(self, settings: Settings) -> Settings | None:
         """Settings to change to, if there are any; `settings` are those in force.
@@ -70,11 +70,11 @@ class LiveControl:
         UserError where the controller cannot be made for a mistake of the user's.
         """
         now = self._clock()
-        if self.died is not None or now < self._look_at:
+        if self.died is not None or now < self._next_poll:
             return None
-        self._look_at = now + LOOK_SECONDS
+        self._next_poll = now + POLL_SECONDS
         wanted = settings
-        exit_code = self._process.exit_code  # looked at first: it may have answered before it ended
+        exit_code = self._process.exit_code  # asked first: it may have answered before it ended
         for answer in self._process.answers():
             match answer:
                 case Ready():
@@ -86,7 +86,7 @@ class LiveControl:
                     self._failed(answer, wanted)
         if self.died is None:
             self._check(exit_code, now, wanted)
-        if self._ready and self.died is None and now >= self._window_ends and self._meter.rounds:
+        if self._ready and self.died is None and now >= self._window_ends and self._window_meter.rounds:
             self._close_window(wanted, now)
         self._in_force |= {settings, wanted}
         return wanted if wanted != settings else None
@@ -137,7 +137,7 @@ class LiveControl:
 
     def _close_window(self, settings: Settings, now: float) -> None:
         self._window_ends = now + self._interval
-        seen = self._meter.observe(settings, now)
+        seen = self._window_meter.observe(settings, now)
         self._noise_scale = seen.noise_scale or self._noise_scale
         if self._process.offer(seen):
             self._unanswered.append((now, seen))
@@ -168,7 +168,7 @@ class LiveControl:
 
 
 def _figures(seen: Observation) -> dict[str, Any]:
-    """For telemetry, which has each piece's loss already."""
+    """For telemetry, which has each task's loss already."""
     figures = asdict(seen)
     losses = figures.pop("losses")
     return {**figures, "loss": fmean(losses) if losses else None}

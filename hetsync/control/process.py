@@ -6,11 +6,11 @@ It is started afresh (spawned), so nothing of MPI is in it, and runs with the le
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
 import queue
-import signal
 import sys
 import time
 import traceback
@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
-from hetsync.config import ControlConfig
+from hetsync.config.schema import ControlConfig
 from hetsync.control.actions import Limits
 from hetsync.control.controller import Controller, Decision
 from hetsync.control.envelope import Envelope
-from hetsync.control.observation import Observation
 from hetsync.control.registry import check, make_controller
 from hetsync.errors import UserError
+from hetsync.stop_signal import signals_held
+from hetsync.sync.observation import Observation
 
 NICENESS = 19
 # Observations that may wait while the controller is busy. Old ones are of little use.
@@ -88,17 +89,18 @@ class ControlProcess:
         self.config = config
         self.log = log
         context = multiprocessing.get_context("spawn")
-        self._results: multiprocessing.Queue[Observation | None] = context.Queue(QUEUE_LENGTH)
-        self._policies: multiprocessing.Queue[Answer] = context.Queue()
-        self._results.cancel_join_thread()  # nobody may read any more when this process ends
+        self._observations: multiprocessing.Queue[Observation | None] = context.Queue(QUEUE_LENGTH)
+        self._answers: multiprocessing.Queue[Answer] = context.Queue()
+        self._observations.cancel_join_thread()  # nobody may read any more when this process ends
         self._process = context.Process(
             target=_serve,
-            args=(make, (config, seed, batch_size), log, self._results, self._policies),
+            args=(make, (config, seed, batch_size), log, self._observations, self._answers),
             name="hetsync-control",
             daemon=True,
         )
         with _apart():
             self._process.start()
+        atexit.register(self._process.kill)  # multiprocessing would ask by a signal that it does not hear
         with contextlib.suppress(OSError):  # it may have ended
             os.setpriority(os.PRIO_PROCESS, self.pid, NICENESS)
 
@@ -113,19 +115,19 @@ class ControlProcess:
         return self._process.exitcode
 
     def offer(self, seen: Observation) -> bool:
-        """Put an observation on the result queue; False where that is full."""
+        """Put an observation on the observation queue; False where that is full."""
         try:
-            self._results.put_nowait(seen)
+            self._observations.put_nowait(seen)
         except queue.Full:
             return False
         return True
 
     def answers(self) -> list[Answer]:
-        """What has come out of the policy queue since the last call."""
+        """What has come out of the answer queue since the last call."""
         out: list[Answer] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                out.append(self._policies.get_nowait())
+                out.append(self._answers.get_nowait())
         return out
 
     def kill(self) -> None:
@@ -135,10 +137,11 @@ class ControlProcess:
     def close(self, patience_seconds: float = STOP_SECONDS) -> None:
         """Ask it to end, wait so long, then kill it."""
         with contextlib.suppress(queue.Full):
-            self._results.put_nowait(None)
+            self._observations.put_nowait(None)
             self._process.join(patience_seconds)
         self._process.kill()
         self._process.join()
+        atexit.unregister(self._process.kill)
 
 
 @contextlib.contextmanager
@@ -147,12 +150,10 @@ def _apart() -> Iterator[None]:
     # Spawning runs the script a second time in the new process, up to its MPI.
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
-    # Launchers and terminals signal whole groups of processes. What is blocked here stays so in the new process.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGUSR1))
     try:
-        yield
+        with signals_held():
+            yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         sys.modules["__main__"] = main
 
 
@@ -160,8 +161,8 @@ def _serve(
     make: Make,
     arguments: tuple[ControlConfig, int, int],
     log: Path | None,
-    results: multiprocessing.Queue[Observation | None],
-    policies: multiprocessing.Queue[Answer],
+    observations: multiprocessing.Queue[Observation | None],
+    answers: multiprocessing.Queue[Answer],
 ) -> None:
     """The process's life."""
     torch.set_num_threads(1)
@@ -169,25 +170,25 @@ def _serve(
         _write_to(log)
     try:
         controller = make(*arguments)
-        policies.put(Ready(time.process_time()))
-        while (seen := _next(results)) is not None:
+        answers.put(Ready(time.process_time()))
+        while (seen := _next(observations)) is not None:
             decision = controller.decide(seen)
-            policies.put(Decided(decision, time.process_time()))
+            answers.put(Decided(decision, time.process_time()))
     except Exception as error:
         mistake = isinstance(error, UserError)
         if not mistake:
             with contextlib.suppress(OSError):  # the disk is full
                 traceback.print_exc()
-        policies.put(Failed(str(error) if mistake else f"{type(error).__name__}: {error}", mistake))
+        answers.put(Failed(str(error) if mistake else f"{type(error).__name__}: {error}", mistake))
 
 
-def _next(results: multiprocessing.Queue[Any]) -> Observation | None:
+def _next(observations: multiprocessing.Queue[Any]) -> Observation | None:
     """The next observation; None at the end of the job."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     while parent.is_alive():
         with contextlib.suppress(queue.Empty):
-            seen: Observation | None = results.get(timeout=PARENT_SECONDS)
+            seen: Observation | None = observations.get(timeout=PARENT_SECONDS)
             return seen
     return None
 

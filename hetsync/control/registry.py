@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from hetsync.config import ControlConfig
+from hetsync.config.schema import ControlConfig
 from hetsync.control.actions import Limits
 from hetsync.control.baselines import Fixed, Goodput, Proportional, Random, Schedule
 from hetsync.control.controller import Controller
+from hetsync.extras import require
 
 
 def make_controller(config: ControlConfig, seed: int, batch_size: int) -> Controller:
@@ -31,17 +32,19 @@ def make_controller(config: ControlConfig, seed: int, batch_size: int) -> Contro
 
 def check(config: ControlConfig) -> None:
     """Is there the policy that a recipe names, and does it fit? UserError as above; far quicker than the making."""
+    if config.fine_tune:
+        require("control", "learning a policy")
     if config.name == "ppo":
-        from hetsync.control.policy import load_network
+        from hetsync.control.policy_network import load_network
 
         load_network(config.policy)
 
 
 def _learned(config: ControlConfig, limits: Limits, seed: int, batch_size: int) -> Controller:
     if config.fine_tune:
-        from hetsync.control.ppo import FineTuned  # loads stable-baselines3, which takes seconds
+        from hetsync.control.fine_tuning import FineTuned  # loads stable-baselines3, which takes seconds
 
         return FineTuned(config.policy, limits, batch_size, config.interval_seconds, seed)
-    from hetsync.control.policy import PolicyController, load_network
+    from hetsync.control.policy_network import PolicyController, load_network
 
     return PolicyController(load_network(config.policy), limits, batch_size)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from hetsync.config import call_with_options, import_object
+from hetsync.config.imports import call_with_options, import_object
 from hetsync.data.catalogue import CATALOGUE
 from hetsync.data.metrics import classification, cross_entropy, means
 from hetsync.errors import UserError
@@ -25,7 +25,10 @@ class Data:
         loss: (model, batch) to the mean over the batch's samples of a loss that depends on no other sample.
         metrics: (model, batch) to sums over the batch's samples.
         report: Sums over the whole test set, with its number of `samples`, to the metrics; means by default.
-        collate: Samples to a batch; PyTorch's default_collate where None.
+        collate: Training samples to a batch; PyTorch's default_collate where None.
+        test_collate: Test samples to a batch; None takes `collate`, which then must not draw at random (transform
+            training samples in `train` or give both). A job whose test batches differ from one time to the next is
+            refused at its start.
         costs: Work that each training sample takes (points, tokens), where they differ.
         model_options: Arguments for any model that takes them, unless the recipe gives them (classes, vocabulary).
     """
@@ -36,6 +39,7 @@ class Data:
     metrics: Callable[[torch.nn.Module, Any], dict[str, float]] = classification
     report: Callable[[dict[str, float]], dict[str, float]] = means
     collate: Callable[[list[Any]], Any] | None = None
+    test_collate: Callable[[list[Any]], Any] | None = None
     costs: Sequence[float] | None = None
     model_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -55,3 +59,10 @@ def build(name: str, options: Mapping[str, Any]) -> Data:
     if not len(data.train):  # type: ignore[arg-type]
         raise UserError(f"data.name is {name}, whose training set is empty")
     return data
+
+
+def check_batch_size(data: Data, batch_size: int) -> None:
+    """UserError where a slice would hold samples twice: nobody means that, and memory may not hold it."""
+    samples = len(data.train)  # type: ignore[arg-type]
+    if batch_size > samples:
+        raise UserError(f"data.batch_size is {batch_size}, but the training set has {samples} samples: lower it")

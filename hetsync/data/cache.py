@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,12 +14,14 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock, Timeout
 
-from hetsync.disk import sync_folder
 from hetsync.errors import UserError, complain
+from hetsync.files import BLOCK_BYTES, flush_to_disk
 
 PATIENCE_SECONDS = 10.0  # before a waiting process says what it waits for
 LIMIT_SECONDS = 3600.0  # large sets of images are decoded one by one
 POLL_SECONDS = 0.1
+DIGESTS = "digests.json"
+SAMPLES = 16  # blocks of a large file that are looked at
 CACHE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
@@ -30,6 +33,9 @@ def cached_folder(
     limit_seconds: float = LIMIT_SECONDS,
 ) -> Path:
     """A folder with what `build` made of the sources; built at most once for their present state.
+
+    Its files are compared with what was built: sizes, and content as far as `fingerprint` sees. What is damaged is
+    built once more.
 
     One process builds, the others of the host (or of the cluster, where home is shared) wait for it. The folder
     appears complete or not at all: after a build that died, the next process builds anew.
@@ -43,16 +49,69 @@ def cached_folder(
         limit_seconds: How long to wait for another process's build.
 
     Raises:
-        UserError: The cache cannot be written, or the wait took too long.
+        UserError: The cache cannot be written, the wait took too long, or what was just built is damaged.
         OSError: A source cannot be read.
     """
     folder = _user_cache() / f"{name}-{_key(sources, version)}"
-    if folder.is_dir():
+    if folder.is_dir() and _damage(folder) is None:
         return folder
     with _locked(folder, limit_seconds):
+        if folder.is_dir() and (damage := _damage(folder)) is not None:
+            complain(f"the data cache {folder} is damaged ({damage}), so it is built anew")
+            _remove(folder)
         if not folder.is_dir():
             _build(folder, build)
+            if (damage := _damage(folder)) is not None:
+                raise UserError(
+                    f"the data cache {folder} is damaged as soon as it is built ({damage}): "
+                    "look at its disk, or set XDG_CACHE_HOME to another folder"
+                )
     return folder
+
+
+def fingerprint(path: Path) -> str:
+    """Digest of a file's size and of its content, at most 16 MB of it, to be had in a fraction of a second.
+
+    A file up to that size is read in whole. Of a larger one the first and last MiB and others evenly between are read:
+    that notices a file that is cut, longer, empty, of other data, or overwritten in large parts, but not a few bytes.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for sample in range(SAMPLES):
+            start = sample * BLOCK_BYTES
+            file.seek(max(start, (size - BLOCK_BYTES) * sample // (SAMPLES - 1)))
+            digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def _fingerprints(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / DIGESTS)
+    return {str(path.relative_to(folder)): fingerprint(path) for path in files}
+
+
+def _damage(folder: Path) -> str | None:
+    """What is not as it was built."""
+    try:
+        wanted = json.loads((folder / DIGESTS).read_text())
+        found = _fingerprints(folder)
+        if found == wanted:
+            return None
+        changed = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+        return f"{changed[0]} is not as it was built"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{DIGESTS}: {error}"
+
+
+def _remove(folder: Path) -> None:
+    """Out of the way in one step."""
+    away = folder.with_name(f".{folder.name}.damaged")
+    shutil.rmtree(away, ignore_errors=True)
+    try:
+        folder.rename(away)
+    except OSError as error:
+        raise _unwritable(folder.parent, error) from error
+    shutil.rmtree(away, ignore_errors=True)
 
 
 def save_rows(path: Path, rows: int, batches: Iterable[np.ndarray]) -> None:
@@ -129,10 +188,11 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
         build(building)
+        (building / DIGESTS).write_text(json.dumps(_fingerprints(building), indent=1))
         for path in building.rglob("*"):
-            sync_folder(path)  # files too
+            flush_to_disk(path)
         building.rename(folder)
-        sync_folder(folder.parent)
+        flush_to_disk(folder.parent)
     except OSError as error:
         if error.errno in CACHE_ERRNOS or _is_short_write(error):
             raise _unwritable(folder.parent, error) from error

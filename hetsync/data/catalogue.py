@@ -36,9 +36,7 @@ class Entry:
 SETS = "hetsync.data.sets."
 
 CATALOGUE = {
-    "digits": Entry(
-        SETS + "digits:digits", terms="it is part of scikit-learn, which pip has installed already (BSD licence)"
-    ),
+    "digits": Entry(SETS + "digits:digits", terms="it is part of scikit-learn (BSD licence)"),
     "cifar10": Entry(
         SETS + "cifar10:cifar10",
         SETS + "cifar10:check",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import ssl
 import tarfile
@@ -15,7 +14,10 @@ from urllib.parse import urlsplit
 
 from hetsync.data.catalogue import Download
 from hetsync.errors import UserError
+from hetsync.files import sha256_of
 
+# Not pooch (1.9): it begins a broken download anew, tries again after "no such file" and after a wrong checksum, and
+# unpacks without tarfile's filter before Python 3.12.
 ATTEMPTS = 5  # without a new byte, before giving up
 PAUSE_SECONDS = 1.0  # after the first failed attempt; then twice as long each time
 SILENCE_SECONDS = 60.0  # of a server before an attempt counts as failed
@@ -64,7 +66,7 @@ def _fetch(file: Download, work: Path, progress: Progress, pause_seconds: float)
         if failures == ATTEMPTS:
             raise UserError(f"{file.url}: {trouble}; the same command goes on from there, so try it again later")
         time.sleep(pause_seconds * 2 ** (failures - 1))
-    if (found := _sha256(part)) != file.sha256:
+    if (found := sha256_of(part)) != file.sha256:
         part.unlink()
         raise UserError(
             f"{file.url} has the SHA-256 checksum {found} instead of {file.sha256}, so nothing of it was kept: "
@@ -115,11 +117,3 @@ def _unpack(archive: Path, folder: Path) -> None:
 
 def _size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -1,7 +1,7 @@
 """Which samples are where: handed out, applied, or still to come. Pure: no tensors, no clock, no ranks' code.
 
 The samples of all epochs form one stream: position `p` is sample `p mod N` of epoch `p // N`, in that
-epoch's seeded order. A span is a half-open range of positions. Spans are handed out to pieces of work and
+epoch's seeded order. A span is a half-open range of positions. Spans are handed out to tasks and
 booked when the contribution that used them is applied; what a dead rank held comes back and goes out again.
 So every sample counts exactly once an epoch by construction, and `check` proves it at every drain.
 """
@@ -65,31 +65,35 @@ class Ledger:
         """Positions below `limit` that nobody holds and that are not applied."""
         return length(self._returned) + max(0, limit - self._cursor)
 
-    def take(self, piece: int, count: int, limit: int) -> tuple[Span, ...]:
-        """Hand out up to `count` positions below `limit` to a piece of work; returned ones go first."""
-        if piece in self._held:
-            raise ValueError(f"piece {piece} holds samples already")
+    def take(self, task: int, count: int, limit: int) -> tuple[Span, ...]:
+        """Hand out up to `count` positions below `limit` to a task; returned ones go first."""
+        if task in self._held:
+            raise ValueError(f"task {task} holds samples already")
         spans, self._returned = self._take_returned(count)
         missing = min(count - length(spans), max(0, limit - self._cursor))
         if missing > 0:
             spans += ((self._cursor, self._cursor + missing),)
             self._cursor += missing
-        self._held[piece] = spans
+        self._held[task] = spans
         return spans
 
     def _take_returned(self, count: int) -> tuple[tuple[Span, ...], list[Span]]:
         head, tail = cut(self._returned, count)
         return head, list(tail)
 
-    def book(self, piece: int) -> int:
-        """The piece's samples were applied; returns how many."""
-        count = length(self._held.pop(piece))
+    def book(self, task: int) -> int:
+        """The task's samples were applied; returns how many."""
+        count = length(self._held.pop(task))
         self.applied += count
         return count
 
-    def give_back(self, piece: int) -> None:
-        """The piece died with its rank: its samples go out again."""
-        self._returned = sorted([*self._returned, *self._held.pop(piece)])
+    def give_back(self, task: int) -> None:
+        """The task died with its rank: its samples go out again."""
+        self._returned = sorted([*self._returned, *self._held.pop(task)])
+
+    def abandon(self) -> None:
+        """Nobody will take what came back: the job ends with what is applied."""
+        self._returned, self._cursor = [], self.applied
 
     def outstanding(self) -> int:
         """Positions handed out and not yet applied."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as LoadingTimeoutError
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import Dataset
 
 from hetsync.data.ledger import Span
 from hetsync.data.workers import Collate, Fetcher, FetchProcesses, FetchThread
-from hetsync.sync.messages import Piece
+from hetsync.errors import UserError
+from hetsync.threads import single_threaded
+
+T = TypeVar("T")
 
 
 class EpochOrder:
@@ -27,12 +31,24 @@ class EpochOrder:
         samples: Samples of an epoch.
         seed: Of the permutations.
         costs: Of every sample, or None where they are alike.
+        shuffle: False takes samples in their own order.
+        used: Samples of an epoch that are used, another choice each; None uses all.
     """
 
     BLOCK = 512
 
-    def __init__(self, samples: int, seed: int, costs: Sequence[float] | None = None) -> None:
-        self._samples = samples
+    def __init__(
+        self,
+        samples: int,
+        seed: int,
+        costs: Sequence[float] | None = None,
+        shuffle: bool = True,
+        used: int | None = None,
+    ) -> None:
+        self._all = samples
+        self._samples = used or samples
+        self._shuffle = shuffle
+        self._in_own_order = not shuffle and costs is None  # that of a long stream would not fit in memory
         self._seed = seed
         self._costs = None if costs is None else torch.as_tensor(costs, dtype=torch.float64)
         self._permutations: dict[int, torch.Tensor] = {}
@@ -44,14 +60,17 @@ class EpochOrder:
             while start < stop:
                 epoch, offset = divmod(start, self._samples)
                 count = min(stop - start, self._samples - offset)
-                out += self._permutation(epoch)[offset : offset + count].tolist()
+                if self._in_own_order:
+                    out += range(offset, offset + count)
+                else:
+                    out += self._permutation(epoch)[offset : offset + count].tolist()
                 start += count
         return out
 
     def _permutation(self, epoch: int) -> torch.Tensor:
         if epoch not in self._permutations:
             generator = torch.Generator().manual_seed((self._seed << 20) + epoch)
-            shuffled = torch.randperm(self._samples, generator=generator)
+            shuffled = torch.randperm(self._all, generator=generator) if self._shuffle else torch.arange(self._all)
             self._permutations = {e: p for e, p in self._permutations.items() if e >= epoch - 1}
             self._permutations[epoch] = shuffled if self._costs is None else self._balanced(shuffled, epoch)
         return self._permutations[epoch]
@@ -61,7 +80,7 @@ class EpochOrder:
         golden = (5**0.5 - 1) / 2
         first = epoch * self._samples
         blocks = []
-        for start in range(0, self._samples, self.BLOCK):
+        for start in range(0, self._all, self.BLOCK):
             block = shuffled[start : start + self.BLOCK]
             by_cost = block[self._costs[block].argsort(stable=True)]
             positions = torch.arange(first + start, first + start + len(block), dtype=torch.float64)
@@ -89,34 +108,80 @@ class Source:
         dataset: A map-style data set, the same on every rank.
         collate: Samples to a batch; PyTorch's default_collate where None.
         costs: Work that each sample takes, where they differ.
-        workers: Processes of each rank that load its samples; 0 loads on a thread.
+        workers: Processes of each rank that load its samples; 0 loads on a thread. What a process draws from the
+            generators of torch, NumPy and random comes of the run's seed and the batch's place in the stream, so
+            augmentation repeats in a resumed run. A thread shares them with the model: there it need not.
+        shuffle: False takes samples in the data set's own order.
+        used: Samples of an epoch that are used; None uses all.
     """
 
     dataset: Dataset[Any]
     collate: Collate | None = None
     costs: Sequence[float] | None = None
     workers: int = 0
+    shuffle: bool = True
+    used: int | None = None
+
+    @property
+    def epoch_samples(self) -> int:
+        return self.used or len(self.dataset)  # type: ignore[arg-type]
+
+
+class SlicedWork(Protocol):
+    """What a rank is given to compute: its number, and each slice's spans of the sample stream."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def slices(self) -> Sequence[Sequence[Span]]: ...
 
 
 class Loader:
-    """A rank's slices. Loads a piece as soon as the rank is given it, which is one piece ahead of its use."""
+    """A rank's slices. Loads a task as soon as the rank is given it, which is one task ahead of its use.
 
-    def __init__(self, source: Source, seed: int, device: torch.device) -> None:
+    A batch may take `timeout_seconds`.
+    """
+
+    def __init__(self, source: Source, seed: int, device: torch.device, timeout_seconds: float = 600.0) -> None:
         dataset, collate = source.dataset, source.collate
-        self._order = EpochOrder(len(dataset), seed, source.costs)  # type: ignore[arg-type]
+        self._order = EpochOrder(len(dataset), seed, source.costs, source.shuffle, source.used)  # type: ignore[arg-type]
+        self._seed = seed
         self._device = device
+        self._timeout_seconds = timeout_seconds
         self._fetcher: Fetcher = (
             FetchProcesses(dataset, collate, source.workers) if source.workers else FetchThread(dataset, collate)
         )
-        self._loading: dict[int, list[Future[Any]]] = {}
+        self._thread = ThreadPoolExecutor(1, "hetsync-order", initializer=single_threaded())
+        self._loading: dict[int, Future[list[Future[Any]]]] = {}
 
-    def prefetch(self, piece: Piece) -> None:
-        self._loading[piece.number] = [self._fetcher.submit(self._order.indices(spans)) for spans in piece.slices]
+    def prefetch(self, task: SlicedWork) -> None:
+        """Returns at once: the order of a large epoch takes a second, and the pipe of a worker may be full."""
+        self._loading[task.number] = self._thread.submit(self._submit, task)
 
-    def slices(self, piece: Piece) -> Iterable[Any]:
-        """The piece's batches on the rank's device; an error of the data set is raised here."""
-        for loading in self._loading.pop(piece.number):
-            yield to_device(loading.result(), self._device)
+    def _submit(self, task: SlicedWork) -> list[Future[Any]]:
+        return [self._fetcher.submit(self._order.indices(spans), self._seed_of(spans)) for spans in task.slices]
+
+    def _seed_of(self, spans: Iterable[Span]) -> int:
+        """Of the batch at these positions of the stream: the same after a resume."""
+        return hash((self._seed, *spans)) & (2**63 - 1)
+
+    def slices(self, task: SlicedWork) -> Iterable[Any]:
+        """The task's batches on the rank's device; an error of the data set is raised here."""
+        for loading in self._awaited(self._loading.pop(task.number)):
+            yield to_device(self._awaited(loading), self._device)
+
+    def _awaited(self, loading: Future[T]) -> T:
+        try:
+            return loading.result(self._timeout_seconds)
+        except LoadingTimeoutError:
+            if loading.done():  # the data set's own
+                raise
+            raise UserError(
+                f"a batch has not been loaded within {self._timeout_seconds:.0f} s: look at the storage, or raise"
+                " run.timeout_seconds"
+            ) from None
 
     def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
         self._fetcher.close()

@@ -2,47 +2,63 @@
 
 from __future__ import annotations
 
+import atexit
+import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 import torch.multiprocessing
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from hetsync.errors import UserError
+from hetsync.data.random_state import seed_all
+from hetsync.errors import USER_ERROR, UserError
+from hetsync.stop_signal import signals_held
 from hetsync.threads import single_threaded
 
 Collate = Callable[[list[Any]], Any]
 
+ENDING_SECONDS = 1.0  # between the end of a worker's pipe and its own
+WORKER = "hetsync-data-worker"
+RUN_ANEW = (
+    "a data worker has run the script anew: put what is not a definition under if __name__ == '__main__', or load"
+    " without workers"
+)
+
 
 def fetch(dataset: Dataset[Any], indices: list[int], collate: Collate | None) -> Any:
     """One batch. Tensors are indexed at once; other data sets by `__getitems__` where they have it."""
-    if isinstance(dataset, TensorDataset) and collate is None:
+    if type(dataset) is TensorDataset and collate is None:  # others may have a __getitem__ of their own
         return [tensor[indices] for tensor in dataset.tensors]
     getitems = getattr(dataset, "__getitems__", None)
     try:
         items = getitems(indices) if getitems else [dataset[index] for index in indices]
     except OSError as error:
-        raise UserError(f"the data cannot be read: {error}; look at the files, or change data.options") from error
+        raise UserError(f"the data cannot be read: {error}; look at the files (in recipes, at data.options)") from error
     return (collate or default_collate)(items)
 
 
 class Fetcher(Protocol):
     """Loads batches in the background."""
 
-    def submit(self, indices: list[int]) -> Future[Any]: ...
+    def submit(self, indices: list[int], seed: int) -> Future[Any]:
+        """The batch of these samples; `seed` is what it may draw random numbers from. Called from one thread."""
+        ...
 
     def close(self) -> None: ...
 
 
 class FetchThread:
+    """A thread draws from the generators of the whole process, as the model does; to seed them would seed the model."""
+
     def __init__(self, dataset: Dataset[Any], collate: Collate | None) -> None:
         self._dataset, self._collate = dataset, collate
         self._pool = ThreadPoolExecutor(1, "hetsync-loader", initializer=single_threaded())
 
-    def submit(self, indices: list[int]) -> Future[Any]:
+    def submit(self, indices: list[int], seed: int) -> Future[Any]:
         return self._pool.submit(fetch, self._dataset, indices, self._collate)
 
     def close(self) -> None:
@@ -50,7 +66,7 @@ class FetchThread:
 
 
 class FetchProcesses:
-    """Worker processes, each with a copy of the data set, served in turn.
+    """Worker processes, each with a copy of the data set, served in turn; a batch is drawn from its own seed.
 
     They are spawned, since a fork of a process that runs MPI and threads may hang. A worker ends when its pipe
     closes, so none outlives its rank, however that dies.
@@ -66,14 +82,25 @@ class FetchProcesses:
         self._workers, self._pipes = [], []
         for _ in range(workers):
             ours, theirs = context.Pipe()
-            worker = context.Process(target=_serve, args=(dataset, collate, theirs), daemon=True)
-            worker.start()
+            worker = context.Process(target=_serve, args=(dataset, collate, theirs), name=WORKER, daemon=True)
+            with signals_held():
+                try:
+                    worker.start()
+                except BrokenPipeError:
+                    raise verdict([worker]) from None
             theirs.close()
             self._workers.append(worker)
             self._pipes.append(ours)
+        atexit.register(self.close)  # before multiprocessing waits for the workers
         threading.Thread(target=self._collect, name="hetsync-loader", daemon=True).start()
 
-    def submit(self, indices: list[int]) -> Future[Any]:
+    def submit(self, indices: list[int], seed: int) -> Future[Any]:
+        """Waits while the worker's pipe is full.
+
+        Without the lock, or nobody would take the answer that keeps the worker from reading on:
+
+            submit: holds the lock, waits for the worker    worker: waits for _collect    _collect: waits for the lock
+        """
         future: Future[Any] = Future()
         with self._lock:
             ticket, self._tickets = self._tickets, self._tickets + 1
@@ -81,19 +108,20 @@ class FetchProcesses:
                 future.set_exception(self._failure)
                 return future
             self._futures[ticket] = future
-            try:
-                self._pipes[ticket % len(self._pipes)].send((ticket, indices))
-            except OSError:
-                self._fail()
+        try:
+            self._pipes[ticket % len(self._pipes)].send((ticket, indices, seed))
+        except OSError:
+            self._fail()
         return future
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         with self._lock:
             self._closed = True
-            for pipe in self._pipes:
-                pipe.close()
         for worker in self._workers:
-            worker.terminate()
+            worker.kill()
+        for pipe in self._pipes:
+            pipe.close()
 
     def _collect(self) -> None:
         """Answers to their futures, until a worker or the rank ends."""
@@ -106,23 +134,34 @@ class FetchProcesses:
                         future = self._futures.pop(ticket, None)
                     if future is None:
                         continue
-                    if isinstance(answer, Exception):
+                    if isinstance(answer, BaseException):
                         future.set_exception(answer)
                     else:
                         future.set_result(answer)
         except (EOFError, OSError):
-            with self._lock:
-                self._fail()
+            self._fail()
 
     def _fail(self) -> None:
-        """Under the lock: a worker has ended."""
-        if self._closed:
-            return
-        self._failure = UserError(
-            "a data worker has ended, perhaps for want of memory: lower data.workers, or set it to 0 to see why"
-        )
-        while self._futures:
-            self._futures.popitem()[1].set_exception(self._failure)
+        """A worker has ended."""
+        with self._lock:
+            if self._closed:
+                return
+            self._failure = verdict(self._workers)
+            while self._futures:
+                self._futures.popitem()[1].set_exception(self._failure)
+
+
+def verdict(workers: Sequence[BaseProcess]) -> UserError:
+    """Why one of these has ended."""
+    for worker in workers:
+        worker.join(ENDING_SECONDS)
+        if worker.exitcode == USER_ERROR:
+            return UserError(RUN_ANEW)
+        if worker.exitcode is not None:
+            break
+    return UserError(
+        "a data worker has ended, perhaps for want of memory: lower data.workers, or set it to 0 to see why"
+    )
 
 
 def _serve(dataset: Dataset[Any], collate: Collate | None, pipe: Connection) -> None:
@@ -130,11 +169,21 @@ def _serve(dataset: Dataset[Any], collate: Collate | None, pipe: Connection) -> 
     torch.set_num_threads(1)
     while True:
         try:
-            ticket, indices = pipe.recv()
+            ticket, indices, seed = pipe.recv()
         except (EOFError, OSError):
             return
+        seed_all(seed)
         try:
             answer = fetch(dataset, indices, collate)
-        except Exception as error:
-            answer = error
+        except (Exception, SystemExit) as error:
+            answer = _portable(error)
         pipe.send((ticket, answer))
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error, or what it says, where its class cannot be pickled there and back."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -23,11 +23,14 @@ thread); the blocking calls from another (the main thread), never two of them at
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
+from hetsync.errors import UserError
+
+Told = TypeVar("Told")
 WireFormat = Literal["float32", "bfloat16", "int8"]
 
 
@@ -39,12 +42,32 @@ class LateError(PlaneError):
     """Other ranks did not come in time; the message names them."""
 
 
+def wait_limit(rank: int, timeout_seconds: float) -> float:
+    """Seconds to wait for other ranks: rank 0 knows most about who is late, so the others leave it time to say so."""
+    return timeout_seconds if rank == 0 else 1.5 * timeout_seconds
+
+
+def named(ranks: Iterable[int]) -> str:
+    return "rank " + ", ".join(map(str, ranks))
+
+
 class Handle(ABC):
     """A collective under way."""
 
     @abstractmethod
     def done(self) -> bool:
         """Move the collective on as far as it goes without waiting; True once the result is in the tensor."""
+
+
+class Residual:
+    """What rounding has taken from the sums of one stream of collectives so far, in the shard that this rank adds up.
+
+    The caller keeps one a stream, whose tensors have one size, and the plane fills it: `values` belong at `first`.
+    """
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.values: torch.Tensor | None = None
 
 
 class Plane(ABC):
@@ -59,12 +82,14 @@ class Plane(ABC):
         return 0
 
     @abstractmethod
-    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32") -> Handle:
+    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
         """Sum a flat, contiguous float32 tensor over all ranks, in place; bit-identical results everywhere.
 
         The low-precision formats round each rank's addend once and the sum once; they send an
-        all-to-all of shards, add in float32, and all-gather the sums. What rounding loses is not fed back
-        here: the caller that knows the value it meant (see `wire.round_trip`) does that.
+        all-to-all of shards, add in float32, and all-gather the sums. What rounding takes from the addend is not
+        fed back here: the caller that knows the value it meant (see `wire.round_trip`) does that. What it takes from
+        the sum is known to the rank that adds up the shard, and is kept in `residual` for the next sum of that stream.
+        A float32 sum delivers all that is kept.
         """
 
     @abstractmethod
@@ -98,3 +123,33 @@ class Plane(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything; collective, and only after every handle is done."""
+
+
+def decided_by_first(plane: Plane, decide: Callable[[], Told]) -> Told:
+    """Collective: what `decide` returns on rank 0, on every rank; or its UserError, raised on every rank."""
+    told: Told | UserError | None = None
+    if plane.rank == 0:
+        try:
+            told = decide()
+        except UserError as mistake:
+            told = mistake
+    told = plane.broadcast_object(told)
+    if isinstance(told, UserError):
+        raise told
+    return cast(Told, told)
+
+
+def meet(plane: Plane, what: str, value: Any = None) -> list[Any]:
+    """Collective: everybody's values. UserError where ranks have come to different calls."""
+    told = plane.gather_objects((what, value))
+    for rank, (theirs, _) in enumerate(told):
+        if theirs != told[0][0]:
+            raise UserError(
+                f"rank {rank} came to {theirs} while rank 0 came to {told[0][0]}: all ranks must call the same, in"
+                " the same order (not within a condition on the rank)"
+            )
+    return [value for _, value in told]
+
+
+class StalledError(RuntimeError):
+    """Nothing moved for longer than the limit; the message names who was waited for."""

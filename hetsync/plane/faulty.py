@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hetsync.plane.base import Handle, Plane, WireFormat
+from hetsync.plane.base import Handle, Plane, Residual, WireFormat
 from hetsync.plane.wrapper import PlaneWrapper
 
 
@@ -85,7 +85,7 @@ class FaultyPlane(PlaneWrapper):
         self._collectives = 0
         self._messages = 0
 
-    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32") -> Handle:
+    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
         struck = [f for f in self._faults if f.nth == self._collectives and not isinstance(f, Drop)]
         self._collectives += 1
         for fault in struck:
@@ -94,7 +94,7 @@ class FaultyPlane(PlaneWrapper):
                 os.kill(os.getpid(), signal.SIGKILL)
             if isinstance(fault, Corrupt):
                 tensor[:1] = torch.nan
-        handle = self.plane.allreduce(tensor, wire)
+        handle = self.plane.allreduce(tensor, wire, residual)
         for fault in struck:
             if isinstance(fault, Stall):
                 handle = _StalledHandle(handle)

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from hetsync.plane.base import Handle, Plane, PlaneError, WireFormat
-from hetsync.plane.wire import flat, round_trip
+from hetsync.plane.base import Handle, Plane, PlaneError, Residual, WireFormat
+from hetsync.plane.wire import decode, deliver, encode_sum, flat, round_trip
 
 
 class _Finished(Handle):
@@ -28,11 +28,14 @@ class LocalPlane(Plane):
     def __init__(self) -> None:
         self._messages: list[bytes] = []
 
-    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32") -> Handle:
+    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
         tensor = flat(tensor)
-        if wire != "float32":
+        if wire == "float32":
+            deliver(residual, tensor)
+        else:
             # As addend and as sum: a caller that feeds errors back relies on the addend having been rounded.
-            tensor.copy_(round_trip(round_trip(tensor, wire), wire))
+            total = encode_sum(round_trip(tensor, wire), wire, residual)
+            tensor.copy_(decode(total, tensor.numel(), wire))
         return _Finished()
 
     def send(self, message: Any, to: int) -> None:

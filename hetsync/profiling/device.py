@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 
-from hetsync.slicing import StepTime, fit
+from hetsync.balance.profile import StepTime, fit
+from hetsync.data.random_state import untouched
 
 # Backward needs gradients of activations beside the saved ones. Peak resident memory over saved bytes was
 # 1.23 for a batch-norm CNN and 1.34 for a deep MLP (torch 2.13, CPU).
@@ -27,62 +31,86 @@ USABLE_FRACTION = 0.9
 # Batches whose memory is measured. Not 1: batch norm refuses to train on one value a channel.
 MEMORY_SIZES = (2, 8)
 
+# A step's time is known when its 95 % interval is narrower than this part of it.
+INTERVAL = 0.02
+
+# A shorter look would see one moment of the machine, however little its steps scatter.
+LEAST_SECONDS = 1.0
+
 # Files with a memory cgroup's limit and usage, and the key of the reclaimable page cache in memory.stat.
 CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 
 
+@dataclass(frozen=True)
+class Profiled:
+    """What steps were found to take.
+
+    `uncertainty` is half of the 95 % interval of a step's median time, as a part of it, at the size where it is widest;
+    None where too few steps were timed to tell.
+    """
+
+    time: StepTime
+    uncertainty: float | None
+
+
 def profile_step(
     step: Callable[[int], None],
     sizes: Sequence[int],
-    repetitions: int = 5,
-    budget_seconds: float = 3.0,
+    budget_seconds: float = 10.0,
     clock: Callable[[], float] = time.perf_counter,
-) -> StepTime:
+    most_rounds: int | None = None,
+) -> Profiled:
     """Fit a line to the medians of measured steps; `step(b)` runs forward and backward on b samples and
     synchronises with the device.
 
     Every size is warmed up once, smallest first, then all sizes are timed in turn, so that a drift of the
-    machine's speed meets them alike. Over budget the largest sizes (never the two smallest) and further
-    rounds (never the first) are left out. ValueError without sizes.
+    machine's speed meets them alike: until the 95 % interval of each median is narrower than `INTERVAL`, but for
+    `LEAST_SECONDS`, or for `most_rounds`. Over budget the largest sizes (never the two smallest) and further rounds
+    (never the first) are left out. ValueError without sizes.
     """
+    if not sizes:
+        raise ValueError("cannot fit step times to no sizes")
     started = clock()
-    warm: list[int] = []
+    seconds: dict[int, list[float]] = {}
     for size in sorted(set(sizes)):
-        if len(warm) >= 2 and clock() - started > budget_seconds:
+        if len(seconds) >= 2 and clock() - started > budget_seconds:
             break
         step(size)
-        warm.append(size)
-    seconds: dict[int, list[float]] = {size: [] for size in warm}
-    for done in range(repetitions):
-        if done and clock() - started > budget_seconds:
-            break
-        for size in warm:
+        seconds[size] = []
+    for done in count(1):
+        for size, taken in seconds.items():
             before = clock()
             step(size)
-            seconds[size].append(clock() - before)
+            insort(taken, clock() - before)
+        spent, uncertainty = clock() - started, _uncertainty(seconds.values())
+        known = uncertainty is not None and 2 * uncertainty <= INTERVAL
+        if spent > budget_seconds or done == most_rounds or (known and spent >= LEAST_SECONDS):
+            break
     # A clock may be too coarse for a tiny step; the fit needs a positive time.
-    return fit(warm, [max(median(seconds[size]), 1e-9) for size in warm])
+    return Profiled(fit(list(seconds), [max(median(taken), 1e-9) for taken in seconds.values()]), uncertainty)
 
 
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Undo what profiling does to a model: gradients, buffers (batch-norm statistics) and the random state.
+def _uncertainty(measured: Iterable[Sequence[float]]) -> float | None:
+    """Half of the widest interval, as a part of its median; `measured` are sorted seconds."""
+    widest = 0.0
+    for taken in measured:
+        interval = median_interval(taken)
+        if interval is None:
+            return None
+        low, high = interval
+        widest = max(widest, (high - low) / 2 / max(median(taken), 1e-9))
+    return widest
 
-    Without it a profiled run would train differently from one that is not.
-    """
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    devices = sorted({p.device.index for p, _ in gradients if p.device.type == "cuda"})
-    model.zero_grad(set_to_none=True)
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+
+def median_interval(ordered: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % interval of the median of sorted values, whatever their distribution: two of them, by the normal
+    approximation of how many lie below the median (Conover 1999, section 3.2). None for fewer than six."""
+    values = len(ordered)
+    outside = (values - 1 - 1.96 * math.sqrt(values)) / 2
+    if outside < 0:
+        return None
+    return ordered[int(outside)], ordered[values - 1 - int(outside)]
 
 
 def activation_bytes(forward: Callable[[], Tensor]) -> int:

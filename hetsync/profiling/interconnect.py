@@ -8,9 +8,9 @@ from statistics import median
 
 import torch
 
+from hetsync.balance.profile import fit
+from hetsync.emulation.cluster import Link
 from hetsync.plane.base import Plane, PlaneError
-from hetsync.profiling.cluster import Link
-from hetsync.slicing import fit
 
 # Four values to 16 MiB: the smallest shows the latency, the largest the bandwidth.
 SIZES_BYTES = (16, 64 * 1024, 1024 * 1024, 16 * 1024 * 1024)

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
+import math
 import os
 import platform
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-import hetsync
-from hetsync.config import Config
+from hetsync.balance.profile import RankProfile, StepTime
+from hetsync.config.schema import Config
 from hetsync.data import Data
 from hetsync.data.loader import to_device
+from hetsync.data.random_state import untouched
 from hetsync.data.workers import fetch
-from hetsync.disk import write_atomically
-from hetsync.emulate import affordable_rate, emulated_rates
-from hetsync.errors import UserError
-from hetsync.optimizers import build_optimizer
+from hetsync.emulation.cluster import Cluster
+from hetsync.emulation.device import affordable_rate, emulated_rates
+from hetsync.errors import UserError, brief
 from hetsync.plane.base import Plane
-from hetsync.profiling.cluster import Cluster
-from hetsync.profiling.device import memory_cap, profile_step, untouched
-from hetsync.session import RankProfile
-from hetsync.slicing import StepTime
+from hetsync.profiling.device import Profiled, memory_cap, profile_step
+from hetsync.sync.optimizers import build_optimizer
 
-# A step takes as long as a profile says if it is off by no more than this factor; re-balancing does the rest.
-ALIKE = 1.15
+# An emulated cluster's speed is a choice, which a rough figure serves.
+EMULATION_SECONDS = 3.0
+EMULATION_ROUNDS = 5
 
 Step = Callable[[int], torch.Tensor]
 Clock = Callable[[], float]
@@ -41,18 +37,21 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs."""
+    """Where a rank runs. `ranks_on_cores` of the host's ranks, itself among them, may use cores that it may use."""
 
     host: str
     local_rank: int
     ranks_on_host: int
+    ranks_on_cores: int = 1
 
 
 def find_place(plane: Plane) -> Place:
     """Collective."""
-    hosts = plane.gather_objects(socket.gethostname())
-    mine = hosts[plane.rank]
-    return Place(mine, hosts[: plane.rank].count(mine), hosts.count(mine))
+    places = plane.gather_objects((socket.gethostname(), os.sched_getaffinity(0)))
+    mine, cores = places[plane.rank]
+    hosts = [host for host, _ in places]
+    sharing = sum(host == mine and not cores.isdisjoint(theirs) for host, theirs in places)
+    return Place(mine, hosts[: plane.rank].count(mine), hosts.count(mine), sharing)
 
 
 def choose_device(name: str, place: Place) -> torch.device:
@@ -70,11 +69,14 @@ def choose_device(name: str, place: Place) -> torch.device:
 
 
 def limit_threads(place: Place, emulated: bool) -> None:
-    """Ranks of one host share its cores; emulated devices take one thread each. OMP_NUM_THREADS has precedence."""
+    """Ranks share the cores that launchers leave to several of them; emulated devices take one thread each.
+
+    OMP_NUM_THREADS has precedence.
+    """
     if emulated:
         torch.set_num_threads(1)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.ranks_on_host))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.ranks_on_cores))
 
 
 def device_name(device: torch.device) -> str:
@@ -83,38 +85,72 @@ def device_name(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
+def batch_of(data: Data, samples: int, device: torch.device) -> Any:
+    """A batch from all over the training set: its beginning may hold the shortest samples, or one class."""
+    count = len(data.train)  # type: ignore[arg-type]
+    indices = [index * count // samples for index in range(samples)]
+    return to_device(fetch(data.train, indices, data.collate), device)
+
+
 def loss_on(model: torch.nn.Module, data: Data, device: torch.device) -> Step:
     """A function that runs forward on b training samples."""
 
     def forward(samples: int) -> torch.Tensor:
-        indices = [index % len(data.train) for index in range(samples)]  # type: ignore[arg-type]
-        return data.loss(model, to_device(fetch(data.train, indices, data.collate), device))
+        return data.loss(model, batch_of(data, samples, device))
 
     return forward
 
 
-def seconds_of_steps(
+def profile_steps(
     config: Config,
     model: torch.nn.Module,
     data: Data,
     device: torch.device,
     sizes: list[int],
+    budget_seconds: float,
     clock: Clock = time.perf_counter,
-) -> StepTime:
-    """Fit t(b) = a + c·b to whole training steps (forward, backward, optimizer) on a copy of the model."""
-    copy = deepcopy(model)
-    optimizer = build_optimizer(config.optimizer, copy)
-    forward = loss_on(copy, data, device)
+    most_rounds: int | None = None,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+) -> Profiled:
+    """Whole training steps (forward, backward, optimizer) on a copy of the model, on batches that are there before, as
+    training has them. `optimizers`: the model's, of which copies step; the recipe's, where there are none."""
+    known: dict[int, Any] = {}
+    copy = deepcopy(model, known)
+    if config.run.compile:
+        check_compiler(device)
+        copy.compile()
+    copies = [_twin(optimizer, known) for optimizer in optimizers] or [build_optimizer(config.optimizer, copy)]
 
     def step(samples: int) -> None:
-        forward(samples).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        data.loss(copy, batches[samples]).backward()
+        for optimizer in copies:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     with untouched(copy):
-        return profile_step(step, sizes, clock=clock)
+        batches = {size: batch_of(data, size, device) for size in sizes}
+        return profile_step(step, sizes, budget_seconds, clock, most_rounds)
+
+
+def check_compiler(device: torch.device) -> None:
+    """UserError unless torch.compile works for the device: it finds a compiler only when it is first used."""
+    try:
+        torch.compile(lambda values: values.sin() + 1)(torch.zeros(8, device=device))
+    except Exception as error:
+        raise UserError(
+            f"run.compile is true, but torch.compile does not work here ({brief(error)}): install a compiler (g++ for"
+            " CPUs, triton for CUDA), or leave run.compile out"
+        ) from error
+
+
+def _twin(optimizer: torch.optim.Optimizer, known: dict[int, Any]) -> torch.optim.Optimizer:
+    """A copy that steps the copies of its weights. deepcopy would leave out what a class of one's own keeps besides."""
+    twin = type(optimizer).__new__(type(optimizer))
+    known[id(optimizer)] = twin
+    twin.__dict__.update({name: deepcopy(value, known) for name, value in vars(optimizer).items()})
+    return twin
 
 
 @dataclass(frozen=True)
@@ -126,13 +162,32 @@ class Subject:
     model: torch.nn.Module
     data: Data
     place: Place
+    optimizers: Sequence[torch.optim.Optimizer] = ()
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def step_time(self, sizes: list[int], clock: Clock = time.perf_counter) -> StepTime:
-        return seconds_of_steps(self.config, self.model, self.data, self.device, sizes, clock)
+    def step_time(self, sizes: list[int]) -> Profiled:
+        seconds, what = self.config.run.profile_seconds, (self.config, self.model, self.data, self.device, sizes)
+        return profile_steps(*what, seconds, optimizers=self.optimizers)
+
+    def affordable_rate(self) -> float:
+        """Samples/s of a whole emulated cluster that this machine can imitate."""
+        batch, ranks = self.config.data.batch_size, self.plane.size
+        share = max(1, batch // ranks)
+        # What the machine does besides, such as ranks that are still starting, is no cost of a step.
+        clock = time.process_time if self.device.type == "cpu" else time.perf_counter
+        what = (self.config, self.model, self.data, self.device, [share, 4 * share])
+        real = profile_steps(*what, EMULATION_SECONDS, clock, EMULATION_ROUNDS, self.optimizers).time
+        return affordable_rate(real.seconds_per_sample + ranks * real.fixed_seconds / batch, batch)
+
+    def load_seconds(self, samples: int) -> float:
+        """Of one batch, on this thread."""
+        with torch.random.fork_rng(devices=[]):
+            began = time.perf_counter()
+            batch_of(self.data, samples, torch.device("cpu"))
+            return time.perf_counter() - began
 
     def cap(self, limit_bytes: int | None = None) -> int | None:
         forward = loss_on(self.model, self.data, self.device)
@@ -147,18 +202,11 @@ def measure_ranks(subject: Subject, cluster: Cluster | None) -> list[RankProfile
 
 def _emulated(subject: Subject, cluster: Cluster) -> RankProfile:
     plane, config = subject.plane, subject.config
-    group = cluster.device_of(plane.rank)
-    batch = config.data.batch_size
-    affordable = None
-    if plane.rank == 0:  # alone, so that the other ranks do not take its core
-        share = max(1, batch // plane.size)
-        # What the machine does besides, such as ranks that are still starting, is no cost of a step.
-        clock = time.process_time if subject.device.type == "cpu" else time.perf_counter
-        real = subject.step_time([share, 4 * share], clock)
-        per_sample = real.seconds_per_sample + plane.size * real.fixed_seconds / batch
-        affordable = affordable_rate(per_sample, batch)
-    affordable = plane.broadcast_object(affordable)
-    total = config.emulation.samples_per_second
+    group, total = cluster.device_of(plane.rank), config.emulation.samples_per_second
+    affordable = math.inf
+    if total is None:
+        # Rank 0 alone, so that the other ranks do not take its core.
+        affordable = plane.broadcast_object(subject.affordable_rate() if plane.rank == 0 else None)
     rates = emulated_rates(cluster, plane.size, config.model.name, total, affordable)
     cap = None if group.memory_bytes is None else subject.cap(group.memory_bytes)
     name = f"{group.name} (emulated)"
@@ -166,37 +214,10 @@ def _emulated(subject: Subject, cluster: Cluster) -> RankProfile:
 
 
 def _measured(subject: Subject) -> RankProfile:
-    config = subject.config
-    typical = max(1, config.data.batch_size // subject.plane.size)
-    sizes = sorted({max(1, typical // 2), typical, 2 * typical})
-    place, name = subject.place, device_name(subject.device)
-
-    def still_holds(kept: StepTime) -> bool:
-        # A host that was busy, or had another quota, would leave wrong shares and efficiencies to all later runs.
-        now, then = subject.step_time([typical]).seconds(typical), kept.seconds(typical)
-        return then / ALIKE <= now <= then * ALIKE
-
-    key = [config.model, config.data, config.optimizer, name, place.host, place.ranks_on_host, sizes]
-    step_time = _cached(key, still_holds, lambda: subject.step_time(sizes))
-    return RankProfile(name, place.host, step_time, False, subject.cap())
-
-
-def _cached(key: Any, still_holds: Callable[[StepTime], bool], measure: Callable[[], StepTime]) -> StepTime:
-    """One small file a model, host and device in the user's cache folder; measured anew where it no longer holds."""
-    text = repr((hetsync.__version__, torch.__version__, key))
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hetsync" / "profiles"
-    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
-    kept = _read(path)
-    if kept is not None and still_holds(kept):
-        return kept
-    measured = measure()
-    with contextlib.suppress(UserError):  # a home that cannot be written costs some seconds at the next start
-        write_atomically(path, json.dumps(asdict(measured)))
-    return measured
-
-
-def _read(path: Path) -> StepTime | None:
-    try:
-        return StepTime(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
+    """Afresh at every start: figures of another day, or of a busy host, would leave wrong shares and efficiencies."""
+    typical = max(1, subject.config.data.batch_size // subject.plane.size)
+    subject.plane.barrier()  # ranks that still start would take this one's core
+    found = subject.step_time(sorted({max(1, typical // 2), typical, 2 * typical}))
+    load = subject.load_seconds(typical) / typical
+    name, place = device_name(subject.device), subject.place
+    return RankProfile(name, place.host, found.time, False, subject.cap(), found.uncertainty, load)

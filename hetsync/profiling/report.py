@@ -9,12 +9,13 @@ from itertools import groupby
 import torch
 
 from hetsync import data, models
-from hetsync.config import Config
+from hetsync.balance.profile import RankProfile
+from hetsync.balance.shares import choose_shares
+from hetsync.config.schema import Config
+from hetsync.emulation.cluster import Cluster, DeviceGroup
 from hetsync.plane.base import Plane
-from hetsync.profiling.cluster import Cluster, DeviceGroup
 from hetsync.profiling.interconnect import measure_interconnect
 from hetsync.profiling.measure import Subject, choose_device, find_place, limit_threads, measure_ranks
-from hetsync.session import RankProfile, choose_shares
 
 
 def profile_cluster(plane: Plane, config: Config) -> Cluster:
@@ -22,6 +23,7 @@ def profile_cluster(plane: Plane, config: Config) -> Cluster:
     place = find_place(plane)
     limit_threads(place, emulated=False)
     material = data.build(config.data.name, config.data.options)
+    data.check_batch_size(material, config.data.batch_size)
     model = models.build_for(material, config.model.name, config.model.options)
     model.to(choose_device(config.run.device, place))
     profiles = measure_ranks(Subject(plane, config, model, material, place), None)

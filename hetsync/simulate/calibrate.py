@@ -10,18 +10,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hetsync.cli import CONFIG_FILE, make_parser, parse_recipe
-from hetsync.config import Config
+from hetsync.config.parser import read_recipe
+from hetsync.config.schema import Config
 from hetsync.data import Data
 from hetsync.data.loader import EpochOrder
 from hetsync.data.workers import fetch
+from hetsync.emulation.cluster import Cluster, DeviceGroup, load_cluster
 from hetsync.errors import UserError
-from hetsync.optimizers import build_optimizer
-from hetsync.profiling.cluster import Cluster, DeviceGroup, load_cluster
-from hetsync.simulate.quadratic import Landscape, NoisyQuadratic, Row, Steps
+from hetsync.files import RECIPE, SUMMARY
+from hetsync.simulate.quadratic import Landscape, NoisyQuadratic, Row, inner_momentum
 from hetsync.simulate.recipe import build, scenario_of
 from hetsync.simulate.scenario import Scenario
 from hetsync.simulate.simulation import Simulation
+from hetsync.sync.optimizers import build_optimizer
 
 PARTS = 8  # of a batch, for gradients at two batch sizes
 MOST_STEPS = 400  # of training in which the noise is measured
@@ -39,13 +40,13 @@ class Noise(NamedTuple):
 def calibrated(run: Path) -> Landscape:
     """The landscape of the run in this folder. UserError where there is no finished run with losses."""
     try:
-        summary = json.loads((run / "summary.json").read_text())
+        summary = json.loads((run / SUMMARY).read_text())
         records = losses_of(run)
     except (OSError, ValueError) as error:
         raise UserError(f"--calibrate {run} holds no finished run: {error}") from error
     if len(records) < 2 * BINS:
         raise UserError(f"--calibrate {run} tells {len(records)} losses: take a run with at least {2 * BINS}")
-    config = parse_recipe(make_parser("hetsync simulate", ""), [str(run / CONFIG_FILE)])[0]
+    config = read_recipe(run / RECIPE)
     built, model = build(config)
     scenario = scenario_of(config, _cluster(config, summary), int(summary["ranks"]), built, model)
     noise = measure_noise(config, built, model, scenario.total_samples)
@@ -53,18 +54,18 @@ def calibrated(run: Path) -> Landscape:
 
 
 def losses_of(run: Path) -> list[tuple[int, float]]:
-    """(samples, mean loss) of every piece of the run, in the order in which they were finished."""
+    """(samples, mean loss) of every task of the run, in the order in which they were finished."""
     told: list[dict[str, Any]] = []
     for path in sorted((run / "telemetry").glob("rank-*.jsonl")):
         told += [json.loads(line) for line in path.read_text().splitlines()]
-    pieces = [record for record in told if record["kind"] == "piece" and record["loss"] is not None]
-    return [(piece["samples"], piece["loss"]) for piece in sorted(pieces, key=lambda piece: float(piece["at"]))]
+    tasks = [record for record in told if record["kind"] == "piece" and record["loss"] is not None]
+    return [(task["samples"], task["loss"]) for task in sorted(tasks, key=lambda task: float(task["at"]))]
 
 
 def _cluster(config: Config, summary: dict[str, Any]) -> Cluster:
     """The one that the run emulated, or one of the speeds that it had."""
-    if config.emulate is not None:
-        return load_cluster(config.emulate)
+    if config.emulation.profile is not None:
+        return load_cluster(config.emulation.profile)
     speeds = [rank["device_samples_per_second"] for rank in summary["per_rank"]]
     return Cluster("measured", "the calibration run", tuple(DeviceGroup("device", 1, speed) for speed in speeds))
 
@@ -135,9 +136,9 @@ def _flat_gradient(weights: list[torch.nn.Parameter]) -> torch.Tensor:
     return torch.cat([(torch.zeros_like(w) if w.grad is None else w.grad).flatten() for w in weights])
 
 
-def binned(pieces: Sequence[tuple[int, float]]) -> Row:
-    """Mean losses over `BINS` equal parts of the samples, from (samples, mean loss) of each piece in order."""
-    samples, losses = (np.array(column, dtype=float) for column in zip(*pieces, strict=True))
+def binned(tasks: Sequence[tuple[int, float]]) -> Row:
+    """Mean losses over `BINS` equal parts of the samples, from (samples, mean loss) of each task in order."""
+    samples, losses = (np.array(column, dtype=float) for column in zip(*tasks, strict=True))
     ends = np.cumsum(samples)
     bins = np.minimum((BINS * (ends - samples / 2) / ends[-1]).astype(int), BINS - 1)
     weights = np.bincount(bins, samples, BINS)
@@ -152,8 +153,7 @@ def fit(curve: Row, noise: Noise, config: Config, scenario: Scenario) -> Landsca
     first excess follow from a line, and only the curvature is searched. (Where the noise falls with the loss, that is
     exact for a floor of 0 only.)
     """
-    steps = Steps.of(config)
-    unit = (1 - steps.momentum) / steps.learning_rate
+    unit = (1 - inner_momentum(config)) / config.optimizer.learning_rate
 
     def misfit(curvature: float) -> tuple[float, Landscape]:
         shape = simulated_curve(Landscape(1.0, 0.0, curvature, *noise), config, scenario)

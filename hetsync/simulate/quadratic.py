@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hetsync.config import Config
+from hetsync.config.schema import Config
 from hetsync.data.ledger import length
 from hetsync.simulate.learner import Learner
-from hetsync.sync.messages import Piece
+from hetsync.sync.deltas import make_outer
+from hetsync.sync.messages import Task
 
 DIMENSIONS = 16
 DRAWS = 4096  # at a time
@@ -65,57 +66,47 @@ class Landscape:
         return self.noise_scale * squared_norm * self.curvatures / self.curvatures.sum()
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The optimizer, as the model sees it. Adam's steps count as momentum's of the same learning rate."""
-
-    learning_rate: float
-    momentum: float
-    outer_learning_rate: float = 1.0
-    outer_momentum: float = 0.0
-
-    @staticmethod
-    def of(config: Config) -> Steps:
-        momentum = config.optimizer.momentum if config.optimizer.name == "sgd" else 0.0
-        outer = config.sync.outer
-        if outer.name == "identity":
-            return Steps(config.optimizer.learning_rate, momentum)
-        return Steps(config.optimizer.learning_rate, momentum, outer.learning_rate, outer.momentum)
+def inner_momentum(config: Config) -> float:
+    """Of the optimizer, as the model sees it: Adam's steps count as plain ones of the same learning rate."""
+    return config.optimizer.momentum if config.optimizer.name == "sgd" else 0.0
 
 
 class NoisyQuadratic(Learner):
-    """Arrays have one row a rank and one column a dimension (RJ), of each of the courses.
+    """Arrays have one row a rank and one column a dimension (RJ), of each of the runs.
 
-    `courses` are runs that differ in their gradients' noise only, side by side at the same times; losses are their
+    `runs` differ in their gradients' noise only, side by side at the same times; losses are their
     means. One is what a real job is; many tell settings apart that one would not.
     """
 
     learns = True
 
-    def __init__(self, landscape: Landscape, config: Config, ranks: int, total_samples: int, courses: int = 1) -> None:
+    def __init__(self, landscape: Landscape, config: Config, ranks: int, total_samples: int, runs: int = 1) -> None:
         self.landscape = landscape
-        self._courses = courses
-        self._steps = Steps.of(config)
+        self._runs = runs
+        self._learning_rate = config.optimizer.learning_rate
+        self._momentum = inner_momentum(config)
+        self._outer = make_outer(config.sync, config.data.batch_size)
         self._schedule = config.schedule
         self._batch = config.data.batch_size
         self._total = total_samples
-        self._h = np.tile(landscape.curvatures, courses)
-        self._first_deviations = np.tile(np.sqrt(landscape.variances), courses)
-        first_weights = np.tile(landscape.first_weights, courses)
+        self._h = np.tile(landscape.curvatures, runs)
+        self._first_deviations = np.tile(np.sqrt(landscape.variances), runs)
+        first_weights = np.tile(landscape.first_weights, runs)
         self._anchors = {-1: first_weights}  # after the newest rounds, by number
         self._newest = -1
         self._outer_velocity = np.zeros(self._h.size)
         self._base_RJ = np.tile(first_weights, (ranks, 1))  # the anchor that a rank has taken over
-        # Local weights are base + own. What is finished and in no round yet is pending; what a round carries flies;
-        # what has landed on the rank, and leaves its own progress with the next apply, is merged.
-        self._own_RJ, self._pending_RJ, self._flying_RJ, self._merged_RJ, self._velocity_RJ = (
+        # Local weights are base + own. What is finished and in no round yet is pending; what a round carries is in
+        # flight; what has landed on the rank, and leaves its own progress with the next `apply`, is merged.
+        self._own_RJ, self._pending_RJ, self._in_flight_RJ, self._merged_RJ, self._velocity_RJ = (
             np.zeros((ranks, self._h.size)) for _ in range(5)
         )
         self._landed = [-1] * ranks  # the newest round that has landed on a rank
-        self._flight = [0] * ranks  # the round in which a rank's contribution flies
+        self._flight_round = [0] * ranks  # that a rank's contribution is in
         self._rates = [0.0] * ranks
         self._samples, self._inner_steps = [0] * ranks, [0] * ranks  # that are pending
-        self._step = np.zeros(self._h.size)  # the round's sum, as far as it is loaded
+        self._step = np.zeros(self._h.size)  # the round's sum, as far as it is packed
+        self._step_samples = 0  # in it
         self._gradient = np.zeros(self._h.size)  # summed over the samples of a synchronous round
         self._random = np.random.default_rng(config.run.seed)
         self._noise: Iterator[Row] = iter(())
@@ -127,84 +118,89 @@ class NoisyQuadratic(Learner):
     def _draw(self) -> Row:
         drawn = next(self._noise, None)
         if drawn is None:
-            self._noise = iter(self._random.standard_normal((DRAWS // self._courses, self._h.size)))
+            self._noise = iter(self._random.standard_normal((DRAWS // self._runs, self._h.size)))
             drawn = next(self._noise)
         return drawn
 
-    def begin(self, rank: int, piece: Piece) -> None:
-        self._rates[rank] = self._steps.learning_rate * self._schedule.factor(piece.position, self._total)
+    def begin_task(self, rank: int, task: Task) -> None:
+        self._rates[rank] = self._learning_rate * self._schedule.factor(task.position, self._total)
 
-    def slice(self, rank: int, piece: Piece, index: int) -> float:
-        samples = length(piece.slices[index])
+    def compute_slice(self, rank: int, task: Task, index: int) -> float:
+        samples = length(task.slices[index])
         weights = self._base_RJ[rank] + self._own_RJ[rank]
         losses = self._losses(weights)
         gradient = self._h * weights + samples**-0.5 * self._deviations(losses) * self._draw()
-        if piece.synchronous_round is None:
-            self._velocity_RJ[rank] = self._steps.momentum * self._velocity_RJ[rank] + gradient
+        if task.synchronous_round is None:
+            self._velocity_RJ[rank] = self._momentum * self._velocity_RJ[rank] + gradient
             self._own_RJ[rank] -= self._rates[rank] * self._velocity_RJ[rank]
         else:
             self._gradient += samples * gradient
-        return float(losses.sum()) / self._courses  # what `mean` gives, in half the time
+        return float(losses.sum()) / self._runs  # what `mean` gives, in half the time
 
     def _losses(self, weights: Row) -> Row:
-        """Of each course."""
-        return self.landscape.floor + 0.5 * (self._h * weights * weights).reshape(self._courses, DIMENSIONS).sum(1)
+        """Of each run."""
+        return self.landscape.floor + 0.5 * (self._h * weights * weights).reshape(self._runs, DIMENSIONS).sum(1)
 
     def _deviations(self, losses: Row) -> Row:
-        """Of one sample's gradient where the courses have these losses."""
+        """Of one sample's gradient where the runs have these losses."""
         if not self.landscape.noise_power:
             return self._first_deviations
         grown = (losses / self.landscape.first_loss) ** (self.landscape.noise_power / 2)
         return self._first_deviations * np.repeat(grown, DIMENSIONS)
 
-    def finish(self, rank: int, piece: Piece) -> None:
-        if piece.synchronous_round is None:
-            self._pending_RJ[rank] = self._own_RJ[rank] - self._flying_RJ[rank]
-            self._samples[rank] += piece.samples
-            self._inner_steps[rank] += len(piece.slices)
+    def finish_task(self, rank: int, task: Task) -> None:
+        if task.synchronous_round is None:
+            self._pending_RJ[rank] = self._own_RJ[rank] - self._in_flight_RJ[rank]
+            self._samples[rank] += task.samples
+            self._inner_steps[rank] += len(task.slices)
 
-    def load(self, rank: int, drain: bool) -> None:
+    def pack(self, rank: int, drain: bool) -> None:
         self._step += self._samples[rank] / (self._inner_steps[rank] * self._batch) * self._pending_RJ[rank]
-        self._flying_RJ[rank] = self._pending_RJ[rank]
-        self._flight[rank] = self._newest + 1
+        self._step_samples += self._samples[rank]
+        self._in_flight_RJ[rank] = self._pending_RJ[rank]
+        self._flight_round[rank] = self._newest + 1
         self._samples[rank] = self._inner_steps[rank] = 0
 
-    def add(self, number: int, contributors: Sequence[int], drain: bool) -> None:
-        self._outer_velocity = self._steps.outer_momentum * self._outer_velocity + self._step
-        moved = self._step + self._steps.outer_momentum * self._outer_velocity
-        self._move(number, self.anchor + self._steps.outer_learning_rate * moved)
-        self._step = np.zeros(self._h.size)
+    def sum_deltas(self, number: int, contributors: Sequence[int], drain: bool) -> None:
+        moved = self._step
+        if self._outer is not None:
+            velocity_weight, decay = self._outer.factors(self._step_samples)
+            self._outer_velocity += self._step
+            moved = self._outer.learning_rate * (self._step + velocity_weight * self._outer_velocity)
+            self._outer_velocity *= decay
+        self._move(number, self.anchor + moved)
+        self._step, self._step_samples = np.zeros(self._h.size), 0
 
     def _move(self, number: int, anchor: Row) -> None:
         """The round before has landed everywhere, but not every rank has taken it over."""
         self._anchors = {self._newest: self.anchor, number: anchor}
         self._newest = number
 
-    def land(self, rank: int, number: int) -> None:
+    def apply_sum(self, rank: int, number: int) -> None:
         self._landed[rank] = number
-        if self._flight[rank] <= number:
-            self._merged_RJ[rank] += self._flying_RJ[rank]
-            self._flying_RJ[rank] = 0
+        if self._flight_round[rank] <= number:
+            self._merged_RJ[rank] += self._in_flight_RJ[rank]
+            self._in_flight_RJ[rank] = 0
 
     def apply(self, rank: int) -> None:
         self._base_RJ[rank] = self._anchors[self._landed[rank]]
         self._own_RJ[rank] -= self._merged_RJ[rank]
         self._merged_RJ[rank] = 0
 
-    def settle(self) -> None:
+    def reset_to_anchor(self) -> None:
         self._base_RJ[:] = self.anchor
-        for array_RJ in (self._own_RJ, self._pending_RJ, self._flying_RJ, self._merged_RJ):
+        for array_RJ in (self._own_RJ, self._pending_RJ, self._in_flight_RJ, self._merged_RJ):
             array_RJ[:] = 0
 
-    def reduce(self, number: int, round_samples: int) -> None:
+    def reduce_gradients(self, number: int, round_samples: int) -> None:
         """All ranks make the same step, so it is made once; at a momentum that all of them share."""
-        velocity = self._steps.momentum * self._velocity_RJ[0] + self._gradient / round_samples
+        velocity = self._momentum * self._velocity_RJ[0] + self._gradient / round_samples
         self._velocity_RJ[:] = velocity
         self._move(number, self.anchor - self._rates[0] * velocity)
         self._base_RJ[:] = self.anchor
         self._gradient = np.zeros(self._h.size)
 
-    def rest(self, samples: Mapping[int, int], applied: int, synchronous: bool) -> None:
+    def at_rest(self, samples: Mapping[int, int], applied: int, synchronous: bool) -> None:
         total = sum(samples.values())
         if not synchronous and total:
             ranks = list(samples)
@@ -213,8 +209,8 @@ class NoisyQuadratic(Learner):
 
     @property
     def squares(self) -> Row:
-        """Of the anchor's weights (J), the means over the courses."""
-        return (self.anchor**2).reshape(self._courses, DIMENSIONS).mean(0)
+        """Of the anchor's weights (J), the means over the runs."""
+        return (self.anchor**2).reshape(self._runs, DIMENSIONS).mean(0)
 
     def evaluate(self) -> dict[str, float]:
         return {"loss": float(self._losses(self.anchor).mean())}

@@ -7,16 +7,15 @@ import dataclasses
 import torch
 
 from hetsync import data
-from hetsync.config import Config
+from hetsync.balance.profile import RankProfile, StepTime
+from hetsync.config.schema import Config
 from hetsync.data import Data
-from hetsync.emulate import SHORTEST_SLICE_SECONDS, emulated_rates
+from hetsync.emulation.cluster import Cluster
+from hetsync.emulation.device import SHORTEST_SLICE_SECONDS, emulated_rates
 from hetsync.models import build_for
-from hetsync.profiling.cluster import Cluster
 from hetsync.profiling.device import memory_cap
 from hetsync.profiling.measure import loss_on
-from hetsync.session import RankProfile
 from hetsync.simulate.scenario import Scenario, Traffic
-from hetsync.slicing import StepTime
 from hetsync.sync.milestones import marks_every
 
 

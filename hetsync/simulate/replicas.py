@@ -5,28 +5,31 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
-from hetsync.config import Config
-from hetsync.control.noise import Addend, NoiseScale
+from hetsync.config.schema import Config
 from hetsync.data import Data
+from hetsync.data.evaluation import evaluate_range
 from hetsync.data.ledger import length
 from hetsync.data.loader import EpochOrder
 from hetsync.data.workers import fetch
 from hetsync.errors import UserError
-from hetsync.optimizers import Steps, build_optimizer, momentum_of
-from hetsync.plane.base import WireFormat
-from hetsync.plane.wire import round_trip
-from hetsync.session import weights_sha256
+from hetsync.plane.base import Residual, WireFormat
+from hetsync.plane.wire import decode, deliver, encode_sum, round_trip
 from hetsync.simulate.learner import Learner
-from hetsync.sync.deltas import Deltas, Nesterov
+from hetsync.sync.agreement import weights_sha256
+from hetsync.sync.communicator import squared_norm
+from hetsync.sync.deltas import Deltas, make_outer
+from hetsync.sync.engine import require_finite
 from hetsync.sync.gradients import Gradients
-from hetsync.sync.messages import Piece
+from hetsync.sync.messages import Task
+from hetsync.sync.noise_scale import Addend, NoiseScale
 from hetsync.sync.optimizer_state import average_optimizer_state
-from hetsync.sync.sums import squared_norm
-from hetsync.trainer import evaluate_range
+from hetsync.sync.optimizers import ScheduleRates, Steps, build_optimizer, momentum_of
+from hetsync.sync.tail import Tail, shared_buffers
 
 MOST_RANKS = 64
 
@@ -37,13 +40,12 @@ class Replica:
     def __init__(self, config: Config, model: torch.nn.Module, random_state: torch.Tensor, total_samples: int) -> None:
         self.model = model
         self.optimizer = build_optimizer(config.optimizer, model)
-        longest, batch_size = config.optimizer.max_grad_norm, config.data.batch_size
-        self.steps = Steps(self.optimizer, config.schedule, longest, total_samples, batch_size)
-        outer = config.sync.outer
-        self.outer = Nesterov(outer.learning_rate, outer.momentum) if outer.name == "nesterov" else None
-        self.gradients = Gradients(model, config.sync.bucket_bytes, lambda fraction: None, lambda: None)
-        weights = [p for p in model.parameters() if p.requires_grad]
-        self.local = weights + [b for b in model.buffers() if b.is_floating_point()]
+        rates = ScheduleRates(self.optimizer, partial(config.schedule.factor, total=total_samples))
+        self.steps = Steps(self.optimizer, rates, config.optimizer.max_grad_norm, config.data.batch_size)
+        self.outer = make_outer(config.sync, config.data.batch_size)
+        self.gradients = Gradients(model, config.sync.bucket_bytes, lambda fraction: None, lambda: None, False)
+        self.weights = [p for p in model.parameters() if p.requires_grad]
+        self.buffers = shared_buffers(model)
         self.deltas: Deltas | None = None
         self.flight: torch.Tensor | None = None  # the addend of a round, then its sum
         self.arriving = False  # it is the sum
@@ -52,16 +54,16 @@ class Replica:
     def delayed(self) -> Deltas:
         """Made when delayed mode begins, as in the engine."""
         if self.deltas is None:
-            self.deltas = Deltas(self.local, self.outer)
+            self.deltas = Deltas(self.weights, self.outer, self.buffers)
         return self.deltas
 
-    def land(self) -> None:
+    def apply_sum(self) -> None:
         if self.arriving:
-            self.delayed().land()
+            self.delayed().apply_sum()
             self.flight, self.arriving = None, False
 
 
-class Replicas(Learner):
+class ReplicaLearner(Learner):
     """Trains on the CPU. The same seed gives the same weights, bit for bit."""
 
     learns = True
@@ -75,6 +77,7 @@ class Replicas(Learner):
         self._total_samples = total_samples
         self._order = EpochOrder(len(data.train), config.run.seed, data.costs)  # type: ignore[arg-type]
         self._newest = -1
+        self._residual = Residual()  # of delayed rounds
         models = [model, *(copy.deepcopy(model) for _ in range(ranks - 1))]
         self._replicas = {
             rank: Replica(config, mine, self._seeded(rank, 0), total_samples) for rank, mine in enumerate(models)
@@ -94,99 +97,107 @@ class Replicas(Learner):
 
     # Both modes.
 
-    def begin(self, rank: int, piece: Piece) -> None:
+    def begin_task(self, rank: int, task: Task) -> None:
         replica = self._replicas[rank]
-        if piece.synchronous_round is None:
+        if task.synchronous_round is None:
             replica.delayed()
         else:
             replica.deltas = None
-        replica.steps.begin(piece)
+            replica.gradients.adopt_buffers()
+            replica.gradients.open_task()
+        replica.steps.begin_task(task)
 
-    def slice(self, rank: int, piece: Piece, index: int) -> float:
-        replica, spans = self._replicas[rank], piece.slices[index]
-        delayed = piece.synchronous_round is None
+    def compute_slice(self, rank: int, task: Task, index: int) -> float:
+        replica, spans = self._replicas[rank], task.slices[index]
+        delayed = task.synchronous_round is None
         torch.set_rng_state(replica.random_state)
         if not delayed:
-            replica.gradients.open_slice(length(spans), last=index == len(piece.slices) - 1)
+            replica.gradients.open_slice(length(spans), last=index == len(task.slices) - 1)
         batch = fetch(self._data.train, self._order.indices(spans), self._data.collate)
         loss = self._data.loss(replica.model, batch)
         loss.backward()
         if delayed:
-            replica.steps.take()
+            replica.steps.step()
+        else:
+            replica.gradients.close_slice()
         replica.random_state = torch.get_rng_state()
         return float(loss.detach())
 
-    def finish(self, rank: int, piece: Piece) -> None:
+    def finish_task(self, rank: int, task: Task) -> None:
         replica = self._replicas[rank]
-        if piece.synchronous_round is None:
-            replica.delayed().finish(piece.samples, len(piece.slices))
+        if task.synchronous_round is None:
+            total = replica.delayed().finish(task.samples, len(task.slices))
         else:
-            replica.gradients.flush(piece.samples)
+            total = replica.gradients.flush(task.samples)
+        require_finite(total, rank, task.position)
 
     # Delayed rounds.
 
     def apply(self, rank: int) -> None:
         self._replicas[rank].delayed().apply()
 
-    def load(self, rank: int, drain: bool) -> None:
+    def pack(self, rank: int, drain: bool) -> None:
         replica = self._replicas[rank]
-        replica.flight = replica.delayed().load(True, self._config.data.batch_size, self._wire(drain))
+        replica.flight = replica.delayed().pack(True, self._config.data.batch_size, self._wire(drain))
 
-    def add(self, number: int, contributors: Sequence[int], drain: bool) -> None:
+    def sum_deltas(self, number: int, contributors: Sequence[int], drain: bool) -> None:
         wire = self._wire(drain)
-        weighed: list[Addend] = []
+        measured: list[Addend] = []
         addends: list[torch.Tensor] = []
         for replica in (self._replicas[rank] for rank in contributors):
             if replica.flight is not None:
                 addends.append(replica.flight)
-                weighed.append(Addend(*replica.delayed().loaded, squared_norm(replica.flight)))
-        total = sum_in_order(addends, wire)
+                measured.append(Addend(*replica.delayed().packed, squared_norm(replica.flight)))
+        total = sum_in_order(addends, wire, self._residual)
         if total is not None:
-            self._weigh(weighed, squared_norm(total), synchronous=False)
+            self._measure_noise(measured, squared_norm(total), synchronous=False)
         for replica in self._replicas.values():
-            replica.land()
+            replica.apply_sum()
             if replica.flight is None:
-                replica.flight = replica.delayed().load(False, self._config.data.batch_size, wire)
+                replica.flight = replica.delayed().pack(False, self._config.data.batch_size, wire)
             if total is not None:
                 replica.flight.copy_(total)
             replica.arriving = True
+        sum_tails([replica.delayed().tail for replica in self._replicas.values()])
         self._newest = number
 
-    def land(self, rank: int, number: int) -> None:
+    def apply_sum(self, rank: int, number: int) -> None:
         if number == self._newest:
-            self._replicas[rank].land()
+            self._replicas[rank].apply_sum()
 
-    def settle(self) -> None:
+    def reset_to_anchor(self) -> None:
         for replica in self._replicas.values():
-            replica.land()
-            replica.delayed().settle()
+            replica.apply_sum()
+            replica.delayed().reset_to_anchor()
 
     # Synchronous rounds.
 
-    def reduce(self, number: int, round_samples: int) -> None:
+    def reduce_gradients(self, number: int, round_samples: int) -> None:
         wire = self._config.sync.wire
-        everyones = [replica.gradients for replica in self._replicas.values()]
-        norms, norm = [0.0] * len(everyones), 0.0
-        for index in range(len(everyones[0].buckets) + 1):
-            assert all([gradients.released() for gradients in everyones])
-            loaded = [gradients.load(index, wire) for gradients in everyones]
-            total = sum_in_order([tensor for tensor, _ in loaded], loaded[0][1])
+        gradients_by_rank = [replica.gradients for replica in self._replicas.values()]
+        norms, norm = [0.0] * len(gradients_by_rank), 0.0
+        for index, bucket in enumerate(gradients_by_rank[0].buckets):
+            assert all([gradients.released() for gradients in gradients_by_rank])
+            packed = [gradients.pack(index, wire) for gradients in gradients_by_rank]
+            total = sum_in_order(packed, wire, bucket.residual)
             assert total is not None
-            if index < len(everyones[0].buckets):
-                norms = [before + squared_norm(tensor) for before, (tensor, _) in zip(norms, loaded, strict=True)]
-                norm += squared_norm(total)
-            for tensor, _ in loaded:
+            norms = [before + squared_norm(tensor) for before, tensor in zip(norms, packed, strict=True)]
+            norm += squared_norm(total)
+            for tensor in packed:
                 tensor.copy_(total)
-        self._weigh([Addend(g.samples, 0, n) for g, n in zip(everyones, norms, strict=True)], norm, synchronous=True)
+        assert all([gradients.released() for gradients in gradients_by_rank])
+        sum_tails([gradients.tail for gradients in gradients_by_rank])
+        addends = [Addend(each.samples, 0, n) for each, n in zip(gradients_by_rank, norms, strict=True)]
+        self._measure_noise(addends, norm, synchronous=True)
 
-    def step(self, rank: int, piece: Piece) -> None:
+    def step(self, rank: int) -> None:
         replica = self._replicas[rank]
-        replica.gradients.collect(piece.round_samples)
-        replica.steps.take()
+        replica.gradients.collect()
+        replica.steps.step()
 
     # What controllers see.
 
-    def _weigh(self, addends: Sequence[Addend], norm: float, synchronous: bool) -> None:
+    def _measure_noise(self, addends: Sequence[Addend], norm: float, synchronous: bool) -> None:
         self._noise = self._noise_of[synchronous]
         self._noise.add(addends, norm)
 
@@ -200,21 +211,24 @@ class Replicas(Learner):
 
     # At rest.
 
-    def rest(self, samples: Mapping[int, int], applied: int, synchronous: bool) -> None:
+    def at_rest(self, samples: Mapping[int, int], applied: int, synchronous: bool) -> None:
         if not synchronous:
             optimizers = [replica.optimizer for replica in self._replicas.values()]
             average_states(optimizers, [samples[rank] for rank in self._replicas])
         for rank, replica in self._replicas.items():
             replica.random_state = self._seeded(rank, applied)
 
-    def leave(self, rank: int) -> None:
+    def remove_rank(self, rank: int) -> None:
         del self._replicas[rank]
 
-    def join(self, rank: int) -> None:
+    def add_rank(self, rank: int) -> None:
         like = self._replicas[0]
         replica = Replica(self._config, copy.deepcopy(like.model), like.random_state, self._total_samples)
         replica.optimizer.load_state_dict(copy.deepcopy(like.optimizer.state_dict()))
         replica.outer = copy.deepcopy(like.outer)
+        replica.gradients.tail.travel = list(like.gradients.tail.travel)
+        if like.deltas is not None:
+            replica.delayed().tail.travel = list(like.deltas.tail.travel)
         self._replicas[rank] = replica
         self._replicas = dict(sorted(self._replicas.items()))
 
@@ -228,18 +242,36 @@ class Replicas(Learner):
     @property
     def anchor_sha256(self) -> str:
         first = self._replicas[0]
-        return weights_sha256(first.local if first.deltas is None else [first.deltas.anchor])
+        local = [*first.weights, *first.buffers]
+        return weights_sha256(local if first.deltas is None else [first.deltas.anchor])
 
 
-def sum_in_order(addends: Sequence[torch.Tensor], wire: WireFormat) -> torch.Tensor | None:
-    """As a plane sums: each addend rounded to what travels, then the sum. None for no addends."""
+def sum_in_order(
+    addends: Sequence[torch.Tensor], wire: WireFormat, residual: Residual | None = None
+) -> torch.Tensor | None:
+    """As a plane sums: each addend rounded to what travels, then the sum; `residual` is that of all shards. None for no
+    addends."""
     if not addends:
         return None
     first, *others = [addend if wire == "float32" else round_trip(addend, wire) for addend in addends]
     total = first.clone()
     for addend in others:
         total += addend
-    return total if wire == "float32" else round_trip(total, wire)
+    if wire == "float32":
+        deliver(residual, total)
+        return total
+    return decode(encode_sum(total, wire, residual), total.numel(), wire)
+
+
+def sum_tails(tails: Sequence[Tail]) -> None:
+    """As the engine does, for all ranks."""
+    more = True
+    while more:
+        total = sum_in_order([tail.flat for tail in tails], "float32")
+        assert total is not None
+        for tail in tails:
+            tail.flat.copy_(total)
+        more = all([tail.unpack() for tail in tails])
 
 
 def average_states(optimizers: Sequence[torch.optim.Optimizer], samples: Sequence[int]) -> None:
@@ -248,24 +280,24 @@ def average_states(optimizers: Sequence[torch.optim.Optimizer], samples: Sequenc
     A collective cannot answer the first rank before it has heard the last. So all are heard once for what they gather,
     once for what they add, and get their answers the third time; each call replaces the states of the one before.
     """
-    told: list[Any] = []
+    gathered: list[Any] = []
     addends: list[torch.Tensor] = []
 
     def ask(gather: Callable[[Any], list[Any]], allreduce: Callable[[torch.Tensor], None]) -> None:
         for optimizer, count in zip(optimizers, samples, strict=True):
             average_optimizer_state(optimizer, count, gather, allreduce)
 
-    def hear(value: Any) -> list[Any]:
-        told.append(value)
-        return [([], 0)]  # nothing to average yet
+    def collect(value: Any) -> list[Any]:
+        gathered.append(value)
+        return [([], 0, {}, value[-1])]  # nothing to average yet
 
-    ask(hear, lambda flat: None)
-    everyones = list(told)
-    ask(lambda value: everyones, lambda flat: addends.append(flat.clone()))
+    ask(collect, lambda flat: None)
+    of_all = list(gathered)
+    ask(lambda value: of_all, lambda flat: addends.append(flat.clone()))
     total = sum_in_order(addends, "float32")
 
     def answer(flat: torch.Tensor) -> None:
         assert total is not None
         flat.copy_(total)
 
-    ask(lambda value: everyones, answer)
+    ask(lambda value: of_all, answer)

@@ -1,9 +1,8 @@
-"""The virtual cluster: the engine's policy, coordinator and workers on a virtual clock.
+"""A job on a virtual cluster: the engine's state machine, coordinator and workers on a virtual clock.
 
-A rank has a main thread, which computes slice after slice (`threads`), and a communication thread, which looks for news
-now and then (the engine's naps: `clock`), carries letters (`post`) and joins every round (`delayed`, `lockstep`). What
-happens when all have come to rest is in `rest`, what happens to shared weights on the way in `evaluation`. They share a
-`World`.
+Each rank has a main thread, which computes slice after slice (`engine`), and a communication thread, which polls now
+and then (`polling`), carries messages (`router`) and joins every round (`communicator`). What happens when all have
+come to rest is in `drains`, what happens to the weights in a `learner`. README.md has what they stand for.
 """
 
 from __future__ import annotations
@@ -13,24 +12,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hetsync.control.observation import Observation, Totals
-from hetsync.session import STOP
-from hetsync.simulate.delayed import DelayedRounds
-from hetsync.simulate.evaluation import Evaluations, OnEvaluation
+from hetsync.data.ledger import Ledger
+from hetsync.simulate.clock import Clock
+from hetsync.simulate.communicator import Communicator
+from hetsync.simulate.drains import Drains
+from hetsync.simulate.engine import MainThreads
+from hetsync.simulate.evaluations import Evaluations, OnEvaluation
 from hetsync.simulate.learner import Learner
-from hetsync.simulate.lockstep import Lockstep
-from hetsync.simulate.node import Node
-from hetsync.simulate.post import Post
-from hetsync.simulate.records import Records
-from hetsync.simulate.rest import Rest
+from hetsync.simulate.polling import Polling
 from hetsync.simulate.scenario import Scenario
 from hetsync.simulate.script import Change
-from hetsync.simulate.threads import MainThreads
-from hetsync.simulate.world import World
-from hetsync.sync.messages import DrainRequested, Settings, Tuned
-from hetsync.sync.policy import Policy
+from hetsync.simulate.telemetry import Telemetry
+from hetsync.simulate.virtual_rank import VirtualRank, VirtualRanks
+from hetsync.sync.messages import DrainRequested, Settings, SettingsChanged, settings_of
+from hetsync.sync.milestones import STOP
+from hetsync.sync.observation import Observation, Totals
+from hetsync.sync.state_machine import RoundStateMachine
 
-# New objects between two looks of the garbage collector, and looks between those that look at more.
+# New objects between two runs of the garbage collector, and runs between those that go through more.
 COLLECT_SELDOM = (50_000, 20, 100)
 
 
@@ -50,98 +49,132 @@ class Simulation:
         learner: Learner | None = None,
         script: Sequence[Change] = (),
         on_evaluation: OnEvaluation | None = None,
-        records: Records | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         """`on_evaluation` is told the metrics wherever the scenario evaluates, and at the end."""
         self.scenario = scenario
-        self.learner = learner or Learner()
-        self._world = world = World(scenario, self.learner, records or Records())
-        world.post = Post(world)
-        world.threads = MainThreads(world)
-        world.delayed = DelayedRounds(world)
-        world.lockstep = Lockstep(world)
-        world.rest = Rest(world, script)
-        world.evaluations = Evaluations(world, on_evaluation)
-        profiles = zip(scenario.ranks, world.first_shares, strict=True)
+        self.learner = learner = learner or Learner()
+        self._telemetry = telemetry = telemetry or Telemetry()
+        self._clock = clock = Clock()
+        self._ranks = ranks = VirtualRanks.of(scenario)
+        self.machine = _state_machine(scenario)
+        evaluations = Evaluations(clock, ranks, learner, telemetry, on_evaluation)
+        self._communicator = Communicator(
+            scenario=scenario,
+            clock=clock,
+            polling=Polling(scenario.runtime, scenario.seed),
+            ranks=ranks,
+            machine=self.machine,
+            learner=learner,
+            telemetry=telemetry,
+            evaluations=evaluations,
+            on_rest=lambda start: self._drains.at_rest(start),
+        )
+        main_threads = MainThreads(
+            scenario=scenario,
+            clock=clock,
+            ranks=ranks,
+            learner=learner,
+            telemetry=telemetry,
+            communicator=self._communicator,
+        )
+        self._drains = Drains(
+            script=script,
+            clock=clock,
+            ranks=ranks,
+            learner=learner,
+            evaluations=evaluations,
+            communicator=self._communicator,
+            main_threads=main_threads,
+        )
+        profiles = zip(scenario.ranks, scenario.shares, strict=True)
         self.solo_samples_per_second = sum(profile.time.rate(share) for profile, share in profiles)
         self._mark = Totals()
-        world.post.begin()
+        for rank in ranks.present.values():
+            main_threads.go_on(rank)
+        self._communicator.start()
 
     @property
-    def policy(self) -> Policy:
-        return self._world.policy
-
-    @property
-    def nodes(self) -> dict[int, Node]:
+    def ranks(self) -> dict[int, VirtualRank]:
         """The ranks that are there."""
-        return self._world.nodes
+        return self._ranks.present
 
     @property
-    def away(self) -> dict[int, Node]:
+    def away(self) -> dict[int, VirtualRank]:
         """The ranks that have left."""
-        return self._world.away
+        return self._ranks.away
 
     @property
     def now(self) -> float:
         """Virtual seconds since the start."""
-        return self._world.clock.now
+        return self._clock.now
 
     @property
     def ended(self) -> bool:
-        return self._world.ended
+        return self._drains.ended
 
     @property
     def stopped(self) -> bool:
         """It ended before its time, on request."""
-        return self._world.stopped
+        return self._drains.stopped
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """Samples and mean loss of each piece since the last `observe`."""
-        return self._world.losses
+        """Samples and mean loss of each task since the last `observe`."""
+        return self._telemetry.losses
 
     @property
     def totals(self) -> Totals:
-        return self._world.totals
+        return self._telemetry.totals
 
     def advance(self, rounds: int | None = None, seconds: float | None = None) -> None:
         """Go on until so many more rounds are complete or so many virtual seconds have passed; else to the end."""
-        world, policy, step = self._world, self.policy, self._world.clock.step
-        last_round = math.inf if rounds is None else policy.version + rounds
+        drains, machine, step = self._drains, self.machine, self._clock.step
+        last_round = math.inf if rounds is None else machine.version + rounds
         until = math.inf if seconds is None else self.now + seconds
-        while not world.ended and policy.version < last_round and step(until):
+        while not drains.ended and machine.version < last_round and step(until):
             pass
-        assert self.now < math.inf, f"the simulation is stuck; it waits for ranks {policy.waited_for()}"
+        assert self.now < math.inf, f"the simulation is stuck; it waits for ranks {machine.waited_for()}"
 
     def tune(self, settings: Settings) -> None:
         """New K, D and q for the work handed out from now on."""
-        self._world.post.hear([Tuned(settings)])
+        self._communicator.handle_events([SettingsChanged(settings)])
 
     def request_stop(self) -> None:
         """Come to rest as soon as possible and end there."""
-        self._world.post.hear([DrainRequested(STOP)])
+        self._communicator.handle_events([DrainRequested(STOP)])
 
     def observe(self) -> Observation:
         """What has happened since the last call."""
-        world, policy, nodes = self._world, self.policy, self.nodes.values()
-        waits = sum(node.wait_seconds + node.waiting_seconds(self.now) for node in nodes) / len(nodes)
-        before, self._mark = (
-            self._mark,
-            replace(
-                world.totals,
-                at=self.now,
-                rounds=policy.version,
-                samples=policy.ledger.applied,
-                wait_seconds=waits,
-                staleness=policy.staleness.copy(),
-            ),
+        machine, applied, before = self.machine, self.machine.ledger.applied, self._mark
+        self._mark = replace(
+            self.totals,
+            at=self.now,
+            rounds=machine.version,
+            samples=applied,
+            wait_seconds=self._mean_wait_seconds(),
+            staleness=machine.staleness.copy(),
         )
-        losses, world.losses = world.losses, []
+        losses, self._telemetry.losses = self._telemetry.losses, []
         return Observation(
             **self._mark.since(before, self.solo_samples_per_second),
             losses=tuple(loss for _, loss in losses),
             noise_scale=self.learner.noise_scale,
-            progress=policy.ledger.applied / self.scenario.total_samples,
-            learning_rate=self.learner.learning_rate(policy.ledger.applied),
-            settings=policy.settings,
+            progress=applied / self.scenario.total_samples,
+            learning_rate=self.learner.learning_rate(applied),
+            settings=machine.settings,
         )
+
+    def _mean_wait_seconds(self) -> float:
+        ranks = self.ranks.values()
+        return sum(rank.wait_seconds + rank.waiting_seconds(self.now) for rank in ranks) / len(ranks)
+
+
+def _state_machine(scenario: Scenario) -> RoundStateMachine:
+    return RoundStateMachine(
+        dict(enumerate(scenario.shares)),
+        settings_of(scenario.sync),
+        Ledger(scenario.total_samples),
+        scenario.rests,
+        evaluations=scenario.evaluations,
+    )

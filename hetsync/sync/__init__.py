@@ -1,3 +1,3 @@
-"""Delay synchronisation. `policy` decides, `coordinator` speaks for it on rank 0, `engine` carries it out on
+"""Delay synchronisation. `state_machine` decides, `coordinator` speaks for it on rank 0, `engine` carries it out on
 every rank, `deltas` and `gradients` hold what travels.
 """

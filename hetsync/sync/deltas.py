@@ -1,35 +1,37 @@
 """Delayed mode's tensors: local weights run ahead of an anchor that is bit-identical on every rank.
 
-Four parameter-sized buffers beside the local weights u, all float32 and flat (weights, then float buffers such as
-batch-norm statistics):
+Four parameter-sized buffers beside the local weights u, all float32 and flat (weights, of whatever precision, then
+float buffers such as batch-norm statistics):
 
     anchor      w, as of the last round that landed here
     pending     P, finished progress: waiting, or on its way until its round lands
     flight      the sum under way
-    correction  X, what rounds have changed and u has not taken over yet
+    correction  X, what rounds have changed and u has not taken over yet (16-bit weights: nor been able to)
 
-After every call, at a piece's boundary:  u + X = w + P.  So progress that a finish has to report is u + X − w,
+After every call, at a task's boundary:  u + X = w + P.  So progress that a finish has to report is u + X − w,
 whatever was rounded away or quantised before: nothing is ever lost, and error feedback needs no buffer.
 
-A rank may finish more pieces while its contribution flies. The first of these moves the flying part of P into X
-(as −P); from then until the landing X must not be applied, since u would lose the flying progress meanwhile.
+A rank may finish more tasks while its contribution is in flight. The first of these moves that part of P into X (as
+−P); from then until the sum lands X must not be applied, since u would lose the progress in flight meanwhile.
 
-The main thread calls `adopt`, `finish`, `apply`, `settle`; the communication thread `load`, `land`. The caller
-holds one lock around each call.
+The main thread calls `adopt`, `finish`, `apply`, `reset_to_anchor`; the communication thread `pack`, `apply_sum`.
+The caller holds one lock around each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from hetsync.plane.base import WireFormat
+from hetsync.config.schema import SyncConfig
+from hetsync.errors import UserError
+from hetsync.plane.base import Residual, WireFormat
 from hetsync.plane.wire import round_trip
-
-Outer = Callable[[torch.Tensor], torch.Tensor]
+from hetsync.sync.tail import Tail
 
 
 @dataclass(frozen=True)
@@ -45,23 +47,33 @@ class Snapshot:
 
 
 class Deltas:
-    def __init__(self, tensors: Sequence[torch.Tensor], outer: Outer | None = None) -> None:
-        """`tensors` are the local weights and float buffers, in the same order on every rank."""
-        self._local = [tensor.detach() for tensor in tensors]
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        outer: Nesterov | None = None,
+        buffers: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Local `weights` and float `buffers`, in the same order on every rank; `outer` acts on weights only."""
+        self._local = [tensor.detach() for tensor in [*weights, *buffers]]
+        self._exact = all(tensor.dtype is torch.float32 for tensor in self._local)
         self._outer = outer
+        self._weights = sum(tensor.numel() for tensor in weights)  # values
         count = sum(tensor.numel() for tensor in self._local)
         device = self._local[0].device
         self.anchor, self._pending, self._flight, self._correction = (
-            torch.zeros(count, device=device) for _ in range(4)
+            torch.zeros(count, dtype=torch.float32, device=device) for _ in range(4)
         )
+        # The outer optimizer wants to know the samples of a round.
+        self.tail = Tail(int(outer is not None), self._views(self._flight)[len(weights) :], device)
+        self.residual = Residual()  # what rounding took from the sums of weights
         # Made once: a hundred of them would take a tenth of a millisecond and more at every call.
         self._anchor_views, self._pending_views, self._correction_views = (
             self._views(flat) for flat in (self.anchor, self._pending, self._correction)
         )
         self._steps = 0
         self._samples = 0
-        self.loaded = (0, 0)  # samples and inner steps of our contribution that is under way, or was last
-        self._flying = False  # a contribution of ours is under way ...
+        self.packed = (0, 0)  # samples and inner steps of our contribution that is under way, or was last
+        self._in_flight = False  # a contribution of ours is under way ...
         self._folded = False  # ... and has moved from P into X
         self.adopt()
 
@@ -78,57 +90,76 @@ class Deltas:
         self._correction.zero_()
 
     @torch.no_grad()
-    def finish(self, samples: int, steps: int) -> None:
-        """P ← all progress that no round has taken; it is worth `samples`, made in `steps` inner steps."""
-        if self._flying and not self._folded:
+    def finish(self, samples: int, steps: int) -> float:
+        """P ← all progress that no round has taken; it is worth `samples`, made in `steps` inner steps.
+
+        Returns a sum over P; if it is not finite, nor is P, and nothing of it will go out.
+        """
+        if self._in_flight and not self._folded:
             self._correction -= self._pending
             self._folded = True
         torch.sub(self._correction, self.anchor, out=self._pending)
         torch._foreach_add_(self._pending_views, self._local)
         self._samples += samples
         self._steps += steps
+        total = float(self._pending.sum())
+        if not math.isfinite(total):
+            self._pending.zero_()
+        return total
 
     @torch.no_grad()
     def apply(self) -> bool:
-        """u ← u + X, between two inner steps; False while that would hide progress which flies."""
+        """u ← u + X, between two inner steps; False while that would hide progress in flight."""
         if self._folded:
             return False
-        torch._foreach_add_(self._local, self._correction_views)
-        self._correction.zero_()
+        if self._exact:
+            torch._foreach_add_(self._local, self._correction_views)
+            self._correction.zero_()
+        else:  # what u cannot hold stays in X, or the next P would take it back from all
+            torch._foreach_add_(self._correction_views, self._local)
+            torch._foreach_copy_(self._local, self._correction_views)
+            torch._foreach_sub_(self._correction_views, self._local)
         return True
 
     @torch.no_grad()
-    def load(self, contribute: bool, batch: int, wire: WireFormat) -> torch.Tensor:
-        """The addend of this rank: zeros, or its progress weighted by the samples of an inner step over B.
+    def pack(self, contribute: bool, batch: int, wire: WireFormat) -> torch.Tensor:
+        """The addend of this rank (weights only: `tail` has the rest): zeros, or its progress weighted by the samples
+        of an inner step over B.
 
-        That weight moves the anchor by each sample's progress exactly once, however pieces merge; for
+        That weight moves the anchor by each sample's progress exactly once, however tasks merge; for
         contributions of K steps each it is FedNova's normalised averaging (Wang et al. 2020).
         """
+        addend = self._flight[: self._weights]
         if not contribute:
-            return self._flight.zero_()
-        weight = self._samples / (self._steps * batch)
-        torch.mul(self._pending, weight, out=self._flight)
-        if wire != "float32":
-            torch.div(round_trip(self._flight, wire), weight, out=self._pending)
-        self.loaded = (self._samples, self._steps)
-        self._samples = self._steps = 0
-        self._flying = True
-        return self._flight
+            self._flight.zero_()
+            self.tail.counts.zero_()
+        else:
+            weight = self._samples / (self._steps * batch)
+            torch.mul(self._pending, weight, out=self._flight)
+            if wire != "float32":
+                torch.div(round_trip(addend, wire), weight, out=self._pending[: self._weights])
+            self.tail.counts.fill_(self._samples)
+            self.packed = (self._samples, self._steps)
+            self._samples = self._steps = 0
+            self._in_flight = True
+        self.tail.pack()
+        return addend
 
     @torch.no_grad()
-    def land(self) -> None:
+    def apply_sum(self) -> None:
         """w and X take over the sum; X loses our own part of it, which u holds already."""
-        step = self._flight if self._outer is None else self._outer(self._flight)
-        self.anchor += step
-        self._correction += step
-        if self._flying and not self._folded:
+        if self._outer is not None:
+            self._outer(self._flight[: self._weights], float(self.tail.counts))
+        self.anchor += self._flight
+        self._correction += self._flight
+        if self._in_flight and not self._folded:
             self._correction -= self._pending
             self._pending.zero_()
-        self._flying = self._folded = False
+        self._in_flight = self._folded = False
 
     @contextmanager
     def showing(self, weights: torch.Tensor) -> Iterator[None]:
-        """u holds other flat `weights` inside, itself again after; no other method but `load` and `land` meanwhile."""
+        """u holds other flat `weights` inside, itself again after; only `pack` and `apply_sum` meanwhile."""
         with torch.no_grad():
             own = torch.cat([tensor.flatten() for tensor in self._local])
             torch._foreach_copy_(self._local, self._views(weights))
@@ -139,27 +170,53 @@ class Deltas:
                 torch._foreach_copy_(self._local, self._views(own))
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """u ← w, at the end of a drain."""
-        assert not self._flying
+    def reset_to_anchor(self) -> None:
+        """u ← w, at the end of a drain; and back, since u is what is saved: 16-bit weights round what w holds."""
+        assert not self._in_flight
         torch._foreach_copy_(self._local, self._anchor_views)
-        self._pending.zero_()
-        self._correction.zero_()
+        self.adopt()
 
 
 class Nesterov:
-    """The outer optimizer of DiLoCo (Douillard et al. 2023) on the sum of a round.
+    """The outer optimizer of DiLoCo (Douillard et al. 2023) on the sums of rounds, which may be of any size.
 
-    With SGD's Nesterov momentum m: b ← m·b + step; the anchor moves by lr·(step + m·b). One more buffer.
+    A round of f times `full_set` samples, with sum s of progress, momentum m and velocity v:
+
+        v ← v + s;   w ← w + lr · (s + m · (1 − mᶠ) / (1 − m) · v);   v ← mᶠ · v
+
+    At f = 1 that is SGD's Nesterov step. Every sample's progress comes to lr / (1 − m) times itself, into however
+    many rounds samples are cut, and a round without samples moves nothing. One more buffer.
     """
 
-    def __init__(self, learning_rate: float, momentum: float) -> None:
-        self._learning_rate = learning_rate
+    def __init__(self, learning_rate: float, momentum: float, full_set: int) -> None:
+        """`full_set`: the samples that momentum is meant for, those of K slices of all ranks."""
+        self.learning_rate = learning_rate
         self._momentum = momentum
-        self.velocity: torch.Tensor | None = None
+        self._full_set = full_set
+        self.velocity: torch.Tensor | None = None  # flat
 
-    def __call__(self, step: torch.Tensor) -> torch.Tensor:
+    def __call__(self, step: torch.Tensor, samples: float) -> None:
+        """Turn the sum of a round of so many samples into what the anchor moves by, in place."""
         if self.velocity is None:
             self.velocity = torch.zeros_like(step)
-        self.velocity.mul_(self._momentum).add_(step)
-        return step.add_(self.velocity, alpha=self._momentum).mul_(self._learning_rate)
+        if self.velocity.numel() != step.numel():
+            raise UserError(
+                f"the checkpoint's outer momentum has {self.velocity.numel()} values, the model {step.numel()} weights:"
+                " start afresh, or resume with the version of HetSync that saved it"
+            )
+        velocity_weight, decay = self.factors(samples)
+        self.velocity += step
+        step.add_(self.velocity, alpha=velocity_weight).mul_(self.learning_rate)
+        self.velocity *= decay
+
+    def factors(self, samples: float) -> tuple[float, float]:
+        """m · (1 − mᶠ) / (1 − m) and mᶠ for a round of so many samples."""
+        decay = self._momentum ** (samples / self._full_set)
+        return self._momentum * (1 - decay) / (1 - self._momentum), decay
+
+
+def make_outer(sync: SyncConfig, batch_size: int) -> Nesterov | None:
+    """Its momentum is meant for the recipe's K, whatever a controller makes of that."""
+    if sync.outer.name != "nesterov":
+        return None
+    return Nesterov(sync.outer.learning_rate, sync.outer.momentum, sync.accumulation * batch_size)

@@ -1,30 +1,68 @@
 """Synchronous mode's tensors: gradient sums in buckets, handed over in backward order while backward still runs.
 
-Each slice adds samples · (mean gradient) into its bucket; in a piece's last slice a bucket is released as soon as
-its last gradient is there. Sums are divided by the samples of the round, never by the number of ranks.
+Each slice adds samples · (mean gradient) into its buckets. Sums are divided by the samples of the round, never by the
+number of ranks.
+
+A slice may have several backward calls: gradients stay in `.grad` until its step, and only then is it known that they
+are whole. Once slices have shown one gradient a parameter, those of a task's last slice go as soon as their bucket is
+full; a second one that comes after its bucket has left is an error, never lost.
+
+Each optimizer's parameters are a stage of the round, with buckets and a tail of their own. So where two networks take
+turns within a slice, the first steps on its sums before the second is run:
+
+    backward of D, sums of stage 0, step of D, backward of G, sums of stage 1, step of G
+
+Sums stay in `.grad` until the loop sets them to zero. What the loop lets them add up to over several slices is the same
+on all ranks, and their mean is not changed by a round: so accumulation of the loop's own needs no books here.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 import torch
 
-from hetsync.plane.base import WireFormat
+from hetsync.errors import UserError
+from hetsync.plane.base import Residual, WireFormat
 from hetsync.plane.wire import round_trip
+from hetsync.sync.tail import Tail, shared_buffers
+
+SAMPLE_VALUES = 64
+CHANGED = (
+    "gradients were changed between backward and step (clipped, unscaled or set to zero), but with sync.delay_bound 0"
+    " they are summed over ranks only then: clip by job.clip_grad_norm_ (or max_grad_norm of hetsync.join,"
+    " optimizer.max_grad_norm of a recipe), give a GradScaler to job.prepare, and change them in no other way"
+)
 
 
 class Bucket:
-    """Some parameters' gradient sums in one flat buffer."""
+    """Some parameters' gradient sums in one flat float32 buffer."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
+        count = sum(p.numel() for p in parameters)
+        self.flat = torch.zeros(count, dtype=torch.float32, device=parameters[0].device)
         parts = self.flat.split([parameter.numel() for parameter in parameters])
         self.views = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
-        self.used = [0] * len(parameters)  # gradients that each parameter got in this round
-        self.missing = len(parameters)
+        self.used = [0] * len(parameters)  # slices of this round in which each parameter got a gradient
+        self.missing = len(parameters)  # in the last slice
+        self.lost: torch.Tensor | None = None  # what rounding took from our addend last time
+        self.residual = Residual()  # and from the sum
+
+    def add(self, samples: int) -> None:
+        """The mean gradients of a slice."""
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            if parameter.grad is not None:
+                view.add_(parameter.grad, alpha=samples)
+                self.used[index] += 1
+
+    def clear(self) -> None:
+        self.flat.zero_()
+        self.used = [0] * len(self.parameters)
+        self.missing = len(self.parameters)
 
 
 def make_buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[Bucket]:
@@ -38,11 +76,69 @@ def make_buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) ->
             group, size = [], 0
         group.append(parameter)
         size += 4 * parameter.numel()
-    return [*buckets, Bucket(group)]
+    return [*buckets, Bucket(group)] if group else buckets
+
+
+class Arrivals:
+    """The gradients of one slice, as backward left them: how many, and whether somebody has changed them since."""
+
+    def __init__(self) -> None:
+        self.several = False  # for one parameter
+        self._counted = False
+        self._seen: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
+        self._sample: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def any(self) -> bool:
+        return self._counted
+
+    def add(self, parameter: torch.nn.Parameter) -> bool:
+        """Is this the parameter's first?"""
+        assert parameter.grad is not None
+        first = parameter not in self._seen
+        self.several |= not first
+        self._counted = True
+        self._seen[parameter] = parameter.grad, parameter.grad._version
+        self._keep_sample(parameter.grad)
+        return first
+
+    def _keep_sample(self, grad: torch.Tensor) -> None:
+        """GradScaler.unscale_ and `.data` do not count versions: a few values of one small gradient show them."""
+        if self._sample is not None and grad.numel() >= self._sample[0].numel() and grad is not self._sample[0]:
+            return
+        if grad.layout is torch.strided:
+            self._sample = grad, grad.flatten()[:SAMPLE_VALUES].clone()
+
+    def forget(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """They have been taken over; what comes for them now is no matter of this slice."""
+        for parameter in parameters:
+            self._seen.pop(parameter, None)
+        if self._sample is not None and all(grad is not self._sample[0] for grad, _ in self._seen.values()):
+            self._sample = None
+
+    def changed(self) -> bool:
+        """Since backward."""
+        if any(p.grad is not grad or grad._version != version for p, (grad, version) in self._seen.items()):
+            return True
+        if self._sample is None:
+            return False
+        now, before = self._sample
+        return not torch.equal(now.flatten()[:SAMPLE_VALUES].nan_to_num(), before.nan_to_num())
+
+
+class Stage:
+    """What one optimizer steps on: buckets [first, stop) of all, and a tail with counts: uses of each parameter, ranks
+    that step, ranks that could and do not, samples."""
+
+    def __init__(self, buckets: Sequence[Bucket], first: int, tail: Tail):
+        self.first, self.stop = first, first + len(buckets)
+        self.parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
+        self.tail = tail
 
 
 class Gradients:
-    """Main thread: `open_slice`, backward (hooks), `flush`, `collect`. Communication thread: `released`."""
+    """Main thread: `open_task`, per slice `open_slice`, backward (hooks), `take` and `close_slice`; after the last
+    slice's backward, stage by stage, `flush` and `collect`. Communication thread: `released`, `pack`."""
 
     def __init__(
         self,
@@ -50,121 +146,257 @@ class Gradients:
         bucket_bytes: int,
         pace: Callable[[float], None],
         wake: Callable[[], None],
+        overlap: bool = True,
+        groups: Sequence[Sequence[torch.nn.Parameter]] = (),
     ) -> None:
-        """`pace(fraction)` holds an emulated device back to its time; `wake` tells that a bucket is released."""
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._buffers = [b for b in model.buffers() if b.is_floating_point()]
-        self.buckets = make_buckets(self._parameters, bucket_bytes)
-        # The tail: how often each parameter was used, then the float buffers. Always float32.
-        count = len(self._parameters) + sum(buffer.numel() for buffer in self._buffers)
-        self._tail = torch.zeros(count, device=self.buckets[0].flat.device)
-        self.samples = 0  # of the piece whose buckets were all released last
-        self._residuals: list[torch.Tensor] = []
+        """`pace(fraction)` holds an emulated device back to its time; `wake` tells that a bucket is released.
+
+        Without `overlap` nothing is released before a task's last slice is over. `groups`: the parameters of each
+        optimizer, in the order of their steps; the model's others belong to the last.
+        """
+        self._buffers = shared_buffers(model)
+        device = next(model.parameters()).device
+        count = sum(buffer.numel() for buffer in self._buffers)
+        self._shared, self._changes = (torch.zeros(count, dtype=torch.float32, device=device) for _ in range(2))
+        self._make_stages(model, bucket_bytes, groups, device)
+        self.samples = 0  # of the task whose buckets were all released last
         self._pace = pace
         self._wake = wake
+        self._overlap = overlap  # no more, once a slice has had several gradients for a parameter
+        self._shown = False  # that a slice has one gradient a parameter
+        self._arrivals = Arrivals()  # in this slice
+        self._totals: list[torch.Tensor] = []  # of released buckets, finite if all of the bucket is
         self._released = threading.Semaphore(0)
-        self._next = 0
+        self._next = 0  # bucket to be released
+        self._flushed = 0  # stages of which all is released
+        self._collected = 0  # stages whose sums are in `.grad`
+        self._taken: set[int] = set()  # stages whose gradients of this slice are in the buckets
         self._slice_samples = 0
         self._last_slice = False
         self._listening = False
-        self._where = {
-            parameter: (bucket, index) for bucket in self.buckets for index, parameter in enumerate(bucket.parameters)
-        }
-        self._backward_share = self._cumulative_shares()
-        for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._arrive)
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._arrive) for parameter in self._where]
 
-    def _cumulative_shares(self) -> list[float]:
+    def _make_stages(
+        self,
+        model: torch.nn.Module,
+        bucket_bytes: int,
+        groups: Sequence[Sequence[torch.nn.Parameter]],
+        device: torch.device,
+    ) -> None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        place = {parameter: number for number, group in enumerate(groups) for parameter in group}
+        last = max(0, len(groups) - 1)
+        self.buckets: list[Bucket] = []
+        self.stages: list[Stage] = []
+        for number in range(last + 1):
+            mine = [parameter for parameter in trained if place.get(parameter, last) == number]
+            buckets = make_buckets(mine, bucket_bytes)
+            changes = self._buffer_views(self._changes) if number == last else []
+            self.stages.append(Stage(buckets, len(self.buckets), Tail(len(mine) + 3, changes, device)))
+            self.buckets += buckets
+        self._where = {
+            parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket.parameters
+        }
+        self._stage_of = {parameter: n for n, stage in enumerate(self.stages) for parameter in stage.parameters}
         total = sum(bucket.flat.numel() for bucket in self.buckets)
-        sums = [sum(b.flat.numel() for b in self.buckets[: i + 1]) for i in range(len(self.buckets))]
-        return [done / total for done in sums]
+        sums = accumulate(bucket.flat.numel() for bucket in self.buckets)
+        self._backward_share = [done / total for done in sums]
+
+    def _buffer_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        parts = flat.split([buffer.numel() for buffer in self._buffers])
+        return [part.view_as(buffer) for part, buffer in zip(parts, self._buffers, strict=True)]
+
+    @property
+    def tail(self) -> Tail:
+        """The last one: what ends a round."""
+        return self.stages[-1].tail
+
+    @torch.no_grad()
+    def adopt_buffers(self) -> None:
+        """All ranks hold the same buffers now."""
+        if self._buffers:
+            torch._foreach_copy_(self._buffer_views(self._shared), self._buffers)
 
     def open_slice(self, samples: int, last: bool) -> None:
-        """The next backward is of a slice of `samples`; with `last`, buckets are released as they fill."""
+        """The backward calls from now on are of a slice of `samples`, the task's last or not."""
         self._slice_samples = samples
         self._last_slice = last
         self._listening = True
 
     def close(self) -> None:
-        """Leave gradients alone (delayed mode, evaluation, profiling)."""
-        self._listening = False
+        """The job is over: leave gradients alone."""
+        for hook in self._hooks:
+            hook.remove()
 
     @torch.no_grad()
     def _arrive(self, parameter: torch.Tensor) -> None:
-        if not self._listening:
-            return
         assert isinstance(parameter, torch.nn.Parameter)
-        assert parameter.grad is not None
-        bucket, index = self._where[parameter]
-        bucket.views[index].add_(parameter.grad, alpha=self._slice_samples)
-        bucket.used[index] += 1
-        parameter.grad = None
-        if self._last_slice:
-            bucket.missing -= 1
+        stage = self._stage_of[parameter]
+        if not self._listening or stage < self._collected or stage in self._taken:
+            return  # after the stage's step: the next one's
+        if self._where[parameter] < self._next:
+            raise UserError(
+                "a weight got a second gradient in one slice, after its first had left for the other ranks:"
+                " with several backward calls a slice, set sync.overlap to false"
+            )
+        first = self._arrivals.add(parameter)
+        if first and self._last_slice and self._overlap and self._shown:
+            self.buckets[self._where[parameter]].missing -= 1
             self._release_full()
 
     def _release_full(self) -> None:
         """Release in the one order that all ranks share, whatever order backward took here."""
-        while self._next < len(self.buckets):
-            if self.buckets[self._next].missing:
+        while self._flushed < len(self.stages) and self._next < self.stages[self._flushed].stop:
+            bucket = self.buckets[self._next]
+            if bucket.missing:
                 return
             # Backward takes about twice as long as forward: gradients come in the last two thirds.
             self._pace((1 + 2 * self._backward_share[self._next]) / 3)
-            self._release()
+            bucket.add(self._slice_samples)
+            self._release_bucket()
 
-    def _release(self) -> None:
+    def _release_bucket(self) -> None:
+        self._totals.append(self.buckets[self._next].flat.sum())
         self._next += 1
         self._released.release()
         self._wake()
 
     @torch.no_grad()
-    def flush(self, samples: int) -> None:
-        """The piece's last backward is over: release the buckets that lack a gradient, then the tail."""
+    def take(self, number: int) -> None:
+        """A stage's gradients of this slice are whole: into the buckets with them. Where it is not the task's last,
+        `.grad` is empty afterwards.
+
+        Raises UserError where they were changed since backward.
+        """
+        if number in self._taken or number < self._collected:
+            return
+        if self._arrivals.changed():
+            raise UserError(CHANGED)
+        stage = self.stages[number]
+        for bucket in self.buckets[max(self._next, stage.first) : stage.stop]:
+            bucket.add(self._slice_samples)
+        self._taken.add(number)
+        self._arrivals.forget(stage.parameters)
+        if not self._last_slice:
+            self._drop(stage.parameters)
+
+    def close_slice(self) -> None:
+        """The slice's last backward is over: `take` what has not been taken."""
+        self._overlap &= not self._arrivals.several
+        self._shown |= self._arrivals.any
+        for number in range(len(self.stages)):
+            self.take(number)
+        self._taken.clear()
+        self._arrivals = Arrivals()
+        self._listening = False
+
+    def _drop(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def flush(self, samples: int, number: int | None = None, scaled: bool = False, computed: bool = True) -> float:
+        """In the last slice: release all stages up to this one, which the loop steps next (None: all, and it steps
+        none), whose gradients have been taken. `computed`: has the loop had a slice of the task?
+
+        Returns a sum over them. If it is not finite, nor are they, and the tail stays, so that the round cannot
+        complete anywhere; unless they are `scaled`, whose infinities make all ranks skip the step.
+        """
         self.samples = samples
-        while self._next < len(self.buckets):
-            self._release()
-        used = [count for bucket in self.buckets for count in bucket.used]
-        self._tail[: len(used)] = torch.tensor(used)
+        total = 0.0
+        for stage in self.stages[self._flushed : len(self.stages) if number is None else number + 1]:
+            while self._next < stage.stop:
+                self._release_bucket()
+            if stage is self.stages[-1] and self._buffers:
+                torch._foreach_copy_(self._buffer_views(self._changes), self._buffers)
+                self._changes.sub_(self._shared).mul_(samples)
+                self._totals.append(self._changes.sum())
+            if self._totals:
+                total += float(torch.stack(self._totals).sum())
+            self._totals.clear()
+            if not scaled and not math.isfinite(total):
+                break
+            used = [count for bucket in self.buckets[stage.first : stage.stop] for count in bucket.used]
+            steps = self._flushed == number
+            stage.tail.counts.copy_(torch.tensor([*used, steps, computed and not steps, samples]))
+            stage.tail.pack()
+            self._flushed += 1
+            self._released.release()
+            self._wake()
+        return total
+
+    @property
+    def has_released(self) -> bool:
+        """Has any of the task's gradients been released?"""
+        return self._next > 0 or self._flushed > 0
+
+    def is_collected(self, number: int) -> bool:
+        """Are the sums of this stage in `.grad`?"""
+        return number < self._collected
+
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Forget the task's slices, of which nothing has been released."""
+        for bucket in self.buckets:
+            bucket.clear()
+        self._drop(self._where)
+        self._taken.clear()
+        self._arrivals = Arrivals()
+        self._listening = False
         if self._buffers:
-            torch.cat([buffer.flatten() for buffer in self._buffers], out=self._tail[len(used) :])
-            self._tail[len(used) :] *= samples
-        self._release()
+            torch._foreach_copy_(self._buffers, self._buffer_views(self._shared))
+
+    @property
+    def summed_samples(self) -> int:
+        """Of the round whose tail was unpacked last."""
+        return int(self.tail.counts[-1])
 
     def released(self) -> bool:
-        """Has the next bucket (or, after the last, the tail) been released? Counts it as fetched if so."""
+        """Has the next bucket (or, after a stage's last, its tail) been released? Counts it as fetched if so."""
         return self._released.acquire(blocking=False)
 
     @torch.no_grad()
-    def load(self, index: int, wire: WireFormat) -> tuple[torch.Tensor, WireFormat]:
-        """What goes out, and how: a bucket with what rounding lost of it last time, or the tail."""
-        if index == len(self.buckets):
-            return self._tail, "float32"
-        flat = self.buckets[index].flat
+    def pack(self, index: int, wire: WireFormat) -> torch.Tensor:
+        """A bucket as it goes out, with what rounding took from it last time."""
+        bucket = self.buckets[index]
         if wire != "float32":
-            if not self._residuals:
-                self._residuals = [torch.zeros_like(bucket.flat) for bucket in self.buckets]
-            flat += self._residuals[index]
-            sent = round_trip(flat, wire)
-            torch.sub(flat, sent, out=self._residuals[index])
-            flat.copy_(sent)
-        return flat, wire
+            if bucket.lost is None:
+                bucket.lost = torch.zeros_like(bucket.flat)
+            bucket.flat += bucket.lost
+            sent = round_trip(bucket.flat, wire)
+            torch.sub(bucket.flat, sent, out=bucket.lost)
+            bucket.lost.nan_to_num_(0.0, 0.0, 0.0)  # of an infinite gradient nothing is left to be sent later
+            bucket.flat.copy_(sent)
+        return bucket.flat
 
     @torch.no_grad()
-    def collect(self, samples: int) -> None:
-        """Sums are in: set the gradients of the round's `samples`; buffers take their mean over samples."""
-        used = self._tail[: len(self._parameters)].tolist()
-        for bucket in self.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.grad = view.div(samples) if used.pop(0) else None
-            bucket.flat.zero_()
-            bucket.used = [0] * len(bucket.parameters)
-            bucket.missing = len(bucket.parameters)
-        self._collect_buffers(samples)
-        self._next = 0
-        self._listening = False
+    def collect(self, number: int | None = None) -> int:
+        """Sums up to this stage's (None: the last's) are in: set the gradients, means over the round's samples; with
+        the last, buffers take their means. Returns how many samples there were: none where all ranks have withdrawn.
 
-    def _collect_buffers(self, samples: int) -> None:
-        sums = self._tail[len(self._parameters) :]
-        parts = sums.div_(samples).split([buffer.numel() for buffer in self._buffers])
-        for buffer, part in zip(self._buffers, parts, strict=True):
-            buffer.copy_(part.view_as(buffer))
+        Raises UserError on all ranks where some step and others do not.
+        """
+        samples = 0
+        for stage in self.stages[self._collected : len(self.stages) if number is None else number + 1]:
+            *used, step, skip, samples = map(int, stage.tail.counts.tolist())
+            if step and skip:
+                raise UserError(
+                    f"the loops of {step} ranks step an optimizer and those of {skip} do not, but at sync.delay_bound 0"
+                    " all ranks make the same steps: skip none by what a rank's own batch is like (multiply its loss by"
+                    " 0), or take a delay bound of 1 or more"
+                )
+            for bucket in self.buckets[stage.first : stage.stop]:
+                for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                    parameter.grad = view.div(samples).to(parameter.dtype) if used.pop(0) else None
+                bucket.clear()
+            self._collected += 1
+        if self._collected == len(self.stages):
+            if self._buffers and samples:
+                self._shared.add_(self._changes, alpha=1 / samples)
+                torch._foreach_copy_(self._buffers, self._buffer_views(self._shared))
+            self._next = self._flushed = 0
+        return samples
+
+    def open_task(self) -> None:
+        """The next slices are another round's."""
+        self._collected = 0

@@ -1,15 +1,16 @@
 """What ranks tell the coordinator (events) and what it tells them (instructions). Plain data, a few bytes each.
 
-What comes with every piece of work or round is a named tuple: made, sent and read in less than half of a dataclass's
-time, which is what bounds the number of ranks (docs/scale.md).
+What comes with every task or round is a named tuple: made, sent and read in less than half of a dataclass's
+time, which is what bounds the number of ranks (docs/results/scale.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from hetsync.config.schema import SyncConfig
 from hetsync.data.ledger import Span
 
 NO_BOUND = 2**31  # a delay bound that no run reaches: fully asynchronous
@@ -22,7 +23,7 @@ class Settings:
     Args:
         delay_bound: D, the greatest staleness in rounds; 0 is synchronous, `NO_BOUND` fully asynchronous.
         quorum: q, fraction of a full contribution set (in samples) that may start a round when D > 0;
-            1 waits for a piece of every rank and keeps all within D pieces of the slowest: stale synchronous
+            1 waits for a task of every rank and keeps all within D tasks of the slowest: stale synchronous
             parallel with bound D.
         accumulation: K, slices in one contribution.
     """
@@ -36,13 +37,13 @@ class Settings:
         return self.delay_bound == 0
 
 
-class Piece(NamedTuple):
+class Task(NamedTuple):
     """Work for one contribution of one rank: K slices, each a few spans of the sample stream.
 
-    `synchronous_round` is the round that all ranks' pieces of a synchronous step share, None in delayed mode;
+    `synchronous_round` is the round that all ranks' tasks of a synchronous step share, None in delayed mode;
     `round_samples` that step's samples over all ranks. `position`, in samples, drives the learning rate, as does
     `share`, the samples of a full slice of this rank.
-    A rank begins the piece only once it has applied version `not_before`.
+    A rank begins the task only once it has applied version `not_before`.
     """
 
     number: int
@@ -62,33 +63,33 @@ class Piece(NamedTuple):
 # Events: from a rank's engine to the coordinator.
 
 
-class Began(NamedTuple):
-    """Compute on a piece started from anchor version `version`."""
+class TaskStarted(NamedTuple):
+    """Compute on a task started from anchor version `version`."""
 
     rank: int
-    piece: int
+    task: int
     version: int
 
 
-class Finished(NamedTuple):
-    """A piece is computed and waits for a round. `loss_sum` is summed over samples; seconds are device time."""
+class TaskFinished(NamedTuple):
+    """A task is computed and waits for a round. `loss_sum` is summed over samples; seconds are device time."""
 
     rank: int
-    piece: int
+    task: int
     samples: int
     seconds: float = 0.0
     loss_sum: float = 0.0
 
 
-class Took(NamedTuple):
-    """The rank's contribution to a round holds every piece that it finished up to and including `piece`."""
+class Contributed(NamedTuple):
+    """The rank's contribution to a round holds every task that it finished up to and including `task`."""
 
     rank: int
     round: int
-    piece: int
+    task: int
 
 
-class Weighed(NamedTuple):
+class NormMeasured(NamedTuple):
     """What the rank puts into a round's sum has this squared norm: progress of `samples` in so many inner steps, or,
     with 0 steps, the sum of their gradients."""
 
@@ -99,30 +100,32 @@ class Weighed(NamedTuple):
     squared_norm: float
 
 
-class Completed(NamedTuple):
-    """The round's sum has arrived on rank 0; its squared norm, where norms are asked for."""
+class RoundCompleted(NamedTuple):
+    """The round's sum has arrived on rank 0; its squared norm, where norms are asked for. In synchronous mode it is of
+    `samples`: fewer than were handed out for it where a rank has withdrawn."""
 
     round: int
     squared_norm: float = 0.0
+    samples: int | None = None
 
 
-class Scored(NamedTuple):
-    """The rank has evaluated its part of the test data at the anchor of `round`: sums of metrics by name."""
+class Evaluated(NamedTuple):
+    """The rank has evaluated its part of the test data at the anchor of `round`: what it has found."""
 
     rank: int
     round: int
-    sums: Mapping[str, float]
+    part: Any
 
 
 @dataclass(frozen=True)
-class Tuned:
+class SettingsChanged:
     """New settings, in force for the work handed out from now on."""
 
     settings: Settings
 
 
 @dataclass(frozen=True)
-class Reshared:
+class SharesChanged:
     """New shares by rank, in force for the work handed out from now on."""
 
     shares: dict[int, int]
@@ -136,14 +139,22 @@ class DrainRequested:
 
 
 @dataclass(frozen=True)
-class Left:
-    """The rank is gone; what it held goes out again."""
+class RankLeft:
+    """The rank is gone; the samples of what it had not applied go out again."""
 
     rank: int
 
 
 @dataclass(frozen=True)
-class Joined:
+class RankWithdrew:
+    """The rank's loop has ended early: it takes part in rounds and rests, and does no more work. What it had not
+    finished is returned, and goes out again; its synchronous tasks, which rounds wait for, come without samples."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class RankJoined:
     """The rank is here, with the anchor of version `version`, and its share."""
 
     rank: int
@@ -151,17 +162,30 @@ class Joined:
     share: int
 
 
-Event = Began | Finished | Took | Weighed | Completed | Scored | Tuned | Reshared | DrainRequested | Left | Joined
+Event = (
+    TaskStarted
+    | TaskFinished
+    | Contributed
+    | NormMeasured
+    | RoundCompleted
+    | Evaluated
+    | SettingsChanged
+    | SharesChanged
+    | DrainRequested
+    | RankLeft
+    | RankWithdrew
+    | RankJoined
+)
 
 
 # Instructions: from the coordinator to the engines.
 
 
-class Give(NamedTuple):
-    """Here is the rank's next piece of work."""
+class AssignTask(NamedTuple):
+    """Here is the rank's next task."""
 
     rank: int
-    piece: Piece
+    task: Task
 
 
 class StartRound(NamedTuple):
@@ -181,15 +205,33 @@ class StartRound(NamedTuple):
     evaluate: bool = False
 
 
-Instruction = Give | StartRound
+Instruction = AssignTask | StartRound
 
 
-# Between engines, when a round takes too long.
+# What travels between ranks: each message is one of these.
+
+
+class EventBatch(NamedTuple):
+    """To rank 0, or to a leader on the way there: events of one rank or several, those of each in its order."""
+
+    events: Sequence[Event]
+
+
+class InstructionBatch(NamedTuple):
+    """From the coordinator to one rank, in the order of the decisions."""
+
+    instructions: Sequence[Instruction]
+
+
+class GroupBatch(NamedTuple):
+    """From the coordinator to a leader: what each rank of its group is to get."""
+
+    by_rank: Mapping[int, Sequence[Instruction]]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Rank 0 asks for a sign of life."""
+    """Rank 0 asks for a sign of life, where a round takes too long."""
 
 
 @dataclass(frozen=True)
@@ -199,3 +241,11 @@ class Alive:
     rank: int
     joined: int
     waiting: bool
+
+
+Message = EventBatch | InstructionBatch | GroupBatch | Probe | Alive
+
+
+def settings_of(sync: SyncConfig) -> Settings:
+    bound = NO_BOUND if sync.delay_bound is None else sync.delay_bound
+    return Settings(bound, sync.quorum, sync.accumulation)

@@ -1,6 +1,6 @@
 """Stream positions at which something is due: all ranks come to rest, or the anchor is evaluated while they go on.
 
-Pure data and books, like the policy, which keeps them.
+Pure data and books, like the state machine that keeps them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+# Reasons to rest.
+STOP = "stop requested"
+CHECKPOINT = "checkpoint"
+EPOCH = "end of an epoch"
 
 Marks = Callable[[int], int | None]
 """The next marked stream position after one, if any is left."""
@@ -43,10 +49,18 @@ def marks_every(samples: int | None, total: int) -> Marks:
 
 def rests_at(marks: Marks, reason: str, total: int) -> Milestones:
     """Rests at the marks, and a final one at the end."""
+    return rests_for({reason: marks}, total)
+
+
+def rests_for(reasons: Mapping[str, Marks], total: int) -> Milestones:
+    """Rests at the marks of several reasons, the first of which holds where they meet; and a final one at the end."""
 
     def following(position: int) -> Milestone:
-        due = marks(position)
-        return Milestone(total, "end", True) if due is None else Milestone(due, reason)
+        due = [(mark, reason) for reason, marks in reasons.items() if (mark := marks(position)) is not None]
+        if not due:
+            return Milestone(total, "end", True)
+        mark, reason = min(due, key=lambda found: found[0])
+        return Milestone(mark, reason)
 
     return following
 
@@ -56,7 +70,7 @@ class Rests:
 
     def __init__(self, milestones: Milestones, position: int) -> None:
         self._milestones = milestones
-        self._asked: deque[str] = deque()  # to follow the rest that is already inevitable
+        self._requested: deque[str] = deque()  # to follow the rest that is already inevitable
         self.next = milestones(position)
 
     def bring_forward(self, frontier: int, reason: str) -> bool:
@@ -66,26 +80,26 @@ class Rests:
         self.next = Milestone(frontier, reason)
         return True
 
-    def ask(self, frontier: int, reason: str) -> None:
+    def request(self, frontier: int, reason: str) -> None:
         """The same, but with a rest of its own."""
         if not self.bring_forward(frontier, reason):
-            self._asked.append(reason)
+            self._requested.append(reason)
 
-    def over(self, position: int) -> None:
+    def advance(self, position: int) -> None:
         """All ranks have come to rest at `position`."""
-        self.next = Milestone(position, self._asked.popleft()) if self._asked else self._milestones(position)
+        self.next = Milestone(position, self._requested.popleft()) if self._requested else self._milestones(position)
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """What all ranks have found at the weights that they shared when round `round` had landed.
 
-    `parts` are the ranks' sums of metrics, in rank order, over parts of the test data that do not overlap.
+    `parts` are what the ranks have found, in rank order, on parts of the test data that do not overlap.
     """
 
     round: int
     samples_applied: int
-    parts: tuple[Mapping[str, float], ...]
+    parts: tuple[Any, ...]
 
 
 class Snapshots:
@@ -100,7 +114,7 @@ class Snapshots:
         self._round = -1  # none
         self._applied: int | None = None  # once the round is complete
         self._whole = True
-        self._parts: dict[int, Mapping[str, float]] = {}
+        self._parts: dict[int, Any] = {}
         self.awaited: set[int] = set()  # ranks that have not done their part
 
     def due(self, reaches: int) -> bool:
@@ -110,35 +124,35 @@ class Snapshots:
         self._next = self._marks(reaches)
         return True
 
-    def begin(self, number: int, ranks: Collection[int]) -> None:
-        """The anchor of round `number` is evaluated."""
+    def request(self, number: int, ranks: Collection[int]) -> None:
+        """The anchor of round `number` is to be evaluated by these ranks."""
         self._round, self._applied, self._whole = number, None, True
         self._parts, self.awaited = {}, set(ranks)
 
-    def landed(self, number: int, applied: int) -> None:
+    def round_applied(self, number: int, applied: int) -> None:
         """Round `number` is complete, and with it `applied` samples."""
         if number == self._round:
             self._applied = applied
 
-    def scored(self, rank: int, number: int, sums: Mapping[str, float]) -> bool:
-        """A rank has done its part; False if nobody asked it."""
+    def record_part(self, rank: int, number: int, part: Any) -> bool:
+        """A rank has done its part; False if it was not asked to."""
         if rank not in self.awaited or number != self._round:
             return False
         self.awaited.discard(rank)
-        self._parts[rank] = sums
+        self._parts[rank] = part
         return True
 
-    def left(self, rank: int) -> None:
+    def remove_rank(self, rank: int) -> None:
         """Its part will not come: what the others find is not of the whole test data."""
         if rank in self.awaited:
             self.awaited.discard(rank)
             self._whole = False
 
-    def take(self) -> Evaluation | None:
+    def pop_complete(self) -> Evaluation | None:
         """The evaluation that has become complete, once."""
         if self._applied is None or self._round < 0 or self.awaited:
             return None
-        parts = tuple(sums for _, sums in sorted(self._parts.items()))
+        parts = tuple(part for _, part in sorted(self._parts.items()))
         done = Evaluation(self._round, self._applied, parts)
         self._round = -1
         return done if self._whole else None

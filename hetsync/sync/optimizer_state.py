@@ -5,10 +5,12 @@ So a resume, which finds one state on disk, equals going on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from hetsync.errors import UserError
 
 Key = tuple[int, str, tuple[int, ...]]  # parameter's place, name in the state, shape
 
@@ -34,9 +36,55 @@ def _tensor(optimizer: torch.optim.Optimizer, key: Key) -> torch.Tensor:
     if name not in state:
         # Optimizers keep their step counts on the CPU.
         device = parameter.device if shape else torch.device("cpu")
-        state[name] = torch.zeros(shape, device=device, dtype=torch.float32)
+        state[name] = torch.zeros(shape, device=device, dtype=parameter.dtype if shape else torch.float32)
     tensor: torch.Tensor = state[name]
     return tensor
+
+
+def _others(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], Any]:
+    """What is no floating-point tensor, by parameter's place and name."""
+    found = {}
+    for place, parameter in enumerate(_parameters(optimizer)):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+                found[place, name] = value.cpu() if isinstance(value, torch.Tensor) else value
+    return found
+
+
+def _adopt_others(optimizer: torch.optim.Optimizer, told: Sequence[Mapping[tuple[int, str], Any]]) -> None:
+    """Counts, integer tensors and the like have no average: the lowest rank's that has them."""
+    parameters = _parameters(optimizer)
+    for place, name in {key: None for theirs in told for key in theirs}:
+        value = next(theirs[place, name] for theirs in told if (place, name) in theirs)
+        if isinstance(value, torch.Tensor):
+            value = value.to(parameters[place].device)
+        optimizer.state[parameters[place]][name] = value
+
+
+def state_by_place(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, dict[str, Any]]:
+    """What the optimizers hold, by the place of each weight among those of all of them."""
+    found: dict[int, dict[str, Any]] = {}
+    first = 0
+    for optimizer in optimizers:
+        state = optimizer.state_dict()
+        found |= {first + place: values for place, values in state["state"].items()}
+        first += sum(len(group["params"]) for group in state["param_groups"])
+    return found
+
+
+def set_state(optimizers: Sequence[torch.optim.Optimizer], place: int, name: str, value: torch.Tensor) -> None:
+    """One tensor of what `state_by_place` has."""
+    weights = [(optimizer, weight) for optimizer in optimizers for weight in _parameters(optimizer)]
+    optimizer, weight = weights[place]
+    before = optimizer.state[weight].get(name)
+    if isinstance(before, torch.Tensor):
+        before.copy_(value)
+        return
+    if before is not None:
+        optimizer.state[weight][name] = type(before)(value.item())
+        return
+    # Optimizers keep their step counts on the CPU.
+    optimizer.state[weight][name] = value.clone() if value.ndim == 0 else value.to(weight.device)
 
 
 @torch.no_grad()
@@ -48,13 +96,38 @@ def average_optimizer_state(
 ) -> None:
     """Collective. `samples` were used by this rank since the last drain; a rank that has no state counts for 0."""
     keys = _keys(optimizer)
-    told: list[tuple[list[Key], int]] = gather((keys, samples if keys else 0))
-    union = sorted({key for theirs, _ in told for key in theirs})
-    total = sum(count for _, count in told)
+    count = len(_parameters(optimizer))
+    told: list[tuple[list[Key], int, dict[tuple[int, str], Any], int]] = gather(
+        (keys, samples if keys else 0, _others(optimizer), count)
+    )
+    if any(theirs != count for _, _, _, theirs in told):
+        raise UserError(
+            f"ranks' optimizers have {[theirs for _, _, _, theirs in told]} weights: add parameter groups where all"
+            " ranks are at rest (at_rest of session.slices), not after so many slices of one"
+        )
+    _adopt_others(optimizer, [others for _, _, others, _ in told])
+    union = sorted({key for theirs, _, _, _ in told for key in theirs})
+    total = sum(used for _, used, _, _ in told)
     if not union or not total:
         return
     weight = (samples if keys else 0) / total
-    tensors = [_tensor(optimizer, key) for key in union]
+    _average([_tensor(optimizer, key) for key in union], weight, allreduce)
+
+
+@torch.no_grad()
+def average_tensors(
+    tensors: Sequence[torch.Tensor],
+    samples: int,
+    gather: Callable[[Any], list[Any]],
+    allreduce: Callable[[torch.Tensor], None],
+) -> None:
+    """Collective: the ranks' mean, weighted by the samples that each has used since the last drain."""
+    total = sum(gather(samples))
+    if tensors and total:
+        _average(tensors, samples / total, allreduce)
+
+
+def _average(tensors: Sequence[torch.Tensor], weight: float, allreduce: Callable[[torch.Tensor], None]) -> None:
     flat = torch.cat([tensor.detach().float().flatten().cpu() for tensor in tensors]).mul_(weight)
     allreduce(flat)
     parts = flat.split([tensor.numel() for tensor in tensors])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from jobs import Done, run
 
-from hetsync import cli
+from hetsync.cli import train as cli
 from hetsync.plane.local import LocalPlane
 
 SMALL = ("--run.samples", "256", "--run.dir", "run")
@@ -30,7 +30,7 @@ def assert_one_sentence(done: Done, *parts: str, status: int = 2) -> None:
 
 def complaint(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as ended:
-        cli.train_main(argv)
+        cli.main(argv)
     captured = capsys.readouterr()
     assert captured.out == ""
     assert_one_sentence(Done(int(ended.value.code or 0), captured.out, captured.err))
@@ -38,6 +38,20 @@ def complaint(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 ARGUMENTS = {
+    "speed of nothing": (
+        ["--emulation.samples_per_second", "100"],
+        "emulation.samples_per_second is 100.0, but no cluster is emulated: name its profile by --emulate, or leave it"
+        " out",
+    ),
+    "section for a value": (
+        ["--sync.outer", "nesterov"],
+        "sync.outer holds keys of its own: give these, such as sync.outer.name",
+    ),
+    "older name": (
+        ["--control.least_accumulation", "2"],
+        "there is no option --control.least_accumulation: it is called --control.min_accumulation",
+    ),
+    "huge number": (["--run.samples", "1e400"], "run.samples is inf: it must be a whole number or null"),
     "unknown key": (
         ["--sync.quorun", "0"],
         "there is no option --sync.quorun (did you mean --sync.quorum?); see --help",
@@ -67,6 +81,17 @@ ARGUMENTS = {
     "endless": (["--run.epochs", "inf"], "run.epochs is inf: it must be a number"),
     "negative pin": (["--sync.pins", "{0: -3}"], "sync.pins is {0: -3}: it maps ranks to samples, both 0 or more"),
     "first without pin": (["--sync.shares", "first"], "sync.shares is first, so sync.pins must name rank 0's samples"),
+    "digits without end": (["--run.samples", "7" * 5000], "(5,000 characters): it must be a whole number or null, of"),
+    "large number": (["--optimizer.learning_rate", "7" * 400], "(400 characters): it must be a number, of at most 40"),
+    "samples of centuries": (
+        ["--run.samples", "7" * 20],
+        "run.samples is 77777777777777777777: it must be at most 9,223",
+    ),
+    "seed": (["--run.seed", "7" * 30], "it must be at most 9,223,372,036,854,775,807"),
+    "processes": (["--data.workers", "1e6"], "data.workers is 1000000: it must be at most 1,000"),
+    "slow cluster": (["--emulation.samples_per_second", "1e-300"], "samples_per_second is 1e-300: it must be at least"),
+    "name with a path": (["--run.name", "../x"], "run.name is ../x: give 1 to 100 characters without a slash"),
+    "long name": (["--run.name", "x" * 5000], "(5,000 characters): give 1 to 100 characters"),
     "missing recipe": (["nowhere.yaml"], "recipe nowhere.yaml does not exist: give a path to a YAML file"),
     "resume nothing": (
         ["--resume", "nowhere"],
@@ -89,9 +114,11 @@ RECIPES = {
     "unknown section": ("sink:\n  quorum: 1\n", "there is no key sink"),
     "wrong type": ("sync:\n  delay_bound: soon\n", "sync.delay_bound is soon: it must be a whole number or null"),
     "bad value": ("sync:\n  quorum: 0\n", "sync.quorum is 0.0"),
+    "null": ("sync:\n  accumulation: null\n", "sync.accumulation is null: it must be a whole number; leave it out"),
+    "null for pins": ("sync:\n  pins: null\n", "sync.pins is null: it must be a mapping"),
     "value for a section": ("sync: 3\n", "sync holds 3 instead of keys with values"),
-    "broken YAML": ("sync: [1\nrun: }\n", "is no YAML: line 2: expected"),
-    "tab": ("sync:\n\tquorum: 1\n", "is no YAML: line 2: found character"),
+    "broken YAML": ("sync: [1\nrun: }\n", "my.yaml: line 2: expected"),
+    "tab": ("sync:\n\tquorum: 1\n", "my.yaml: line 2: found character"),
     "text": ("just words\n", "it holds 'just words' instead of keys with values"),
     "list": ("- 1\n", "it holds [1] instead of keys with values"),
     "empty": ("", "it holds None instead of keys with values"),
@@ -112,9 +139,12 @@ def test_mistakes_in_a_recipe(name: str, tmp_path: Path, capsys: pytest.CaptureF
 def test_numbers_may_be_written_with_an_exponent(tmp_path: Path) -> None:
     """YAML 1.1 takes 1e-3 for text."""
     recipe = tmp_path / "my.yaml"
-    recipe.write_text("optimizer:\n  learning_rate: 1e-3\n")
-    config, _ = cli.parse([str(recipe), "--optimizer.weight_decay", "1e-4"])
+    recipe.write_text("optimizer:\n  learning_rate: 1e-3\ndata: {batch_size: 1e2}\nrun: {checkpoint_every: 1.5e3}\n")
+    words = ["--optimizer.weight_decay", "1e-4", "--run.samples", "1e4", "--run.evaluate_every=2e3"]
+    config, _ = cli.parse([str(recipe), *words])
     assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (1e-3, 1e-4)
+    assert (config.data.batch_size, config.run.checkpoint_every) == (100, 1500)
+    assert (config.run.samples, config.run.evaluate_every) == (10_000, 2000)
 
 
 # Seen later: processes of their own, alone and under mpirun.
@@ -199,6 +229,33 @@ ALONE = {
     "model option": (["--model.options.channel", "3"], r"model.options is \{'channel': 3\}: got an unexpected keyword"),
     "data option": (["--data.options.seed", "3"], r"data.options is \{'seed': 3\}: got an unexpected keyword"),
     "optimizer option": (["--optimizer.options.beta", "3"], "optimizer.options is .*'beta': 3.*: got an unexpected"),
+    "closure": (
+        ["--optimizer.name", "torch.optim:LBFGS"],
+        "torch.optim:LBFGS, whose step needs a closure.*: use anoth",
+    ),
+    "no such decay": (
+        ["--optimizer.name", "torch.optim:LBFGS", "--optimizer.weight_decay", "0.1"],
+        r"optimizer.options is \{\}: got an unexpected keyword argument 'weight_decay'; see the arguments of torch",
+    ),
+    "option's type": (
+        ["--model.options.channels", "many"],
+        "model.options.channels is many: .*DigitsCNN takes a whole number",
+    ),
+    "fraction of an option": (
+        ["--data.options.split_seed", "1.5"],
+        "data.options.split_seed is 1.5: .*takes a whole number",
+    ),
+    "torch's option": (
+        ["--optimizer.options", "{nesterov: 3}"],
+        "optimizer.options.nesterov is 3: .*SGD takes true or false",
+    ),
+    "torch's own check": (
+        ["--optimizer.momentum", "0", "--optimizer.options", "{nesterov: true}"],
+        "optimizer.options is {'nesterov': True}, which .*SGD does not take: Nesterov momentum requires",
+    ),
+    "negative option": (["--model.options.channels", "-3"], r"options is \{'channels': -3\}, which .* does not take"),
+    "no function": (["--model.name", "math:pi"], "model.name is math:pi, which is a float: name a function or class"),
+    "endless batch": (["--data.batch_size", "1e9"], "batch_size is 1000000000, but the training set has 1438 samples"),
     "pin of no rank": (["--sync.pins", "{5: 3}"], "sync.pins names rank 5, but the last is 0: remove it"),
     "pin over the batch": (["--sync.pins", "{0: 100}"], "sync.pins gives rank 0 100 samples: give it 0 to 64"),
     "profile": (
@@ -207,10 +264,13 @@ ALONE = {
     ),
     "broken profile": (
         ["--emulate", "bad.yaml"],
-        "cluster profile bad.yaml: devices.*count is 0, but must be at least 1",
+        "cluster profile bad.yaml: devices.*count is 0: it must be at least 1",
     ),
     "device": (["--run.device", "tpu"], "run.device is tpu: use auto, cpu, cuda or cuda:INDEX"),
-    "NaN": (["--optimizer.learning_rate", "1e9"], "loss became (nan|inf) on rank 0.*: lower optimizer.learning_rate"),
+    "NaN": (
+        ["--optimizer.learning_rate", "1e9"],
+        "(loss|gradient) became (nan|-?inf) on rank 0.*: lower optimizer.learning_rate",
+    ),
     "unreadable data": (
         ["--data.name", "mine:unreadable", "--data.options.path", "gone.csv"],
         "unreadable.*gone.csv.*op",
@@ -218,19 +278,15 @@ ALONE = {
     "unreadable sample": (["--data.name", "mine:torn"], "the data cannot be read: .*images/51.png.*data.options"),
     "read-only folder": (
         ["--run.dir", "/proc"],
-        "cannot write /proc/recipe.yaml: .*; free space or choose another run.dir",
+        "cannot write /proc/job.lock: .*; free space or choose another run.dir",
     ),
     "folder of nobody": (["--run.dir", "/proc/nowhere"], "run.dir /proc/nowhere cannot be made: .*; choose another"),
     "folder is a file": (["--run.dir", "mine.py"], "run.dir mine.py cannot be made: .*; choose another"),
     "folder with a run": (["--run.dir", "old"], "run.dir old holds a run already: choose another, or .* --resume old"),
-    "no checkpoint": (["--resume", "old"], "--resume .*old: there is no complete checkpoint in .*; start afresh"),
+    "no checkpoint": (["--resume", "old"], "old: there is no complete checkpoint in .*; start afresh"),
     "no policy": (
         ["--control.name", "ppo", "--control.policy", "gone"],
         "control.policy gone does not exist: make one",
-    ),
-    "full disk": (
-        ["--run.dir", "full"],
-        "cannot write .*full/telemetry/rank-0000.jsonl: No space left on device; free space and go on with --resume",
     ),
 }
 
@@ -241,10 +297,8 @@ def test_mistakes_that_show_later(name: str, here: Path, capsys: pytest.CaptureF
     (here / "bad.yaml").write_text("name: bad\nsource: none\ndevices: [{name: a, count: 0}]\n")
     (here / "old" / "checkpoints").mkdir(parents=True)
     (here / "old" / "recipe.yaml").write_text("run:\n  samples: 256\n")
-    (here / "full" / "telemetry").mkdir(parents=True)
-    (here / "full" / "telemetry" / "rank-0000.jsonl").symlink_to("/dev/full")
     with pytest.raises(SystemExit) as ended:
-        cli.train_main(["--run.samples", "2000", "--run.dir", "run", *words])
+        cli.main(["--run.samples", "2000", "--run.dir", "run", "--run.profile_seconds", "0.3", *words])
     captured = capsys.readouterr()
     assert_one_sentence(Done(int(ended.value.code or 0), captured.out, captured.err), sentence)
 
@@ -252,8 +306,19 @@ def test_mistakes_that_show_later(name: str, here: Path, capsys: pytest.CaptureF
 def test_a_folder_with_a_run_is_left_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "old" / "checkpoints").mkdir(parents=True)
     with pytest.raises(SystemExit):
-        cli.train_main(["--run.dir", "old"])
+        cli.main(["--run.dir", "old"])
     assert [path.name for path in (here / "old").iterdir()] == ["checkpoints"]
+
+
+@pytest.mark.parametrize("words", [["--model.name", "vgg"], ["--data.options.seed", "3"], ["--emulate", "nope"]])
+def test_a_start_that_fails_leaves_no_folder(words: list[str], here: Path) -> None:
+    (here / "mine").mkdir()
+    (here / "mine" / "notes.txt").write_text("the user's")
+    for folder, left in (("run", None), ("mine", "notes.txt")):
+        with pytest.raises(SystemExit):
+            cli.main(["--run.dir", folder, *words])
+        assert (here / folder).exists() == bool(left)
+    assert (here / "mine" / "notes.txt").read_text() == "the user's"
 
 
 # As a user starts it: the same sentences, once for all ranks, and nobody left behind.
@@ -262,7 +327,7 @@ TOGETHER = {
     "unknown key": (["--sync.quorun", "0"], 2, "there is no option --sync.quorun"),
     "bad value": (["--sync.quorum", "0"], 2, "sync.quorum is 0.0"),
     "missing recipe": (["nowhere.yaml"], 2, "recipe nowhere.yaml does not exist"),
-    "no checkpoint": (["--resume", "old"], 2, "--resume .*old: there is no complete checkpoint"),
+    "no checkpoint": (["--resume", "old"], 2, "old: there is no complete checkpoint"),
     "model": (["--model.name", "vgg"], 2, "model.name is vgg"),
     "batch": (
         ["--data.batch_size", "1"],
@@ -270,7 +335,7 @@ TOGETHER = {
         "data.batch_size 1 is smaller than the 2 ranks: raise it to at least 2, or",
     ),
     "profile": (["--emulate", "one.yaml"], 2, "profile one has 1 devices, none for rank 1: start at most 1 ranks"),
-    "NaN": (["--optimizer.learning_rate", "1e9"], 2, "loss became (nan|inf) on rank .: lower|loss became"),
+    "NaN": (["--optimizer.learning_rate", "1e9"], 2, "(loss|gradient) became (nan|-?inf) on rank ."),
     "unreadable sample": (["--data.name", "mine:torn"], 2, "the data cannot be read: .*images/51.png"),
     "model, alone": (["--model.name", "vgg"], None, "model.name is vgg"),
     "unknown key, alone": (["--sync.quorun", "0"], None, "there is no option --sync.quorun"),
@@ -284,6 +349,7 @@ def test_a_mistake_is_said_once(name: str, folder: Path) -> None:
     (folder / "old").mkdir()
     (folder / "old" / "recipe.yaml").write_text("run:\n  samples: 256\n")
     assert_one_sentence(run(*SMALL, *words, folder=folder, ranks=ranks), sentence)
+    assert name != "model" or not (folder / "run").exists()
 
 
 def test_mpi_that_is_not_ready_for_threads(folder: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hetsync import cli
-from hetsync.control.policy import load_policy
+from hetsync.cli import main as cli
+from hetsync.control.policy_network import load_policy
 
 
 def control(*words: str | Path) -> int | str | None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,10 @@ import pytest
 import yaml
 from jobs import Done, run, summary_of
 
-from hetsync import __version__, cli
-from hetsync.config import Config
+from hetsync import __version__
+from hetsync.cli import main as cli
+from hetsync.cli import train
+from hetsync.config.schema import Config
 
 
 def keys(kind: Any = Config, where: str = "") -> Iterator[tuple[str, Any]]:
@@ -30,9 +36,9 @@ def keys(kind: Any = Config, where: str = "") -> Iterator[tuple[str, Any]]:
 KEYS = dict(keys())
 
 
-def said(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def said(argv: list[str], capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], None] = train.main) -> str:
     with pytest.raises(SystemExit) as ended:
-        cli.train_main(argv)
+        main(argv)
     assert not ended.value.code
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -76,6 +82,44 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(["--version"], capsys).split() == ["hetsync-train", __version__]
 
 
+VERBS = ("train", "profile", "simulate", "data", "control", "checkpoint")
+
+
+def test_the_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = said(["--help"], capsys, cli.main)
+    for verb in VERBS:
+        assert re.search(rf"^ +{verb}\s+\w", listed, re.MULTILINE)
+        assert "usage:" in said([verb, "--help"], capsys, cli.main)
+    assert said(["--version"], capsys, cli.main).split() == ["hetsync", __version__]
+    assert "--sync.delay_bound" in said(["train", "--help"], capsys, cli.main)
+
+
+@pytest.mark.parametrize("words", [["--help"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
+def test_help_and_parsing_load_no_torch(words: list[str]) -> None:
+    program = (
+        f"import sys; from hetsync.cli.main import main\ntry: main({words})\nfinally: assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage: hetsync" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "the following arguments are required: VERB; see hetsync --help"),
+        (["trian"], "there is no verb trian (did you mean train?): use one of train, profile"),
+        (["--verbose"], "hetsync: "),
+    ],
+)
+def test_no_such_verb(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    captured = capsys.readouterr()
+    assert (ended.value.code, captured.out, captured.err.count("\n")) == (2, "", 1)
+    assert sentence in captured.err
+
+
 def test_printed_recipe_is_complete_and_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--sync.delay_bound", "null", "--optimizer.name", "adamw", "--optimizer.learning_rate", "1e-3"]
     words += ["--model.options", "{channels: 4}", "--sync.pins", "{0: 5}", "--sync.outer.name", "nesterov"]
@@ -85,9 +129,9 @@ def test_printed_recipe_is_complete_and_reads_back(tmp_path: Path, capsys: pytes
     content = yaml.safe_load(printed.read_text())
     assert set(_flat(content)) >= {key for key in KEYS if not key.endswith((".pins", ".options"))}
     assert set(content) == {field.name for field in dataclasses.fields(Config)}
-    config, _ = cli.parse([str(printed)])
-    assert config == cli.parse(words)[0]
-    assert (config.sync.delay_bound, config.sync.pins, config.emulate) == (None, {0: 5}, "quickstart")
+    config, _ = train.parse([str(printed)])
+    assert config == train.parse(words)[0]
+    assert (config.sync.delay_bound, config.sync.pins, config.emulation.profile) == (None, {0: 5}, "quickstart")
 
 
 def _flat(content: dict[str, Any], where: str = "") -> Iterator[str]:
@@ -101,7 +145,7 @@ def test_words_go_before_the_recipe(tmp_path: Path) -> None:
     recipe = tmp_path / "my.yaml"
     recipe.write_text("sync:\n  delay_bound: 2\n  quorum: 0.5\n")
     for words in ([str(recipe), "--sync.quorum", "1"], ["--sync.quorum", "1", str(recipe)]):
-        config, resume = cli.parse(words)
+        config, resume = train.parse(words)
         assert (config.sync.delay_bound, config.sync.quorum, resume) == (2, 1.0, None)
 
 
@@ -116,17 +160,17 @@ def test_a_resumed_run_keeps_its_recipe_but_for_what_is_said_anew(tmp_path: Path
     (tmp_path / "recipe.yaml").write_text("run:\n  seed: 5\nsync:\n  delay_bound: 2\n  quorum: 0.5\n")
     other = tmp_path / "other.yaml"
     other.write_text("sync:\n  delay_bound: 7\n  quorum: 0.6\n")
-    config, resume = cli.parse(["--resume", str(tmp_path), "--sync.quorum", "1"])
+    config, resume = train.parse(["--resume", str(tmp_path), "--sync.quorum", "1"])
     assert (config.run.seed, config.sync.delay_bound, config.sync.quorum, resume) == (5, 2, 1.0, tmp_path)
-    config, _ = cli.parse([str(other), f"--resume={tmp_path}", "--sync.quorum", "1"])
+    config, _ = train.parse([str(other), f"--resume={tmp_path}", "--sync.quorum", "1"])
     assert (config.run.seed, config.sync.delay_bound, config.sync.quorum) == (5, 7, 1.0)
 
 
 def test_shipped_recipes_parse() -> None:
-    recipes = sorted((Path(cli.__file__).parents[1] / "models" / "recipes").glob("*.yaml"))
+    recipes = sorted((Path(cli.__file__).parents[2] / "models" / "recipes").glob("*.yaml"))
     assert recipes
     for recipe in recipes:
-        cli.parse([str(recipe)])
+        train.parse([str(recipe)])
 
 
 # A run, alone and under mpirun.
@@ -154,14 +198,20 @@ def test_a_run_ends_well(job: tuple[int, Path, Done]) -> None:
 
 def test_run_folder(job: tuple[int, Path, Done]) -> None:
     ranks, folder, _ = job
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "recipe.yaml", "summary.json", "telemetry"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoints",
+        "metrics.csv",
+        "recipe.yaml",
+        "summary.json",
+        "telemetry",
+    ]
     telemetry = sorted(path.name for path in (folder / "telemetry").iterdir())
     assert telemetry == [f"rank-{rank:04d}.jsonl" for rank in range(ranks)]
     checkpoints = sorted((folder / "checkpoints").iterdir())
     assert [path.name for path in checkpoints] == [f"samples-{n:012d}" for n in (600, 1200, 1500)]
     for checkpoint in checkpoints:
         assert sorted(path.name for path in checkpoint.iterdir()) == CHECKPOINT
-    config, _ = cli.parse([str(folder / "recipe.yaml")])
+    config, _ = train.parse([str(folder / "recipe.yaml")])
     assert config.run.evaluate_every == 500
 
 
@@ -229,3 +279,33 @@ def test_without_a_terminal_lines_are_plain(job: tuple[int, Path, Done]) -> None
     assert done.out.count("finished: 1,500 of 1,500 samples") == 1
     assert f"on {ranks} ranks" in done.out
     assert done.out.count("efficiency") == 1
+
+
+def test_a_run_tells_of_itself(job: tuple[int, Path, Done]) -> None:
+    _, folder, done = job
+    lines = done.out.splitlines()
+    assert lines[0] == f"the run folder is {folder}"
+    evaluations = [line for line in lines if line.startswith("evaluated after ")]
+    path = folder / "telemetry" / "rank-0000.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    applied = [record["samples_applied"] for record in records if record["kind"] == "evaluation"]
+    assert len(applied) >= 2
+    for line, samples in zip(evaluations, applied[:-1], strict=True):
+        assert re.match(rf"evaluated after {samples:,} samples, .* s of training: accuracy 0\.\d+  loss ", line)
+    assert lines.index(evaluations[0]) < lines.index(next(line for line in lines if line.startswith("finished")))
+    waits = [rank["wait_fraction"] for rank in summary_of(folder)["per_rank"]]
+    assert f"rank {waits.index(max(waits))} ({socket.gethostname()}, " in done.out
+    assert "waited longest, " in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "unknown"),
+    [(["--vers"], "--vers"), (["checkpoint", "verify", "--hel"], "--hel"), (["control", "train", "--ou", "x"], "--ou")],
+)
+def test_options_are_written_out(words: list[str], unknown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1

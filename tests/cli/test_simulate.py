@@ -11,7 +11,7 @@ import pytest
 import yaml
 from jobs import run, summary_of
 
-from hetsync import cli
+from hetsync.cli import main as cli
 from hetsync.simulate.script import load_script
 
 QUICK = ["--run.samples", "640", "--run.evaluate_every", "320", "--data.batch_size", "64"]
@@ -55,12 +55,13 @@ def test_the_folder_is_that_of_a_real_run(real: Path, tmp_path: Path) -> None:
     assert summary["anchor_sha256"] == theirs["anchor_sha256"]  # the same weights, bit for bit
     assert summary["metrics"] == pytest.approx(theirs["metrics"])
     ours, records = kinds(folder), kinds(real)
+    del records["start"]  # virtual seconds have no time of day
     assert {kind: (len(lines), set(lines[0])) for kind, lines in ours.items()} == {
         kind: (len(lines), set(lines[0])) for kind, lines in records.items()
     }
-    losses = ([piece["loss"] for piece in each["piece"]] for each in (ours, records))
+    losses = ([task["loss"] for task in each["piece"]] for each in (ours, records))
     assert next(losses) == pytest.approx(next(losses), rel=1e-5)
-    assert yaml.safe_load((folder / "recipe.yaml").read_text())["emulate"] == "homogeneous"
+    assert yaml.safe_load((folder / "recipe.yaml").read_text())["emulation"]["profile"] == "homogeneous"
 
 
 def test_timing_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,8 +133,12 @@ MISTAKES = {
     ),
     "both": (["--emulate", "quickstart", "--gradients", "--calibrate", "x"], "exclude each other"),
     "no run": (["--emulate", "quickstart", "--calibrate", "nowhere"], "--calibrate nowhere holds no finished run"),
-    "no script": (["--emulate", "quickstart", "--script", "nowhere"], "--script nowhere cannot be read"),
+    "no script": (["--emulate", "quickstart", "--script", "nowhere"], "cannot read --script nowhere"),
     "no ranks": (["--emulate", "quickstart", "--ranks", "0"], "ranks"),
+    "early stop": (
+        ["--emulate", "quickstart", "--run.early_stop.metric", "loss"],
+        "run.early_stop.metric is loss, but a simulated job trains to its end: give --run.early_stop.metric null",
+    ),
 }
 
 
@@ -160,7 +165,7 @@ def test_mistakes_are_one_sentence(mistake: str, tmp_path: Path, capsys: pytest.
         ("- {at_seconds: 1, rank: 1, slow_by: 0}", "slow_by 0"),
         ("- {at_seconds: 1, rank: 1, leave: 2}", "write leave: true"),
         ("- {at_seconds: 1, rank: 8, leave: true}", "the last is 7"),
-        ("- [1, 2", "cannot be read"),
+        ("- [1, 2", "cannot read"),
     ],
 )
 def test_scripts_are_checked(text: str, words: str, tmp_path: Path) -> None:

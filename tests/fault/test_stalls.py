@@ -18,10 +18,10 @@ LIMIT = 2
 JOB = """
 import os, signal, sys, time
 from training import train
-from hetsync.cli import on_all_ranks
-from hetsync.config import RunConfig, SyncConfig
+from hetsync.cli.shared import on_all_ranks
+from hetsync.config.schema import RunConfig, SyncConfig
 from hetsync.plane.faulty import FaultyPlane, Stall
-from hetsync.session import Evaluator
+from hetsync.train.plan import NoEvaluation
 
 bound, late, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
@@ -37,9 +37,20 @@ def job(plane):
                 time.sleep(100)
         if plane.rank == late and how == "busy later" and scored and number > 2:
             time.sleep(100)
+        if plane.rank == late and how in ("frozen in a sum", "absent from a sum"):
+            session.engine.allreduce = in_a_sum
 
-    class Evaluation(Evaluator):
-        def score(self):
+    def in_a_sum(tensor):
+        if how == "frozen in a sum":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(100)
+
+    def at_rest(outcome):
+        if plane.rank == late and how == "saves":
+            time.sleep(1.2 * LIMIT)
+
+    class Evaluation(NoEvaluation):
+        def score(self, shares):
             scored.append(plane.rank)
             if plane.rank == late and how == "evaluates":
                 time.sleep(100)
@@ -48,7 +59,9 @@ def job(plane):
     train(
         FaultyPlane(plane, faults),
         SyncConfig(bound, 0.25, rebalance=False),
-        samples=100000,
+        samples=2000 if how == "saves" else 100000,
+        rests=[1000],
+        at_rest=at_rest,
         on_slice=on_slice,
         timeout_seconds=LIMIT,
         evaluate_every=1000,
@@ -64,21 +77,24 @@ def job(folder: Path, bound: int, late: int, how: str) -> Done:
     words = [*mpirun(RANKS), sys.executable, "-c", JOB, str(bound), str(late), how]
     path = {"PYTHONPATH": f"{ROOT / 'tests' / 'mpi'}:{ROOT}"}
     with started(words, folder, path) as process:
-        return finished(process, seconds=90)
+        return finished(process, seconds=60)
 
 
 @pytest.mark.parametrize(
     ("how", "bound", "late", "story"),
     [
-        ("busy", 0, 1, "still on its piece or its evaluation: rank 1 "),
-        ("busy later", 4, 1, "still on its piece or its evaluation: rank 1 "),
-        ("busy later", 0, 1, "still on its piece or its evaluation: rank 1 "),
-        ("busy", 4, 0, "still on its piece or its evaluation: rank 0 |no word from rank 0 "),
-        ("evaluates", 4, 1, "still on its piece or its evaluation: rank 1 "),
-        ("evaluates", 0, 1, "still on its piece or its evaluation: rank 1 "),
+        ("busy", 0, 1, "still on its task or its evaluation: rank 1 "),
+        ("busy later", 4, 1, "still on its task or its evaluation: rank 1 "),
+        ("busy later", 0, 1, "still on its task or its evaluation: rank 1 "),
+        ("busy", 4, 0, "still on its task or its evaluation: rank 0 |no word from rank 0 "),
+        ("evaluates", 4, 1, "still on its task or its evaluation: rank 1 "),
+        ("evaluates", 0, 1, "still on its task or its evaluation: rank 1 "),
         ("stalled", 4, 1, "rank 1 has not joined it"),
         ("frozen", 4, 1, "no sign of life from rank 1"),
         ("frozen", 0, 0, "no word from rank 0 "),
+        ("frozen in a sum", 4, 1, "no sign of life from rank 1"),
+        ("frozen in a sum", 4, 0, "no word from rank 0 "),
+        ("absent from a sum", 4, 1, "rank 1 has not joined it"),
     ],
 )
 def test_the_last_words_name_who_is_late(tmp_path: Path, how: str, bound: int, late: int, story: str) -> None:
@@ -90,3 +106,43 @@ def test_the_last_words_name_who_is_late(tmp_path: Path, how: str, bound: int, l
     said = [line for line in done.sentences if "nothing moved" in line or "no word" in line]
     assert said, done.story
     assert all(re.search(story, line) for line in said), done.story
+
+
+def test_rank_0_may_take_its_time_at_rest(tmp_path: Path) -> None:
+    """It saves; the others wait for it longer than for each other."""
+    done = job(tmp_path, 4, 0, "saves")
+    assert done.status == 0, done.story
+
+
+EXIT = """
+import sys
+from training import train
+from hetsync.cli.shared import on_all_ranks
+from hetsync.config.schema import RunConfig, SyncConfig
+
+bound, code = int(sys.argv[1]), eval(sys.argv[2])
+
+def job(plane):
+    def on_slice(session, number):
+        if plane.rank == plane.size - 1 and number == 3:
+            sys.exit(code)
+
+    train(plane, SyncConfig(bound, 0.25, rebalance=False), samples=100000, on_slice=on_slice, timeout_seconds=600)
+    return 0
+
+sys.exit(on_all_ranks(RunConfig(), job))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, RANKS])
+@pytest.mark.parametrize(("bound", "code", "status"), [(4, 3, 3), (0, 3, 3), (4, None, 0), (4, "no more data", 1)])
+def test_an_exit_on_one_rank_ends_the_job_with_its_code(
+    tmp_path: Path, ranks: int, bound: int, code: object, status: int
+) -> None:
+    words = [*mpirun(ranks), sys.executable, "-c", EXIT, str(bound), repr(code)]
+    with started(words, tmp_path, {"PYTHONPATH": f"{ROOT / 'tests' / 'mpi'}:{ROOT}"}) as process:
+        done = finished(process, seconds=60)
+    assert done.status == status, done.story
+    assert "Traceback" not in done.err, done.story
+    assert any(f"rank {ranks - 1}" in line and "sys.exit" in line for line in done.sentences) == (ranks > 1), done.story
+    assert ("no more data" in done.err) == (code == "no more data")

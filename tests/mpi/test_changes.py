@@ -8,11 +8,27 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from training import SAMPLES, Outcome, assert_invariants, delayed, of_unequal_speed, train
+from training import (
+    BATCH,
+    OPTIMIZERS,
+    SAMPLES,
+    SEED,
+    Blobs,
+    Net,
+    Outcome,
+    assert_invariants,
+    cross_entropy,
+    delayed,
+    of_unequal_speed,
+    synchronous,
+    train,
+    unequal_shares,
+)
 
+from hetsync.data.loader import EpochOrder
 from hetsync.plane.base import Plane
-from hetsync.session import Session
-from hetsync.sync.messages import NO_BOUND, Event, Instruction, Settings
+from hetsync.sync.messages import NO_BOUND, Event, Instruction, Settings, SharesChanged
+from hetsync.train.session import Session
 
 pytestmark = pytest.mark.mpi
 
@@ -98,17 +114,17 @@ def test_a_stop_asked_for_shortly_before_a_rest_is_not_forgotten(plane: Plane, b
         coordinator = session.coordinator
         if coordinator is None or number > 0:
             return
-        decide = coordinator.policy.on
+        decide = coordinator.machine.handle
 
         def on(event: Event) -> list[Instruction]:
             nonlocal asked
             decided = decide(event)
-            if not asked and coordinator.policy.ledger.frontier == 100:
+            if not asked and coordinator.machine.ledger.frontier == 100:
                 asked = True
                 session.request_stop()
             return decided
 
-        coordinator.policy.on = on  # type: ignore[method-assign]
+        coordinator.machine.handle = on  # type: ignore[method-assign]
 
     sync = delayed(plane, delay_bound=bound)
     outcome = train(plane, sync, rests=[100], on_slice=listen, device=of_unequal_speed(plane.rank))
@@ -128,3 +144,33 @@ def test_a_stop_asked_for_at_rest(plane: Plane, bound: int) -> None:
     assert outcome.session.stopping
     assert outcome.session.applied < 3 * SAMPLES
     assert_invariants(plane, [outcome], outcome.session.applied, bound)
+
+
+# Batches that are not for all.
+
+
+def test_a_step_is_nobodys_to_miss(plane: Plane) -> None:
+    """At D = 0 the last batch before a rest has one sample, of one rank and then of another: all end with its step."""
+    shares = unequal_shares(plane.size)
+    spans = [
+        (start, end)
+        for rest in range(0, 100, BATCH + 1)
+        for start, end in ((rest, rest + BATCH), (rest + BATCH, rest + BATCH + 1))
+    ]
+    data, model = Blobs(), Net()
+    step = OPTIMIZERS["momentum"](model)
+    for span in spans:
+        indices = EpochOrder(len(data), SEED).indices([span])
+        step.zero_grad()
+        cross_entropy(model, data.points[indices], data.labels[indices]).backward()
+        step.step()
+
+    def turn(outcome: Outcome) -> None:
+        if plane.rank == 0:
+            turned = reversed(shares.values()) if outcome.session.applied % 50 else shares.values()
+            outcome.session.engine.report(SharesChanged(dict(enumerate(turned))))
+
+    outcome = train(plane, synchronous(plane), samples=100, rests=[25, 50, 75], at_rest=turn)
+    assert_invariants(plane, [outcome], 100, 0)
+    off = [float((mine - theirs).abs().max()) for mine, theirs in zip(outcome.weights, model.parameters(), strict=True)]
+    assert max(plane.gather_objects(max(off))) < 1e-5

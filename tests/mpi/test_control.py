@@ -28,14 +28,14 @@ from training import (
     unequal_shares,
 )
 
-from hetsync.config import ControlConfig, ScheduleConfig, SyncConfig
+from hetsync.config.schema import ControlConfig, ScheduleConfig, SyncConfig
 from hetsync.control.controller import Decision
-from hetsync.control.meter import Meter
-from hetsync.control.observation import Observation
 from hetsync.control.process import ControlProcess, Make
+from hetsync.control.window_meter import WindowMeter
 from hetsync.plane.base import Plane
-from hetsync.session import Session
-from hetsync.sync.messages import Event, Settings, Weighed
+from hetsync.sync.messages import Event, NormMeasured, Settings
+from hetsync.sync.observation import Observation
+from hetsync.train.session import Session
 
 pytestmark = pytest.mark.mpi
 
@@ -72,7 +72,7 @@ def controlled(
     make: Make,
     samples: int,
     on_slice: Callable[[Session, int], None],
-    least_delay_bound: int = 0,
+    min_delay_bound: int = 0,
     sync: SyncConfig | None = None,
     optimizer: str = "momentum",
     model: torch.nn.Module | None = None,
@@ -81,7 +81,7 @@ def controlled(
     """A job of which rank 0 does `on_slice` after each of its slices."""
     controller = None
     if plane.rank == 0:
-        config = ControlConfig("random", interval_seconds=0.02, least_delay_bound=least_delay_bound)
+        config = ControlConfig("random", interval_seconds=0.02, min_delay_bound=min_delay_bound)
         controller = ControlProcess(config, 0, 24, None, make)
 
     def after_slice(session: Session, number: int) -> None:
@@ -139,13 +139,13 @@ def test_the_controller_sees_how_far_the_job_and_its_learning_rate_are(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     observed: list[tuple[int, Observation]] = []
-    observe = Meter.observe
+    observe = WindowMeter.observe
 
-    def watched(meter: Meter, settings: Settings, now: float) -> Observation:
-        observed.append((meter._policy.ledger.applied, observe(meter, settings, now)))
+    def watched(meter: WindowMeter, settings: Settings, now: float) -> Observation:
+        observed.append((meter._machine.ledger.applied, observe(meter, settings, now)))
         return observed[-1][1]
 
-    monkeypatch.setattr(Meter, "observe", watched)
+    monkeypatch.setattr(WindowMeter, "observe", watched)
     schedule, samples = ScheduleConfig("cosine", final_factor=0.1), 1000 * SAMPLES
     deadline = time.monotonic() + SECONDS
 
@@ -183,21 +183,21 @@ def test_the_noise_scale_is_measured_while_training(
     monkeypatch.setitem(OPTIMIZERS, "slow", lambda model: optimizer(model.parameters()))
     model = Net()
     model.register_buffer("constant", torch.full((50,), 100.0))
-    told_of: list[Weighed] = []
-    hear = Meter.hear
+    told_of: list[NormMeasured] = []
+    add_event = WindowMeter.add_event
 
-    def listen(meter: Meter, event: Event, now: float) -> None:
-        if isinstance(event, Weighed):
+    def listen(meter: WindowMeter, event: Event, now: float) -> None:
+        if isinstance(event, NormMeasured):
             told_of.append(event)
-        hear(meter, event, now)
+        add_event(meter, event, now)
 
-    monkeypatch.setattr(Meter, "hear", listen)
+    monkeypatch.setattr(WindowMeter, "add_event", listen)
     deadline = time.monotonic() + SECONDS
 
     def until_known(session: Session, number: int) -> None:
         assert session.control is not None
         assert session.coordinator is not None
-        told = session.control.summary()["decisions"] > 1 and session.coordinator.policy.version > ROUNDS
+        told = session.control.summary()["decisions"] > 1 and session.coordinator.machine.version > ROUNDS
         if told or time.monotonic() > deadline:
             session.request_stop()
 
@@ -218,7 +218,7 @@ def test_the_noise_scale_is_measured_while_training(
 @pytest.mark.parametrize("bound", [0, 4])
 def test_without_a_controller_no_norm_is_computed(plane: Plane, bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weighed: list[torch.Tensor] = []
-    monkeypatch.setattr("hetsync.sync.sums.squared_norm", weighed.append)
+    monkeypatch.setattr("hetsync.sync.communicator.squared_norm", weighed.append)
     train(plane, SyncConfig(bound, rebalance=False))
     assert not weighed
 
@@ -240,7 +240,7 @@ def test_training_goes_on_without_its_controller(plane: Plane, how: str, capfd: 
             session.request_stop()
 
     make = Restless if how == "killed" else Failing
-    outcome = controlled(plane, make, 10_000 * SAMPLES, strike, least_delay_bound=1)
+    outcome = controlled(plane, make, 10_000 * SAMPLES, strike, min_delay_bound=1)
     assert_invariants(plane, [outcome], outcome.session.applied, 4)
     if plane.rank == 0:
         assert len(died) >= 20, "nobody noticed"

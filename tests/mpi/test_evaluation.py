@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import nn
 from training import BATCH, SAMPLES, Net, assert_invariants, local_tensors, of_unequal_speed, train
 
-from hetsync.config import OuterConfig, SyncConfig
+from hetsync.config.schema import OuterConfig, SyncConfig
 from hetsync.plane.base import Plane
-from hetsync.session import Evaluator, Session, weights_sha256
+from hetsync.sync.agreement import weights_sha256
 from hetsync.sync.messages import Settings
 from hetsync.sync.milestones import Evaluation
-from hetsync.sync.watch import PROBE_SECONDS
+from hetsync.sync.watchdog import PROBE_SECONDS
+from hetsync.train.session import Session
 
 pytestmark = pytest.mark.mpi
 
 EVERY = 3 * BATCH
 
 
-class Witness(Evaluator):
+class Witness:
     """Tells what weights it saw; draws random numbers, as an evaluation may."""
 
     def __init__(self, model: nn.Module, seconds: float = 0.0) -> None:
@@ -29,7 +31,7 @@ class Witness(Evaluator):
         self._model = model
         self._seconds = seconds
 
-    def score(self) -> dict[str, float]:
+    def score(self, shares: Sequence[int]) -> dict[str, float]:
         torch.rand(5)
         time.sleep(self._seconds)
         return {weights_sha256(local_tensors(self._model)): 1.0}

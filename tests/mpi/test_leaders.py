@@ -1,16 +1,17 @@
-"""Whole jobs whose letters go through leaders, as those of more than 64 ranks do: two ranks a leader here."""
+"""Whole jobs whose messages go through leaders, as those of more than 64 ranks do: two ranks a leader here."""
 
 from __future__ import annotations
 
 import pytest
 from training import SAMPLES, Net, Outcome, assert_invariants, delayed, of_unequal_speed, train
 
-from hetsync.config import SyncConfig
+from hetsync.config.schema import SyncConfig
 from hetsync.plane.base import Plane
-from hetsync.session import Evaluator, Session
-from hetsync.sync import post
+from hetsync.sync import router
 from hetsync.sync.messages import Settings
 from hetsync.sync.milestones import Evaluation
+from hetsync.train.plan import NoEvaluation
+from hetsync.train.session import Session
 
 pytestmark = pytest.mark.mpi
 
@@ -19,13 +20,13 @@ pytestmark = pytest.mark.mpi
 def _two_ranks_a_leader(monkeypatch: pytest.MonkeyPatch, plane: Plane) -> None:
     if plane.size < 3:
         pytest.skip("one leader only")
-    monkeypatch.setattr(post, "GROUP", 2)
+    monkeypatch.setattr(router, "GROUP", 2)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 4])
 @pytest.mark.parametrize("quorum", [0.1, 1.0])
 def test_training_keeps_the_invariants(plane: Plane, bound: int, quorum: float) -> None:
-    class Counting(Evaluator):
+    class Counting(NoEvaluation):
         complete = 0
 
         def report(self, evaluation: Evaluation, train_seconds: float) -> None:

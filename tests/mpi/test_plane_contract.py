@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from hetsync.emulation.link import EmulatedLink
 from hetsync.errors import UserError
-from hetsync.plane.base import Plane, PlaneError, WireFormat
-from hetsync.plane.emulated_link import EmulatedLink
+from hetsync.plane.base import Plane, PlaneError, Residual, WireFormat
 from hetsync.plane.faulty import Corrupt, Delay, Drop, FaultyPlane, Stall
 from hetsync.plane.local import LocalPlane
 from hetsync.plane.staging import HostStaging, Waiting
@@ -103,6 +103,27 @@ def test_low_precision_rounds_each_addend_and_the_sum(plane: Plane, finish: Fini
     finish(plane.allreduce(tensor, wire), name=f"{wire} sum of {n}")
     seen = torch.stack([round_trip(x, wire) for x in addends(plane, n)])
     torch.testing.assert_close(tensor, round_trip(seen.sum(0), wire))
+
+
+@pytest.mark.parametrize("wire", LOW_PRECISION)
+def test_what_rounding_takes_from_sums_comes_with_later_ones(plane: Plane, finish: Finish, wire: WireFormat) -> None:
+    """In float32 the last of it."""
+    n, residual = 2 * BLOCK + 5, Residual()
+    meant, arrived, lost = torch.zeros(n), torch.zeros(n), torch.zeros(n)
+    for seed in range(20):
+        seen = [round_trip(x, wire) for x in addends(plane, n, seed)]
+        tensor = seen[plane.rank].clone()
+        finish(plane.allreduce(tensor, wire, residual), name=f"{wire} sum")
+        total = torch.stack(seen).sum(0)
+        meant, arrived, lost = meant + total, arrived + tensor, lost + total - round_trip(total, wire)
+    rest = torch.zeros(n)
+    finish(plane.allreduce(rest, "float32", residual), name="float32 sum")
+    torch.testing.assert_close(arrived + rest, meant, rtol=1e-5, atol=1e-4)
+    assert plane.size == 1 or lost.abs().max() > 1e-3, "without it, more would be missing: the test can fail"
+    again = torch.zeros(n)
+    finish(plane.allreduce(again, "float32", residual), name="float32 sum")
+    assert not again.any(), "it comes once"
+    assert_same_bits(plane, arrived, rest)
 
 
 @pytest.mark.parametrize("wire", WIRE_FORMATS)

@@ -5,18 +5,21 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_resume.py
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from training import BATCH, OPTIMIZERS, SAMPLES, Net, Outcome, assert_invariants, train, unequal_shares
 
-from hetsync import checkpoint
-from hetsync.checkpoint import Progress
-from hetsync.config import OuterConfig, SyncConfig
+from hetsync.config.schema import OuterConfig, SyncConfig
 from hetsync.plane.base import Plane
 from hetsync.plane.local import LocalPlane
+from hetsync.train import checkpoint
+from hetsync.train.checkpoint import Progress
+from hetsync.train.session import Session
 
 pytestmark = pytest.mark.mpi
 
@@ -35,10 +38,17 @@ def saver(plane: Plane, folder: Path):  # type: ignore[no-untyped-def]
         session = outcome.session
         if plane.rank == 0:
             progress = Progress(
-                session.applied, session.version, plane.size, session.shares, 4, 0.25, 1, train_seconds=0.0
+                samples_applied=session.applied,
+                version=session.version,
+                ranks=session.plane.size,
+                shares=session.shares,
+                delay_bound=4,
+                quorum=0.25,
+                accumulation=1,
+                train_seconds=0.0,
             )
             velocity = session.outer.velocity if session.outer is not None else None
-            checkpoint.save(folder / "checkpoints", progress, outcome.model, outcome.optimizer, velocity, keep=9)
+            checkpoint.save(folder / "checkpoints", progress, outcome.model, [outcome.optimizer], velocity, keep=9)
         plane.barrier()
 
     return save
@@ -68,6 +78,28 @@ def test_synchronous_training_goes_on_bit_for_bit(plane: Plane, folder: Path, op
     assert resumed.session.plan.applied == HALF
     assert resumed.rests[-1] == whole.rests[-1]
     assert all(torch.equal(a, b) for a, b in zip(resumed.weights, whole.weights, strict=True))
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_chance_of_every_kind_goes_on(plane: Plane, folder: Path, bound: int) -> None:
+    """What user code draws after a rest follows from the seed, the rank and the position alone."""
+    drawn: dict[int, list[tuple[float, float, float]]] = {}
+
+    def draw(session: Session, number: int) -> None:
+        drawn.setdefault(session.applied, []).append((torch.rand(1).item(), np.random.rand(), random.random()))
+
+    sync = sync_of(plane, bound)
+    train(plane, sync, rests=[HALF], on_slice=draw, at_rest=saver(plane, folder))
+    keep_only(plane, folder, HALF)
+    whole, drawn = drawn, {}
+    train(plane, sync, rests=[HALF], on_slice=draw, loaded=checkpoint.load_newest(folder))
+    if bound:  # as many tasks as there is time for
+        count = min(len(whole[HALF]), len(drawn[HALF]))
+        assert whole[HALF][:count] == drawn[HALF][:count]
+    else:
+        assert whole[HALF] == drawn[HALF]
+    firsts = plane.gather_objects(whole[HALF][:1])
+    assert len({draws for first in firsts for draws in first}) == sum(map(len, firsts)), "ranks draw alike"
 
 
 @pytest.mark.parametrize("outer", ["identity", "nesterov"])

@@ -2,8 +2,9 @@
 
 mpirun -np N python -m pytest --with-mpi tests/mpi/test_simulator.py
 
-The simulator says in which order ranks finish their pieces. The engine's ranks then finish theirs in that very order:
-each waits for its turn, which comes when all that the last turn has set off is over. Both sides' policies are heard.
+The simulator says in which order ranks finish their tasks. The engine's ranks then finish theirs in that very order:
+each waits for its turn, which comes when all that the last turn has set off is over. Both sides' state machines are
+heard.
 (Times are the simulator's own; benchmarks/simulator.py compares them.)
 """
 
@@ -13,58 +14,59 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
 from training import BATCH, SAMPLES, train, unequal_shares
 
-from hetsync.config import SyncConfig
+from hetsync.balance.profile import RankProfile, StepTime
+from hetsync.config.schema import SyncConfig
+from hetsync.emulation.cluster import Cluster, DeviceGroup, LognormalJitter
 from hetsync.plane.base import Plane
-from hetsync.profiling.cluster import Cluster, DeviceGroup, LognormalJitter
-from hetsync.session import RankProfile, Session
 from hetsync.simulate import Runtime, Scenario, Simulation
-from hetsync.slicing import StepTime
 from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.members import Activity
-from hetsync.sync.messages import Began, Event, Finished, Instruction, StartRound, Took
+from hetsync.sync.messages import Contributed, Event, Instruction, StartRound, TaskFinished, TaskStarted
 from hetsync.sync.milestones import Milestone
-from hetsync.sync.policy import Policy
+from hetsync.sync.state_machine import RoundStateMachine
+from hetsync.train.session import Session
 
 pytestmark = pytest.mark.mpi
 
 REST = 100  # samples, where no round would end by itself
-AT_ONCE = Runtime(0.0, 0.0, 0.0, 0.0, 0.0)
+AT_ONCE = Runtime(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass
 class Story:
-    """What one policy heard and said."""
+    """What one state machine took in and decided."""
 
-    finished: list[tuple[int, int]] = field(default_factory=list)  # (rank, piece), in order
-    began: set[Event] = field(default_factory=set)  # with versions
-    took: set[Event] = field(default_factory=set)
+    finished: list[tuple[int, int]] = field(default_factory=list)  # (rank, task), in order
+    started: set[Event] = field(default_factory=set)  # with versions
+    contributed: set[Event] = field(default_factory=set)
     rounds: list[StartRound] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
 
 
 @pytest.fixture
 def story(monkeypatch: pytest.MonkeyPatch) -> Story:
-    """Of the policy that is listened to next; empty it between two."""
-    story, on = Story(), Policy.on
+    """Of the state machine that comes next; empty it between two."""
+    story, handle = Story(), RoundStateMachine.handle
 
-    def heard(policy: Policy, event: Event) -> list[Instruction]:
-        said = on(policy, event)
-        if isinstance(event, Finished):
-            story.finished.append((event.rank, event.piece))
-        elif isinstance(event, Began):
-            story.began.add(event)
-        elif isinstance(event, Took):
-            story.took.add(event)
+    def heard(machine: RoundStateMachine, event: Event) -> list[Instruction]:
+        said = handle(machine, event)
+        if isinstance(event, TaskFinished):
+            story.finished.append((event.rank, event.task))
+        elif isinstance(event, TaskStarted):
+            story.started.add(event)
+        elif isinstance(event, Contributed):
+            story.contributed.add(event)
         story.rounds += [instruction for instruction in said if isinstance(instruction, StartRound)]
-        story.staleness = policy.staleness
+        story.staleness = machine.staleness
         return said
 
-    monkeypatch.setattr(Policy, "on", heard)
+    monkeypatch.setattr(RoundStateMachine, "handle", heard)
     return story
 
 
@@ -76,7 +78,7 @@ def simulated(ranks: int, sync: SyncConfig) -> None:
     profiles = [RankProfile("device", "here", StepTime(0.0, 1.0))] * ranks
     simulation = Simulation(Scenario(cluster, profiles, sync, BATCH, SAMPLES, next_milestone, runtime=AT_ONCE))
     simulation.advance()
-    assert simulation.policy.ledger.applied == SAMPLES
+    assert simulation.machine.ledger.applied == SAMPLES
 
 
 class Turns:
@@ -90,10 +92,10 @@ class Turns:
         self._given = 0
         self._finished = 0
         self._kept_back: dict[int, list[Event]] = {}
-        self._piece: Any = None
+        self._work: Any = None  # the last that was waited for
 
     def heard(self, coordinator: Coordinator, events: list[Event]) -> list[Event]:
-        """What the coordinator may hear now: of a rank that goes on at once, never the end of a piece alone.
+        """What the coordinator may hear now: of a rank that goes on at once, never the end of a task alone.
 
         In the engine these are two words of two moments, between which a round might land on a slow machine.
         """
@@ -102,41 +104,43 @@ class Turns:
         if rank is None:
             return events
         events = [*self._kept_back.pop(rank, []), *events]
-        if isinstance(events[-1], Finished) and self._goes_on(coordinator.policy, rank):
+        if isinstance(events[-1], TaskFinished) and self._goes_on(coordinator.machine, rank):
             self._kept_back[rank] = events
             return []
         return events
 
-    def _goes_on(self, policy: Policy, rank: int) -> bool:
-        member = policy.members[rank]
-        if not member.held:
+    def _goes_on(self, machine: RoundStateMachine, rank: int) -> bool:
+        member = machine.members[rank]
+        if not member.queued:
             return False
-        piece, unapplied = member.held[0].piece, len(member.ready) + 1 + len(member.flying)
-        return policy.version >= piece.not_before and unapplied <= piece.delay_bound
+        task, unapplied = member.queued[0].task, len(member.ready) + 1 + len(member.in_flight)
+        return machine.version >= task.not_before and unapplied <= task.delay_bound
 
-    def give(self, policy: Policy, events: Sequence[Event]) -> None:
+    def give(self, machine: RoundStateMachine, events: Sequence[Event]) -> None:
         """The next turn, where the last is over and nobody is about to do anything."""
-        self._finished += sum(isinstance(event, Finished) for event in events)
-        moving = any(member.activity is Activity.STARTING for member in policy.members.values())
-        if moving or policy._rounds or self._finished < self._given or self._given == len(self._order):
+        self._finished += sum(isinstance(event, TaskFinished) for event in events)
+        moving = any(member.activity is Activity.STARTING for member in machine.members.values())
+        if moving or machine._rounds or self._finished < self._given or self._given == len(self._order):
             return
         rank = self._order[self._given]
-        if policy.members[rank].activity is not Activity.COMPUTING:
+        if machine.members[rank].activity is not Activity.COMPUTING:
             return  # all are at rest, and about to be given work
-        self._turns.send(policy.version, rank)
+        self._turns.send(machine.version, rank)
         self._given += 1
 
     def wait(self, session: Session, slice_number: int) -> None:
-        """Before the first slice of a piece: until it is the rank's turn, and all rounds have landed here."""
-        if session._piece is self._piece:
+        """Before the first slice of a task: until it is the rank's turn, and all rounds have landed here."""
+        if session.tasks.work is self._work:
             return
-        self._piece = session._piece
+        self._work = session.tasks.work
+        engine, alone = session.engine, session.plane.size == 1
+        pause = engine._communicator.poll if alone else partial(time.sleep, 1e-3)  # alone, this thread polls
         while not self._turns.iprobe(0):
-            session.engine._raise_failure()
-            time.sleep(1e-3)
+            engine._raise_failure()
+            pause()
         version = self._turns.recv(source=0)
-        while session.engine._landed < version:
-            time.sleep(1e-3)
+        while engine._shared.landed < version:
+            pause()
 
     def close(self) -> None:
         self._turns.Free()
@@ -158,22 +162,22 @@ def test_same_order_same_rounds(
     expected = replace(story)
     story.__init__()  # type: ignore[misc]
 
-    turns, on = Turns([rank for rank, _ in expected.finished]), Coordinator.on
+    turns, handle = Turns([rank for rank, _ in expected.finished]), Coordinator.handle
 
     def listen(coordinator: Coordinator, events: list[Event]) -> None:
         events = turns.heard(coordinator, events)
         if events:
-            on(coordinator, events)
-            turns.give(coordinator.policy, events)
+            handle(coordinator, events)
+            turns.give(coordinator.machine, events)
 
-    monkeypatch.setattr(Coordinator, "on", listen)
+    monkeypatch.setattr(Coordinator, "handle", listen)
     train(plane, sync, rests=[REST], on_slice=turns.wait)
     if plane.rank == 0:
         assert len(expected.rounds) > 3
         assert story.rounds == expected.rounds
         assert story.finished == expected.finished
-        assert story.took == expected.took
-        assert story.began == expected.began
+        assert story.contributed == expected.contributed
+        assert story.started == expected.started
         assert story.staleness == expected.staleness
     plane.barrier()
     turns.close()

@@ -6,16 +6,22 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_trainer.py
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
 
-from hetsync.config import Config, DataConfig, EmulationConfig, RunConfig, SyncConfig
+from hetsync.config.schema import Config, DataConfig, EmulationConfig, RunConfig, SyncConfig
+from hetsync.data.evaluation import evaluate_range
+from hetsync.errors import STOPPED
 from hetsync.plane.base import Plane
-from hetsync.stop import StopSignal
-from hetsync.trainer import STOPPED, Trainer, evaluate_range
+from hetsync.sync.optimizer_state import average_optimizer_state
+from hetsync.train.evaluation import Evaluations, Part
+from hetsync.train.job import Job, StoppedByRequest
+from hetsync.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
 
@@ -23,13 +29,38 @@ SAMPLES = 960
 EVERY = 320
 
 
-def trainer(
-    plane: Plane, folder: Path, bound: int, checkpoint_every: int | None = None, emulate: str | None = None
-) -> Trainer:
+@dataclass
+class Trained:
+    """A recipe's job at its end."""
+
+    trainer: Trainer
+    status: int
+
+    @property
+    def job(self) -> Job:
+        return self.trainer.job
+
+
+def train(
+    plane: Plane,
+    folder: Path,
+    bound: int,
+    checkpoint_every: int | None = None,
+    emulate: str | None = None,
+    before: Callable[[Trainer], None] = lambda trainer: None,
+) -> Trained:
     run = RunConfig(dir=str(folder), samples=SAMPLES, evaluate_every=EVERY, checkpoint_every=checkpoint_every)
+    run = replace(run, profile_seconds=0.3)
     config = Config(run=run, data=DataConfig("digits", batch_size=32), sync=SyncConfig(bound, rebalance=False))
-    config = replace(config, emulate=emulate, emulation=EmulationConfig(samples_per_second=4000.0 if emulate else None))
-    return Trainer(config, plane, folder, None)
+    config = replace(config, emulation=EmulationConfig(emulate, 4000.0 if emulate else None))
+    try:
+        with Job(config, plane) as job:
+            trainer = Trainer(config, job)
+            before(trainer)
+            trainer.train()
+    except StoppedByRequest as stopped:
+        return Trained(trainer, stopped.status)
+    return Trained(trainer, 0)
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:
@@ -42,12 +73,10 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
 def test_parts_make_the_whole_and_no_position_comes_twice(
     plane: Plane, folder: Path, bound: int, checkpoint_every: int | None
 ) -> None:
-    job = trainer(plane, folder, bound, checkpoint_every)
-    assert job.train(StopSignal()) == 0
-    whole = job.data.report(
-        {**evaluate_range(job.model, job.data, 0, len(job.data.test)), "samples": len(job.data.test)}
-    )
-    assert job.metrics == pytest.approx(whole, rel=1e-5)
+    done = train(plane, folder, bound, checkpoint_every)
+    data, samples = done.trainer.data, len(done.trainer.data.test)
+    whole = data.report({**evaluate_range(done.trainer.model, data, 0, samples), "samples": samples})
+    assert done.job.metrics == pytest.approx(whole, rel=1e-5)
     if plane.rank == 0:
         found = evaluations(folder)
         applied = [event["samples_applied"] for event in found]
@@ -61,18 +90,54 @@ def test_parts_make_the_whole_and_no_position_comes_twice(
 
 @pytest.mark.parametrize("bound", [0, 4])
 def test_a_stopped_job_keeps_its_last_metrics(plane: Plane, folder: Path, bound: int) -> None:
-    job = trainer(plane, folder, bound)
-    report = job.report
+    def stop_then(trainer: Trainer) -> None:
+        evaluations = trainer.job.ready().evaluations
+        report = evaluations.report
 
-    def report_and_stop(evaluation: Any, train_seconds: float) -> None:
-        report(evaluation, train_seconds)
-        job.session.request_stop()
+        def report_and_stop(evaluation: Any, train_seconds: float) -> None:
+            report(evaluation, train_seconds)
+            trainer.job.session.request_stop()
 
-    job.report = report_and_stop  # type: ignore[method-assign]
-    assert job.train(StopSignal()) == STOPPED
+        evaluations.report = report_and_stop  # type: ignore[method-assign]
+
+    assert train(plane, folder, bound, before=stop_then).status == STOPPED
     if plane.rank == 0:
         summary = json.loads((folder / "summary.json").read_text())
         assert 0 < summary["metrics"]["accuracy"] == evaluations(folder)[-1]["accuracy"]
+
+
+def test_the_average_of_optimizer_states_at_rest_is_off_the_clock(
+    plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(*arguments: Any) -> None:
+        sleep(1.0)
+        average_optimizer_state(*arguments)
+
+    monkeypatch.setattr("hetsync.train.rest.average_optimizer_state", slowly)
+    began = 0.0
+
+    def look_at_the_clock(trainer: Trainer) -> None:
+        nonlocal began
+        began = monotonic()
+
+    train(plane, folder, 4, checkpoint_every=EVERY, emulate="quickstart", before=look_at_the_clock)
+    if plane.rank == 0:
+        summary = json.loads((folder / "summary.json").read_text())
+        assert 0 < summary["train_seconds"] < monotonic() - began - 3 * 1.0
+
+
+def test_a_summary_holds_both_efficiencies(plane: Plane, folder: Path) -> None:
+    train(plane, folder, 4)
+    if plane.rank == 0:
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["train_seconds"] == max(rank["train_seconds"] for rank in summary["per_rank"])
+        trained = sum(rank["device_samples_per_second"] for rank in summary["per_rank"])
+        assert summary["device_samples_per_second_sum"] == pytest.approx(trained)
+        assert summary["efficiency_while_training"] == pytest.approx(summary["samples_per_second"] / trained)
+        assert 0 < summary["efficiency_while_training"] <= 1
+        interval = summary["efficiency_interval"]
+        assert interval is None or interval[0] <= summary["efficiency"] <= interval[1]
+        assert all(rank["load_seconds_per_sample"] > 0 for rank in summary["per_rank"])
 
 
 @pytest.mark.parametrize("emulate", [None, "quickstart"])
@@ -80,16 +145,17 @@ def test_emulated_devices_evaluate_equal_parts(
     plane: Plane, folder: Path, emulate: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They do it at the machine's speed; real ones by their shares."""
-    job = trainer(plane, folder, 4, emulate=emulate)
     parts: list[int] = []
+    part_of = Evaluations.part_of
 
-    def evaluate(model: Any, data: Any, first: int, stop: int) -> dict[str, float]:
-        parts.append(stop - first)
-        return evaluate_range(model, data, first, stop)
+    def watched(self: Evaluations, function: Any, shares: Any) -> Part:
+        part = part_of(self, function, shares)
+        parts.append(part.samples)
+        return part
 
-    monkeypatch.setattr("hetsync.trainer.evaluate_range", evaluate)
-    assert job.train(StopSignal()) == 0
-    shares = [1] * plane.size if emulate else list(job.session.shares)
-    count = len(job.data.test)
+    monkeypatch.setattr(Evaluations, "part_of", watched)
+    done = train(plane, folder, 4, emulate=emulate)
+    shares = [1] * plane.size if emulate else list(done.job.session.shares)
+    count = len(done.trainer.data.test)
     assert len(parts) == 3
     assert all(abs(part - count * shares[plane.rank] / sum(shares)) < 1 for part in parts)

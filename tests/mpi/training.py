@@ -5,23 +5,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from hetsync.checkpoint import Loaded
-from hetsync.config import ScheduleConfig, SyncConfig
+from hetsync.balance.device import Device, RealDevice
+from hetsync.balance.profile import RankProfile, StepTime
+from hetsync.config.schema import ScheduleConfig, SyncConfig
 from hetsync.control.process import ControlProcess
 from hetsync.data.loader import EpochOrder, Source
-from hetsync.emulate import Device, EmulatedDevice, RealDevice
+from hetsync.emulation.device import EmulatedDevice
 from hetsync.plane.base import Plane
-from hetsync.session import Evaluator, Plan, RankProfile, Session, weights_sha256
-from hetsync.slicing import StepTime
-from hetsync.sync.messages import Began, Piece, Took
+from hetsync.sync.agreement import weights_sha256
+from hetsync.sync.messages import Contributed, Task, TaskStarted
 from hetsync.sync.milestones import Milestone, marks_every
+from hetsync.sync.optimizers import ScheduleRates
 from hetsync.telemetry import Telemetry
+from hetsync.train.checkpoint import Loaded
+from hetsync.train.control_factory import control_factory
+from hetsync.train.plan import Evaluator, Plan
+from hetsync.train.session import Session
+from hetsync.train.tasks import Trained
 
 SAMPLES = 192
 BATCH = 24
@@ -153,9 +160,9 @@ def train(
     model, data = model or Net(), data or Blobs()
     step = OPTIMIZERS[optimizer](model)
     if loaded is not None:
-        from hetsync.checkpoint import restore
+        from hetsync.train.checkpoint import restore
 
-        restore(loaded, model, step)
+        restore(loaded, model, [step])
     progress = loaded.progress if loaded else None
     stops = sorted(position for position in rests if position < samples)
 
@@ -165,28 +172,28 @@ def train(
 
     profile = RankProfile("test", "here", StepTime(0.0, 1.0))
     plan = Plan(
-        BATCH,
-        samples,
-        [profile] * plane.size,
-        next_milestone,
-        SEED,
-        progress.samples_applied if progress else 0,
-        progress.version if progress else 0,
+        batch_size=BATCH,
+        total_samples=samples,
+        ranks=[profile] * plane.size,
+        milestones=next_milestone,
+        seed=SEED,
+        applied=progress.samples_applied if progress else 0,
+        version=progress.version if progress else 0,
         evaluations=marks_every(evaluate_every, samples),
     )
+    schedule = schedule or ScheduleConfig()
+    learning_rate = partial(schedule.factor, total=samples)
     session = Session(
-        plane,
-        model,
-        step,
-        Source(data),
-        sync,
-        plan,
-        device or RealDevice(),
-        schedule,
+        plane=plane,
+        trained=Trained(model=model, optimizers=[step], rates=[ScheduleRates(step, learning_rate)]),
+        source=Source(data),
+        sync=sync,
+        plan=plan,
+        device=device or RealDevice(),
         max_grad_norm=clip,
         telemetry=telemetry,
         timeout_seconds=timeout_seconds,
-        controller=controller,
+        make_control=control_factory(controller, plan.ranks, step, learning_rate) if controller is not None else None,
         evaluator=evaluator,
     )
     if loaded is not None and session.outer is not None:
@@ -214,30 +221,32 @@ def train(
             loss.backward()
             session.step(loss)
             outcome.slices.append((indices.tolist(), loss.item()))
-    finally:
-        session.close()
+    except BaseException:
+        session.release()
+        raise
+    session.close()
     return outcome
 
 
 def _watch_staleness(session: Session, seen: list[int]) -> None:
-    """Books of our own, beside the policy's: from which version each piece began, and which round took it."""
+    """Books of our own, beside the state machine's: from which version each task began, and which round took it."""
     worker = session.engine.worker
-    begin, take = worker.begin, worker.take
+    start_task, contribute = worker.start_task, worker.contribute
     began_at: dict[int, int] = {}
 
-    def watched_begin() -> tuple[Piece, Began]:
-        piece, began = begin()
-        if piece.synchronous_round is None:
-            began_at[piece.number] = worker.version
-        return piece, began
+    def watched_start() -> tuple[Task, TaskStarted]:
+        task, began = start_task()
+        if task.synchronous_round is None:
+            began_at[task.number] = worker.version
+        return task, began
 
-    def watched_take(round_number: int) -> tuple[Took, int]:
-        took, oldest = take(round_number)
-        for number in [number for number in began_at if number <= took.piece]:
+    def watched_contribute(round_number: int) -> tuple[Contributed, int]:
+        took, oldest = contribute(round_number)
+        for number in [number for number in began_at if number <= took.task]:
             seen.append(round_number - began_at.pop(number))
         return took, oldest
 
-    worker.begin, worker.take = watched_begin, watched_take  # type: ignore[method-assign]
+    worker.start_task, worker.contribute = watched_start, watched_contribute  # type: ignore[method-assign]
 
 
 def of_unequal_speed(rank: int, fastest: float = 1e-5) -> EmulatedDevice:
@@ -295,7 +304,7 @@ def assert_invariants(
     assert bound is None or max(staleness, default=0) <= bound
     assert last.session.applied == samples
     if last.session.coordinator is not None:
-        booked = last.session.coordinator.policy
+        booked = last.session.coordinator.machine
         assert booked.ended == (not last.session.stopping)
         assert booked.ledger.outstanding() == 0 or last.session.stopping
 

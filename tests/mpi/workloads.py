@@ -17,7 +17,7 @@ from hetsync.data import Data
 from hetsync.data.sets.multi30k import multi30k
 from hetsync.data.sets.ptb import ptb
 from hetsync.data.sets.synthetic_city import synthetic_city
-from hetsync.disk import write_atomically
+from hetsync.files import write_atomically
 
 CLASSES = 3
 SAMPLES = 32

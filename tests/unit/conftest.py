@@ -1,6 +1,6 @@
-"""Puts the benchmarks on the path, for their tests."""
+"""Puts the benchmarks, and what several tests share, on the path, from wherever pytest is started."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent / "support")]

@@ -14,6 +14,8 @@ from torch.utils.data import Dataset
 import hetsync
 from hetsync.data.workers import FetchThread
 from hetsync.plane.local import LocalPlane
+from hetsync.sync.engine import Engine
+from hetsync.sync.shared_state import EngineOptions
 from hetsync.threads import cpu_seconds, single_threaded
 
 
@@ -98,7 +100,7 @@ class Samples(Dataset[Any]):
 def test_the_loader_takes_one_core_whatever_other_threads_take() -> None:
     watched = Watched()
     loader = FetchThread(Samples(watched), None)
-    loader.submit([0]).result(30)
+    loader.submit([0], 0).result(30)
     loader.close()
     assert watched.seen == {"hetsync-loader": {1}}
 
@@ -125,4 +127,17 @@ def test_a_job_computes_on_all_cores_and_loads_and_talks_on_one() -> None:
             session.step(loss)
     main = watched.seen.pop("MainThread")
     assert main == {2}
-    assert watched.seen == {"hetsync-loader": {1}, "hetsync-communication": {1}}
+    assert watched.seen == {"hetsync-loader": {1}}  # a rank alone talks to nobody
+
+
+def test_a_rank_among_others_talks_on_one_core() -> None:
+    watched = Watched()
+    plane = WatchedPlane(watched)
+    plane.size = 2
+    engine = Engine(plane, torch.nn.Linear(3, 1), EngineOptions(4))
+    engine.start()
+    deadline = time.monotonic() + 10
+    while not watched.seen and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    engine.stop()
+    assert watched.seen == {"hetsync-communication": {1}}

@@ -1,4 +1,4 @@
-"""Roads and traffic of the synthetic city: a made-up grid town, in no way a real one (docs/synthetic_city.md)."""
+"""Roads and traffic of the synthetic city, a made-up grid town (docs/results/synthetic-city.md)."""
 
 from __future__ import annotations
 

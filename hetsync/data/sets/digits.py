@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 from hetsync.data import Data
 from hetsync.errors import UserError
+from hetsync.extras import install_command, require
 
 
 def digits(test_fraction: float = 0.2, split_seed: int = 0) -> Data:
@@ -30,10 +31,11 @@ def digits(test_fraction: float = 0.2, split_seed: int = 0) -> Data:
 
 def _find_table() -> Path:
     """The file inside scikit-learn, whose own loader would import SciPy: seconds at the start of every rank."""
+    require("digits", "data.name digits")
     package = find_spec("sklearn")
     folders = (package.submodule_search_locations if package is not None else None) or []
     for folder in folders:
         table = Path(folder) / "datasets" / "data" / "digits.csv.gz"
         if table.is_file():
             return table
-    raise UserError("data.name is digits, which comes with scikit-learn: pip install scikit-learn")
+    raise UserError(f"data.name is digits, but this scikit-learn lacks them: {install_command('scikit-learn')}")

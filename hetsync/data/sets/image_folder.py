@@ -8,9 +8,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.util import find_spec
 from itertools import compress, islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from hetsync.data.cache import cached_folder
 from hetsync.data.findings import Findings
 from hetsync.data.sets.images import LAYOUT, Split, hold_out, load, save
 from hetsync.errors import UserError
+from hetsync.extras import require
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -28,6 +28,7 @@ SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".
 ARCHIVES = (".tar", ".tar.gz", ".tgz")
 TESTS = ("test", "val")  # the first that is there
 DECODED_AT_ONCE = 256
+NO_IMAGE = (f"no image by its name ({', '.join(sorted(SUFFIXES))}): it is left out", "stray files")
 BROKEN_ARCHIVE = (tarfile.TarError, EOFError, zlib.error, OSError)
 
 
@@ -123,8 +124,7 @@ def check_class_folders(path: Path, findings: Findings, image_size: int | None =
 
 
 def require_pillow() -> None:
-    if find_spec("PIL") is None:
-        raise UserError("images are read by Pillow, which is missing: pip install hetsync[images]")
+    require("images", "reading images")
 
 
 def _part(path: Path, name: str) -> Path | None:
@@ -152,6 +152,8 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 def _check_place(place: Path, what: str, findings: Findings, image_size: int | None) -> set[str]:
     classes = set()
     try:
+        for where, what_is_wrong, kind in _left_out(place):
+            findings.problem(where, what_is_wrong, kind)
         for picture in pictures(place):
             classes.add(picture.label)
             if (wrong := _wrong(picture, image_size)) is None:
@@ -161,6 +163,27 @@ def _check_place(place: Path, what: str, findings: Findings, image_size: int | N
     except BROKEN_ARCHIVE as broken:
         findings.problem(str(place), f"cannot be read on: {broken}", "cannot be read")
     return classes
+
+
+def _left_out(place: Path) -> Iterator[tuple[str, str, str]]:
+    """What `pictures` passes over, but for hidden files: where, what is wrong, and the kind of problem."""
+    if not place.is_dir():
+        with tarfile.open(place) as archive:
+            names = [PurePosixPath(member.name) for member in archive if member.isfile()]
+        yield from ((f"{place}, {name}", *NO_IMAGE) for name in names if not (_is_image(name.name) or _hidden(name)))
+        return
+    for child in sorted(child for child in place.iterdir() if not _hidden(child)):
+        if not child.is_dir():
+            yield str(child), "a file where folders of classes are expected: it is left out", "stray files"
+            continue
+        files = sorted(file for file in child.iterdir() if not _hidden(file))
+        if not any(_is_image(file.name) for file in files):
+            yield str(child), "a class without images: it is left out", "empty classes"
+        yield from ((str(file), *NO_IMAGE) for file in files if not _is_image(file.name))
+
+
+def _hidden(path: PurePath) -> bool:
+    return path.name.startswith(".")
 
 
 def _wrong(picture: Picture, image_size: int | None) -> tuple[str, str] | None:

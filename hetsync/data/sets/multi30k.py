@@ -11,7 +11,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,17 +21,9 @@ from torch.utils.data import Dataset
 
 from hetsync.data import Data
 from hetsync.data.findings import Findings
-from hetsync.data.sets.vocabulary import (
-    BEGIN_ID,
-    END_ID,
-    PAD_ID,
-    SPECIAL,
-    Vocabulary,
-    perplexity,
-    read_lines,
-    refuse,
-)
+from hetsync.data.sets.vocabulary import BEGIN_ID, END_ID, PAD_ID, SPECIAL, Vocabulary, perplexity, read_lines, refuse
 from hetsync.errors import UserError
+from hetsync.extras import require
 
 MARKS = {"tokenised": ".lc.norm.tok", "raw": ""}  # in the names of the files
 FILE = re.compile(r"((?:train|val|test)\w*(?:\.lc\.norm\.tok)?)\.([a-z]{2})(?:\.gz)?")
@@ -175,8 +166,7 @@ def multi30k(
         evaluate_on: Split to evaluate on: val, test_2016_flickr, test_2017_flickr or test_2017_mscoco.
         longest: Most words: training pairs with more on a side are left out, translations end there.
     """
-    if find_spec("sacrebleu") is None:
-        raise UserError("data.name is multi30k, whose BLEU needs sacrebleu: pip install hetsync[text]")
+    require("text", "data.name multi30k")
     if form not in MARKS:
         raise UserError(f"data.options.form is {form}: use tokenised or raw")
     if vocabulary <= len(SPECIAL) or longest < 1:

@@ -1,7 +1,7 @@
 """Trips of a synthetic city, made on the spot: travel-time data where no real trips are at hand.
 
-What the generator imitates and what it does not is in docs/synthetic_city.md. No figure on it says anything about
-a real city.
+What the generator imitates and what it does not is in docs/results/synthetic-city.md. No figure on it says anything
+about a real city.
 """
 
 from __future__ import annotations

@@ -1,0 +1,85 @@
+"""From jobs to the cells of a table, and where a result comes from."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mpi4py
+import torch
+
+from hetsync import __version__
+
+Record = Mapping[str, Any]
+
+
+def command(module: str) -> str:
+    """The line that repeats this run of `python -m benchmarks.MODULE`."""
+    return " ".join(["python", "-m", f"benchmarks.{module}", *sys.argv[1:]])
+
+
+def machine() -> dict[str, Any]:
+    """What a result was measured on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        processor = platform.processor()
+    versions = {"hetsync": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    return {"processor": processor, "cores": os.cpu_count(), **versions, "mpi4py": mpi4py.__version__}
+
+
+def source(module: str) -> str:
+    """Command and machine in a line, for the head of a table."""
+    told = ", ".join(f"{name} {value}" for name, value in machine().items())
+    return f"`{command(module)}` on {told}"
+
+
+def grouped(records: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], list[Record]]:
+    """By the values of these keys, in the order in which they come."""
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        groups.setdefault(tuple(record[key] for key in keys), []).append(record)
+    return groups
+
+
+def spread(values: Sequence[float | None], form: str) -> str:
+    """Median and range; a dash where no job has the figure, and how many have it where some have not."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    middle = f"{statistics.median(known):{form}}"
+    if len(known) < len(values):
+        middle += f" ({len(known)} of {len(values)})"
+    return middle if len(known) == 1 else f"{middle} [{min(known):{form}}, {max(known):{form}}]"
+
+
+def evaluations(telemetry: Iterable[Record]) -> list[dict[str, float]]:
+    """Metrics over samples and over seconds of training, from rank 0's telemetry."""
+    names = {"samples_applied": "samples", "train_seconds": "seconds"}
+    kept = [line for line in telemetry if line["kind"] == "evaluation"]
+    return [{names.get(key, key): line[key] for key in line if key not in ("kind", "at")} for line in kept]
+
+
+def until_target(
+    points: Iterable[Mapping[str, float]], metric: str, target: float, falling: bool, axis: str = "seconds"
+) -> float | None:
+    """`seconds` of training or `samples` until the target was first reached, on straight lines between evaluations.
+
+    None where it never was. `falling`: less is better.
+    """
+    before: Mapping[str, float] | None = None
+    for point in points:
+        value = point[metric]
+        if (value <= target) if falling else (value >= target):
+            if before is None:
+                return float(point[axis])
+            part = (target - before[metric]) / (value - before[metric])
+            return float(before[axis] + part * (point[axis] - before[axis]))
+        before = point
+    return None

@@ -1,0 +1,1 @@
+"""Questions about training and control, each answered once by a table that is published with its date."""

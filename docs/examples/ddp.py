@@ -1,0 +1,112 @@
+"""The script before.py, with DistributedDataParallel: torchrun --nproc-per-node N ddp.py"""
+
+import argparse
+import math
+import os
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import distributed, nn
+from torch.nn.functional import cross_entropy, pad
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+
+
+class Digits(Dataset):
+    """Images of 8 by 8 pixels and their labels; in training each is shifted by up to a pixel."""
+
+    def __init__(self, train: bool) -> None:
+        pixels, labels = load_digits(return_X_y=True)
+        chosen = [index for index in range(len(labels)) if (index % 5 > 0) == train]
+        self.images = torch.tensor(pixels[chosen], dtype=torch.float32).view(-1, 1, 8, 8) / 16
+        self.labels = torch.tensor(labels[chosen])
+        self.train = train
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        image = self.images[index]
+        if self.train:
+            down, right = torch.randint(0, 3, (2,)).tolist()
+            image = pad(image, (1, 1, 1, 1))[:, down : down + 8, right : right + 8]
+        return image, self.labels[index]
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.1),
+        nn.Linear(32 * 4 * 4, 10),
+    )
+
+
+def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict[str, float]:
+    model.eval()
+    correct = samples = 0
+    with torch.no_grad():
+        for images, labels in loader:
+            images, labels = images.to(device), labels.to(device)
+            correct += (model(images).argmax(1) == labels).sum().item()
+            samples += len(labels)
+    counts = torch.tensor([correct, samples], device=device)
+    distributed.all_reduce(counts)
+    correct, samples = counts.tolist()
+    return {"accuracy": correct / samples}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--folder", type=Path, default=Path("runs/digits"))
+    options = parser.parse_args()
+
+    distributed.init_process_group()
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    torch.manual_seed(rank)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
+    train = Digits(train=True)
+    sampler = DistributedSampler(train)
+    loader = DataLoader(train, options.batch_size // ranks, sampler=sampler)
+    test = Digits(train=False)
+    test_loader = DataLoader(Subset(test, range(rank, len(test), ranks)), 256)
+    model = DistributedDataParallel(network().to(device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+    warm_up, steps = 20, options.epochs * len(loader)
+    scheduler = LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm_up, 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps)))
+    )
+    best_accuracy = 0.0
+    for epoch in range(options.epochs):
+        sampler.set_epoch(epoch)
+        model.train()
+        for images, labels in loader:
+            images, labels = images.to(device), labels.to(device)
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+        metrics = evaluate(model, test_loader, device)
+        if rank == 0:
+            print(f"epoch {epoch}: accuracy {metrics['accuracy']:.4f}")
+        if rank == 0 and metrics["accuracy"] > best_accuracy:
+            best_accuracy = metrics["accuracy"]
+            torch.save(model.module.state_dict(), options.folder / "best.pt")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

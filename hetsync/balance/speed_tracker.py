@@ -1,0 +1,96 @@
+"""How speeds change while training: each rank's profile, corrected by how its tasks turn out. Pure, as `profile`."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hetsync.balance.profile import StepTime
+
+# An observation's weight in a rank's smoothed speed: about the last twenty tasks count.
+SMOOTHING = 0.1
+# Speeds of fewer tasks than this are anecdotes.
+LEAST_OBSERVATIONS = 10
+# So many tasks in a row, all further off than usual and to the same side, are a new speed and no jitter.
+SHIFT_TASKS = 3
+SHIFT_DEVIATIONS = 3.0
+SHIFT_LEAST = 0.1  # of the speed
+
+
+@dataclass
+class _Ratio:
+    """Seconds taken over seconds profiled, of one rank's tasks."""
+
+    smoothed: float = 1.0
+    seen: int = 0
+    _deviation: float = 0.0  # mean absolute one
+    _since_shift: int = 0
+    _last: deque[float] = field(default_factory=lambda: deque(maxlen=SHIFT_TASKS))
+
+    def observe(self, ratio: float) -> bool:
+        """Take one in; True where the speed has changed for good, as it seems."""
+        self.seen += 1
+        self._last.append(ratio)
+        if self._shifted():
+            self.smoothed, self._since_shift = statistics.mean(self._last), SHIFT_TASKS
+            return True
+        self._since_shift += 1
+        weight = max(SMOOTHING, 1 / self._since_shift)
+        self._deviation += weight * (abs(ratio - self.smoothed) - self._deviation)
+        self.smoothed += weight * (ratio - self.smoothed)
+        return False
+
+    def _shifted(self) -> bool:
+        if self._since_shift < LEAST_OBSERVATIONS:
+            return False
+        usual = max(SHIFT_DEVIATIONS * self._deviation, SHIFT_LEAST * self.smoothed)
+        slower = all(ratio > self.smoothed + usual for ratio in self._last)
+        return slower or all(ratio < self.smoothed - usual for ratio in self._last)
+
+
+@dataclass
+class Speeds:
+    """Each rank's profiled step time, scaled by how its tasks turn out; with the bounds of its share.
+
+    All by rank: which ranks are there changes.
+    """
+
+    profiled: dict[int, StepTime]
+    caps: Mapping[int, int | None] = field(default_factory=dict)
+    pins: Mapping[int, int] = field(default_factory=dict)
+    _ratios: dict[int, _Ratio] = field(default_factory=lambda: defaultdict(_Ratio))
+    _settled: set[int] = field(default_factory=set)  # ranks, some of which may have left
+
+    def observe(self, rank: int, samples: int, slices: int, seconds: float) -> bool:
+        """A task of `samples` in `slices` took `seconds` of device time; True where the rank's speed has jumped."""
+        if not samples or seconds <= 0:
+            return False
+        profiled = self.profiled[rank]
+        expected = slices * profiled.fixed_seconds + samples * profiled.seconds_per_sample
+        ratio = self._ratios[rank]
+        jumped = ratio.observe(seconds / expected)
+        if ratio.seen == LEAST_OBSERVATIONS:
+            self._settled.add(rank)
+        return jumped
+
+    def forget(self, rank: int) -> None:
+        """The rank works no more: nobody waits for it to be seen."""
+        self._settled.add(rank)
+
+    def times(self, ranks: Sequence[int]) -> list[StepTime]:
+        return [self._scaled(self.profiled[rank], self._ratios[rank].smoothed) for rank in ranks]
+
+    def limits(self, ranks: Sequence[int]) -> tuple[list[int | None], dict[int, int]]:
+        """Caps and pins of these ranks, by their places."""
+        caps = [self.caps.get(rank) for rank in ranks]
+        return caps, {place: self.pins[rank] for place, rank in enumerate(ranks) if rank in self.pins}
+
+    @staticmethod
+    def _scaled(time: StepTime, ratio: float) -> StepTime:
+        return StepTime(time.fixed_seconds * ratio, time.seconds_per_sample * ratio)
+
+    def settled(self, ranks: Collection[int]) -> bool:
+        """Asked at every event: with thousands of ranks, most of the time their number is all there is to look at."""
+        return len(self._settled) >= len(ranks) and self._settled.issuperset(ranks)

@@ -1,0 +1,74 @@
+"""`hetsync train`, and `hetsync-train`: one training job, under an MPI launcher or alone."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from hetsync.cli.shared import Verbs, add_recipe_command, on_all_ranks
+from hetsync.config.parser import look_ahead, make_parser, parse_recipe
+from hetsync.config.schema import Config
+from hetsync.errors import UserError, complain, early_mistakes
+from hetsync.files import RECIPE
+from hetsync.stop_signal import StopSignal
+
+if TYPE_CHECKING:  # it loads torch, which takes seconds
+    from hetsync.plane.base import Plane
+
+
+def add_to(verbs: Verbs) -> None:
+    add_recipe_command(verbs, "train", "train a model: the same as hetsync-train", main)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of `hetsync-train`."""
+    stop = StopSignal()
+    with early_mistakes():
+        config, resume = parse(sys.argv[1:] if argv is None else argv)
+    status = on_all_ranks(config.run, lambda plane: train(plane, config, resume, stop))
+    stop.over()
+    sys.exit(status)
+
+
+def parse(argv: Sequence[str]) -> tuple[Config, Path | None]:
+    """What is asked for: the effective recipe, and the run folder to resume. UserError for a mistake."""
+    parser = make_parser(
+        "hetsync-train", "Train a PyTorch model on ranks of unequal speed: mpirun -np N hetsync-train ..."
+    )
+    parser.add_argument("--resume", metavar="RUN", help="Go on from the newest checkpoint in this run folder.")
+    resume = look_ahead(parser, argv).resume
+    if resume is None:
+        return parse_recipe(parser, argv)[0], None
+    kept = Path(resume) / RECIPE
+    if not kept.is_file():
+        raise UserError(f"--resume {resume}: there is no {RECIPE} in it; give the folder of a run")
+    return parse_recipe(parser, argv, kept)[0], Path(resume)
+
+
+def train(plane: Plane, config: Config, resume: Path | None, stop: StopSignal) -> int:
+    """Collective: one training job, from its recipe to its summary; returns the exit status."""
+    from hetsync.train.job import Job, StoppedByRequest
+    from hetsync.train.resumption import FinishedError
+    from hetsync.train.run_folder import recorded
+    from hetsync.train.trainer import Trainer
+
+    try:
+        with Job(config, plane, resume=resume or False, stop=stop, resume_by="hetsync-train --resume {}") as job:
+            # Refuses what cannot work; writes nothing but a controller's log.
+            trainer = Trainer(config, job)
+            assert job.folder is not None
+            recipe, path = yaml.safe_dump(asdict(config), sort_keys=False), job.folder / RECIPE
+            with recorded(path, recipe, lambda: job.saved) if job.is_main else contextlib.nullcontext():
+                trainer.train()
+    except FinishedError as finished:
+        if plane.rank == 0:
+            complain(str(finished))
+    except StoppedByRequest as stopped:
+        return stopped.status
+    return 0

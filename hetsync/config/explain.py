@@ -1,0 +1,45 @@
+"""What jsonargparse says of mistakes, in our words: key, value, and what it must be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from hetsync.config.checks import expected
+from hetsync.config.recipe_file import RENAMED, settings
+from hetsync.errors import brief, did_you_mean
+
+
+def explain(message: str, short_forms: Collection[str] = ()) -> str:
+    """One sentence. `short_forms`: options that are no keys."""
+    if found := re.match(r'Parser key "([\w.]+)":', message):
+        return _wrong_value(found[1], message)
+    if found := re.match(r"Group '(\w+)' does not accept option '(\w+)'", message):
+        name = ".".join(found.groups())
+        if name in RENAMED:
+            return f"there is no key {name}: it is called {RENAMED[name]}"
+        return f"there is no key {name}{did_you_mean(name, [key for key, _ in settings()])}"
+    if found := re.match(r"unrecognized arguments: (\S+)", message):
+        option = found[1].partition("=")[0]
+        if not option.startswith("-"):
+            return f"{brief(found[1])} is one word too many: give one recipe, and settings as --section.key VALUE"
+        if (name := option.removeprefix("--")) in RENAMED:
+            return f"there is no option {option}: it is called --{RENAMED[name]}"
+        near = did_you_mean(option, [*(f"--{key}" for key, _ in settings()), *short_forms])
+        return f"there is no option {brief(option)}{near}; see --help"
+    if found := re.match(r"argument --([\w.]+): expected one argument", message):
+        kind = dict(settings()).get(found[1])
+        return f"--{found[1]} needs a value" + (f": {expected(kind)}" if kind else "")
+    return message
+
+
+def _wrong_value(key: str, message: str) -> str:
+    kinds = dict(settings())
+    kind = kinds.get(key)
+    value = re.search(r"(?:Given|Got) value: (.*)", message)
+    if kind is None:
+        inside = [name for name in kinds if name.startswith(f"{key}.")]
+        return f"{key} holds keys of its own: give these, such as {inside[0]}" if inside else message
+    if value is None:
+        return f"{key} must be {expected(kind)} ({brief(message.partition(':')[2].strip())})"
+    return f"{key} is {brief(value[1].strip()) or 'empty'}: it must be {expected(kind)}"

@@ -1,0 +1,372 @@
+"""A recipe: every setting with its unit, its default and its limits. Parsing and merging are jsonargparse's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hetsync.config.checks import at_least
+from hetsync.config.schedule import ScheduleConfig
+from hetsync.errors import UserError, brief, did_you_mean
+
+TRACKERS = ("tensorboard", "mlflow", "wandb")
+
+
+@dataclass(frozen=True)
+class KeepBestConfig:
+    """The best weights so far, in RUN/best.
+
+    Args:
+        metric: Metric of the evaluations by which weights are the best; null keeps none. Where one is named, all ranks
+            come to rest for each evaluation, with the same weights.
+        mode: Is the greatest value the best, or the least?
+    """
+
+    metric: str | None = None
+    mode: Literal["max", "min"] = "max"
+
+
+@dataclass(frozen=True)
+class EarlyStopConfig:
+    """Training that ends when it gains nothing any more.
+
+    Args:
+        metric: Metric of the evaluations that must go on getting better; null trains to the end. Where one is named,
+            all ranks come to rest for each evaluation, with the same weights.
+        mode: Is a greater value better, or a lesser one?
+        patience: Evaluations in a row without a better value after which training ends.
+    """
+
+    metric: str | None = None
+    mode: Literal["max", "min"] = "max"
+    patience: int = 5
+
+    def __post_init__(self) -> None:
+        at_least("run.early_stop.patience", self.patience, 1)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run: where it writes, how long it trains.
+
+    Args:
+        name: Name of the run, part of its folder's name.
+        dir: The run folder itself; null makes runs/NAME-DATE-TIME.
+        seed: Seed of weights, sample order, dropout and emulated jitter.
+        samples: Samples to train on, over all ranks; null trains for `epochs`.
+        epochs: Passes over the training data, where `samples` is null.
+        evaluate_every: Samples between evaluations on the test data; null evaluates at the end only.
+        checkpoint_every: Samples between checkpoints; null saves by `checkpoint_seconds` and at the end only.
+        checkpoint_seconds: Longest training without a checkpoint, in seconds; null saves by `checkpoint_every` only.
+        keep_checkpoints: Newest checkpoints to keep.
+        plane: What carries the data: mpi, local (one rank), or auto (mpi when started by an MPI launcher).
+        device: Device of each rank: auto (a CUDA device where there is one), cpu, cuda or cuda:INDEX.
+        precision: Number format of forward and backward passes: float32, or autocast to bfloat16 or float16 (with
+            scaled gradients). Weights stay what they are.
+        compile: Compile the model by torch.compile, which takes a compiler for the device.
+        track: Trackers that get the run's figures beside RUN/metrics.csv: any of tensorboard, mlflow and wandb, each
+            with files of its own in the run folder.
+        keep_best: The best weights so far.
+        early_stop: Training that ends when it gains nothing any more.
+        timeout_seconds: Longest wait for other ranks, or for a batch to be loaded, before the job ends and says for
+            whom or what it waited, in seconds. While rank 0 saves, the others wait half as long again.
+        profile_seconds: Longest time to measure each rank's speed at the start, in seconds, where steps scatter.
+    """
+
+    name: str = "digits"
+    dir: str | None = None
+    seed: int = 0
+    samples: int | None = None
+    epochs: float = 10.0
+    evaluate_every: int | None = None
+    checkpoint_every: int | None = None
+    checkpoint_seconds: float | None = 900.0
+    keep_checkpoints: int = 3
+    plane: Literal["auto", "mpi", "local"] = "auto"
+    device: str = "auto"
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    compile: bool = False
+    track: list[str] = field(default_factory=list)
+    keep_best: KeepBestConfig = field(default_factory=KeepBestConfig)
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+    timeout_seconds: float = 600.0
+    profile_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.name) <= 100 or "/" in self.name:
+            raise UserError(f"run.name is {brief(self.name)}: give 1 to 100 characters without a slash")
+        at_least("run.seed", self.seed, 0)
+        at_least("run.samples", self.samples, 1)
+        at_least("run.epochs", self.epochs, 0, above=True)
+        at_least("run.evaluate_every", self.evaluate_every, 1)
+        at_least("run.checkpoint_every", self.checkpoint_every, 1)
+        at_least("run.checkpoint_seconds", self.checkpoint_seconds, 0, above=True)
+        at_least("run.keep_checkpoints", self.keep_checkpoints, 1)
+        at_least("run.timeout_seconds", self.timeout_seconds, 0, above=True)
+        at_least("run.profile_seconds", self.profile_seconds, 0, above=True)
+        for name in self.track:
+            check_tracker("run.track", name)
+        if self.early_stop.metric is not None and self.evaluate_every is None:
+            raise UserError(
+                f"run.early_stop.metric is {brief(self.early_stop.metric)}, but run.evaluate_every is null, so there is"
+                " one evaluation, at the end: give the samples between evaluations"
+            )
+
+
+def check_tracker(key: str, name: str) -> None:
+    """UserError unless it is the name of one."""
+    if name not in TRACKERS:
+        raise UserError(
+            f"{key} has {brief(name)}{did_you_mean(name, TRACKERS)}: use {', '.join(TRACKERS)}; RUN/metrics.csv is"
+            " always written"
+        )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model.
+
+    Args:
+        name: A model of hetsync.models, or the import path of your own (my_pkg.my_module:MyModel).
+        options: Keyword arguments for it.
+    """
+
+    name: str = "digits_cnn"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The data.
+
+    Args:
+        name: A data set of hetsync.data, or the import path of your own (my_pkg.my_module:my_data).
+        batch_size: Samples of one slice of all ranks together (B).
+        workers: Processes of each rank that load its samples, for data sets that keep Python busy; 0 loads on a thread.
+            Random augmentation repeats in a resumed run only where processes load.
+        options: Keyword arguments for the data set.
+    """
+
+    name: str = "digits"
+    batch_size: int = 64
+    workers: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at_least("data.batch_size", self.batch_size, 1)
+        at_least("data.workers", self.workers, 0, most=1000)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer of each rank (the inner one in delayed mode).
+
+    Args:
+        name: sgd, adam or adamw of torch.optim, or the import path of your own.
+        learning_rate: Learning rate before the schedule.
+        momentum: Momentum of sgd.
+        weight_decay: Weight decay.
+        max_grad_norm: Clip the gradient to this norm before each step; null does not clip.
+        options: More keyword arguments for the optimizer.
+    """
+
+    name: str = "sgd"
+    learning_rate: float = 0.05
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at_least("optimizer.learning_rate", self.learning_rate, 0, above=True)
+        at_least("optimizer.momentum", self.momentum, 0)
+        at_least("optimizer.weight_decay", self.weight_decay, 0)
+        at_least("optimizer.max_grad_norm", self.max_grad_norm, 0, above=True)
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    """A running average of the weights.
+
+    Args:
+        decay: Part of the average that stays at each optimizer step (such as 0.999); null keeps no average. Evaluations
+            and the best weights are then of the average, and all ranks come to rest for each evaluation. Batch-norm
+            statistics are averaged with the weights.
+    """
+
+    decay: float | None = None
+
+    def __post_init__(self) -> None:
+        at_least("ema.decay", self.decay, 0)
+        if self.decay is not None and self.decay >= 1:
+            raise UserError(f"ema.decay is {self.decay}: it must be below 1")
+
+
+@dataclass(frozen=True)
+class OuterConfig:
+    """What a round's sum does to the anchor (delayed mode).
+
+    Args:
+        name: identity adds it; nesterov is DiLoCo's outer optimizer.
+        learning_rate: Learning rate of nesterov.
+        momentum: Momentum of nesterov over a full contribution set (K slices of all ranks), below 1.
+    """
+
+    name: Literal["identity", "nesterov"] = "identity"
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        at_least("sync.outer.learning_rate", self.learning_rate, 0, above=True)
+        at_least("sync.outer.momentum", self.momentum, 0)
+        if self.momentum >= 1:
+            raise UserError(f"sync.outer.momentum is {self.momentum}: it must be below 1")
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    """Synchronisation.
+
+    Args:
+        delay_bound: Greatest staleness in rounds (D). 0 is synchronous training; null has no bound (asynchronous).
+        quorum: Part of a full contribution set, in samples, that may start a round when D > 0;
+            1 waits for a contribution of every rank (stale synchronous parallel with bound D).
+        accumulation: Slices in one contribution (K): at delay bound 1 and above K optimizer steps, at 0 gradient
+            accumulation.
+        shares: Samples of a rank in a slice: speed (by measured speed), equal, or first (rank 0 as pinned,
+            the rest even).
+        pins: Shares set by hand, rank: samples.
+        rebalance: Let shares follow the measured speeds while training, where that gains over 5 %.
+        wire: Number format of what travels.
+        bucket_bytes: Size of a gradient bucket in bytes (synchronous mode).
+        overlap: Let gradient sums travel while backward still runs (synchronous mode); not where a slice has several
+            backward calls now and then.
+        outer: What a round's sum does to the anchor (delayed mode).
+    """
+
+    delay_bound: int | None = 4
+    quorum: float = 0.25
+    accumulation: int = 1
+    shares: Literal["speed", "equal", "first"] = "speed"
+    pins: dict[int, int] = field(default_factory=dict)
+    rebalance: bool = True
+    wire: Literal["float32", "bfloat16", "int8"] = "float32"
+    bucket_bytes: int = 4194304
+    overlap: bool = True
+    outer: OuterConfig = field(default_factory=OuterConfig)
+
+    def __post_init__(self) -> None:
+        at_least("sync.delay_bound", self.delay_bound, 0)
+        at_least("sync.accumulation", self.accumulation, 1)
+        at_least("sync.bucket_bytes", self.bucket_bytes, 4)
+        if not 0 < self.quorum <= 1:
+            raise UserError(f"sync.quorum is {self.quorum}: it is a fraction of the samples, above 0 and at most 1")
+        if any(rank < 0 or share < 0 for rank, share in self.pins.items()):
+            raise UserError(f"sync.pins is {brief(self.pins)}: it maps ranks to samples, both 0 or more")
+        if self.shares == "first" and set(self.pins) != {0}:
+            raise UserError("sync.shares is first, so sync.pins must name rank 0's samples and no others")
+
+
+@dataclass(frozen=True)
+class ControlConfig:
+    """What sets accumulation and delay bound while training runs.
+
+    Args:
+        name: fixed leaves them as `sync` says; ppo is the learned controller, goodput maximises throughput times
+            statistical efficiency; proportional, schedule and random are baselines.
+        policy: Saved policy of ppo, as `hetsync control train` writes it; null takes the one that comes along.
+        interval_seconds: Length of the windows that the controller looks at, in seconds; it decides once a window.
+        min_accumulation: Smallest K that it may set.
+        max_accumulation: Largest K that it may set.
+        min_delay_bound: Smallest D that it may set; 0 lets it change to synchronous training, which drains first.
+        max_delay_bound: Largest D that it may set.
+        fine_tune: Let ppo go on learning while training runs.
+    """
+
+    name: Literal["fixed", "ppo", "proportional", "goodput", "schedule", "random"] = "fixed"
+    policy: str | None = None
+    interval_seconds: float = 10.0
+    min_accumulation: int = 1
+    max_accumulation: int = 8
+    min_delay_bound: int = 1
+    max_delay_bound: int = 16
+    fine_tune: bool = False
+
+    def __post_init__(self) -> None:
+        at_least("control.interval_seconds", self.interval_seconds, 0, above=True)
+        at_least("control.min_accumulation", self.min_accumulation, 1)
+        at_least("control.max_accumulation", self.max_accumulation, self.min_accumulation)
+        at_least("control.min_delay_bound", self.min_delay_bound, 0)
+        at_least("control.max_delay_bound", self.max_delay_bound, self.min_delay_bound)
+        if self.name != "ppo" and (self.policy is not None or self.fine_tune):
+            key = "policy" if self.policy is not None else "fine_tune"
+            raise UserError(f"control.{key} is {getattr(self, key)}, but control.name is {self.name}: only ppo learns")
+
+    def check_start(self, sync: SyncConfig) -> None:
+        """Raise UserError unless the controller can begin from these settings."""
+        if self.name == "fixed":
+            return
+        self._check_key("delay_bound", sync.delay_bound)
+        self._check_key("accumulation", sync.accumulation)
+
+    def _check_key(self, key: str, value: int | None) -> None:
+        least, greatest = getattr(self, f"min_{key}"), getattr(self, f"max_{key}")
+        if value is None or not least <= value <= greatest:
+            raise UserError(
+                f"sync.{key} is {'null' if value is None else value}, where control.name {self.name} may set"
+                f" {least} to {greatest}: begin within these, or change control.min_{key} and control.max_{key}"
+            )
+
+
+@dataclass(frozen=True)
+class EmulationConfig:
+    """Emulated devices.
+
+    Args:
+        profile: Cluster profile whose devices this machine shall imitate: a path, or the name of a shipped one. Short
+            form: --emulate.
+        samples_per_second: Speed of the whole emulated cluster, where its profile does not know the model;
+            null chooses one that this machine imitates honestly (real compute at most 15 % of its cores,
+            a slice at least 0.1 s).
+    """
+
+    profile: str | None = None
+    samples_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        at_least("emulation.samples_per_second", self.samples_per_second, 1e-6)
+        if self.profile is None and self.samples_per_second is not None:
+            raise UserError(
+                f"emulation.samples_per_second is {self.samples_per_second}, but no cluster is emulated: name its"
+                " profile by --emulate, or leave it out"
+            )
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole recipe.
+
+    Args:
+        run: The run.
+        model: The model.
+        data: The data.
+        optimizer: The optimizer.
+        schedule: The learning rate's schedule.
+        ema: A running average of the weights.
+        sync: Synchronisation.
+        control: What sets accumulation and delay bound while training runs.
+        emulation: Emulated devices.
+    """
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)
+    emulation: EmulationConfig = field(default_factory=EmulationConfig)
+
+    def __post_init__(self) -> None:
+        self.control.check_start(self.sync)

@@ -1,0 +1,184 @@
+"""A `DataLoader` that a script hands over: what it says of the data, the batch and the workers is taken over; the order
+of samples is the ledger's."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+
+from hetsync.data.loader import Source
+from hetsync.data.stream import Stream, is_stream
+from hetsync.data.workers import RUN_ANEW, WORKER, Collate
+from hetsync.errors import USER_ERROR, UserError
+
+
+def check_dataset(dataset: Any) -> None:
+    """UserError unless its samples can be addressed."""
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise UserError(
+            f"dataset is a {kind}: give a map-style data set, which has a length and is indexed, so that each sample"
+            " can be used once an epoch, whichever rank takes it"
+        )
+    if not len(dataset):
+        raise UserError("dataset has no samples: the data set is empty")
+
+
+def shuffles(loader: DataLoader[Any]) -> bool:
+    """Does it draw an order of its own? UserError for an order that HetSync's cannot stand for."""
+    if is_stream(loader.dataset):
+        raise UserError(
+            f"the DataLoader's data set is a {type(loader.dataset).__name__}, which has no end that all ranks know: as"
+            " training data give it to job.loader with samples=N; test data have a length and are indexed"
+        )
+    if loader.batch_size is None or type(loader.batch_sampler).__name__ != "BatchSampler":
+        raise UserError(
+            f"the DataLoader batches by a {type(loader.batch_sampler).__name__}: give its data set and a batch_size to"
+            " job.loader, with costs= where samples differ in length"
+        )
+    sampler = loader.sampler
+    if isinstance(sampler, RandomSampler):
+        if sampler.replacement or sampler.num_samples != len(loader.dataset):  # type: ignore[arg-type]
+            raise UserError(
+                "the DataLoader's RandomSampler draws with replacement, or not each sample: HetSync uses each sample"
+                " once an epoch; give the data set itself to job.loader"
+            )
+        return True
+    if isinstance(sampler, SequentialSampler):
+        return False
+    remedies = {
+        "DistributedSampler": "leave it out, and give shuffle=True",
+        "SubsetRandomSampler": "give a torch.utils.data.Subset and shuffle=True",
+    }
+    remedy = remedies.get(type(sampler).__name__, "give a data set that holds what is to be drawn, and shuffle=True")
+    raise UserError(
+        f"the DataLoader has a {type(sampler).__name__}, but the order of samples is HetSync's, one pass an epoch over"
+        f" all ranks: {remedy}"
+    )
+
+
+def source_of(
+    data: Any,
+    batch_size: int | None,
+    collate: Collate | None,
+    workers: int | None,
+    costs: Sequence[float] | None,
+    samples: int | None = None,
+) -> tuple[Source, int]:
+    """Where training samples come from, and B, from a data set or from a loader. Arguments go before what a loader has.
+    `samples`: of an iterable data set, how many to read."""
+    if workers is not None and (not isinstance(workers, int) or workers < 0):
+        raise UserError(f"job.loader got {workers} workers: give a whole number, 0 or more")
+    if is_stream(data.dataset if isinstance(data, DataLoader) else data):
+        return _stream_source(data, batch_size, collate, workers, costs, samples)
+    if not isinstance(data, DataLoader):
+        check_dataset(data)
+        if batch_size is None:
+            raise UserError("job.loader needs a batch_size, in samples of all ranks together")
+        _check_batch(batch_size, len(data))
+        return Source(data, collate, costs, workers or 0), batch_size
+    shuffle = shuffles(data)
+    check_dataset(data.dataset)
+    samples = len(data.dataset)  # type: ignore[arg-type]
+    batch_size = data.batch_size if batch_size is None else batch_size
+    assert batch_size is not None
+    _check_batch(batch_size, samples)
+    _check_workers(data)
+    return (
+        Source(
+            data.dataset,
+            collate_of(data) if collate is None else collate,
+            costs,
+            data.num_workers if workers is None else workers,
+            shuffle,
+            samples // batch_size * batch_size if data.drop_last else None,
+        ),
+        batch_size,
+    )
+
+
+def total_samples(samples: Any, epochs: Any, epoch_samples: int) -> int | None:
+    """Samples to train on, as `job.loader` was told; None where it was not."""
+    if samples is not None and epochs is not None:
+        raise UserError("job.loader got epochs and samples: give one of them")
+    if samples is not None and (not isinstance(samples, int) or samples < 1):
+        raise UserError(f"job.loader got samples {samples}: give a whole number, 1 or more")
+    if epochs is not None and (not isinstance(epochs, int | float) or not 0 < epochs < math.inf):
+        raise UserError(f"job.loader got epochs {epochs}: give a number above 0")
+    return samples if epochs is None else max(1, round(epochs * epoch_samples))
+
+
+def _stream_source(
+    data: Any,
+    batch_size: int | None,
+    collate: Collate | None,
+    workers: int | None,
+    costs: Sequence[float] | None,
+    samples: int | None,
+) -> tuple[Source, int]:
+    drop_last = False
+    if isinstance(data, DataLoader):
+        _check_workers(data)
+        batch_size = data.batch_size if batch_size is None else batch_size
+        collate = collate_of(data) if collate is None else collate
+        workers = data.num_workers if workers is None else workers
+        data, drop_last = data.dataset, data.drop_last
+    kind = type(data).__name__
+    if samples is None and hasattr(data, "__len__"):
+        samples = len(data)
+    if samples is None:
+        raise UserError(
+            f"the training data is a {kind}, which has no length: give job.loader samples=N, those of an epoch"
+        )
+    if not isinstance(samples, int) or samples < 1:
+        raise UserError(f"samples is {samples}: give a whole number of samples, 1 or more")
+    if costs is not None:
+        raise UserError(
+            f"job.loader got costs with a {kind}, whose samples come in an order of their own: leave costs out"
+        )
+    if batch_size is None:
+        raise UserError("job.loader needs a batch_size, in samples of all ranks together")
+    _check_batch(batch_size, samples)
+    used = samples // batch_size * batch_size if drop_last else None
+    return Source(Stream(data, samples), collate, None, workers or 0, shuffle=False, used=used), batch_size
+
+
+def collate_of(loader: DataLoader[Any]) -> Collate | None:
+    return None if loader.collate_fn is default_collate else loader.collate_fn
+
+
+def _check_batch(batch_size: int, samples: int) -> None:
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}: give a whole number of samples, 1 or more")
+    if batch_size > samples:
+        raise UserError(f"batch_size is {batch_size}, but the data set has {samples} samples: lower it")
+
+
+def _check_workers(loader: DataLoader[Any]) -> None:
+    if loader.worker_init_fn is not None:
+        raise UserError(
+            "the DataLoader has a worker_init_fn, which HetSync's workers do not call: they are seeded already; do what"
+            " else it does in the data set"
+        )
+    context = loader.multiprocessing_context
+    if context is not None and context.get_start_method() == "fork":
+        raise UserError(
+            "the DataLoader's workers are to be forked, which may hang a process that runs MPI: leave"
+            " multiprocessing_context out, and HetSync spawns them"
+        )
+
+
+def check_not_a_worker() -> None:
+    """UserError in a process that was spawned and has come to the script's own lines; a data worker ends, and its rank
+    says why."""
+    runs_anew = getattr(sys.modules.get("__mp_main__"), "__name__", None) == "__mp_main__"  # as Python names it then
+    if multiprocessing.parent_process() is None and not runs_anew:
+        return
+    if multiprocessing.current_process().name == WORKER:
+        sys.exit(USER_ERROR)
+    raise UserError(RUN_ANEW)

@@ -1,0 +1,54 @@
+"""What is on disk is whole or not there; and what the files of a run folder are called."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+
+from hetsync.errors import UserError
+
+BLOCK_BYTES = 2**20
+RECIPE, SUMMARY = "recipe.yaml", "summary.json"  # in a run folder
+
+
+class DiskError(UserError):
+    """Something could not be written: the disk is full, read-only or gone."""
+
+
+def write_atomically(path: Path, content: str | bytes, otherwise: str = "choose another run.dir") -> None:
+    """Replace a file as one step, flushed to disk first; text is written as UTF-8.
+
+    DiskError where that fails. `otherwise`: what its reader may do instead of freeing space.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise DiskError(f"cannot write {path}: {error.strerror}; free space or {otherwise}") from error
+
+
+def flush_to_disk(path: Path) -> None:
+    """Make durable a file's content, or the renames in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Digest of a file's content."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,83 @@
+"""The main thread's blocking calls over MPI: they sleep while they wait, end in time, and say who is late."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from array import array
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hetsync.plane.base import LateError, named, wait_limit
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# The longest sleep bounds what sleeping adds to a wait.
+FIRST_SLEEP_SECONDS = 50e-6
+LONGEST_SLEEP_SECONDS = 2e-3
+
+
+class BlockingCollectives:
+    """All ranks meet at rank 0, which knows who has come; on a communicator that nobody else uses."""
+
+    def __init__(self, comm: MPI.Intracomm, timeout_seconds: float) -> None:
+        self._comm = comm
+        self._rank, self._size = comm.Get_rank(), comm.Get_size()
+        self._timeout_seconds = timeout_seconds
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        data = pickle.dumps(value)
+        if self._rank > 0:
+            request = self._comm.Issend(data, dest=0)
+            self._wait(request.Test, lambda: "rank 0")
+            return [pickle.loads(part) for part in self.broadcast(None)]
+        return [pickle.loads(part) for part in self.broadcast(self._collect(data))]
+
+    def _collect(self, own: bytes) -> list[bytes]:
+        arrived: dict[int, bytes | bytearray] = {0: own}
+
+        def all_here() -> bool:
+            status = _status()
+            while (message := self._comm.Improbe(status=status)) is not None:
+                data = bytearray(status.Get_count())
+                message.Recv(data)
+                arrived[status.Get_source()] = data
+            return len(arrived) == self._size
+
+        self._wait(all_here, lambda: named([r for r in range(self._size) if r not in arrived]))
+        return [bytes(arrived[rank]) for rank in range(self._size)]
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        data = bytearray(pickle.dumps(value)) if self._rank == 0 else bytearray()
+        length = array("q", [len(data)])
+        request = self._comm.Ibcast(length)
+        self._wait(request.Test, lambda: "rank 0")
+        data = data or bytearray(length[0])
+        request = self._comm.Ibcast(data)
+        self._wait(request.Test, lambda: "rank 0")
+        return pickle.loads(data)
+
+    def _wait(self, done: Callable[[], bool], who: Callable[[], str]) -> None:
+        wait_until(done, wait_limit(self._rank, self._timeout_seconds), who)
+
+
+def wait_until(done: Callable[[], bool], limit_seconds: float, who: Callable[[], str]) -> None:
+    """Sleep until `done`; LateError, naming `who`, after the limit."""
+    deadline = time.monotonic() + limit_seconds
+    sleep_seconds = FIRST_SLEEP_SECONDS
+    while not done():
+        if time.monotonic() > deadline:
+            raise LateError(
+                f"waited {limit_seconds:.0f} s for {who()} (raise run.timeout_seconds if the work takes that long)"
+            )
+        time.sleep(sleep_seconds)
+        sleep_seconds = min(2 * sleep_seconds, LONGEST_SLEEP_SECONDS)
+
+
+def _status() -> MPI.Status:
+    from mpi4py import MPI
+
+    return MPI.Status()

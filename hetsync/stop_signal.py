@@ -1,0 +1,70 @@
+"""Signals ask a job to save and stop: SIGUSR1 at any time; SIGTERM, Ctrl-C (SIGINT) and a lost terminal (SIGHUP) as
+soon as there is a job.
+
+Before that SIGTERM and Ctrl-C end the process as they always do, since there is nothing to save.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from types import FrameType
+
+from hetsync.errors import HUNG_UP, INTERRUPTED, STOPPED, TERMINATED
+
+STATUSES = {
+    signal.SIGUSR1: STOPPED,
+    signal.SIGTERM: TERMINATED,
+    signal.SIGINT: INTERRUPTED,
+    signal.SIGHUP: HUNG_UP,
+}
+ONCE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # whichever comes second ends the process
+
+
+class StopSignal:
+    """Catches the signals. SIGUSR1 may come again and again; a second one of the others ends the process at once."""
+
+    def __init__(self) -> None:
+        self.caught: signal.Signals | None = None  # the first one
+        self._listener: Callable[[], None] | None = None
+        signal.signal(signal.SIGUSR1, self._catch)
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call the listener at the first signal, and at once if one has come already.
+
+        It is called from a signal handler: the main thread may hold any lock, so the listener must take none.
+        """
+        self._listener = listener
+        for number in ONCE:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, self._catch)
+        if self.caught is not None:
+            listener()
+
+    def over(self) -> None:
+        """The job has ended. SIGUSR1 would kill the process once Python no longer listens: another status."""
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGUSR1:
+            for other in ONCE:
+                signal.signal(other, signal.SIG_DFL)
+        if self.caught is None:
+            self.caught = signal.Signals(number)
+            if self._listener is not None:
+                self._listener()
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Processes started inside never hear the signals, which launchers and terminals send to whole groups: only ranks
+    are meant. What is blocked here stays so in the new process, which therefore ends by itself or by SIGKILL."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STATUSES)
+    try:
+        resource_tracker.ensure_running()  # starting it with the first process would unblock two of them
+        signal.pthread_sigmask(signal.SIG_BLOCK, STATUSES)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,168 @@
+"""At rest all ranks hold the same values of everything that a checkpoint holds; a hash of it is compared."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from hetsync.errors import complain
+from hetsync.plane.base import Plane
+from hetsync.sync.optimizer_state import set_state, state_by_place
+
+# Processors of other instruction sets round an optimizer's step in the last bit, and some thousand steps on the same
+# sums of gradients add that up to a hundred-thousandth of a tensor's largest value.
+TOLERANCE = 1e-4
+
+
+class AnchorMismatchError(RuntimeError):
+    """Ranks that must hold the same values do not: an internal error."""
+
+
+def weights_sha256(tensors: Iterable[torch.Tensor]) -> str:
+    """Digest of the tensors' bytes, in order."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        # Not every dtype has one of numpy's; a view as bytes needs at least one dimension.
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def processor(device: torch.device) -> str:
+    """Devices that are called the same compute the same bits."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
+
+
+class Agreement:
+    """One rank's part. `values` is what a checkpoint holds, by name."""
+
+    def __init__(
+        self,
+        plane: Plane,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        averages: Sequence[torch.nn.Module] = (),
+    ) -> None:
+        self._plane = plane
+        self._model = model
+        self._optimizers = optimizers
+        self._averages = averages
+        self._counters: dict[str, torch.Tensor] = {}
+        self._told = False
+
+    def remember_counters(self) -> None:
+        """Call when all ranks hold the same model."""
+        self._counters = {name: buffer.clone() for name, buffer in self._integer_buffers().items()}
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        state = dict(self._model.state_dict())
+        for number, module in enumerate(self._averages):
+            state |= {f"average.{number}.{name}": tensor for name, tensor in module.state_dict().items()}
+        return state
+
+    def _integer_buffers(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in self._state().items() if not value.is_floating_point()}
+
+    @torch.no_grad()
+    def share_counters(self) -> None:
+        """Collective. Integer buffers (counts, places in a queue) have no mean: all take over those of the lowest rank
+        that has changed them since the last rest, as DDP hands out rank 0's."""
+        buffers = self._integer_buffers()
+        changed = {name: now for name, now in buffers.items() if not torch.equal(now, self._counters[name])}
+        everyones = self._plane.gather_objects({name: now.cpu() for name, now in changed.items()})
+        for name in sorted({name for theirs in everyones for name in theirs}):
+            buffers[name].copy_(next(theirs[name] for theirs in everyones if name in theirs))
+        self.remember_counters()
+
+    def values(self, outer: torch.Tensor | None, anchor: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Everything that a checkpoint holds, and the anchor."""
+        found = self._state()
+        for place, state in state_by_place(self._optimizers).items():
+            for name, value in state.items():
+                if value is not None:
+                    found[f"optimizer.{place}.{name}"] = torch.as_tensor(value)
+        found |= {f"anchor.{place}": tensor for place, tensor in enumerate(anchor)}
+        return found if outer is None else {**found, "outer": outer}
+
+    def reach(self, values: Mapping[str, torch.Tensor], device: torch.device, version: int) -> bool:
+        """Collective: compare; True where ranks of other processors took over rank 0's values.
+
+        Raises AnchorMismatchError, naming the ranks and the first of the values.
+        """
+        mine = weights_sha256(values[name] for name in sorted(values)), processor(device)
+        everyones = self._plane.gather_objects(mine)
+        if all(digest == everyones[0][0] for digest, _ in everyones):
+            return False
+        odd = [rank for rank, (digest, _) in enumerate(everyones) if digest != everyones[0][0]]
+        if any(everyones[rank][1] == everyones[0][1] for rank in odd):
+            raise AnchorMismatchError(self._difference(values, odd, version))
+        self._take_over(values, odd, version)
+        return True
+
+    @torch.no_grad()
+    def take_over(
+        self, values: Mapping[str, torch.Tensor], ranks: Sequence[int], device: torch.device, version: int
+    ) -> None:
+        """Collective: the values of these ranks, which hold the same. AnchorMismatchError where they do not."""
+        mine = weights_sha256(values[name] for name in sorted(values)), processor(device)
+        everyones = self._plane.gather_objects(mine)
+        digest, kind = everyones[ranks[0]]
+        odd = [rank for rank in ranks if everyones[rank][0] != digest]
+        if any(everyones[rank][1] == kind for rank in odd):
+            raise AnchorMismatchError(self._difference(values, odd, version))
+        told = {name: value.cpu() for name, value in values.items()} if ranks[0] == self._plane.rank else None
+        theirs = self._plane.gather_objects(told)[ranks[0]]
+        assert theirs is not None
+        for name, value in theirs.items():
+            if name not in values:  # of an optimizer that has not stepped here
+                _, place, key = name.split(".", 2)
+                set_state(self._optimizers, int(place), key, value)
+            elif torch.equal(values[name].cpu(), value):  # a frozen weight stays as it is
+                continue
+            elif name.startswith("optimizer."):  # it may be a plain number
+                _, place, key = name.split(".", 2)
+                set_state(self._optimizers, int(place), key, value)
+            else:
+                values[name].copy_(value)
+
+    def _difference(self, values: Mapping[str, torch.Tensor], odd: list[int], version: int) -> str:
+        digests = self._plane.gather_objects({name: weights_sha256([value]) for name, value in values.items()})
+        names = {name: None for theirs in digests for name in theirs}  # the model's first
+        first = next(name for name in names if len({theirs.get(name) for theirs in digests}) > 1)
+        return f"ranks {odd} hold other weights than rank 0 at version {version}: {first} differs"
+
+    @torch.no_grad()
+    def _take_over(self, values: Mapping[str, torch.Tensor], odd: list[int], version: int) -> None:
+        first = self._plane.rank == 0
+        theirs = self._plane.broadcast_object({name: v.cpu() for name, v in values.items()} if first else None)
+        differences = self._plane.gather_objects(_greatest_difference(values, theirs))
+        if max(differences) > TOLERANCE:
+            raise AnchorMismatchError(
+                f"{self._difference(values, odd, version)}, by {max(differences):.1e} of its largest value,"
+                f" where rounding on other processors may come to {TOLERANCE:.0e}"
+            )
+        for name, value in values.items():
+            if not torch.equal(value.cpu(), theirs[name]):
+                value.copy_(theirs[name])
+        if first and not self._told:
+            self._told = True
+            complain(
+                f"ranks {odd} have other processors than rank 0, which round otherwise (by {max(differences):.1e} at"
+                " most so far): at each rest all take over rank 0's weights"
+            )
+
+
+def _greatest_difference(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:
+    """Relative to each tensor's largest value."""
+    if mine.keys() != theirs.keys():
+        return float("inf")
+    worst = 0.0
+    for name, value in mine.items():
+        if value.numel():
+            own, other = value.detach().cpu().double(), theirs[name].double()
+            off = (own - other).abs().nan_to_num(nan=0.0)  # of infinities
+            worst = max(worst, float(off.max()) / max(1e-30, float(other.abs().nan_to_num(posinf=1.0).max())))
+    return worst

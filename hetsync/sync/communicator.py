@@ -1,0 +1,385 @@
+"""The communication thread of a rank: it takes in instructions, joins every round in order (with zeros where the rank
+has nothing to give), and on rank 0 hosts the coordinator.
+
+A rank alone has no such thread: its main thread polls.
+
+It sleeps between two polls: for a fraction of the time for which nothing has happened. Where the main thread waits,
+polling adds at most that fraction to the wait; where it computes, seldom is often enough. A poll finds its code and
+data no longer in the processor's cache, and costs a tenth of a millisecond and more of the core that computes. So a
+rank that computes in delayed mode, where hardly anybody waits for it, never polls more often than
+`SHORTEST_DELAYED_POLL_SECONDS`, but at the start of each task. The simulator follows the same rule but for this: of
+rounds it draws the longest sleep anyway.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from hetsync.plane.base import Handle, Plane, Residual, WireFormat
+from hetsync.plane.ending import end_job
+from hetsync.plane.wire import encoded_bytes
+from hetsync.sync.coordinator import Coordinator
+from hetsync.sync.deltas import Snapshot
+from hetsync.sync.gradients import Gradients, Stage
+from hetsync.sync.lone import LoneGradients
+from hetsync.sync.messages import Alive, AssignTask, Instruction, NormMeasured, RoundCompleted, StartRound, Task
+from hetsync.sync.router import Router
+from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
+from hetsync.sync.tail import Tail
+from hetsync.sync.watchdog import Watchdog
+from hetsync.telemetry import Telemetry
+from hetsync.threads import cpu_seconds, single_threaded
+
+GRACE_SECONDS = 10.0  # for the main thread to take over a failure
+
+POLL_FRACTION_WAITING = 0.1  # of the quiet, where the main thread waits
+POLL_FRACTION_COMPUTING = 0.5
+SHORTEST_POLL_SECONDS = 50e-6
+SHORTEST_DELAYED_POLL_SECONDS = 4e-3
+LONGEST_COLLECTIVE_POLL_SECONDS = 6e-3  # while a collective is under way
+LONGEST_IDLE_POLL_SECONDS = 16e-3
+
+
+def poll_seconds(
+    quiet_seconds: float, fraction: float, longest: float, shortest: float = SHORTEST_POLL_SECONDS
+) -> float:
+    """Until the next poll, after so many seconds without news."""
+    return min(longest, max(shortest, fraction * quiet_seconds))
+
+
+def squared_norm(tensor: torch.Tensor) -> float:
+    """Of a flat tensor."""
+    return float(tensor.dot(tensor))
+
+
+class PendingCollectives:
+    """The collectives of one round: posted one after the other, awaited together."""
+
+    def __init__(self, plane: Plane, measure_norms: bool = False) -> None:
+        """With `measure_norms` the squared norms of addends are known, and on rank 0 those of the sums."""
+        self.bytes_sent = 0
+        self.addends_norm = 0.0  # of this round's addends so far, squared
+        self.sums_norm = 0.0  # of its sums that are in
+        self._plane = plane
+        self._measure_norms = measure_norms
+        self._under_way: list[Handle] = []
+        self._measured: list[torch.Tensor] = []
+
+    def begin_round(self) -> None:
+        self.addends_norm = self.sums_norm = 0.0
+
+    def post(
+        self, tensor: torch.Tensor, wire: WireFormat, residual: Residual | None = None, in_norms: bool = True
+    ) -> None:
+        """Sum a flat float32 tensor over all ranks, in place, in the order of posting."""
+        if self._measure_norms and in_norms:
+            self.addends_norm += squared_norm(tensor)
+            self._measured.append(tensor)
+        self.bytes_sent += encoded_bytes(tensor.numel(), wire)
+        self._under_way.append(self._plane.allreduce(tensor, wire, residual))
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._under_way)
+
+    def poll(self) -> bool:
+        """Are all complete? What was posted moves on only when it is polled."""
+        return all([handle.done() for handle in self._under_way])
+
+    def wait(self) -> Iterator[None]:
+        """Yields until all are complete."""
+        while not self.poll():
+            yield
+        if self._plane.rank == 0 and self._measured:
+            self.sums_norm += sum(map(squared_norm, self._measured))
+        self._measured.clear()
+        self._under_way.clear()
+
+
+class Communicator:
+    """All methods but the public ones run in its thread, where it has one."""
+
+    def __init__(
+        self,
+        plane: Plane,
+        options: EngineOptions,
+        shared: SharedState,
+        *,
+        router: Router,
+        coordinator: Coordinator | None,
+        on_task: Callable[[Task], None],
+        telemetry: Telemetry,
+    ) -> None:
+        """`coordinator` on rank 0. `on_task` is called with each task as soon as it is known, outside the lock."""
+        self._plane = plane
+        self._options = options
+        self._shared = shared
+        self._router = router
+        self._coordinator = coordinator
+        self._on_task = on_task
+        self._telemetry = telemetry
+        self._rounds: deque[StartRound] = deque()  # to be joined, in order
+        self._collective: Iterator[None] | None = None  # under way: a round, or a request of the main thread
+        self._pending = PendingCollectives(plane, options.measure_norms)  # of that collective
+        version = None if coordinator is None else lambda: coordinator.machine.version
+        self._watchdog = Watchdog(plane, version, options.timeout_seconds)
+        self.started = False
+        self._thread = threading.Thread(None, single_threaded(self._run), "hetsync-communication", daemon=True)
+
+    # For the main thread.
+
+    def use(self, gradients: Gradients | LoneGradients) -> None:
+        """Before the start, or at rest."""
+        self._gradients = gradients
+
+    def start(self) -> None:
+        self.started = True
+        if self._plane.size > 1:
+            self._thread.start()
+        elif self._coordinator is not None:
+            self._coordinator.start()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the thread to end, if it runs; False if it has not."""
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    @property
+    def cpu_seconds(self) -> float:
+        return cpu_seconds(self._thread)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._pending.bytes_sent
+
+    # The loop.
+
+    def _run(self) -> None:
+        shared = self._shared
+        try:
+            if self._coordinator is not None:
+                self._coordinator.start()
+            news_at = time.monotonic()
+            while shared.main_thread is not MainThread.STOPPED:
+                shared.wake.clear()
+                shared.polls += 1
+                moved = self.poll()
+                now = time.monotonic()
+                news_at = now if moved else news_at
+                if shared.wake.wait(self._sleep_seconds(now - news_at)):
+                    news_at = now
+        except BaseException as failure:
+            self._fail(failure)
+
+    def poll(self) -> bool:
+        """Take in, send, and move collectives on; True where that was anything. On a rank alone the main thread calls
+        it where it would wait: nobody else is waited for, and two threads would take each other's processor."""
+        moved = self._receive() + self._flush() + self._proceed() > 0
+        self._watch(moved)
+        return moved
+
+    def _watch(self, moved: bool) -> None:
+        shared = self._shared
+        resting = shared.phase is Phase.RESTING and self._collective is None
+        if moved or resting or shared.main_thread is MainThread.EVALUATING:
+            self._watchdog.moved()
+        else:
+            self._watchdog.check(self._sign)
+
+    def _sleep_seconds(self, quiet_seconds: float) -> float:
+        shared = self._shared
+        waiting = shared.main_thread is MainThread.WAITING
+        longest = LONGEST_COLLECTIVE_POLL_SECONDS if self._pending.under_way else LONGEST_IDLE_POLL_SECONDS
+        fraction = POLL_FRACTION_WAITING if waiting else POLL_FRACTION_COMPUTING
+        calm = shared.deltas is not None and not waiting and shared.phase is not Phase.RESTING
+        shortest = SHORTEST_DELAYED_POLL_SECONDS if calm else SHORTEST_POLL_SECONDS
+        return poll_seconds(quiet_seconds, fraction, longest, shortest)
+
+    @property
+    def _sign(self) -> Alive:
+        waiting = self._shared.main_thread is MainThread.WAITING
+        return Alive(self._plane.rank, self._shared.landed + (self._collective is not None), waiting)
+
+    def _fail(self, failure: BaseException) -> None:
+        """Let the main thread end the job with the failure; if it cannot (it computes, or hangs), end it here."""
+        shared = self._shared
+        with shared.changed:
+            shared.failure, deadline = failure, time.monotonic() + GRACE_SECONDS
+            shared.changed.notify_all()
+        while not shared.failure_raised and shared.main_thread is not MainThread.STOPPED:
+            if time.monotonic() > deadline:
+                end_job(self._plane, failure)
+            time.sleep(0.05)
+
+    # Messages.
+
+    def _receive(self) -> int:
+        """Take in what arrived; returns how much of it is news (signs of life are not)."""
+        inbox = self._router.receive()
+        for sign in inbox.signs:
+            self._watchdog.answer(sign, self._sign)
+        for events in inbox.events:
+            assert self._coordinator is not None
+            self._coordinator.handle(events)
+        batches = [*inbox.instructions, *self._router.pop_own()]
+        for instructions in batches:
+            self._follow(instructions)
+        return inbox.passed_on + len(inbox.events) + len(batches)
+
+    def _follow(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, AssignTask):
+                self._on_task(instruction.task)
+        with self._shared.changed:
+            for instruction in instructions:
+                if isinstance(instruction, AssignTask):
+                    self._shared.worker.assign(instruction.task)
+                else:
+                    self._rounds.append(instruction)
+            self._shared.changed.notify_all()
+
+    def _flush(self) -> int:
+        """Send what is in the outbox; returns how many events."""
+        outbox = self._shared.outbox
+        events = [outbox.popleft() for _ in range(len(outbox))]
+        if self._coordinator is None:
+            self._router.send_events(events)
+        elif events:
+            self._coordinator.handle(events)
+        return len(events)
+
+    # Collectives.
+
+    def _proceed(self) -> int:
+        """Move the collective under way, or begin the next; returns how much has moved.
+
+        At rest, rounds wait for the main thread, since what it asks for comes first on every rank. Otherwise
+
+            rank 0: round 8 ...                      rank 1: allreduce of the optimizer state, round 8 ...
+        """
+        shared = self._shared
+        if self._collective is None:
+            if self._rounds and shared.phase is not Phase.RESTING:
+                self._collective = self._begin_round(self._rounds.popleft())
+            elif shared.requests:
+                self._collective = self._serve(shared.requests.popleft())
+            else:
+                return 0
+        before = shared.landed + self._plane.moves
+        try:
+            next(self._collective)
+            return shared.landed + self._plane.moves - before
+        except StopIteration:
+            self._collective = None
+            return 1
+
+    def _begin_round(self, start: StartRound) -> Iterator[None]:
+        self._pending.begin_round()
+        with self._shared.changed:
+            self._shared.phase = Phase.TRAINING if start.drain is None else Phase.DRAINING
+        return self._synchronous_round(start) if start.synchronous else self._delayed_round(start)
+
+    def _delayed_round(self, start: StartRound) -> Iterator[None]:
+        shared = self._shared
+        contribute = self._plane.rank in start.contributors
+        wire: WireFormat = "float32" if start.drain else self._options.wire
+        began = time.monotonic()
+        with shared.changed:
+            deltas = shared.delayed_mode()
+            staleness = None
+            if contribute:
+                contributed, staleness = shared.worker.contribute(start.number)
+                shared.outbox.append(contributed)
+            addend = deltas.pack(contribute, self._options.batch, wire)
+        self._pending.post(addend, wire, deltas.residual)
+        if contribute:
+            self._report_norm(start, *deltas.packed)
+        self._flush()
+        yield from self._sum_tail(deltas.tail)
+        with shared.changed:
+            deltas.apply_sum()
+            if start.drain:
+                deltas.reset_to_anchor()
+                shared.worker.version = start.number + 1
+            elif start.evaluate:
+                shared.snapshot = Snapshot(start.number, time.monotonic(), deltas.anchor.clone())
+        yield from self._complete_round(start, began, staleness)
+
+    def _synchronous_round(self, start: StartRound) -> Iterator[None]:
+        shared = self._shared
+        began = time.monotonic()
+        if start.drain:
+            with shared.changed:
+                shared.deltas = None
+                shared.worker.version = start.number + 1
+        else:
+            for stage in self._gradients.stages:
+                yield from self._sum_stage(stage, start)
+            if start.evaluate:  # the main thread makes its step before it asks for its next task
+                with shared.changed:
+                    shared.snapshot = Snapshot(start.number, time.monotonic())
+        yield from self._complete_round(start, began, 0, None if start.drain else self._gradients.summed_samples)
+
+    def _sum_stage(self, stage: Stage, start: StartRound) -> Iterator[None]:
+        gradients, wire = self._gradients, self._options.wire
+        for index in range(stage.first, stage.stop):
+            yield from self._until_released()
+            self._pending.post(gradients.pack(index, wire), wire, gradients.buckets[index].residual)
+        yield from self._until_released()
+        last = stage is gradients.stages[-1]
+        if last:
+            self._report_norm(start, gradients.samples, 0)
+        yield from self._sum_tail(stage.tail)
+        if not last:
+            with self._shared.changed:
+                self._shared.stages_summed += 1
+                self._shared.changed.notify_all()
+
+    def _until_released(self) -> Iterator[None]:
+        while not self._gradients.released():
+            self._pending.poll()
+            yield
+
+    def _sum_tail(self, tail: Tail) -> Iterator[None]:
+        """Until the round's sums are all in."""
+        more = True
+        while more:
+            if tail.flat.numel():
+                self._pending.post(tail.flat, "float32", in_norms=False)
+            yield from self._pending.wait()
+            more = tail.unpack()
+
+    def _report_norm(self, start: StartRound, samples: int, steps: int) -> None:
+        if self._options.measure_norms:
+            norm = self._pending.addends_norm
+            self._shared.outbox.append(NormMeasured(self._plane.rank, start.number, samples, steps, norm))
+
+    def _serve(self, request: SumRequest) -> Iterator[None]:
+        self._pending.post(request.tensor, "float32")
+        yield from self._pending.wait()
+        request.done.set()
+
+    def _complete_round(
+        self, start: StartRound, began: float, staleness: int | None, samples: int | None = None
+    ) -> Iterator[None]:
+        shared = self._shared
+        with shared.changed:
+            shared.worker.complete_round(start.number)
+            shared.landed = start.number + 1
+            shared.changed.notify_all()
+        seconds = round(time.monotonic() - began, 6)
+        self._telemetry.record("round", round=start.number, seconds=seconds, staleness=staleness)
+        if self._coordinator is not None:  # a sum is no rank's event: it passes by the outbox
+            self._coordinator.handle([RoundCompleted(start.number, self._pending.sums_norm, samples)])
+        if start.drain:
+            while self._coordinator is not None and self._coordinator.machine.version <= start.number:
+                yield  # until every `Contributed` is in: the books must be closed before anybody reads them
+            with shared.changed:
+                shared.drained, shared.phase = start, Phase.RESTING
+                shared.changed.notify_all()

@@ -1,0 +1,164 @@
+"""The tensors of a model that a job began with, against those that the model has now.
+
+Ranks synchronise the tensors that were there when the job began. Modules may put others in their place:
+
+    self.mean = 0.9 * self.mean + 0.1 * x.mean()      a buffer assigned anew
+    weight.data = ...                                 other memory behind a weight
+    backbone.requires_grad_(True)                     a weight unfrozen
+    optimizer.add_param_group(...)                    weights that nobody knew
+
+What is left unnoticed would train on each rank for itself. So after each step buffers and weights are put back
+where they were, with their new values, and the rest is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from hetsync.errors import UserError
+
+Holder = dict[str, torch.Tensor | None]  # a module's buffers, or its parameters, by name
+
+
+class ModelTensors:
+    def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """UserError where an optimizer has weights that the model has not."""
+        self._model = model
+        self._optimizers = optimizers
+        self._names = list(_names(model))
+        self._weights = dict(model.named_parameters())
+        self._storage = {name: weight.detach() for name, weight in self._weights.items()}
+        self._addresses = _addresses(self._weights)
+        self._frozen = [(name, weight) for name, weight in self._weights.items() if not weight.requires_grad]
+        self._buffers = list(_buffers(model))
+        unshared = [(name, buffer) for _, _, name, buffer in self._buffers if _not_finite(buffer)]
+        self._unshared = [(name, tensor, tensor._version) for name, tensor in [*self._frozen, *unshared]]
+        self._known = {id(weight) for weight in self._weights.values()}
+        self._groups = 0
+        self._check_groups()
+
+    def restore(self) -> None:
+        """After each step, before anything is synchronised. UserError where that cannot be done."""
+        if _addresses(self._weights) != self._addresses:
+            self._restore_weights()
+        for holder, key, name, tensor in self._buffers:
+            if (now := holder.get(key)) is not tensor:
+                self._restore_buffer(holder, key, name, tensor, now)
+        for name, weight in self._frozen:
+            if weight.requires_grad:
+                raise UserError(
+                    f"weight {name} was unfrozen in the loop, and ranks do not share it yet: unfreeze between epochs,"
+                    " where all ranks are at rest, or let it require a gradient when training starts"
+                )
+        for name, tensor, version in self._unshared:
+            if tensor._version != version:
+                raise UserError(
+                    f"{name} was changed while training runs, and ranks do not share it: weights that require no"
+                    " gradient and buffers with infinities stay as they were (keep an average of weights elsewhere)"
+                )
+        if self._count_groups() != self._groups:
+            self._check_groups()
+
+    def check(self) -> None:
+        """At rest: the model has the same weights and buffers as ever. UserError where it has not."""
+        self.restore()
+        if (names := list(_names(self._model))) != self._names:
+            odd = sorted(set(names) ^ set(self._names))
+            raise UserError(
+                f"the model's tensors are others than when training began ({', '.join(odd[:3]) or 'another order'}):"
+                " build the whole model first, and change the values of its tensors only"
+            )
+        for name, weight in self._model.named_parameters():
+            if weight is not self._weights[name]:
+                raise UserError(f"weight {name} is another one than when training began: change its values in place")
+
+    @property
+    def layout(self) -> list[tuple[str, bool]]:
+        """What is trained and what is not, as it is to be on every rank."""
+        trained = [(name, weight.requires_grad) for name, weight in self._model.named_parameters()]
+        return [*trained, *((name, False) for _, _, name, _ in _buffers(self._model))]
+
+    @property
+    def frozen(self) -> set[int]:
+        """Weights that ranks do not share, by id."""
+        return {id(weight) for _, weight in self._frozen}
+
+    def is_current(self) -> bool:
+        """At rest: are these still the tensors of the model, in the same roles?"""
+        weights = dict(self._model.named_parameters())
+        same_weights = list(weights) == list(self._weights) and all(
+            weight is self._weights[name] for name, weight in weights.items()
+        )
+        buffers = [(name, id(buffer)) for _, _, name, buffer in _buffers(self._model)]
+        return (
+            same_weights
+            and not any(weight.requires_grad for _, weight in self._frozen)  # others may be frozen, and stay shared
+            and buffers == [(name, id(buffer)) for _, _, name, buffer in self._buffers]
+            and _addresses(weights) == self._addresses
+            and self._count_groups() == self._groups
+        )
+
+    def _count_groups(self) -> int:
+        return sum(len(optimizer.param_groups) for optimizer in self._optimizers)
+
+    @torch.no_grad()
+    def _restore_weights(self) -> None:
+        for name, weight in self._weights.items():
+            own = self._storage[name]
+            if weight.data_ptr() != own.data_ptr():
+                _require_alike("weight", name, own, weight)
+                own.copy_(weight.detach())
+                weight.data = own
+
+    @torch.no_grad()
+    def _restore_buffer(
+        self, holder: Holder, key: str, name: str, tensor: torch.Tensor, now: torch.Tensor | None
+    ) -> None:
+        if now is None:
+            raise UserError(f"buffer {name} is gone while training runs: keep it, and change its values only")
+        _require_alike("buffer", name, tensor, now)
+        tensor.copy_(now.detach())
+        holder[key] = tensor
+
+    def _check_groups(self) -> None:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        strangers = sum(id(weight) not in self._known for group in groups for weight in group["params"])
+        if strangers:
+            raise UserError(
+                f"the optimizer has {strangers} weights that the model has not, which ranks would not share: make them"
+                " part of the model (a torch.nn.ModuleList holds several models)"
+            )
+        self._groups = len(groups)
+
+
+def _names(model: torch.nn.Module) -> Iterator[str]:
+    yield from (name for name, _ in model.named_parameters())
+    yield from (name for _, _, name, _ in _buffers(model))
+
+
+def _buffers(model: torch.nn.Module) -> Iterator[tuple[Holder, str, str, torch.Tensor]]:
+    """Those that a checkpoint holds, each once; a module's other buffers are its own business."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield module._buffers, key, f"{path}.{key}".lstrip("."), buffer
+
+
+def _not_finite(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() and not bool(buffer.isfinite().all())
+
+
+def _addresses(weights: dict[str, torch.nn.Parameter]) -> list[int]:
+    return [weight.data_ptr() for weight in weights.values()]
+
+
+def _require_alike(what: str, name: str, old: torch.Tensor, new: torch.Tensor) -> None:
+    if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
+        raise UserError(
+            f"{what} {name} has become {new.dtype} of shape {tuple(new.shape)} on {new.device} while training runs,"
+            f" and was {old.dtype} of shape {tuple(old.shape)} on {old.device}: keep all three"
+        )

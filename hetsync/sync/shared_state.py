@@ -1,0 +1,102 @@
+"""What the two threads of a rank share: which fields, and what keeps each of them whole.
+
+The main thread computes (`engine.py`), the communication thread joins collectives (`communicator.py`). A signal handler
+may interrupt the main thread anywhere, also while it holds a lock: it takes none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
+
+import torch
+
+from hetsync.plane.base import WireFormat
+from hetsync.sync.deltas import Deltas, Nesterov, Snapshot
+from hetsync.sync.messages import Event, StartRound
+from hetsync.sync.worker import Worker
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """`batch` is B, samples of one slice of all ranks; `timeout_seconds` bounds every wait for other ranks. With
+    `measure_norms` the norms of what ranks put into sums are told (`NormMeasured`, `RoundCompleted`)."""
+
+    batch: int
+    wire: WireFormat = "float32"
+    bucket_bytes: int = 4 * 2**20
+    overlap: bool = True
+    timeout_seconds: float = 600.0
+    measure_norms: bool = False
+
+
+class MainThread(Enum):
+    """What the main thread does. It alone writes this; the communication thread polls by it."""
+
+    COMPUTING = auto()  # a task; at a rest also what is done there: evaluating, saving
+    WAITING = auto()  # for other ranks: for a task, for a round's sum, at a rest for a sum of its own
+    EVALUATING = auto()  # its part of an evaluation, while rounds go on
+    STOPPED = auto()  # the job is over, or given up: the communication thread ends
+
+
+class Phase(Enum):
+    """Where the job is, as this rank sees it.
+
+    Not one enum with `MainThread`: a drain lands while the main thread still waits for a task, and at a rest it waits
+    for sums of its own.
+    """
+
+    TRAINING = auto()  # tasks and rounds go on
+    DRAINING = auto()  # a drain is under way: no task starts, although those that follow it may have come already
+    RESTING = auto()  # the drain has landed: rounds wait until the main thread asks for a task again
+
+
+class SumRequest(NamedTuple):
+    """A flat float32 tensor that the main thread wants summed over all ranks, in place."""
+
+    tensor: torch.Tensor
+    done: threading.Event
+
+
+class SharedState:
+    def __init__(self, worker: Worker, outer: Nesterov | None) -> None:
+        # The lock; notified when the main thread may have something to go on with. Under it change the fields below
+        # and all weights outside an inner step. Deltas are used without it where the other thread cannot touch what
+        # is used: at a rest, and while a snapshot is shown (`Deltas.showing`).
+        self.changed = threading.Condition()
+        self.worker = worker
+        self.deltas: Deltas | None = None  # None in synchronous mode
+        self.landed = worker.version  # rounds complete here
+        self.stages_summed = 0  # of the synchronous round that this rank computes; zeroed by the main thread
+        self.phase = Phase.TRAINING  # RESTING is ended by the main thread, all else is the other's
+        self.snapshot: Snapshot | None = None  # to be evaluated
+        self.drained: StartRound | None = None  # the drain that has landed, until the main thread takes it
+        self.failure: BaseException | None = None  # of the communication thread
+
+        # Without the lock: append and popleft are atomic, and only the communication thread takes out. The outbox holds
+        # all that this rank tells the coordinator, in the order in which it happened. What comes of the worker's books
+        # is put there under the lock that they change under, or `Contributed` might overtake its `TaskFinished`. A
+        # signal handler appends, and does no more: to wake the other thread would take the event's own lock.
+        self.outbox: deque[Event] = deque()
+        self.requests: deque[SumRequest] = deque()
+        self.wake = threading.Event()  # the communication thread is to poll now
+
+        # Without it, too: written by one thread in one step, and the other may read the old value once more.
+        self.main_thread = MainThread.COMPUTING  # written by the main thread
+        self.failure_raised = False  # by the main thread
+        self.polls = 0  # by the communication thread: it does not hang
+
+        # Set before the communication thread starts.
+        self.weights: Sequence[torch.Tensor] = ()
+        self.buffers: Sequence[torch.Tensor] = ()
+        self._outer = outer
+
+    def delayed_mode(self) -> Deltas:
+        """Under the lock. Deltas are made when delayed mode begins: until then all ranks' weights are the anchor."""
+        if self.deltas is None:
+            self.deltas = Deltas(self.weights, self._outer, self.buffers)
+        return self.deltas

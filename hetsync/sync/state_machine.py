@@ -1,0 +1,451 @@
+"""When a round starts, who contributes, and who works on which samples: a pure state machine.
+
+Events go in, instructions come out; there are no tensors, no MPI, no threads and no clock here. The engine
+drives it over a data plane, the simulator over a virtual clock, property tests with arbitrary event orders.
+
+Delayed mode (D >= 1). A rank starts another task while at most D of its contributions are not yet applied.
+A round starts when every rank is ready or the quorum is there, and in either case only if every task
+then under way can still be applied within its bound: version + 1 - (version it started from) <= D. A rank that
+was just released has not reported yet from where it starts; its *floor* is the least version that it can start from.
+With q = 1 a round needs a task of every rank, and a rank's n-th task may start only after round n - D: no rank
+is more than D tasks ahead of the slowest, which is stale synchronous parallel (Ho et al. 2013).
+
+Synchronous mode (D = 0). All ranks' tasks of a round are handed out together, two rounds ahead, so that no rank
+waits for an instruction; each rank contributes to every round.
+
+Near a milestone (checkpoint, end) tasks shrink with the samples left, so that ranks of unequal speed come to rest
+together; then a drain round merges everything. The anchor of a round is the same on all ranks, so it is evaluated
+without a rest: each rank does its part between two tasks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+
+from hetsync.balance.shares import without_single
+from hetsync.data.ledger import Ledger, split
+from hetsync.sync.members import (
+    TRANSITIONS,
+    Activity,
+    Cause,
+    Membership,
+    RankState,
+    Round,
+    TaskState,
+)
+from hetsync.sync.messages import (
+    AssignTask,
+    Contributed,
+    DrainRequested,
+    Evaluated,
+    Event,
+    Instruction,
+    RankJoined,
+    RankLeft,
+    RankWithdrew,
+    RoundCompleted,
+    Settings,
+    SettingsChanged,
+    SharesChanged,
+    StartRound,
+    Task,
+    TaskFinished,
+    TaskStarted,
+)
+from hetsync.sync.milestones import Marks, Milestone, Milestones, Rests, Snapshots, no_marks
+
+SYNCHRONOUS_ROUNDS_AHEAD = 2
+EVENTS_KEPT = 40
+
+
+class ProtocolError(AssertionError):
+    """An event that cannot happen in this state: an internal error, with the events before it."""
+
+
+class RoundStateMachine:
+    """Turns each event into instructions, by the rules above."""
+
+    def __init__(
+        self,
+        shares: Mapping[int, int],
+        settings: Settings,
+        ledger: Ledger,
+        milestones: Milestones,
+        version: int = 0,
+        evaluations: Marks = no_marks,
+    ) -> None:
+        """`shares` are samples a slice by live rank; `version` the anchor that all ranks hold now.
+
+        All ranks rest at the milestones; at `evaluations` the anchor is evaluated.
+        """
+        self.settings = settings
+        self.ledger = ledger
+        self.version = version  # rounds completed
+        self._membership = Membership(shares, version, settings.accumulation)
+        self.members: Mapping[int, RankState] = self._membership.members  # the live ranks
+        self.staleness: Counter[int] = Counter()
+        self.samples_by_rank: Counter[int] = Counter()
+        self.snapshots = Snapshots(evaluations, ledger.applied)
+        self.rests = Rests(milestones, ledger.applied)
+        self._rounds: dict[int, Round] = {}  # under way
+        self._next_round = version
+        self._next_task = 0
+        self._pending_settings: Settings | None = None
+        self._ended = False
+        self._history: deque[Event] = deque(maxlen=EVENTS_KEPT)  # for an event that cannot happen
+
+    # What the driver asks.
+
+    @property
+    def ended(self) -> bool:
+        """The final drain round is complete."""
+        return self._ended
+
+    @property
+    def full_set(self) -> int:
+        """Samples in one contribution of every live rank."""
+        return self.settings.accumulation * self.batch
+
+    @property
+    def batch(self) -> int:
+        """B, samples in one slice of every live rank."""
+        return self._membership.batch
+
+    def waited_for(self) -> list[int]:
+        """Ranks whose next event would move the job on."""
+        return [rank for rank, member in self.members.items() if member.working or rank in self.snapshots.awaited]
+
+    def first_instructions(self) -> list[Instruction]:
+        """The first tasks, before any event."""
+        return self._decide()
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take in one event; returns what to tell the ranks, in order. Norms (`NormMeasured`) change nothing here."""
+        self._history.append(event)
+        match event:
+            case TaskStarted():
+                self._on_task_started(event)
+            case TaskFinished():
+                self._on_task_finished(event)
+            case Contributed():
+                self._on_contributed(event)
+            case RoundCompleted():
+                self._on_round_completed(event)
+            case Evaluated():
+                if not self.snapshots.record_part(event.rank, event.round, event.part):
+                    raise self._error(f"rank {event.rank} was not asked to evaluate round {event.round}")
+            case SettingsChanged():
+                self._on_settings_changed(event)
+            case SharesChanged():
+                for rank, share in event.shares.items():
+                    self._membership.set_share(rank, 0 if self._member(rank).withdrawn else share)
+            case DrainRequested():
+                self.rests.request(self.ledger.frontier, event.reason)
+            case RankLeft():
+                self._on_rank_left(event)
+            case RankWithdrew():
+                self._on_rank_withdrew(event)
+            case RankJoined():
+                if event.rank in self.members:
+                    raise self._error(f"rank {event.rank} is a member already")
+                self._membership.add(event.rank, event.share, event.version)
+        return self._decide()
+
+    # Events.
+
+    def _on_task_started(self, event: TaskStarted) -> None:
+        member = self._member(event.rank)
+        blocked = member.activity is Activity.BLOCKED
+        self._move(member, Cause.STARTED)
+        state = member.queued.popleft()
+        if state.task.number != event.task:
+            raise self._error(f"rank {event.rank} started another task")
+        if event.version < member.floor:
+            raise self._error(f"rank {event.rank} started below its floor {member.floor}")
+        state.version = member.floor = event.version
+        member.current = state
+        if blocked:
+            self._membership.check_bound(event.rank, self._next_round)
+
+    def _on_task_finished(self, event: TaskFinished) -> None:
+        member = self._member(event.rank)
+        state = member.current
+        if state is None or state.task.number != event.task:
+            raise self._error(f"rank {event.rank} finished another task")
+        member.current = None
+        if state.task.synchronous_round is None:
+            member.ready.append(state)
+            self._membership.recount(event.rank)
+        self._membership.needs_work.add(event.rank)
+        self._move(member, self._cause_of_finish(member))
+
+    def _cause_of_finish(self, member: RankState) -> Cause:
+        if not member.queued:
+            return Cause.FINISHED_NOTHING_QUEUED
+        return Cause.FINISHED_MAY_START if member.may_start_next(self.version) else Cause.FINISHED_AT_BOUND
+
+    def _on_contributed(self, event: Contributed) -> None:
+        member = self._member(event.rank)
+        taken = [state for state in member.ready if state.task.number <= event.task]
+        if not taken or event.round not in self._rounds:
+            raise self._error("nothing to take, or no such round")
+        if event.rank not in self._rounds[event.round].unconfirmed:
+            raise self._error(f"rank {event.rank} was not asked")
+        for state in taken:
+            self._count_applied(event.rank, state, event.round - state.version)
+        member.ready = member.ready[len(taken) :]
+        member.in_flight += taken
+        self._membership.recount(event.rank)
+        self._rounds[event.round].unconfirmed.discard(event.rank)
+        self._complete_rounds()
+
+    def _count_applied(self, rank: int, state: TaskState, staleness: int) -> None:
+        if not 0 <= staleness <= state.task.delay_bound:
+            raise self._error(f"rank {rank}'s task {state.task.number} is applied with staleness {staleness}")
+        self.staleness[staleness] += 1
+        self.samples_by_rank[rank] += state.task.samples
+
+    def _on_round_completed(self, event: RoundCompleted) -> None:
+        if event.round not in self._rounds:
+            raise self._error("no such round")
+        self._rounds[event.round].summed = True
+        self._rounds[event.round].summed_samples = event.samples
+        self._complete_rounds()
+
+    def _complete_rounds(self) -> None:
+        """Book the rounds that are over, in order."""
+        while (over := self._rounds.get(self.version)) is not None and self._is_over(over):
+            del self._rounds[self.version]
+            self.version += 1
+            for rank, member in self.members.items():
+                if member.in_flight:
+                    self._book(rank, member, over.start)
+                if member.activity is Activity.BLOCKED and member.may_start_next(self.version):
+                    self._move(member, Cause.RELEASED)
+                    member.floor = self.version
+            self.snapshots.round_applied(over.start.number, self.ledger.applied)
+            if over.start.drain is not None:
+                self._on_drained(over.start)
+
+    def _is_over(self, under_way: Round) -> bool:
+        if not under_way.summed or under_way.unconfirmed:
+            return False
+        if under_way.summed_samples in (None, under_way.samples):
+            return True
+        return under_way.summed_samples == under_way.samples - self._returned_samples(under_way.start.number)
+
+    def _returned_samples(self, synchronous_round: int) -> int:
+        states = [state for member in self.members.values() for state in member.in_flight if state.returned]
+        return sum(state.task.samples for state in states if state.task.synchronous_round == synchronous_round)
+
+    def _book(self, rank: int, member: RankState, started: StartRound) -> None:
+        in_flight, member.in_flight = member.in_flight, []
+        for state in in_flight:
+            if state.task.synchronous_round not in (None, started.number):
+                member.in_flight.append(state)
+                continue
+            if state.returned:
+                continue
+            self.ledger.book(state.task.number)
+            if started.synchronous and state.task.samples:
+                self._count_applied(rank, state, 0)
+
+    def _on_drained(self, started: StartRound) -> None:
+        if self._all_withdrawn:
+            self.ledger.abandon()
+        self.ledger.check(self.ledger.applied if self._all_withdrawn else self.rests.next.position)
+        if self._pending_settings is not None:
+            self._adopt(self._pending_settings)
+        self._reset_pace()
+        self._membership.all_need_work()
+        self._ended = started.final
+        if not started.final:
+            self.rests.advance(self.ledger.applied)
+
+    def _on_settings_changed(self, event: SettingsChanged) -> None:
+        self._reset_pace()
+        if event.settings.synchronous == self.settings.synchronous:
+            self._adopt(event.settings)
+        else:
+            self._pending_settings = event.settings  # the two modes never overlap: drain between them
+            self.rests.bring_forward(self.ledger.frontier, "mode change")
+
+    def _adopt(self, settings: Settings) -> None:
+        self.settings, self._pending_settings = settings, None
+        self._membership.set_accumulation(settings.accumulation)
+
+    def _reset_pace(self) -> None:
+        """At rest, and under new settings, nobody counts as ahead."""
+        for member in self.members.values():
+            member.pace = None
+
+    def _on_rank_left(self, event: RankLeft) -> None:
+        for number, state in self._member(event.rank).unapplied().items():
+            self.ledger.give_back(number)
+            if state.task.synchronous_round is not None:
+                self._rounds[state.task.synchronous_round].samples -= state.task.samples
+        self._membership.remove(event.rank)
+        self.snapshots.remove_rank(event.rank)
+        for under_way in self._rounds.values():
+            under_way.unconfirmed.discard(event.rank)
+        self._complete_rounds()
+
+    def _on_rank_withdrew(self, event: RankWithdrew) -> None:
+        member = self._member(event.rank)
+        member.withdrawn = True
+        for state in member.unfinished:
+            self.ledger.give_back(state.task.number)
+            state.returned = True
+        if not any(state.task.synchronous_round is not None for state in member.unfinished):
+            member.current = None
+            member.queued.clear()
+            self._move(member, Cause.WITHDREW)
+        self._membership.set_share(event.rank, 0)
+        self._membership.all_need_work()
+        self._complete_rounds()
+
+    # Decisions.
+
+    def _decide(self) -> list[Instruction]:
+        if self._ended:
+            return []
+        assigned = self._assign_synchronous() if self.settings.synchronous else self._assign_delayed()
+        return assigned if self._rounds else assigned + self._start_round()
+
+    def _assign_delayed(self) -> list[Instruction]:
+        """Every rank holds one task beyond the one that it computes, so that it never waits for an answer."""
+        if not self._membership.needs_work:
+            return []
+        out: list[Instruction] = []
+        needs_work, self._membership.needs_work = sorted(self._membership.needs_work), set()
+        for depth in (1, 2):
+            for rank in needs_work:
+                member = self.members[rank]
+                computing = member.current is not None
+                if computing + len(member.queued) < depth and (samples := self._task_samples(member)):
+                    out.append(self._assign(rank, samples, self.ledger.frontier))
+        return out
+
+    def _task_samples(self, member: RankState) -> int:
+        """A full task; near the milestone the rank's part of what is left, down to a quarter of a slice. One sample is
+        neither given nor left, where that can be helped: batch norm does not train on one."""
+        available = self.ledger.available(self.rests.next.position) if member.share else 0
+        wanted = self.settings.accumulation * member.share
+        if available < self.full_set:
+            part = -(-available * member.share // self.batch)
+            wanted = min(wanted, max(part, -(-member.share // 4)))
+        wanted = min(wanted, available)
+        if member.share > 2 and available > 1:
+            wanted = max(2, wanted)
+            if available - wanted == 1:
+                wanted += 1 if wanted == 2 else -1
+        return wanted
+
+    def _assign_synchronous(self) -> list[Instruction]:
+        out: list[Instruction] = []
+        while self._next_round < self.version + SYNCHRONOUS_ROUNDS_AHEAD:
+            position = self.ledger.frontier
+            total = min(self.full_set, self.ledger.available(self.rests.next.position))
+            if not total:
+                break
+            parts = without_single({rank: member.share for rank, member in self.members.items()}, total)
+            out += [self._assign(rank, part, position, self._next_round, total) for rank, part in parts.items()]
+            out.append(self._new_round(synchronous=True, samples=total))
+        return out
+
+    def _assign(
+        self, rank: int, samples: int, position: int, synchronous_round: int | None = None, round_samples: int = 0
+    ) -> AssignTask:
+        member = self.members[rank]
+        number, self._next_task = self._next_task, self._next_task + 1
+        spans = self.ledger.take(number, samples, self.rests.next.position)
+        not_before = 0
+        if synchronous_round is None and self.settings.quorum >= 1:
+            not_before = member.keep_pace(self.version, self.settings.delay_bound)
+        if member.activity is Activity.RESTING:
+            member.floor = self.version
+            not_before = max(not_before, self.version)
+        task = Task(
+            number=number,
+            slices=split(spans, samples, -(-samples // max(1, member.share))),
+            delay_bound=self.settings.delay_bound,
+            position=position,
+            not_before=not_before,
+            synchronous_round=synchronous_round,
+            round_samples=round_samples,
+            share=member.share,
+        )
+        member.queued.append(TaskState(task))
+        at_bound = member.activity is Activity.RESTING and not member.may_start_next(self.version)
+        self._move(member, Cause.ASSIGNED_AT_BOUND if at_bound else Cause.ASSIGNED)
+        if synchronous_round is not None:  # part of its round from the start
+            member.in_flight.append(member.queued[-1])
+        else:
+            self._membership.check_bound(rank, self._next_round)
+        return AssignTask(rank, task)
+
+    def _start_round(self) -> list[Instruction]:
+        """No round is under way: may the next one start?"""
+        if self._at_rest():
+            rest, synchronous = self.rests.next, self.settings.synchronous
+            if self._all_withdrawn:
+                rest = Milestone(self.ledger.applied, "all ranks have left their loops", final=True)
+            return [self._new_round(synchronous, frozenset(self._membership.ready), rest.reason, rest.final)]
+        if self.settings.synchronous or not self._membership.ready:
+            return []
+        if not self._membership.working or (self._quorum() and self._membership.all_in_bound(self._next_round)):
+            return [self._new_round(contributors=frozenset(self._membership.ready))]
+        return []
+
+    def _at_rest(self) -> bool:
+        if not self._membership.resting or self.snapshots.awaited:
+            return False
+        return self._all_withdrawn or not self.ledger.available(self.rests.next.position)
+
+    @property
+    def _all_withdrawn(self) -> bool:
+        """Have all withdrawn that had a share?"""
+        return not self.batch
+
+    def _quorum(self) -> bool:
+        """Enough of a full set is ready. No rank counts for more than its own part: with q = 1, all must be."""
+        return self._membership.quorum_samples >= self.settings.quorum * self.full_set
+
+    def _new_round(
+        self,
+        synchronous: bool = False,
+        contributors: frozenset[int] | None = None,
+        drain: str | None = None,
+        final: bool = False,
+        samples: int = 0,
+    ) -> StartRound:
+        members = frozenset(self.members) if contributors is None else contributors
+        # What is applied once the round has landed, as far as that is known.
+        reaches = self.ledger.frontier if synchronous else self.ledger.applied + self._membership.ready_samples
+        evaluate = self.snapshots.due(reaches)
+        number, self._next_round = self._next_round, self._next_round + 1
+        started = StartRound(number, members, self.ledger.applied, synchronous, drain, final, evaluate)
+        if evaluate and drain is None:  # at rest they evaluate together
+            self.snapshots.request(number, self.members)
+        self._rounds[number] = Round(started, set() if synchronous else set(members), samples)
+        self._membership.round_started(number)
+        return started
+
+    # The rules of the machine.
+
+    def _member(self, rank: int) -> RankState:
+        member = self.members.get(rank)
+        if member is None:
+            raise self._error(f"rank {rank} is no member")
+        return member
+
+    def _move(self, member: RankState, cause: Cause) -> None:
+        to = TRANSITIONS.get((member.activity, cause))
+        if to is None:
+            raise self._error(f"{cause.name} while {member.activity.name}")
+        self._membership.set_activity(member, to)
+
+    def _error(self, what: str) -> ProtocolError:
+        events = "\n  ".join(map(str, self._history))
+        return ProtocolError(f"{what}; version {self.version}; events so far:\n  {events}")

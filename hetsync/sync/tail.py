@@ -1,0 +1,66 @@
+"""What a round sums in float32 beside its weights or gradients: a few counts, and the changes of float buffers.
+
+A buffer (batch-norm statistics) travels from the round on in which some rank has changed it. Until then ranks tell only
+whether they have, so that constants (positions, scales) never travel. A round that brings such news sums once more,
+just the buffers that it is about: no round ends with buffers that differ between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def shared_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The float buffers that ranks hold alike: of the state_dict, and finite. Sums would turn infinities (an attention
+    mask's) into nan, and what is not saved is a rank's own."""
+    saved = model.state_dict().keys()
+    buffers = [buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()]
+    return [buffer for buffer in buffers if buffer.isfinite().all()]
+
+
+def travelling_values(model: torch.nn.Module) -> int:
+    """Float32 values that a round sums at most: weights that are trained, and shared buffers."""
+    weights = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    return weights + sum(buffer.numel() for buffer in shared_buffers(model))
+
+
+class Tail:
+    """Communication thread: sum `flat` over all ranks, then `unpack`, and again while that says so."""
+
+    def __init__(self, counts: int, changes: Sequence[torch.Tensor], device: torch.device) -> None:
+        """`changes`, one float32 tensor a buffer: what this rank adds to it, and after `unpack` what all do."""
+        self.counts = torch.zeros(counts, device=device)  # this rank's, and after `unpack` their sums
+        self.flat = self.counts
+        self._changes = list(changes)
+        self.travel: list[int] = []  # buffers that some rank has changed before
+        self._carried: list[int] = []  # those in `flat`
+        self._asked: list[int] = []  # those that `flat` asks about
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Put `counts` and `changes` into `flat`."""
+        self._asked = [index for index in range(len(self._changes)) if index not in self.travel]
+        news = [self._changes[index].any().float().view(1) for index in self._asked]
+        self._carry(torch.cat([self.counts, *news]), self.travel)
+
+    def _carry(self, head: torch.Tensor, buffers: Sequence[int]) -> None:
+        self._carried = list(buffers)
+        self.flat = torch.cat([head, *(self._changes[index].flatten() for index in buffers)])
+
+    @torch.no_grad()
+    def unpack(self) -> bool:
+        """Take the sums out of `flat`. True if it now holds more to be summed: buffers that have changed for once."""
+        sizes = [self._changes[index].numel() for index in self._carried]
+        head, *sums = self.flat.split([self.flat.numel() - sum(sizes), *sizes])
+        for index, total in zip(self._carried, sums, strict=True):
+            self._changes[index].copy_(total.view_as(self._changes[index]))
+        if not head.numel():
+            return False
+        counts, news = head.split([self.counts.numel(), len(self._asked)])
+        self.counts.copy_(counts)
+        first = [index for index, changed in zip(self._asked, news.tolist(), strict=True) if changed]
+        self.travel = sorted([*self.travel, *first])
+        self._carry(head[:0], first)
+        return bool(first)

@@ -1,0 +1,1 @@
+"""A training job on one rank, from recipe to summary."""

@@ -1,0 +1,337 @@
+"""Checkpoints: one folder each, complete or absent, weights in safetensors, everything checked when it is read.
+
+checkpoints/samples-000000024000/
+    model.safetensors       weights and buffers
+    optimizer.safetensors   the optimizer's tensors, averaged over ranks, and the outer optimizer's
+    state.json              where the run stands, the optimizer's plain values, and the digests of all three files
+
+Format 1 was without digests, and is still read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from hetsync.errors import UserError, complain
+from hetsync.files import DiskError, flush_to_disk, sha256_of
+from hetsync.plane.base import Plane, decided_by_first
+from hetsync.sync.optimizer_state import state_by_place
+from hetsync.train import state_tree
+
+FORMAT = 2
+WITHOUT_DIGESTS = 1
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+PREFIX = "samples-"
+PARTIAL = ".partial-"  # being built, or being removed
+
+
+class UnsoundError(UserError):
+    """A checkpoint that is not what was saved; the sentence names it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a run stands at rest. `shares` are those of `ranks` ranks; settings as in `sync`."""
+
+    samples_applied: int
+    version: int
+    ranks: int
+    shares: tuple[int, ...]
+    delay_bound: int
+    quorum: float
+    accumulation: int
+    train_seconds: float
+
+
+@dataclass(frozen=True)
+class Loaded:
+    path: Path
+    progress: Progress
+    model: dict[str, torch.Tensor]
+    optimizer: dict[int, dict[str, Any]]
+    optimizer_kind: str
+    outer: torch.Tensor | None
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+
+def save(
+    folder: Path,
+    progress: Progress,
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    outer: torch.Tensor | None,
+    keep: int,
+    state: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a checkpoint of a job at rest, from one rank; then remove all but the newest `keep`. `state`: what else
+    there is to go on from, nested dictionaries and lists of tensors and plain values.
+
+    A sound one that is there already, of as many samples, stays: replacing it could not be done in one step.
+
+    Raises:
+        DiskError: It cannot be written.
+        UserError: Weights or optimizer state are not finite; the good checkpoints stay.
+    """
+    target = folder / f"{PREFIX}{progress.samples_applied:012d}"
+    tensors, plain = _flatten_optimizers(optimizers)
+    tree, more = state_tree.flatten(state or {})
+    tensors |= more
+    if outer is not None:
+        tensors["outer"] = outer
+    if (culprit := _not_finite(model, tensors)) is not None:
+        raise UserError(_refusal(culprit, folder, progress))
+    if target in complete(folder) and _is_sound(target):
+        return target
+    building = folder / f"{PARTIAL}{target.name}"
+    try:
+        _remove_partial(folder)  # what a crash left
+        building.mkdir(parents=True)
+        save_file(_on_cpu(model.state_dict()), building / MODEL)
+        save_file(_on_cpu(tensors), building / OPTIMIZER)
+        books = {"progress": asdict(progress), "optimizer_kind": _kind(optimizers), "optimizer": plain, "state": tree}
+        _write_state(building, books)
+        for file in building.iterdir():
+            flush_to_disk(file)
+        flush_to_disk(building)
+        shutil.rmtree(target, ignore_errors=True)
+        building.rename(target)
+        flush_to_disk(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(building, ignore_errors=True)
+        raise DiskError(f"cannot write the checkpoint {target}: {error}; free space or change run.dir") from error
+    for old in complete(folder)[:-keep]:
+        if old != target:  # damaged ones may be newer
+            with contextlib.suppress(OSError):
+                old.rename(folder / f"{PARTIAL}{old.name}")
+    _remove_partial(folder)
+    return target
+
+
+def _write_state(folder: Path, books: Mapping[str, Any]) -> None:
+    """Last, since it holds the digests of the other files."""
+    digests = {name: sha256_of(folder / name) for name in (MODEL, OPTIMIZER)}
+    state = {"format": FORMAT, **books, "digests": digests}
+    (folder / STATE).write_text(json.dumps({**state, "sha256": _digest_of(state)}, indent=1))
+
+
+def _not_finite(model: torch.nn.Module, optimizer: Mapping[str, torch.Tensor]) -> str | None:
+    """The first tensor that may not be saved. Buffers may hold infinities (masks), and so may optimizers (extremes)."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter.detach()).all():
+            return f"the weight {name}"
+    for name, buffer in model.named_buffers():
+        if torch.isnan(buffer).any():
+            return f"the buffer {name}"
+    for name, tensor in optimizer.items():
+        if torch.isnan(tensor).any():
+            return f"the optimizer's {name}"
+    return None
+
+
+def _refusal(culprit: str, folder: Path, progress: Progress) -> str:
+    good = complete(folder)
+    last = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint before"
+    return (
+        f"{culprit} is not finite any more after {progress.samples_applied} samples, which is not saved; {last}:"
+        " lower optimizer.learning_rate or look at the data"
+    )
+
+
+def _remove_partial(folder: Path) -> None:
+    for path in folder.glob(f"{PARTIAL}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def complete(folder: Path) -> list[Path]:
+    """All complete checkpoints, oldest first."""
+    return sorted(path for path in folder.glob(f"{PREFIX}*") if (path / STATE).is_file())
+
+
+def load_newest(run: Path) -> Loaded:
+    """The newest sound checkpoint of a run folder; says which newer ones are damaged. UserError: there is none."""
+    found = _found(run)
+    faults = []
+    for path in reversed(found):
+        try:
+            loaded = load(path)
+        except UnsoundError as error:
+            faults.append(str(error))
+            continue
+        for fault in faults:
+            complain(f"checkpoint {fault}; going on from {path.name}")
+        return loaded
+    raise UserError(f"{run}: no checkpoint there can be used ({'; '.join(faults)}); start afresh")
+
+
+def load_agreed(run: Path, plane: Plane) -> Loaded:
+    """Collective: the newest checkpoint that rank 0 finds sound, on every rank."""
+    path = decided_by_first(plane, lambda: load_newest(run).path)
+    return load(path)
+
+
+def verify(run: Path) -> list[tuple[str, bool, str]]:
+    """(name, sound, what there is to say) of every checkpoint of a run folder, oldest first."""
+    return [(path.name, *_verdict(path)) for path in _found(run)]
+
+
+def _verdict(path: Path) -> tuple[bool, str]:
+    try:
+        load(path)
+        version = json.loads((path / STATE).read_text())["format"]
+    except UserError as error:
+        return False, str(error).removeprefix(f"{path.name} ")
+    return True, "is as it was saved" if version == FORMAT else "can be read, but was saved without digests"
+
+
+def _is_sound(path: Path) -> bool:
+    return _verdict(path)[0]
+
+
+def _found(run: Path) -> list[Path]:
+    found = complete(run / "checkpoints")
+    if not found:
+        raise UserError(f"{run}: there is no complete checkpoint in {run / 'checkpoints'}; start afresh")
+    return found
+
+
+def load(path: Path) -> Loaded:
+    """One checkpoint. Nothing is unpickled.
+
+    Raises:
+        UnsoundError: It is damaged, or of another version of this program.
+    """
+    state = _read_state(path)
+    try:
+        progress = _checked_progress(path, state["progress"])
+        model = load_file(path / MODEL)
+        tensors = load_file(path / OPTIMIZER)
+        outer = tensors.pop("outer", None)
+        tree = state_tree.unflatten(state.get("state", {}), tensors)
+        optimizer = _unflatten_optimizer(tensors, state["optimizer"])
+        return Loaded(path, progress, model, optimizer, state["optimizer_kind"], outer, tree)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise UnsoundError(f"{path.name} cannot be read ({error})") from error
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """The books, after a look at all digests."""
+    try:
+        state: dict[str, Any] = json.loads((path / STATE).read_text())
+        version = state["format"]
+        if version not in (WITHOUT_DIGESTS, FORMAT):
+            raise UnsoundError(f"{path.name} has format {version}, and this version of HetSync reads {FORMAT}")
+        if version == FORMAT:
+            mine, digests = state.pop("sha256"), state["digests"]
+            changed = [STATE] if mine != _digest_of(state) else []
+            changed += [name for name in (MODEL, OPTIMIZER) if not changed and sha256_of(path / name) != digests[name]]
+            if changed:
+                raise UnsoundError(f"{path.name} is damaged: {' and '.join(changed)} changed since it was saved")
+        return state
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UnsoundError(f"{path.name} cannot be read ({STATE}: {type(error).__name__} {error})") from error
+
+
+def _digest_of(state: Mapping[str, Any]) -> str:
+    """Of the books' content, not of their bytes, so that they can hold it themselves."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def _checked_progress(path: Path, values: Mapping[str, Any]) -> Progress:
+    """ValueError where a value is none that a run can have."""
+    progress = Progress(**{**values, "shares": tuple(values["shares"])})
+    for key, least in (("samples_applied", 0), ("version", 0), ("ranks", 1), ("delay_bound", 0), ("accumulation", 1)):
+        if not _is_count(getattr(progress, key), least):
+            raise ValueError(f"{key} is {getattr(progress, key)}")
+    shares = progress.shares
+    if len(shares) != progress.ranks or not all(_is_count(share) for share in shares) or not sum(shares):
+        raise ValueError(f"shares are {list(shares)} of {progress.ranks} ranks")
+    for key, most in (("quorum", 1.0), ("train_seconds", math.inf)):
+        value = getattr(progress, key)
+        if not isinstance(value, int | float) or not 0 <= value <= most or (key == "quorum" and not value):
+            raise ValueError(f"{key} is {value}")
+    if path.name != f"{PREFIX}{progress.samples_applied:012d}":
+        raise ValueError(f"it is of {progress.samples_applied} samples")
+    return progress
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    return type(value) is int and least <= value < 2**63
+
+
+def _on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies that share no memory, as safetensors wants them."""
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def _kind(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    return "+".join(type(optimizer).__name__ for optimizer in optimizers)
+
+
+def _flatten_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """State tensors by `INDEX.NAME`; what is no tensor goes to JSON. Parameter groups come from recipe or script."""
+    tensors: dict[str, torch.Tensor] = {}
+    plain: dict[str, Any] = {}
+    for index, values in state_by_place(optimizers).items():
+        for name, value in values.items():
+            (tensors if isinstance(value, torch.Tensor) else plain)[f"{index}.{name}"] = value
+    return tensors, plain
+
+
+def _unflatten_optimizer(tensors: dict[str, torch.Tensor], plain: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in [*tensors.items(), *plain.items()]:
+        index, name = key.split(".", 1)
+        state.setdefault(int(index), {})[name] = value
+    return state
+
+
+def check_model(loaded: Loaded, model: torch.nn.Module) -> None:
+    """UserError where the checkpoint's weights are not those of such a model."""
+    if (misfit := _misfit(loaded.model, model.state_dict())) is not None:
+        raise UserError(f"the checkpoint does not fit the model ({misfit}): resume with the recipe or script it is of")
+
+
+def restore(loaded: Loaded, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Put a checkpoint's weights and optimizer state in place. UserError: they do not fit, and nothing is changed."""
+    check_model(loaded, model)
+    kind, states = _kind(optimizers), [optimizer.state_dict() for optimizer in optimizers]
+    sizes = [sum(len(group["params"]) for group in state["param_groups"]) for state in states]
+    if kind != loaded.optimizer_kind or not loaded.optimizer.keys() <= set(range(sum(sizes))):
+        raise UserError(
+            f"the checkpoint does not fit the optimizer (it is of {loaded.optimizer_kind}, not {kind},"
+            f" or not of {sum(sizes)} weights): resume with the recipe or script it is of"
+        )
+    model.load_state_dict(loaded.model)
+    first = 0
+    for optimizer, state, size in zip(optimizers, states, sizes, strict=True):
+        mine = {place - first: values for place, values in loaded.optimizer.items() if 0 <= place - first < size}
+        optimizer.load_state_dict({"state": mine, "param_groups": state["param_groups"]})
+        first += size
+
+
+def _misfit(saved: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> str | None:
+    """The first difference."""
+    for name in sorted(saved.keys() | wanted.keys()):
+        if name not in wanted or name not in saved:
+            return f"{name} is {'not in the checkpoint' if name in wanted else 'in the checkpoint only'}"
+        if saved[name].shape != wanted[name].shape:
+            return f"{name} is of shape {tuple(saved[name].shape)}, not {tuple(wanted[name].shape)}"
+        if saved[name].dtype != wanted[name].dtype:
+            return f"{name} is {saved[name].dtype}, not {wanted[name].dtype}"
+    return None

@@ -1,0 +1,32 @@
+"""Makes the control of a live job: a controller's process beside rank 0, and what it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hetsync.balance.profile import RankProfile
+from hetsync.control.live import LiveControl
+from hetsync.control.process import ControlProcess
+from hetsync.control.window_meter import WindowMeter
+from hetsync.sync.optimizers import momentum_of
+from hetsync.train.plan import ControlFactory, ControlledJob
+
+
+def control_factory(
+    process: ControlProcess,
+    profiles: Sequence[RankProfile],
+    optimizer: torch.optim.Optimizer,
+    learning_rate: Callable[[int], float],
+) -> ControlFactory:
+    """Control by a process that runs already. `learning_rate` is what a stream position multiplies the rate by."""
+
+    def make(job: ControlledJob) -> LiveControl:
+        times = [profile.time for profile in profiles]
+        shares = [member.share for member in job.machine.members.values()]
+        solo = sum(time.rate(share) for time, share in zip(times, shares, strict=True))
+        meter = WindowMeter(job.machine, times, solo, momentum=momentum_of(optimizer), learning_rate=learning_rate)
+        return LiveControl(process, meter, job.clock, job.telemetry)
+
+    return make

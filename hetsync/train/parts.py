@@ -1,0 +1,192 @@
+"""All that a job prepares: what ranks share, what each steps, and what else a checkpoint keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+from hetsync.errors import UserError
+from hetsync.sync.optimizers import Rates, ScheduleRates, SchedulerRates
+from hetsync.train.prepared import PreparedScaler, PreparedScheduler
+
+Factor = Callable[[int], float]
+
+SET_ON_THE_WAY = ("lr", "momentum", "betas", "weight_decay")  # of a parameter group, by schedulers and scripts
+
+
+def constant(position: int) -> float:
+    return 1.0
+
+
+def add(things: list[Any], thing: Any) -> None:
+    if any(thing is known for known in things):
+        raise UserError(f"job.prepare got the same {type(thing).__name__} twice: prepare each thing once")
+    things.append(thing)
+
+
+@contextmanager
+def fitting() -> Iterator[None]:
+    """UserError where the block finds a checkpoint's state to be of something else."""
+    try:
+        yield
+    except (KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
+        raise UserError(
+            f"the checkpoint's state does not fit what was prepared and registered ({error}): resume with the script"
+            " it is of"
+        ) from error
+
+
+def as_plain(option: Any) -> Any:
+    """A learning rate may be a tensor."""
+    return option.item() if isinstance(option, torch.Tensor) else option
+
+
+def same_device(one: torch.device, other: torch.device) -> bool:
+    """A device without an index is the current one."""
+    return one.type == other.type and (one.index is None or other.index is None or one.index == other.index)
+
+
+class Parts:
+    def __init__(self) -> None:
+        self.models: list[torch.nn.Module] = []
+        self.averages: list[AveragedModel] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[PreparedScheduler] = []
+        self.scaler: PreparedScaler | None = None
+        self.registered: dict[str, Any] = {}
+        self.rates: list[Rates] = []
+        self.factors: dict[int, Factor] = {}  # by optimizer
+
+    def register(self, name: str, state: Any) -> None:
+        if not callable(getattr(state, "state_dict", None)) or not callable(getattr(state, "load_state_dict", None)):
+            raise UserError(
+                f"job.register got a {type(state).__name__} as {name}: it needs state_dict and load_state_dict"
+            )
+        if name in self.registered:
+            raise UserError(f"job.register was called twice for {name}: give each thing a name of its own")
+        self.registered[name] = state
+
+    def schedule(self, optimizer: torch.optim.Optimizer, factor: Factor) -> None:
+        self.factors[self.number_of(optimizer)] = factor
+
+    def factor(self, number: int) -> Factor:
+        """Of an optimizer's learning rates; 1 where something else rules them."""
+        return self.factors.get(number, constant)
+
+    def number_of(self, optimizer: torch.optim.Optimizer) -> int:
+        for number, known in enumerate(self.optimizers):
+            if known is optimizer:
+                return number
+        raise UserError("the job was given an optimizer that was not prepared: give it to job.prepare before the loop")
+
+    def check(self, device: torch.device) -> None:
+        """UserError unless there is something to train, on the rank's `device`."""
+        if not self.models:
+            raise UserError("the job has no model: give one to job.prepare before the loop")
+        if not self.optimizers:
+            raise UserError("the job has no optimizer: give one to job.prepare before the loop")
+        for value in (value for model in self.models for value in model.state_dict().values()):
+            if not isinstance(value, torch.Tensor):
+                raise UserError(
+                    f"a model's state holds a {type(value).__name__} (get_extra_state), which ranks do not share: keep"
+                    " it in an object of its own, for job.register"
+                )
+        if not any(weight.requires_grad for model in self.models for weight in model.parameters()):
+            raise UserError("model has no weights to train: give one whose parameters require a gradient")
+        devices = {weight.device for model in self.models for weight in model.parameters()}
+        if any(not same_device(device, own) for own in devices):
+            raise UserError(
+                f"the models' weights are on {', '.join(sorted(map(str, devices)))}, and job.device is {device}: put"
+                " all there by .to(job.device), or give hetsync.join another device"
+            )
+
+    def join(self) -> torch.nn.Module:
+        """The models as one."""
+        return self.models[0] if len(self.models) == 1 else torch.nn.ModuleList(self.models)
+
+    def make_rates(self, batch_size: int, epoch_samples: int | None) -> None:
+        """What rules each optimizer's learning rates: its schedulers, a function of samples, or its owner."""
+        for number, optimizer in enumerate(self.optimizers):
+            mine = [each for each in self.schedulers if each.scheduler.optimizer is optimizer]
+            if mine and number in self.factors:
+                raise UserError("an optimizer has a scheduler and job.schedule: take one of them")
+            if mine:
+                rates = SchedulerRates(
+                    optimizer, [each.scheduler for each in mine], batch_size, epoch_samples=epoch_samples
+                )
+                for each in mine:
+                    each.rates = rates
+                self.rates.append(rates)
+            else:
+                self.rates.append(ScheduleRates(optimizer, self.factor(number)))
+
+    def begin_loop(self, position: int) -> None:
+        """A loop over batches begins, at so many samples."""
+        for rates in self.rates:
+            if isinstance(rates, SchedulerRates):
+                rates.begin_loop(position)
+
+    def state(self, frozen: Container[int]) -> dict[str, Any]:
+        """What a checkpoint keeps beside weights and optimizers; of rank 0, at rest. `frozen`: the ids of weights that
+        ranks do not share."""
+        return {
+            "frozen": [place for place, weight in enumerate(self._weights) if id(weight) in frozen],
+            "groups": [self._groups_of(optimizer) for optimizer in self.optimizers],
+            "schedulers": [rates.state_dict() if isinstance(rates, SchedulerRates) else None for rates in self.rates],
+            "averages": [average.state_dict() for average in self.averages],
+            "scaler": self.scaler.scaler.state_dict() if self.scaler is not None else None,
+            "registered": {name: mine.state_dict() for name, mine in self.registered.items()},
+        }
+
+    @property
+    def _weights(self) -> list[torch.nn.Parameter]:
+        return list(torch.nn.ModuleList(self.models).parameters())
+
+    def _groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        places = {weight: place for place, weight in enumerate(self._weights)}
+        return [
+            {
+                "weights": [places[weight] for weight in group["params"]],
+                "options": {name: as_plain(group[name]) for name in SET_ON_THE_WAY if name in group},
+            }
+            for group in optimizer.param_groups
+        ]
+
+    def restore_roles(self, state: Mapping[str, Any]) -> None:
+        """What is trained by whom, before weights and optimizers' state come back: the script sets that on its way, in
+        epochs that are not run again."""
+        with fitting():
+            weights, frozen = self._weights, set(state["frozen"])
+            for place, weight in enumerate(weights):
+                weight.requires_grad_(place not in frozen)
+            for optimizer, groups in zip(self.optimizers, state["groups"], strict=True):
+                for group in groups[len(optimizer.param_groups) :]:
+                    added = [weights[place] for place in group["weights"]]
+                    optimizer.add_param_group({"params": added, **group["options"]})
+                if [mine["weights"] for mine in self._groups_of(optimizer)] != [each["weights"] for each in groups]:
+                    raise ValueError("an optimizer has other groups of weights")
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """UserError where the state is not of parts like these."""
+        with fitting():
+            self._restore_rates(state)
+            for average, kept in zip(self.averages, state["averages"], strict=True):
+                average.load_state_dict(kept)
+            if self.scaler is not None and state["scaler"]:
+                self.scaler.scaler.load_state_dict(dict(state["scaler"]))
+            for name, mine in self.registered.items():
+                mine.load_state_dict(state["registered"][name])
+
+    def _restore_rates(self, state: Mapping[str, Any]) -> None:
+        for number, (optimizer, rates) in enumerate(zip(self.optimizers, self.rates, strict=True)):
+            if number in self.factors:  # those of today's recipe
+                continue
+            for group, kept in zip(optimizer.param_groups, state["groups"][number], strict=True):
+                group |= kept["options"]
+            rates.rebase([group["lr"] for group in optimizer.param_groups])
+            if isinstance(rates, SchedulerRates) and state["schedulers"][number] is not None:
+                rates.load_state_dict(state["schedulers"][number])

@@ -1,0 +1,141 @@
+"""What `Job.prepare` gives back for schedulers, scalers and loaders. Models and optimizers stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from hetsync.data.loader import Source
+from hetsync.errors import UserError
+from hetsync.sync.optimizers import SchedulerRates
+
+
+class PreparedScheduler:
+    """A torch scheduler whose steps follow the samples of the whole job (`SchedulerRates`)."""
+
+    def __init__(
+        self, scheduler: LRScheduler, slices: Callable[[], int | None], settle: Callable[[], None] = lambda: None
+    ) -> None:
+        """`slices`: how many have come to this loop over batches, the one that is out among them; None: none is out.
+        `settle` comes to rest where the loop has been left."""
+        self.scheduler = scheduler
+        self.rates: SchedulerRates | None = None
+        self._slices = slices
+        self._settle = settle
+
+    def step(self, *arguments: Any, **named: Any) -> None:
+        slices = self._slices()
+        if slices is None:  # at rest, on all ranks alike
+            self._settle()
+            self.scheduler.step(*arguments, **named)
+        else:
+            assert self.rates is not None
+            self.rates.stepped_in_loop(self.scheduler, slices)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scheduler, name)
+
+
+class PreparedScaler:
+    """A `GradScaler` that looks for infinities in gradients that are summed already, so that all ranks skip alike."""
+
+    def __init__(self, scaler: torch.amp.GradScaler, collect: Callable[[torch.optim.Optimizer], bool]) -> None:
+        """`collect` makes an optimizer's gradients those of its step; False where none is due."""
+        self.scaler = scaler
+        self._collect = collect
+        # Since the last update:
+        self._scaled: Any = None  # the newest outputs
+        self._unscaled: list[torch.optim.Optimizer] = []  # whose gradients are
+        self._stepped: list[torch.optim.Optimizer] = []
+        self._stepping = False
+
+    def scale(self, outputs: Any) -> Any:
+        self._scaled = self.scaler.scale(outputs)
+        return self._scaled
+
+    def has_made(self, loss: Any) -> bool:
+        return self.scaler.is_enabled() and loss is self._scaled
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._is_due(optimizer):
+            self.scaler.unscale_(optimizer)
+            self._unscaled.append(optimizer)
+
+    def unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
+        """Where nobody has done it yet."""
+        if optimizer not in self._unscaled:
+            self.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._is_due(optimizer):
+            self._stepping = True
+            self.scaler.step(optimizer)
+            self._stepping = False
+            self._stepped.append(optimizer)
+
+    def _is_due(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self.scaler.is_enabled() and self._scaled is None:
+            raise UserError(
+                "the gradients are not scaled, and the step is by a GradScaler: call job.backward(loss), or"
+                " scaler.scale(loss).backward(), in place of loss.backward()"
+            )
+        if optimizer in self._stepped:
+            raise UserError(
+                "an optimizer was stepped twice on scaled gradients, whose scale is found anew once a batch: step it"
+                " once a batch"
+            )
+        return self._collect(optimizer)
+
+    def check_step(self) -> None:
+        """An optimizer steps. UserError where it does so by itself."""
+        if self.scaler.is_enabled() and not self._stepping:
+            raise UserError(
+                "optimizer.step was called on gradients that a GradScaler scales: call job.step, or scaler.step with"
+                " the optimizer, in its place"
+            )
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        if self._stepped:
+            self.scaler.update(new_scale)
+            self._scaled, self._unscaled, self._stepped = None, [], []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scaler, name)
+
+
+class TrainingLoader:
+    """This rank's batches of the job's one stream of samples: in place of a `DataLoader` of training data.
+
+    Its length is that of a loop on one device: batches of B samples in an epoch.
+    """
+
+    def __init__(self, source: Source, batch_size: int, batches: Callable[[], Iterator[Any]]) -> None:
+        self.source = source
+        self.dataset = source.dataset
+        self.batch_size = batch_size
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return -(-self.source.epoch_samples // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches()
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside one that torch.compile has made. UserError for one that shares gradients by itself."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+        raise UserError(
+            f"model is a {type(model).__name__}, which shares gradients by itself: give the module inside"
+            " (model.module)"
+        )
+    inner = getattr(model, "_orig_mod", model)
+    assert isinstance(inner, torch.nn.Module)
+    return inner
+
+
+def scheduled(optimizer: torch.optim.Optimizer, schedulers: Iterable[PreparedScheduler]) -> list[PreparedScheduler]:
+    return [each for each in schedulers if each.scheduler.optimizer is optimizer]

@@ -1,0 +1,70 @@
+"""At rest all ranks hold the same: what has no mean is handed round, what has one is averaged, a hash is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hetsync.plane.base import Plane
+from hetsync.sync.agreement import Agreement, weights_sha256
+from hetsync.sync.engine import Engine
+from hetsync.sync.optimizer_state import average_optimizer_state, average_tensors
+from hetsync.sync.tail import shared_buffers
+
+
+class CommonState:
+    """One rank's part in it. Every method is collective, and `engine` is at rest."""
+
+    def __init__(
+        self,
+        plane: Plane,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        averages: Sequence[torch.nn.Module],
+        engine: Engine,
+    ) -> None:
+        self._plane = plane
+        self._model = model
+        self._optimizers = optimizers
+        self._averages = averages
+        self._engine = engine
+        self._agreement = Agreement(plane, model, optimizers, averages)
+
+    @torch.no_grad()
+    def share_first_weights(self) -> None:
+        """All ranks take over rank 0's weights and buffers, and averages of them."""
+        for module in (self._model, *self._averages):
+            state = {name: tensor.cpu() for name, tensor in module.state_dict().items()}
+            module.load_state_dict(self._plane.broadcast_object(state if self._plane.rank == 0 else None))
+        self._agreement.remember_counters()
+
+    def average(self, samples: int) -> None:
+        """What ranks that stepped on their own keep for themselves: each counts by the samples that it has computed
+        since the last rest."""
+        gather, allreduce = self._plane.gather_objects, self._engine.allreduce
+        for optimizer in self._optimizers:
+            average_optimizer_state(optimizer, samples, gather, allreduce)
+        for module in self._averages:
+            average_tensors([*module.parameters(), *shared_buffers(module)], samples, gather, allreduce)
+
+    def agree(self, velocity: torch.Tensor | None, version: int, loop_steps: int) -> str:
+        """Ranks hold the same now, or the job ends: what follows is saved, and begun from. Digest of the anchor.
+
+        `velocity` is the outer optimizer's. `loop_steps`: synchronous rounds since the last rest whose step this
+        rank's loop has made; where one had no batch, or has been left, the rank takes over what others have made of
+        the gradients. Raises AnchorMismatchError.
+        """
+        self._agreement.share_counters()
+        values = self._agreement.values(velocity, self._engine.anchor)
+        steps = self._plane.gather_objects(loop_steps)
+        most, device = max(steps), next(self._model.parameters()).device
+        if min(steps) != most:
+            stepped = [rank for rank, count in enumerate(steps) if count == most]
+            self._agreement.take_over(values, stepped, device, version)
+            self._engine.adopt()
+            if loop_steps < most:  # the gradients of those steps are no part of the next
+                self._model.zero_grad(set_to_none=True)
+        elif self._agreement.reach(values, device, version):
+            self._engine.adopt()
+        return weights_sha256(self._engine.anchor)

@@ -1,0 +1,82 @@
+"""When a job saves: at rest, where a checkpoint is due by samples, by time, or because it is the last."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hetsync.config.schema import RunConfig
+from hetsync.errors import Trouble
+from hetsync.files import DiskError
+from hetsync.sync.milestones import CHECKPOINT
+from hetsync.train import checkpoint
+from hetsync.train.session import Session
+
+
+class Saver:
+    """Every rank has one; rank 0 writes. `saved`: there is a checkpoint by this process."""
+
+    def __init__(
+        self,
+        session: Session,
+        run_folder: Path,
+        run: RunConfig,
+        seconds_before: float,
+    ) -> None:
+        """`seconds_before`: of training, by the jobs that this one goes on from."""
+        self.saved = False
+        self._session = session
+        self._folder = run_folder / "checkpoints"
+        self._keep = run.keep_checkpoints
+        self._interval_seconds = run.checkpoint_seconds
+        self._seconds_before = seconds_before
+        self._unsaved = Trouble()
+        self._alarm: threading.Timer | None = None
+
+    def start_timer(self) -> None:
+        """From now on rank 0 asks for checkpoints by time."""
+        if self._session.plane.rank == 0 and self._interval_seconds is not None:
+            longest = min(self._interval_seconds, threading.TIMEOUT_MAX)
+            self._alarm = threading.Timer(longest, self._session.request_rest, [CHECKPOINT])
+            self._alarm.daemon = True
+            self._alarm.start()
+
+    def stop_timer(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    def save(self, state: Callable[[], Mapping[str, Any]], last: bool) -> None:
+        """Collective, at rest. Training goes on without a checkpoint that cannot be written, unless it is the last.
+        `state`, asked for on rank 0: what else is to be kept.
+
+        DiskError for the last one.
+        """
+        self.stop_timer()
+        if self._session.plane.rank == 0:
+            try:
+                self._write(state())
+                self.saved = True
+            except DiskError as error:
+                if last:
+                    raise
+                self._unsaved.tell(f"{error}; training goes on")
+        self._session.plane.barrier()
+        if not last:
+            self.start_timer()
+
+    def _write(self, state: Mapping[str, Any]) -> None:
+        session, settings = self._session, self._session.settings
+        progress = checkpoint.Progress(
+            samples_applied=session.applied,
+            version=session.version,
+            ranks=session.plane.size,
+            shares=session.shares,
+            delay_bound=settings.delay_bound,
+            quorum=settings.quorum,
+            accumulation=settings.accumulation,
+            train_seconds=self._seconds_before + session.totals.train_seconds,
+        )
+        outer = session.outer.velocity if session.outer is not None else None
+        checkpoint.save(self._folder, progress, session.model, session.optimizers, outer, self._keep, state)

@@ -1,0 +1,380 @@
+"""A rank's part in a job, as a training loop sees it: slices come, steps go.
+
+    for batch in session.slices():
+        loss = ...
+        loss.backward()
+        session.step(loss)
+
+`job.py` makes one for a script or a recipe, `api.join` one for the small form.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hetsync.balance.device import Device
+from hetsync.balance.shares import choose_shares
+from hetsync.balance.speed_tracker import Speeds
+from hetsync.config.schema import SyncConfig
+from hetsync.data.ledger import Ledger
+from hetsync.data.loader import Loader, Source
+from hetsync.data.random_state import seed_all
+from hetsync.errors import UserError
+from hetsync.plane.base import Plane, meet
+from hetsync.sync.coordinator import Coordinator, Send, as_messages
+from hetsync.sync.deltas import Snapshot, make_outer
+from hetsync.sync.engine import Engine
+from hetsync.sync.messages import DrainRequested, Evaluated, Settings, SettingsChanged, StartRound, Task, settings_of
+from hetsync.sync.milestones import STOP, Evaluation
+from hetsync.sync.model_tensors import ModelTensors
+from hetsync.sync.shared_state import EngineOptions
+from hetsync.sync.state_machine import RoundStateMachine
+from hetsync.telemetry import Telemetry
+from hetsync.train.accounts import RankTotals, TaskInWork, TrainingClock
+from hetsync.train.plan import ControlFactory, ControlledJob, Evaluator, JobControl, NoEvaluation, Plan
+from hetsync.train.rest import CommonState
+from hetsync.train.tasks import TaskRunner, Trained
+
+
+@dataclass(frozen=True)
+class AtRest:
+    """All ranks have come to rest, with the same weights."""
+
+    reason: str
+    final: bool
+    evaluation_due: bool
+
+
+class Session:
+    def __init__(
+        self,
+        *,
+        plane: Plane,
+        trained: Trained,
+        source: Source,
+        sync: SyncConfig,
+        plan: Plan,
+        device: Device,
+        max_grad_norm: float | None = None,
+        telemetry: Telemetry | None = None,
+        timeout_seconds: float = 600.0,
+        make_control: ControlFactory | None = None,
+        evaluator: Evaluator | None = None,
+    ) -> None:
+        """Collective. The model's weights may differ between ranks: all start from rank 0's.
+
+        What rank 0's `make_control` makes may change the settings while the job runs; the session closes it.
+        """
+        self.plane = plane
+        self.model = trained.model
+        self.optimizers = list(trained.optimizers)
+        self.plan = plan
+        self.totals = RankTotals()
+        self.control: JobControl | None = None  # on rank 0, where there is one
+        self.outer = make_outer(sync, plan.batch_size)
+        self._begin_at(sync)
+        self._sync = sync
+        self._device = device
+        self._make_control = make_control
+        self._evaluator = evaluator or NoEvaluation()
+        self._telemetry = telemetry or Telemetry(None)
+        self._clock = TrainingClock()
+        self._loader = Loader(source, plan.seed, next(self.model.parameters()).device, timeout_seconds)
+        self.engine = self._make_engine(timeout_seconds)
+        self.tasks = TaskRunner(
+            trained=trained,
+            batch_size=plan.batch_size,
+            max_grad_norm=max_grad_norm,
+            device=device,
+            loader=self._loader,
+            engine=self.engine,
+            totals=self.totals,
+            record=self.record,
+        )
+        self._common = CommonState(plane, self.model, self.optimizers, trained.averages, self.engine)
+        self._snapshot_seconds = 0.0  # of training, when the newest snapshot was made
+        self._under_way = False  # slices have begun, and the job has not come to its end
+        self._rest_began: float | None = None  # the moment, while all ranks are at rest
+
+    def _begin_at(self, sync: SyncConfig) -> None:
+        """What is known at rest, as it is before the first slice."""
+        plan = self.plan
+        self.settings = plan.settings or settings_of(sync)
+        self.shares = plan.shares or choose_shares(sync, plan.batch_size, plan.ranks)
+        self.applied = plan.applied
+        self.version = plan.version
+        self.stopping = False
+        self.rest_reason = ""
+        self.evaluation_due = False
+
+    def _make_engine(self, timeout_seconds: float) -> Engine:
+        plane, plan, sync = self.plane, self.plan, self._sync
+        controlled = bool(plane.broadcast_object(self._make_control is not None))  # rank 0 knows
+        return Engine(
+            plane,
+            self.model,
+            EngineOptions(plan.batch_size, sync.wire, sync.bucket_bytes, sync.overlap, timeout_seconds, controlled),
+            coordinator=self._make_coordinator if plane.rank == 0 else None,
+            outer=self.outer,
+            pace=self._device.pace,
+            on_task=self._loader.prefetch,
+            telemetry=self._telemetry,
+            version=plan.version,
+            stages=lambda: [steps.weights for steps in self.tasks.steps],
+        )
+
+    def _make_coordinator(self, send: Send) -> Coordinator:
+        plan, sync = self.plan, self._sync
+        ledger = Ledger(plan.total_samples, plan.applied)
+        shares = dict(enumerate(self.shares))
+        machine = RoundStateMachine(shares, self.settings, ledger, plan.milestones, plan.version, plan.evaluations)
+        caps = {rank: profile.cap for rank, profile in enumerate(plan.ranks)}
+        speeds = Speeds({rank: profile.time for rank, profile in enumerate(plan.ranks)}, caps, sync.pins)
+        if self._make_control is not None:
+            self.control = self._make_control(ControlledJob(machine, self.seconds_training, self._telemetry))
+        rebalance = sync.rebalance and sync.shares == "speed"
+        deliver = as_messages(machine, send)
+        return Coordinator(machine, speeds, deliver, rebalance, self.control, self._report)
+
+    @property
+    def under_way(self) -> bool:
+        """Have slices begun, without their end?"""
+        return self._under_way
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """On rank 0."""
+        return self.engine.coordinator
+
+    def slices(self, at_rest: Callable[[], None] = lambda: None) -> Iterator[Any]:
+        """This rank's batches, until the samples are used up or a stop was requested.
+
+        After each, call `step` once. `at_rest` runs on every rank when all have come to rest with the same
+        weights: to evaluate, to save. A loop that ends early ends this rank's work: the others do the rest of it, and
+        `close` waits for them.
+        """
+        for item in self.course():
+            if isinstance(item, AtRest):
+                at_rest()
+                continue
+            yield item
+            if self.tasks.work is not None and self.tasks.work.out:
+                raise UserError(
+                    "optimizer.step was called in the loop: session.step takes the place of optimizer.step and"
+                    " zero_grad"
+                    if self.tasks.work.stepped
+                    else "session.step was not called: call it once after each slice's backward"
+                )
+
+    def course(self) -> Iterator[Any | AtRest]:
+        """This rank's batches, and between them the moments at which all ranks are at rest: until the next item is
+        asked for, they stay so."""
+        self._start()
+        for item in self._tasks():
+            if isinstance(item, AtRest):
+                yield item
+            else:
+                yield from self.tasks.slices(item)
+
+    def _start(self) -> None:
+        self.meet("the first batch")
+        self._seed_ranks()
+        self._common.share_first_weights()
+        self.tasks.tensors = ModelTensors(self.model, self.optimizers)  # as the engine finds them
+        self.plane.barrier()
+        self.engine.start()
+        self._under_way = True
+        self._clock.start()
+        for steps in self.tasks.steps:
+            steps.start()
+
+    def _tasks(self) -> Iterator[Task | AtRest]:
+        """Work until the job ends, with rests between; evaluations beside."""
+        while True:
+            work = self.engine.next_work()
+            if isinstance(work, Task):
+                yield work
+            elif isinstance(work, Snapshot):
+                self._score(work)
+            else:
+                self._rest_began = self._stop_clock()
+                self._come_to_rest(work)
+                self._under_way = not (work.final or self.stopping)
+                yield AtRest(self.rest_reason, work.final, self.evaluation_due)
+                if not self._under_way or not self._go_on():
+                    return
+
+    def meet(self, what: str, value: Any = None) -> list[Any]:
+        """Collective, at rest; see `hetsync.plane.base.meet`."""
+        return meet(self.plane, what, value)
+
+    def _go_on(self, ending: bool = False) -> bool:
+        """Collective: training begins anew after a rest, with what was set meanwhile; False where all ranks are
+        `ending` it."""
+        rates = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
+        told = self.meet("the next batch or the end of training", (ending, self.tasks.tensors.is_current(), rates))
+        self._end_rest()
+        if all(theirs for theirs, *_ in told):
+            self._under_way = False
+            return False
+        if not all(current for _, current, _ in told):
+            self._renew()
+        if any(theirs != rates for *_, theirs in told):
+            raise UserError(
+                f"learning rates are {', '.join(f'{theirs} on rank {n}' for n, (*_, theirs) in enumerate(told))}:"
+                " change them, or step their schedulers, on all ranks alike"
+            )
+        for steps in self.tasks.steps:
+            steps.start()
+        self._seed_ranks()
+        self._clock.start()
+        return True
+
+    def _end_rest(self) -> None:
+        if self._rest_began is not None:
+            seconds = time.monotonic() - self._rest_began
+            self.record("rest", reason=self.rest_reason, seconds=round(seconds, 6))
+            self._rest_began = None
+
+    def _renew(self) -> None:
+        """Other tensors are trained from now on."""
+        if self.outer is not None and self.outer.velocity is not None:
+            raise UserError(
+                "what is trained has changed, and sync.outer nesterov has a momentum of what was trained before:"
+                " take sync.outer identity"
+            )
+        layouts = self.plane.gather_objects(ModelTensors(self.model, self.optimizers).layout)
+        if any(layout != layouts[0] for layout in layouts):
+            odd = [rank for rank, layout in enumerate(layouts) if layout != layouts[0]]
+            raise UserError(
+                f"ranks {odd} train other weights than rank 0: freeze, unfreeze and add weights on all ranks alike"
+            )
+        if not any(weight.requires_grad for weight in self.model.parameters()):
+            raise UserError(
+                "no weight requires a gradient any more: leave some unfrozen, or end training by job.stop()"
+            )
+        self._common.share_first_weights()
+        self.tasks.tensors = ModelTensors(self.model, self.optimizers)  # as the engine finds them
+        self.engine.renew()
+
+    def leave(self) -> Iterator[AtRest]:
+        """The loop has ended early. What is computed counts; then this rank takes part in rounds and rests alone."""
+        self.tasks.left = True
+        if self._rest_began is not None and not self._go_on(ending=True):
+            return
+        self.tasks.settle()
+        begun = self.engine.withdraw()
+        if begun is not None:
+            self.tasks.finish(TaskInWork(begun))
+        for item in self._tasks():
+            if isinstance(item, AtRest):
+                yield item
+            else:
+                self.tasks.finish(TaskInWork(item))
+
+    def _stop_clock(self) -> float:
+        """What follows is not training; returns the moment."""
+        moment = self._clock.stop()
+        self.totals.train_seconds = self._clock.seconds()
+        return moment
+
+    def _score(self, snapshot: Snapshot) -> None:
+        """This rank's part of an evaluation, between two tasks."""
+        began = self._stop_clock()
+        self._snapshot_seconds = self.totals.train_seconds - (began - snapshot.made_at)
+        with self.engine.showing(snapshot), torch.random.fork_rng(devices=[]):
+            sums = self._evaluator.score(self.shares)
+        ended = self._clock.start()
+        self.record("score", round=snapshot.round, seconds=round(ended - began, 6))
+        self.engine.report(Evaluated(self.plane.rank, snapshot.round, sums))
+
+    def _report(self, evaluation: Evaluation) -> None:
+        self._evaluator.report(evaluation, self._snapshot_seconds)
+
+    def step(self, loss: torch.Tensor | float | None = None) -> None:
+        """After backward: the optimizers' steps, where they are due, and the slice's end. `loss` is the slice's mean,
+        for the records.
+
+        A slice may have several backward calls.
+        """
+        self.tasks.step_all(loss)
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """One line of this rank's telemetry."""
+        self._telemetry.record(kind, **fields)
+
+    def seconds_training(self) -> float:
+        """Seconds from the first slice on, less those at rest."""
+        return self._clock.seconds()
+
+    def tune(self, settings: Settings) -> None:
+        """On any rank: new K, D and q for the work handed out from now on (the controller's handle)."""
+        self.engine.report(SettingsChanged(settings))
+
+    # At rest.
+
+    def request_stop(self) -> None:
+        """Come to rest as soon as possible and end `slices` there; a resume goes on from that point.
+
+        May be called from a signal handler.
+        """
+        self.engine.report_from_signal(DrainRequested(STOP))
+
+    def request_rest(self, reason: str) -> None:
+        """Come to rest as soon as possible, and go on; from any thread."""
+        self.engine.report(DrainRequested(reason))
+
+    def _come_to_rest(self, drained: StartRound) -> None:
+        self.tasks.tensors.check()
+        self.version = drained.number + 1
+        self.stopping = drained.drain == STOP
+        self.rest_reason = drained.drain or ""
+        self.evaluation_due = drained.evaluate or drained.final
+        told = self.plane.broadcast_object(self._booked())
+        self.applied, self.settings, self.shares = told
+        if not drained.synchronous:
+            self._common.average(self.totals.since_rest)
+        self.totals.since_rest = 0
+        for steps in self.tasks.steps:
+            steps.rates.agree(self.plane.gather_objects)
+            steps.show_owner(self.applied)
+        velocity = self.outer.velocity if self.outer is not None else None
+        self.totals.anchor_sha256 = self._common.agree(velocity, self.version, self.totals.loop_steps)
+        self.totals.loop_steps = 0
+
+    def _booked(self) -> tuple[int, Settings, tuple[int, ...]] | None:
+        """Samples applied, settings and shares, on rank 0."""
+        if self.coordinator is None:
+            return None
+        machine = self.coordinator.machine
+        members = machine.members.values()
+        # Those of ranks whose loops have ended are 0 now, and are no measure of their speed.
+        shares = self.shares if any(member.withdrawn for member in members) else tuple(m.share for m in members)
+        return machine.ledger.applied, machine.settings, shares
+
+    def _seed_ranks(self) -> None:
+        """Dropout and augmentation draw alike after a resume and in the uninterrupted run."""
+        seed_all(hash((self.plan.seed, self.plane.rank, self.applied)) & (2**63 - 1))
+
+    def close(self) -> None:
+        """Collective at a regular end; where the loop was left early, once all ranks are at their end."""
+        if self._under_way:
+            for _ in self.leave():
+                pass
+        self.release()
+
+    def release(self) -> None:
+        """The end, regular or not: nothing of this job runs on, and nobody is waited for."""
+        self._end_rest()
+        self.engine.stop()
+        for steps in self.tasks.steps:
+            steps.close(self.applied)
+        if self.control is not None:
+            self.control.close()
+        self._loader.close()
+        self._telemetry.close()

@@ -1,0 +1,66 @@
+"""Nested state (what `state_dict` returns) as plain values for JSON, and tensors for safetensors.
+
+{"best": 0.9, "shadow": [tensor]}   ->   {"best": 0.9, "shadow": [{"tensor": "state.0"}]}, {"state.0": tensor}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetsync.errors import UserError
+
+PREFIX = "state."
+MARKS = ("tensor", "array", "tuple", "items")  # a dictionary with one of these keys and no other stands for a value
+
+
+def flatten(state: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Plain values and tensors. UserError for what is neither, with its place."""
+    tensors: dict[str, torch.Tensor] = {}
+    return _plain(state, "", tensors), tensors
+
+
+def _plain(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, torch.Tensor | np.ndarray):
+        name = f"{PREFIX}{len(tensors)}"
+        tensors[name] = torch.as_tensor(value)
+        return {"tensor" if isinstance(value, torch.Tensor) else "array": name}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(part, f"{where}[{place}]", tensors) for place, part in enumerate(value)]}
+    if isinstance(value, list):
+        return [_plain(part, f"{where}[{place}]", tensors) for place, part in enumerate(value)]
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value) and not (len(value) == 1 and set(value) <= set(MARKS)):
+            return {key: _plain(part, f"{where}.{key}" if where else key, tensors) for key, part in value.items()}
+        parts = [[_plain(key, where, tensors), _plain(part, f"{where}[{key}]", tensors)] for key, part in value.items()]
+        return {"items": parts}
+    raise UserError(
+        f"the state of {where} holds a {type(value).__name__}, which a checkpoint cannot keep: give tensors, arrays,"
+        " numbers, text, and lists and dictionaries of these"
+    )
+
+
+def unflatten(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """The state again; takes its tensors out of `tensors`. KeyError, TypeError for what `flatten` has not made."""
+    if isinstance(plain, list):
+        return [unflatten(part, tensors) for part in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if len(plain) == 1:
+        ((mark, value),) = plain.items()
+        if mark == "tensor":
+            return tensors.pop(value)
+        if mark == "array":
+            return tensors.pop(value).numpy()
+        if mark == "tuple":
+            return tuple(unflatten(part, tensors) for part in value)
+        if mark == "items":
+            return {unflatten(key, tensors): unflatten(part, tensors) for key, part in value}
+    return {key: unflatten(part, tensors) for key, part in plain.items()}

@@ -1,0 +1,135 @@
+"""The figures of a run, as they stand in `summary.json`: one schema, which real and simulated runs fill.
+
+What has a default here may be left out by one of the two: only real hosts have CPU time, overruns and bytes, only a
+simulated run has a landscape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hetsync.balance.profile import RankProfile
+from hetsync.sync.messages import NO_BOUND, Settings
+from hetsync.sync.observation import mean_staleness
+from hetsync.train.efficiency import report_card
+from hetsync.train.run_folder import Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFigures:
+    """What is known before the first slice already. A job that dies leaves it."""
+
+    status: Status
+    ranks: int
+    emulated: bool
+    emulate: str | None
+    samples_applied: int
+    samples_expected: int
+    shares: Sequence[int]
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """One rank's own. Seconds are those of its main thread; of a simulated rank, virtual ones."""
+
+    rank: int
+    profile: RankProfile
+    share: int
+    samples: int
+    solo_samples_per_second: float | None  # None: not measured
+    train_seconds: float
+    compute_seconds: float
+    wait_seconds: float
+    slices: int
+    data_seconds: float = 0.0
+    runtime_cpu_seconds: float = 0.0
+    bytes_sent: int = 0
+    real_seconds: float = 0.0  # the host's, within slices
+    overruns: int = 0
+
+    def row(self) -> dict[str, Any]:
+        """The rank's part of a summary."""
+        profile, seconds = self.profile, max(1e-9, self.train_seconds)
+        return {
+            "rank": self.rank,
+            "host": profile.host,
+            "device": profile.device,
+            "emulated": profile.emulated,
+            "share": self.share,
+            "samples": self.samples,
+            "solo_samples_per_second": self.solo_samples_per_second,
+            "solo_uncertainty": profile.uncertainty,
+            "load_seconds_per_sample": profile.load_seconds_per_sample,
+            "device_samples_per_second": self.samples / max(1e-9, self.compute_seconds),
+            "train_seconds": self.train_seconds,
+            "compute_fraction": self.compute_seconds / seconds,
+            "wait_fraction": self.wait_seconds / seconds,
+            "data_fraction": self.data_seconds / seconds,
+            "runtime_cpu_fraction": self.runtime_cpu_seconds / seconds,
+            "bytes_sent": self.bytes_sent,
+            "slices": self.slices,
+            "real_seconds": self.real_seconds,
+            "overruns": self.overruns,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFigures:
+    """What a run has come to."""
+
+    job: JobFigures
+    per_rank: Sequence[RankFigures]
+    samples_before: int = 0  # applied by the jobs that this one goes on from
+    rounds: int
+    staleness: Mapping[int, int]  # tasks by their staleness
+    settings: Settings
+    metrics: Mapping[str, float]
+    anchor_sha256: str | None
+    wall_seconds: float
+    control: Mapping[str, Any] | None = None  # what a controller beside the job did
+    landscape: Mapping[str, Any] | None = None  # of the simulated learner
+    simulated: bool = False
+
+
+def first_summary(job: JobFigures) -> dict[str, Any]:
+    """What `summary.json` holds until the end."""
+    return {**asdict(job), "shares": list(job.shares)}
+
+
+def summarise(run: RunFigures) -> dict[str, Any]:
+    """What `summary.json` holds; docs/reference.md explains every key."""
+    ranks, settings = run.per_rank, run.settings
+    rows = [figures.row() for figures in ranks]
+    seconds = max(figures.train_seconds for figures in ranks)
+    rate = (run.job.samples_applied - run.samples_before) / seconds if seconds else 0.0
+    return {
+        **first_summary(run.job),
+        **_of_one_kind(run),
+        "samples_per_second": rate,
+        **report_card(rate, rows),
+        "rounds": run.rounds,
+        "staleness": {
+            "mean": mean_staleness(run.staleness),
+            "max": max(run.staleness, default=0),
+            "histogram": {str(staleness): run.staleness[staleness] for staleness in sorted(run.staleness)},
+        },
+        "delay_bound": None if settings.delay_bound == NO_BOUND else settings.delay_bound,
+        "quorum": settings.quorum,
+        "accumulation": settings.accumulation,
+        "metrics": dict(run.metrics),
+        "anchor_sha256": run.anchor_sha256,
+        "train_seconds": seconds,
+        "wall_seconds": run.wall_seconds,
+        "overrun_fraction": sum(rank.overruns for rank in ranks) / max(1, sum(rank.slices for rank in ranks)),
+        "real_compute_cores": sum(rank.real_seconds for rank in ranks) / max(1e-9, seconds),
+        "per_rank": rows,
+    }
+
+
+def _of_one_kind(run: RunFigures) -> dict[str, Any]:
+    """The keys that are there for some runs only."""
+    keys = {"control": run.control, "landscape": run.landscape, "simulated": run.simulated or None}
+    return {key: value for key, value in keys.items() if value is not None}

@@ -1,0 +1,262 @@
+"""A rank's tasks, slice by slice: a batch comes, the loop computes on it and steps the optimizers, and it is over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from hetsync.balance.device import Device
+from hetsync.data.ledger import length
+from hetsync.data.loader import Loader
+from hetsync.errors import UserError
+from hetsync.sync.engine import Engine
+from hetsync.sync.messages import Task
+from hetsync.sync.model_tensors import ModelTensors
+from hetsync.sync.optimizers import Rates, Steps
+from hetsync.train.accounts import RankTotals, TaskInWork
+from hetsync.train.prepared import PreparedScaler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a session trains.
+
+    Args:
+        model: All weights and buffers that ranks share.
+        optimizers: Of the model's weights, in the order in which a loop steps them.
+        rates: The learning rates of each optimizer.
+        averages: Running averages of weights, which each rank keeps for itself between rests.
+        scaler: Multiplies the loss so that float16 holds its gradients, which then may be infinite.
+    """
+
+    model: torch.nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    rates: Sequence[Rates]
+    averages: Sequence[torch.nn.Module] = ()
+    scaler: PreparedScaler | None = None
+
+
+class TaskRunner:
+    """Attributes:
+    steps: Of each optimizer.
+    tensors: The model's, as the engine knows them.
+    work: The task that is computed.
+    left: The loop has ended; nobody computes slices, and optimizers step without it.
+    was_stepped: Has the loop ever stepped an optimizer?
+    """
+
+    def __init__(
+        self,
+        *,
+        trained: Trained,
+        batch_size: int,
+        max_grad_norm: float | None,
+        device: Device,
+        loader: Loader,
+        engine: Engine,
+        totals: RankTotals,
+        record: Callable[..., None],
+    ) -> None:
+        """`totals` are kept, and `record` is told of each task."""
+        self.steps = [
+            Steps(each, rates, max_grad_norm, batch_size, partial(self._before, n), partial(self._after, n))
+            for n, (each, rates) in enumerate(zip(trained.optimizers, trained.rates, strict=True))
+        ]
+        self.tensors = ModelTensors(trained.model, trained.optimizers)
+        self.work: TaskInWork | None = None
+        self.left = False
+        self.was_stepped = False
+        self._scaler = trained.scaler
+        self._scaled = trained.scaler is not None and trained.scaler.is_enabled()
+        self._device = device
+        self._loader = loader
+        self._engine = engine
+        self._totals = totals
+        self._record = record
+        self._data_before = self._waited_before = 0.0  # seconds in all, up to the last task's end
+
+    def settle(self) -> None:
+        """The loop is left: what it has computed counts, as far as it is whole or has left for other ranks."""
+        self.left, work = True, self.work
+        if work is None:
+            return
+        others_have_it = self._engine.has_released or bool(work.synchronous and work.last and work.collected)
+        if work.out and (work.stepped or others_have_it):
+            self.close_slice(work)
+        if not work.slices_left or others_have_it:
+            self.finish(work)
+
+    def slices(self, task: Task) -> Iterator[Any]:
+        work = self.work = TaskInWork(task, len(task.slices))
+        for steps in self.steps:
+            steps.begin_task(task)
+        batches = iter(self._loader.slices(task))
+        for spans in task.slices:
+            began = time.monotonic()
+            batch = next(batches)
+            self._totals.data_seconds += time.monotonic() - began
+            work.open_slice(length(spans))
+            self._engine.open_slice(task, work.slice_samples, work.last)
+            self._device.begin_slice(work.slice_samples)
+            yield batch
+            self._check_steps(work)
+            if work.out:
+                self.close_slice(work)
+        self.finish(work)
+
+    def _check_steps(self, work: TaskInWork) -> None:
+        """The loop has asked for the next batch."""
+        if work.synchronous and len(work.task.slices) > 1 and len(work.collected) < len(self.steps):
+            raise UserError(
+                f"a batch was not stepped on, and with sync.accumulation {len(work.task.slices)} at sync.delay_bound 0"
+                " gradients are added up over batches already: call step after each batch's backward, or set"
+                " sync.accumulation to 1 and add them up in the loop"
+            )
+
+    def slice_out(self, what: str) -> TaskInWork:
+        if self.work is None or not self.work.out:
+            raise UserError(f"{what} was called while no batch is out: call it within the loop over the job's batches")
+        return self.work
+
+    @property
+    def step_is_due(self) -> bool:
+        """In the slice that is out; in synchronous mode only a task's last slice ends with a step."""
+        work = self.slice_out("step")
+        return work.last or not work.synchronous
+
+    def collect(self, number: int) -> bool:
+        """Before anything is done with an optimizer's gradients: now they are those of its step, in synchronous mode
+        the means over all ranks. False where no step is due: there they have been put aside.
+
+        Raises UserError in synchronous mode where gradients were changed before: they were not summed over ranks yet.
+        """
+        work = self.slice_out("step")
+        if number in work.collected:
+            return self.step_is_due
+        self.tensors.restore()
+        if not work.synchronous:
+            self._check_gradients(number)
+        elif self._engine.is_collected(number):
+            raise UserError(
+                "with sync.delay_bound 0 each optimizer makes one step a slice, in the order in which they were given"
+                " to job.prepare: give them in the order of their steps"
+            )
+        elif not work.last:
+            self._check_gradients(number)
+            self._engine.take(work.task, number)
+        else:
+            self._check_gradients(number)
+            self._pause(work)
+            for stage in range(number + 1):
+                self._engine.take(work.task, stage)
+            self._engine.reduce(work.task, number, self._scaled)
+            work.going_on = time.monotonic()
+        work.collected.add(number)
+        return self.step_is_due
+
+    def _check_gradients(self, number: int) -> None:
+        if all(weight.grad is None for weight in self.steps[number].weights):
+            raise UserError("step found no gradient: call loss.backward() on a loss of this model before it")
+
+    def _before(self, number: int) -> None:
+        """The optimizer is about to step, whoever told it to."""
+        if self.left:
+            return
+        work = self.slice_out("optimizer.step")
+        self.was_stepped = True
+        if self._scaler is not None:
+            self._scaler.check_step()
+        if number in work.stepped and work.synchronous:
+            raise UserError(
+                "an optimizer was stepped twice in one slice, where sync.delay_bound 0 sums gradients over ranks once:"
+                " step it once a batch, or take a delay bound of 1 or more"
+            )
+        self.collect(number)
+
+    def _after(self, number: int) -> None:
+        if not self.left:
+            self.slice_out("optimizer.step").stepped.add(number)
+        self.tensors.restore()  # optimizers may put other memory behind weights, too
+
+    def _pause(self, work: TaskInWork) -> None:
+        """Device time so far; what follows, up to `going_on`, waits for other ranks."""
+        if work.going_on is None:
+            work.seconds += self._device.end_slice()
+        else:
+            work.seconds += self._device.end_step(time.monotonic() - work.going_on)
+        work.going_on = None
+
+    def step_all(self, loss: torch.Tensor | float | None) -> None:
+        """The optimizers' steps, where they are due, and the slice's end."""
+        work = self.work
+        if work is None or not work.out:
+            raise UserError("session.step was called twice for one slice: call it once after its last backward")
+        if work.stepped:
+            raise UserError(
+                "optimizer.step was called in the loop: session.step takes the place of optimizer.step and zero_grad"
+            )
+        for number, steps in enumerate(self.steps):
+            if self.collect(number):
+                steps.step()
+        if loss is not None:
+            self.add_loss(loss)
+        self.close_slice(work)
+
+    def add_loss(self, mean: torch.Tensor | float) -> None:
+        """Of the slice that is out, for the records; several add up. UserError unless it is one number."""
+        self.slice_out("step").add_loss(mean)
+
+    def close_slice(self, work: TaskInWork) -> None:
+        work.out = False
+        work.slices_left -= 1
+        self.tensors.restore()
+        if not (work.synchronous and work.last):
+            work.seconds += self._device.end_slice()
+        else:
+            self._pause(work)
+        self._engine.close_slice(work.task)
+
+    def finish(self, work: TaskInWork) -> None:
+        self.work = None
+        task = work.task
+        if work.synchronous:
+            if work.stepped and (not self.left or len(work.stepped) == len(self.steps)):
+                self._totals.loop_steps += 1
+            if not self._engine.is_collected(len(self.steps) - 1):
+                self._finish_round(work)
+        loss_sum = work.loss_sum
+        self._engine.finish(task, work.seconds, loss_sum)
+        totals, waited = self._totals, self._engine.timer.wait_seconds
+        totals.compute_seconds += work.seconds
+        totals.tasks += 1
+        totals.samples += task.samples
+        totals.since_rest += task.samples
+        self._record(
+            "piece",
+            piece=task.number,
+            samples=task.samples,
+            slices=len(task.slices),
+            version=self._engine.worker.version,
+            compute_seconds=round(work.seconds, 6),
+            data_seconds=round(totals.data_seconds - self._data_before, 6),
+            wait_seconds=round(waited - self._waited_before, 6),
+            loss=loss_sum / task.samples if task.samples else None,
+        )
+        self._data_before, self._waited_before = totals.data_seconds, waited
+
+    def _finish_round(self, work: TaskInWork) -> None:
+        """The loop has left sums to be taken: it adds gradients up over slices, or it has been left."""
+        computed = bool(work.task.slices) and not self.left
+        samples = self._engine.reduce(work.task, scaled=self._scaled, computed=computed)
+        if not self.left or not samples or self._scaled:
+            return
+        began = time.monotonic()
+        for number, steps in enumerate(self.steps):
+            if number not in work.stepped:
+                steps.step()
+        work.seconds += self._device.end_step(time.monotonic() - began)

@@ -1,0 +1,187 @@
+"""What rank 0 shows: a table of ranks, one live line, a closing summary. Plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, Protocol, TextIO, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from hetsync.balance.profile import RankProfile
+from hetsync.balance.shares import equal_share_ceiling
+from hetsync.launchers import launched_by_mpi
+from hetsync.train import efficiency
+
+LINE_SECONDS = 10.0  # between plain lines
+REFRESH_SECONDS = 0.25
+
+
+def watched() -> bool:
+    """Does a person look on? mpirun gives its ranks a terminal of its own, whatever its output goes to."""
+    if not sys.stdout.isatty() or not launched_by_mpi():
+        return sys.stdout.isatty()
+    try:
+        return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:
+        return False
+
+
+class Display(Protocol):
+    """What the trainer tells of; ranks other than 0 get `Silence`."""
+
+    def ranks(self, profiles: Sequence[RankProfile], shares: Sequence[int], rates: Sequence[float] | None) -> None: ...
+
+    def progress(self, applied: int, seconds: float, loss: float | None, staleness: float) -> None: ...
+
+    def due(self) -> bool: ...
+
+    def say(self, text: str) -> None: ...
+
+    def close(self, summary: Mapping[str, Any] | None) -> None: ...
+
+
+class Silence:
+    def ranks(self, profiles: Sequence[RankProfile], shares: Sequence[int], rates: Sequence[float] | None) -> None: ...
+
+    def progress(self, applied: int, seconds: float, loss: float | None, staleness: float) -> None: ...
+
+    def due(self) -> bool:
+        return False
+
+    def say(self, text: str) -> None: ...
+
+    def close(self, summary: Mapping[str, Any] | None) -> None: ...
+
+
+class _Forgiving:
+    """Standard output that may be full, or closed, while training goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._give_up(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Nobody reads a closed pipe any more: what is left goes nowhere, also at the process's end."""
+        if isinstance(error, BrokenPipeError):
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class Terminal:
+    def __init__(self, total_samples: int, already_applied: int = 0, console: Console | None = None) -> None:
+        self._console = console or Console(
+            file=cast(IO[str], _Forgiving(sys.stdout)), highlight=False, soft_wrap=True, force_terminal=watched()
+        )
+        self._total = total_samples
+        self._already = already_applied
+        self._solo = 0.0
+        self._shown_at = time.monotonic()
+        self._loss: float | None = None
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def ranks(self, profiles: Sequence[RankProfile], shares: Sequence[int], rates: Sequence[float] | None) -> None:
+        table = Table("rank", "host", "device", "solo samples/s", "share")
+        self._solo = sum(rates or ())
+        told = ["not measured"] * len(profiles) if rates is None else [f"{rate:,.1f}" for rate in rates]
+        for rank, (profile, share, rate) in enumerate(zip(profiles, shares, told, strict=True)):
+            table.add_row(str(rank), profile.host, profile.device, rate, str(share))
+        self._console.print(table)
+
+    def due(self) -> bool:
+        """Is it time for another `progress`?"""
+        interval = REFRESH_SECONDS if self._console.is_terminal else LINE_SECONDS
+        return time.monotonic() > self._shown_at + interval
+
+    def progress(self, applied: int, seconds: float, loss: float | None, staleness: float) -> None:
+        self._shown_at = time.monotonic()
+        self._loss = self._loss if loss is None else loss
+        rate = (applied - self._already) / seconds if seconds else 0.0
+        loss_text = "" if self._loss is None else f"loss {self._loss:.4f}  "
+        efficiency_text = f"efficiency {rate / self._solo:.3f}  " if self._solo else ""
+        left = f"{(self._total - applied) / rate:.0f} s left" if rate else ""
+        text = (
+            f"{applied:,}/{self._total:,}  {rate:,.0f}/s  {efficiency_text}{loss_text}staleness {staleness:.1f}  {left}"
+        )
+        if self._console.is_terminal:
+            self._show_bar(applied, text)
+        else:
+            self._console.print(text)
+
+    def _show_bar(self, applied: int, text: str) -> None:
+        if self._bar is None:
+            columns = (BarColumn(bar_width=8), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=self._console)
+            self._bar.start()
+            self._task = self._bar.add_task(text, total=self._total, completed=self._already)
+        assert self._task is not None
+        self._bar.update(self._task, completed=applied, description=text)
+
+    def say(self, text: str) -> None:
+        self._console.print(text)
+
+    def close(self, summary: Mapping[str, Any] | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if summary is not None:
+            self._summarise(summary)
+
+    def _summarise(self, summary: Mapping[str, Any]) -> None:
+        rates = [rank["solo_samples_per_second"] for rank in summary["per_rank"]]
+        metrics = "  ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items())
+        waiter = max(summary["per_rank"], key=lambda rank: rank["wait_fraction"])
+        place = ", ".join(filter(None, (waiter["host"], waiter["device"])))
+        staleness, control = summary["staleness"], summary.get("control")
+        bound = _range(control["delay_bound"]) if control else summary["delay_bound"]
+        lines = [
+            f"{summary['status']}: {summary['samples_applied']:,} of {summary['samples_expected']:,} samples"
+            f" in {summary['train_seconds']:.1f} s on {summary['ranks']} ranks  {metrics}",
+            *efficiency.sentences(summary),
+            *(
+                []
+                if None in rates
+                else [f"equal shares in lock-step could reach {equal_share_ceiling(rates):.3f} at most"]
+            ),
+            f"{summary['rounds']} rounds, staleness {staleness['mean']:.2f} on average, {staleness['max']} at most"
+            f" (bound {bound}); rank {waiter['rank']} ({place}) waited longest,"
+            f" {waiter['wait_fraction']:.1%} of the time",
+        ]
+        if control:
+            lines.append(
+                f"controller {control['name']}: {control['decisions']} decisions, {control['changes']} changes;"
+                f" accumulation {_range(control['accumulation'])}, at the end {summary['accumulation']};"
+                f" delay bound {bound}, at the end {summary['delay_bound']}"
+            )
+        overrun = summary["overrun_fraction"]
+        if overrun > 0.01:
+            lines.append(
+                f"careful: {overrun:.1%} of the emulated slices took longer than they should, so this machine was"
+                " measured, not the program; lower --emulation.samples_per_second"
+            )
+        self._console.print("\n".join(lines))
+
+
+def _range(ends: Sequence[int]) -> str:
+    least, greatest = ends
+    return str(least) if least == greatest else f"{least} to {greatest}"

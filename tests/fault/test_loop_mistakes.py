@@ -1,0 +1,104 @@
+"""Loops of a user's own that ranks cannot share, under mpirun: one sentence, status 2, no hang."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import ROOT, Done, finished, mpirun, started
+
+RANKS = 3
+SCRIPT = """
+import torch, hetsync
+from torch.utils.data import TensorDataset
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(240, 4), torch.randint(3, (240,)))
+with hetsync.join(delay_bound={bound}, rebalance=False, progress=False, timeout_seconds=30.0, **{settings}) as job:
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    job.prepare(model, optimizer)
+    loader = job.loader(data, 24)
+    for epoch in job.epochs(2):
+        for number, (inputs, labels) in enumerate(loader):
+            loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+{body}
+    job.print("ended")
+"""
+
+SKIPS_ONE = """
+if number == 3 and job.rank == 1:
+    continue
+loss.backward()
+optimizer.step()
+optimizer.zero_grad()
+"""
+EACH_SKIPS_ANOTHER = SKIPS_ONE.replace("number == 3 and job.rank == 1", "number == 3 + job.rank")
+CLIPS = """
+loss.backward()
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+optimizer.zero_grad()
+"""
+NO_STEP = """
+loss.backward()
+"""
+TWO_STEPS = """
+loss.backward()
+optimizer.step()
+optimizer.step()
+"""
+ZERO_GRAD_BETWEEN = """
+loss.backward()
+optimizer.zero_grad()
+optimizer.step()
+"""
+ACCUMULATES = """
+loss.backward()
+if number % 2:
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+SCALED = """
+job.backward(loss)
+optimizer.step()
+"""
+
+
+def run(folder: Path, body: str, bound: int, settings: str) -> Done:
+    indented = "\n".join(f"            {line}" for line in body.strip().splitlines())
+    (folder / "script.py").write_text(SCRIPT.format(body=indented, bound=bound, settings=settings))
+    with started([*mpirun(RANKS), sys.executable, "script.py"], folder, {"PYTHONPATH": str(ROOT)}) as process:
+        return finished(process)
+
+
+@pytest.mark.parametrize(
+    ("body", "bound", "settings", "sentence"),
+    [
+        (SKIPS_ONE, 0, "{}", "the loops of 2 ranks step an optimizer and those of 1 do not"),
+        (EACH_SKIPS_ANOTHER, 0, "{}", "the loops of 2 ranks step an optimizer and those of 1 do not"),
+        (CLIPS, 0, "{}", "clip by job.clip_grad_norm_"),
+        (NO_STEP, 0, "{}", "no optimizer has made a step"),
+        (NO_STEP, 4, "{}", "no optimizer has made a step"),
+        (TWO_STEPS, 0, "{}", "stepped twice in one slice"),
+        (ZERO_GRAD_BETWEEN, 0, "{}", "step found no gradient"),
+        (ACCUMULATES, 0, "{'accumulation': 2}", "set sync.accumulation to 1"),
+        (SCALED, 4, "{'precision': 'float16'}", "call job.step"),
+    ],
+)
+def test_a_loop_that_cannot_work_ends_with_a_sentence(
+    tmp_path: Path, body: str, bound: int, settings: str, sentence: str
+) -> None:
+    done = run(tmp_path, body, bound, settings)
+    assert done.status == 2, done.story
+    assert len(done.sentences) == 1, done.story
+    assert sentence in done.sentences[0]
+    assert "Traceback" not in done.err, done.story
+
+
+@pytest.mark.parametrize("body", [SKIPS_ONE, EACH_SKIPS_ANOTHER, CLIPS, TWO_STEPS])
+def test_it_may_work_in_delayed_mode(tmp_path: Path, body: str) -> None:
+    done = run(tmp_path, body, 4, "{}")
+    assert done.status == 0, done.story
+    assert "ended" in done.out

@@ -1,0 +1,233 @@
+"""A training script of a user's own, killed again and again: it ends as the uninterrupted one would have.
+
+python -m pytest tests/fault/test_script_resume.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import ROOT, SECONDS, Done, finished, kill, mpirun, started, summary_of
+from test_kill_and_resume import kill_rank_1, newest, process_of_rank
+
+RANKS, ROUNDS = 2, 5
+EPOCHS, EPOCH_SAMPLES = 6, 1200
+SAMPLES = EPOCHS * EPOCH_SAMPLES
+CLUSTER = "name: three\nsource: none\ndevices: [{name: a, speed: 2}, {name: b, speed: 1, count: 2}]\n"
+SCRIPT = """
+import json, sys, torch, hetsync
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+class Diary:
+    def __init__(self): self.epochs = []
+    def state_dict(self): return {"epochs": list(self.epochs)}
+    def load_state_dict(self, state): self.epochs = list(state["epochs"])
+
+generator = torch.Generator().manual_seed(1)
+points = torch.randn(1200, 6, generator=generator)
+train = TensorDataset(points, (points[:, 0] > 0).long(), torch.arange(1200))
+test = TensorDataset(points[:300], (points[:300, 0] > 0).long())
+seen = {}
+with hetsync.join(
+    run="run", resume="auto", delay_bound=int(sys.argv[1]), rebalance=False, checkpoint_every=300, keep_checkpoints=2,
+    emulate="cluster.yaml", samples_per_second=float(sys.argv[2]),
+) as job:
+    norm = nn.BatchNorm1d(16) if sys.argv[1] == "0" else nn.LayerNorm(16)  # slices may be of one sample
+    model = nn.Sequential(nn.Linear(6, 16), norm, nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    warm_up = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
+    decay = StepLR(optimizer, 2, 0.5)
+    loader = DataLoader(train, batch_size=30, shuffle=True)
+    tests = DataLoader(test, batch_size=64)
+    model, optimizer, warm_up, decay, loader, tests = job.prepare(model, optimizer, warm_up, decay, loader, tests)
+    diary = Diary()
+    job.register("diary", diary)
+
+    def validate():
+        return {"accuracy": sum((model(x).argmax(1) == y).sum().item() for x, y in tests) / max(1, len(tests.part))}
+
+    for epoch in job.epochs(6):
+        for inputs, labels, indices in loader:
+            seen.setdefault(epoch, []).extend(indices.tolist())
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            job.backward(loss)
+            job.clip_grad_norm_(model.parameters(), 1.0)
+            job.step(optimizer, warm_up)
+        job.keep_best(job.evaluate(validate)["accuracy"])
+        decay.step()
+        diary.epochs.append(epoch)
+    end = {
+        "finished": job.finished, "diary": diary.epochs, "rates": [group["lr"] for group in optimizer.param_groups],
+        "weights": sum(parameter.double().sum().item() for parameter in model.parameters()), "seen": seen,
+    }
+    open(f"end-{job.rank}.json", "w").write(json.dumps(end))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return prepared(tmp_path)
+
+
+def prepared(folder: Path) -> Path:
+    (folder / "cluster.yaml").write_text(CLUSTER)
+    (folder / "script.py").write_text(SCRIPT)
+    return folder
+
+
+def words(bound: int, ranks: int | None = RANKS, samples_per_second: float = 1200) -> list[str]:
+    launcher = [] if ranks is None else mpirun(ranks)
+    return [*launcher, sys.executable, "script.py", str(bound), str(samples_per_second)]
+
+
+def job(folder: Path, *arguments: Any) -> Any:
+    return started(words(*arguments), folder, {"PYTHONPATH": str(ROOT)})
+
+
+def run(folder: Path, *arguments: Any) -> Done:
+    with job(folder, *arguments) as process:
+        return finished(process)
+
+
+def trains(process: subprocess.Popen[str], folder: Path) -> None:
+    """Waits for the next checkpoint."""
+    before, deadline = newest(folder), time.monotonic() + SECONDS
+    while newest(folder) == before:
+        assert process.poll() is None, finished(process).story
+        assert time.monotonic() < deadline, "nothing was saved in time"
+        time.sleep(0.01)
+
+
+def kill_sometime(folder: Path, bound: int, rank_only: bool, ranks: int = RANKS) -> None:
+    """After one more checkpoint at least."""
+    with job(folder, bound, ranks) as process:
+        trains(process, folder)
+        seconds = random.uniform(0, 0.5)
+        print(f"struck {seconds} s after a checkpoint at {newest(folder)} samples")  # shown where the test fails
+        time.sleep(seconds)
+        assert process.poll() is None, finished(process).story
+        (kill_rank_1 if rank_only else kill)(process)
+        process.wait(30)
+    assert summary_of(folder / "run")["status"] == "running"
+
+
+def ends(folder: Path, ranks: int = RANKS) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"end-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def assert_exact(folder: Path, begun: int, ranks: int = RANKS) -> None:
+    """A resumed run that has gone to its end: each sample once an epoch, and each epoch's last lines once."""
+    summary = summary_of(folder / "run")
+    assert (summary["status"], summary["samples_applied"]) == ("finished", SAMPLES)
+    assert sum(rank["samples"] for rank in summary["per_rank"]) == SAMPLES - begun
+    told = ends(folder, ranks)
+    for epoch in range(EPOCHS):
+        used = Counter(index for end in told for index in end["seen"].get(str(epoch), []))
+        assert sum(used.values()) == max(0, min(EPOCH_SAMPLES, (epoch + 1) * EPOCH_SAMPLES - begun)), f"epoch {epoch}"
+        assert not used or max(used.values()) == 1, f"epoch {epoch}"
+    assert all(end["diary"] == list(range(EPOCHS)) for end in told)
+    assert all(end["rates"] == told[0]["rates"] and end["weights"] == told[0]["weights"] for end in told)
+
+
+def files_of(folder: Path, name: str) -> bytes:
+    return (folder / "run" / "checkpoints" / f"samples-{SAMPLES:012d}" / name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A synchronous run that nobody disturbs."""
+    folder = prepared(tmp_path_factory.mktemp("uninterrupted"))
+    done = run(folder, 0)
+    assert done.status == 0, done.story
+    assert_exact(folder, 0)
+    return folder
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_killed_again_and_again(folder: Path, uninterrupted: Path, bound: int) -> None:
+    for number in range(ROUNDS):
+        kill_sometime(folder, bound, rank_only=number % 2 == 1)
+    begun = newest(folder)
+    done = run(folder, bound)
+    assert done.status == 0, done.story
+    assert_exact(folder, begun)
+    expected = ends(uninterrupted)[0]
+    assert ends(folder)[0]["rates"] == expected["rates"]
+    if bound == 0:
+        assert files_of(folder, "model.safetensors") == files_of(uninterrupted, "model.safetensors")
+        assert summary_of(folder / "run")["metrics"] == summary_of(uninterrupted / "run")["metrics"]
+        best = Path("run", "best", "best.json")
+        assert json.loads((folder / best).read_text()) == json.loads((uninterrupted / best).read_text())
+    assert summary_of(folder / "run")["metrics"]["accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_killed_and_resumed_on_other_numbers_of_ranks(folder: Path, bound: int) -> None:
+    kill_sometime(folder, bound, rank_only=False)
+    kill_sometime(folder, bound, rank_only=False, ranks=3)
+    begun = newest(folder)
+    done = run(folder, bound, None)
+    assert done.status == 0, done.story
+    assert_exact(folder, begun, ranks=1)
+
+
+def test_a_finished_run_goes_through_without_training(folder: Path, uninterrupted: Path) -> None:
+    subprocess.run(["cp", "-r", str(uninterrupted / "run"), str(folder)], check=True)
+    for ranks in (RANKS, 1):
+        done = run(folder, 0, ranks)
+        assert done.status == 0, done.story
+        assert "this run is finished after 7200 samples" in done.out
+        for end in ends(folder, ranks):
+            assert (end["finished"], end["seen"]) == (True, {})
+            assert end["weights"] == ends(uninterrupted)[0]["weights"]
+    assert files_of(folder, "model.safetensors") == files_of(uninterrupted, "model.safetensors")
+    assert summary_of(folder / "run") == summary_of(uninterrupted / "run")
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "rank"), [(signal.SIGTERM, 143, 1), (signal.SIGUSR1, 85, 0), (signal.SIGINT, 130, 0)]
+)
+@pytest.mark.parametrize("bound", [0, 4])
+def test_a_signal_saves(folder: Path, bound: int, number: signal.Signals, status: int, rank: int) -> None:
+    with job(folder, bound) as process:
+        trains(process, folder)
+        os.kill(process_of_rank(process, rank), number)
+        done = finished(process)
+    assert done.status == status, done.story
+    assert "Traceback" not in done.err, done.story
+    assert "stopped and saved; go on with: the same command" in done.out
+    summary = summary_of(folder / "run")
+    assert summary["status"] == "stopped"
+    assert 0 < summary["samples_applied"] == newest(folder) < SAMPLES
+    done = run(folder, bound)
+    assert done.status == 0, done.story
+    assert_exact(folder, summary["samples_applied"])
+
+
+def test_the_second_signal_ends_at_once(folder: Path) -> None:
+    """Slices of many seconds: the first signal alone would take until one is over."""
+    with job(folder, 4, None, 2.0) as process:
+        deadline = time.monotonic() + SECONDS
+        while not list((folder / "run").glob("summary.json")):
+            assert process.poll() is None, finished(process).story
+            assert time.monotonic() < deadline, "it has not begun"
+            time.sleep(0.05)
+        time.sleep(2)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert process.poll() is None, "the first one ended it"
+        process.send_signal(signal.SIGTERM)
+        done = finished(process, seconds=10)
+    assert done.status == -signal.SIGTERM, done.story

@@ -1,0 +1,236 @@
+"""Lightning's trainer on a HetSync job."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from training import Blobs, Net
+
+from hetsync.data.loader import EpochOrder
+from hetsync.plane.base import Plane
+from hetsync.plane.local import LocalPlane
+
+pytest.importorskip("lightning")
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torchmetrics.classification import MulticlassAccuracy
+
+from hetsync.neighbours.lightning import HetSyncStrategy
+
+pytestmark = pytest.mark.mpi
+
+BATCH, SAMPLES, EPOCHS = 24, 192, 3
+BOUNDS = pytest.mark.parametrize("bound", [0, 4])
+
+
+class Module(LightningModule):
+    """Tells which samples it has been given, and what each validation has found."""
+
+    def __init__(self, schedule: Callable[[Any], Any] = lambda optimizer: optimizer) -> None:
+        super().__init__()
+        self.net = Net()
+        self.accuracy = MulticlassAccuracy(3, average="micro")
+        self.schedule = schedule
+        self.used: list[int] = []
+        self.found: list[float] = []
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        points, labels, numbers = batch
+        self.used += numbers.tolist()
+        return nn.functional.cross_entropy(self.net(points), labels)
+
+    def validation_step(self, batch: Any) -> None:
+        points, labels, _ = batch
+        scores = self.net(points)
+        self.accuracy(scores, labels)
+        self.log("metric", self.accuracy)
+        right = (scores.argmax(1) == labels).float().mean()
+        self.log("mean", right, sync_dist=True, batch_size=len(labels))
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.found.append(self.accuracy.compute().item())
+
+    def configure_optimizers(self) -> Any:
+        return self.schedule(torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9))
+
+
+def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
+    return DataLoader(Blobs(SAMPLES), batch_size=BATCH, shuffle=True), DataLoader(Blobs(100), batch_size=32)
+
+
+def fit(plane: Plane, module: LightningModule, bound: int = 0, epochs: int = EPOCHS, **options: Any) -> Trainer:
+    settings = {"delay_bound": bound} | options.pop("settings", {})
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        strategy = HetSyncStrategy(plane=plane, **settings)
+        kept = options.pop("enable_checkpointing", False)
+        trainer = Trainer(
+            strategy=strategy, accelerator="cpu", max_epochs=epochs, enable_checkpointing=kept, **quiet, **options
+        )
+        trainer.fit(module, *loaders())
+    return trainer
+
+
+def by_steps(optimizer: torch.optim.Optimizer) -> Any:
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5), "interval": "step"},
+    }
+
+
+def by_epochs(optimizer: torch.optim.Optimizer) -> Any:
+    return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+
+
+def plain(net: nn.Module, every: int, clip: float | None) -> None:
+    """One process and nothing but PyTorch; the learning rate is halved every so many steps."""
+    data, order = Blobs(SAMPLES), EpochOrder(SAMPLES, seed=0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, every, 0.5)
+    for start in range(0, EPOCHS * SAMPLES, BATCH):
+        numbers = order.indices([(start, start + BATCH)])
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(data.points[numbers]), data.labels[numbers]).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize(("schedule", "every"), [(by_steps, 5), (by_epochs, SAMPLES // BATCH)])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_synchronous_training_is_that_of_one_process(
+    plane: Plane, schedule: Callable[[Any], Any], every: int, clip: float | None
+) -> None:
+    module, net = Module(schedule), Net()
+    fit(plane, module, 0, gradient_clip_val=clip)
+    plain(net, every, clip)
+    for mine, other in zip(module.net.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+@BOUNDS
+def test_each_sample_once_an_epoch_and_all_validate_the_same(plane: Plane, bound: int) -> None:
+    module = Module(by_epochs)
+    trainer = fit(plane, module, bound)
+    used = Counter(number for numbers in plane.gather_objects(module.used) for number in numbers)
+    assert used == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
+    data = Blobs(100)
+    whole = (module.net(data.points).argmax(1) == data.labels).float().mean().item()
+    assert len(module.found) == EPOCHS
+    for found in (module.found[-1], trainer.callback_metrics["metric"], trainer.callback_metrics["mean"]):
+        assert plane.gather_objects(float(found)) == pytest.approx([whole] * plane.size)
+    assert whole > 0.6
+    assert trainer.global_step == EPOCHS * SAMPLES // BATCH
+    assert module.optimizers().param_groups[0]["lr"] == pytest.approx(0.05 / 2**EPOCHS)  # type: ignore[union-attr]
+
+
+def by_metric(optimizer: torch.optim.Optimizer) -> Any:
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0, threshold=2.0)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "mean"}}
+
+
+@BOUNDS
+def test_stops_early_with_the_best_kept(plane: Plane, bound: int, folder: Path) -> None:
+    best = ModelCheckpoint(folder / "best", monitor="mean", mode="max")
+    stop = EarlyStopping("mean", mode="max", patience=2, min_delta=2.0)
+    module = Module(by_metric)
+    trainer = fit(plane, module, bound, 8, callbacks=[best, stop], enable_checkpointing=True)
+    assert trainer.current_epoch == 3
+    assert len(module.found) == 3
+    assert module.optimizers().param_groups[0]["lr"] < 0.05  # type: ignore[union-attr]
+    plane.barrier()
+    assert Path(best.best_model_path).exists()
+    found = trainer.validate(module, loaders()[1], verbose=False)
+    assert found[0]["mean"] == pytest.approx(module.found[-1])
+
+
+def test_goes_on_with_a_run(plane: Plane, folder: Path) -> None:
+    settings = {"run": folder / "run", "resume": "auto"}
+    whole, first, second = Module(), Module(), Module()
+    fit(plane, whole)
+    fit(plane, first, epochs=2, settings=settings)
+    trainer = fit(plane, second, epochs=EPOCHS, settings=settings)
+    assert trainer.current_epoch == EPOCHS
+    assert len(second.found) == 2  # what follows the epoch that the run stood at is done again
+    for mine, other in zip(whole.net.parameters(), second.net.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+class Manual(Module):
+    """Two optimizers, of two networks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = Net()
+
+    def training_step(self, batch: Any) -> None:  # type: ignore[override]
+        points, labels, numbers = batch
+        self.used += numbers.tolist()
+        for net, optimizer in zip((self.net, self.other), self.optimizers(), strict=True):  # type: ignore[arg-type]
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.cross_entropy(net(points), labels))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in (self.net, self.other)]
+
+
+@BOUNDS
+def test_manual_optimization(plane: Plane, bound: int) -> None:
+    module, net = Manual(), Net()
+    fit(plane, module, bound)
+    plain(net, 10**6, None)
+    for mine, other, alone in zip(module.net.parameters(), module.other.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+        if bound == 0:
+            torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16(plane: Plane) -> None:
+    module = Module()
+    fit(plane, module, 4, precision="bf16-mixed")
+    assert module.found[-1] > 0.6
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "max_steps": ({"max_steps": 5}, "Trainer(max_steps=5) counts batches"),
+    "no end": ({"epochs": -1}, "Trainer(max_epochs=-1): give the number of epochs"),
+    "limit": ({"limit_train_batches": 3}, "give a smaller data set"),
+    "interval": ({"val_check_interval": 2}, "validate after epochs"),
+    "accumulation": ({"accumulate_grad_batches": 2}, "give HetSyncStrategy(accumulation=K)"),
+    "value": ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value", "bound": 4}, "clip by norm"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options, sentence = REFUSED[case]
+    with pytest.raises(SystemExit) as ended:
+        fit(LocalPlane(), Module(), **options)
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_metric_shared_within_the_loop_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    class Shares(Module):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            loss = super().training_step(batch)
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+    with pytest.raises(SystemExit):
+        fit(LocalPlane(), Shares())
+    assert "needs all ranks at rest" in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""How fast ranks are: the profile, smoothed observations, and jumps that are no jitter."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hetsync.balance.profile import StepTime
+from hetsync.balance.speed_tracker import LEAST_OBSERVATIONS, SHIFT_TASKS, SMOOTHING, Speeds
+
+
+def speeds(*seconds_per_sample, fixed=0.0):
+    return Speeds({rank: StepTime(fixed, seconds) for rank, seconds in enumerate(seconds_per_sample)})
+
+
+def scale(watched):
+    return watched.times([0])[0].seconds_per_sample
+
+
+def test_times_are_the_profile_until_something_is_seen():
+    assert speeds(1.0, 2.0).times([0, 1]) == [StepTime(0, 1.0), StepTime(0, 2.0)]
+
+
+def test_the_first_observations_count_alike_and_later_ones_fade():
+    watched = speeds(1.0)
+    ratios = [2.0, 1.0, 3.0] + [1.0] * 40
+    smoothed = 0.0
+    for count, ratio in enumerate(ratios, 1):
+        watched.observe(0, 10, 1, 10 * ratio)
+        weight = max(SMOOTHING, 1 / count)
+        smoothed += weight * (ratio - smoothed)
+        (time,) = watched.times([0])
+        assert time.seconds_per_sample == pytest.approx(smoothed)
+    assert smoothed == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_single_outlier_moves_a_settled_speed_by_a_tenth_of_it():
+    watched = speeds(1.0)
+    for _ in range(50):
+        watched.observe(0, 10, 1, 10.0)
+    watched.observe(0, 10, 1, 20.0)
+    assert watched.times([0])[0].seconds_per_sample == pytest.approx(1.1)
+
+
+def test_both_parts_of_a_step_time_scale_together():
+    watched = speeds(0.5, fixed=2.0)
+    watched.observe(0, 8, 2, 16.0)  # two slices of four: profiled 2·2 + 8·0.5 = 8 s
+    assert watched.times([0]) == [StepTime(4.0, 1.0)]
+
+
+def test_tasks_without_samples_or_time_teach_nothing():
+    watched = speeds(1.0)
+    watched.observe(0, 0, 0, 5.0)
+    watched.observe(0, 5, 1, 0.0)
+    assert watched.times([0]) == [StepTime(0, 1.0)]
+    assert not watched.settled([0])
+
+
+def test_speeds_settle_once_every_rank_was_seen_often_enough():
+    watched = speeds(1.0, 1.0)
+    for count in range(LEAST_OBSERVATIONS):
+        assert not watched.settled([0, 1])
+        watched.observe(0, 1, 1, 1.0)
+        if count:
+            watched.observe(1, 1, 1, 1.0)
+    assert not watched.settled([0, 1])
+    watched.observe(1, 1, 1, 1.0)
+    assert watched.settled([0, 1])
+    assert not watched.settled([0, 2]), "rank 1 has left, and nobody knows rank 2"
+
+
+@pytest.mark.parametrize("factor", [0.3, 0.7, 1.3, 3.0, 10.0])
+def test_a_lasting_change_is_believed_after_three_tasks(factor):
+    watched = speeds(1.0)
+    for _ in range(40):
+        assert not watched.observe(0, 10, 1, 10.0)
+    jumps = [watched.observe(0, 10, 1, 10 * factor) for _ in range(20)]
+    assert jumps == [number == SHIFT_TASKS for number in range(1, 21)]
+    assert scale(watched) == pytest.approx(factor)
+
+
+def test_outliers_and_small_changes_are_no_jump():
+    watched = speeds(1.0)
+    for number in range(200):
+        outlier = number % 7 in (0, 1)  # two in a row
+        assert not watched.observe(0, 10, 1, 50.0 if outlier else 10.0)
+    steady = speeds(1.0)
+    for number in range(200):
+        assert not steady.observe(0, 10, 1, 10.0 if number < 100 else 10.9)
+    assert scale(steady) == pytest.approx(1.09, rel=1e-3)
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.5])
+def test_jitter_is_hardly_ever_taken_for_a_jump(sigma):
+    draw, watched = random.Random(3), speeds(1.0)
+    jumps = [watched.observe(0, 10, 1, 10 * draw.lognormvariate(0, sigma)) for _ in range(20_000)]
+    assert sum(jumps) <= 20
+
+
+def test_a_change_three_times_over_is_seen_through_jitter():
+    draw, watched = random.Random(4), speeds(1.0)
+    for _ in range(100):
+        watched.observe(0, 10, 1, 10 * draw.lognormvariate(0, 0.3))
+    for _ in range(15):
+        watched.observe(0, 10, 1, 30 * draw.lognormvariate(0, 0.3))
+    assert 2.5 < scale(watched) < 3.8
+
+
+def test_what_comes_first_is_no_jump():
+    watched = speeds(1.0)
+    assert not any(watched.observe(0, 10, 1, 30.0) for _ in range(LEAST_OBSERVATIONS))

@@ -1,0 +1,243 @@
+"""Worker processes deliver what a thread delivers, errors included, and end with their rank."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from hetsync.data.ledger import split
+from hetsync.data.loader import EpochOrder, Loader, Source
+from hetsync.data.workers import Fetcher, FetchProcesses, FetchThread
+from hetsync.errors import UserError
+from hetsync.sync.messages import Task
+
+SECONDS = 60
+
+
+class Squares(Dataset[Any]):
+    """Item 13 cannot be read; item 17 ends the process."""
+
+    def __init__(self, fatal: bool = False) -> None:
+        self.fatal = fatal
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 13:
+            raise OSError("the disk is gone")
+        if index == 17 and self.fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor([index, index**2]), os.getpid()
+
+
+@pytest.fixture(params=["thread", "processes"])
+def fetcher(request: pytest.FixtureRequest) -> Any:
+    made: Fetcher = FetchThread(Squares(), None) if request.param == "thread" else FetchProcesses(Squares(), None, 2)
+    yield made
+    made.close()
+
+
+def test_batches_are_those_asked_for(fetcher: Fetcher) -> None:
+    asked = [[3, 1], [2], [19, 0, 5], [4, 4]]
+    futures = [fetcher.submit(indices, 0) for indices in asked]
+    for indices, future in zip(asked, futures, strict=True):
+        numbers, _ = future.result(SECONDS)
+        assert numbers.tolist() == [[i, i**2] for i in indices]
+
+
+def test_what_cannot_be_read_is_said_and_the_rest_goes_on(fetcher: Fetcher) -> None:
+    bad, good = fetcher.submit([12, 13], 0), fetcher.submit([12], 0)
+    with pytest.raises(UserError, match="the disk is gone"):
+        bad.result(SECONDS)
+    assert good.result(SECONDS)[0].tolist() == [[12, 144]]
+
+
+def test_processes_are_others_and_share_the_work() -> None:
+    fetcher = FetchProcesses(Squares(), None, 2)
+    pids = {int(fetcher.submit([0], 0).result(SECONDS)[1]) for _ in range(4)}
+    fetcher.close()
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+
+
+def test_a_worker_that_dies_is_told_of() -> None:
+    fetcher = FetchProcesses(Squares(fatal=True), None, 1)
+    with pytest.raises(UserError, match=r"data worker.*data\.workers"):
+        fetcher.submit([17], 0).result(SECONDS)
+    with pytest.raises(UserError, match="data worker"):
+        fetcher.submit([1], 0).result(SECONDS)
+    fetcher.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_gives_the_slices_of_a_task_in_order(workers: int) -> None:
+    source = Source(torch.utils.data.TensorDataset(torch.arange(40)), workers=workers)
+    loader = Loader(source, 5, torch.device("cpu"))
+    task = Task(0, split(((30, 50),), 20, 3), delay_bound=4, position=30, not_before=0)
+    loader.prefetch(task)
+    seen = [index for (numbers,) in loader.slices(task) for index in numbers.tolist()]
+    loader.close()
+    assert seen == EpochOrder(40, 5).indices([(30, 50)])
+
+
+# Hangs.
+
+
+class Bulky(Dataset[Any]):
+    """What is asked for is large, and what comes back is, too: more than pipes hold."""
+
+    def __len__(self) -> int:
+        return 10**7
+
+    def __getitems__(self, indices: list[int]) -> list[bytes]:
+        return [bytes(4 * 10**6)]
+
+
+def first(items: list[Any]) -> Any:
+    return items[0]
+
+
+def in_time(work: Callable[[], Any]) -> Any:
+    """What `work` returns; fails where that takes too long."""
+    out: list[Any] = []
+    thread = threading.Thread(target=lambda: out.append(work()), daemon=True)
+    thread.start()
+    thread.join(SECONDS / 2)
+    assert not thread.is_alive(), "it hangs"
+    return out[0]
+
+
+def test_batches_that_fill_the_pipes_both_ways_come_through() -> None:
+    fetcher = FetchProcesses(Bulky(), first, 1)
+    indices = list(range(10**6, 10**6 + 10**5))
+    futures = in_time(lambda: [fetcher.submit(indices, 0) for _ in range(6)])
+    assert [len(future.result(SECONDS)) for future in futures] == [4 * 10**6] * 6
+    fetcher.close()
+
+
+class Slow(Squares):
+    """Nothing comes before somebody says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.go.wait(SECONDS)
+        return super().__getitem__(index)
+
+
+def task(number: int, start: int, stop: int) -> Task:
+    return Task(number, split(((start, stop),), stop - start, 1), delay_bound=4, position=start, not_before=0)
+
+
+def test_the_order_of_an_epoch_is_worked_out_by_a_thread_of_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever tells of a task, which is the communication thread, does not wait."""
+    threads = []
+    indices = EpochOrder.indices
+
+    def watched(order: EpochOrder, spans: Any) -> list[int]:
+        threads.append(threading.current_thread())
+        return indices(order, spans)
+
+    monkeypatch.setattr(EpochOrder, "indices", watched)
+    loader = Loader(Source(torch.utils.data.TensorDataset(torch.arange(40))), 5, torch.device("cpu"))
+    loader.prefetch(task(0, 0, 4))
+    list(loader.slices(task(0, 0, 4)))
+    loader.close()
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
+
+
+def test_data_that_never_comes_is_told_of_in_time() -> None:
+    data = Slow()
+    loader = Loader(Source(data), 5, torch.device("cpu"), timeout_seconds=0.5)
+    loader.prefetch(task(0, 0, 2))
+
+    def wait() -> str:
+        with pytest.raises(UserError) as told:
+            next(iter(loader.slices(task(0, 0, 2))))
+        return str(told.value)
+
+    try:
+        assert "run.timeout_seconds" in in_time(wait)
+    finally:
+        data.go.set()
+        loader.close()
+
+
+class Odd(Exception):
+    """Pickles, but not back."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+class Failing(Squares):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 13:
+            raise Odd(1, 2)
+        if index == 14:
+            sys.exit(7)
+        return super().__getitem__(index)
+
+
+def test_any_error_of_a_worker_arrives() -> None:
+    fetcher = FetchProcesses(Failing(), None, 1)
+    with pytest.raises(RuntimeError, match="Odd: 1 and 2"):
+        fetcher.submit([13], 0).result(SECONDS / 2)
+    with pytest.raises(SystemExit, match="7"):
+        fetcher.submit([14], 0).result(SECONDS / 2)
+    assert fetcher.submit([3], 0).result(SECONDS)[0].tolist() == [[3, 9]]
+    fetcher.close()
+
+
+# Signals and random numbers.
+
+
+def test_workers_do_not_hear_what_is_meant_for_their_rank() -> None:
+    fetcher = FetchProcesses(Squares(), None, 1)
+    pid = int(fetcher.submit([0], 0).result(SECONDS)[1])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        os.kill(pid, number)
+    assert int(fetcher.submit([1], 0).result(SECONDS)[1]) == pid
+    fetcher.close()
+
+
+class Noise(Dataset[Any]):
+    """Augmented at random, by every generator that there is."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, torch.rand(()).item(), np.random.rand(), random.random()])
+
+
+def draws(spans: list[tuple[int, int]], workers: int, seed: int = 5) -> list[list[float]]:
+    loader = Loader(Source(Noise(), workers=workers), seed, torch.device("cpu"))
+    for number, (start, stop) in enumerate(spans):
+        loader.prefetch(task(number, start, stop))
+    out = [next(iter(loader.slices(task(n, start, stop)))).flatten().tolist() for n, (start, stop) in enumerate(spans)]
+    loader.close()
+    return out
+
+
+def test_what_workers_draw_comes_of_the_seed_and_of_the_place_in_the_stream() -> None:
+    """So a resumed run, which begins with another batch and has other workers, draws alike."""
+    everything = draws([(0, 3), (3, 6), (20, 23)], workers=1)
+    resumed = draws([(3, 6), (20, 23)], workers=2)
+    assert resumed == everything[1:]
+    assert len({value for batch in everything for value in batch}) > 3 * 9
+    assert draws([(3, 6)], workers=1, seed=6) != resumed[:1]

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetsync.emulation.cluster import Link
+from hetsync.emulation.link import EmulatedLink, LinkTimes
+from hetsync.plane.base import Handle, Residual, WireFormat
+from hetsync.plane.faulty import Corrupt, Delay, Drop, FaultyPlane, Stall
+from hetsync.plane.local import LocalPlane
+
+
+class _Ready(Handle):
+    def __init__(self) -> None:
+        self.ready = False
+
+    def done(self) -> bool:
+        return self.ready
+
+
+class _FourRanks(LocalPlane):
+    """One of four ranks, whose collectives end when the test says so."""
+
+    size = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handles: list[_Ready] = []
+
+    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
+        self.handles.append(_Ready())
+        return self.handles[-1]
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def link(latency_seconds: float = 1.0, bytes_per_second: float = 6.0) -> tuple[EmulatedLink, _FourRanks, _Clock]:
+    inner, clock = _FourRanks(), _Clock()
+    return EmulatedLink(inner, latency_seconds, bytes_per_second, clock), inner, clock
+
+
+# Over four ranks 1024 values are 6144 bytes a link in float32: 2 · 3/4 · 4096.
+@pytest.mark.parametrize(("wire", "n_bytes"), [("float32", 6144), ("bfloat16", 3072), ("int8", 1542)])
+def test_transfer_takes_latency_once_and_the_bytes_of_a_ring(wire: WireFormat, n_bytes: int) -> None:
+    assert link(0.5, 6.0)[0].transfer_seconds(1024, wire) == pytest.approx(0.5 + n_bytes / 6)
+
+
+def test_a_wrapped_plane_tells_how_its_collectives_move() -> None:
+    class Moving(_FourRanks):
+        moves = 7
+
+    assert EmulatedLink(Moving(), 1.0, 6.0).moves == 7
+    assert FaultyPlane(Moving(), []).moves == 7
+
+
+def test_transfer_starts_when_all_ranks_have_joined() -> None:
+    plane, inner, clock = link()
+    handle = plane.allreduce(torch.zeros(4))  # 24 bytes a link: 1 s + 4 s
+    clock.seconds += 50
+    assert not handle.done()
+    inner.handles[0].ready = True
+    assert not handle.done()
+    clock.seconds += 4.9
+    assert not handle.done()
+    clock.seconds += 0.1
+    assert handle.done()
+
+
+def test_collectives_share_the_link_one_after_another() -> None:
+    plane, inner, clock = link()
+    first, second = plane.allreduce(torch.zeros(4)), plane.allreduce(torch.zeros(4))
+    for handle in inner.handles:
+        handle.ready = True
+    assert not second.done()  # polling the second puts the first on the link
+    clock.seconds += 5
+    assert first.done()
+    assert not second.done()
+    clock.seconds += 5
+    assert second.done()
+
+
+def test_link_that_was_idle_saves_nothing_up() -> None:
+    plane, inner, clock = link()
+    for _ in range(2):
+        handle = plane.allreduce(torch.zeros(4))
+        inner.handles[-1].ready = True
+        assert not handle.done()
+        clock.seconds += 5
+        assert handle.done()
+        clock.seconds += 100
+
+
+def test_one_rank_needs_no_link() -> None:
+    plane = EmulatedLink(LocalPlane(), latency_seconds=10, bytes_per_second=1)
+    assert plane.allreduce(torch.zeros(4)).done()
+
+
+@pytest.mark.parametrize("figures", [(-1, 1), (0, 0), (float("nan"), 1)])
+def test_impossible_links_are_refused(figures: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="a link needs"):
+        EmulatedLink(LocalPlane(), *figures)
+
+
+def test_faults_strike_at_their_rank_and_count_only() -> None:
+    clock = _Clock()
+    here = [Corrupt(0, 1), Stall(0, 2), Delay(0, 3, seconds=5), Drop(0, 1)]
+    plane = FaultyPlane(LocalPlane(), [*here, Corrupt(1, 0)], clock)
+    tensors = [torch.ones(3) for _ in range(4)]
+    handles = [plane.allreduce(tensor) for tensor in tensors]
+    assert [bool(tensor.isnan().any()) for tensor in tensors] == [False, True, False, False]
+    assert [handle.done() for handle in handles] == [True, True, False, False]
+    clock.seconds += 5
+    assert [handle.done() for handle in handles] == [True, True, False, True]
+    for message in range(3):
+        plane.send(message, to=0)
+    assert plane.receive() == [(0, 0), (0, 2)]
+    assert plane.fired == here
+
+
+@pytest.mark.parametrize("values", [1, 1000])
+def test_a_simulated_collective_takes_what_an_emulated_one_does(values: int) -> None:
+    """Of a round in one bucket, and of a small bucket of it: each has the whole latency."""
+    link, plane = Link(latency_seconds=0.5, bytes_per_second=1e4), _FourRanks()
+    times = LinkTimes.of(link, plane.size, round_bytes=4000, slice_seconds=0.1)
+    emulated = EmulatedLink(plane, times.latency_seconds, times.bytes_per_second)
+    assert times.seconds(values, "float32") == pytest.approx(emulated.transfer_seconds(values, "float32"))
+    assert times.seconds(values, "float32") == pytest.approx(0.5 + 2 * 3 / 4 * 4 * values / 1e4)

@@ -1,0 +1,386 @@
+"""Profiling on tiny models and fake planes: fits find what was put in, and nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+from time import sleep
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset, default_collate
+
+from hetsync.balance.profile import fit
+from hetsync.config.schema import Config, DataConfig, EmulationConfig, RunConfig
+from hetsync.data import Data
+from hetsync.data.random_state import untouched
+from hetsync.emulation.cluster import Link, load_cluster
+from hetsync.emulation.device import SHORTEST_SLICE_SECONDS
+from hetsync.plane.base import Handle, Plane, PlaneError
+from hetsync.plane.local import LocalPlane
+from hetsync.profiling import device as profiling
+from hetsync.profiling.device import (
+    INTERVAL,
+    LEAST_SECONDS,
+    Profiled,
+    activation_bytes,
+    available_host_bytes,
+    median_interval,
+    memory_cap,
+    profile_step,
+)
+from hetsync.profiling.interconnect import SIZES_BYTES, measure_interconnect
+from hetsync.profiling.measure import Place, Subject, batch_of, find_place, limit_threads, measure_ranks
+
+CPU = torch.device("cpu")
+GIB = 2**30
+
+
+class Time:
+    def __init__(self):
+        self.now = 0.0
+
+    def clock(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class Steps:
+    """Steps of 0.1 s + 0.01 s a sample, every fifth of them ten times as long, the first three too."""
+
+    def __init__(self, time, outliers=True):
+        self.time, self.outliers, self.sizes = time, outliers, []
+
+    def __call__(self, samples):
+        self.sizes.append(samples)
+        slow = self.outliers and (len(self.sizes) <= 3 or len(self.sizes) % 5 == 0)
+        self.time.now += (0.1 + 0.01 * samples) * (10 if slow else 1)
+
+
+@pytest.mark.parametrize(
+    ("affinities", "threads"),
+    [
+        ([{0, 1, 2, 3}] * 4, 1),  # not bound
+        ([{0, 1, 2, 3}] * 2, 2),
+        ([{0}, {1}, {2}, {3}], 1),  # mpirun --bind-to core
+        ([{0, 1}, {2, 3}], 2),  # SLURM's cpus-per-task
+        ([{0, 1, 2, 3}, {0, 1, 2, 3}, {4, 5}, {6}], 2),  # a socket for two
+    ],
+)
+def test_cores_are_divided_among_those_who_share_them(affinities, threads, monkeypatch):
+    class Gathering(LocalPlane):
+        size = len(affinities)
+
+        def gather_objects(self, value):
+            return [(value[0], cores) for cores in affinities]
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: affinities[0])
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    told = []
+    monkeypatch.setattr("torch.set_num_threads", told.append)
+    place = find_place(Gathering())
+    limit_threads(place, emulated=False)
+    assert (told, place.ranks_on_host) == ([threads], len(affinities))
+
+
+def test_a_step_is_fitted_in_spite_of_warm_up_and_outliers():
+    time = Time()
+    found = profile_step(Steps(time), [4, 16, 64], budget_seconds=1e9, clock=time.clock)
+    assert found.time.fixed_seconds == pytest.approx(0.1, rel=1e-6)
+    assert found.time.seconds_per_sample == pytest.approx(0.01, rel=1e-6)
+    assert found.uncertainty == pytest.approx(0, abs=1e-9)
+
+
+def test_a_budget_bounds_the_profile_to_one_round_of_two_sizes():
+    time = Time()
+    steps = Steps(time, outliers=False)
+    found = profile_step(steps, [64, 4, 16], budget_seconds=0.2, clock=time.clock)
+    assert steps.sizes == [4, 16, 4, 16]
+    assert found.time.seconds(64) == pytest.approx(0.74)
+    assert found.uncertainty is None, "one look at each size says nothing of how they scatter"
+
+
+class Scattered(Steps):
+    """Steps of 10 ms on average, uniformly up to `spread` of it longer or shorter."""
+
+    def __init__(self, time, spread):
+        super().__init__(time)
+        self.spread, self.chance = spread, random.Random(0)
+
+    def __call__(self, samples):
+        self.sizes.append(samples)
+        self.time.now += 0.01 * (1 + self.chance.uniform(-self.spread, self.spread))
+
+
+def test_steps_are_timed_for_longer_where_they_scatter():
+    looks = {}
+    for spread in (0.0, 0.05, 0.1, 0.9):
+        time = Time()
+        steps = Scattered(time, spread)
+        found = profile_step(steps, [8], clock=time.clock)
+        looks[spread] = len(steps.sizes)
+        assert 2 * found.uncertainty <= INTERVAL or spread == 0.9
+        assert found.time.seconds(8) == pytest.approx(0.01, rel=0.01 + found.uncertainty)
+    assert LEAST_SECONDS <= 0.01 * looks[0.0] < 2 * LEAST_SECONDS
+    assert looks[0.0] <= looks[0.05] < looks[0.1] < looks[0.9]
+    assert time.now == pytest.approx(10, abs=0.1), "ten seconds are enough, however they scatter"
+    assert 2 * found.uncertainty > INTERVAL, "and then it says so"
+
+
+@settings(max_examples=20)
+@given(st.integers(6, 200))
+def test_the_interval_of_a_median_holds_the_true_one_nineteen_times_of_twenty(count):
+    chance, trials = random.Random(count), 2000
+    found = [median_interval(sorted(chance.random() for _ in range(count))) for _ in range(trials)]
+    assert sum(low <= 0.5 <= high for low, high in found) / trials > 0.93
+
+
+def test_what_else_the_machine_does_slows_no_emulated_device():
+    """Ranks that still start take turns with rank 0 while it finds what the machine can imitate."""
+
+    def waits(model, batch):
+        sleep(0.05)
+        return model(batch[0]).sum()
+
+    samples = TensorDataset(torch.ones(32, 2))
+    config = Config(data=DataConfig(batch_size=8))
+    subject = Subject(LocalPlane(), config, nn.Linear(2, 1), Data(samples, samples, waits), Place("here", 0, 1))
+    (profile,) = measure_ranks(subject, load_cluster("homogeneous"))
+    assert profile.time.seconds_per_sample == pytest.approx(SHORTEST_SLICE_SECONDS / 8)
+
+
+class Slow(TensorDataset):
+    """A data set whose every sample takes 10 ms to load."""
+
+    def __getitems__(self, indices):
+        sleep(0.01 * len(indices))
+        return [self[index] for index in indices]
+
+
+def test_loading_is_no_part_of_a_step_and_timed_apart():
+    samples = Slow(torch.ones(32, 2))
+    material = Data(samples, samples, lambda model, batch: model(batch[0]).sum(), collate=default_collate)
+    config = Config(data=DataConfig(batch_size=8), run=RunConfig(profile_seconds=0.2))
+    (profile,) = measure_ranks(Subject(LocalPlane(), config, nn.Linear(2, 1), material, Place("here", 0, 1)), None)
+    assert profile.time.seconds(8) < 0.08, "training loads ahead, so loading has no part in the denominator"
+    assert profile.load_seconds_per_sample >= 0.01
+
+
+def test_profiled_batches_hold_samples_from_all_over_the_data_set():
+    samples = TensorDataset(torch.arange(40.0))
+    material = Data(samples, samples, lambda model, batch: batch[0].sum())
+    (batch,) = batch_of(material, 4, CPU)
+    assert batch.tolist() == [0, 10, 20, 30]
+    (batch,) = batch_of(material, 80, CPU)
+    assert len(batch) == 80
+
+
+class Host:
+    """A subject whose steps take `factor` times 0.1 s and 10 ms a sample; it writes down the sizes that are timed."""
+
+    plane, config, device = LocalPlane(), Config(data=DataConfig(batch_size=8)), CPU
+
+    def __init__(self, factor=1.0):
+        self.place, self.factor, self.timed = Place("here", 0, 1), factor, []
+
+    def step_time(self, sizes):
+        self.timed.append(sizes)
+        return Profiled(fit(sizes, [self.factor * (0.1 + 0.01 * size) for size in sizes]), 0.01)
+
+    def load_seconds(self, samples):
+        return 0.0
+
+    def cap(self):
+        return None
+
+
+def test_every_start_measures_afresh(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for factor in (1.0, 1.0, 1.1, 3.0):
+        host = Host(factor)
+        (profile,) = measure_ranks(host, None)
+        assert host.timed == [[4, 8, 16]]
+        assert profile.time.seconds(8) == pytest.approx(factor * 0.18)
+        assert profile.uncertainty == 0.01
+
+
+def test_nothing_is_timed_where_the_emulated_speed_is_given(monkeypatch):
+    samples = TensorDataset(torch.ones(32, 2))
+    config = Config(data=DataConfig(batch_size=8), emulation=EmulationConfig("made up", 50.0))
+    material = Data(samples, samples, lambda model, batch: pytest.fail("a step was run"))
+    subject = Subject(LocalPlane(), config, nn.Linear(2, 1), material, Place("here", 0, 1))
+    (profile,) = measure_ranks(subject, load_cluster("homogeneous"))
+    assert profile.time.rate(1) == pytest.approx(50.0)
+    assert profile.uncertainty == 0
+
+
+def test_a_step_without_sizes_is_refused():
+    with pytest.raises(ValueError, match="cannot fit"):
+        profile_step(lambda samples: None, [])
+
+
+def test_activations_are_counted_once_and_parameters_not():
+    inputs = torch.randn(10, 20)
+    linear = nn.Linear(20, 30)
+    # Saved: the input (linear's weight gradient) and the output of ReLU; the weight is no activation.
+    assert activation_bytes(lambda: linear(inputs).relu().sum()) == 4 * (10 * 20 + 10 * 30)
+    squared = torch.ones(50, requires_grad=True)
+    assert activation_bytes(lambda: (squared * squared).sum()) == 0
+    with torch.no_grad():
+        assert activation_bytes(lambda: linear(inputs).sum()) == 0
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 1))
+
+
+def test_profiling_leaves_no_trace():
+    model = small_model()
+    model(torch.randn(4, 8)).sum().backward()
+    gradient = model[0].weight.grad
+    gradients, before = gradient.clone(), {k: v.clone() for k, v in model.state_dict().items()}
+    random_state = torch.random.get_rng_state()
+    with untouched(model):
+        assert model[0].weight.grad is None
+        model(torch.randn(4, 8)).sum().backward()
+    assert model[0].weight.grad is gradient
+    assert torch.equal(gradient, gradients)
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def cap(model, **options):
+    return memory_cap(model, lambda n: model(torch.randn(n, 8)).sum(), CPU, 1, **options)
+
+
+def test_the_cap_follows_the_memory_that_is_left_for_activations():
+    model = small_model()
+    caps = [cap(model, limit_bytes=limit) for limit in (10**5, 2 * 10**5, 3 * 10**5)]
+    assert 0 < caps[0] < caps[1] < caps[2]
+    assert abs((caps[2] - caps[1]) - (caps[1] - caps[0])) <= 1
+    assert cap(model, limit_bytes=10**5, optimizer_state_buffers=10) < caps[0]
+    needed = profiling.BACKWARD_OVERHEAD * activation_bytes(lambda: model(torch.randn(caps[2], 8)).sum())
+    assert 0.8 < needed / (0.9 * 3 * 10**5) <= 1.0
+    assert cap(model, limit_bytes=1000) == 0
+
+
+def test_the_cap_of_an_unlimited_host_is_none(monkeypatch):
+    monkeypatch.setattr(profiling, "available_host_bytes", lambda: None)
+    assert cap(small_model()) is None
+
+
+def test_ranks_share_the_hosts_memory(monkeypatch):
+    model = small_model()
+    monkeypatch.setattr(profiling, "available_host_bytes", lambda: GIB)
+    caps = [memory_cap(model, lambda n: model(torch.randn(n, 8)).sum(), CPU, ranks) for ranks in (1, 4)]
+    assert caps[0] / caps[1] == pytest.approx(4, rel=0.01)
+
+
+def test_a_batch_that_runs_out_of_memory_caps_at_the_one_that_ran():
+    model = small_model()
+
+    def loss(samples):
+        if samples > 2:
+            raise torch.cuda.OutOfMemoryError("injected")
+        return model(torch.randn(samples, 8)).sum()
+
+    assert memory_cap(model, loss, CPU, 1, limit_bytes=GIB) == 2
+
+
+def host(tmp_path, cgroup_lines, files):
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:   1000 kB\n")
+    (proc / "self" / "cgroup").write_text(cgroup_lines)
+    for name, text in files.items():
+        (cgroups / name).parent.mkdir(parents=True, exist_ok=True)
+        (cgroups / name).write_text(text)
+    return available_host_bytes(proc, cgroups)
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "expected"),
+    [
+        ("", {}, 1_024_000),
+        ("0::/\n", {"memory.max": "max\n", "memory.current": "5"}, 1_024_000),
+        ("0::/a/b\n", {"a/memory.max": "9000", "a/memory.current": "5000",
+                       "a/memory.stat": "anon 1\ninactive_file 700\n"}, 4700),
+        ("3:cpu:/x\n9:memory:/job\n", {"memory/job/memory.limit_in_bytes": "9000", "cpu/x/memory.max": "1",
+                                       "memory/job/memory.usage_in_bytes": "9100",
+                                       "memory/job/memory.stat": "total_inactive_file 50\n"}, 0),
+    ],
+)  # fmt: skip
+def test_the_hosts_memory_ends_at_the_cgroups_limit(tmp_path, lines, files, expected):
+    assert host(tmp_path, lines, files) == expected
+
+
+def test_an_unknown_system_has_unknown_memory(tmp_path):
+    assert available_host_bytes(tmp_path, tmp_path) is None
+
+
+class SlowHandle(Handle):
+    def __init__(self, time, seconds):
+        self.time, self.due = time, time.now + seconds
+
+    def done(self):
+        return self.time.now >= self.due
+
+
+class RingPlane(Plane):
+    """One rank of four on a virtual clock, whose peers always do the same, a little slower."""
+
+    rank, size = 0, 4
+
+    def __init__(self, time, latency_seconds, bytes_per_second):
+        self.time, self.link, self.sizes = time, Link(latency_seconds, bytes_per_second), []
+
+    def allreduce(self, tensor, wire="float32", residual=None):
+        self.sizes.append(4 * tensor.numel())
+        return SlowHandle(self.time, self.link.seconds(self.sizes[-1], self.size, 0.0))
+
+    def gather_objects(self, value):
+        return [value, value * 0.9]
+
+    def broadcast_object(self, value):
+        return value
+
+    def barrier(self):
+        self.time.now += 1e-4
+
+    def send(self, message, to): ...
+    def unread(self, to): ...
+    def receive(self): ...
+    def abort(self, code): ...
+    def close(self): ...
+
+
+def test_the_interconnect_is_found():
+    time = Time()
+    link = measure_interconnect(RingPlane(time, 0.01, 1e9), 10.0, clock=time.clock, sleep=time.sleep)
+    assert link.latency_seconds == pytest.approx(0.01, rel=0.02)
+    assert link.bytes_per_second == pytest.approx(1e9, rel=0.05)
+
+
+def test_a_slow_interconnect_does_not_take_all_day():
+    time = Time()
+    plane = RingPlane(time, 1.0, 1e6)
+    link = measure_interconnect(plane, 2.0, clock=time.clock, sleep=time.sleep)
+    assert plane.sizes == [size for size in SIZES_BYTES[:2] for _ in range(2)]
+    assert link.bytes_per_second == pytest.approx(1e6, rel=0.05)
+    assert time.now < 5
+
+
+def test_a_dead_interconnect_is_an_error_in_bounded_time():
+    time = Time()
+    plane = RingPlane(time, 1000.0, 1e6)
+    with pytest.raises(PlaneError, match="an allreduce of 16 bytes took more than 60"):
+        measure_interconnect(plane, clock=time.clock, sleep=lambda s: time.sleep(1.0))
+
+
+def test_one_rank_has_a_free_link():
+    assert measure_interconnect(LocalPlane()) == Link()

@@ -1,0 +1,303 @@
+"""The coordinator: speeds, rebalancing, bad losses, and one message a rank in the order of the decisions."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+from virtual import make_machine
+
+from hetsync.balance.profile import StepTime
+from hetsync.balance.speed_tracker import LEAST_OBSERVATIONS, SHIFT_TASKS, Speeds
+from hetsync.errors import UserError
+from hetsync.sync.coordinator import Coordinator, as_messages
+from hetsync.sync.messages import (
+    AssignTask,
+    Contributed,
+    RankLeft,
+    RankWithdrew,
+    RoundCompleted,
+    Settings,
+    StartRound,
+    TaskFinished,
+    TaskStarted,
+)
+from hetsync.sync.state_machine import RoundStateMachine
+from hetsync.train.running import show_progress
+
+
+def speeds(*seconds_per_sample, fixed=0.0):
+    return Speeds({rank: StepTime(fixed, seconds) for rank, seconds in enumerate(seconds_per_sample)})
+
+
+# A coordinator whose messages go nowhere.
+
+
+class Office:
+    """A coordinator of two ranks, and what it has sent."""
+
+    def __init__(self, shares=(8, 8), settings=None, rebalance=True, total=100_000):
+        self.messages = []
+        self.machine: RoundStateMachine = make_machine(list(shares), settings or Settings(8, 0.1), total)
+        self.coordinator = Coordinator(
+            self.machine,
+            speeds(*[1.0] * len(shares)),
+            as_messages(self.machine, lambda messages: self.messages.extend(messages.items())),
+            rebalance,
+        )
+        self.coordinator.start()
+        self.version = dict.fromkeys(range(len(shares)), 0)
+
+    def work(self, rank, seconds_per_sample=1.0, loss_sum=0.0):
+        """The rank does its next task; whatever rounds result are complete at once."""
+        number, samples = self._next(rank)
+        self.coordinator.handle([TaskStarted(rank, number, self.machine.version)])
+        sent = len(self.messages)
+        self.coordinator.handle([TaskFinished(rank, number, samples, samples * seconds_per_sample, loss_sum)])
+        for started in [i for to, message in self.messages[sent:] if to == min(self.machine.members) for i in message]:
+            if isinstance(started, StartRound):
+                self._complete(started)
+
+    def _next(self, rank):
+        task = self.machine.members[rank].queued[0].task
+        return task.number, task.samples
+
+    def next_samples(self, rank):
+        return self._next(rank)[1]
+
+    def _complete(self, started):
+        for rank in started.contributors:
+            self.coordinator.handle(
+                [Contributed(rank, started.number, self.machine.members[rank].ready[-1].task.number)]
+            )
+        self.coordinator.handle([RoundCompleted(started.number)])
+
+    @property
+    def shares(self):
+        return [member.share for member in self.machine.members.values()]
+
+
+@pytest.mark.parametrize(("ratio", "moves"), [(1.0, False), (1.05, False), (1.3, True), (3.0, True)])
+def test_shares_follow_speeds_only_where_it_pays(ratio, moves):
+    """Two ranks of 8: at 5 % difference the best shares gain less than 5 %; at 30 % and more they gain more."""
+    office = Office((40, 40))
+    for _ in range(3 * LEAST_OBSERVATIONS):
+        office.work(0)
+        office.work(1, ratio)
+    assert sum(office.shares) == 80
+    assert (office.shares != [40, 40]) == moves
+    if moves:
+        assert office.shares[0] / office.shares[1] == pytest.approx(ratio, rel=0.1)
+
+
+def test_a_gain_of_just_under_five_percent_is_let_be():
+    for percent, moves in ((9, False), (12, True)):  # equal shares lose about half of the difference
+        office = Office((400, 400))
+        for _ in range(3 * LEAST_OBSERVATIONS):
+            office.work(0)
+            office.work(1, 1 + percent / 100)
+        assert (office.shares != [400, 400]) == moves, percent
+
+
+def test_a_jump_in_speed_moves_shares_after_three_tasks():
+    office = Office((40, 40))
+    for _ in range(3 * LEAST_OBSERVATIONS + 1):
+        office.work(0)
+        office.work(1)
+    assert office.shares == [40, 40]
+    for _ in range(SHIFT_TASKS):
+        assert office.shares == [40, 40]
+        office.work(0)
+        office.work(1, 3.0)
+    assert office.shares == [60, 20]
+
+
+def test_small_tasks_before_a_rest_tell_nothing_of_a_ranks_speed():
+    office = Office((40, 40), total=4 * 80 + 60)
+    small = 0
+    while not office.machine.ended:
+        rank = next(rank for rank in (0, 1) if office.machine.members[rank].queued)
+        full = office.next_samples(rank) == 40
+        small += not full
+        office.work(rank, 1.0 if full else 9.0)
+        if not any(member.queued for member in office.machine.members.values()):
+            break
+    assert small >= 2
+    assert [time.seconds_per_sample for time in office.coordinator.speeds.times([0, 1])] == [1.0, 1.0]
+
+
+def test_shares_stay_where_rebalancing_is_off():
+    office = Office((40, 40), rebalance=False)
+    for _ in range(3 * LEAST_OBSERVATIONS):
+        office.work(0)
+        office.work(1, 5.0)
+    assert office.shares == [40, 40]
+
+
+def test_no_share_moves_before_speeds_are_known():
+    office = Office((40, 40))
+    for _ in range(LEAST_OBSERVATIONS - 1):
+        office.work(0)
+        office.work(1, 5.0)
+    assert office.shares == [40, 40]
+
+
+def test_new_shares_reach_the_work_that_is_handed_out_next():
+    office = Office((40, 40))
+    for _ in range(3 * LEAST_OBSERVATIONS):
+        office.work(0)
+        office.work(1, 4.0)
+    sizes = {to: i.task.samples for to, message in office.messages for i in message if isinstance(i, AssignTask)}
+    assert sizes == dict(enumerate(office.shares)) == {0: 64, 1: 16}
+
+
+# Losses.
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_names_the_rank_and_the_remedy(loss):
+    office = Office()
+    office.work(0, loss_sum=4.0)
+    with pytest.raises(UserError, match=r"on rank 1 after \d+ samples: lower optimizer.learning_rate"):
+        office.work(1, loss_sum=loss)
+
+
+def test_the_loss_is_the_mean_over_samples_since_the_last_look():
+    office = Office((12, 4))
+    assert office.coordinator.take_loss() is None
+    office.work(0, loss_sum=12.0)
+    office.work(1, loss_sum=20.0)
+    assert office.coordinator.take_loss() == pytest.approx(2.0)
+    assert office.coordinator.take_loss() is None
+    office.work(1, loss_sum=8.0)
+    assert office.coordinator.take_loss() == pytest.approx(2.0)
+
+
+def test_device_seconds_add_up_by_rank():
+    office = Office((12, 4))
+    for _ in range(3):
+        office.work(0, 2.0)
+        office.work(1, 0.5)
+    assert dict(office.coordinator.device_seconds) == {0: 72.0, 1: 6.0}
+
+
+# Messages.
+
+
+def test_every_rank_gets_one_letter_with_all_that_was_decided_in_order():
+    office = Office((4, 4, 4), Settings(0, 1.0), total=16)
+    assert [to for to, _ in office.messages] == [0, 1, 2]
+    for rank, message in office.messages:
+        assert [type(i) for i in message] == [AssignTask, StartRound, AssignTask, StartRound]
+        assert all(i.rank == rank for i in message if isinstance(i, AssignTask))
+        numbers = [i.task.synchronous_round if isinstance(i, AssignTask) else i.number for i in message]
+        assert numbers == [0, 0, 1, 1]
+
+
+def test_all_events_of_a_letter_are_answered_in_one():
+    office = Office((4, 4))
+    office.messages.clear()
+    number, samples = office._next(0)
+    after = office.machine.members[0].queued[1].task.number
+    office.coordinator.handle(
+        [TaskStarted(0, number, 0), TaskFinished(0, number, samples, 1.0), TaskStarted(0, after, 0)]
+    )
+    assert len({to for to, _ in office.messages}) == len(office.messages)
+    to_first = dict(office.messages)[0]
+    assert [type(i) for i in to_first] == [AssignTask, StartRound]
+
+
+def test_who_has_nothing_to_hear_gets_no_message():
+    office = Office((4, 4))
+    office.messages.clear()
+    office.coordinator.handle([TaskStarted(0, office._next(0)[0], 0)])
+    assert office.messages == []
+
+
+# Members that leave.
+
+
+def capped_office(caps, pins):
+    """Three ranks of equal shares that turn out to be of unequal speed."""
+    office = Office((20, 20, 20))
+    office.coordinator.speeds.caps = dict(enumerate(caps))
+    office.coordinator.speeds.pins = pins
+    return office
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_shares_keep_to_caps_and_pins_after_a_rank_has_left(gone):
+    """The others keep their own caps and pins, by rank and not by place."""
+    caps, pins = [None, 22, 30], {0: 20}
+    office = capped_office(caps, pins)
+    office.coordinator.handle([RankLeft(gone)])
+    left = [rank for rank in range(3) if rank != gone]
+    for _ in range(3 * LEAST_OBSERVATIONS):
+        for rank, seconds in zip(left, (1.0, 3.0), strict=True):
+            office.work(rank, seconds)
+    shares = dict(zip(left, office.shares, strict=True))
+    expected = {0: {1: 22, 2: 18}, 1: {0: 20, 2: 20}, 2: {0: 20, 1: 20}}
+    assert shares == expected[gone]
+
+
+def test_the_others_are_re_balanced_after_a_rank_has_withdrawn():
+    """Before it was seen often enough: its speed decides nothing any more, and it gets no share."""
+    office = capped_office([None, None, None], {})
+    office.coordinator.handle([RankWithdrew(2)])
+    for _ in range(3 * LEAST_OBSERVATIONS):
+        for rank, seconds in zip((0, 1), (1.0, 3.0), strict=True):
+            office.work(rank, seconds)
+    fast, slow, gone = office.shares
+    assert fast > 2 * slow > 0
+    assert gone == 0
+
+
+# What other threads ask.
+
+
+@pytest.fixture
+def busy():
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_the_loss_may_be_taken_while_a_rank_reports():
+    """All samples have the same loss, so any mean of some of them is that."""
+    office = Office((8, 8))
+    taken = []
+
+    class Interrupted(float):
+        """Another thread looks while this is added."""
+
+        def __radd__(self, other):
+            taken.append(office.coordinator.take_loss())
+            return other + float(self)
+
+    office.work(0, loss_sum=16.0)
+    office.work(1, loss_sum=Interrupted(16.0))
+    taken.append(office.coordinator.take_loss())
+    assert taken == [2.0, 2.0]
+
+
+def test_the_display_can_be_told_while_rounds_land(busy):
+    """New values of staleness come up all the time."""
+    office, shown = Office((8, 8)), []
+    display = SimpleNamespace(progress=lambda applied, seconds, loss, staleness: shown.append(staleness))
+
+    def count():
+        for _ in range(100):
+            office.machine.staleness.clear()
+            for value in range(300):
+                office.machine.staleness[value] += 1
+
+    worker = threading.Thread(target=count)
+    worker.start()
+    while worker.is_alive():
+        show_progress(display, office.coordinator, 1.0)
+    assert len(shown) > 100

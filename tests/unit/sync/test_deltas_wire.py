@@ -1,0 +1,102 @@
+"""The delayed mode's tensors behind low-precision wires: what rounding loses goes with the next contribution."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetsync.plane.base import Residual
+from hetsync.plane.wire import round_trip
+from hetsync.simulate.replicas import sum_in_order
+from hetsync.sync.deltas import Deltas
+
+BATCH = 8
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_rounding_loses_goes_with_the_next_contribution(wire, overlap):
+    """What has arrived after many rounds is what was computed, to within one rounding of the last round."""
+    generator = torch.Generator().manual_seed(0)
+    # Some values are far below the least that int8 can tell from 0 beside the greatest.
+    scale = torch.logspace(-4, 0, 50)
+    local = [torch.zeros(50)]
+    deltas = Deltas(local)
+    computed, arrived, greatest = torch.zeros(50), torch.zeros(50), 0.0
+    flying = None
+    rounds = 200
+
+    def land():
+        flight, sent = flying
+        flight.copy_(sent)
+        deltas.apply_sum()
+
+    for _ in range(rounds):
+        progress = scale * (1 + torch.rand(50, generator=generator))
+        local[0] += progress
+        computed += progress / 2
+        if overlap and flying is not None:  # finish the next task while the last one's flies
+            deltas.finish(4, 1)
+            land()
+        else:
+            deltas.finish(4, 1)
+        flight = deltas.pack(True, BATCH, wire)
+        sent = round_trip(flight, wire)
+        flying = (flight, sent)
+        arrived += sent
+        greatest = max(greatest, float(sent.abs().max()))
+        if not overlap:
+            land()
+            assert deltas.apply()
+    quantum = {"bfloat16": 2**-8 * sent.abs(), "int8": torch.full((50,), greatest / 254)}[wire]
+    assert ((arrived - computed).abs() <= 1.01 * quantum + 2e-5 * computed).all()
+    lost = rounds * (round_trip(scale, wire) - scale).abs()
+    assert (lost > 5 * quantum).any(), "without feedback more would be missing: the test can fail"
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_a_drain_settles_also_after_low_precision_rounds(wire):
+    ranks = [[torch.zeros(40)] for _ in range(2)]
+    deltas = [Deltas(local) for local in ranks]
+    generator = torch.Generator().manual_seed(1)
+    for wire_of_round in (wire, wire, wire, "float32"):
+        for local, mine in zip(ranks, deltas, strict=True):
+            local[0] += torch.randn(40, generator=generator)
+            mine.finish(4, 1)
+        flights = [mine.pack(True, BATCH, wire_of_round) for mine in deltas]
+        total = sum(round_trip(f, wire_of_round) for f in flights)
+        for flight, mine in zip(flights, deltas, strict=True):
+            flight.copy_(total)
+            mine.apply_sum()
+            mine.apply()
+    for local, mine in zip(ranks, deltas, strict=True):
+        mine.reset_to_anchor()
+        assert torch.equal(local[0], deltas[0].anchor)
+
+
+@pytest.mark.parametrize("small", [1e-2, 2e-3, 5e-4])
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_steady_progress_arrives_however_small_beside_the_greatest(wire, small):
+    """Of a mean step that is far below what a sum can tell from 0, beside one of random sign."""
+    locals_ = [[torch.zeros(1024)] for _ in range(8)]
+    everyones = [Deltas(local) for local in locals_]
+    generator, residual, rounds, computed = torch.Generator().manual_seed(1), Residual(), 600, torch.zeros(1024)
+    for number in range(rounds + 1):
+        sign = 1 - 2 * torch.randint(2, (), generator=generator)
+        form = wire if number < rounds else "float32"  # as at a drain
+        addends = []
+        for local, mine in zip(locals_, everyones, strict=True):
+            step = small * 2 * torch.rand(1024, generator=generator)
+            step[0] = sign * (0.5 + torch.rand((), generator=generator))
+            local[0] += step
+            computed += step / len(everyones)
+            mine.finish(4, 1)
+            addends.append(mine.pack(True, 4 * len(everyones), form))
+        total = sum_in_order(addends, form, residual)
+        for flight, mine in zip(addends, everyones, strict=True):
+            flight.copy_(total)
+            mine.apply_sum()
+            assert mine.apply()
+        if number == rounds - 1:
+            assert everyones[0].anchor[1:].mean() > 0.99 * computed[1:].mean()
+    torch.testing.assert_close(everyones[0].anchor, computed, rtol=1e-4, atol=1e-3)

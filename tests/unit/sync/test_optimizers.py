@@ -1,0 +1,113 @@
+"""The optimizer's steps on slices and on batches. Imports no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from hetsync.errors import UserError
+from hetsync.sync.messages import Task
+from hetsync.sync.optimizers import Cadence, ScheduleRates, SchedulerRates, Steps
+
+BATCH = 16
+SHARE = 4
+DELAYED = Task(0, (((0, SHARE),),), 4, 0, 0, share=SHARE)
+SYNCHRONOUS = DELAYED._replace(synchronous_round=0, round_samples=BATCH)
+
+
+@pytest.mark.parametrize(
+    ("task", "gradient", "length"),
+    [
+        (SYNCHRONOUS, 10.0, 1.0),
+        (DELAYED, 10.0, 2.0),  # √(B / n) times as far as the bound for the batch
+        (DELAYED, 1.5, 1.5),
+        (SYNCHRONOUS, 0.5, 0.5),
+    ],
+)
+def test_the_bound_of_clipping_is_meant_for_the_batch(task: Task, gradient: float, length: float) -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    steps = Steps(optimizer, ScheduleRates(optimizer), 1.0, BATCH)
+    steps.begin_task(task)
+    weight.grad = torch.full_like(weight, gradient)
+    steps.step()
+    assert -weight.item() == pytest.approx(length, rel=1e-4)
+    assert weight.grad is None
+
+
+def decayed(optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter, task: Task) -> float:
+    """What is left of a weight of 1 after a step along a gradient of zero."""
+    steps = Steps(optimizer, ScheduleRates(optimizer), None, BATCH)
+    steps.begin_task(task)
+    weight.grad = torch.zeros_like(weight)
+    steps.step()
+    return weight.item()
+
+
+KINDS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, weight_decay=0.5),
+    "nadam": lambda weights: torch.optim.NAdam(weights, lr=0.1, weight_decay=0.5, decoupled_weight_decay=True),
+    "radam": lambda weights: torch.optim.RAdam(weights, lr=0.1, weight_decay=0.5, decoupled_weight_decay=True),
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, weight_decay=0.5),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoupled_decay_is_that_of_the_batch_in_slices_too(kind: str) -> None:
+    left = []
+    for task in (SYNCHRONOUS, DELAYED):
+        weight = torch.nn.Parameter(torch.ones(1))
+        left.append(decayed(KINDS[kind]([weight]), weight, task))
+    assert left == pytest.approx([0.95, 0.95])
+
+
+def test_a_change_of_mode_brings_the_decay_back() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([{"params": [weight], "weight_decay": 0.5}], lr=0.1)
+    steps = Steps(optimizer, ScheduleRates(optimizer), None, BATCH)
+    seen = []
+    for task in (DELAYED, SYNCHRONOUS, DELAYED):
+        steps.begin_task(task)
+        seen.append(optimizer.param_groups[0]["weight_decay"])
+    assert seen == [0.25, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_the_owner_gets_the_optimizer_back_as_it_was(kind: type[torch.optim.Optimizer]) -> None:
+    """Else the next job, or a saved state, would scale rates and decays once more."""
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=0.5, weight_decay=0.25)  # type: ignore[call-arg]
+    steps = Steps(optimizer, ScheduleRates(optimizer), None, BATCH)
+    steps.begin_task(DELAYED)
+    steps.show_owner(SHARE)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
+    steps.begin_task(DELAYED)
+    steps.close(SHARE)
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
+
+
+def test_ranks_that_step_a_scheduler_at_different_times_are_refused() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    rates = SchedulerRates(optimizer, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)], batch_size=4)
+    rates.agree(lambda mine: [mine, [(2, 0)]])  # this rank has had no batch
+    assert rates.at(16) == [0.25]
+    with pytest.raises(UserError, match="each 2, 3 batches: step it alike on all ranks"):
+        rates.agree(lambda mine: [mine, [(3, 0)]])
+
+
+def test_batches_of_an_epoch_are_counted_anew() -> None:
+    """Epochs of 9 batches, stepped after each second one: four steps an epoch."""
+    cadence = Cadence(every=2)
+    assert [cadence.due(batches, 9) for batches in (1, 2, 8, 9, 10, 11, 18)] == [0, 1, 4, 4, 4, 5, 8]
+
+
+def test_rates_that_are_set_at_the_last_rest_hold() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    steps = Steps(optimizer, ScheduleRates(optimizer), None, BATCH)
+    steps.begin_task(DELAYED)
+    steps.show_owner(BATCH)
+    optimizer.param_groups[0]["lr"] = 0.5
+    steps.close(BATCH)
+    assert optimizer.param_groups[0]["lr"] == 0.5

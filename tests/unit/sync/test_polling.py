@@ -1,0 +1,88 @@
+"""When a communication thread polls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetsync.plane.local import LocalPlane
+from hetsync.sync import communicator
+from hetsync.sync.router import Router
+from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState
+from hetsync.sync.worker import Worker
+from hetsync.telemetry import Telemetry
+
+seconds = st.floats(0, 100)
+
+
+@pytest.mark.parametrize(
+    ("quiet", "shortest", "expected"),
+    [
+        (0.0, communicator.SHORTEST_POLL_SECONDS, 50e-6),  # news: the next may follow at once
+        (0.0, communicator.SHORTEST_DELAYED_POLL_SECONDS, 4e-3),  # a rank that computes lets them wait
+        (0.010, communicator.SHORTEST_DELAYED_POLL_SECONDS, 5e-3),
+        (1.0, communicator.SHORTEST_POLL_SECONDS, 16e-3),
+    ],
+)
+def test_sleeps_grow_with_the_quiet(quiet: float, shortest: float, expected: float) -> None:
+    found = communicator.poll_seconds(
+        quiet, communicator.POLL_FRACTION_COMPUTING, communicator.LONGEST_IDLE_POLL_SECONDS, shortest
+    )
+    assert found == pytest.approx(expected)
+
+
+@given(quiet=seconds, longest=seconds, shortest=seconds)
+def test_a_limit_is_a_limit(quiet: float, longest: float, shortest: float) -> None:
+    assert communicator.poll_seconds(quiet, communicator.POLL_FRACTION_WAITING, longest, shortest) <= longest
+
+
+@given(quiet=seconds)
+def test_whoever_waits_loses_a_tenth_at_most(quiet: float) -> None:
+    found = communicator.poll_seconds(quiet, communicator.POLL_FRACTION_WAITING, communicator.LONGEST_IDLE_POLL_SECONDS)
+    assert found <= max(0.1 * quiet, communicator.SHORTEST_POLL_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("delayed", "main_thread", "phase", "fraction", "shortest"),
+    [
+        (True, MainThread.COMPUTING, Phase.TRAINING, communicator.POLL_FRACTION_COMPUTING, 4e-3),
+        (False, MainThread.COMPUTING, Phase.TRAINING, communicator.POLL_FRACTION_COMPUTING, 50e-6),
+        (True, MainThread.WAITING, Phase.TRAINING, communicator.POLL_FRACTION_WAITING, 50e-6),  # polls soon
+        (True, MainThread.COMPUTING, Phase.RESTING, communicator.POLL_FRACTION_COMPUTING, 50e-6),  # sums of its own
+    ],
+)
+def test_only_a_rank_that_computes_in_delayed_mode_lets_news_wait(
+    monkeypatch: pytest.MonkeyPatch,
+    delayed: bool,
+    main_thread: MainThread,
+    phase: Phase,
+    fraction: float,
+    shortest: float,
+) -> None:
+    """In synchronous mode buckets are on their way while it computes, and others wait for them."""
+    asked: list[tuple[float, float]] = []
+
+    def poll_seconds(quiet: float, fraction: float, longest: float, shortest: float) -> float:
+        asked.append((fraction, shortest))
+        return 1e-3
+
+    monkeypatch.setattr(communicator, "poll_seconds", poll_seconds)
+    plane = LocalPlane()
+    shared = SharedState(Worker(0), None)
+    shared.weights = [torch.ones(3)]
+    shared.main_thread, shared.phase = main_thread, phase
+    if delayed:
+        shared.delayed_mode()
+    made = communicator.Communicator(
+        plane,
+        EngineOptions(4),
+        shared,
+        router=Router(plane),
+        coordinator=None,
+        on_task=lambda task: None,
+        telemetry=Telemetry(None),
+    )
+    assert made._sleep_seconds(0.0) == 1e-3
+    assert asked == [(fraction, shortest)]

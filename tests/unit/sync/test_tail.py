@@ -1,0 +1,101 @@
+"""Which buffers travel, when, and that all ranks hold the same ones after each round."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetsync.sync.deltas import Deltas, Nesterov
+from hetsync.sync.tail import Tail, shared_buffers
+
+BATCH = 8
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+        self.register_buffer("positions", torch.arange(3.0))
+        self.register_buffer("scratch", torch.zeros(5), persistent=False)
+        self.register_buffer("statistics", torch.zeros(2))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+
+def test_masks_and_what_is_not_saved_stay_with_their_rank():
+    model = Model()
+    assert [id(buffer) for buffer in shared_buffers(model)] == [id(model.positions), id(model.statistics)]
+
+
+def summed(tails):
+    """The sums of one round; how many values went out."""
+    sent, more = [], True
+    while more:
+        total = sum(tail.flat.clone() for tail in tails)
+        for tail in tails:
+            tail.flat.copy_(total)
+        sent.append(total.numel())
+        (more,) = {tail.unpack() for tail in tails}
+    return sent
+
+
+def test_a_buffer_travels_from_its_first_change_on():
+    changes = [[torch.zeros(30), torch.zeros(2, 2)] for _ in range(2)]
+    tails = [Tail(1, mine, torch.device("cpu")) for mine in changes]
+
+    def one_round(*second):
+        for tail, mine, value in zip(tails, changes, second, strict=True):
+            tail.counts.fill_(3.0)
+            mine[0].zero_()
+            mine[1].fill_(value)
+            tail.pack()
+        sent = summed(tails)
+        for tail, mine in zip(tails, changes, strict=True):
+            assert tail.counts.tolist() == [6.0]
+            assert torch.equal(mine[1], torch.full((2, 2), float(sum(second))))
+            assert not mine[0].any()
+        return sent
+
+    assert one_round(0, 0) == [3]  # a count and two questions
+    assert one_round(0, 2) == [3, 4]  # rank 1's first change, in the same round
+    assert one_round(1, 0) == [6]
+    assert one_round(0, 0) == [6]
+
+
+def test_deltas_of_constants_do_not_travel_and_those_of_statistics_do():
+    models = [Model() for _ in range(2)]
+    everyones = [Deltas([model.weight], None, shared_buffers(model)) for model in models]
+    for step in (1, 2):
+        with torch.no_grad():
+            models[1].statistics += 4.0
+        for deltas, contribute in zip(everyones, (False, True), strict=True):
+            if contribute:
+                deltas.finish(4, 1)
+            addend = deltas.pack(contribute, BATCH, "float32")
+            assert addend.numel() == 4
+        sent = summed([deltas.tail for deltas in everyones])
+        assert sent == ([2, 2] if step == 1 else [1 + 2])
+        for model, deltas in zip(models, everyones, strict=True):
+            deltas.apply_sum()
+            assert deltas.apply()
+            assert torch.equal(model.statistics, torch.full((2,), 2.0 * step))
+            assert torch.equal(model.positions, torch.arange(3.0))
+            assert model.mask.tolist() == [0.0, float("-inf")]
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+def test_the_outer_optimizer_leaves_statistics_alone(wire):
+    norm, generator = torch.nn.BatchNorm1d(8), torch.Generator().manual_seed(0)
+    deltas = Deltas(list(norm.parameters()), Nesterov(0.7, 0.9, BATCH), shared_buffers(norm))
+    alone = torch.nn.BatchNorm1d(8)
+    for _ in range(60):
+        batch = 0.05 * torch.randn(BATCH, 8, generator=generator)
+        norm(batch), alone(batch)
+        deltas.finish(BATCH, 1)
+        deltas.pack(True, BATCH, wire)
+        summed([deltas.tail])
+        deltas.apply_sum()
+        assert deltas.apply()
+        assert (norm.running_var > 0).all()
+    torch.testing.assert_close(norm.running_var, alone.running_var)
+    torch.testing.assert_close(norm.running_mean, alone.running_mean)

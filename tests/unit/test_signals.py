@@ -1,0 +1,101 @@
+"""A signal may interrupt the main thread anywhere, also while it holds a lock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import hetsync
+from hetsync.plane.local import LocalPlane
+from hetsync.stop_signal import StopSignal
+from hetsync.sync.messages import Settings
+
+SIGNALS = 500
+SECONDS = 40.0
+ASKING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Those of before, afterwards; a main thread that hangs fails."""
+
+    def hangs(number: int, frame: FrameType | None) -> None:
+        raise AssertionError(f"the main thread has hung for {SECONDS} s")
+
+    before = {number: signal.getsignal(number) for number in (*ASKING, signal.SIGALRM)}
+    signal.signal(signal.SIGALRM, hangs)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def session() -> Iterator[hetsync.api.JoinedSession]:
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.ones(8, 3))
+    joined = hetsync.join(model, optimizer, data, batch_size=4, plane=LocalPlane())
+    yield joined
+    joined.close()
+
+
+def test_hundreds_of_requests_from_a_handler_while_the_main_thread_speaks(session: hetsync.api.JoinedSession) -> None:
+    """Each strikes somewhere in `tune`, which takes the engine's locks."""
+    tuned, handled = [0], [0]
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        session.request_stop()
+        handled[0] += 1
+
+    signal.signal(signal.SIGUSR1, ask)
+
+    def strike() -> None:
+        for _ in range(SIGNALS):
+            before = tuned[0], handled[0]
+            os.kill(os.getpid(), signal.SIGUSR1)
+            while tuned[0] == before[0] or handled[0] == before[1]:
+                time.sleep(1e-4)
+
+    striker = threading.Thread(target=strike, daemon=True)
+    striker.start()
+    while striker.is_alive():
+        session.tune(Settings())
+        tuned[0] += 1
+    assert handled[0] >= SIGNALS
+
+
+@pytest.mark.parametrize("number", ASKING)
+def test_the_first_signal_is_what_asks(number: signal.Signals) -> None:
+    stop, heard = StopSignal(), []
+    stop.listen(lambda: heard.append(number))
+    assert stop.caught is None
+    os.kill(os.getpid(), number)
+    assert (stop.caught, heard) == (number, [number])
+    if number == signal.SIGUSR1:
+        os.kill(os.getpid(), number)  # launchers repeat it
+        assert heard == [number]
+    else:
+        assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_a_request_that_came_before_there_was_a_job_is_kept() -> None:
+    stop, heard = StopSignal(), []
+    os.kill(os.getpid(), signal.SIGUSR1)
+    stop.listen(lambda: heard.append("asked"))
+    assert heard == ["asked"]
+
+
+def test_before_a_job_trains_there_is_nothing_to_save() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    StopSignal()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before

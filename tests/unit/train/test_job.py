@@ -1,0 +1,512 @@
+"""Wrong uses of a job on one rank: one sentence that says what to do, and status 2."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import LBFGS, SGD
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import hetsync
+from hetsync.errors import UserError
+from hetsync.launchers import first_rank, launched_without_mpi
+from hetsync.plane import open_plane
+from hetsync.train.job import Job
+
+SAMPLES, BATCH = 48, 16
+ROOT = Path(__file__).parents[3]
+
+
+def data() -> Dataset[Any]:
+    points = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(points, (points[:, 0] > 0).long())
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(data(), **{"batch_size": BATCH, "shuffle": True, **options})
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
+class Script:
+    """A script's things, and its loop; what a case puts in place of its lines is called with it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.model = nn.Linear(4, 2)
+        self.optimizer = SGD(self.model.parameters(), 0.1)
+        self.loader: Any = None
+
+    def prepare(self) -> None:
+        *_, self.loader = self.job.prepare(self.model, self.optimizer, loader())
+
+    def step(self) -> None:
+        self.job.backward(self.loss())
+        self.job.step(self.optimizer)
+
+    def loss(self, model: nn.Module | None = None) -> torch.Tensor:
+        points, labels = self.batch
+        return nn.functional.cross_entropy((model or self.model)(points), labels)
+
+    def run(self, prepare: Act | None, batch: Act | None, rest: Act | None, epochs: Any = 2) -> None:
+        self.prepare() if prepare is None else prepare(self)
+        for _ in self.job.epochs(epochs):
+            for found in self.loader:
+                self.batch = found
+                self.step() if batch is None else batch(self)
+            if rest is not None:
+                rest(self)
+
+
+Act = Callable[[Script], Any]
+
+
+def sentence_of(capsys: pytest.CaptureFixture[str], act: Callable[[], Any]) -> str:
+    """What a job that ends with status 2 says."""
+    with pytest.raises(SystemExit) as end:
+        act()
+    assert end.value.code == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hetsync:")]
+    assert len(said) == 1, said
+    return said[0]
+
+
+def train(
+    prepare: Act | None = None, batch: Act | None = None, rest: Act | None = None, epochs: Any = 2, **settings: Any
+) -> None:
+    with hetsync.join(progress=False, **settings) as job:
+        Script(job).run(prepare, batch, rest, epochs)
+
+
+def after(act: Act) -> Act:
+    """Prepares as usual, and then that."""
+
+    def prepare(script: Script) -> None:
+        script.prepare()
+        act(script)
+
+    return prepare
+
+
+def given(*things: str, **others: Any) -> Act:
+    """Prepares these of the script's things, and others."""
+    return lambda script: script.job.prepare(*(getattr(script, name) for name in things), *others.values())
+
+
+def stepped(act: Act) -> Act:
+    """A step, and then that, while the batch is out."""
+
+    def batch(script: Script) -> None:
+        script.step()
+        act(script)
+
+    return batch
+
+
+def loads(*arguments: Any, **options: Any) -> Act:
+    def prepare(script: Script) -> None:
+        script.job.prepare(script.model, script.optimizer)
+        script.loader = script.job.loader(*arguments, **options)
+
+    return prepare
+
+
+def test_the_script_works_as_it_is() -> None:
+    train(rest=lambda script: script.job.evaluate(lambda: 1.0))
+
+
+PREPARES: dict[str, tuple[Act, str]] = {
+    "sampler": (loads(loader(shuffle=False, sampler=WeightedRandomSampler([1.0] * 48, 48))), "WeightedRandomSampler"),
+    "distributed": (
+        given(loader=loader(shuffle=False, sampler=DistributedSampler(data(), 2, 0))),
+        "has a DistributedSampler, .* leave it out",
+    ),
+    "batches": (
+        given(loader=DataLoader(data(), batch_sampler=OwnBatches(RandomSampler(data()), 4, False))),  # type: ignore[arg-type]
+        "batches by a OwnBatches",
+    ),
+    "iterable": (loads(Stream(), BATCH), "give job.loader samples=N"),
+    "iterable loader": (given(loader=DataLoader(Stream(), batch_size=4)), "data set is a Stream, which has no end"),
+    "forked workers": (given(loader=loader(num_workers=1, multiprocessing_context="fork")), "are to be forked"),
+    "data parallel": (given(model=nn.DataParallel(nn.Linear(4, 2))), "give the module inside"),
+    "no model": (lambda script: script.job.prepare(script.optimizer, loader()), "has no model"),
+    "no optimizer": (lambda script: script.job.prepare(script.model, loader()), "has no optimizer"),
+    "no data": (given("model", "optimizer"), "the job has no training data"),
+    "two loaders": (after(given(loader=loader())), "training data twice"),
+    "model twice": (after(given("model")), "got the same Linear twice"),
+    "optimizer twice": (after(given("optimizer")), "got the same SGD twice"),
+    "closure": (
+        lambda script: script.job.prepare(script.model, LBFGS(script.model.parameters()), loader()),
+        "optimizer is a LBFGS, whose step needs a closure",
+    ),
+    "something": (given(three=3), "job.prepare got a int"),
+    "batch 0": (loads(data(), 0), "batch_size is 0"),
+    "batch of a fraction": (loads(data(), 1.5), "batch_size is 1.5"),
+    "batch of all": (loads(data(), 49), "but the data set has 48 samples"),
+    "no batch": (loads(data()), "needs a batch_size"),
+    "workers": (loads(data(), BATCH, workers=-1), "got -1 workers"),
+    "samples 0": (loads(data(), BATCH, samples=0), "got samples 0"),
+    "epochs 0": (loads(data(), BATCH, epochs=0), "got epochs 0"),
+    "epochs nan": (loads(data(), BATCH, epochs=float("nan")), "got epochs nan"),
+    "epochs and samples": (loads(data(), BATCH, epochs=1, samples=4), "got epochs and samples"),
+    "epochs twice": (loads(data(), BATCH, epochs=1), "told twice how long to train"),
+    "evaluate every 0": (after(lambda script: script.job.evaluate_every(0, print)), "job.evaluate_every got 0 samples"),
+    "evaluate what": (after(lambda script: script.job.evaluate_every(3, 4)), "job.evaluate_every got a int"),  # type: ignore[arg-type]
+    "event": (after(lambda script: script.job.on("start", print)), "job.on got 'start'"),  # type: ignore[arg-type]
+    "call what": (after(lambda script: script.job.on("end", 3)), "job.on got a int"),  # type: ignore[arg-type]
+    "no state": (after(lambda script: script.job.register("it", 3)), "job.register got a int as it"),
+    "a batch": (after(lambda script: script.job.step()), "no batch is out"),
+    "no epochs": (after(lambda script: next(iter(script.loader))), "does not know how long to train"),
+}
+
+
+@pytest.mark.parametrize("case", PREPARES)
+def test_what_cannot_be_prepared(capsys: pytest.CaptureFixture[str], case: str) -> None:
+    prepare, sentence = PREPARES[case]
+    said = sentence_of(capsys, lambda: train(prepare))
+    assert re.search(sentence, said), said
+
+
+LOOPS: dict[str, tuple[Act, str]] = {
+    "another model": (lambda script: script.job.backward(script.loss(nn.Linear(4, 2))), "no optimizer has made a step"),
+    "a step of another model": (
+        lambda script: (script.job.backward(script.loss(nn.Linear(4, 2))), script.job.step()),
+        "found no gradient: call loss.backward.. on a loss of this model",
+    ),
+    "no backward": (lambda script: script.job.step(), "found no gradient"),
+    "no step": (lambda script: script.job.backward(script.loss()), "no optimizer has made a step on 48 samples"),
+    "another optimizer": (
+        lambda script: (script.job.backward(script.loss()), script.job.step(SGD(script.model.parameters(), 0.1))),
+        "an optimizer that was not prepared",
+    ),
+    "a scheduler": (
+        lambda script: (script.job.backward(script.loss()), script.job.step(StepLR(script.optimizer, 3))),
+        "job.step got a StepLR",
+    ),
+    "a second loop": (stepped(lambda script: next(iter(script.loader))), "two loops over the job's batches"),
+    "an evaluation": (stepped(lambda script: script.job.evaluate(lambda: 1.0)), "job.evaluate_every evaluates"),
+    "a stop": (stepped(lambda script: script.job.stop()), "a batch is out"),
+    "preparing": (stepped(lambda script: script.job.prepare(nn.Linear(4, 2))), "after the loop had begun"),
+}
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+@pytest.mark.parametrize("case", LOOPS)
+def test_what_a_loop_cannot_do(capsys: pytest.CaptureFixture[str], case: str, bound: int) -> None:
+    batch, sentence = LOOPS[case]
+    said = sentence_of(capsys, lambda: train(batch=batch, delay_bound=bound))
+    assert re.search(sentence, said), said
+
+
+RESTS: dict[str, tuple[Act, str]] = {
+    "a step": (lambda script: script.job.step(), "no batch is out"),
+    "the optimizer's step": (lambda script: script.optimizer.step(), "no batch is out"),
+    "nothing": (lambda script: script.job.evaluate(lambda: None), "found nothing on any rank"),
+    "no function": (lambda script: script.job.evaluate(3), "job.evaluate got a int"),  # type: ignore[arg-type]
+    "nan": (lambda script: script.job.keep_best(float("nan")), "job.keep_best got nan"),
+    "text": (lambda script: script.job.keep_best("good"), "job.keep_best got good"),  # type: ignore[arg-type]
+    "two numbers": (lambda script: script.job.keep_best(torch.zeros(2)), "job.keep_best got tensor"),  # type: ignore[arg-type]
+    "mode": (lambda script: script.job.keep_best(1.0, "up"), "job.keep_best got mode 'up'"),  # type: ignore[arg-type]
+    "epochs": (lambda script: next(script.job.epochs(3)), "told twice how long to train"),
+    "preparing": (lambda script: script.job.prepare(nn.Linear(4, 2)), "after the loop had begun"),
+}
+
+
+@pytest.mark.parametrize("case", RESTS)
+def test_what_cannot_be_done_at_rest(capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str) -> None:
+    rest, sentence = RESTS[case]
+    said = sentence_of(capsys, lambda: train(rest=rest, run=tmp_path / "run"))
+    assert re.search(sentence, said), said
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"epochs": 0}, "job.epochs got 0"),
+        ({"epochs": -1}, "job.epochs got -1"),
+        ({"epochs": 1.5}, "job.epochs got 1.5"),
+        ({"epochs": "3"}, "job.epochs got 3"),
+        ({"resume": True}, "resume needs the folder of the run"),
+        ({"resume": "auto"}, "resume needs the folder of the run"),
+        ({"run": 3}, "run.dir is 3"),
+        ({"precision": "fp8"}, "run.precision is fp8"),
+        ({"delay_bound": -1}, "sync.delay_bound is -1"),
+        ({"rest": lambda script: script.job.keep_best(1.0)}, "job.keep_best needs a run folder"),
+    ],
+)
+def test_settings_that_cannot_be(capsys: pytest.CaptureFixture[str], settings: dict[str, Any], sentence: str) -> None:
+    assert sentence in sentence_of(capsys, lambda: train(**settings))
+
+
+def test_an_epoch_without_a_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    def idle() -> None:
+        with hetsync.join(progress=False) as job:
+            Script(job).prepare()
+            for _ in job.epochs(2):
+                pass
+
+    assert "epoch 0 used none of the job's batches" in sentence_of(capsys, idle)
+
+
+def test_run_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert "there is no complete checkpoint" in sentence_of(capsys, lambda: train(run=run, resume=True))
+    train(run=run)
+    assert "holds a run already" in sentence_of(capsys, lambda: train(run=run))
+    assert "raise its epochs" in sentence_of(capsys, lambda: train(run=run, resume=True, epochs=1))
+    assert "is in use by process" in sentence_of(
+        capsys, lambda: train(run=run, resume=True, epochs=3, rest=lambda script: train(run=run, resume=True))
+    )
+
+    def another(script: Script) -> None:
+        script.model = nn.Linear(4, 3)
+        script.optimizer = SGD(script.model.parameters(), 0.1)
+        script.prepare()
+
+    assert "the checkpoint does not fit the model" in sentence_of(
+        capsys, lambda: train(another, run=run, resume=True, epochs=4)
+    )
+
+
+def test_processes_that_torchrun_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would train alone, on all of the data."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    started = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+    assert launched_without_mpi({**started, "OMPI_COMM_WORLD_SIZE": "4"}) == 0
+    assert launched_without_mpi({}) == 0
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    assert not first_rank()
+    with pytest.raises(UserError, match=r"4 processes were started without MPI.*mpirun -np 4"):
+        open_plane("auto")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert open_plane("auto").size == 1
+
+
+NO_GUARD = """
+import torch, hetsync
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+data = TensorDataset(torch.randn(SAMPLES, 4), torch.zeros(SAMPLES).long())
+with hetsync.join() as job:
+    model, optimizer, loader = job.prepare(
+        model, optimizer, DataLoader(data, batch_size=16, shuffle=True, num_workers=2)
+    )
+    for epoch in job.epochs(1):
+        for points, labels in loader:
+            job.backward(torch.nn.functional.cross_entropy(model(points), labels))
+            job.step()
+"""
+
+
+@pytest.mark.parametrize("samples", ["48", "20_000"])  # more than a pipe holds
+def test_workers_of_a_script_without_a_guard(tmp_path: Path, samples: str) -> None:
+    (tmp_path / "script.py").write_text(NO_GUARD.replace("SAMPLES", samples))
+    words = [sys.executable, "script.py"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100, env=env)
+    assert done.returncode == 2, done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("hetsync:")]
+    assert "under if __name__ == '__main__'" in said
+    assert "Traceback" not in done.stderr
+
+
+# What the reviews of the first version found.
+
+BOUNDS = pytest.mark.parametrize("bound", [0, 4])
+
+
+@BOUNDS
+def test_a_loop_that_all_ranks_leave_can_be_evaluated_and_gone_on_from(bound: int, tmp_path: Path) -> None:
+    found: list[float] = []
+
+    def script(epochs: int) -> None:
+        with hetsync.join(run=tmp_path / "run", resume="auto", progress=False, delay_bound=bound) as job:
+            model = nn.Linear(4, 2)
+            optimizer = SGD(model.parameters(), 0.1)
+            *_, batches, tests = job.prepare(model, optimizer, loader(), DataLoader(data(), batch_size=BATCH))
+            for _ in job.epochs(epochs):
+                for number, (points, labels) in enumerate(batches):
+                    job.backward(nn.functional.cross_entropy(model(points), labels))
+                    job.step()
+                    if number == 1:
+                        break
+                found.append(job.evaluate(lambda: sum(len(labels) for _, labels in tests) / SAMPLES))
+
+    script(2)
+    assert found == [1.0]
+    script(2)  # finished: it goes through
+    assert found == [1.0]
+
+
+class Shifted(TensorDataset):
+    """With augmentation of its own."""
+
+    def __getitem__(self, index: Any) -> Any:
+        point, label = super().__getitem__(index)
+        return point + 100.0, label
+
+
+def test_a_tensor_data_set_may_have_a_getitem_of_its_own() -> None:
+    points, labels = data().tensors  # type: ignore[attr-defined]
+    smallest: list[float] = []
+
+    def look(script: Script) -> None:
+        smallest.append(float(script.batch[0].min()))
+        script.step()
+
+    def prepare(script: Script) -> None:
+        shifted = DataLoader(Shifted(points, labels), batch_size=BATCH, shuffle=True)
+        *_, script.loader = script.job.prepare(script.model, script.optimizer, shifted)
+
+    train(prepare, look)
+    assert min(smallest) > 50
+
+
+def test_a_test_loader_may_be_divided_by_the_length_of_its_data() -> None:
+    def prepare(script: Script) -> None:
+        script.prepare()
+        script.tests = script.job.test_loader(DataLoader(data(), batch_size=BATCH))  # type: ignore[attr-defined]
+
+    def rest(script: Script) -> None:
+        tests = script.tests  # type: ignore[attr-defined]
+        tests._parts.shares, tests._parts.rank = [1, 1], 1  # as the second of two ranks
+        assert sum(len(labels) for _, labels in tests) == len(tests.dataset) == SAMPLES // 2
+        tests._parts.shares, tests._parts.rank = [1], 0
+
+    train(prepare, rest=rest)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda job, optimizer: job.register("late", nn.Linear(1, 1)),
+        lambda job, optimizer: job.schedule(optimizer, lambda samples: 0.0),
+        lambda job, optimizer: job.measure(lambda model, batch: None),
+        lambda job, optimizer: job.evaluate_every(16, lambda: 1.0),
+    ],
+)
+def test_what_comes_too_late_is_refused(call: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    said = sentence_of(capsys, lambda: train(rest=lambda script: call(script.job, script.optimizer)))
+    assert "was called after the loop had begun" in said
+
+
+def test_a_loop_that_clips_and_never_steps_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    def clip(script: Script) -> None:
+        script.job.backward(script.loss())
+        script.job.clip_grad_norm_(script.model.parameters(), 1.0)
+        script.optimizer.zero_grad()
+
+    assert "no optimizer has made a step" in sentence_of(capsys, lambda: train(batch=clip))
+
+
+def test_a_model_elsewhere_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    def prepare(script: Script) -> None:
+        script.model = nn.Linear(4, 2, device="meta")
+        script.optimizer = SGD(script.model.parameters(), 0.1)
+        script.prepare()
+
+    assert "put all there by .to(job.device)" in sentence_of(capsys, lambda: train(prepare))
+
+
+@pytest.mark.parametrize("order", ["unshuffled", "subset"])
+def test_loaders_that_are_mistaken_say_what_to_do(order: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def prepare(script: Script) -> None:
+        if order == "unshuffled":
+            script.job.prepare(script.model, script.optimizer, loader(shuffle=False))
+        else:
+            script.prepare()
+            script.job.test_loader(DataLoader(data(), sampler=SubsetRandomSampler(range(16))))
+
+    said = sentence_of(capsys, lambda: train(prepare))
+    assert ("test data only" if order == "unshuffled" else "give a torch.utils.data.Subset") in said
+
+
+def test_a_pair_of_figures_is_recorded() -> None:
+    def rest(script: Script) -> None:
+        assert script.job.evaluate(lambda: (0.5, 0.25)) == (0.5, 0.25)
+        assert script.job.metrics == {"metric_0": 0.5, "metric_1": 0.25}
+
+    train(rest=rest)
+
+
+def test_backward_takes_options_and_print_too(capsys: pytest.CaptureFixture[str]) -> None:
+    def batch(script: Script) -> None:
+        loss = script.loss()
+        script.job.backward(loss, retain_graph=True)
+        script.job.backward(loss)
+        script.job.step()
+
+    train(batch=batch, rest=lambda script: script.job.print("done", flush=True))
+    assert "done" in capsys.readouterr().out
+
+
+@BOUNDS
+def test_the_lines_after_an_epoch_come_once_though_it_rests_twice(bound: int) -> None:
+    """A checkpoint by time is asked for when the epoch's last samples are out already."""
+    seen: list[int] = []
+    batches: list[int] = []
+
+    def batch(script: Script) -> None:
+        batches.append(script.job.epoch)
+        script.job.session.request_rest("checkpoint")
+        script.step()
+
+    train(batch=batch, rest=lambda script: seen.append(script.job.epoch), epochs=3, delay_bound=bound)
+    assert seen == [0, 1, 2]
+    assert [batches.count(epoch) for epoch in seen] == [SAMPLES // BATCH] * 3
+
+
+@BOUNDS
+def test_weights_that_are_frozen_in_turns_may_be_so_at_a_rest(bound: int, tmp_path: Path) -> None:
+    """As a critic's, while the generator steps."""
+
+    def batch(script: Script) -> None:
+        script.model.requires_grad_(True)
+        script.step()
+        script.model.bias.requires_grad_(False)
+
+    for epochs in (1, 3):
+        train(batch=batch, epochs=epochs, delay_bound=bound, run=tmp_path / "run", resume="auto")
+
+
+def test_extra_state_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"seen": 3}
+
+    def prepare(script: Script) -> None:
+        script.model = Extra(4, 2)
+        script.optimizer = SGD(script.model.parameters(), 0.1)
+        script.prepare()
+
+    assert "a model's state holds a dict (get_extra_state)" in sentence_of(capsys, lambda: train(prepare))

@@ -1,0 +1,178 @@
+"""What a loop of a script's own may not do, each refused in one sentence with status 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
+
+import hetsync
+from hetsync.errors import USER_ERROR
+from hetsync.plane.local import LocalPlane
+
+BOUNDS = [0, 4]
+InSlice = Callable[["Script", int, torch.Tensor], Any]
+
+
+class Script:
+    """Two layers with an optimizer each, and a scheduler that is not prepared."""
+
+    def __init__(self, job: Any) -> None:
+        torch.manual_seed(0)
+        self.job = job
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        self.model[0].bias.requires_grad_(False)
+        self.first, self.second = (SGD(layer.parameters(), lr=0.1) for layer in self.model)
+        self.unprepared = ExponentialLR(self.first, 0.9)
+        plateau, each = ReduceLROnPlateau(self.second), ExponentialLR(self.second, 0.9)
+        data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+        given = job.prepare(self.model, self.first, self.second, plateau, each, DataLoader(data, 8, shuffle=True))
+        *_, self.plateau, self.each, self.loader = given
+
+    def run(self, in_slice: InSlice) -> None:
+        for _ in self.job.epochs(2):
+            for number, (inputs, labels) in enumerate(self.loader):
+                in_slice(self, number, (self.model(inputs) - labels).square().mean())
+
+
+def ordinary(script: Script, number: int, loss: torch.Tensor) -> None:
+    script.job.backward(loss)
+    script.job.step()
+
+
+def refused(
+    capsys: pytest.CaptureFixture[str], bound: int, in_slice: Callable[[Script, int, torch.Tensor], Any]
+) -> str:
+    with pytest.raises(SystemExit) as ended, hetsync.join(plane=LocalPlane(), delay_bound=bound, progress=False) as job:
+        Script(job).run(in_slice)
+    assert ended.value.code == USER_ERROR
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("hetsync: ")
+    assert said.count("\n") == 0
+    return said
+
+
+def with_closure(script: Script, number: int, loss: torch.Tensor) -> None:
+    script.job.backward(loss)
+    script.first.step(lambda: 0.0)
+
+
+def by_hand(script: Script, number: int, loss: torch.Tensor) -> None:
+    ordinary(script, number, loss)
+    script.first.param_groups[0]["lr"] = 0.01
+
+
+def unprepared(script: Script, number: int, loss: torch.Tensor) -> None:
+    ordinary(script, number, loss)
+    script.unprepared.step()
+
+
+def unprepared_given(script: Script, number: int, loss: torch.Tensor) -> None:
+    script.job.backward(loss)
+    script.job.step(script.first, script.unprepared)
+
+
+def plateau(script: Script, number: int, loss: torch.Tensor) -> None:
+    ordinary(script, number, loss)
+    script.plateau.step(loss.item())
+
+
+def irregular(script: Script, number: int, loss: torch.Tensor) -> None:
+    ordinary(script, number, loss)
+    if number % 3 == 0:
+        script.each.step()
+
+
+def thawed(script: Script, number: int, loss: torch.Tensor) -> None:
+    ordinary(script, number, loss)
+    script.model[0].bias.requires_grad_(number == 2)
+
+
+def grown(script: Script, number: int, loss: torch.Tensor) -> None:
+    ordinary(script, number, loss)
+    script.second.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize(
+    ("in_slice", "sentence"),
+    [
+        (with_closure, "the optimizer's step was given a closure"),
+        (by_hand, "the optimizer's learning rate was changed in the loop, from [0.1] to [0.01]"),
+        (unprepared, "step the scheduler that job.prepare returned"),
+        (
+            unprepared_given,
+            "job.step got a ExponentialLR: give optimizers, and schedulers as job.prepare returned them",
+        ),
+        (plateau, "a ReduceLROnPlateau was stepped within a slice"),
+        (irregular, "a scheduler was stepped first after 1 batches of the loop, and for the 2. time after 4"),
+        (thawed, "weight 0.bias was unfrozen in the loop"),
+        (grown, "the optimizer has"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_refused_in_the_loop(capsys: pytest.CaptureFixture[str], bound: int, in_slice: InSlice, sentence: str) -> None:
+    assert sentence in refused(capsys, bound, in_slice)
+
+
+def turned(script: Script, number: int, loss: torch.Tensor) -> None:
+    script.job.backward(loss)
+    script.job.step(script.second, script.first)
+
+
+def twice(script: Script, number: int, loss: torch.Tensor) -> None:
+    for _ in range(2):
+        script.job.backward(script.model(torch.ones(1, 4)).square().sum())
+        script.job.step()
+
+
+@pytest.mark.parametrize(
+    ("in_slice", "sentence"),
+    [(turned, "give them in the order of their steps"), (twice, "an optimizer was stepped twice in one slice")],
+)
+def test_refused_where_ranks_sum_gradients_batch_by_batch(
+    capsys: pytest.CaptureFixture[str], in_slice: InSlice, sentence: str
+) -> None:
+    assert sentence in refused(capsys, 0, in_slice)
+    with hetsync.join(plane=LocalPlane(), delay_bound=4, progress=False) as job:
+        script = Script(job)
+        before = [weight.detach().clone() for weight in script.model.parameters() if weight.requires_grad]
+        script.run(in_slice)
+    after = [weight for weight in script.model.parameters() if weight.requires_grad]
+    assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, hetsync.join(plane=LocalPlane(), progress=False) as job:
+        job.prepare(torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
+    assert ended.value.code == USER_ERROR
+    assert "LBFGS" in capsys.readouterr().err
+
+
+def test_other_groups_than_the_checkpoint_has_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The optimizer's state would go to other weights."""
+
+    def train(turned_round: bool) -> None:
+        with hetsync.join(plane=LocalPlane(), run=tmp_path / "run", resume="auto", progress=False) as job:
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            layers = reversed(model) if turned_round else model
+            optimizer = SGD([{"params": layer.parameters()} for layer in layers], lr=0.1, momentum=0.9)
+            data = DataLoader(TensorDataset(torch.randn(64, 4)), 8, shuffle=True)
+            *_, loader = job.prepare(model, optimizer, data)
+            for _ in job.epochs(2 if turned_round else 1):
+                for (inputs,) in loader:
+                    job.backward(model(inputs).square().mean())
+                    job.step()
+
+    train(turned_round=False)
+    with pytest.raises(SystemExit) as ended:
+        train(turned_round=True)
+    assert ended.value.code == USER_ERROR
+    assert "an optimizer has other groups of weights" in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""Run folders: one job at a time in each, taken over from the dead, and no two jobs in one by accident."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetsync.config.schema import RunConfig
+from hetsync.errors import UserError
+from hetsync.plane.local import LocalPlane
+from hetsync.train.run_folder import LOCK, keep, working_folder
+
+FORK = multiprocessing.get_context("fork")
+
+
+def working(folder: Path, resume: bool = False) -> Any:
+    run = RunConfig(dir=None if resume else str(folder))
+    return working_folder(LocalPlane(), run, folder if resume else None)
+
+
+class Holder:
+    """Another process that works in the folder until it is told to end, or killed."""
+
+    def __init__(self, folder: Path) -> None:
+        there = FORK.Event()
+        self.end, end = FORK.Pipe()
+
+        def work() -> None:
+            with working(folder) as place:
+                (place / "recipe.yaml").write_text("")
+                there.set()
+                end.poll(60)
+
+        self.process = FORK.Process(target=work)
+        self.process.start()
+        assert there.wait(10)
+
+    def __enter__(self) -> Holder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self.end.send(None)
+        self.process.join(10)
+
+    def kill(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(10)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_job_is_refused_and_told_by_whom(tmp_path: Path, resume: bool) -> None:
+    folder = tmp_path / "run"
+    with Holder(folder) as holder:
+        by = f"process {holder.process.pid} on {socket.gethostname()}"
+        with pytest.raises(UserError, match=rf"{folder} .*{by}.*wait"), working(folder, resume):
+            pytest.fail("both work in one folder")
+    with working(folder, resume):
+        assert (folder / LOCK).exists()
+    assert [path.name for path in folder.iterdir()] == ["recipe.yaml"]
+
+
+def test_the_folder_of_a_killed_job_is_taken_over(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with Holder(folder) as holder:
+        holder.kill()
+        assert (folder / LOCK).exists()
+        with working(folder, resume=True):
+            assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
+    assert not (folder / LOCK).exists()
+
+
+def test_a_job_that_fails_before_it_writes_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a mistake"), working(tmp_path / "run"):
+        raise UserError("a mistake")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "old").mkdir()
+    with pytest.raises(UserError, match="a mistake"), working(tmp_path / "old", resume=True):
+        raise UserError("a mistake")
+    assert (tmp_path / "old").is_dir()
+
+
+def test_two_jobs_of_one_second_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda *_: "20260101-000000")
+    with contextlib.ExitStack() as jobs:
+        made = [jobs.enter_context(working_folder(LocalPlane(), RunConfig(name="x"), None)) for _ in range(3)]
+    assert [path.name for path in made] == [f"x-20260101-000000{more}" for more in ("", "-2", "-3")]
+
+
+# Without locks of the file system the file's word counts.
+
+BEFORE: dict[str, Callable[[], dict[str, Any]]] = {
+    "dead": lambda: {"host": socket.gethostname(), "pid": dead_process()},
+    "alive": lambda: {"host": socket.gethostname(), "pid": os.getppid()},
+    "elsewhere": lambda: {"host": "another", "pid": dead_process()},
+}
+
+
+def dead_process() -> int:
+    process = FORK.Process(target=lambda: None)
+    process.start()
+    process.join()
+    assert process.pid is not None
+    return process.pid
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (tmp_path / LOCK).write_text(json.dumps(BEFORE[before]()))
+    if before == "dead":
+        with working(tmp_path, resume=True):
+            pass
+        assert not (tmp_path / LOCK).exists()
+        return
+    remove = f"remove {tmp_path / LOCK}"
+    with pytest.raises(UserError, match=remove), working(tmp_path, resume=True):
+        pytest.fail("taken over from a job that may be alive")
+    assert (tmp_path / LOCK).exists()
+
+
+# Recipes.
+
+
+def test_what_a_file_held_before_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    for text in ("a", "b", "b", "c", "a"):
+        keep(path, text)
+    held = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert held == {"recipe.yaml": "a", "recipe-1.yaml": "a", "recipe-2.yaml": "b", "recipe-3.yaml": "c"}

@@ -1,0 +1,79 @@
+"""A summary from values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hetsync.balance.profile import RankProfile, StepTime
+from hetsync.sync.messages import NO_BOUND, Settings
+from hetsync.train.summary import JobFigures, RankFigures, RunFigures, first_summary, summarise
+
+JOB = JobFigures(
+    status="finished",
+    ranks=2,
+    emulated=False,
+    emulate=None,
+    samples_applied=3000,
+    samples_expected=3000,
+    shares=[6, 2],
+    seed=0,
+)
+
+
+def figures(rank: int, train_seconds: float) -> RankFigures:
+    return RankFigures(
+        rank=rank,
+        profile=RankProfile("device", "host", StepTime(0.0, 0.01)),
+        share=JOB.shares[rank],
+        samples=1000,
+        solo_samples_per_second=100.0,
+        train_seconds=train_seconds,
+        compute_seconds=8.0,
+        wait_seconds=1.0,
+        slices=100,
+        overruns=10,
+    )
+
+
+RUN = RunFigures(
+    job=JOB,
+    per_rank=[figures(0, 10.0), figures(1, 20.0)],
+    rounds=5,
+    staleness={2: 1, 0: 3},
+    settings=Settings(),
+    metrics={"accuracy": 0.5},
+    anchor_sha256="f00",
+    wall_seconds=30.0,
+)
+
+
+def test_the_rate_is_that_of_this_job_over_its_slowest_ranks_seconds() -> None:
+    assert summarise(RUN)["samples_per_second"] == 150.0
+    resumed = summarise(replace(RUN, samples_before=1000))
+    assert resumed["samples_per_second"] == 100.0
+    assert resumed["efficiency"] == 0.5
+    assert resumed["samples_applied"] == 3000
+
+
+def test_what_a_job_leaves_that_dies_is_part_of_what_it_leaves_otherwise() -> None:
+    assert first_summary(JOB).items() <= summarise(RUN).items()
+
+
+def test_some_keys_are_there_for_some_runs_only() -> None:
+    some = {"control": {"name": "ppo"}, "landscape": {"loss": 0.0}, "simulated": True}
+    assert not some.keys() & summarise(RUN).keys()
+    assert some.items() <= summarise(replace(RUN, **some)).items()
+
+
+def test_staleness_is_counted_in_tasks() -> None:
+    summary = summarise(RUN)
+    assert summary["staleness"] == {"mean": 0.5, "max": 2, "histogram": {"0": 3, "2": 1}}
+    assert list(summary["staleness"]["histogram"]) == ["0", "2"]
+    assert summary["overrun_fraction"] == 0.1
+
+
+@pytest.mark.parametrize(("bound", "told"), [(0, 0), (4, 4), (NO_BOUND, None)])
+def test_no_bound_is_null(bound: int, told: int | None) -> None:
+    assert summarise(replace(RUN, settings=Settings(bound)))["delay_bound"] == told
