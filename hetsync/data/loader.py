@@ -9,14 +9,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
-from hetsync.data.ledger import Span
-from hetsync.data.workers import Collate, Fetcher, FetchProcesses, FetchThread
+from hetsync.data.ledger import Span, length
+from hetsync.data.workers import Collate, Fetcher, FetchProcesses, FetchThread, fetch, indexed_at_once
 from hetsync.errors import UserError
 from hetsync.threads import single_threaded
 
 T = TypeVar("T")
+
+# Up to so many bytes a batch of tensors is copied where it is used: sooner than another thread would be awake, whose
+# Python would take turns with the model's.
+COPIED_AT_ONCE = 2**18
 
 
 class EpochOrder:
@@ -66,6 +70,13 @@ class EpochOrder:
                     out += self._permutation(epoch)[offset : offset + count].tolist()
                 start += count
         return out
+
+    def knows(self, spans: Iterable[Span]) -> bool:
+        """Do their indices take no time? The permutation of a large epoch takes a second."""
+        if self._in_own_order:
+            return True
+        known = self._permutations
+        return all((stop - 1) // self._samples in known and start // self._samples in known for start, stop in spans)
 
     def _permutation(self, epoch: int) -> torch.Tensor:
         if epoch not in self._permutations:
@@ -152,12 +163,15 @@ class Loader:
         self._fetcher: Fetcher = (
             FetchProcesses(dataset, collate, source.workers) if source.workers else FetchThread(dataset, collate)
         )
+        self._dataset, self._collate = dataset, collate
+        self._at_once = 0 if source.workers else _samples_at_once(dataset, collate)
         self._thread = ThreadPoolExecutor(1, "hetsync-order", initializer=single_threaded())
         self._loading: dict[int, Future[list[Future[Any]]]] = {}
 
     def prefetch(self, task: SlicedWork) -> None:
         """Returns at once: the order of a large epoch takes a second, and the pipe of a worker may be full."""
-        self._loading[task.number] = self._thread.submit(self._submit, task)
+        if not all(length(spans) <= self._at_once and self._order.knows(spans) for spans in task.slices):
+            self._loading[task.number] = self._thread.submit(self._submit, task)
 
     def _submit(self, task: SlicedWork) -> list[Future[Any]]:
         return [self._fetcher.submit(self._order.indices(spans), self._seed_of(spans)) for spans in task.slices]
@@ -168,7 +182,12 @@ class Loader:
 
     def slices(self, task: SlicedWork) -> Iterable[Any]:
         """The task's batches on the rank's device; an error of the data set is raised here."""
-        for loading in self._awaited(self._loading.pop(task.number)):
+        under_way = self._loading.pop(task.number, None)
+        if under_way is None:
+            for spans in task.slices:
+                yield to_device(fetch(self._dataset, self._order.indices(spans), self._collate), self._device)
+            return
+        for loading in self._awaited(under_way):
             yield to_device(self._awaited(loading), self._device)
 
     def _awaited(self, loading: Future[T]) -> T:
@@ -185,3 +204,10 @@ class Loader:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._fetcher.close()
+
+
+def _samples_at_once(dataset: Dataset[Any], collate: Collate | None) -> int:
+    """Samples of a batch that is copied where it is used."""
+    if not isinstance(dataset, TensorDataset) or not indexed_at_once(dataset, collate):
+        return 0
+    return COPIED_AT_ONCE // max(1, sum(tensor[:1].nbytes for tensor in dataset.tensors))

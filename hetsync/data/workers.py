@@ -29,9 +29,14 @@ RUN_ANEW = (
 )
 
 
+def indexed_at_once(dataset: Dataset[Any], collate: Collate | None) -> bool:
+    """Are its batches plain slices of tensors? Classes of the user's may have a __getitem__ of their own."""
+    return type(dataset) is TensorDataset and collate is None
+
+
 def fetch(dataset: Dataset[Any], indices: list[int], collate: Collate | None) -> Any:
     """One batch. Tensors are indexed at once; other data sets by `__getitems__` where they have it."""
-    if type(dataset) is TensorDataset and collate is None:  # others may have a __getitem__ of their own
+    if isinstance(dataset, TensorDataset) and indexed_at_once(dataset, collate):
         return [tensor[indices] for tensor in dataset.tensors]
     getitems = getattr(dataset, "__getitems__", None)
     try:

@@ -297,7 +297,8 @@ class Communicator:
                 contributed, staleness = shared.worker.contribute(start.number)
                 shared.outbox.append(contributed)
             addend = deltas.pack(contribute, self._options.batch, wire)
-        self._pending.post(addend, wire, deltas.residual)
+        if addend.numel():
+            self._pending.post(addend, wire, deltas.residual)
         if contribute:
             self._report_norm(start, *deltas.packed)
         self._flush()
@@ -308,7 +309,7 @@ class Communicator:
                 deltas.reset_to_anchor()
                 shared.worker.version = start.number + 1
             elif start.evaluate:
-                shared.snapshot = Snapshot(start.number, time.monotonic(), deltas.anchor.clone())
+                shared.snapshot = deltas.snapshot(start.number)
         yield from self._complete_round(start, began, staleness)
 
     def _synchronous_round(self, start: StartRound) -> Iterator[None]:
@@ -353,7 +354,7 @@ class Communicator:
             if tail.flat.numel():
                 self._pending.post(tail.flat, "float32", in_norms=False)
             yield from self._pending.wait()
-            more = tail.unpack()
+            more = bool(tail.flat.numel()) and tail.unpack()
 
     def _report_norm(self, start: StartRound, samples: int, steps: int) -> None:
         if self._options.measure_norms:

@@ -21,6 +21,7 @@ The caller holds one lock around each call.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,6 +89,13 @@ class Deltas:
         torch._foreach_copy_(self._anchor_views, self._local)
         self._pending.zero_()
         self._correction.zero_()
+
+    def snapshot(self, number: int) -> Snapshot:
+        """The anchor, once this round has landed."""
+        return Snapshot(number, time.monotonic(), self.anchor.clone())
+
+    def open_task(self, slices: int) -> None:
+        """P does not know of what is not finished, and a drain takes it back."""
 
     @torch.no_grad()
     def finish(self, samples: int, steps: int) -> float:

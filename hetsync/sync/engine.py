@@ -29,26 +29,35 @@ from hetsync.sync.worker import Worker
 from hetsync.telemetry import Telemetry
 
 
+class Stopwatch:
+    """Seconds in its blocks, by a clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.seconds = 0.0
+        self._clock = clock
+
+    def __enter__(self) -> None:
+        self._began = self._clock()
+
+    def __exit__(self, *failure: object) -> None:
+        self.seconds += self._clock() - self._began
+
+
 class MainThreadTimer:
-    """What synchronisation takes of a rank's main thread."""
+    """What synchronisation takes of a rank's main thread: blocks that wait for other ranks, and blocks that copy or
+    keep books. Blocks of one kind do not nest."""
 
     def __init__(self) -> None:
-        self.wait_seconds = 0.0
-        self.cpu_seconds = 0.0  # on copies and books
+        self.waiting = Stopwatch(time.monotonic)
+        self.working = Stopwatch(time.thread_time)
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """The block waits for other ranks."""
-        began = time.monotonic()
-        yield
-        self.wait_seconds += time.monotonic() - began
+    @property
+    def wait_seconds(self) -> float:
+        return self.waiting.seconds
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """The block copies, or keeps books."""
-        began = time.thread_time()
-        yield
-        self.cpu_seconds += time.thread_time() - began
+    @property
+    def cpu_seconds(self) -> float:
+        return self.working.seconds
 
 
 def require_finite(total: float, rank: int, samples: int) -> None:
@@ -89,7 +98,7 @@ class Engine:
         self._model = model
         self._pace = pace
         self._stages = stages
-        self._shared = SharedState(self.worker, outer)
+        self._shared = SharedState(self.worker, outer, alone=plane.size == 1 and not options.measure_norms)
         self._communicator = Communicator(
             plane,
             options,
@@ -112,7 +121,7 @@ class Engine:
         shared.weights = [p for p in self._model.parameters() if p.requires_grad]
         shared.buffers = shared_buffers(self._model)
         self._gradients: Gradients | LoneGradients
-        if self._plane.size == 1 and not options.measure_norms:
+        if shared.alone:
             self._gradients = LoneGradients(self._model, shared.wake.set, self._stages())
         else:
             self._gradients = Gradients(
@@ -132,7 +141,7 @@ class Engine:
     def next_work(self) -> Task | Snapshot | StartRound:
         """Wait for the next task, for a snapshot to evaluate, or for the drain round that brought all to rest."""
         shared = self._shared
-        with shared.changed, self.timer.waiting():
+        with shared.changed, self.timer.waiting:
             if shared.phase is Phase.RESTING and shared.drained is None:
                 shared.phase = Phase.TRAINING
                 self._gradients.adopt_buffers()
@@ -153,7 +162,8 @@ class Engine:
         shared = self._shared
         task, started = self.worker.start_task()
         if task.synchronous_round is None:
-            shared.delayed_mode()
+            self._gradients.close()
+            shared.delayed_mode().open_task(len(task.slices))
         else:
             shared.deltas = None
             shared.stages_summed = 0
@@ -180,7 +190,7 @@ class Engine:
         if task.synchronous_round is not None:
             self._gradients.close_slice()
             return
-        with self._shared.changed, self.timer.working():
+        with self._shared.changed, self.timer.working:
             self._apply()
 
     def reduce(self, task: Task, stage: int | None = None, scaled: bool = False, computed: bool = True) -> int:
@@ -197,7 +207,7 @@ class Engine:
         stage = last if stage is None else stage
         if not scaled:
             require_finite(total, self._plane.rank, task.position)
-        with shared.changed, self.timer.waiting():
+        with shared.changed, self.timer.waiting:
             while shared.landed <= task.synchronous_round and (stage == last or shared.stages_summed <= stage):
                 self._raise_failure()
                 self._wait(shared.changed.wait)
@@ -206,7 +216,7 @@ class Engine:
     def finish(self, task: Task, seconds: float, loss_sum: float) -> None:
         """The task is computed; `seconds` of device time, `loss_sum` over its samples."""
         shared = self._shared
-        with shared.changed, self.timer.working():
+        with shared.changed, self.timer.working:
             if task.synchronous_round is None:
                 assert shared.deltas is not None
                 self._apply()
@@ -312,7 +322,7 @@ class Engine:
         shared = self._shared
         assert shared.main_thread is not MainThread.STOPPED  # the communication thread would never end
         if self._plane.size == 1:
-            with self.timer.working():
+            with self.timer.working:
                 if not self._communicator.poll():
                     time.sleep(SHORTEST_POLL_SECONDS)
             return

@@ -174,7 +174,7 @@ class Gradients:
         self._slice_samples = 0
         self._last_slice = False
         self._listening = False
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._arrive) for parameter in self._where]
+        self._hooks = self._listen()
 
     def _make_stages(
         self,
@@ -224,9 +224,10 @@ class Gradients:
         self._listening = True
 
     def close(self) -> None:
-        """The job is over: leave gradients alone."""
+        """Leave gradients alone, until the next task is opened: the job is over, or goes on in delayed mode."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
 
     @torch.no_grad()
     def _arrive(self, parameter: torch.Tensor) -> None:
@@ -400,3 +401,8 @@ class Gradients:
     def open_task(self) -> None:
         """The next slices are another round's."""
         self._collected = 0
+        if not self._hooks:
+            self._hooks = self._listen()
+
+    def _listen(self) -> list[torch.utils.hooks.RemovableHandle]:
+        return [parameter.register_post_accumulate_grad_hook(self._arrive) for parameter in self._where]

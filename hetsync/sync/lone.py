@@ -1,22 +1,44 @@
-"""Synchronous mode on a rank alone: its gradients are whole, and nothing travels.
+"""A rank alone: its gradients are whole, its weights are the anchor, and nothing travels.
 
-The same calls as `gradients.Gradients`. Copies and sums of gradients would take a fifth of a step of some milliseconds.
+The same calls as `gradients.Gradients` and `deltas.Deltas`, whose copies and sums would take a fifth of a step of some
+milliseconds and more.
 """
 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from hetsync.errors import UserError
-from hetsync.plane.base import WireFormat
+from hetsync.plane.base import Residual, WireFormat
+from hetsync.sync.deltas import Snapshot
 from hetsync.sync.gradients import CHANGED, Arrivals, Bucket, Stage
 from hetsync.sync.tail import Tail
 
 WATCHED_SLICES = 8  # a loop that changes gradients where it must not does so from the beginning
+CHECKED_TASKS = 16  # the first, and one in so many: weights that are not finite stay so
+
+
+class FiniteCheck:
+    """To read all gradients or weights takes 3 % of a step of some milliseconds, so it is done now and then."""
+
+    def __init__(self) -> None:
+        self._tasks = 0
+
+    def due(self) -> bool:
+        """Asked once a task."""
+        self._tasks += 1
+        return self._tasks <= CHECKED_TASKS or self._tasks % CHECKED_TASKS == 0
+
+    @staticmethod
+    def total(tensors: Iterable[torch.Tensor]) -> float:
+        """A sum over all: finite where they are."""
+        sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
+        return float(torch.stack(sums).sum()) if sums else 0.0
 
 
 class LoneGradients:
@@ -34,25 +56,26 @@ class LoneGradients:
         self.buckets: list[Bucket] = []
         self.stages = [Stage([], 0, Tail(0, [], next(model.parameters()).device)) for _ in range(count)]
         self.samples = 0  # of the task that was flushed last
+        self._trained = trained
+        self._finite = FiniteCheck()
         self._wake = wake
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}  # over a task's slices, weighted by samples
-        self._released = threading.Semaphore(0)
+        self._released = 0  # stages that were flushed, and not fetched yet
         self._flushed = self._collected = 0  # stages
         self._taken: set[int] = set()
         self._slice_samples = 0
         self._last_slice = self._single = False
-        self._slices_left = 0  # to be watched
         self._arrivals = Arrivals()
+        self._checked = False  # the task's gradients
+        self._slices_left = WATCHED_SLICES
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._watch(trained)
 
-    def _watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def _watch(self) -> None:
         def arrive(parameter: torch.Tensor) -> None:
             assert isinstance(parameter, torch.nn.Parameter)
             self._arrivals.add(parameter)
 
-        self._slices_left = WATCHED_SLICES
-        self._hooks = [parameter.register_post_accumulate_grad_hook(arrive) for parameter in parameters]
+        self._hooks = [parameter.register_post_accumulate_grad_hook(arrive) for parameter in self._trained]
 
     @property
     def tail(self) -> Tail:
@@ -64,6 +87,9 @@ class LoneGradients:
     def open_task(self) -> None:
         self._collected = self._flushed = 0
         self._single = True  # so far
+        self._checked = self._finite.due()
+        if self._slices_left and not self._hooks:
+            self._watch()
 
     def open_slice(self, samples: int, last: bool) -> None:
         self._slice_samples = samples
@@ -72,8 +98,8 @@ class LoneGradients:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
 
-    @torch.no_grad()
     def take(self, number: int) -> None:
         """Raises UserError where gradients were changed since backward, as they must not be on several ranks."""
         if number in self._taken or number < self._collected:
@@ -82,8 +108,11 @@ class LoneGradients:
             raise UserError(CHANGED)
         self._taken.add(number)
         self._arrivals.forget(self._parameters[number])
-        if self._single and self._last_slice:
-            return
+        if not (self._single and self._last_slice):
+            self._put_aside(number)
+
+    @torch.no_grad()
+    def _put_aside(self, number: int) -> None:
         for parameter in self._parameters[number]:
             if parameter.grad is not None:
                 addend = parameter.grad.float() * self._slice_samples
@@ -96,10 +125,11 @@ class LoneGradients:
             self.take(number)
         self._taken.clear()
         self._single = self._last_slice
-        self._arrivals = Arrivals()
-        self._slices_left -= 1
-        if not self._slices_left:
-            self.close()
+        if self._hooks:
+            self._arrivals = Arrivals()
+            self._slices_left -= 1
+            if not self._slices_left:
+                self.close()
 
     @torch.no_grad()
     def flush(self, samples: int, number: int | None = None, scaled: bool = False, computed: bool = True) -> float:
@@ -107,25 +137,28 @@ class LoneGradients:
         self.samples = samples
         total = 0.0
         for place in range(self._flushed, len(self.stages) if number is None else number + 1):
-            mine = [self._sums.get(p, p.grad) for p in self._parameters[place]]
-            found = [gradient for gradient in mine if gradient is not None]
-            if found and not scaled:
-                total += float(torch.stack([gradient.sum() for gradient in found]).sum())
+            if self._checked and not scaled:
+                mine = (self._sums.get(p, p.grad) for p in self._parameters[place])
+                total += self._finite.total(gradient for gradient in mine if gradient is not None)
                 if not math.isfinite(total):
                     break
             self._flushed += 1
-            self._released.release()
+            self._released += 1
             self._wake()
         return total
 
-    @torch.no_grad()
     def collect(self, number: int | None = None) -> int:
         for place in range(self._collected, len(self.stages) if number is None else number + 1):
-            for parameter in self._parameters[place]:
-                if (total := self._sums.pop(parameter, None)) is not None:
-                    parameter.grad = total.div_(self.samples).to(parameter.dtype)
+            if self._sums:
+                self._take_mean(place)
             self._collected += 1
         return self.samples
+
+    @torch.no_grad()
+    def _take_mean(self, place: int) -> None:
+        for parameter in self._parameters[place]:
+            if (total := self._sums.pop(parameter, None)) is not None:
+                parameter.grad = total.div_(self.samples).to(parameter.dtype)
 
     @property
     def has_released(self) -> bool:
@@ -146,7 +179,65 @@ class LoneGradients:
         return self.samples
 
     def released(self) -> bool:
-        return self._released.acquire(blocking=False)
+        if not self._released:
+            return False
+        self._released -= 1
+        return True
 
     def pack(self, index: int, wire: WireFormat) -> torch.Tensor:
         raise AssertionError("a rank alone has no buckets")
+
+
+class LoneDeltas:
+    """The main thread polls between two tasks, and then all that is finished is in the round: w = u wherever w counts.
+
+    Only a task of several slices may be dropped half-way, by a loop that is left; the weights before it are kept.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor] = ()) -> None:
+        """As those of `Deltas`."""
+        self._weights = list(weights)
+        self._local = [tensor.detach() for tensor in [*weights, *buffers]]
+        self._before: list[torch.Tensor] | None = None  # the task that is computed
+        self._finite = FiniteCheck()
+        self.tail = Tail(0, [], self._local[0].device)
+        self.residual = Residual()
+        self.packed = (0, 0)
+
+    @property
+    def anchor(self) -> torch.Tensor:
+        """Flat, in float32."""
+        return torch.cat([tensor.flatten().float() for tensor in self._local])
+
+    def snapshot(self, number: int) -> Snapshot:
+        return Snapshot(number, time.monotonic(), None)
+
+    def adopt(self) -> None:
+        """They are the anchor."""
+
+    def open_task(self, slices: int) -> None:
+        self._before = [tensor.clone() for tensor in self._local] if slices > 1 else None
+
+    @torch.no_grad()
+    def finish(self, samples: int, steps: int) -> float:
+        self._before = None
+        return self._finite.total(self._weights) if self._finite.due() else 0.0
+
+    def apply(self) -> bool:
+        return True
+
+    def pack(self, contribute: bool, batch: int, wire: WireFormat) -> torch.Tensor:
+        return self.tail.flat
+
+    def apply_sum(self) -> None:
+        """It is in the weights."""
+
+    @contextmanager
+    def showing(self, weights: torch.Tensor) -> Iterator[None]:
+        raise AssertionError("a rank alone evaluates its own weights")
+
+    @torch.no_grad()
+    def reset_to_anchor(self) -> None:
+        if self._before is not None:
+            torch._foreach_copy_(self._local, self._before)
+            self._before = None

@@ -17,6 +17,7 @@ import torch
 
 from hetsync.plane.base import WireFormat
 from hetsync.sync.deltas import Deltas, Nesterov, Snapshot
+from hetsync.sync.lone import LoneDeltas
 from hetsync.sync.messages import Event, StartRound
 from hetsync.sync.worker import Worker
 
@@ -63,13 +64,14 @@ class SumRequest(NamedTuple):
 
 
 class SharedState:
-    def __init__(self, worker: Worker, outer: Nesterov | None) -> None:
+    def __init__(self, worker: Worker, outer: Nesterov | None, alone: bool = False) -> None:
+        """`alone`: no other rank is there, and nobody wants to know what sums hold."""
         # The lock; notified when the main thread may have something to go on with. Under it change the fields below
         # and all weights outside an inner step. Deltas are used without it where the other thread cannot touch what
         # is used: at a rest, and while a snapshot is shown (`Deltas.showing`).
         self.changed = threading.Condition()
         self.worker = worker
-        self.deltas: Deltas | None = None  # None in synchronous mode
+        self.deltas: Deltas | LoneDeltas | None = None  # None in synchronous mode
         self.landed = worker.version  # rounds complete here
         self.stages_summed = 0  # of the synchronous round that this rank computes; zeroed by the main thread
         self.phase = Phase.TRAINING  # RESTING is ended by the main thread, all else is the other's
@@ -94,9 +96,12 @@ class SharedState:
         self.weights: Sequence[torch.Tensor] = ()
         self.buffers: Sequence[torch.Tensor] = ()
         self._outer = outer
+        self.alone = alone
 
-    def delayed_mode(self) -> Deltas:
+    def delayed_mode(self) -> Deltas | LoneDeltas:
         """Under the lock. Deltas are made when delayed mode begins: until then all ranks' weights are the anchor."""
-        if self.deltas is None:
+        if self.deltas is None and self.alone and self._outer is None:
+            self.deltas = LoneDeltas(self.weights, self.buffers)
+        elif self.deltas is None:
             self.deltas = Deltas(self.weights, self._outer, self.buffers)
         return self.deltas
