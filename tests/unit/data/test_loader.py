@@ -1,0 +1,103 @@
+"""Batches come as the ledger has them, however they are loaded."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from hetsync.data import loader as loading
+from hetsync.data.loader import COPIED_AT_ONCE, EpochOrder, Loader, Source
+
+
+@dataclass
+class Work:
+    number: int
+    slices: tuple[tuple[tuple[int, int], ...], ...]
+
+
+class Watched(TensorDataset):
+    """Says which thread has loaded."""
+
+    threads: set[str]
+
+    def __getitem__(self, index):
+        self.threads.add(threading.current_thread().name)
+        return super().__getitem__(index)
+
+
+def points(samples, width=2):
+    return TensorDataset(torch.arange(samples * width).view(samples, width), torch.arange(samples))
+
+
+@pytest.fixture
+def threads_used(monkeypatch):
+    """The threads that batches of tensors are taken in."""
+    used, fetch = [], loading.fetch
+
+    def watched(*arguments):
+        used.append(threading.current_thread())
+        return fetch(*arguments)
+
+    monkeypatch.setattr(loading, "fetch", watched)
+    monkeypatch.setattr("hetsync.data.workers.fetch", watched)
+    return used
+
+
+def batches(dataset, works):
+    made = Loader(Source(dataset), 7, torch.device("cpu"))
+    try:
+        for work in works:
+            made.prefetch(work)
+        return [[tensor.tolist() for tensor in batch] for work in works for batch in made.slices(work)]
+    finally:
+        made.close()
+
+
+def test_small_batches_of_tensors_are_taken_where_they_are_used(threads_used):
+    works = [Work(0, (((0, 4),), ((4, 8),))), Work(1, (((8, 12), (14, 16)),))]
+    made = Loader(Source(points(20)), 7, torch.device("cpu"))
+    made.prefetch(works[0])
+    list(made.slices(works[0]))  # now the epoch's order is known
+    threads_used.clear()
+    made.prefetch(works[1])
+    list(made.slices(works[1]))
+    made.close()
+    assert threads_used == [threading.main_thread()]
+
+
+def test_the_order_of_an_epoch_is_made_on_another_thread(threads_used):
+    batches(points(20), [Work(0, (((0, 4),),)), Work(1, (((18, 22),),))])
+    assert threading.main_thread() not in threads_used
+
+
+def test_large_batches_are_taken_ahead(threads_used):
+    width = COPIED_AT_ONCE // 8
+    works = [Work(0, (((0, 2),),)), Work(1, (((2, 4),),))]
+    batches(points(4, width), works)
+    assert threading.main_thread() not in threads_used
+
+
+def test_batches_are_the_same_either_way(monkeypatch):
+    works = [Work(n, (((4 * n, 4 * n + 4),),)) for n in range(8)]
+    at_once = batches(points(20), works)
+    monkeypatch.setattr(loading, "COPIED_AT_ONCE", 0)
+    assert at_once == batches(points(20), works)
+
+
+def test_a_class_of_the_users_loads_in_its_own_way():
+    dataset = Watched(torch.arange(20))
+    dataset.threads = set()
+    batches(dataset, [Work(0, (((0, 4),),)), Work(1, (((4, 8),),))])
+    assert dataset.threads == {"hetsync-loader_0"}
+
+
+def test_an_order_knows_the_epochs_that_it_has_made():
+    order = EpochOrder(10, 0)
+    assert not order.knows([(0, 4)])
+    order.indices([(0, 4)])
+    assert order.knows([(0, 10)])
+    assert not order.knows([(8, 12)])
