@@ -41,7 +41,7 @@ from hetsync.config.schema import RunConfig, SyncConfig
 from hetsync.data.handed_over import check_dataset, check_not_a_worker
 from hetsync.data.loader import Source
 from hetsync.emulation.cluster import Cluster, load_cluster
-from hetsync.emulation.device import make_device
+from hetsync.emulation.device import emulated_times, make_device
 from hetsync.errors import UserError, did_you_mean, early_mistakes
 from hetsync.plane import open_plane
 from hetsync.plane.base import Plane
@@ -236,7 +236,7 @@ def join_session(
         milestones=rests_at(marks_every(evaluate_every, total), "evaluation", total),
         seed=seed,
     )
-    rate, device = profiles[plane.rank].time.rate(1), next(model.parameters()).device
+    time, device = profiles[plane.rank].time, next(model.parameters()).device
     return JoinedSession(
         owns_plane=owns_plane,
         plane=plane,
@@ -244,7 +244,7 @@ def join_session(
         source=Source(dataset),
         sync=recipe.sync,
         plan=plan,
-        device=make_device(cluster, plane.rank, rate, seed, device),
+        device=make_device(cluster, plane.rank, time, seed, device),
         max_grad_norm=max_grad_norm,
     )
 
@@ -310,6 +310,5 @@ def profile_of(
         return RankProfile(type(model).__name__, "", StepTime(0.0, 1.0))
     if samples_per_second is None:
         raise UserError("join(emulate=...) needs samples_per_second, the speed of the whole emulated cluster")
-    speeds = [cluster.device_of(rank).speed for rank in range(plane.size)]
-    rate = samples_per_second * speeds[plane.rank] / sum(speeds)
-    return RankProfile(type(model).__name__, "", StepTime(0.0, 1 / rate), True)
+    times = emulated_times(cluster, plane.size, "", samples_per_second, samples_per_second)
+    return RankProfile(type(model).__name__, "", times[plane.rank], True)

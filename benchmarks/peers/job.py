@@ -174,8 +174,8 @@ class Job:
         cluster = load_cluster(self.config.emulation.profile) if self.config.emulation.profile is not None else None
         subject = Subject(plane, self.config, self.model, self.data, find_place(plane))
         self.profiles = measure_ranks(subject, cluster)
-        rate = self.profiles[self.rank].time.rate(1)
-        self.device = make_device(cluster, self.rank, rate, self.config.run.seed, torch.device("cpu"))
+        time = self.profiles[self.rank].time
+        self.device = make_device(cluster, self.rank, time, self.config.run.seed, torch.device("cpu"))
         # The link's speed follows from shares by speed, whatever shares a peer uses: it is the same link for all.
         self._link = behind_link(
             plane,

@@ -24,24 +24,31 @@ from hetsync.errors import UserError, brief
 from hetsync.files import write_atomically
 
 MOST_DEVICES = 1_000_000
+MOST_FIXED_SECONDS = 3600.0
 RATES = (1e-6, 1e15)  # samples/s that times can be made of
 
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Equal devices. `speed` is relative, in any unit; `samples_per_second` is measured, by model name."""
+    """Equal devices. `speed` is relative, in any unit; `samples_per_second` is measured, by model name.
+
+    A slice takes `fixed_seconds` however few samples it has (kernel launches, Python), and its samples beside that.
+    """
 
     name: str
     count: int = 1
     speed: float = 1.0
     memory_gib: float | None = None
     samples_per_second: Mapping[str, float] = field(default_factory=dict)
+    fixed_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         _require(1 <= self.count <= MOST_DEVICES, "count", self.count, f"at least 1 and at most {MOST_DEVICES:,}")
         _require_rate("speed", self.speed)
         memory = self.memory_gib
         _require(memory is None or 0 < memory < 2**30, "memory_gib", memory, "above 0 and below 2^30")
+        fixed = self.fixed_seconds
+        _require(0 <= fixed <= MOST_FIXED_SECONDS, "fixed_seconds", fixed, f"from 0 to {MOST_FIXED_SECONDS:g}")
         for model, rate in self.samples_per_second.items():
             _require_rate(f"samples_per_second.{brief(model)}", rate)
 

@@ -9,12 +9,13 @@ take, so that eight unequal devices can be had on a laptop. Callers treat both k
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
+from time import monotonic, sleep
 
 import torch
 
 from hetsync.balance.device import Device, RealDevice
+from hetsync.balance.profile import StepTime
 from hetsync.emulation.cluster import Cluster, Slowdown, slowdown_factor
 from hetsync.emulation.jitter import JitterSampler, jitter_sampler
 
@@ -32,7 +33,7 @@ OVERRUN_TOLERANCE = 0.01
 
 
 class EmulatedDevice(Device):
-    """A slower device: n samples take n · seconds_per_sample · jitter, most of it slept.
+    """A slower device: n samples take `time.seconds(n)` · jitter, most of it slept.
 
     A sleep ends a little late (a tenth of a millisecond, more on a busy machine), and hundreds of slices
     would add that up to a slower device than the profile's. So the next slice counts as begun earlier by as
@@ -46,14 +47,14 @@ class EmulatedDevice(Device):
 
     def __init__(
         self,
-        seconds_per_sample: float,
+        time: StepTime,
         jitter_sampler: JitterSampler = lambda: 1.0,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = monotonic,
+        sleep: Callable[[float], None] = sleep,
         slowdowns: Sequence[Slowdown] = (),
     ) -> None:
         super().__init__()
-        self.seconds_per_sample = seconds_per_sample
+        self._time = time
         self._jitter, self._clock, self._sleep = jitter_sampler, clock, sleep
         self._slowdowns = tuple(slowdowns)
         self._samples_before = 0
@@ -65,7 +66,7 @@ class EmulatedDevice(Device):
         self._counted_from = self._begun - self._overslept
         self._slept = self._overslept = 0.0
         slower = slowdown_factor(self._slowdowns, self._samples_before)
-        self._duration = samples * self.seconds_per_sample * self._jitter() * slower
+        self._duration = self._time.seconds(samples) * self._jitter() * slower
         self._samples_before += samples
 
     def pace(self, fraction: float) -> None:
@@ -98,16 +99,16 @@ class EmulatedDevice(Device):
             self.overrun_seconds += late
 
 
-def emulated_device(cluster: Cluster, rank: int, rate: float, seed: int = 0) -> EmulatedDevice:
-    """The device that a profile gives a rank, at this rate (samples/s), with its jitter and its events."""
+def emulated_device(cluster: Cluster, rank: int, time: StepTime, seed: int = 0) -> EmulatedDevice:
+    """The device that a profile gives a rank, whose slices take this time, with its jitter and its events."""
     events = [event for event in cluster.events if event.rank == rank]
-    return EmulatedDevice(1 / rate, jitter_sampler(cluster.jitter, seed, rank), slowdowns=events)
+    return EmulatedDevice(time, jitter_sampler(cluster.jitter, seed, rank), slowdowns=events)
 
 
-def make_device(cluster: Cluster | None, rank: int, rate: float, seed: int, device: torch.device) -> Device:
-    """What times a rank's slices: a cluster's emulated device, of `rate` samples/s, or the rank's own."""
+def make_device(cluster: Cluster | None, rank: int, time: StepTime, seed: int, device: torch.device) -> Device:
+    """What times a rank's slices: a cluster's emulated device, whose slices take `time`, or the rank's own."""
     if cluster is not None:
-        return emulated_device(cluster, rank, rate, seed)
+        return emulated_device(cluster, rank, time, seed)
     return RealDevice(torch.cuda.synchronize if device.type == "cuda" else None)
 
 
@@ -124,7 +125,7 @@ def affordable_rate(real_seconds_per_sample: float, batch_size: int, cores: int 
 def emulated_rates(
     cluster: Cluster, ranks: int, model_name: str, samples_per_second: float | None, affordable: float
 ) -> list[float]:
-    """Samples/s of each rank's emulated device.
+    """Samples/s of each rank's emulated device, within a slice.
 
     Where the profile has the model's rate on every rank's device, those rates; else its relative speeds, scaled
     to add up to the `affordable` rate. `samples_per_second`, where given, is what either adds up to instead.
@@ -138,6 +139,14 @@ def emulated_rates(
     weights = rates if len(rates) == ranks else [device.speed for device in devices]
     total = samples_per_second or affordable
     return [weight * total / sum(weights) for weight in weights]
+
+
+def emulated_times(
+    cluster: Cluster, ranks: int, model_name: str, samples_per_second: float | None, affordable: float
+) -> list[StepTime]:
+    """Of each rank's slices: samples at `emulated_rates`, after what the profile's devices take for any slice."""
+    rates = emulated_rates(cluster, ranks, model_name, samples_per_second, affordable)
+    return [StepTime(cluster.device_of(rank).fixed_seconds, 1 / rate) for rank, rate in enumerate(rates)]
 
 
 def _usable_cores() -> int:

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from hetsync.balance.profile import RankProfile, StepTime
+from hetsync.balance.profile import RankProfile
 from hetsync.config.schema import Config
 from hetsync.data import Data
 from hetsync.data.loader import to_device
 from hetsync.data.random_state import untouched
 from hetsync.data.workers import fetch
 from hetsync.emulation.cluster import Cluster
-from hetsync.emulation.device import affordable_rate, emulated_rates
+from hetsync.emulation.device import affordable_rate, emulated_times
 from hetsync.errors import UserError, brief
 from hetsync.plane.base import Plane
 from hetsync.profiling.device import Profiled, memory_cap, profile_step
@@ -207,10 +207,10 @@ def _emulated(subject: Subject, cluster: Cluster) -> RankProfile:
     if total is None:
         # Rank 0 alone, so that the other ranks do not take its core.
         affordable = plane.broadcast_object(subject.affordable_rate() if plane.rank == 0 else None)
-    rates = emulated_rates(cluster, plane.size, config.model.name, total, affordable)
+    times = emulated_times(cluster, plane.size, config.model.name, total, affordable)
     cap = None if group.memory_bytes is None else subject.cap(group.memory_bytes)
     name = f"{group.name} (emulated)"
-    return RankProfile(name, subject.place.host, StepTime(0.0, 1 / rates[plane.rank]), True, cap)
+    return RankProfile(name, subject.place.host, times[plane.rank], True, cap)
 
 
 def _measured(subject: Subject) -> RankProfile:

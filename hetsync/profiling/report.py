@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from statistics import fmean
 
 import torch
 
 from hetsync import data, models
-from hetsync.balance.profile import RankProfile
+from hetsync.balance.profile import RankProfile, StepTime
 from hetsync.balance.shares import choose_shares
 from hetsync.config.schema import Config
 from hetsync.emulation.cluster import Cluster, DeviceGroup
@@ -53,13 +54,21 @@ def group_devices(
     rates: Sequence[float],
     memory_gib: Sequence[float | None],
 ) -> tuple[DeviceGroup, ...]:
-    """Neighbouring ranks with like devices as one group, at their mean rate; the slowest has speed 1."""
+    """Neighbouring ranks with like devices as one group, of their mean time; the slowest has speed 1 in its slices,
+    where ranks reach these `rates`."""
     slowest = min(rates)
     ranks = zip(profiles, rates, memory_gib, strict=True)
     groups = []
-    for (name, memory), members in groupby(ranks, key=lambda rank: (rank[0].device, rank[2])):
-        group_rates = [rate for _, rate, _ in members]
-        mean = sum(group_rates) / len(group_rates)
-        group = DeviceGroup(name, len(group_rates), round(mean / slowest, 3), memory)
-        groups.append(replace(group, samples_per_second={model_name: round(mean, 2)}))
+    for (name, memory), listed in groupby(ranks, key=lambda rank: (rank[0].device, rank[2])):
+        members = list(listed)
+        rate = fmean(rate for _, rate, _ in members)
+        fixed, each = _mean_time([profile.time for profile, *_ in members], rate)
+        group = DeviceGroup(name, len(members), round(rate / slowest, 3), memory, fixed_seconds=round(fixed, 6))
+        groups.append(replace(group, samples_per_second={model_name: round(1 / each, 2)}))
     return tuple(groups)
+
+
+def _mean_time(times: Sequence[StepTime], rate: float) -> tuple[float, float]:
+    """Fixed seconds, and those of a sample. Where samples seem to cost nothing, all goes to them, at this rate."""
+    each = fmean(time.seconds_per_sample for time in times)
+    return (fmean(time.fixed_seconds for time in times), each) if each > 1 / rate / 1000 else (0.0, 1 / rate)

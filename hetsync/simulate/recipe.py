@@ -7,11 +7,11 @@ import dataclasses
 import torch
 
 from hetsync import data
-from hetsync.balance.profile import RankProfile, StepTime
+from hetsync.balance.profile import RankProfile
 from hetsync.config.schema import Config
 from hetsync.data import Data
 from hetsync.emulation.cluster import Cluster
-from hetsync.emulation.device import SHORTEST_SLICE_SECONDS, emulated_rates
+from hetsync.emulation.device import SHORTEST_SLICE_SECONDS, emulated_times
 from hetsync.models import build_for
 from hetsync.profiling.device import memory_cap
 from hetsync.profiling.measure import loss_on
@@ -58,14 +58,14 @@ def profiles(
     shortest that an emulation of it would have. Memory caps need the model and its data.
     """
     affordable = config.data.batch_size / SHORTEST_SLICE_SECONDS
-    rates = emulated_rates(cluster, ranks, config.model.name, config.emulation.samples_per_second, affordable)
+    times = emulated_times(cluster, ranks, config.model.name, config.emulation.samples_per_second, affordable)
     caps: dict[int | None, int | None] = {None: None}
     out = []
-    for rank, rate in enumerate(rates):
+    for rank, time in enumerate(times):
         group = cluster.device_of(rank)
         limit = group.memory_bytes
         if limit not in caps and model is not None and built is not None:
             forward = loss_on(model, built, torch.device("cpu"))
             caps[limit] = memory_cap(model, forward, torch.device("cpu"), ranks, limit_bytes=limit)
-        out.append(RankProfile(f"{group.name} (simulated)", "", StepTime(0.0, 1 / rate), True, caps.get(limit)))
+        out.append(RankProfile(f"{group.name} (simulated)", "", time, True, caps.get(limit)))
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from hetsync.balance.profile import StepTime
 from hetsync.emulation.cluster import Cluster, slowdown_factor
 from hetsync.emulation.jitter import jitter_sampler
 from hetsync.simulate.scenario import Scenario
@@ -14,17 +15,17 @@ from hetsync.sync.worker import Worker
 class VirtualDevice:
     """The times of an emulated device, without its clock. `slow_by` multiplies what is drawn."""
 
-    def __init__(self, cluster: Cluster, rank: int, rate: float, seed: int) -> None:
+    def __init__(self, cluster: Cluster, rank: int, time: StepTime, seed: int) -> None:
         self.slow_by = 1.0
         self.slices = 0
-        self._seconds_per_sample = 1 / rate
+        self._time = time
         self._slowdowns = [event for event in cluster.events if event.rank == rank]
         self._jitter: Callable[[], float] = jitter_sampler(cluster.jitter, seed, rank)
         self._samples_before = 0
 
     def seconds(self, samples: int) -> float:
         """Seconds that the next slice takes."""
-        drawn = samples * self._seconds_per_sample * self._jitter() * self.slow_by
+        drawn = self._time.seconds(samples) * self._jitter() * self.slow_by
         drawn *= slowdown_factor(self._slowdowns, self._samples_before)
         self._samples_before += samples
         self.slices += 1
@@ -91,7 +92,7 @@ class VirtualRanks:
     def of(scenario: Scenario) -> VirtualRanks:
         """At version 0, with nothing to do."""
         return VirtualRanks(
-            VirtualRank(number, 0, share, VirtualDevice(scenario.cluster, number, profile.time.rate(1), scenario.seed))
+            VirtualRank(number, 0, share, VirtualDevice(scenario.cluster, number, profile.time, scenario.seed))
             for number, (profile, share) in enumerate(zip(scenario.ranks, scenario.shares, strict=True))
         )
 

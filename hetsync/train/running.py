@@ -18,7 +18,7 @@ from hetsync.control.process import ControlProcess
 from hetsync.data import Data
 from hetsync.data.loader import Source
 from hetsync.emulation.cluster import Cluster
-from hetsync.emulation.device import emulated_rates, make_device
+from hetsync.emulation.device import emulated_times, make_device
 from hetsync.emulation.link import behind_link
 from hetsync.errors import UserError
 from hetsync.files import SUMMARY, write_atomically
@@ -97,9 +97,7 @@ class Running:
         self.profiles = self._profiles()
         self._solo = solo_rates(setup.config.data.batch_size, self.profiles) if self._is_measured else None
         rank, folder = setup.plane.rank, setup.folder
-        self.timer = make_device(
-            setup.cluster, rank, self.profiles[rank].time.rate(1), setup.config.run.seed, self._device
-        )
+        self.timer = make_device(setup.cluster, rank, self.profiles[rank].time, setup.config.run.seed, self._device)
         self.telemetry = Telemetry(None if folder is None else folder / "telemetry" / f"rank-{rank:04d}.jsonl")
         self.evaluations = Evaluations(
             parts=setup.rank_parts,
@@ -142,9 +140,9 @@ class Running:
                 f"emulation.profile is {setup.config.emulation.profile}, of a speed that nothing tells: give"
                 " emulation.samples_per_second, or job.measure the loss"
             )
-        rates = emulated_rates(setup.cluster, len(ranks), "", total, total)
+        times = emulated_times(setup.cluster, len(ranks), "", total, total)
         names = [f"{setup.cluster.device_of(rank).name} (emulated)" for rank in ranks]
-        return [RankProfile(names[rank], host, StepTime(0.0, 1 / rates[rank]), True) for rank in ranks]
+        return [RankProfile(names[rank], host, times[rank], True) for rank in ranks]
 
     def _make_session(self) -> Session:
         setup, config = self.setup, self.setup.config

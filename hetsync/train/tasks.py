@@ -181,7 +181,8 @@ class TaskRunner:
     def _after(self, number: int) -> None:
         if not self.left:
             self.slice_out("optimizer.step").stepped.add(number)
-        self.tensors.restore()  # optimizers may put other memory behind weights, too
+        else:  # no slice ends after it
+            self.tensors.restore()
 
     def _pause(self, work: TaskInWork) -> None:
         """Device time so far; what follows, up to `going_on`, waits for other ranks."""

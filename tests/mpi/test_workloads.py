@@ -74,7 +74,7 @@ def train(
         seed=SEED,
     )
     source = Source(data.train, data.collate, data.costs)
-    device = EmulatedDevice(seconds[plane.rank])
+    device = EmulatedDevice(StepTime(0.0, seconds[plane.rank]))
     session = Session(
         plane=plane,
         trained=Trained(model=model, optimizers=[optimizer], rates=[ScheduleRates(optimizer)]),

@@ -251,7 +251,7 @@ def _watch_staleness(session: Session, seen: list[int]) -> None:
 
 def of_unequal_speed(rank: int, fastest: float = 1e-5) -> EmulatedDevice:
     """Rank 0 takes `fastest` seconds a sample, the next twice as long, and so on."""
-    return EmulatedDevice(fastest * 2**rank)
+    return EmulatedDevice(StepTime(0.0, fastest * 2**rank))
 
 
 def plain_training(

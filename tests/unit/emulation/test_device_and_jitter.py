@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetsync.balance.device import RealDevice
+from hetsync.balance.profile import StepTime
 from hetsync.emulation.cluster import (
     Cluster,
     DeviceGroup,
@@ -20,7 +21,7 @@ from hetsync.emulation.cluster import (
     TraceJitter,
     load_cluster,
 )
-from hetsync.emulation.device import EmulatedDevice, affordable_rate, emulated_device, emulated_rates
+from hetsync.emulation.device import EmulatedDevice, affordable_rate, emulated_device, emulated_rates, emulated_times
 from hetsync.emulation.jitter import jitter_sampler
 from hetsync.errors import UserError
 
@@ -43,8 +44,29 @@ class Time:
         self.now += seconds + self.overshoot
 
 
-def device(time, seconds_per_sample=0.1, **options):
-    return EmulatedDevice(seconds_per_sample, clock=time.clock, sleep=time.sleep, **options)
+def device(time, seconds_per_sample=0.1, fixed_seconds=0.0, **options):
+    return EmulatedDevice(StepTime(fixed_seconds, seconds_per_sample), clock=time.clock, sleep=time.sleep, **options)
+
+
+def test_a_small_slice_is_not_free():
+    time = Time()
+    emulated = device(time, 0.1, fixed_seconds=0.5)
+    for samples, seconds in ((1, 0.6), (20, 2.5), (0, 0.0)):
+        emulated.begin_slice(samples)
+        assert emulated.end_slice() == pytest.approx(seconds)
+
+
+def test_a_profiles_fixed_seconds_are_each_ranks_own():
+    cluster = Cluster("c", "s", (DeviceGroup("a", fixed_seconds=0.25), DeviceGroup("b", 2)))
+    times = emulated_times(cluster, 3, "cnn", 30.0, 1.0)
+    assert [time.fixed_seconds for time in times] == [0.25, 0.0, 0.0]
+    assert [time.seconds_per_sample for time in times] == pytest.approx([0.1] * 3)
+
+
+@pytest.mark.parametrize("seconds", [-0.1, float("nan"), float("inf"), 1e9])
+def test_fixed_seconds_that_no_device_takes_are_refused(seconds):
+    with pytest.raises(UserError, match="fixed_seconds"):
+        DeviceGroup("a", fixed_seconds=seconds)
 
 
 def test_a_slice_takes_the_emulated_time():
@@ -273,6 +295,6 @@ def test_a_profile_makes_a_device_with_its_events():
         "c", "s", (DeviceGroup("a", 2),), jitter=LognormalJitter(0.0),
         events=(Slowdown(1, 2.0, 0), Slowdown(0, 5.0, 0)),
     )  # fmt: skip
-    emulated = emulated_device(cluster, 1, rate=1000.0)
+    emulated = emulated_device(cluster, 1, StepTime(0.0, 0.001))
     emulated.begin_slice(1)
     assert emulated.end_slice() == pytest.approx(0.002)

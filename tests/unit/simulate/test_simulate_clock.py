@@ -131,9 +131,9 @@ def test_equal_devices_gain_nothing_from_delay_in_the_default_simulator() -> Non
 def test_a_virtual_device_takes_what_the_emulated_one_takes(seed: int, rank: int, sizes: list[int]) -> None:
     events = (Slowdown(1, 2.5, 40, 200), Slowdown(1, 2.0, 100), Slowdown(2, 3.0, 0))
     cluster = Cluster("test", "", (DeviceGroup("d", 4),), None, LognormalJitter(0.5), events)
-    real: EmulatedDevice = emulated_device(cluster, rank, 20.0, seed)
+    real: EmulatedDevice = emulated_device(cluster, rank, StepTime(0.02, 0.05), seed)
     real._clock, real._sleep = (lambda: 0.0), (lambda seconds: None)
-    virtual = VirtualDevice(cluster, rank, 20.0, seed)
+    virtual = VirtualDevice(cluster, rank, StepTime(0.02, 0.05), seed)
     for size in sizes:
         real.begin_slice(size)
         assert virtual.seconds(size) == pytest.approx(real.end_slice(), rel=1e-12)
