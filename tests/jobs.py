@@ -20,6 +20,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SECONDS = 100.0  # this machine may be busy with other tests
 
+SHARED_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
 # Data caches are kept in one folder for all tests, away from the user's.
 CACHE = Path(tempfile.gettempdir()) / f"hetsync-test-cache-{os.getuid()}"
 
@@ -70,21 +72,28 @@ def environment(**changes: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(words: list[str], folder: Path, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A job in a process group of its own, all of which is gone afterwards."""
-    process = subprocess.Popen(
-        words,
-        cwd=folder,
-        env=environment(**(env or {})),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        kill(process)
+    """A job in a process group of its own, all of which is gone afterwards, with the files that its launcher made."""
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="hetsync-job-", ignore_cleanup_errors=True) as scratch:
+        process = subprocess.Popen(
+            words,
+            cwd=folder,
+            env=environment(**session_folder(scratch), **(env or {})),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            kill(process)
+
+
+def session_folder(folder: str) -> dict[str, str]:
+    """Open MPI's files in this folder. In the usual ones a killed mpirun leaves a contact file under its process id,
+    and a later mpirun that happens to get the same id does not start."""
+    return {"PRTE_MCA_prte_tmpdir_base": folder, "OMPI_MCA_btl_sm_backing_directory": folder}
 
 
 def descendants(process: subprocess.Popen[str]) -> list[int]:

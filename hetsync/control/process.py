@@ -20,8 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from hetsync.config.schema import ControlConfig
 from hetsync.control.actions import Limits
 from hetsync.control.controller import Controller, Decision
@@ -165,7 +163,7 @@ def _serve(
     answers: multiprocessing.Queue[Answer],
 ) -> None:
     """The process's life."""
-    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for controllers that load torch
     if log is not None:
         _write_to(log)
     try:

@@ -37,7 +37,7 @@ def _exit_together(plane: Plane, failure: SystemExit) -> NoReturn:
         raise failure
     told = failure.code is None or isinstance(failure.code, int)
     code = int(failure.code or 0) if told else INTERNAL_ERROR  # as Python has it
-    status = code & 0xFF or bool(code)  # systems keep eight bits, and none of a failure may look like success
+    status = code & 0xFF or int(code != 0)  # systems keep eight bits, and none of a failure may look like success
     said = "" if told else f": {failure.code}"
     complain(one_sentence(f"rank {plane.rank}: sys.exit was called{said}, so the job ends with status {status}"))
     plane.abort(status)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hetsync.config.schema import SyncConfig
-from hetsync.data.ledger import Span
+
+if TYPE_CHECKING:  # or else whoever reads messages would load torch: the controller's process begins a second later
+    from hetsync.data.ledger import Span
 
 NO_BOUND = 2**31  # a delay bound that no run reaches: fully asynchronous
 

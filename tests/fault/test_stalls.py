@@ -134,8 +134,10 @@ sys.exit(on_all_ranks(RunConfig(), job))
 """
 
 
-@pytest.mark.parametrize("ranks", [1, RANKS])
-@pytest.mark.parametrize(("bound", "code", "status"), [(4, 3, 3), (0, 3, 3), (4, None, 0), (4, "no more data", 1)])
+@pytest.mark.parametrize(
+    ("ranks", "bound", "code", "status"),
+    [(1, 4, "no more data", 1), (RANKS, 4, "no more data", 1), (RANKS, 0, 3, 3), (RANKS, 4, None, 0)],
+)
 def test_an_exit_on_one_rank_ends_the_job_with_its_code(
     tmp_path: Path, ranks: int, bound: int, code: object, status: int
 ) -> None:

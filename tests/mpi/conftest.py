@@ -13,12 +13,21 @@ from pathlib import Path
 
 import pytest
 
+from hetsync.launchers import ranks_started
 from hetsync.plane.base import Handle, Plane
 
+RANKS = ranks_started()
 TEST_SECONDS = 60.0
 HANDLE_SECONDS = 20.0
 
 Finish = Callable[..., None]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what says by its mark `ranks` that as many ranks as these show nothing new."""
+    left_out = {item for item in items if (mark := item.get_closest_marker("ranks")) and RANKS not in mark.args}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from hetsync.neighbours.lightning import HetSyncStrategy
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
 
 BATCH, SAMPLES, EPOCHS = 24, 192, 3
 BOUNDS = pytest.mark.parametrize("bound", [0, 4])

@@ -29,7 +29,7 @@ from training import BATCH, CLASSES, FEATURES, Blobs, Net
 
 from hetsync.plane.base import Plane
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
 
 BFLOAT16 = 2**-8  # distance of neighbours
 

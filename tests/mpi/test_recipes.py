@@ -30,7 +30,7 @@ from hetsync.plane.base import Plane
 from hetsync.train.job import Job
 from hetsync.train.trainer import Trainer
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
 
 BATCH = 32
 EVERY = 320

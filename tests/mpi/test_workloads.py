@@ -26,7 +26,7 @@ from hetsync.train.tasks import Trained
 
 BOUND = 4
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 
 BATCH = 15
 SEED = 2
@@ -36,12 +36,6 @@ SEED = 2
 def workload(request: pytest.FixtureRequest) -> Workload:
     chosen: Workload = request.param
     return chosen
-
-
-@pytest.fixture
-def four_ranks(plane: Plane) -> None:
-    if plane.size != 4:
-        pytest.skip("at four ranks only")
 
 
 @pytest.fixture
@@ -99,7 +93,7 @@ def loss_on_all(model: torch.nn.Module, data: Data) -> float:
     return data.loss(copy.deepcopy(model), fetch(data.train, list(range(count)), data.collate)).item()
 
 
-@pytest.mark.usefixtures("four_ranks")
+@pytest.mark.ranks(4)
 def test_trains_on_unequal_ranks(plane: Plane, workload: Workload, data: Data) -> None:
     """In delayed mode: a synchronous job equals one process, which is a test of its own."""
     model = workload.model(data)

@@ -42,6 +42,11 @@ class Told:
         return Decision(settings, f"{self.made_with} nice {os.nice(0)}")
 
 
+class SaysWhetherTorchIsLoaded(Told):
+    def decide(self, seen: Observation) -> Decision:
+        return Decision(seen.settings, str("torch" in sys.modules))
+
+
 def mistaken(config: ControlConfig, seed: int, batch_size: int) -> Told:
     raise UserError("control.policy is old.zip: it is of another version")
 
@@ -117,6 +122,14 @@ def test_a_full_queue_is_said_and_one_that_hangs_is_killed_at_the_end(start) -> 
     process.close(0.1)
     assert process.exit_code == -signal.SIGKILL
     assert time.monotonic() - began < SECONDS  # it slept on
+
+
+def test_it_begins_without_torch(start) -> None:
+    """Which takes longer to load than all the rest, and only policies need it."""
+    process = start(SaysWhetherTorchIsLoaded)
+    process.offer(seen(3))
+    _, first = answers(process, 2)
+    assert first.decision.reason == "False"
 
 
 def test_an_error_is_the_last_answer_and_its_story_is_in_the_log(start, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -41,11 +41,23 @@ class Squares(Dataset[Any]):
         return torch.tensor([index, index**2]), os.getpid()
 
 
-@pytest.fixture(params=["thread", "processes"])
-def fetcher(request: pytest.FixtureRequest) -> Any:
-    made: Fetcher = FetchThread(Squares(), None) if request.param == "thread" else FetchProcesses(Squares(), None, 2)
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Fetcher]:
+    made = FetchProcesses(Squares(), None, 2)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def thread() -> Iterator[Fetcher]:
+    made = FetchThread(Squares(), None)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["thread", "processes"])
+def fetcher(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
 
 
 def test_batches_are_those_asked_for(fetcher: Fetcher) -> None:
@@ -63,10 +75,12 @@ def test_what_cannot_be_read_is_said_and_the_rest_goes_on(fetcher: Fetcher) -> N
     assert good.result(SECONDS)[0].tolist() == [[12, 144]]
 
 
-def test_processes_are_others_and_share_the_work() -> None:
-    fetcher = FetchProcesses(Squares(), None, 2)
-    pids = {int(fetcher.submit([0], 0).result(SECONDS)[1]) for _ in range(4)}
-    fetcher.close()
+def pids_of(processes: Fetcher) -> set[int]:
+    return {int(processes.submit([0], 0).result(SECONDS)[1]) for _ in range(4)}
+
+
+def test_processes_are_others_and_share_the_work(processes: Fetcher) -> None:
+    pids = pids_of(processes)
     assert len(pids) == 2
     assert os.getpid() not in pids
 
@@ -206,13 +220,12 @@ def test_any_error_of_a_worker_arrives() -> None:
 # Signals and random numbers.
 
 
-def test_workers_do_not_hear_what_is_meant_for_their_rank() -> None:
-    fetcher = FetchProcesses(Squares(), None, 1)
-    pid = int(fetcher.submit([0], 0).result(SECONDS)[1])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        os.kill(pid, number)
-    assert int(fetcher.submit([1], 0).result(SECONDS)[1]) == pid
-    fetcher.close()
+def test_workers_do_not_hear_what_is_meant_for_their_rank(processes: Fetcher) -> None:
+    pids = pids_of(processes)
+    for pid in pids:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(pid, number)
+    assert pids_of(processes) == pids
 
 
 class Noise(Dataset[Any]):

@@ -319,7 +319,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 data = TensorDataset(torch.randn(SAMPLES, 4), torch.zeros(SAMPLES).long())
 with hetsync.join() as job:
     model, optimizer, loader = job.prepare(
-        model, optimizer, DataLoader(data, batch_size=16, shuffle=True, num_workers=2)
+        model, optimizer, DataLoader(data, batch_size=16, shuffle=True, num_workers=1)
     )
     for epoch in job.epochs(1):
         for points, labels in loader:

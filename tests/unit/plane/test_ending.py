@@ -1,0 +1,42 @@
+"""How a failure ends a job of several ranks; with real processes: tests/fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetsync.plane.ending import end_job
+from hetsync.plane.local import LocalPlane
+
+
+class Ended(Exception):
+    pass
+
+
+class OneOfTwo(LocalPlane):
+    """Rank 1, whose abort does not end this process."""
+
+    rank, size = 1, 2
+
+    def abort(self, code: int) -> None:
+        raise Ended(code)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        (None, 0, ""),
+        (0, 0, ""),
+        (3, 3, ""),
+        (256, 1, ""),  # eight bits are kept, and a failure is none that looks like success
+        (2**40 + 7, 7, ""),
+        ("no more data", 1, ": no more data"),
+    ],
+)
+def test_an_exit_on_one_rank_is_that_of_the_job(
+    capsys: pytest.CaptureFixture[str], code: object, status: int, said: str
+) -> None:
+    with pytest.raises(Ended) as ended:
+        end_job(OneOfTwo(), SystemExit(code))
+    assert ended.value.args == (status,)
+    sentence = f"hetsync: rank 1: sys.exit was called{said}, so the job ends with status {status}\n"
+    assert capsys.readouterr().err == sentence
