@@ -27,7 +27,7 @@ from hetsync.data.evaluation import numbers
 from hetsync.data.handed_over import check_not_a_worker
 from hetsync.errors import STOPPED, UserError
 from hetsync.plane.base import Plane, meet
-from hetsync.plane.ending import end_loop
+from hetsync.plane.unclosed import Unclosed
 from hetsync.stop_signal import STATUSES, StopSignal
 from hetsync.train import checkpoint
 from hetsync.train.alike import require_alike, settings_described
@@ -106,6 +106,7 @@ class Job(Preparation):
             self._best = Best(self.folder) if self.folder is not None else None
             self._take_place()
             self._held = held.pop_all()  # until the end
+        self._unclosed = Unclosed(plane, is_over=self._is_over, close=self.close, give_up=self._give_up)
 
     # The loop.
 
@@ -407,7 +408,7 @@ class Job(Preparation):
     ) -> None:
         """A failure on one rank ends the whole job; a mistake does so with one sentence."""
         if failure is not None and not isinstance(failure, StoppedByRequest):
-            self._fail(failure)
+            self._unclosed.fail(failure)
             return
         try:
             self.close()
@@ -415,14 +416,17 @@ class Job(Preparation):
             self.close()
             raise
         except BaseException as late:
-            self._fail(late)
+            self._unclosed.fail(late)
             raise
 
-    def _fail(self, failure: BaseException) -> None:
+    def _is_over(self) -> bool:
+        """Training, if it has begun."""
+        return self._running is None or not self._running.is_open or self._running.over
+
+    def _give_up(self) -> None:
         if self._running is not None:
             self._running.give_up(release=self.size == 1)
         self._held.close()
-        end_loop(self.plane, failure)
 
     def close(self) -> None:
         """Collective: training comes to its end, where the loop has not brought it there; the summary is written."""
@@ -436,3 +440,4 @@ class Job(Preparation):
         self._held.close()
         if self._owns_plane:
             self.plane.close()
+        self._unclosed.closed()

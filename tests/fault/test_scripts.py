@@ -43,7 +43,7 @@ def run(folder: Path, act: str = "pass", settings: str = "{}") -> Done:
 @pytest.mark.parametrize(
     ("act", "settings", "sentence"),
     [
-        ("pass", "{'accumulation': 'two'}", "sync.accumulation is two: it must be a whole number"),
+        ("pass", "{'accumulation': 'two'}", "hetsync: accumulation is two: it must be a whole number"),
         ("pass", "{'delay_bond': 1}", "hetsync.join has no argument delay_bond"),
         ("scheduler.step()", "{}", "give it to hetsync.join(scheduler=...)"),
         ("RANK == 1 and model.weight.data.fill_(float('nan'))", "{}", "became nan on rank 1"),

@@ -255,9 +255,9 @@ def test_what_cannot_be_done_at_rest(capsys: pytest.CaptureFixture[str], tmp_pat
         ({"epochs": "3"}, "job.epochs got 3"),
         ({"resume": True}, "resume needs the folder of the run"),
         ({"resume": "auto"}, "resume needs the folder of the run"),
-        ({"run": 3}, "run.dir is 3"),
-        ({"precision": "fp8"}, "run.precision is fp8"),
-        ({"delay_bound": -1}, "sync.delay_bound is -1"),
+        ({"run": 3}, "hetsync: run is 3"),
+        ({"precision": "fp8"}, "hetsync: precision is fp8"),
+        ({"delay_bound": -1}, "hetsync: delay_bound is -1"),
         ({"rest": lambda script: script.job.keep_best(1.0)}, "job.keep_best needs a run folder"),
     ],
 )
