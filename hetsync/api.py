@@ -50,7 +50,8 @@ from hetsync.plane.ending import end_loop
 from hetsync.plane.unclosed import Unclosed
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.milestones import marks_every, rests_at
-from hetsync.sync.optimizers import Rates, ScheduleRates, SchedulerRates, check_needs_no_closure, check_scheduler
+from hetsync.sync.optimizers import check_needs_no_closure
+from hetsync.sync.rates import Rates, ScheduleRates, SchedulerRates, check_scheduler
 from hetsync.train.job import Job
 from hetsync.train.plan import Plan
 from hetsync.train.session import Session

@@ -137,8 +137,8 @@ def test_equal_shares_differ_by_one_at_most(ranks, batch):
         ((2, 10, None, {0: -1}), "sync.pins gives rank 0 -1 samples"),
         ((2, 10, None, {0: 11}), "sync.pins gives rank 0 11 samples: give it 0 to 10"),
         ((2, 10, [3, None], {0: 4}), "only 3 samples fit into its memory"),
-        ((3, 10, None, {0: 9}), "leaves 1 of data.batch_size 10 for the 2 ranks"),
-        ((2, 10, None, {0: 6, 1: 6}), "leaves -2 of data.batch_size 10"),
+        ((3, 10, None, {0: 9}), "leaves 1 of batch_size 10 for the 2 ranks"),
+        ((2, 10, None, {0: 6, 1: 6}), "leaves -2 of batch_size 10"),
         ((2, 10, None, {0: 4, 1: 4}), "adds up to 8, but batch_size is 10"),
     ],
 )
