@@ -40,6 +40,7 @@ from hetsync.balance.profile import RankProfile, StepTime
 from hetsync.config.parser import recipe_of
 from hetsync.config.schema import Config, RunConfig, SyncConfig
 from hetsync.data.handed_over import check_dataset, check_not_a_worker
+from hetsync.data.ledger import total_samples
 from hetsync.data.loader import Source
 from hetsync.emulation.cluster import Cluster, load_cluster
 from hetsync.emulation.device import make_device
@@ -66,7 +67,7 @@ class JoinedSession(Session):
         """`session`: the arguments of a `Session`."""
         super().__init__(**session)
         self._owns_plane = owns_plane
-        self._unclosed = Unclosed(
+        self.unclosed = Unclosed(
             self.plane, is_over=lambda: not self.under_way, close=self.close, give_up=self._give_up
         )
 
@@ -81,19 +82,19 @@ class JoinedSession(Session):
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> None:
         if failure is not None:
-            self._unclosed.fail(failure)
+            self.unclosed.fail(failure)
             return
         try:
             self.close()
         except BaseException as late:
-            self._unclosed.fail(late)
+            self.unclosed.fail(late)
             raise
 
     def close(self) -> None:
         super().close()
         if self._owns_plane:
             self.plane.close()
-        self._unclosed.closed()
+        self.unclosed.closed()
 
     def _give_up(self) -> None:
         if self.plane.size == 1:
@@ -137,9 +138,13 @@ def join(
     try:
         form = join_job if model is None else join_session
         check_settings(form, arguments)
+        joined: Job | JoinedSession
         if model is None:
-            return join_job(plane, given is None, stop, **arguments)
-        return join_session(model, optimizer, dataset, plane, given is None, **arguments)
+            joined = join_job(plane, given is None, stop, **arguments)
+        else:
+            joined = join_session(model, optimizer, dataset, plane, given is None, **arguments)
+        joined.unclosed.watch()
+        return joined
     except UserError as mistake:
         end_loop(plane, mistake)
         raise
@@ -238,7 +243,7 @@ def join_session(
             "sync": sync,
         }
     )
-    total = max(1, round(epochs * len(dataset)))
+    total = total_samples(None, epochs, len(dataset))
     cluster = load_cluster(emulate) if emulate is not None else None
     profiles = plane.gather_objects(profile_of(model, plane, cluster, samples_per_second))
     plan = Plan(

@@ -13,8 +13,8 @@ from hetsync.plane.ending import end_job, end_loop
 
 
 class Unclosed:
-    """From its making until `closed`: what nobody catches ends the job on all ranks, and a script that ends first
-    closes it, where training is over.
+    """From `watch` until `closed`: what nobody catches ends the job on all ranks, and a script that ends first closes
+    it, where training is over.
 
     Where it is not, nobody can tell a loop that was left from a `sys.exit` in the middle: that is a mistake.
     """
@@ -27,6 +27,9 @@ class Unclosed:
         self._is_over = is_over
         self._close = close
         self._give_up = give_up
+        self._hook_before = sys.excepthook
+
+    def watch(self) -> None:
         self._hook_before = sys.excepthook
         sys.excepthook = self._uncaught
         atexit.register(self._script_ended)

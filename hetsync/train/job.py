@@ -54,6 +54,7 @@ class Job:
     Attributes:
         rank, size, local_rank: This rank among all, their number, and its place among those of its host.
         device: This rank's own.
+        unclosed: What happens where nobody closes the job, once it watches.
         epoch: Of the loop over `epochs`.
         folder: The run folder, or None.
     """
@@ -104,7 +105,7 @@ class Job:
         self._loop = Loop(self._prepared, self._begin, stop)
         if config.run.precision == "float16":
             self._prepared.scale_losses(self._loop)
-        self._unclosed = Unclosed(plane, is_over=self._is_over, close=self.close, give_up=self._give_up)
+        self.unclosed = Unclosed(plane, is_over=self._is_over, close=self.close, give_up=self._give_up)
 
     @property
     def is_main(self) -> bool:
@@ -418,7 +419,7 @@ class Job:
     ) -> None:
         """A failure on one rank ends the whole job; a mistake does so with one sentence."""
         if failure is not None and not isinstance(failure, StoppedByRequest):
-            self._unclosed.fail(failure)
+            self.unclosed.fail(failure)
             return
         try:
             self.close()
@@ -426,7 +427,7 @@ class Job:
             self.close()
             raise
         except BaseException as late:
-            self._unclosed.fail(late)
+            self.unclosed.fail(late)
             raise
 
     def _is_over(self) -> bool:
@@ -449,4 +450,4 @@ class Job:
         self._held.close()
         if self._owns_plane:
             self.plane.close()
-        self._unclosed.closed()
+        self.unclosed.closed()

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from hetsync.data.handed_over import shuffles, source_of, total_samples
+from hetsync.data.handed_over import shuffles, source_of, told_samples
 from hetsync.data.loader import Source
 from hetsync.data.stream import Stream
 from hetsync.errors import UserError
@@ -111,7 +111,7 @@ class Preparation:
             )
         self.loader = TrainingLoader(source, batch_size, loop.batches)
         of_an_epoch = isinstance(source.dataset, Stream)  # are the samples of a stream
-        self._total = total_samples(None if of_an_epoch else samples, epochs, source.epoch_samples)
+        self._total = told_samples(None if of_an_epoch else samples, epochs, source.epoch_samples)
         return self.loader
 
     def test(self, loader: Any) -> EvaluationLoader:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from hetsync import data, models
 from hetsync.config.schema import Config
 from hetsync.data.evaluation import EVALUATION_BATCH, check_evaluation, metrics_of, numbers
+from hetsync.data.ledger import total_samples
 from hetsync.errors import UserError, brief, did_you_mean
 from hetsync.profiling.measure import check_compiler
 from hetsync.sync.optimizers import build_optimizer
@@ -33,7 +34,7 @@ class Trainer:
         self.job = job
         self.data = data.build(config.data.name, config.data.options)
         data.check_batch_size(self.data, config.data.batch_size)
-        self.total = config.run.samples or max(1, round(config.run.epochs * len(self.data.train)))  # type: ignore[arg-type]
+        self.total = total_samples(config.run.samples, config.run.epochs, len(self.data.train))  # type: ignore[arg-type]
         finished = job.finished_at(self.total)
         if finished is not None:
             raise FinishedError(finished)

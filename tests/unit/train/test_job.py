@@ -265,6 +265,15 @@ def test_settings_that_cannot_be(capsys: pytest.CaptureFixture[str], settings: d
     assert sentence in sentence_of(capsys, lambda: train(**settings))
 
 
+def test_epochs_are_checked_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    def ask() -> None:
+        with hetsync.join(progress=False) as job:
+            Script(job).prepare()
+            job.epochs(0)
+
+    assert "job.epochs got 0" in sentence_of(capsys, ask)
+
+
 def test_an_epoch_without_a_loop(capsys: pytest.CaptureFixture[str]) -> None:
     def idle() -> None:
         with hetsync.join(progress=False) as job:
