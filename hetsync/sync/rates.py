@@ -78,7 +78,7 @@ class Cadence:
             raise UserError(
                 f"a scheduler was stepped first after {self.every} batches of the loop, and for the {self.calls}. time"
                 f" after {slices}: its steps follow samples, so step it after each batch, or after each n-th, counted"
-                " anew in each epoch"
+                " anew in each epoch (and what is due after the last, once the loop over batches has ended)"
             )
 
     def due(self, batches: int, epoch: int | None) -> int:
