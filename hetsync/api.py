@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -37,8 +38,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from hetsync.balance.profile import RankProfile, StepTime
 from hetsync.config.parser import recipe_of
-from hetsync.config.schema import RunConfig, SyncConfig
+from hetsync.config.schema import Config, RunConfig, SyncConfig
 from hetsync.data.handed_over import check_dataset, check_not_a_worker
+from hetsync.data.ledger import total_samples
 from hetsync.data.loader import Source
 from hetsync.emulation.cluster import Cluster, load_cluster
 from hetsync.emulation.device import emulated_times, make_device
@@ -46,9 +48,11 @@ from hetsync.errors import UserError, did_you_mean, early_mistakes
 from hetsync.plane import open_plane
 from hetsync.plane.base import Plane
 from hetsync.plane.ending import end_loop
+from hetsync.plane.unclosed import Unclosed
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.milestones import marks_every, rests_at
-from hetsync.sync.optimizers import Rates, ScheduleRates, SchedulerRates, check_needs_no_closure, check_scheduler
+from hetsync.sync.optimizers import check_needs_no_closure
+from hetsync.sync.rates import Rates, ScheduleRates, SchedulerRates, check_scheduler
 from hetsync.train.job import Job
 from hetsync.train.plan import Plan
 from hetsync.train.session import Session
@@ -63,6 +67,9 @@ class JoinedSession(Session):
         """`session`: the arguments of a `Session`."""
         super().__init__(**session)
         self._owns_plane = owns_plane
+        self.unclosed = Unclosed(
+            self.plane, is_over=lambda: not self.under_way, close=self.close, give_up=self._give_up
+        )
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -75,17 +82,23 @@ class JoinedSession(Session):
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> None:
         if failure is not None:
-            if self.plane.size == 1:
-                self.release()
-            end_loop(self.plane, failure)
+            self.unclosed.fail(failure)
             return
         try:
             self.close()
-            if self._owns_plane:
-                self.plane.close()
         except BaseException as late:
-            end_loop(self.plane, late)
+            self.unclosed.fail(late)
             raise
+
+    def close(self) -> None:
+        super().close()
+        if self._owns_plane:
+            self.plane.close()
+        self.unclosed.closed()
+
+    def _give_up(self) -> None:
+        if self.plane.size == 1:
+            self.release()
 
 
 @overload
@@ -125,9 +138,13 @@ def join(
     try:
         form = join_job if model is None else join_session
         check_settings(form, arguments)
+        joined: Job | JoinedSession
         if model is None:
-            return join_job(plane, given is None, stop, **arguments)
-        return join_session(model, optimizer, dataset, plane, given is None, **arguments)
+            joined = join_job(plane, given is None, stop, **arguments)
+        else:
+            joined = join_session(model, optimizer, dataset, plane, given is None, **arguments)
+        joined.unclosed.watch()
+        return joined
     except UserError as mistake:
         end_loop(plane, mistake)
         raise
@@ -162,7 +179,7 @@ def join_job(
             delay_bound=0.
     """
     runs = {name: value for name, value in settings.items() if name in RUN_KEYS}
-    recipe = recipe_of(
+    recipe = recipe_of_arguments(
         {
             "run": {**runs, "dir": str(run) if isinstance(run, Path) else run},
             "sync": {name: value for name, value in settings.items() if name not in runs},
@@ -217,7 +234,7 @@ def join_session(
         sync: Settings of `hetsync.config.schema.SyncConfig`, such as delay_bound=0.
     """
     check_arguments(model, optimizer, dataset, batch_size)
-    recipe = recipe_of(
+    recipe = recipe_of_arguments(
         {
             "run": {"epochs": epochs, "evaluate_every": evaluate_every, "seed": seed},
             "data": {"batch_size": batch_size},
@@ -226,7 +243,7 @@ def join_session(
             "sync": sync,
         }
     )
-    total = max(1, round(epochs * len(dataset)))
+    total = total_samples(None, epochs, len(dataset))
     cluster = load_cluster(emulate) if emulate is not None else None
     profiles = plane.gather_objects(profile_of(model, plane, cluster, samples_per_second))
     plan = Plan(
@@ -271,6 +288,18 @@ RUN_KEYS = {field.name for field in dataclasses.fields(RunConfig)} - {
     "track",
 }
 SYNC_KEYS = {field.name for field in dataclasses.fields(SyncConfig)}
+
+
+SECTIONS = re.compile(r"\b(?:run|data|optimizer|emulation|sync)\.(\w+)")  # in front of a key
+RENAMED = {"run.dir": "run", "emulation.profile": "emulate"}
+
+
+def recipe_of_arguments(content: Mapping[str, Mapping[str, Any]]) -> Config:
+    """As `recipe_of`; a UserError calls keys as `join` does."""
+    try:
+        return recipe_of(content)
+    except UserError as mistake:
+        raise UserError(SECTIONS.sub(lambda key: RENAMED.get(key[0], key[1]), str(mistake))) from mistake
 
 
 def check_settings(form: Any, arguments: Mapping[str, Any]) -> None:

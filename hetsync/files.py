@@ -17,7 +17,7 @@ class DiskError(UserError):
     """Something could not be written: the disk is full, read-only or gone."""
 
 
-def write_atomically(path: Path, content: str | bytes, otherwise: str = "choose another run.dir") -> None:
+def write_atomically(path: Path, content: str | bytes, otherwise: str = "choose another run folder") -> None:
     """Replace a file as one step, flushed to disk first; text is written as UTF-8.
 
     DiskError where that fails. `otherwise`: what its reader may do instead of freeing space.

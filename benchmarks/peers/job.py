@@ -35,6 +35,7 @@ from hetsync.balance.device import Device
 from hetsync.balance.shares import apportion, choose_shares, makespan
 from hetsync.config.schema import Config, SyncConfig
 from hetsync.data.evaluation import evaluate_range
+from hetsync.data.ledger import total_samples
 from hetsync.data.loader import EpochOrder
 from hetsync.data.workers import fetch
 from hetsync.emulation.cluster import load_cluster
@@ -154,7 +155,7 @@ class Job:
         self.model = models.build_for(self.data, config.model.name, config.model.options)
         self.module = SampleLoss(self.model, self.data.loss)
         self.optimizer = build_optimizer(config.optimizer, self.model)
-        self.total = config.run.samples or round(config.run.epochs * len(self.data.train))  # type: ignore[arg-type]
+        self.total = total_samples(config.run.samples, config.run.epochs, len(self.data.train))  # type: ignore[arg-type]
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         self.communication_seconds = 0.0  # a collective was under way here, beside backward or alone

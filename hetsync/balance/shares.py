@@ -141,22 +141,22 @@ def _bounds(
     left = batch - sum(pins.values())
     if left < needed and not pins:
         raise UserError(
-            f"data.batch_size {batch} is smaller than the {needed} ranks: "
+            f"batch_size {batch} is smaller than the {needed} ranks: "
             f"raise it to at least {needed}, or start fewer ranks"
         )
     if left < needed:
         raise UserError(
-            f"sync.pins {dict(pins)} leaves {left} of data.batch_size {batch} for the {needed} ranks that "
+            f"sync.pins {dict(pins)} leaves {left} of batch_size {batch} for the {needed} ranks that "
             f"are not pinned, which need at least one sample each: lower the pins or raise the batch size"
         )
     if left > possible and not unpinned:
         raise UserError(
-            f"sync.pins {dict(pins)} adds up to {batch - left}, but data.batch_size is {batch}: "
+            f"sync.pins {dict(pins)} adds up to {batch - left}, but batch_size is {batch}: "
             f"make them equal, or leave a rank unpinned"
         )
     if left > possible:
         raise UserError(
-            f"data.batch_size {batch} is larger than the {batch - left + possible} samples that the ranks' "
+            f"batch_size {batch} is larger than the {batch - left + possible} samples that the ranks' "
             f"memory limits {limits} and sync.pins {dict(pins)} allow: "
             f"lower it, and accumulate more slices instead"
         )

@@ -53,7 +53,8 @@ def parse(argv: Sequence[str]) -> tuple[Config, Path | None]:
 
 def train(plane: Plane, config: Config, resume: Path | None, stop: StopSignal) -> int:
     """Collective: one training job, from its recipe to its summary; returns the exit status."""
-    from hetsync.train.job import Job, StoppedByRequest
+    from hetsync.train.job import Job
+    from hetsync.train.loop import StoppedByRequest
     from hetsync.train.resumption import FinishedError
     from hetsync.train.run_folder import recorded
     from hetsync.train.trainer import Trainer

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
+from hetsync.data.ledger import total_samples
 from hetsync.data.loader import Source
 from hetsync.data.stream import Stream, is_stream
 from hetsync.data.workers import RUN_ANEW, WORKER, Collate
@@ -102,15 +103,15 @@ def source_of(
     )
 
 
-def total_samples(samples: Any, epochs: Any, epoch_samples: int) -> int | None:
-    """Samples to train on, as `job.loader` was told; None where it was not."""
+def told_samples(samples: Any, epochs: Any, epoch_samples: int) -> int | None:
+    """Samples to train on, as `job.loader` was told; None where it was not. UserError for what cannot be."""
     if samples is not None and epochs is not None:
         raise UserError("job.loader got epochs and samples: give one of them")
     if samples is not None and (not isinstance(samples, int) or samples < 1):
         raise UserError(f"job.loader got samples {samples}: give a whole number, 1 or more")
     if epochs is not None and (not isinstance(epochs, int | float) or not 0 < epochs < math.inf):
         raise UserError(f"job.loader got epochs {epochs}: give a number above 0")
-    return samples if epochs is None else max(1, round(epochs * epoch_samples))
+    return None if samples is None and epochs is None else total_samples(samples, epochs or 0.0, epoch_samples)
 
 
 def _stream_source(

@@ -13,6 +13,11 @@ from collections.abc import Iterable, Sequence
 Span = tuple[int, int]
 
 
+def total_samples(samples: int | None, epochs: float, epoch_samples: int) -> int:
+    """Positions to train on: so many samples, or else epochs, of one position at least."""
+    return samples or max(1, round(epochs * epoch_samples))
+
+
 def length(spans: Iterable[Span]) -> int:
     """Number of positions in some spans."""
     return sum([stop - start for start, stop in spans])

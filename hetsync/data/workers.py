@@ -165,7 +165,8 @@ def verdict(workers: Sequence[BaseProcess]) -> UserError:
         if worker.exitcode is not None:
             break
     return UserError(
-        "a data worker has ended, perhaps for want of memory: lower data.workers, or set it to 0 to see why"
+        "a data worker has ended, perhaps for want of memory: lower data.workers (in a script: workers=), or"
+        " set it to 0 to see why"
     )
 
 

@@ -165,13 +165,13 @@ class HetSyncStrategy(Strategy):
             self._trainer.training = True
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
-        self.job.session.tasks.add_loss(closure_loss)
+        self.job.record_loss(closure_loss)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Gradients first, so that hooks and clipping see those of the step: of all ranks at delay bound 0."""
         found = closure()
-        if self.job.session.tasks.collect(self.optimizers.index(optimizer)):
+        if self.job.collect(optimizer):
             self.precision_plugin._after_closure(self._module, optimizer)
             optimizer.step(**kwargs)
         return found

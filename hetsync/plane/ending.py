@@ -55,10 +55,10 @@ def _verdict(failure: BaseException) -> tuple[int, str | None]:
     if isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             USER_ERROR,
-            f"cannot write: {failure.strerror}; free space and go on with --resume",
+            f"cannot write: {failure.strerror}; free space and go on with --resume (in a script: resume='auto')",
         )
     if isinstance(failure, torch.cuda.OutOfMemoryError):
-        return USER_ERROR, "out of GPU memory: lower data.batch_size, or this rank's share by sync.pins"
+        return USER_ERROR, "out of GPU memory: lower batch_size, or this rank's share by sync.pins (in a script: pins=)"
     if isinstance(failure, StalledError | LateError):
         return INTERNAL_ERROR, str(failure)
     if isinstance(failure, KeyboardInterrupt):

@@ -10,6 +10,7 @@ from hetsync import data
 from hetsync.balance.profile import RankProfile
 from hetsync.config.schema import Config
 from hetsync.data import Data
+from hetsync.data.ledger import total_samples
 from hetsync.emulation.cluster import Cluster
 from hetsync.emulation.device import SHORTEST_SLICE_SECONDS, emulated_times
 from hetsync.models import build_for
@@ -30,7 +31,7 @@ def scenario_of(config: Config, cluster: Cluster, ranks: int | None, built: Data
     """What a recipe says, on a cluster whose devices repeat where there are more ranks."""
     run, ranks = config.run, ranks or cluster.size
     cluster = scaled(cluster, ranks)
-    total = run.samples or round(run.epochs * len(built.train))  # type: ignore[arg-type]
+    total = total_samples(run.samples, run.epochs, len(built.train))  # type: ignore[arg-type]
     return Scenario(
         cluster,
         profiles(config, cluster, ranks, model, built),

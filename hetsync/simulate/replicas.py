@@ -28,7 +28,9 @@ from hetsync.sync.gradients import Gradients
 from hetsync.sync.messages import Task
 from hetsync.sync.noise_scale import Addend, NoiseScale
 from hetsync.sync.optimizer_state import average_optimizer_state
-from hetsync.sync.optimizers import ScheduleRates, Steps, build_optimizer, momentum_of
+from hetsync.sync.optimizers import build_optimizer, momentum_of
+from hetsync.sync.rates import ScheduleRates
+from hetsync.sync.steps import Steps
 from hetsync.sync.tail import Tail, shared_buffers
 
 MOST_RANKS = 64

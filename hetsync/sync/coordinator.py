@@ -67,6 +67,7 @@ class Coordinator:
         self._rebalance = rebalance
         self._control = control
         self._on_evaluation = on_evaluation
+        self._batch = machine.batch  # B
         self._reconsider_from = machine.version + LEAST_OBSERVATIONS  # the version that shares are reconsidered at
 
     def start(self) -> None:
@@ -86,6 +87,8 @@ class Coordinator:
             if self._control is not None:
                 self._control.on_event(event)
             out += self.machine.handle(event)
+            if isinstance(event, RankWithdrew) and self.machine.settings.synchronous and self._rebalance:
+                out += self._take_over()
         self._deliver(out)
         if (evaluation := self.machine.snapshots.pop_complete()) is not None:
             self._on_evaluation(evaluation)
@@ -136,6 +139,18 @@ class Coordinator:
         new = rebalanced(old, self.speeds.times(ranks), sum(old), caps, pins)
         if new != old:
             self._deliver(self.machine.handle(SharesChanged(dict(zip(ranks, new, strict=True)))))
+
+    def _take_over(self) -> list[Instruction]:
+        """The others compute a withdrawn rank's samples of each batch, so that it stays one of B, as far as their
+        memory and pins let them. In delayed mode a rank's slices are its own, and so are its steps."""
+        working = {rank: member.share for rank, member in self.machine.members.items() if not member.withdrawn}
+        caps, pins = self.speeds.limits(ranks := list(working))
+        most = sum(pins.get(place, self._batch if cap is None else cap) for place, cap in enumerate(caps))
+        total = min(self._batch, most)
+        if total <= sum(working.values()):
+            return []
+        shares = rebalanced(tuple(working.values()), self.speeds.times(ranks), total, caps, pins)
+        return self.machine.handle(SharesChanged(dict(zip(ranks, shares, strict=True))))
 
 
 def as_messages(machine: RoundStateMachine, send: Send) -> Deliver:

@@ -110,7 +110,9 @@ def save(
         flush_to_disk(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(building, ignore_errors=True)
-        raise DiskError(f"cannot write the checkpoint {target}: {error}; free space or change run.dir") from error
+        raise DiskError(
+            f"cannot write the checkpoint {target}: {error}; free space or choose another run folder"
+        ) from error
     for old in complete(folder)[:-keep]:
         if old != target:  # damaged ones may be newer
             with contextlib.suppress(OSError):

@@ -15,51 +15,47 @@ Recipes (`trainer.py`) are such a script, on these public methods and nothing el
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch.utils.data import DataLoader
 
 from hetsync.config.schema import Config
 from hetsync.data.evaluation import numbers
-from hetsync.data.handed_over import check_not_a_worker
-from hetsync.errors import STOPPED, UserError
+from hetsync.data.handed_over import check_not_a_worker, source_of
+from hetsync.data.workers import Collate
+from hetsync.errors import UserError
 from hetsync.plane.base import Plane, meet
-from hetsync.plane.ending import end_loop
-from hetsync.stop_signal import STATUSES, StopSignal
+from hetsync.plane.unclosed import Unclosed
+from hetsync.stop_signal import StopSignal
 from hetsync.train import checkpoint
-from hetsync.train.alike import require_alike, settings_described
+from hetsync.train.alike import data_described, parts_described, require_alike, settings_described
 from hetsync.train.best import Best, Mode, comparable
-from hetsync.train.evaluation import Combine, check_callable, combined, named, on_cpu
-from hetsync.train.preparation import Preparation
-from hetsync.train.prepared import PreparedScheduler
-from hetsync.train.run_folder import Resume, opened_folder
-from hetsync.train.running import THE_END, Running
-from hetsync.train.session import AtRest, Session
+from hetsync.train.evaluation import Combine, EvaluationLoader, check_callable, combined, named, on_cpu
+from hetsync.train.loop import Loop, StoppedByRequest
+from hetsync.train.parts import Factor
+from hetsync.train.preparation import Loss, Preparation
+from hetsync.train.prepared import PreparedScheduler, TrainingLoader
+from hetsync.train.resumption import Standing
+from hetsync.train.run_folder import Resume, Status, opened_folder, status_of
+from hetsync.train.running import THE_END, Running, Shown
+from hetsync.train.session import Session
 from hetsync.train.trackers import Tracked, check_trackers
+from hetsync.train.workplace import take_place
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class StoppedByRequest(SystemExit):
-    """The job has saved and stopped, as a signal asked it to."""
-
-    def __init__(self, status: int) -> None:
-        """`status`: the process's."""
-        super().__init__(status)
-        self.status = status
-
-
-class Job(Preparation):
+class Job:
     """One rank's part. Methods marked collective are called by all ranks, in the same order.
 
     Attributes:
         rank, size, local_rank: This rank among all, their number, and its place among those of its host.
         device: This rank's own.
+        unclosed: What happens where nobody closes the job, once it watches.
         epoch: Of the loop over `epochs`.
-        finished: The run that was to be gone on with is at its end already; loops over batches are empty.
         folder: The run folder, or None.
     """
 
@@ -86,60 +82,180 @@ class Job(Preparation):
         require_alike(plane, "hetsync.join", settings_described(config, keep, resume))
         if resume is not False and not keep:
             raise UserError("resume needs the folder of the run: give hetsync.join a run")
-        super().__init__(config, plane, show, resume_by)
+        self.config = config
+        self.plane = plane
+        self.rank, self.size = plane.rank, plane.size
         self.epoch = 0
+        self._running: Running | None = None
         self._stop = stop
         self._owns_plane = owns_plane
-        self._course: Iterator[Any] | None = None
-        self._loop: Callable[[], Generator[Any] | None] = lambda: None  # the last one
-        self._loops = 0  # over batches
-        self._slices = 0  # that have come to this loop over batches
-        self._in_loop = False  # a batch is out
-        self._lines_at = -1  # samples applied at the interval's end after which the script's lines came last
         with contextlib.ExitStack() as held:
+            self.folder, loaded = None, None
             if keep:
                 self.folder, resumed = held.enter_context(opened_folder(plane, config.run, resume))
-                self.loaded = checkpoint.load_agreed(self.folder, plane) if resumed else None
+                loaded = checkpoint.load_agreed(self.folder, plane) if resumed else None
             check_trackers(track, self.folder)
             check_trackers(config.run.track, self.folder)
-            self._track = [*config.run.track, *track]
+            self._shown = Shown(show and self.is_main, [*config.run.track, *track], resume_by)
             self._best = Best(self.folder) if self.folder is not None else None
-            self._take_place()
+            self._at = take_place(config, plane, self.folder, loaded)
             self._held = held.pop_all()  # until the end
+        self.device, self.local_rank = self._at.device, self._at.place.local_rank
+        self._prepared = Preparation(self.rank, self.size, self.device)
+        self._loop = Loop(self._prepared, self._begin, stop)
+        if config.run.precision == "float16":
+            self._prepared.scale_losses(self._loop)
+        self.unclosed = Unclosed(plane, is_over=self._is_over, close=self.close, give_up=self._give_up)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def print(self, *values: Any, **named: Any) -> None:
+        """On rank 0 only. Where progress is shown, below what is shown."""
+        if self.is_main:
+            if named or self._running is None or not self._shown.here:
+                print(*values, **named)
+            else:
+                self._running.display.say(" ".join(map(str, values)))
+
+    # What is prepared.
+
+    def prepare(self, *things: Any) -> Any:
+        """Models, optimizers, schedulers, GradScalers, averages of weights (`AveragedModel`) and DataLoaders: what the
+        loop uses in their place, in the same order. Models and optimizers are returned as they are.
+
+        A DataLoader that shuffles is the job's training data, one that does not is test data, of which each rank
+        evaluates its part. UserError for anything else.
+        """
+        self._check_before("prepare")
+        found = [self._prepared.prepare(thing, self._loop) for thing in things]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _check_before(self, method: str) -> None:
+        """UserError once the loop has begun."""
+        if self._running is not None:
+            raise UserError(f"job.{method} was called after the loop had begun: prepare everything before it")
+
+    def loader(
+        self,
+        data: Any,
+        batch_size: int | None = None,
+        *,
+        epochs: float | None = None,
+        samples: int | None = None,
+        collate_fn: Collate | None = None,
+        workers: int | None = None,
+        costs: Sequence[float] | None = None,
+    ) -> TrainingLoader:
+        """This rank's batches of the training data: a map-style or iterable data set, or a DataLoader of one.
+
+        Args:
+            data: The same on every rank.
+            batch_size: Samples of a batch of all ranks together.
+            epochs: Passes over the data, for a loop that is not inside `epochs`.
+            samples: Samples in all, instead of epochs. Of an iterable data set: those of an epoch, in its own order;
+                each is used once, and each rank reads all of them, unless the data set has `read(start, stop)`.
+            collate_fn: Samples to a batch.
+            workers: Processes of each rank that load.
+            costs: Work that each sample takes, where they differ.
+        """
+        self._check_before("loader")
+        found = source_of(data, batch_size, collate_fn, workers, costs, samples)
+        return self._prepared.load(self._loop, samples, epochs, *found)
+
+    def test_loader(self, loader: DataLoader[Any]) -> EvaluationLoader:
+        """Batches of this rank's part of the test data, as large as its share, in the data set's own order."""
+        return self._prepared.test(loader)
+
+    def register(self, name: str, state: Any) -> None:
+        """Checkpoints keep what `state.state_dict()` returns on rank 0; all ranks' `load_state_dict` get it back."""
+        self._check_before("register")
+        self._prepared.parts.register(name, state)
+
+    def schedule(self, optimizer: torch.optim.Optimizer, factor: Factor) -> None:
+        """What the optimizer's learning rates are multiplied by after so many samples of the whole job."""
+        self._check_before("schedule")
+        self._prepared.parts.schedule(optimizer, factor)
+
+    def measure(self, loss: Loss) -> None:
+        """Measure each rank's speed before training, on a copy of the model: `loss(model, batch)` is a batch's mean
+        loss. Without it ranks start with equal shares, and no efficiency can be told."""
+        self._check_before("measure")
+        self._prepared.loss = loss
+
+    def evaluate_every(self, samples: int | None, function: Callable[[], Any], combine: Combine | None = None) -> None:
+        """Evaluate after so many samples, again and again, while training goes on, and at its end (None: only there):
+        as `evaluate`, of the weights that all ranks share then. Results are in the records, and on rank 0 in `metrics`.
+        """
+        self._check_before("evaluate_every")
+        self._prepared.evaluate_every(samples, function, combine)
+
+    def on(self, event: Literal["evaluation", "checkpoint", "round", "end"], callback: Callable[[Any], None]) -> None:
+        """Call on rank 0, between two batches: after an "evaluation" with its metrics, after a "checkpoint" with its
+        samples, after a "round" with the number of rounds, at the "end" with the summary."""
+        self._prepared.call(event, callback)
+
+    # The run that is gone on with.
+
+    def finished_at(self, total: int) -> str | None:
+        """Collective: why nothing is left to do where `total` samples are to be trained on, or None.
+
+        UserError where the run has trained on more.
+        """
+        loaded = self._at.loaded
+        if loaded is None:
+            return None
+        marked = self.is_main and self.folder is not None and status_of(self.folder) == Status.FINISHED
+        marked = self.plane.broadcast_object(marked)
+        return Standing.of(loaded.state).finished(loaded.progress.samples_applied, total, marked)
+
+    @property
+    def finished(self) -> bool:
+        """The run that was to be gone on with is at its end already: loops over batches are empty."""
+        return self._running is not None and self._running.finished
+
+    def ready(self) -> Running:
+        """Collective, once all is prepared: check it, go on from where the run stands, measure. Nothing is written yet.
+        The first of loop and evaluation does it otherwise."""
+        if self._running is not None:
+            return self._running
+        prepared, parts, loaded = self._prepared, self._prepared.parts, self._at.loaded
+        parts.check(self.device)
+        data = data_described(prepared.training_data, prepared.test_loaders, prepared.total)
+        require_alike(self.plane, "the first loop or evaluation", {**parts_described(parts), **data})
+        if loaded is not None and loaded.state:
+            checkpoint.check_model(loaded, parts.model)
+            parts.restore_roles(loaded.state)
+        parts.make_rates(prepared.training_data.batch_size, prepared.interval_samples)
+        finished = self.finished_at(prepared.total)
+        if finished is not None:
+            self.print(finished)
+        self._running = Running(self._at, prepared, self._shown, finished is not None)
+        return self._running
 
     # The loop.
-
-    def _slices_so_far(self) -> int | None:
-        return self._slices if self._in_loop else None
 
     def log(self, values: Mapping[str, float]) -> None:
         """Values of your own for the trackers, as rank 0 knows them: means over some seconds where it is called in the
         loop over batches, the values as they are where it is called at rest."""
-        if self.folder is None and not self._track:
+        if self.folder is None and not self._shown.track:
             raise UserError("job.log has nowhere to write: give hetsync.join a run, or track a tracker of your own")
         if self._running is None or not self._running.is_open:
             raise UserError("job.log was called before the loop over batches: call it in the loop, or after an epoch")
         tracking = self._running.tracking
         if tracking is not None:
             tracking.add(numbers("job.log", values))
-            if not self._in_loop:
+            if not self._loop.in_batch:
                 tracking.log_values()
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of the epochs, from where the run stands. All ranks come to rest at the end of each, with the
         same weights: what follows the loop over batches may evaluate, save, step schedulers, freeze and unfreeze."""
-        if self._loader is None:
-            raise UserError(self._no_training_data)
-        if not isinstance(count, int) or count < 1:
-            raise UserError(f"job.epochs got {count}: give a whole number of epochs, 1 or more")
-        if self._total is not None:
-            raise UserError(
-                "the job was told twice how long to train: call job.epochs once, with all epochs, and give job.loader"
-                " neither epochs nor samples"
-            )
-        samples = self._loader.source.epoch_samples
-        self._total = count * samples
-        for epoch in self.intervals(samples):
+        return self._epochs(self._prepared.rest_after_epochs(count))
+
+    def _epochs(self, samples: int) -> Iterator[int]:
+        for epoch in self._loop.intervals(samples):
             self.epoch = epoch
             yield epoch
 
@@ -148,121 +264,10 @@ class Job(Preparation):
         told to train on."""
         if not isinstance(samples, int) or samples < 1:
             raise UserError(f"job.intervals got {samples} samples: give a whole number, 1 or more")
-        if self._running is not None and samples != self._interval_samples:
+        if self._running is not None and samples != self._prepared.interval_samples:
             raise UserError("job.intervals was called after the loop had begun: call it once, around the loop")
-        self._interval_samples = samples
-        return self._intervals(samples)
-
-    def _intervals(self, samples: int) -> Iterator[int]:
-        running = self._begin()
-        if self.finished:
-            return
-        position = running.session.applied - self._reopened
-        while position < running.setup.total and not running.over:
-            loops = self._loops
-            yield position // samples
-            if self._loops == loops:
-                raise UserError(
-                    f"epoch {position // samples} used none of the job's batches: loop over the loader that job.prepare"
-                    " or job.loader returned"
-                )
-            if self._in_loop and (loop := self._loop()) is not None:
-                loop.close()  # left, but held by a variable of the script
-            self._come_to_rest()
-            position = running.session.applied
-
-    def _batches(self) -> Iterator[Any]:
-        loop = self._loop_over_batches()
-        if not self._in_loop:
-            self._loop = weakref.ref(loop)  # so that a break closes it
-        return loop
-
-    def _loop_over_batches(self) -> Generator[Any]:
-        running = self._begin()
-        if self._in_loop:
-            raise UserError("two loops over the job's batches at once: begin the second when the first is over")
-        self._loops += 1
-        if self.finished:
-            return
-        if running.left:
-            running.go_on()
-            return
-        if self._reopened:
-            self._reopened, self._lines_at = False, running.session.applied
-            return
-        if self._course is None:
-            self._course = running.session.course()
-        self._slices = 0
-        self._parts.begin_loop(running.session.applied)
-        try:
-            for item in self._course:
-                if isinstance(item, AtRest):
-                    if self._rest(item):
-                        return
-                    continue
-                self._in_loop = True
-                self._slices += 1
-                yield item
-                self._in_loop = False
-                if self._parts.scaler is not None:
-                    self._parts.scaler.update()  # once a batch, however many optimizers have been stepped
-                running.between_batches()
-        except GeneratorExit:
-            running.leave()  # by break: the other ranks do the rest of this one's samples
-            raise
-        finally:
-            self._in_loop = False
-
-    def _rest(self, rest: AtRest) -> bool:
-        """All ranks are at rest: save, evaluate. True where the script's own lines come next."""
-        running = self._begin()
-        every = self._interval_samples
-        applied = running.session.applied
-        at_intervals_end = every is not None and (rest.final or applied % every == 0) and applied != self._lines_at
-        if at_intervals_end or rest.final:
-            self._check_steps(running)
-        ended = rest.final and applied < running.setup.total  # all loops have
-        running.rest(rest, lambda: self._state(reopened=at_intervals_end, ended=ended))
-        if running.session.stopping:
-            raise StoppedByRequest(self._status())
-        if at_intervals_end:
-            self._lines_at = applied
-        return running.over or at_intervals_end
-
-    def _state(self, reopened: bool = False, ended: bool = False) -> dict[str, Any]:
-        """What a checkpoint keeps beside weights and optimizers: `ended`, whether the run goes on no more."""
-        return {**self._parts.state(self.session.tasks.tensors.frozen), "reopened": reopened, "ended": ended}
-
-    def _check_steps(self, running: Running) -> None:
-        """Collective. UserError where batches have come, and nobody has stepped on any."""
-        told = self.plane.gather_objects((running.session.tasks.was_stepped, running.session.totals.samples))
-        if any(samples for _, samples in told) and not any(stepped for stepped, _ in told):
-            raise UserError(
-                f"no optimizer has made a step on {sum(samples for _, samples in told)} samples: call job.step (or"
-                " optimizer.step) after backward"
-            )
-
-    def _status(self) -> int:
-        """Collective: the exit status of a job that was asked to stop, by a signal to any of its ranks or otherwise."""
-        mine = self._stop.caught if self._stop is not None else None
-        caught = [number for number in self.plane.gather_objects(mine) if number is not None]
-        return STATUSES[caught[0]] if caught else STOPPED
-
-    def _come_to_rest(self) -> None:
-        """After a loop over batches: at the rest that ended it, or on the way there where the loop was left."""
-        if self._in_loop:
-            raise UserError(
-                "a batch is out, and what was called needs all ranks at rest: call it after the loop over an epoch's"
-                " batches (job.evaluate_every evaluates while training goes on)"
-            )
-        running = self._begin()
-        while running.on_its_way and not self._rest(next(running.leaving)):
-            running.go_on()
-
-    def _settle(self) -> None:
-        """Where the loop has been left, what the script does next is done at the rest to come."""
-        if self._running is not None and self._running.on_its_way:
-            self._come_to_rest()
+        self._prepared.interval_samples = samples
+        return self._loop.intervals(samples)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """`loss.backward(**options)`, of the scaled loss where gradients are float16; the records keep it."""
@@ -270,13 +275,23 @@ class Job(Preparation):
             raise UserError(
                 f"job.backward got a {type(loss).__name__}: give the loss that the model has made, a tensor"
             )
-        scaler = self._parts.scaler
+        scaler = self._prepared.parts.scaler
         scales = scaler is not None and scaler.is_enabled()
         # Where float16 overflows, that step is skipped: the records take the loss for 0.
-        self.session.tasks.add_loss(loss.detach().nan_to_num(0.0, 0.0, 0.0) if scales else loss)
+        self.record_loss(loss.detach().nan_to_num(0.0, 0.0, 0.0) if scales else loss)
         if scaler is not None and scaler.has_made(loss):
             raise UserError("job.backward got a loss that is scaled already: give the loss itself, which it scales")
         (loss if scaler is None else scaler.scale(loss)).backward(**options)
+
+    def record_loss(self, loss: torch.Tensor) -> None:
+        """What `backward` does beside its backward pass: the records keep this mean over the batch that is out. The
+        losses of a batch add up."""
+        self.session.tasks.add_loss(loss)
+
+    def collect(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Before anything but the job's methods and the optimizer's step touches its gradients: they are now those of
+        its step, at delay bound 0 summed over ranks. False where no step is due, and they are put aside."""
+        return self._loop.collect(optimizer)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The forward pass in `run.precision`."""
@@ -295,21 +310,18 @@ class Job(Preparation):
         for number in numbers:
             if not self.session.tasks.collect(number):
                 return None
-            if self._parts.scaler is not None:
-                self._parts.scaler.unscale_once(self._parts.optimizers[number])
+            if self._prepared.parts.scaler is not None:
+                self._prepared.parts.scaler.unscale_once(self._prepared.parts.optimizers[number])
         return steps[numbers[0]].clip(weights, max_norm, **options)
-
-    def _collect_for(self, optimizer: torch.optim.Optimizer) -> bool:
-        self.session.tasks.was_stepped = True
-        return self.session.tasks.collect(self._parts.number_of(optimizer))
 
     def step(self, *things: Any) -> bool:
         """After the last backward: the steps of these optimizers (of all, where none is named), whose gradients are
         then gone, and of these schedulers. Where accumulation at delay bound 0 makes no step due, gradients are added
         up, and it returns False."""
-        optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)] or self._parts.optimizers
+        parts = self._prepared.parts
+        optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)] or parts.optimizers
         schedulers = [thing for thing in things if not isinstance(thing, torch.optim.Optimizer)]
-        scaler = self._parts.scaler
+        scaler = parts.scaler
         for scheduler in schedulers:
             if not isinstance(scheduler, PreparedScheduler):
                 raise UserError(
@@ -317,7 +329,7 @@ class Job(Preparation):
                     " returned them"
                 )
         for optimizer in optimizers:
-            if self._collect_for(optimizer):
+            if self._loop.collect(optimizer):
                 if scaler is None:
                     optimizer.step()
                 else:
@@ -343,7 +355,7 @@ class Job(Preparation):
         """
         check_callable("job.evaluate", function)
         running = self._begin()
-        self._come_to_rest()
+        self._loop.come_to_rest()
         part = running.evaluations.part_of(lambda: function(*arguments), running.session.shares)
         result = combined(running.session.meet("job.evaluate", part), combine)
         running.evaluated(named(result))
@@ -353,7 +365,7 @@ class Job(Preparation):
         """Collective, before the loop or at rest: every rank's value, in their order. Tensors come on the CPU."""
         if self._running is None or not self._running.is_open:
             return self.plane.gather_objects(on_cpu(value))
-        self._come_to_rest()
+        self._loop.come_to_rest()
         return self.session.meet("job.gather", on_cpu(value))
 
     def keep_best(self, value: float, mode: Mode = "max", model: torch.nn.Module | None = None) -> bool:
@@ -362,7 +374,7 @@ class Job(Preparation):
         if self._best is None:
             raise UserError("job.keep_best needs a run folder: give hetsync.join a run")
         running = self._begin()
-        self._come_to_rest()
+        self._loop.come_to_rest()
         told = running.session.meet("job.keep_best", comparable("job.keep_best", value))
         if len(set(told)) > 1:
             raise UserError(f"job.keep_best got {told} on the ranks: give all the same, as job.evaluate returns it")
@@ -374,7 +386,7 @@ class Job(Preparation):
 
     def stop(self) -> None:
         """At rest, on all ranks: training is over, as if all its samples had been used."""
-        self._come_to_rest()
+        self._loop.come_to_rest()
         running = self._begin()
         running.session.meet("job.stop")
         running.stop_here()
@@ -407,7 +419,7 @@ class Job(Preparation):
     ) -> None:
         """A failure on one rank ends the whole job; a mistake does so with one sentence."""
         if failure is not None and not isinstance(failure, StoppedByRequest):
-            self._fail(failure)
+            self.unclosed.fail(failure)
             return
         try:
             self.close()
@@ -415,24 +427,27 @@ class Job(Preparation):
             self.close()
             raise
         except BaseException as late:
-            self._fail(late)
+            self.unclosed.fail(late)
             raise
 
-    def _fail(self, failure: BaseException) -> None:
+    def _is_over(self) -> bool:
+        """Training, if it has begun."""
+        return self._running is None or not self._running.is_open or self._running.over
+
+    def _give_up(self) -> None:
         if self._running is not None:
             self._running.give_up(release=self.size == 1)
         self._held.close()
-        end_loop(self.plane, failure)
 
     def close(self) -> None:
         """Collective: training comes to its end, where the loop has not brought it there; the summary is written."""
         running = self._running
         if running is not None and running.is_open:
-            while running.session.under_way and (rest := next(running.leaving, None)) is not None:
-                self._rest(rest)
-            running.close(lambda: self._state(ended=True))
+            self._loop.come_to_an_end()
+            running.close()
         else:
             meet(self.plane, THE_END)
         self._held.close()
         if self._owns_plane:
             self.plane.close()
+        self.unclosed.closed()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.optim.swa_utils import AveragedModel
 
 from hetsync.errors import UserError
-from hetsync.sync.optimizers import Rates, ScheduleRates, SchedulerRates
+from hetsync.sync.rates import Rates, ScheduleRates, SchedulerRates
 from hetsync.train.prepared import PreparedScaler, PreparedScheduler
 
 Factor = Callable[[int], float]
@@ -104,8 +105,9 @@ class Parts:
                 " all there by .to(job.device), or give hetsync.join another device"
             )
 
-    def join(self) -> torch.nn.Module:
-        """The models as one."""
+    @cached_property
+    def model(self) -> torch.nn.Module:
+        """The models as one, once all are there."""
         return self.models[0] if len(self.models) == 1 else torch.nn.ModuleList(self.models)
 
     def make_rates(self, batch_size: int, epoch_samples: int | None) -> None:

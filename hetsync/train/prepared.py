@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hetsync.data.loader import Source
 from hetsync.errors import UserError
-from hetsync.sync.optimizers import SchedulerRates
+from hetsync.sync.rates import SchedulerRates
 
 
 class PreparedScheduler:
@@ -135,7 +135,3 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     inner = getattr(model, "_orig_mod", model)
     assert isinstance(inner, torch.nn.Module)
     return inner
-
-
-def scheduled(optimizer: torch.optim.Optimizer, schedulers: Iterable[PreparedScheduler]) -> list[PreparedScheduler]:
-    return [each for each in schedulers if each.scheduler.optimizer is optimizer]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from hetsync.config.schema import Config, RunConfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hetsync.config.schema import Config
 from hetsync.control.actions import Actions, Limits
 from hetsync.errors import UserError
 from hetsync.sync.messages import Settings, settings_of
@@ -13,18 +17,41 @@ class FinishedError(Exception):
     """A run that was to be resumed has nothing left to do; the sentence says so."""
 
 
-def check_samples_left(run: RunConfig, total: int, applied: int, finished: bool, ended_early: bool) -> None:
-    """May a run of `applied` samples go on to `total`? UserError, or FinishedError, where not."""
-    if applied > total:
-        key = "run.epochs" if run.samples is None else "run.samples"
-        value = run.epochs if run.samples is None else run.samples
-        raise UserError(
-            f"{key} is {value}, but this run has trained on {applied} samples, more than these {total}: raise it"
-        )
-    if applied == total and finished:
-        raise FinishedError(f"this run is finished after {applied} samples: raise run.samples or run.epochs to go on")
-    if finished and ended_early:
-        raise FinishedError(f"this run has ended early after {applied} samples, by run.early_stop: begin another run")
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stands when it is saved, beside its samples.
+
+    Args:
+        ended: It goes on no more, though not all samples are used.
+        lines_due: It stands at an interval's end, whose last lines in the script have not been run.
+    """
+
+    ended: bool = False
+    lines_due: bool = False
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Standing:
+        """As a checkpoint has it; the first version's say nothing."""
+        return cls(bool(state.get("ended")), bool(state.get("reopened")))
+
+    def state(self) -> dict[str, bool]:
+        return {"ended": self.ended, "reopened": self.lines_due}
+
+    def finished(self, applied: int, total: int, marked: bool) -> str | None:
+        """Why nothing is left to do on the way to `total` samples, or None. `marked`: the summary says finished.
+
+        UserError where the run is beyond them.
+        """
+        if applied > total:
+            raise UserError(
+                f"the job is to train on {total} samples, but this run has trained on {applied} already: raise its"
+                " epochs or samples, or begin another run"
+            )
+        if marked and applied == total:
+            return f"this run is finished after {applied} samples: raise its epochs or samples to go on"
+        if marked and self.ended:
+            return f"this run has ended early after {applied} samples: begin another run"
+        return None
 
 
 def kept_shares(config: Config, progress: Progress | None, ranks: int) -> tuple[int, ...] | None:

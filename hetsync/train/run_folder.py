@@ -134,14 +134,14 @@ def _made(run: RunConfig) -> Path:
     except (OSError, ValueError) as error:  # no name of a file
         why = error.strerror if isinstance(error, OSError) else error
         shown = brief(str(folder)).encode(errors="backslashreplace").decode()
-        raise UserError(f"run.dir {shown} cannot be made: {why}; choose another") from error
+        raise UserError(f"run folder {shown} cannot be made: {why}; choose another") from error
 
 
 def _check_unused(folder: Path) -> None:
     """A job that has died before it saved anything leaves nothing to go on with."""
     if (folder / "checkpoints").exists() or status_of(folder) not in (None, Status.RUNNING):
         raise UserError(
-            f"run.dir {folder} holds a run already: choose another, or go on with --resume {folder} (in a script:"
+            f"run folder {folder} holds a run already: choose another, or go on with --resume {folder} (in a script:"
             " resume='auto')"
         )
 
@@ -161,7 +161,7 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         descriptor = _open_locked(path)
     except OSError as error:
-        raise DiskError(f"cannot write {path}: {error.strerror}; free space or choose another run.dir") from error
+        raise DiskError(f"cannot write {path}: {error.strerror}; free space or choose another run folder") from error
     try:
         yield
     finally:

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from hetsync.balance.profile import RankProfile, StepTime
 from hetsync.balance.shares import choose_shares, makespan, solo_rates
-from hetsync.config.schema import Config
 from hetsync.control.process import ControlProcess
 from hetsync.data import Data
-from hetsync.data.loader import Source
-from hetsync.emulation.cluster import Cluster
 from hetsync.emulation.device import emulated_times, make_device
 from hetsync.emulation.link import behind_link
 from hetsync.errors import UserError
 from hetsync.files import SUMMARY, write_atomically
-from hetsync.plane.base import Plane
-from hetsync.profiling.measure import Place, Subject, device_name, measure_ranks
+from hetsync.profiling.measure import Subject, device_name, measure_ranks
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.milestones import CHECKPOINT, EPOCH, Marks, marks_every, rests_for
@@ -32,10 +27,10 @@ from hetsync.sync.tail import travelling_values
 from hetsync.telemetry import Telemetry
 from hetsync.train import checkpoint
 from hetsync.train.control_factory import control_factory
-from hetsync.train.evaluation import Combine, EvaluationLoader, Evaluations, RankParts, combined, named, record
-from hetsync.train.parts import Parts
+from hetsync.train.evaluation import Evaluations, combined, named, record
 from hetsync.train.plan import ControlFactory, Plan
-from hetsync.train.resumption import first_settings, kept_shares
+from hetsync.train.preparation import Preparation
+from hetsync.train.resumption import Standing, first_settings, kept_shares
 from hetsync.train.run_folder import Status
 from hetsync.train.saving import Saver
 from hetsync.train.session import AtRest, Session
@@ -44,180 +39,200 @@ from hetsync.train.tasks import Trained
 from hetsync.train.terminal import Display, Silence, Terminal
 from hetsync.train.trackers import Tracked, trackers_of
 from hetsync.train.tracking import Tracking
+from hetsync.train.workplace import Workplace
 
-Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
-State = Callable[[], Mapping[str, Any]]
 THE_END = "the end of the job"
 
 LOWEST_SCALE = 1e-6  # of gradients: infinities in float16 have ended long before
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What a job has found out and been given before its loop begins; `Job` says what each is."""
+@dataclass(frozen=True)
+class Shown:
+    """What is told of a job while it runs, and to whom.
 
-    config: Config
-    plane: Plane
-    folder: Path | None
-    loaded: checkpoint.Loaded | None
-    finished: bool
-    cluster: Cluster | None
-    place: Place
-    model: torch.nn.Module
-    parts: Parts
-    source: Source
-    total: int
-    interval_samples: int | None  # all ranks rest after so many, again and again
-    loss: Loss | None
-    rank_parts: RankParts
-    test_loaders: Sequence[EvaluationLoader]
-    evaluation: tuple[int | None, Callable[[], Any], Combine | None] | None
-    callbacks: Mapping[str, Sequence[Callable[[Any], None]]]
+    Args:
+        here: Progress and summary, on this rank's terminal.
+        track: What gets figures.
+        resume_by: What goes on with a stopped run, {} being its folder.
+    """
+
+    here: bool
     track: Tracked
-    began: float
     resume_by: str
 
 
 class Running:
-    def __init__(self, setup: Setup, show: bool) -> None:
+    """Attributes:
+    config: The job's, with the batch size of its loader.
+    model: All that is trained.
+    total: Samples to train on.
+    finished: The run that was to be gone on with is at its end already.
+    lines_due: It stands at an interval's end, whose last lines in the script have not been run.
+    over: Training is, at rest.
+    left: The loop has been left: this rank takes part in rounds and rests only.
+    """
+
+    def __init__(self, at: Workplace, prepared: Preparation, shown: Shown, finished: bool) -> None:
         """Collective."""
-        self.setup = setup
-        self.over = False  # training, at rest
+        loader = prepared.training_data
+        self.at = at
+        self.prepared = prepared
+        self.plane = at.plane
+        self.config = replace(at.config, data=replace(at.config.data, batch_size=loader.batch_size))
+        self.model = prepared.parts.model
+        self.source = loader.source
+        self.total = prepared.total
+        self.finished = finished
+        self.lines_due = False
+        self._shown = shown
+        self._restore()
+        self.over = False
         self.is_open = False
-        self.left = False  # by the loop: this rank takes part in rounds and rests only
+        self.left = False
         self.display: Display = Silence()
-        self._show = show
         self._saved_last = False
         self._resting = False  # at a rest where the script's own lines run
         self._saver: Saver | None = None
         self.tracking: Tracking | None = None  # on rank 0, where something is tracked
-        self._progress = setup.loaded.progress if setup.loaded else None
+        self._progress = at.loaded.progress if at.loaded else None
         self._seconds_before = self._progress.train_seconds if self._progress else 0.0  # of training
         self._round = -1  # that callbacks have been told of
         self.profiles = self._profiles()
-        self._solo = solo_rates(setup.config.data.batch_size, self.profiles) if self._is_measured else None
-        rank, folder = setup.plane.rank, setup.folder
-        self.timer = make_device(setup.cluster, rank, self.profiles[rank].time, setup.config.run.seed, self._device)
+        self._solo = solo_rates(loader.batch_size, self.profiles) if self._is_measured else None
+        rank, folder = at.plane.rank, at.folder
+        self.timer = make_device(at.cluster, rank, self.profiles[rank].time, at.config.run.seed, self._device)
         self.telemetry = Telemetry(None if folder is None else folder / "telemetry" / f"rank-{rank:04d}.jsonl")
         self.evaluations = Evaluations(
-            parts=setup.rank_parts,
-            model=setup.model,
-            loaders=setup.test_loaders,
-            averages=setup.parts.averages,
+            parts=prepared.rank_parts,
+            model=self.model,
+            loaders=prepared.test_loaders,
+            averages=prepared.parts.averages,
             # Emulated devices evaluate at the speed of the machine: by shares, fast ranks would be out of training for
             # longer than slow ones.
-            equal=setup.cluster is not None,
+            equal=at.cluster is not None,
         )
-        if setup.evaluation is not None:
-            self.evaluations.use(*setup.evaluation[1:])
+        if prepared.evaluation is not None:
+            self.evaluations.use(*prepared.evaluation[1:])
         self.session = self._make_session()
         self.leaving = self._leaving()
 
     @property
     def _device(self) -> torch.device:
-        return next(self.setup.model.parameters()).device
+        return next(self.model.parameters()).device
+
+    def _restore(self) -> None:
+        """What was prepared is as it stands in the checkpoint."""
+        loaded, parts = self.at.loaded, self.prepared.parts
+        if loaded is None:
+            return
+        if self.prepared.interval_samples is not None and not self.finished:
+            at_the_end = loaded.progress.samples_applied == self.total
+            self.lines_due = Standing.of(loaded.state).lines_due or at_the_end
+        checkpoint.restore(loaded, self.model, parts.optimizers)
+        if loaded.state:  # of the first version there is none
+            parts.restore(loaded.state)
 
     # Making the session.
 
     @property
     def _is_measured(self) -> bool:
-        return self.setup.cluster is not None or self.setup.loss is not None
+        return self.at.cluster is not None or self.prepared.loss is not None
 
     def _profiles(self) -> list[RankProfile]:
         """How fast every rank is: measured, or the same for all until it is known."""
-        setup = self.setup
-        if setup.loss is not None and not setup.finished:
-            material = Data(setup.source.dataset, setup.source.dataset, setup.loss, collate=setup.source.collate)
-            what = (setup.plane, setup.config, setup.model, material, setup.place, setup.parts.optimizers)
-            return measure_ranks(Subject(*what), setup.cluster)
-        host = setup.place.host
-        if setup.cluster is None or setup.finished:
+        at = self.at
+        if self.prepared.loss is not None and not self.finished:
+            material = Data(self.source.dataset, self.source.dataset, self.prepared.loss, collate=self.source.collate)
+            what = (self.plane, self.config, self.model, material, at.place, self.prepared.parts.optimizers)
+            return measure_ranks(Subject(*what), at.cluster)
+        host = at.place.host
+        if at.cluster is None or self.finished:
             mine = RankProfile(device_name(self._device), host, StepTime(0.0, 1.0), uncertainty=None)
-            return setup.plane.gather_objects(mine)
-        total, ranks = setup.config.emulation.samples_per_second, range(setup.plane.size)
+            return self.plane.gather_objects(mine)
+        total, ranks = self.config.emulation.samples_per_second, range(self.plane.size)
         if total is None:
             raise UserError(
-                f"emulation.profile is {setup.config.emulation.profile}, of a speed that nothing tells: give"
-                " emulation.samples_per_second, or job.measure the loss"
+                f"emulation.profile is {self.config.emulation.profile}, of a speed that nothing tells: give"
+                " emulation.samples_per_second (in a script: samples_per_second=), or job.measure the loss"
             )
-        times = emulated_times(setup.cluster, len(ranks), "", total, total)
-        names = [f"{setup.cluster.device_of(rank).name} (emulated)" for rank in ranks]
+        times = emulated_times(at.cluster, len(ranks), "", total, total)
+        names = [f"{at.cluster.device_of(rank).name} (emulated)" for rank in ranks]
         return [RankProfile(names[rank], host, times[rank], True) for rank in ranks]
 
     def _make_session(self) -> Session:
-        setup, config = self.setup, self.setup.config
-        shares = kept_shares(config, self._progress, setup.plane.size)
+        at, config = self.at, self.config
+        shares = kept_shares(config, self._progress, self.plane.size)
         shares = shares or choose_shares(config.sync, config.data.batch_size, self.profiles)
         slice_seconds = makespan(shares, [profile.time for profile in self.profiles])
         session = Session(
-            plane=behind_link(setup.plane, setup.cluster, 4 * travelling_values(setup.model), slice_seconds),
+            plane=behind_link(self.plane, at.cluster, 4 * travelling_values(self.model), slice_seconds),
             trained=Trained(
-                model=setup.model,
-                optimizers=setup.parts.optimizers,
-                rates=setup.parts.rates,
-                averages=setup.parts.averages,
-                scaler=setup.parts.scaler,
+                model=self.model,
+                optimizers=self.prepared.parts.optimizers,
+                rates=self.prepared.parts.rates,
+                averages=self.prepared.parts.averages,
+                scaler=self.prepared.parts.scaler,
             ),
-            source=setup.source,
+            source=self.source,
             sync=config.sync,
             plan=self._make_plan(shares),
             device=self.timer,
             telemetry=self.telemetry,
             timeout_seconds=config.run.timeout_seconds,
             make_control=self._start_control(),
-            evaluator=self.evaluations if setup.evaluation is not None else None,
+            evaluator=self.evaluations if self.prepared.evaluation is not None else None,
         )
-        loaded = setup.loaded
+        loaded = at.loaded
         if loaded is not None and session.outer is not None and loaded.outer is not None:
             session.outer.velocity = loaded.outer.to(self._device)
         return session
 
     def _make_plan(self, shares: tuple[int, ...]) -> Plan:
-        setup, run, progress = self.setup, self.setup.config.run, self._progress
-        rests: dict[str, Marks] = {CHECKPOINT: marks_every(run.checkpoint_every, setup.total)}
-        if setup.interval_samples is not None:
-            rests[EPOCH] = marks_every(setup.interval_samples, setup.total)
+        run, progress = self.config.run, self._progress
+        rests: dict[str, Marks] = {CHECKPOINT: marks_every(run.checkpoint_every, self.total)}
+        if self.prepared.interval_samples is not None:
+            rests[EPOCH] = marks_every(self.prepared.interval_samples, self.total)
         return Plan(
-            batch_size=setup.config.data.batch_size,
-            total_samples=setup.total,
+            batch_size=self.config.data.batch_size,
+            total_samples=self.total,
             ranks=self.profiles,
-            milestones=rests_for(rests, setup.total),
+            milestones=rests_for(rests, self.total),
             seed=run.seed,
             applied=progress.samples_applied if progress else 0,
             version=progress.version if progress else 0,
             shares=shares,
-            settings=first_settings(setup.config, progress),
-            evaluations=marks_every(setup.evaluation[0] if setup.evaluation else None, setup.total),
+            settings=first_settings(self.config, progress),
+            evaluations=marks_every(self.prepared.evaluation[0] if self.prepared.evaluation else None, self.total),
         )
 
     def _start_control(self) -> ControlFactory | None:
-        setup, config = self.setup, self.setup.config
-        if setup.plane.rank != 0 or config.control.name == "fixed" or setup.finished:
+        at, config = self.at, self.config
+        if self.plane.rank != 0 or config.control.name == "fixed" or self.finished:
             return None
-        if setup.folder is None or not self._is_measured:
+        if at.folder is None or not self._is_measured:
             raise UserError(
                 f"control.name is {config.control.name}, which needs a run folder and the ranks' speeds: give"
                 " hetsync.join a run, and job.measure the loss"
             )
-        process = ControlProcess(config.control, config.run.seed, config.data.batch_size, setup.folder / "control.log")
-        return control_factory(process, self.profiles, setup.parts.optimizers[0], setup.parts.factor(0))
+        process = ControlProcess(config.control, config.run.seed, config.data.batch_size, at.folder / "control.log")
+        return control_factory(process, self.profiles, self.prepared.parts.optimizers[0], self.prepared.parts.factor(0))
 
     def open(self, stop: StopSignal | None) -> None:
         """Training is about to begin: from now on signals save and stop, and there is something on disk."""
-        setup, self.is_open = self.setup, True
-        if self._show:
-            self.display = Terminal(setup.total, self.session.plan.applied)
+        at, self.is_open = self.at, True
+        if self._shown.here:
+            self.display = Terminal(self.total, self.session.plan.applied)
         if stop is not None:
             stop.listen(self.session.request_stop)
-        if setup.folder is not None:
-            self._saver = Saver(self.session, setup.folder, setup.config.run, self._seconds_before)
-            if setup.plane.rank == 0:
-                write_atomically(setup.folder / SUMMARY, json.dumps(first_summary(self._job_figures()), indent=1))
+        if at.folder is not None:
+            self._saver = Saver(self.session, at.folder, self.config.run, self._seconds_before)
+            if self.plane.rank == 0:
+                write_atomically(at.folder / SUMMARY, json.dumps(first_summary(self._job_figures()), indent=1))
             self._saver.start_timer()
-            self.display.say(f"the run folder is {setup.folder}")
+            self.display.say(f"the run folder is {at.folder}")
         self.display.ranks(self.profiles, self.session.shares, self._solo)
-        trackers = trackers_of(setup.track, setup.folder, self.session.plan.applied)
-        if trackers and setup.plane.rank == 0:
+        trackers = trackers_of(self._shown.track, at.folder, self.session.plan.applied)
+        if trackers and self.plane.rank == 0:
             solo = None if self._solo is None else sum(self._solo)
             self.tracking = Tracking(trackers, self.session, solo, self._device, self._seconds_before)
 
@@ -233,7 +248,7 @@ class Running:
         if coordinator is not None:
             if self.display.due():
                 show_progress(self.display, coordinator, self.session.seconds_training())
-            if self.setup.callbacks.get("round") and coordinator.machine.version > self._round + 1:
+            if self.prepared.callbacks.get("round") and coordinator.machine.version > self._round + 1:
                 self._round = coordinator.machine.version - 1
                 self._tell("round", self._round)
         self._take_evaluations()
@@ -248,37 +263,46 @@ class Running:
         sentence = record(self.telemetry, applied, self._seconds_before + seconds, metrics)
         if self.tracking is not None:
             self.tracking.log_metrics(metrics, applied, seconds)
-        if applied < self.setup.total:  # the closing lines have the last one
+        if applied < self.total:  # the closing lines have the last one
             self.display.say(sentence)
         self._tell("evaluation", metrics)
 
     def _tell(self, event: str, value: Any) -> None:
-        if self.setup.plane.rank == 0:
-            for callback in self.setup.callbacks.get(event, ()):
+        if self.plane.rank == 0:
+            for callback in self.prepared.callbacks.get(event, ()):
                 callback(value)
 
     # At rest.
 
-    def rest(self, rest: AtRest, state: State) -> None:
-        """Collective: save and evaluate where that is due. `state`: what else a checkpoint keeps."""
-        session, every = self.session, self.setup.config.run.checkpoint_every
+    def check_steps(self) -> None:
+        """Collective. UserError where batches have come, and nobody has stepped on any."""
+        told = self.plane.gather_objects((self.session.tasks.was_stepped, self.session.totals.samples))
+        if any(samples for _, samples in told) and not any(stepped for stepped, _ in told):
+            raise UserError(
+                f"no optimizer has made a step on {sum(samples for _, samples in told)} samples: call job.step (or"
+                " optimizer.step) after backward"
+            )
+
+    def rest(self, rest: AtRest, standing: Standing) -> None:
+        """Collective: save and evaluate where that is due."""
+        session, every = self.session, self.config.run.checkpoint_every
         self._resting = True
         self._share_scale()
         self._take_evaluations()
         self.over |= rest.final or session.stopping
         if self.over or rest.reason == CHECKPOINT or (every is not None and session.applied % every == 0):
-            self._save(state, last=self.over)  # before an evaluation, which may fail
+            self._save(standing, last=self.over)  # before an evaluation, which may fail
             self._saved_last = self.over
-        if rest.evaluation_due and self.setup.evaluation is not None:
+        if rest.evaluation_due and self.prepared.evaluation is not None:
             part = self.evaluations.score(session.shares)
-            self.evaluated(named(combined(self.setup.plane.gather_objects(part), self.setup.evaluation[2])))
+            self.evaluated(named(combined(self.plane.gather_objects(part), self.prepared.evaluation[2])))
 
     def _share_scale(self) -> None:
         """Collective. Ranks that have stepped on their own, or have missed a step for want of samples, have scales of
         their own: the lowest is one that none has found too high."""
-        scaler = self.setup.parts.scaler
+        scaler = self.prepared.parts.scaler
         if scaler is not None and scaler.is_enabled():
-            states = self.setup.plane.gather_objects(scaler.state_dict())
+            states = self.plane.gather_objects(scaler.state_dict())
             lowest = min(states, key=lambda state: (state["scale"], state["_growth_tracker"]))
             if lowest["scale"] < LOWEST_SCALE:
                 raise UserError(
@@ -287,15 +311,16 @@ class Running:
                 )
             scaler.load_state_dict(lowest)
 
-    def _save(self, state: State, last: bool) -> None:
+    def _save(self, standing: Standing, last: bool) -> None:
         if self._saver is not None:
-            self._saver.save(state, last)
+            frozen = self.session.tasks.tensors.frozen
+            self._saver.save(lambda: {**self.prepared.parts.state(frozen), **standing.state()}, last)
             self._tell("checkpoint", self.session.applied)
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         """At rest, with the same metrics on all ranks."""
         self.evaluations.metrics = metrics
-        if self.setup.plane.rank == 0:
+        if self.plane.rank == 0:
             self._show_evaluation(self.session.applied, self.session.totals.train_seconds, metrics)
 
     # Leaving, and the end.
@@ -320,11 +345,11 @@ class Running:
         """At rest: as if all samples had been used."""
         self.left = self.over = True
 
-    def close(self, state: State) -> None:
+    def close(self) -> None:
         """Collective, at rest or after `leave`: the end of training, and its summary."""
-        session, setup = self.session, self.setup
-        if session.applied < setup.total and not session.stopping and not self._saved_last:
-            self._save(state, last=True)  # all ranks have ended it at a rest
+        session, at = self.session, self.at
+        if session.applied < self.total and not session.stopping and not self._saved_last:
+            self._save(Standing(ended=True), last=True)  # all ranks have ended it at a rest
         session.meet(THE_END)
         if self._saver is not None:
             self._saver.stop_timer()
@@ -334,11 +359,11 @@ class Running:
             self.tracking.close()
         session.close()
         summary = summarise(figures) if figures is not None else None
-        if summary is not None and setup.folder is not None:
-            write_atomically(setup.folder / SUMMARY, json.dumps(summary, indent=1))
+        if summary is not None and at.folder is not None:
+            write_atomically(at.folder / SUMMARY, json.dumps(summary, indent=1))
         self.display.close(summary)
-        if session.stopping and setup.folder is not None:
-            self.display.say(f"stopped and saved; go on with: {setup.resume_by.format(setup.folder)}")
+        if session.stopping and at.folder is not None:
+            self.display.say(f"stopped and saved; go on with: {self._shown.resume_by.format(at.folder)}")
         if summary is not None:
             self._tell("end", summary)
 
@@ -353,22 +378,21 @@ class Running:
     # Figures, for the summary.
 
     def _job_figures(self, status: Status = Status.RUNNING) -> JobFigures:
-        setup = self.setup
         return JobFigures(
             status=status,
-            ranks=setup.plane.size,
-            emulated=setup.cluster is not None,
-            emulate=setup.config.emulation.profile,
+            ranks=self.plane.size,
+            emulated=self.at.cluster is not None,
+            emulate=self.config.emulation.profile,
             samples_applied=self.session.applied,
-            samples_expected=setup.total,
+            samples_expected=self.total,
             shares=self.session.shares,
-            seed=setup.config.run.seed,
+            seed=self.config.run.seed,
         )
 
     def _run_figures(self) -> RunFigures | None:
         """Collective, at rest; on rank 0."""
         session = self.session
-        per_rank = self.setup.plane.gather_objects(self._rank_figures())
+        per_rank = self.plane.gather_objects(self._rank_figures())
         if session.coordinator is None:
             return None
         return RunFigures(
@@ -380,12 +404,12 @@ class Running:
             settings=session.settings,
             metrics=self.evaluations.metrics,
             anchor_sha256=session.totals.anchor_sha256,
-            wall_seconds=time.monotonic() - self.setup.began,
+            wall_seconds=time.monotonic() - self.at.began,
             control=session.control.summary() if session.control is not None else None,
         )
 
     def _rank_figures(self) -> RankFigures:
-        session, rank, totals, engine = self.session, self.setup.plane.rank, self.session.totals, self.session.engine
+        session, rank, totals, engine = self.session, self.plane.rank, self.session.totals, self.session.engine
         return RankFigures(
             rank=rank,
             profile=self.profiles[rank],

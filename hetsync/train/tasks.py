@@ -17,7 +17,8 @@ from hetsync.errors import UserError
 from hetsync.sync.engine import Engine
 from hetsync.sync.messages import Task
 from hetsync.sync.model_tensors import ModelTensors
-from hetsync.sync.optimizers import Rates, Steps
+from hetsync.sync.rates import Rates
+from hetsync.sync.steps import Steps
 from hetsync.train.accounts import RankTotals, TaskInWork
 from hetsync.train.prepared import PreparedScaler
 

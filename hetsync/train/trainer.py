@@ -12,12 +12,13 @@ from torch.utils.data import DataLoader
 from hetsync import data, models
 from hetsync.config.schema import Config
 from hetsync.data.evaluation import EVALUATION_BATCH, check_evaluation, metrics_of, numbers
+from hetsync.data.ledger import total_samples
 from hetsync.errors import UserError, brief, did_you_mean
 from hetsync.profiling.measure import check_compiler
 from hetsync.sync.optimizers import build_optimizer
 from hetsync.train.best import Patience
 from hetsync.train.job import Job
-from hetsync.train.resumption import check_samples_left
+from hetsync.train.resumption import FinishedError
 
 
 class Trainer:
@@ -33,8 +34,10 @@ class Trainer:
         self.job = job
         self.data = data.build(config.data.name, config.data.options)
         data.check_batch_size(self.data, config.data.batch_size)
-        self.total = config.run.samples or max(1, round(config.run.epochs * len(self.data.train)))  # type: ignore[arg-type]
-        self._check_samples_left()
+        self.total = total_samples(config.run.samples, config.run.epochs, len(self.data.train))  # type: ignore[arg-type]
+        finished = job.finished_at(self.total)
+        if finished is not None:
+            raise FinishedError(finished)
         config.schedule.check(self.total)
         if config.run.compile:
             check_compiler(job.device)
@@ -59,12 +62,6 @@ class Trainer:
         if config.run.compile:
             self.model.compile()
         check_metrics(config, check_evaluation(self.evaluated, self.data))
-
-    def _check_samples_left(self) -> None:
-        job, loaded = self.job, self.job.loaded
-        if loaded is not None:
-            applied, ended_early = loaded.progress.samples_applied, bool(loaded.state.get("ended"))
-            check_samples_left(self.config.run, self.total, applied, job.is_at_its_end, ended_early)
 
     def _make_average(self) -> AveragedModel | None:
         decay = self.config.ema.decay

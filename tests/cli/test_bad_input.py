@@ -278,11 +278,14 @@ ALONE = {
     "unreadable sample": (["--data.name", "mine:torn"], "the data cannot be read: .*images/51.png.*data.options"),
     "read-only folder": (
         ["--run.dir", "/proc"],
-        "cannot write /proc/job.lock: .*; free space or choose another run.dir",
+        "cannot write /proc/job.lock: .*; free space or choose another run folder",
     ),
-    "folder of nobody": (["--run.dir", "/proc/nowhere"], "run.dir /proc/nowhere cannot be made: .*; choose another"),
-    "folder is a file": (["--run.dir", "mine.py"], "run.dir mine.py cannot be made: .*; choose another"),
-    "folder with a run": (["--run.dir", "old"], "run.dir old holds a run already: choose another, or .* --resume old"),
+    "folder of nobody": (["--run.dir", "/proc/nowhere"], "run folder /proc/nowhere cannot be made: .*; choose another"),
+    "folder is a file": (["--run.dir", "mine.py"], "run folder mine.py cannot be made: .*; choose another"),
+    "folder with a run": (
+        ["--run.dir", "old"],
+        "run folder old holds a run already: choose another, or .* --resume old",
+    ),
     "no checkpoint": (["--resume", "old"], "old: there is no complete checkpoint in .*; start afresh"),
     "no policy": (
         ["--control.name", "ppo", "--control.policy", "gone"],
@@ -332,7 +335,7 @@ TOGETHER = {
     "batch": (
         ["--data.batch_size", "1"],
         2,
-        "data.batch_size 1 is smaller than the 2 ranks: raise it to at least 2, or",
+        "batch_size 1 is smaller than the 2 ranks: raise it to at least 2, or",
     ),
     "profile": (["--emulate", "one.yaml"], 2, "profile one has 1 devices, none for rank 1: start at most 1 ranks"),
     "NaN": (["--optimizer.learning_rate", "1e9"], 2, "(loss|gradient) became (nan|-?inf) on rank ."),

@@ -63,8 +63,11 @@ def content(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 REFUSED = {
-    "fewer samples": (["--run.samples", "300"], "run.samples is 300, but .*640"),
-    "fewer epochs": (["--run.samples", "null", "--run.epochs", "0.1"], "run.epochs is 0.1, .*640 .*144: raise it"),
+    "fewer samples": (["--run.samples", "300"], "to train on 300 samples, but .*640"),
+    "fewer epochs": (
+        ["--run.samples", "null", "--run.epochs", "0.1"],
+        "train on 144 samples, but .*640 already: raise",
+    ),
     "another model": (["--model.options.batch_norm", "true"], "does not fit the model .*in the checkpoint"),
     "another optimizer": (["--optimizer.name", "adamw"], "does not fit the optimizer .*SGD, not AdamW"),
     "no data": (["--data.name", "mnist"], "data.name is mnist"),
@@ -101,7 +104,7 @@ def test_a_finished_run_is_left_alone(run: Path, capsys: pytest.CaptureFixture[s
     assert train("--resume", "run") == 0
     said = capsys.readouterr()
     assert said.err.count("\n") == 1
-    assert "is finished after 640 samples: raise run.samples" in said.err
+    assert "is finished after 640 samples: raise its epochs or samples" in said.err
     assert content(run) == before
 
 

@@ -162,7 +162,7 @@ def test_training_goes_on_without_a_checkpoint_that_cannot_be_written(
     assert train("--run.samples", 640, "--run.checkpoint_every", 128) == 0
     (said,) = re.findall("hetsync: .*", capsys.readouterr().err)  # of four that failed
     assert "cannot write the checkpoint" in said
-    assert said.endswith("No space left on device; free space or change run.dir; training goes on")
+    assert said.endswith("No space left on device; free space or choose another run folder; training goes on")
     assert saved() == [640]
 
 

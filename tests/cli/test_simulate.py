@@ -129,7 +129,7 @@ MISTAKES = {
     ),
     "batch too small": (
         ["--emulate", "quickstart", "--ranks", "65"],
-        "data.batch_size 64 is smaller than the 65 ranks",
+        "batch_size 64 is smaller than the 65 ranks",
     ),
     "both": (["--emulate", "quickstart", "--gradients", "--calibrate", "x"], "exclude each other"),
     "no run": (["--emulate", "quickstart", "--calibrate", "nowhere"], "--calibrate nowhere holds no finished run"),

@@ -89,6 +89,16 @@ def test_packages_that_are_said_to_have_a_readme_have_one() -> None:
     assert set(re.findall(r"`(\w+)/`", told)) == {path.parent.name for path in package.glob("*/README.md")}
 
 
+def modules_with_a_readme() -> list[Path]:
+    package = ROOT / "hetsync"
+    return sorted(path for readme in package.rglob("README.md") for path in readme.parent.glob("[!_]*.py"))
+
+
+@pytest.mark.parametrize("module", modules_with_a_readme(), ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_readme_tells_of_every_module_of_its_package(module: Path) -> None:
+    assert f"`{module.name}`" in (module.parent / "README.md").read_text(encoding="utf-8")
+
+
 @cache
 def sentences() -> list[str]:
     """All strings of the package, with … for what is filled in."""

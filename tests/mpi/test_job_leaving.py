@@ -31,8 +31,9 @@ EPOCHS = 4
 class Trial:
     """A job of a small net; `used` are the samples that this rank has stepped on, by epoch."""
 
-    def __init__(self, plane: Plane, bound: int) -> None:
-        self.job = Job(recipe_of({"sync": {"delay_bound": bound, "rebalance": False}}), plane, keep=False, show=False)
+    def __init__(self, plane: Plane, bound: int, rebalance: bool = False) -> None:
+        sync = {"delay_bound": bound, "rebalance": rebalance}
+        self.job = Job(recipe_of({"sync": sync}), plane, keep=False, show=False)
         self.model = Net()
         self.optimizer = SGD(self.model.parameters(), 0.05, momentum=0.9)
         loader = DataLoader(Blobs(), batch_size=BATCH, shuffle=True)
@@ -98,6 +99,20 @@ def test_one_rank_leaves_each_epochs_loop(plane: Plane, bound: int, leaver: str)
         rests.append(trial.applied)
     trial.close()
     assert rests == [SAMPLES * (epoch + 1) for epoch in range(EPOCHS)]
+    assert trial.counts() == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
+
+
+def test_the_others_take_over_its_samples_of_each_batch(plane: Plane) -> None:
+    """At D = 0, where shares may move: as many rounds as without it, but for some with holes."""
+    leaves, trial = is_leaver(plane, "last"), Trial(plane, 0, rebalance=True)
+    for _ in trial.job.epochs(EPOCHS):
+        for number, batch in enumerate(trial.loader):
+            trial.step(batch)
+            if leaves and number == 2:
+                break
+    trial.close()
+    drains, holes = EPOCHS, 4
+    assert trial.job.session.version <= EPOCHS * SAMPLES // BATCH + drains + holes
     assert trial.counts() == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
 
 

@@ -414,6 +414,13 @@ def clips_by_itself(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> N
     loop.optimizer.step()
 
 
+def clips_values_by_itself(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    cross_entropy(loop.model(points), labels).backward()
+    nn.utils.clip_grad_value_(loop.model.parameters(), 0.01)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
 def unprepared_scaler(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
     scaler = make_scaler()
     scaler.scale(cross_entropy(loop.model(points), labels)).backward()
@@ -442,6 +449,7 @@ REFUSED = {
     "zero_grad between": (zero_grad_between, {}, [0, 4], "step found no gradient"),
     "zeros between": (zeros_between, {}, [0], "gradients were changed between backward and step"),
     "clips by itself": (clips_by_itself, {}, [0], "clip by job.clip_grad_norm_"),
+    "clips values by itself": (clips_values_by_itself, {}, [0], "clip by job.clip_grad_norm_"),
     "unprepared scaler": (unprepared_scaler, {}, [0], "give a GradScaler to job.prepare"),
     "steps on scaled gradients": (steps_on_scaled, {"precision": "float16"}, [0, 4], "call job.step"),
     "steps on unscaled gradients": (
@@ -480,4 +488,24 @@ def test_delayed_ranks_skip_batches_for_themselves(plane: Plane) -> None:
 
     loop = in_a_job(plane, Row(body=skips), 4)
     assert_learned(loop, 0.7)
+    assert_used_once_an_epoch(plane, loop)
+
+
+def test_values_of_gradients_are_clipped_of_a_rank_s_slice_in_delayed_mode(plane: Plane) -> None:
+    loop = in_a_job(plane, Row(body=clips_values_by_itself), 4)
+    assert_learned(loop, 0.95)
+    assert_used_once_an_epoch(plane, loop)
+
+
+def test_both_accumulations_work_together_in_delayed_mode(plane: Plane) -> None:
+    loop = in_a_job(plane, Row(body=every_third, accumulation=2), 4)
+    assert_learned(loop, 0.8)
+    assert_used_once_an_epoch(plane, loop)
+
+
+def test_zeros_between_are_a_gradient_in_delayed_mode(plane: Plane) -> None:
+    """Steps are made, of nothing."""
+    row = Row(body=zeros_between, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
+    loop = in_a_job(plane, row, 4)
+    assert loop.losses == pytest.approx([loop.losses[0]] * len(loop.losses))
     assert_used_once_an_epoch(plane, loop)

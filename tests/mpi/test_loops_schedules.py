@@ -78,14 +78,19 @@ def scheduled(
     every: int = 1,
     warm: int = 0,
     epochs: int = EPOCHS,
+    prepared: bool = True,
+    last: bool = False,
 ) -> Script:
-    """Steps schedulers after each batch (or each `every`, or from the epoch `warm` on), each epoch or evaluation."""
+    """Steps schedulers after each batch (or each `every`, or from the epoch `warm` on), each epoch or evaluation; with
+    `last` also after the last batch of an epoch, where that is none of the `every`."""
 
     def script(job: Any, seen: Seen) -> Result:
         model = Net()
         optimizer = make_optimizer(model)
         first = loss_on_all(model)
-        _, _, batches, *schedulers = job.prepare(model, optimizer, loader(), *schedulers_of(optimizer))
+        schedulers = schedulers_of(optimizer)
+        _, _, batches, *mine = job.prepare(model, optimizer, loader(), *(schedulers if prepared else []))
+        schedulers = mine if prepared else schedulers
         for epoch in job.epochs(epochs):
             for number, (points, labels, indices) in enumerate(batches):
                 seen.indices[epoch] += indices.tolist()
@@ -96,7 +101,7 @@ def scheduled(
                         scheduler.step()
             loss = job.evaluate(lambda: loss_on_all(model))
             for scheduler in schedulers:
-                if by == "epoch":
+                if by == "epoch" or (last and BATCHES % every):
                     scheduler.step()
                 elif by == "metric":
                     scheduler.step(loss)
@@ -144,6 +149,17 @@ def test_a_cycle_of_rates_and_betas(plane: Plane, bound: int) -> None:
 @pytest.mark.parametrize("every", [2, 3])
 def test_each_nth_batch(plane: Plane, bound: int, every: int) -> None:
     check(plane, scheduled(BY_STEP["cosine"], every=every), bound)
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_each_nth_batch_and_the_last(plane: Plane, bound: int, every: int) -> None:
+    """The last one's step after the loop over batches, where all ranks are at rest."""
+    check(plane, scheduled(BY_STEP["cosine"], every=every, last=True), bound)
+
+
+def test_one_that_is_not_prepared_between_epochs(plane: Plane, bound: int) -> None:
+    _, seen = check(plane, scheduled(lambda optimizer: [StepLR(optimizer, 2, 0.1)], by="epoch", prepared=False), bound)
+    assert seen.rates == [[0.02], [pytest.approx(0.002)], [pytest.approx(0.002)]]
 
 
 def test_from_the_second_epoch_on(plane: Plane, bound: int) -> None:

@@ -19,7 +19,7 @@ from hetsync.data.workers import fetch
 from hetsync.emulation.device import EmulatedDevice
 from hetsync.plane.base import Plane
 from hetsync.sync.milestones import Milestone
-from hetsync.sync.optimizers import ScheduleRates
+from hetsync.sync.rates import ScheduleRates
 from hetsync.train.plan import Plan
 from hetsync.train.session import Session
 from hetsync.train.tasks import Trained

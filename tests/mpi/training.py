@@ -22,7 +22,7 @@ from hetsync.plane.base import Plane
 from hetsync.sync.agreement import weights_sha256
 from hetsync.sync.messages import Contributed, Task, TaskStarted
 from hetsync.sync.milestones import Milestone, marks_every
-from hetsync.sync.optimizers import ScheduleRates
+from hetsync.sync.rates import ScheduleRates
 from hetsync.telemetry import Telemetry
 from hetsync.train.checkpoint import Loaded
 from hetsync.train.control_factory import control_factory

@@ -169,12 +169,12 @@ def test_after_the_job_the_optimizer_is_the_users_again() -> None:
 
 MISUSES: dict[str, tuple[dict[str, Any], str]] = {
     "no such setting": ({"delay_bond": 3}, "hetsync.join has no argument delay_bond (did you mean delay_bound?)"),
-    "text for a number": ({"accumulation": "two"}, "sync.accumulation is two: it must be a whole number"),
-    "out of range": ({"quorum": 2.0}, "sync.quorum is 2.0"),
-    "no batch": ({"batch_size": 0}, "data.batch_size is 0: it must be at least 1"),
-    "no epochs": ({"epochs": 0}, "run.epochs is 0.0: it must be greater than 0"),
-    "endless": ({"epochs": float("inf")}, "run.epochs is inf"),
-    "not a number": ({"epochs": "many"}, "run.epochs is many: it must be a number"),
+    "text for a number": ({"accumulation": "two"}, "hetsync: accumulation is two: it must be a whole number"),
+    "out of range": ({"quorum": 2.0}, "hetsync: quorum is 2.0"),
+    "no batch": ({"batch_size": 0}, "hetsync: batch_size is 0: it must be at least 1"),
+    "no epochs": ({"epochs": 0}, "hetsync: epochs is 0.0: it must be greater than 0"),
+    "endless": ({"epochs": float("inf")}, "hetsync: epochs is inf"),
+    "not a number": ({"epochs": "many"}, "hetsync: epochs is many: it must be a number"),
     "a loader": ({"dataset": DataLoader(samples())}, "give its data set (loader.dataset) and batch_size"),
     "no optimizer": ({"optimizer": 3}, "optimizer is a int: give a torch.optim.Optimizer"),
     "no model": ({"model": 3}, "model is a int: give a torch.nn.Module"),
@@ -182,20 +182,20 @@ MISUSES: dict[str, tuple[dict[str, Any], str]] = {
     "empty": ({"dataset": samples(0)}, "the data set is empty"),
     "speed": ({"emulate": "quickstart"}, "needs samples_per_second"),
     "profile": ({"emulate": "nope", "samples_per_second": 3.0}, "there is no cluster profile nope"),
-    "no profile's name": ({"emulate": 5, "samples_per_second": 3.0}, "emulation.profile is 5: it must be text or null"),
+    "no profile's name": ({"emulate": 5, "samples_per_second": 3.0}, "hetsync: emulate is 5: it must be text or null"),
     "speed of nothing": (
         {"samples_per_second": 3.0},
-        "emulation.samples_per_second is 3.0, but no cluster is emulated",
+        "hetsync: samples_per_second is 3.0, but no cluster is emulated",
     ),
     "text for a speed": (
         {"emulate": "quickstart", "samples_per_second": "fast"},
-        "emulation.samples_per_second is fast: it must be a number",
+        "hetsync: samples_per_second is fast: it must be a number",
     ),
-    "no speed": ({"emulate": "quickstart", "samples_per_second": 0}, "emulation.samples_per_second is 0"),
-    "backwards": ({"emulate": "quickstart", "samples_per_second": -1}, "emulation.samples_per_second is -1"),
-    "no number": ({"emulate": "quickstart", "samples_per_second": float("nan")}, "emulation.samples_per_second is nan"),
-    "clip": ({"max_grad_norm": 0.0}, "optimizer.max_grad_norm is 0.0: it must be greater than 0"),
-    "evaluate": ({"evaluate_every": 0}, "run.evaluate_every is 0: it must be at least 1"),
+    "no speed": ({"emulate": "quickstart", "samples_per_second": 0}, "hetsync: samples_per_second is 0"),
+    "backwards": ({"emulate": "quickstart", "samples_per_second": -1}, "hetsync: samples_per_second is -1"),
+    "no number": ({"emulate": "quickstart", "samples_per_second": float("nan")}, "hetsync: samples_per_second is nan"),
+    "clip": ({"max_grad_norm": 0.0}, "hetsync: max_grad_norm is 0.0: it must be greater than 0"),
+    "evaluate": ({"evaluate_every": 0}, "hetsync: evaluate_every is 0: it must be at least 1"),
 }
 
 
@@ -205,7 +205,7 @@ class Endless(IterableDataset[int]):
 
 
 MISUSES["a batch beyond the data"] = ({"batch_size": 500}, "batch_size is 500, but the data set has 192 samples")
-MISUSES["null"] = ({"accumulation": None}, "sync.accumulation is null: it must be a whole number; leave it out")
+MISUSES["null"] = ({"accumulation": None}, "hetsync: accumulation is null: it must be a whole number; leave it out")
 MISUSES["no such argument"] = ({"collate": len}, "hetsync.join has no argument collate")
 MISUSES["iterable"] = ({"dataset": Endless()}, "give a map-style data set, which has a length")
 

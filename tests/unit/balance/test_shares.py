@@ -131,15 +131,15 @@ def test_equal_shares_differ_by_one_at_most(ranks, batch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((8, 4), "data.batch_size 4 is smaller than the 8 ranks: raise it to at least 8, or start fewer"),
-        ((2, 10, [4, 5]), "data.batch_size 10 is larger than the 9 samples"),
+        ((8, 4), "batch_size 4 is smaller than the 8 ranks: raise it to at least 8, or start fewer"),
+        ((2, 10, [4, 5]), "batch_size 10 is larger than the 9 samples"),
         ((2, 10, None, {2: 1}), "sync.pins names rank 2, but the last is 1"),
         ((2, 10, None, {0: -1}), "sync.pins gives rank 0 -1 samples"),
         ((2, 10, None, {0: 11}), "sync.pins gives rank 0 11 samples: give it 0 to 10"),
         ((2, 10, [3, None], {0: 4}), "only 3 samples fit into its memory"),
-        ((3, 10, None, {0: 9}), "leaves 1 of data.batch_size 10 for the 2 ranks"),
-        ((2, 10, None, {0: 6, 1: 6}), "leaves -2 of data.batch_size 10"),
-        ((2, 10, None, {0: 4, 1: 4}), "adds up to 8, but data.batch_size is 10"),
+        ((3, 10, None, {0: 9}), "leaves 1 of batch_size 10 for the 2 ranks"),
+        ((2, 10, None, {0: 6, 1: 6}), "leaves -2 of batch_size 10"),
+        ((2, 10, None, {0: 4, 1: 4}), "adds up to 8, but batch_size is 10"),
     ],
 )
 def test_impossible_demands_say_what_to_change(arguments, words):

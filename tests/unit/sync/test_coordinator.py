@@ -255,6 +255,30 @@ def test_the_others_are_re_balanced_after_a_rank_has_withdrawn():
     assert gone == 0
 
 
+@pytest.mark.parametrize(
+    ("caps", "pins", "expected"),
+    [
+        ([None] * 3, {}, [30, 30, 0]),
+        ([25, None, None], {}, [25, 35, 0]),
+        ([25, 25, None], {}, [25, 25, 0]),
+        ([None] * 3, {0: 20}, [20, 40, 0]),
+        ([None] * 3, {0: 20, 1: 20}, [20, 20, 0]),
+    ],
+)
+def test_the_others_take_over_a_withdrawn_ranks_samples_of_each_batch(caps, pins, expected):
+    office = Office((20, 20, 20), Settings(0, 1.0))
+    office.coordinator.speeds.caps, office.coordinator.speeds.pins = dict(enumerate(caps)), pins
+    office.coordinator.handle([RankWithdrew(2)])
+    assert office.shares == expected
+
+
+@pytest.mark.parametrize("settings", [Settings(0, 1.0), Settings(8, 0.1)])
+def test_shares_that_are_fixed_stay_where_a_rank_has_withdrawn(settings):
+    office = Office((20, 20, 20), settings, rebalance=settings.delay_bound > 0)
+    office.coordinator.handle([RankWithdrew(2)])
+    assert office.shares == [20, 20, 0]
+
+
 # What other threads ask.
 
 

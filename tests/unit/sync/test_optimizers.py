@@ -9,7 +9,8 @@ import torch
 
 from hetsync.errors import UserError
 from hetsync.sync.messages import Task
-from hetsync.sync.optimizers import Cadence, ScheduleRates, SchedulerRates, Steps
+from hetsync.sync.rates import Cadence, ScheduleRates, SchedulerRates
+from hetsync.sync.steps import Steps
 
 BATCH = 16
 SHARE = 4

@@ -251,7 +251,9 @@ def test_a_full_disk_is_the_users_to_know(run: Run, monkeypatch: pytest.MonkeyPa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(UserError, match=r"cannot write the checkpoint .*No space left.*free space or change run.dir"):
+    with pytest.raises(
+        UserError, match=r"cannot write the checkpoint .*No space left.*free space or choose another run folder"
+    ):
         run.save(20)
     monkeypatch.undo()
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["samples-000000000010"]

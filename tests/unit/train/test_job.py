@@ -255,14 +255,23 @@ def test_what_cannot_be_done_at_rest(capsys: pytest.CaptureFixture[str], tmp_pat
         ({"epochs": "3"}, "job.epochs got 3"),
         ({"resume": True}, "resume needs the folder of the run"),
         ({"resume": "auto"}, "resume needs the folder of the run"),
-        ({"run": 3}, "run.dir is 3"),
-        ({"precision": "fp8"}, "run.precision is fp8"),
-        ({"delay_bound": -1}, "sync.delay_bound is -1"),
+        ({"run": 3}, "hetsync: run is 3"),
+        ({"precision": "fp8"}, "hetsync: precision is fp8"),
+        ({"delay_bound": -1}, "hetsync: delay_bound is -1"),
         ({"rest": lambda script: script.job.keep_best(1.0)}, "job.keep_best needs a run folder"),
     ],
 )
 def test_settings_that_cannot_be(capsys: pytest.CaptureFixture[str], settings: dict[str, Any], sentence: str) -> None:
     assert sentence in sentence_of(capsys, lambda: train(**settings))
+
+
+def test_epochs_are_checked_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    def ask() -> None:
+        with hetsync.join(progress=False) as job:
+            Script(job).prepare()
+            job.epochs(0)
+
+    assert "job.epochs got 0" in sentence_of(capsys, ask)
 
 
 def test_an_epoch_without_a_loop(capsys: pytest.CaptureFixture[str]) -> None:

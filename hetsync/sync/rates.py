@@ -1,0 +1,210 @@
+"""The learning rates of an optimizer over the sample stream."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from hetsync.errors import UserError
+
+
+class Rates(Protocol):
+    """The learning rates of an optimizer's parameter groups over the sample stream, for batches of B samples."""
+
+    def at(self, position: int) -> list[float]:
+        """At a stream position; these ascend."""
+
+    def adopt(self, rate: float) -> None:
+        """The optimizer has got another group, of this learning rate."""
+
+    def owners(self, position: int) -> list[float]:
+        """Those that the optimizer's owner finds when training has come to `position`."""
+
+    def rebase(self, rates: list[float]) -> None:
+        """At rest the owner has set these in place of `owners`."""
+
+    def agree(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Collective, at rest: what one rank has learned of its loop all ranks know."""
+
+
+class ScheduleRates:
+    """What the optimizer's rates were at first, times a factor of the samples applied."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float] = lambda position: 1.0) -> None:
+        self._base = [group["lr"] for group in optimizer.param_groups]
+        self._factor = factor
+
+    def at(self, position: int) -> list[float]:
+        factor = self._factor(position)
+        return [rate * factor for rate in self._base]
+
+    def adopt(self, rate: float) -> None:
+        self._base.append(rate)
+
+    def owners(self, position: int) -> list[float]:
+        return list(self._base)
+
+    def rebase(self, rates: list[float]) -> None:
+        self._base = list(rates)
+
+    def agree(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Nothing is learned."""
+
+
+@dataclass
+class Cadence:
+    """How a loop steps a scheduler: after each `every` batches, counted anew in each epoch.
+
+    The loop tells it by its first call. Steps follow the samples of the job from then on, so calls that come at other
+    times would not be heard: they are refused.
+    """
+
+    every: int | None = None  # None: not in the loop
+    first: int = 0  # batches of the stream before it
+    done: int = 0  # steps
+    calls: int = 0  # in this loop over batches
+
+    def called(self, batches: int, slices: int) -> None:
+        """In a loop over batches that began at so many of the stream, in its slice of this number."""
+        self.calls += 1
+        if self.every is None:
+            self.every, self.first = slices, batches
+        if slices != self.calls * self.every:
+            raise UserError(
+                f"a scheduler was stepped first after {self.every} batches of the loop, and for the {self.calls}. time"
+                f" after {slices}: its steps follow samples, so step it after each batch, or after each n-th, counted"
+                " anew in each epoch (and what is due after the last, once the loop over batches has ended)"
+            )
+
+    def due(self, batches: int, epoch: int | None) -> int:
+        """Steps, when so many batches of the stream are over; `epoch`: those of an epoch."""
+        return max(0, self._steps(batches, epoch) - self._steps(self.first, epoch))
+
+    def _steps(self, batches: int, epoch: int | None) -> int:
+        if self.every is None:
+            return 0
+        if epoch is None:
+            return batches // self.every
+        epochs, within = divmod(batches, epoch)
+        return epochs * (epoch // self.every) + within // self.every
+
+
+class SchedulerRates:
+    """Torch schedulers of one optimizer, as a loop steps them.
+
+    A scheduler that is stepped in the loop over batches makes one step for each batch of B samples of the stream, on
+    every rank alike (or for each n batches, where the loop steps it only after so many). So it takes the same course at
+    any delay bound and number of ranks, and as in a loop on one device with batches of B. One that is stepped at rest
+    makes the steps that it is told to, with a metric where it wants one.
+
+    What schedulers know are rates of their own: those in force may be scaled.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        schedulers: Sequence[LRScheduler],
+        batch_size: int,
+        every: int | None = None,
+        epoch_samples: int | None = None,
+    ) -> None:
+        """`every`: batches a step, of all schedulers; None learns it from the loop. `epoch_samples`: of an epoch, where
+        its last batch ends with it, as in a loop over a `DataLoader`."""
+        self._optimizer = optimizer
+        self._schedulers = list(schedulers)
+        self._batch_size = batch_size
+        self._epoch_samples = epoch_samples
+        self._epoch = None if epoch_samples is None else -(-epoch_samples // batch_size)  # batches
+        self._cadences = [Cadence(every) for _ in schedulers]
+        self._began = 0  # this loop over batches, in samples of the stream
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+
+    def begin_loop(self, position: int) -> None:
+        """A loop over batches begins."""
+        self._began = position
+        for cadence in self._cadences:
+            cadence.calls = 0
+
+    def _batches(self, position: int) -> int:
+        """Of B samples, up to a position of the stream."""
+        if self._epoch_samples is None or self._epoch is None:
+            return position // self._batch_size
+        epochs, within = divmod(position, self._epoch_samples)
+        return epochs * self._epoch + within // self._batch_size
+
+    def stepped_in_loop(self, scheduler: LRScheduler, slices: int) -> None:
+        """The loop has called the scheduler's step in its slice of this number."""
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise UserError(
+                "a ReduceLROnPlateau was stepped within a slice, where ranks differ: step it with the result of"
+                " job.evaluate, after the loop over an epoch's batches"
+            )
+        self._cadences[self._schedulers.index(scheduler)].called(self._batches(self._began), slices)
+
+    def at(self, position: int) -> list[float]:
+        batches = self._batches(position)
+        due = [cadence.due(batches, self._epoch) - cadence.done for cadence in self._cadences]
+        if any(steps > 0 for steps in due):
+            set_rates(self._optimizer, self._rates)
+            with warnings.catch_warnings():
+                # Of steps before the optimizer's first: this rank's first task need not be the stream's.
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+                for turn in range(max(due)):
+                    for scheduler, cadence, steps in zip(self._schedulers, self._cadences, due, strict=True):
+                        if turn < steps:
+                            scheduler.step()
+                            cadence.done += 1
+            self._rates = [group["lr"] for group in self._optimizer.param_groups]
+        return list(self._rates)
+
+    def agree(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Collective, at rest. A rank without a batch has not called what the others have."""
+        told = gather([(cadence.every, cadence.first) for cadence in self._cadences])
+        for number, cadence in enumerate(self._cadences):
+            known = {theirs[number] for theirs in told if theirs[number][0] is not None}
+            if len(known) > 1:
+                raise UserError(
+                    f"ranks step a scheduler each {', '.join(str(every) for every, _ in sorted(known))} batches: step"
+                    " it alike on all ranks"
+                )
+            if known:
+                cadence.every, cadence.first = known.pop()
+
+    def adopt(self, rate: float) -> None:
+        raise UserError(
+            "the optimizer has got another parameter group, which its scheduler does not know: add it before the"
+            " scheduler is made"
+        )
+
+    def owners(self, position: int) -> list[float]:
+        return self.at(position)
+
+    def rebase(self, rates: list[float]) -> None:
+        self._rates = list(rates)
+
+    def state_dict(self) -> dict[str, Any]:
+        states = [scheduler.state_dict() for scheduler in self._schedulers]
+        return {"schedulers": states, "cadences": [asdict(cadence) for cadence in self._cadences]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for scheduler, mine in zip(self._schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(mine)
+        self._cadences = [Cadence(**mine) for mine in state["cadences"]]
+
+
+def check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """UserError unless it can be stepped: a scheduler of one of these."""
+    if not isinstance(scheduler, LRScheduler):
+        raise UserError(f"scheduler is a {type(scheduler).__name__}: give one of torch.optim.lr_scheduler")
+    if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
+        raise UserError("scheduler belongs to another optimizer: make it for the one that is given beside it")
+
+
+def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):  # one may have come that nobody has looked at
+        group["lr"] = rate

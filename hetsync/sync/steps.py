@@ -1,0 +1,160 @@
+"""An optimizer's steps: their rates, clipping, and who may make them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hetsync.errors import UserError
+from hetsync.sync.messages import Task
+from hetsync.sync.optimizers import ADAPTIVE
+from hetsync.sync.rates import Rates, set_rates
+
+
+def _decoupled_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float | None:
+    """The weight decay of a group, where it is scaled with the learning rate and decoupled from the gradient."""
+    decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+    return group["weight_decay"] if decoupled and isinstance(optimizer, ADAPTIVE) else None
+
+
+class Steps:
+    """An optimizer's steps: schedule, clipping, and what makes local steps on slices add up to the batch's.
+
+    Where noise rules it, the gradient of a slice of n samples has √(B / n) times the norm of the batch's of B samples.
+
+    - Adaptive optimizers divide by the root of its second moment: a local step comes out too short by √(B / n), which
+      is made up for in the learning rate (square-root scaling rule, Malladi et al. 2022).
+    - Clipping would cut slices to the norm that is meant for the batch: their bound is √(B / n) times as high.
+
+    - Decoupled weight decay (AdamW) multiplies weights by 1 − learning rate · decay, whatever the gradients: it is
+      divided by what the learning rate is multiplied by. Decay inside the gradient (L2) is divided by the root of
+      the second moment with it, and needs nothing.
+
+    Drift and noise of the anchor are then the batch's. Between `start` and the next rest, nobody else may set the
+    optimizer's learning rates or decoupled decays: that would be lost, or count twice, and so is a UserError.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rates: Rates,
+        max_grad_norm: float | None,
+        batch_size: int,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`rates` and `max_grad_norm` are those for a batch of `batch_size`; `before` and `after` are called with each
+        of the optimizer's steps, whoever makes it."""
+        self.optimizer = optimizer
+        self.rates = rates
+        self._max_grad_norm = max_grad_norm
+        self._batch_size = batch_size
+        self._noise = 1.0
+        self._in_force = [group["lr"] for group in optimizer.param_groups]
+        self.scheduled = list(self._in_force)  # learning rates of the task, as they are for a batch
+        self._decays = [_decoupled_decay(optimizer, group) for group in optimizer.param_groups]
+        self._decays_in_force = list(self._decays)
+
+        self._before, self._after = before, after
+        self._depth = 0  # of steps that call those of their base class
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def _before_step(self, _: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        if len(arguments) > 1 or named.get("closure") is not None:
+            raise UserError("the optimizer's step was given a closure, which ranks cannot share: call it without one")
+        self._check_rates()
+        self._before()
+
+    def _after_step(self, *_: Any) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._after()
+
+    @property
+    def weights(self) -> list[torch.nn.Parameter]:
+        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
+
+    def start(self) -> None:
+        """Training goes on after a rest: what the optimizer's owner has set holds."""
+        groups = self.optimizer.param_groups
+        found = [group["lr"] for group in groups]
+        for rate in found[len(self._in_force) :]:
+            self.rates.adopt(rate)
+        if found != self._in_force:
+            self.rates.rebase(found)
+        self._in_force = found
+        self._decays = [_decoupled_decay(self.optimizer, group) for group in groups]
+        self._decays_in_force = list(self._decays)
+
+    def begin_task(self, task: Task) -> None:
+        """The steps from now on are this task's."""
+        self._check_rates()
+        local = task.synchronous_round is None
+        self._noise = math.sqrt(self._batch_size / (task.share or task.samples)) if local else 1.0
+        factor = self._noise if isinstance(self.optimizer, ADAPTIVE) else 1.0
+        self.scheduled = self.rates.at(task.position)
+        self._in_force = [rate * factor for rate in self.scheduled]
+        set_rates(self.optimizer, self._in_force)
+        self._set_decays(self._noise)
+
+    def _set_decays(self, noise: float) -> None:
+        self._decays_in_force = [None if decay is None else decay / noise for decay in self._decays]
+        for group, decay in zip(self.optimizer.param_groups, self._decays_in_force, strict=False):
+            if decay is not None:
+                group["weight_decay"] = decay
+
+    def _check_rates(self) -> None:
+        """Nobody has set others; new groups are adopted."""
+        found = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups[len(self._in_force) :]:
+            self.rates.adopt(group["lr"])
+            self._in_force.append(group["lr"])
+            self._decays.append(_decoupled_decay(self.optimizer, group))
+            self._decays_in_force.append(self._decays[-1])
+        if found != self._in_force:
+            raise UserError(
+                f"the optimizer's learning rate was changed in the loop, from {self._in_force} to {found}, which would"
+                " be lost: step the scheduler that job.prepare returned (or give it to hetsync.join(scheduler=...)), or"
+                " set the rate between epochs"
+            )
+        decays = [_decoupled_decay(self.optimizer, group) for group in self.optimizer.param_groups]
+        if decays != self._decays_in_force:
+            raise UserError(
+                f"the optimizer's weight decay was changed in the loop, from {self._decays_in_force} to {decays}, which"
+                " would be lost: keep it as it was when the loop began, or set it between epochs"
+            )
+
+    def clip(self, weights: Iterable[torch.Tensor], max_norm: float, **options: Any) -> torch.Tensor:
+        """To the norm that is meant for a batch; returns what it was."""
+        return torch.nn.utils.clip_grad_norm_(weights, max_norm * self._noise, **options)
+
+    def step(self) -> None:
+        """One step along the gradients that are there, which are then gone."""
+        if self._max_grad_norm is not None:
+            self.clip(self.weights, self._max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def show_owner(self, position: int) -> None:
+        """Between tasks: the optimizer's rates and decays are those for a batch, as its owner knows them."""
+        self._in_force = self.rates.owners(position)
+        set_rates(self.optimizer, self._in_force)
+        self._set_decays(1.0)
+
+    def close(self, position: int) -> None:
+        """The optimizer is its owner's again, after training up to `position`; rates set at the last rest hold."""
+        found = [group["lr"] for group in self.optimizer.param_groups]
+        if found != self._in_force:
+            self.rates.rebase(found)
+        self.show_owner(position)
+        for hook in self._hooks:
+            hook.remove()

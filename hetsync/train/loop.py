@@ -1,0 +1,174 @@
+"""A script's loop over a job's batches: batches come, and between them the moments at which all ranks are at rest."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+
+from hetsync.errors import STOPPED, UserError
+from hetsync.stop_signal import STATUSES, StopSignal
+from hetsync.train.preparation import Preparation
+from hetsync.train.resumption import Standing
+from hetsync.train.running import Running
+from hetsync.train.session import AtRest
+
+
+class StoppedByRequest(SystemExit):
+    """The job has saved and stopped, as a signal asked it to."""
+
+    def __init__(self, status: int) -> None:
+        """`status`: the process's."""
+        super().__init__(status)
+        self.status = status
+
+
+class Loop:
+    """Attributes:
+    in_batch: A batch is out.
+    """
+
+    def __init__(self, prepared: Preparation, begin: Callable[[], Running], stop: StopSignal | None) -> None:
+        """`begin` is collective, and does anything once only."""
+        self.in_batch = False
+        self._prepared = prepared
+        self._begin_job = begin
+        self._began: Running | None = None
+        self._stop = stop
+        self._course: Iterator[Any] | None = None
+        self._newest: Callable[[], Generator[Any] | None] = lambda: None  # loop over batches
+        self._loops = 0  # over batches
+        self._slices = 0  # that have come to this loop over batches
+        self._lines_at = -1  # samples applied at the interval's end after which the script's lines came last
+
+    def slices_so_far(self) -> int | None:
+        return self._slices if self.in_batch else None
+
+    def _begin(self) -> Running:
+        if self._began is None:
+            self._began = self._begin_job()
+        return self._began
+
+    def collect(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self._began is None:
+            raise UserError("no batch is out: call this within the loop over the job's batches")
+        tasks = self._began.session.tasks
+        tasks.was_stepped = True
+        return tasks.collect(self._prepared.parts.number_of(optimizer))
+
+    # Intervals.
+
+    def intervals(self, samples: int) -> Iterator[int]:
+        """Numbers of intervals of so many samples, from where the run stands; all ranks rest at the end of each."""
+        running = self._begin()
+        if running.finished:
+            return
+        position = running.session.applied - running.lines_due
+        while position < running.total and not running.over:
+            loops = self._loops
+            yield position // samples
+            if self._loops == loops:
+                raise UserError(
+                    f"epoch {position // samples} used none of the job's batches: loop over the loader that job.prepare"
+                    " or job.loader returned"
+                )
+            if self.in_batch and (loop := self._newest()) is not None:
+                loop.close()  # left, but held by a variable of the script
+            self.come_to_rest()
+            position = running.session.applied
+
+    # Batches.
+
+    def batches(self) -> Iterator[Any]:
+        loop = self._over_batches()
+        if not self.in_batch:
+            self._newest = weakref.ref(loop)  # so that a break closes it
+        return loop
+
+    def _over_batches(self) -> Generator[Any]:
+        running = self._begin()
+        if self.in_batch:
+            raise UserError("two loops over the job's batches at once: begin the second when the first is over")
+        self._loops += 1
+        if running.finished:
+            return
+        if running.left:
+            running.go_on()
+            return
+        if running.lines_due:
+            running.lines_due, self._lines_at = False, running.session.applied
+            return
+        if self._course is None:
+            self._course = running.session.course()
+        self._slices = 0
+        self._prepared.parts.begin_loop(running.session.applied)
+        try:
+            yield from self._until_lines(running, self._course)
+        except GeneratorExit:
+            running.leave()  # by break: the other ranks do the rest of this one's samples
+            raise
+        finally:
+            self.in_batch = False
+
+    def _until_lines(self, running: Running, course: Iterator[Any]) -> Generator[Any]:
+        """Batches up to the rest at which the script's own lines come."""
+        scaler = self._prepared.parts.scaler
+        for item in course:
+            if isinstance(item, AtRest):
+                if self.rest(item):
+                    return
+                continue
+            self.in_batch = True
+            self._slices += 1
+            yield item
+            self.in_batch = False
+            if scaler is not None:
+                scaler.update()  # once a batch, however many optimizers have been stepped
+            running.between_batches()
+
+    # Rests.
+
+    def rest(self, rest: AtRest) -> bool:
+        """All ranks are at rest: save, evaluate. True where the script's own lines come next."""
+        running, every = self._begin(), self._prepared.interval_samples
+        applied = running.session.applied
+        at_intervals_end = every is not None and (rest.final or applied % every == 0) and applied != self._lines_at
+        if at_intervals_end or rest.final:
+            running.check_steps()
+        ended = rest.final and applied < running.total  # all loops have
+        running.rest(rest, Standing(ended, lines_due=at_intervals_end))
+        if running.session.stopping:
+            raise StoppedByRequest(self._status(running))
+        if at_intervals_end:
+            self._lines_at = applied
+        return running.over or at_intervals_end
+
+    def _status(self, running: Running) -> int:
+        """Collective: the exit status of a job that was asked to stop, by a signal to any of its ranks or otherwise."""
+        mine = self._stop.caught if self._stop is not None else None
+        caught = [number for number in running.plane.gather_objects(mine) if number is not None]
+        return STATUSES[caught[0]] if caught else STOPPED
+
+    def come_to_rest(self) -> None:
+        """After a loop over batches: at the rest that ended it, or on the way there where the loop was left."""
+        if self.in_batch:
+            raise UserError(
+                "a batch is out, and what was called needs all ranks at rest: call it after the loop over an epoch's"
+                " batches (job.evaluate_every evaluates while training goes on)"
+            )
+        running = self._begin()
+        while running.on_its_way and not self.rest(next(running.leaving)):
+            running.go_on()
+
+    def settle(self) -> None:
+        """Where the loop has been left, what the script does next is done at the rest to come."""
+        if self._began is not None and self._began.on_its_way:
+            self.come_to_rest()
+
+    def come_to_an_end(self) -> None:
+        """Collective: through all rests, where the loop has not come there."""
+        running = self._begin()
+        while running.session.under_way and (rest := next(running.leaving, None)) is not None:
+            self.rest(rest)

@@ -1,0 +1,54 @@
+"""Where a rank works: its plane, its device, the run folder, and what is in that already."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from hetsync.config.schema import Config
+from hetsync.data.random_state import seed_all
+from hetsync.emulation.cluster import Cluster, load_cluster
+from hetsync.plane.base import Plane
+from hetsync.profiling.measure import Place, choose_device, find_place, limit_threads
+from hetsync.train import checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workplace:
+    """Attributes:
+    config: Of its settings those of model, data and optimizer do not count.
+    folder: The run folder, if any.
+    loaded: Where the job goes on from, if anywhere.
+    cluster: That is emulated, if any.
+    place: Host and cores.
+    began: The moment, by the monotonic clock.
+    """
+
+    config: Config
+    plane: Plane
+    folder: Path | None
+    loaded: checkpoint.Loaded | None
+    cluster: Cluster | None
+    place: Place
+    device: torch.device
+    began: float = field(default_factory=time.monotonic)
+
+
+def take_place(config: Config, plane: Plane, folder: Path | None, loaded: checkpoint.Loaded | None) -> Workplace:
+    """Collective. From now on this process has its cores, its device and its seeds."""
+    profile = config.emulation.profile
+    cluster = load_cluster(profile) if profile is not None else None
+    if cluster is not None:
+        cluster.device_of(plane.size - 1)  # is there one for every rank?
+    place = find_place(plane)
+    limit_threads(place, cluster is not None)
+    device = choose_device(config.run.device, place)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a script's plain "cuda" is this one
+    seed_all(config.run.seed)
+    return Workplace(
+        config=config, plane=plane, folder=folder, loaded=loaded, cluster=cluster, place=place, device=device
+    )
