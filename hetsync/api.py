@@ -46,6 +46,7 @@ from hetsync.errors import UserError, did_you_mean, early_mistakes
 from hetsync.plane import open_plane
 from hetsync.plane.base import Plane
 from hetsync.plane.ending import end_loop
+from hetsync.profiling.measure import make_current
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.milestones import marks_every, rests_at
 from hetsync.sync.optimizers import Rates, ScheduleRates, SchedulerRates, check_needs_no_closure, check_scheduler
@@ -217,6 +218,8 @@ def join_session(
         sync: Settings of `hetsync.config.schema.SyncConfig`, such as delay_bound=0.
     """
     check_arguments(model, optimizer, dataset, batch_size)
+    device = next(model.parameters()).device
+    make_current(device)
     recipe = recipe_of(
         {
             "run": {"epochs": epochs, "evaluate_every": evaluate_every, "seed": seed},
@@ -236,7 +239,7 @@ def join_session(
         milestones=rests_at(marks_every(evaluate_every, total), "evaluation", total),
         seed=seed,
     )
-    rate, device = profiles[plane.rank].time.rate(1), next(model.parameters()).device
+    rate = profiles[plane.rank].time.rate(1)
     return JoinedSession(
         owns_plane=owns_plane,
         plane=plane,

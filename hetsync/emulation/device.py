@@ -3,7 +3,8 @@
 Emulation computes real gradients and pads each slice with sleep to the time that the profiled device would
 take, so that eight unequal devices can be had on a laptop. Callers treat both kinds alike:
 
-    device.begin_slice(samples);  ... forward, backward with pace(0.5) on the way ...;  seconds = device.end_slice()
+    device.begin_slice(samples);  ... forward, backward with pace(0.5) on the way ...;  device.end_slice()
+    seconds = device.take_seconds()
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
-from hetsync.balance.device import Device, RealDevice
+from hetsync.balance.device import Device, QueueingDevice, RealDevice, cuda_mark
 from hetsync.emulation.cluster import Cluster, Slowdown, slowdown_factor
 from hetsync.emulation.jitter import JitterSampler, jitter_sampler
 
@@ -41,7 +43,8 @@ class EmulatedDevice(Device):
     longer than the emulated time. The latter is counted as an overrun, because the machine was then measured,
     not the program.
 
-    `slowdowns` are the profile's events for this rank. Not safe for use by several threads.
+    `slowdowns` are the profile's events for this rank. `settle` returns once the real device has done what this
+    thread has queued on it. Not safe for use by several threads.
     """
 
     def __init__(
@@ -51,9 +54,11 @@ class EmulatedDevice(Device):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         slowdowns: Sequence[Slowdown] = (),
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self.seconds_per_sample = seconds_per_sample
+        self._settle = settle
         self._jitter, self._clock, self._sleep = jitter_sampler, clock, sleep
         self._slowdowns = tuple(slowdowns)
         self._samples_before = 0
@@ -71,8 +76,9 @@ class EmulatedDevice(Device):
     def pace(self, fraction: float) -> None:
         self._sleep_until(self._counted_from + fraction * self._duration)
 
-    def end_slice(self) -> float:
-        self.real_seconds += self._clock() - self._begun - self._slept
+    def end_slice(self) -> None:
+        self._settle()
+        self._count(self._duration, self._clock() - self._begun - self._slept)
         due = self._counted_from + self._duration
         self._sleep_until(due)
         late = max(0.0, self._clock() - due)
@@ -80,8 +86,12 @@ class EmulatedDevice(Device):
         self._overslept = min(late, self._overslept)
         self._count_overrun(late - self._overslept)
         self.slices += 1
-        self.emulated_seconds += self._duration
-        return self._duration
+
+    def begin_step(self) -> None:
+        """A slice's time is that of a whole step already."""
+
+    def end_step(self) -> None:
+        """See `begin_step`."""
 
     def _sleep_until(self, due: float) -> None:
         now = self._clock()
@@ -98,17 +108,22 @@ class EmulatedDevice(Device):
             self.overrun_seconds += late
 
 
-def emulated_device(cluster: Cluster, rank: int, rate: float, seed: int = 0) -> EmulatedDevice:
+def emulated_device(
+    cluster: Cluster, rank: int, rate: float, seed: int = 0, settle: Callable[[], None] = lambda: None
+) -> EmulatedDevice:
     """The device that a profile gives a rank, at this rate (samples/s), with its jitter and its events."""
     events = [event for event in cluster.events if event.rank == rank]
-    return EmulatedDevice(1 / rate, jitter_sampler(cluster.jitter, seed, rank), slowdowns=events)
+    return EmulatedDevice(1 / rate, jitter_sampler(cluster.jitter, seed, rank), slowdowns=events, settle=settle)
 
 
 def make_device(cluster: Cluster | None, rank: int, rate: float, seed: int, device: torch.device) -> Device:
     """What times a rank's slices: a cluster's emulated device, of `rate` samples/s, or the rank's own."""
-    if cluster is not None:
-        return emulated_device(cluster, rank, rate, seed)
-    return RealDevice(torch.cuda.synchronize if device.type == "cuda" else None)
+    if device.type != "cuda":
+        return RealDevice() if cluster is None else emulated_device(cluster, rank, rate, seed)
+    mark = partial(cuda_mark, device)
+    if cluster is None:
+        return QueueingDevice(mark)
+    return emulated_device(cluster, rank, rate, seed, lambda: mark().synchronize())
 
 
 def affordable_rate(real_seconds_per_sample: float, batch_size: int, cores: int | None = None) -> float:

@@ -68,6 +68,20 @@ def choose_device(name: str, place: Place) -> torch.device:
     return torch.device("cuda", index)
 
 
+def take_device(name: str, place: Place) -> torch.device:
+    """`choose_device`, and this process computes there from now on: before anything touches CUDA, or every rank would
+    open a context on the host's first GPU, and a script's plain "cuda" would be that one."""
+    device = choose_device(name, place)
+    make_current(device)
+    return device
+
+
+def make_current(device: torch.device) -> None:
+    """What is told "cuda" without an index, and threads that are started by this one, take this device."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def limit_threads(place: Place, emulated: bool) -> None:
     """Ranks share the cores that launchers leave to several of them; emulated devices take one thread each.
 

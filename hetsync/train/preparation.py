@@ -23,7 +23,7 @@ from hetsync.data.workers import Collate
 from hetsync.emulation.cluster import load_cluster
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane
-from hetsync.profiling.measure import choose_device, find_place, limit_threads
+from hetsync.profiling.measure import find_place, limit_threads, take_device
 from hetsync.sync.optimizers import check_needs_no_closure, check_scheduler
 from hetsync.train import checkpoint
 from hetsync.train.alike import data_described, parts_described, require_alike
@@ -72,9 +72,7 @@ class Preparation(ABC):
             self.cluster.device_of(self.size - 1)  # is there one for every rank?
         self.place = find_place(self.plane)
         limit_threads(self.place, self.cluster is not None)
-        self.device = choose_device(config.run.device, self.place)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a script's plain "cuda" is this one
+        self.device = take_device(config.run.device, self.place)
         self.local_rank = self.place.local_rank
         seed_all(config.run.seed)
         if config.run.precision == "float16":

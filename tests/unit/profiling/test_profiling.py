@@ -32,7 +32,7 @@ from hetsync.profiling.device import (
     profile_step,
 )
 from hetsync.profiling.interconnect import SIZES_BYTES, measure_interconnect
-from hetsync.profiling.measure import Place, Subject, batch_of, find_place, limit_threads, measure_ranks
+from hetsync.profiling.measure import Place, Subject, batch_of, find_place, limit_threads, measure_ranks, take_device
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -384,3 +384,15 @@ def test_a_dead_interconnect_is_an_error_in_bounded_time():
 
 def test_one_rank_has_a_free_link():
     assert measure_interconnect(LocalPlane()) == Link()
+
+
+@pytest.mark.parametrize(("name", "taken"), [("auto", 1), ("cuda", 1), ("cuda:0", 0)])
+def test_a_rank_takes_its_own_gpu_before_anything_else_does(
+    name: str, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert take_device(name, Place("here", 3, 4)) == torch.device("cuda", taken)
+    assert current == [torch.device("cuda", taken)]
