@@ -17,8 +17,8 @@ import torch
 from hetsync.balance.profile import RankProfile, StepTime
 from hetsync.config.schema import Config
 from hetsync.data import Data
-from hetsync.data.loader import to_device
 from hetsync.data.random_state import untouched
+from hetsync.data.transfer import to_device
 from hetsync.data.workers import fetch
 from hetsync.emulation.cluster import Cluster
 from hetsync.emulation.device import affordable_rate, emulated_rates
