@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from hetsync.config.schema import Config
 from hetsync.emulation.cluster import Cluster, DeviceGroup
 from hetsync.plane.base import Plane
 from hetsync.profiling.interconnect import measure_interconnect
-from hetsync.profiling.measure import Subject, find_place, limit_threads, measure_ranks, take_device
+from hetsync.profiling.measure import Subject, autocast, find_place, limit_threads, measure_ranks, take_device
 
 
 def profile_cluster(plane: Plane, config: Config) -> Cluster:
@@ -27,7 +28,12 @@ def profile_cluster(plane: Plane, config: Config) -> Cluster:
     data.check_batch_size(material, config.data.batch_size)
     model = models.build_for(material, config.model.name, config.model.options)
     model.to(device)
-    profiles = measure_ranks(Subject(plane, config, model, material, place), None)
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        with autocast(config.run.precision, device):
+            return material.loss(model, batch)
+
+    profiles = measure_ranks(Subject(plane, config, model, replace(material, loss=loss), place), None)
     shares = choose_shares(config.sync, config.data.batch_size, profiles)
     rates = [profile.time.rate(max(1, share)) for profile, share in zip(profiles, shares, strict=True)]
     memory = plane.gather_objects(device_memory_gib(model))

@@ -28,6 +28,7 @@ from hetsync.data.handed_over import check_not_a_worker
 from hetsync.errors import STOPPED, UserError
 from hetsync.plane.base import Plane, meet
 from hetsync.plane.ending import end_loop
+from hetsync.profiling.measure import autocast
 from hetsync.stop_signal import STATUSES, StopSignal
 from hetsync.train import checkpoint
 from hetsync.train.alike import require_alike, settings_described
@@ -39,8 +40,6 @@ from hetsync.train.run_folder import Resume, opened_folder
 from hetsync.train.running import THE_END, Running
 from hetsync.train.session import AtRest, Session
 from hetsync.train.trackers import Tracked, check_trackers
-
-PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class StoppedByRequest(SystemExit):
@@ -280,8 +279,7 @@ class Job(Preparation):
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The forward pass in `run.precision`."""
-        dtype = PRECISIONS[self.config.run.precision]
-        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+        return autocast(self.config.run.precision, self.device)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, **options: Any) -> torch.Tensor | None:
         """As torch.nn.utils.clip_grad_norm_, of the gradients of the step: summed over ranks, and unscaled. None where
