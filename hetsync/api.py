@@ -49,6 +49,7 @@ from hetsync.plane import open_plane
 from hetsync.plane.base import Plane
 from hetsync.plane.ending import end_loop
 from hetsync.plane.unclosed import Unclosed
+from hetsync.profiling.measure import make_current
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.milestones import marks_every, rests_at
 from hetsync.sync.optimizers import check_needs_no_closure
@@ -234,6 +235,8 @@ def join_session(
         sync: Settings of `hetsync.config.schema.SyncConfig`, such as delay_bound=0.
     """
     check_arguments(model, optimizer, dataset, batch_size)
+    device = next(model.parameters()).device
+    make_current(device)
     recipe = recipe_of_arguments(
         {
             "run": {"epochs": epochs, "evaluate_every": evaluate_every, "seed": seed},
@@ -253,7 +256,7 @@ def join_session(
         milestones=rests_at(marks_every(evaluate_every, total), "evaluation", total),
         seed=seed,
     )
-    time, device = profiles[plane.rank].time, next(model.parameters()).device
+    time = profiles[plane.rank].time
     return JoinedSession(
         owns_plane=owns_plane,
         plane=plane,

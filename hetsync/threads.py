@@ -10,17 +10,24 @@ import torch
 
 
 def single_threaded(work: Callable[[], None] = lambda: None) -> Callable[[], None]:
-    """`work`, or a pool's initializer, for a thread whose tensor operations leave the other cores to the model.
+    """`work`, or a pool's initializer, for a thread whose tensor operations leave the other cores to the model, and
+    run on the same CUDA device.
 
     Each thread that runs a large operation gets a team of its own. Once all teams together have more threads than there
     are cores, libgomp's threads no longer spin between operations but sleep, the model's too: a second team made the
     slices of a small ResNet on two cores half as long again.
+
+    A new thread's CUDA device is 0, whatever the main thread's is: to pin memory or to make an event there would open
+    a context of half a gigabyte on a GPU that is another rank's.
     """
     # A thread's own number is settled at its first use, from what any thread has set last: first here, then there.
     torch.get_num_threads()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run() -> None:
         torch.set_num_threads(1)
+        if device is not None:
+            torch.cuda.set_device(device)
         work()
 
     return run

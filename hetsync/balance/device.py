@@ -1,6 +1,11 @@
 """What a rank's slices are timed by. Callers treat real and emulated devices alike:
 
-device.begin_slice(samples);  ... forward, backward with pace(0.5) on the way ...;  seconds = device.end_slice()
+    device.begin_slice(samples);  ... forward, backward with pace(0.5) on the way ...;  device.end_slice()
+    device.begin_step();  ... the optimizer's step, after a wait for other ranks ...;  device.end_step()
+    seconds = device.take_seconds()
+
+A host queues work for a GPU and goes on. So only the last line waits for the device: there, and not before, the time
+of the others is read.
 """
 
 from __future__ import annotations
@@ -8,12 +13,18 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+# A host queues no further slice while so many are not done: each keeps a batch and its activations in memory.
+MOST_SLICES_QUEUED = 2
 
 
 class Device(ABC):
     """What a rank's slices are timed by, with totals over all slices so far.
 
-    `emulated_seconds` is what the device took (`end_slice`'s results), `real_seconds` what the host computed,
+    `emulated_seconds` is what the device took (what `take_seconds` tells), `real_seconds` what was really computed,
     `overruns` the slices whose real compute ended late, and `overrun_seconds` by how much in total.
     """
 
@@ -23,6 +34,7 @@ class Device(ABC):
         self.real_seconds = 0.0
         self.overruns = 0
         self.overrun_seconds = 0.0
+        self._untaken = 0.0
 
     @abstractmethod
     def begin_slice(self, samples: int) -> None:
@@ -34,47 +46,111 @@ class Device(ABC):
         gradients become ready when the device would have them."""
 
     @abstractmethod
-    def end_slice(self) -> float:
-        """Return once the slice is done, with the device's seconds for it."""
+    def end_slice(self) -> None:
+        """All of the slice's work has been queued; an emulated device returns once its time is up."""
 
-    def end_step(self, seconds: float) -> float:
-        """The optimizer's step took the host so long after the slices (synchronous mode): the device's seconds for it.
+    @abstractmethod
+    def begin_step(self) -> None:
+        """What follows, up to `end_step`, belongs to the slice that has ended: in synchronous mode, the optimizer's
+        step on the sums that it has waited for."""
 
-        An emulated slice's time is that of whole steps already.
-        """
-        return 0.0
+    @abstractmethod
+    def end_step(self) -> None:
+        """The step has been queued."""
+
+    def take_seconds(self) -> float:
+        """The device's seconds for all since the last call, once that is done."""
+        seconds, self._untaken = self._untaken, 0.0
+        return seconds
+
+    def _count(self, device_seconds: float, real_seconds: float) -> None:
+        self.emulated_seconds += device_seconds
+        self._untaken += device_seconds
+        self.real_seconds += real_seconds
 
 
 class RealDevice(Device):
-    """The machine's own device: time is measured, never added.
+    """The machine's own processor: time is measured, never added."""
 
-    `synchronize` (torch.cuda.synchronize on GPUs) is called at the end of a slice only: within it, waiting
-    for the device would stop the host from queueing work ahead.
-    """
-
-    def __init__(
-        self, synchronize: Callable[[], None] | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._synchronize, self._clock = synchronize, clock
-        self._started = 0.0
+        self._clock = clock
+        self._began = 0.0
 
     def begin_slice(self, samples: int) -> None:
-        self._started = self._clock()
+        self._began = self._clock()
 
     def pace(self, fraction: float) -> None:
         pass
 
-    def end_slice(self) -> float:
-        if self._synchronize is not None:
-            self._synchronize()
-        seconds = self._clock() - self._started
+    def end_slice(self) -> None:
         self.slices += 1
-        self.emulated_seconds += seconds
-        self.real_seconds += seconds
-        return seconds
+        self.end_step()
 
-    def end_step(self, seconds: float) -> float:
-        self.emulated_seconds += seconds
-        self.real_seconds += seconds
-        return seconds
+    def begin_step(self) -> None:
+        self._began = self._clock()
+
+    def end_step(self) -> None:
+        seconds = self._clock() - self._began
+        self._count(seconds, seconds)
+
+
+class Mark(Protocol):
+    """A place in the order of a device's work, as torch.cuda.Event has it."""
+
+    def synchronize(self) -> None:
+        """Return once the device has come there."""
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Milliseconds that the device took from here to there, which it has both passed."""
+
+
+class QueueingDevice(Device):
+    """A device that works off what the host queues: the time between two marks in that queue is measured.
+
+    The host waits for marks only, never for all that is queued on the device, among it copies and sums of other
+    threads. Not safe for use by several threads.
+    """
+
+    def __init__(self, mark: Callable[[], Mark]) -> None:
+        """`mark` leaves one behind all that the calling thread has queued."""
+        super().__init__()
+        self._mark = mark
+        self._began: Mark | None = None
+        self._ended: list[tuple[Mark, Mark]] = []  # slices and steps since the last `take_seconds`
+
+    def begin_slice(self, samples: int) -> None:
+        if len(self._ended) >= MOST_SLICES_QUEUED:
+            self._ended[-MOST_SLICES_QUEUED][1].synchronize()
+        self._began = self._mark()
+
+    def pace(self, fraction: float) -> None:
+        pass
+
+    def end_slice(self) -> None:
+        self.slices += 1
+        self.end_step()
+
+    def begin_step(self) -> None:
+        self._began = self._mark()
+
+    def end_step(self) -> None:
+        assert self._began is not None
+        self._ended.append((self._began, self._mark()))
+
+    def take_seconds(self) -> float:
+        for began, ended in self._ended:
+            began.synchronize()  # a loop may have changed streams on the way
+            ended.synchronize()
+            seconds = began.elapsed_time(ended) / 1000
+            self._count(seconds, seconds)
+        self._ended.clear()
+        return super().take_seconds()
+
+
+def cuda_mark(device: torch.device) -> torch.cuda.Event:
+    """An event behind all that this thread has queued on its current stream of the device. Who waits for it sleeps:
+    spinning would take the core from the threads that load and communicate."""
+    event = torch.cuda.Event(enable_timing=True, blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event

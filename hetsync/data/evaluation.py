@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from hetsync.data import Data
-from hetsync.data.loader import to_device
 from hetsync.data.random_state import set_aside, untouched
+from hetsync.data.transfer import to_device
 from hetsync.data.workers import fetch
 from hetsync.errors import UserError
 

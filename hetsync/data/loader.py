@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LoadingTimeoutError
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from hetsync.data.ledger import Span, length
+from hetsync.data.transfer import transfer_to
 from hetsync.data.workers import Collate, Fetcher, FetchProcesses, FetchThread, fetch, indexed_at_once
 from hetsync.errors import UserError
 from hetsync.threads import single_threaded
@@ -99,18 +101,6 @@ class EpochOrder:
         return torch.cat(blocks)
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor of a nested batch."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        moved = [to_device(value, device) for value in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
-    return batch
-
-
 @dataclass(frozen=True)
 class Source:
     """Where a job's training samples come from.
@@ -149,7 +139,8 @@ class SlicedWork(Protocol):
 
 
 class Loader:
-    """A rank's slices. Loads a task as soon as the rank is given it, which is one task ahead of its use.
+    """A rank's slices. Loads a task as soon as the rank is given it, which is one task ahead of its use. Its first
+    batch goes to the device at once, the others one slice ahead.
 
     A batch may take `timeout_seconds`.
     """
@@ -158,37 +149,46 @@ class Loader:
         dataset, collate = source.dataset, source.collate
         self._order = EpochOrder(len(dataset), seed, source.costs, source.shuffle, source.used)  # type: ignore[arg-type]
         self._seed = seed
-        self._device = device
+        self._transfer = transfer_to(device)
         self._timeout_seconds = timeout_seconds
         self._fetcher: Fetcher = (
             FetchProcesses(dataset, collate, source.workers) if source.workers else FetchThread(dataset, collate)
         )
         self._dataset, self._collate = dataset, collate
-        self._at_once = 0 if source.workers else _samples_at_once(dataset, collate)
+        self._at_once = _samples_at_once(source, device)
         self._thread = ThreadPoolExecutor(1, "hetsync-order", initializer=single_threaded())
-        self._loading: dict[int, Future[list[Future[Any]]]] = {}
+        self._loading: dict[int, Future[deque[Future[Any]]]] = {}
 
     def prefetch(self, task: SlicedWork) -> None:
         """Returns at once: the order of a large epoch takes a second, and the pipe of a worker may be full."""
         if not all(length(spans) <= self._at_once and self._order.knows(spans) for spans in task.slices):
             self._loading[task.number] = self._thread.submit(self._submit, task)
 
-    def _submit(self, task: SlicedWork) -> list[Future[Any]]:
-        return [self._fetcher.submit(self._order.indices(spans), self._seed_of(spans)) for spans in task.slices]
+    def _submit(self, task: SlicedWork) -> deque[Future[Any]]:
+        """Of each batch, in order; the first is on its way to the device."""
+        coming = deque(self._fetcher.submit(self._order.indices(spans), self._seed_of(spans)) for spans in task.slices)
+        self._send_first(coming)
+        return coming
+
+    def _send_first(self, coming: deque[Future[Any]]) -> None:
+        if coming:
+            coming[0] = self._transfer.begin(coming[0])
 
     def _seed_of(self, spans: Iterable[Span]) -> int:
         """Of the batch at these positions of the stream: the same after a resume."""
         return hash((self._seed, *spans)) & (2**63 - 1)
 
-    def slices(self, task: SlicedWork) -> Iterable[Any]:
+    def slices(self, task: SlicedWork) -> Iterator[Any]:
         """The task's batches on the rank's device; an error of the data set is raised here."""
-        under_way = self._loading.pop(task.number, None)
-        if under_way is None:
+        if (loading := self._loading.pop(task.number, None)) is None:
             for spans in task.slices:
-                yield to_device(fetch(self._dataset, self._order.indices(spans), self._collate), self._device)
+                yield fetch(self._dataset, self._order.indices(spans), self._collate)
             return
-        for loading in self._awaited(under_way):
-            yield to_device(self._awaited(loading), self._device)
+        coming = self._awaited(loading)
+        while coming:
+            arriving = coming.popleft()
+            self._send_first(coming)
+            yield self._transfer.complete(self._awaited(arriving))
 
     def _awaited(self, loading: Future[T]) -> T:
         try:
@@ -204,10 +204,14 @@ class Loader:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._fetcher.close()
+        self._transfer.close()
 
 
-def _samples_at_once(dataset: Dataset[Any], collate: Collate | None) -> int:
+def _samples_at_once(source: Source, device: torch.device) -> int:
     """Samples of a batch that is copied where it is used."""
-    if not isinstance(dataset, TensorDataset) or not indexed_at_once(dataset, collate):
+    dataset = source.dataset
+    if device.type != "cpu" or source.workers or not isinstance(dataset, TensorDataset):
+        return 0
+    if not indexed_at_once(dataset, source.collate):
         return 0
     return COPIED_AT_ONCE // max(1, sum(tensor[:1].nbytes for tensor in dataset.tensors))

@@ -123,6 +123,8 @@ class FetchProcesses:
         atexit.unregister(self.close)
         with self._lock:
             self._closed = True
+            while self._futures:
+                self._futures.popitem()[1].cancel()  # or a thread that waits for one would keep the process
         for worker in self._workers:
             worker.kill()
         for pipe in self._pipes:

@@ -3,18 +3,20 @@
 Emulation computes real gradients and pads each slice with sleep to the time that the profiled device would
 take, so that eight unequal devices can be had on a laptop. Callers treat both kinds alike:
 
-    device.begin_slice(samples);  ... forward, backward with pace(0.5) on the way ...;  seconds = device.end_slice()
+    device.begin_slice(samples);  ... forward, backward with pace(0.5) on the way ...;  device.end_slice()
+    seconds = device.take_seconds()
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic, sleep
 
 import torch
 
-from hetsync.balance.device import Device, RealDevice
+from hetsync.balance.device import Device, QueueingDevice, RealDevice, cuda_mark
 from hetsync.balance.profile import StepTime
 from hetsync.emulation.cluster import Cluster, Slowdown, slowdown_factor
 from hetsync.emulation.jitter import JitterSampler, jitter_sampler
@@ -42,7 +44,8 @@ class EmulatedDevice(Device):
     longer than the emulated time. The latter is counted as an overrun, because the machine was then measured,
     not the program.
 
-    `slowdowns` are the profile's events for this rank. Not safe for use by several threads.
+    `slowdowns` are the profile's events for this rank. `settle` returns once the real device has done what this
+    thread has queued on it. Not safe for use by several threads.
     """
 
     def __init__(
@@ -52,9 +55,11 @@ class EmulatedDevice(Device):
         clock: Callable[[], float] = monotonic,
         sleep: Callable[[float], None] = sleep,
         slowdowns: Sequence[Slowdown] = (),
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self._time = time
+        self._settle = settle
         self._jitter, self._clock, self._sleep = jitter_sampler, clock, sleep
         self._slowdowns = tuple(slowdowns)
         self._samples_before = 0
@@ -72,8 +77,9 @@ class EmulatedDevice(Device):
     def pace(self, fraction: float) -> None:
         self._sleep_until(self._counted_from + fraction * self._duration)
 
-    def end_slice(self) -> float:
-        self.real_seconds += self._clock() - self._begun - self._slept
+    def end_slice(self) -> None:
+        self._settle()
+        self._count(self._duration, self._clock() - self._begun - self._slept)
         due = self._counted_from + self._duration
         self._sleep_until(due)
         late = max(0.0, self._clock() - due)
@@ -81,8 +87,12 @@ class EmulatedDevice(Device):
         self._overslept = min(late, self._overslept)
         self._count_overrun(late - self._overslept)
         self.slices += 1
-        self.emulated_seconds += self._duration
-        return self._duration
+
+    def begin_step(self) -> None:
+        """A slice's time is that of a whole step already."""
+
+    def end_step(self) -> None:
+        """See `begin_step`."""
 
     def _sleep_until(self, due: float) -> None:
         now = self._clock()
@@ -99,17 +109,22 @@ class EmulatedDevice(Device):
             self.overrun_seconds += late
 
 
-def emulated_device(cluster: Cluster, rank: int, time: StepTime, seed: int = 0) -> EmulatedDevice:
+def emulated_device(
+    cluster: Cluster, rank: int, time: StepTime, seed: int = 0, settle: Callable[[], None] = lambda: None
+) -> EmulatedDevice:
     """The device that a profile gives a rank, whose slices take this time, with its jitter and its events."""
     events = [event for event in cluster.events if event.rank == rank]
-    return EmulatedDevice(time, jitter_sampler(cluster.jitter, seed, rank), slowdowns=events)
+    return EmulatedDevice(time, jitter_sampler(cluster.jitter, seed, rank), slowdowns=events, settle=settle)
 
 
 def make_device(cluster: Cluster | None, rank: int, time: StepTime, seed: int, device: torch.device) -> Device:
     """What times a rank's slices: a cluster's emulated device, whose slices take `time`, or the rank's own."""
-    if cluster is not None:
-        return emulated_device(cluster, rank, time, seed)
-    return RealDevice(torch.cuda.synchronize if device.type == "cuda" else None)
+    if device.type != "cuda":
+        return RealDevice() if cluster is None else emulated_device(cluster, rank, time, seed)
+    mark = partial(cuda_mark, device)
+    if cluster is None:
+        return QueueingDevice(mark)
+    return emulated_device(cluster, rank, time, seed, lambda: mark().synchronize())
 
 
 def affordable_rate(real_seconds_per_sample: float, batch_size: int, cores: int | None = None) -> float:

@@ -60,13 +60,14 @@ def profile_step(
     budget_seconds: float = 10.0,
     clock: Callable[[], float] = time.perf_counter,
     most_rounds: int | None = None,
+    least_seconds: float = LEAST_SECONDS,
 ) -> Profiled:
     """Fit a line to the medians of measured steps; `step(b)` runs forward and backward on b samples and
     synchronises with the device.
 
     Every size is warmed up once, smallest first, then all sizes are timed in turn, so that a drift of the
     machine's speed meets them alike: until the 95 % interval of each median is narrower than `INTERVAL`, but for
-    `LEAST_SECONDS`, or for `most_rounds`. Over budget the largest sizes (never the two smallest) and further rounds
+    `least_seconds`, or for `most_rounds`. Over budget the largest sizes (never the two smallest) and further rounds
     (never the first) are left out. ValueError without sizes.
     """
     if not sizes:
@@ -85,7 +86,7 @@ def profile_step(
             insort(taken, clock() - before)
         spent, uncertainty = clock() - started, _uncertainty(seconds.values())
         known = uncertainty is not None and 2 * uncertainty <= INTERVAL
-        if spent > budget_seconds or done == most_rounds or (known and spent >= LEAST_SECONDS):
+        if spent > budget_seconds or done == most_rounds or (known and spent >= least_seconds):
             break
     # A clock may be too coarse for a tiny step; the fit needs a positive time.
     return Profiled(fit(list(seconds), [max(median(taken), 1e-9) for taken in seconds.values()]), uncertainty)
@@ -147,7 +148,7 @@ def memory_cap(
     model: nn.Module,
     make_loss: Callable[[int], Tensor],
     device: torch.device,
-    ranks_on_host: int,
+    sharing: int,
     optimizer_state_buffers: int = 2,
     limit_bytes: int | None = None,
 ) -> int | None:
@@ -156,8 +157,8 @@ def memory_cap(
     `make_loss(b)` runs forward on b samples. Memory is a line through two small batches (on CPU the bytes
     that autograd saves, on CUDA the allocator's peak), plus gradients, `optimizer_state_buffers` values a
     parameter and the trainer's own copies of the model. The limit is `limit_bytes` (an emulated device's
-    memory), else on CPU an equal part of the host's available memory, within its cgroup, and on CUDA the
-    device's; a tenth of it stays free. The model is left as it was.
+    memory), else an equal part for each of the ranks that are `sharing` it: on CPU of the host's available memory,
+    within its cgroup, on CUDA of the device's; a tenth of it stays free. The model is left as it was.
     """
     cuda = device.type == "cuda"
     parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -165,7 +166,7 @@ def memory_cap(
     if not cuda:
         # CUDA's peak holds parameters and gradients; of the host's available memory the parameters are gone.
         model_copies += 1 if limit_bytes is None else 2
-    limit = limit_bytes if limit_bytes is not None else _own_memory(device, ranks_on_host)
+    limit = limit_bytes if limit_bytes is not None else _own_memory(device, sharing)
     if limit is None:
         return None
     with untouched(model):
@@ -203,13 +204,12 @@ def _cuda_peak_bytes(model: nn.Module, make_loss: Callable[[int], Tensor], size:
     return float(torch.cuda.max_memory_allocated(device))
 
 
-def _own_memory(device: torch.device, ranks_on_host: int) -> int | None:
-    """Bytes that are this rank's: ranks share the host's memory, or its GPUs where there are more ranks."""
+def _own_memory(device: torch.device, sharing: int) -> int | None:
+    """Bytes that are this rank's, of the device's or the host's memory."""
     if device.type == "cuda":
-        sharing = -(-ranks_on_host // torch.cuda.device_count())
         return int(torch.cuda.get_device_properties(device).total_memory // sharing)
     available = available_host_bytes()
-    return None if available is None else available // ranks_on_host
+    return None if available is None else available // sharing
 
 
 def available_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:

@@ -8,24 +8,28 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hetsync.balance.gpu import check_percentage, gpu_identity, gpu_name
 from hetsync.balance.profile import RankProfile
 from hetsync.config.schema import Config
 from hetsync.data import Data
-from hetsync.data.loader import to_device
 from hetsync.data.random_state import untouched
+from hetsync.data.transfer import to_device
 from hetsync.data.workers import fetch
 from hetsync.emulation.cluster import Cluster
 from hetsync.emulation.device import affordable_rate, emulated_times
 from hetsync.errors import UserError, brief
 from hetsync.plane.base import Plane
-from hetsync.profiling.device import Profiled, memory_cap, profile_step
+from hetsync.profiling.device import LEAST_SECONDS, Profiled, memory_cap, profile_step
 from hetsync.sync.optimizers import build_optimizer
+
+PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # An emulated cluster's speed is a choice, which a rough figure serves.
 EMULATION_SECONDS = 3.0
@@ -68,6 +72,28 @@ def choose_device(name: str, place: Place) -> torch.device:
     return torch.device("cuda", index)
 
 
+def take_device(name: str, place: Place) -> torch.device:
+    """`choose_device`, and this process computes there from now on: before anything touches CUDA, or every rank would
+    open a context on the host's first GPU, and a script's plain "cuda" would be that one."""
+    device = choose_device(name, place)
+    make_current(device)
+    return device
+
+
+def make_current(device: torch.device) -> None:
+    """What is told "cuda" without an index, and threads that are started by this one, take this device."""
+    if device.type == "cuda":
+        check_percentage()
+        torch.cuda.set_device(device)
+
+
+def ranks_sharing(plane: Plane, place: Place, device: torch.device) -> int:
+    """Collective: how many ranks, itself among them, have this rank's memory: that of its GPU, or of its host."""
+    mine = place.host, gpu_identity(device) if device.type == "cuda" else None
+    everyones = plane.gather_objects(mine)
+    return everyones.count(mine) if device.type == "cuda" else place.ranks_on_host
+
+
 def limit_threads(place: Place, emulated: bool) -> None:
     """Ranks share the cores that launchers leave to several of them; emulated devices take one thread each.
 
@@ -79,9 +105,15 @@ def limit_threads(place: Place, emulated: bool) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.ranks_on_cores))
 
 
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """A forward pass in the precision of a recipe's `run.precision`."""
+    dtype = PRECISIONS[precision]
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return gpu_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
@@ -111,6 +143,7 @@ def profile_steps(
     clock: Clock = time.perf_counter,
     most_rounds: int | None = None,
     optimizers: Sequence[torch.optim.Optimizer] = (),
+    least_seconds: float = LEAST_SECONDS,
 ) -> Profiled:
     """Whole training steps (forward, backward, optimizer) on a copy of the model, on batches that are there before, as
     training has them. `optimizers`: the model's, of which copies step; the recipe's, where there are none."""
@@ -131,7 +164,7 @@ def profile_steps(
 
     with untouched(copy):
         batches = {size: batch_of(data, size, device) for size in sizes}
-        return profile_step(step, sizes, budget_seconds, clock, most_rounds)
+        return profile_step(step, sizes, budget_seconds, clock, most_rounds, least_seconds)
 
 
 def check_compiler(device: torch.device) -> None:
@@ -168,9 +201,11 @@ class Subject:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def step_time(self, sizes: list[int]) -> Profiled:
+    def step_time(self, sizes: list[int], sharing: int) -> Profiled:
+        """Ranks that share a GPU all measure for as long as they may: one that were done would leave it to the rest."""
         seconds, what = self.config.run.profile_seconds, (self.config, self.model, self.data, self.device, sizes)
-        return profile_steps(*what, seconds, optimizers=self.optimizers)
+        least = seconds if self.device.type == "cuda" and sharing > 1 else LEAST_SECONDS
+        return profile_steps(*what, seconds, optimizers=self.optimizers, least_seconds=least)
 
     def affordable_rate(self) -> float:
         """Samples/s of a whole emulated cluster that this machine can imitate."""
@@ -189,9 +224,9 @@ class Subject:
             batch_of(self.data, samples, torch.device("cpu"))
             return time.perf_counter() - began
 
-    def cap(self, limit_bytes: int | None = None) -> int | None:
+    def cap(self, sharing: int, limit_bytes: int | None = None) -> int | None:
         forward = loss_on(self.model, self.data, self.device)
-        return memory_cap(self.model, forward, self.device, self.place.ranks_on_host, limit_bytes=limit_bytes)
+        return memory_cap(self.model, forward, self.device, sharing, limit_bytes=limit_bytes)
 
 
 def measure_ranks(subject: Subject, cluster: Cluster | None) -> list[RankProfile]:
@@ -208,16 +243,19 @@ def _emulated(subject: Subject, cluster: Cluster) -> RankProfile:
         # Rank 0 alone, so that the other ranks do not take its core.
         affordable = plane.broadcast_object(subject.affordable_rate() if plane.rank == 0 else None)
     times = emulated_times(cluster, plane.size, config.model.name, total, affordable)
-    cap = None if group.memory_bytes is None else subject.cap(group.memory_bytes)
+    cap = None if group.memory_bytes is None else subject.cap(1, group.memory_bytes)
     name = f"{group.name} (emulated)"
     return RankProfile(name, subject.place.host, times[plane.rank], True, cap)
 
 
 def _measured(subject: Subject) -> RankProfile:
     """Afresh at every start: figures of another day, or of a busy host, would leave wrong shares and efficiencies."""
-    typical = max(1, subject.config.data.batch_size // subject.plane.size)
-    subject.plane.barrier()  # ranks that still start would take this one's core
-    found = subject.step_time(sorted({max(1, typical // 2), typical, 2 * typical}))
+    plane, place = subject.plane, subject.place
+    sharing = ranks_sharing(plane, place, subject.device)
+    cap = subject.cap(sharing)  # before anything larger is tried
+    typical = max(1, subject.config.data.batch_size // plane.size)
+    wanted = (typical // 2, typical, 2 * typical)
+    plane.barrier()  # ranks that still start would take this one's core
+    found = subject.step_time(sorted({max(1, size if cap is None else min(size, cap)) for size in wanted}), sharing)
     load = subject.load_seconds(typical) / typical
-    name, place = device_name(subject.device), subject.place
-    return RankProfile(name, place.host, found.time, False, subject.cap(), found.uncertainty, load)
+    return RankProfile(device_name(subject.device), place.host, found.time, False, cap, found.uncertainty, load)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -16,18 +17,24 @@ from hetsync.config.schema import Config
 from hetsync.emulation.cluster import Cluster, DeviceGroup
 from hetsync.plane.base import Plane
 from hetsync.profiling.interconnect import measure_interconnect
-from hetsync.profiling.measure import Subject, choose_device, find_place, limit_threads, measure_ranks
+from hetsync.profiling.measure import Subject, autocast, find_place, limit_threads, measure_ranks, take_device
 
 
 def profile_cluster(plane: Plane, config: Config) -> Cluster:
     """Collective: measure every rank on the recipe's model, and their interconnect."""
     place = find_place(plane)
     limit_threads(place, emulated=False)
+    device = take_device(config.run.device, place)
     material = data.build(config.data.name, config.data.options)
     data.check_batch_size(material, config.data.batch_size)
     model = models.build_for(material, config.model.name, config.model.options)
-    model.to(choose_device(config.run.device, place))
-    profiles = measure_ranks(Subject(plane, config, model, material, place), None)
+    model.to(device)
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        with autocast(config.run.precision, device):
+            return material.loss(model, batch)
+
+    profiles = measure_ranks(Subject(plane, config, model, replace(material, loss=loss), place), None)
     shares = choose_shares(config.sync, config.data.batch_size, profiles)
     rates = [profile.time.rate(max(1, share)) for profile, share in zip(profiles, shares, strict=True)]
     memory = plane.gather_objects(device_memory_gib(model))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from hetsync.balance.gpu import gpu_name
 from hetsync.errors import complain
 from hetsync.plane.base import Plane
 from hetsync.sync.optimizer_state import set_state, state_by_place
@@ -32,7 +33,7 @@ def weights_sha256(tensors: Iterable[torch.Tensor]) -> str:
 def processor(device: torch.device) -> str:
     """Devices that are called the same compute the same bits."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return gpu_name(device)
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
 
 

@@ -161,21 +161,25 @@ class Communicator:
     # The loop.
 
     def _run(self) -> None:
-        shared = self._shared
         try:
-            if self._coordinator is not None:
-                self._coordinator.start()
-            news_at = time.monotonic()
-            while shared.main_thread is not MainThread.STOPPED:
-                shared.wake.clear()
-                shared.polls += 1
-                moved = self.poll()
-                now = time.monotonic()
-                news_at = now if moved else news_at
-                if shared.wake.wait(self._sleep_seconds(now - news_at)):
-                    news_at = now
+            with self._shared.order.beside():
+                self._poll_on()
         except BaseException as failure:
             self._fail(failure)
+
+    def _poll_on(self) -> None:
+        shared = self._shared
+        if self._coordinator is not None:
+            self._coordinator.start()
+        news_at = time.monotonic()
+        while shared.main_thread is not MainThread.STOPPED:
+            shared.wake.clear()
+            shared.polls += 1
+            moved = self.poll()
+            now = time.monotonic()
+            news_at = now if moved else news_at
+            if shared.wake.wait(self._sleep_seconds(now - news_at)):
+                news_at = now
 
     def poll(self) -> bool:
         """Take in, send, and move collectives on; True where that was anything. On a rank alone the main thread calls
@@ -296,14 +300,15 @@ class Communicator:
             if contribute:
                 contributed, staleness = shared.worker.contribute(start.number)
                 shared.outbox.append(contributed)
-            addend = deltas.pack(contribute, self._options.batch, wire)
+            with shared.order:
+                addend = deltas.pack(contribute, self._options.batch, wire)
         if addend.numel():
             self._pending.post(addend, wire, deltas.residual)
         if contribute:
             self._report_norm(start, *deltas.packed)
         self._flush()
         yield from self._sum_tail(deltas.tail)
-        with shared.changed:
+        with shared.changed, shared.order:
             deltas.apply_sum()
             if start.drain:
                 deltas.reset_to_anchor()
@@ -331,7 +336,9 @@ class Communicator:
         gradients, wire = self._gradients, self._options.wire
         for index in range(stage.first, stage.stop):
             yield from self._until_released()
-            self._pending.post(gradients.pack(index, wire), wire, gradients.buckets[index].residual)
+            with self._shared.order:
+                addend = gradients.pack(index, wire)
+            self._pending.post(addend, wire, gradients.buckets[index].residual)
         yield from self._until_released()
         last = stage is gradients.stages[-1]
         if last:
@@ -349,12 +356,14 @@ class Communicator:
 
     def _sum_tail(self, tail: Tail) -> Iterator[None]:
         """Until the round's sums are all in."""
+        self._shared.order.follow()  # whoever packed it
         more = True
         while more:
             if tail.flat.numel():
                 self._pending.post(tail.flat, "float32", in_norms=False)
             yield from self._pending.wait()
             more = bool(tail.flat.numel()) and tail.unpack()
+        self._shared.order.leave()
 
     def _report_norm(self, start: StartRound, samples: int, steps: int) -> None:
         if self._options.measure_norms:
@@ -362,6 +371,7 @@ class Communicator:
             self._shared.outbox.append(NormMeasured(self._plane.rank, start.number, samples, steps, norm))
 
     def _serve(self, request: SumRequest) -> Iterator[None]:
+        self._shared.order.follow()
         self._pending.post(request.tensor, "float32")
         yield from self._pending.wait()
         request.done.set()

@@ -19,6 +19,7 @@ from hetsync.plane.base import Plane, StalledError
 from hetsync.sync.communicator import SHORTEST_POLL_SECONDS, Communicator
 from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Nesterov, Snapshot
+from hetsync.sync.device_order import device_order
 from hetsync.sync.gradients import Gradients
 from hetsync.sync.lone import LoneGradients
 from hetsync.sync.messages import Event, StartRound, Task
@@ -112,7 +113,9 @@ class Engine:
 
     def start(self) -> None:
         """Call once, on every rank, with identical weights: what travels depends on them."""
+        self._shared.order = device_order(next(self._model.parameters()).device)
         self._take_stock()
+        self._shared.order.leave()
         self._communicator.start()
 
     def _take_stock(self) -> None:
@@ -125,7 +128,13 @@ class Engine:
             self._gradients = LoneGradients(self._model, shared.wake.set, self._stages())
         else:
             self._gradients = Gradients(
-                self._model, options.bucket_bytes, self._pace, shared.wake.set, options.overlap, self._stages()
+                self._model,
+                options.bucket_bytes,
+                self._pace,
+                shared.wake.set,
+                options.overlap,
+                self._stages(),
+                shared.order.leave,
             )
         self._gradients.adopt_buffers()
         self._communicator.use(self._gradients)
@@ -144,13 +153,16 @@ class Engine:
         with shared.changed, self.timer.waiting:
             if shared.phase is Phase.RESTING and shared.drained is None:
                 shared.phase = Phase.TRAINING
-                self._gradients.adopt_buffers()
+                with shared.order:
+                    self._gradients.adopt_buffers()
             while True:
                 self._raise_failure()
                 if shared.snapshot is not None:
+                    shared.order.follow()
                     snapshot, shared.snapshot = shared.snapshot, None
                     return snapshot
                 if shared.drained is not None:
+                    shared.order.follow()
                     drained, shared.drained = shared.drained, None
                     return drained
                 self._apply()
@@ -211,7 +223,8 @@ class Engine:
             while shared.landed <= task.synchronous_round and (stage == last or shared.stages_summed <= stage):
                 self._raise_failure()
                 self._wait(shared.changed.wait)
-        return gradients.collect(stage)
+        with shared.order:
+            return gradients.collect(stage)
 
     def finish(self, task: Task, seconds: float, loss_sum: float) -> None:
         """The task is computed; `seconds` of device time, `loss_sum` over its samples."""
@@ -220,7 +233,8 @@ class Engine:
             if task.synchronous_round is None:
                 assert shared.deltas is not None
                 self._apply()
-                total = shared.deltas.finish(task.samples, len(task.slices))
+                with shared.order:
+                    total = shared.deltas.finish(task.samples, len(task.slices))
                 require_finite(total, self._plane.rank, task.position)
             else:
                 self.worker.version = task.synchronous_round + 1
@@ -243,8 +257,11 @@ class Engine:
 
     def _apply(self) -> None:
         shared = self._shared
-        if shared.deltas is not None and self.worker.version < shared.landed and shared.deltas.apply():
-            self.worker.version = shared.landed
+        if shared.deltas is None or self.worker.version >= shared.landed:
+            return
+        with shared.order:
+            if shared.deltas.apply():
+                self.worker.version = shared.landed
 
     @contextmanager
     def showing(self, snapshot: Snapshot) -> Iterator[None]:
@@ -257,6 +274,7 @@ class Engine:
                 yield
             else:
                 assert shared.deltas is not None
+                shared.order.keep(snapshot.weights)
                 with shared.deltas.showing(snapshot.weights):
                     yield
         finally:
@@ -278,6 +296,7 @@ class Engine:
     def allreduce(self, tensor: torch.Tensor) -> None:
         """Sum a flat float32 tensor over all ranks, which must all be at rest at the same drain."""
         done = threading.Event()
+        self._shared.order.leave()
         self._shared.requests.append(SumRequest(tensor, done))
         while not done.is_set():
             self._raise_failure()
@@ -286,7 +305,8 @@ class Engine:
     def adopt(self) -> None:
         """At rest: the model's weights have been set, on all ranks alike."""
         if self._shared.deltas is not None:
-            self._shared.deltas.adopt()
+            with self._shared.order:
+                self._shared.deltas.adopt()
 
     @property
     def anchor(self) -> list[torch.Tensor]:

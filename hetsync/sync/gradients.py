@@ -148,11 +148,13 @@ class Gradients:
         wake: Callable[[], None],
         overlap: bool = True,
         groups: Sequence[Sequence[torch.nn.Parameter]] = (),
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
         """`pace(fraction)` holds an emulated device back to its time; `wake` tells that a bucket is released.
 
         Without `overlap` nothing is released before a task's last slice is over. `groups`: the parameters of each
-        optimizer, in the order of their steps; the model's others belong to the last.
+        optimizer, in the order of their steps; the model's others belong to the last. `leave` is called by the thread
+        that has filled a bucket or a tail, before that is released (`DeviceOrder.leave`).
         """
         self._buffers = shared_buffers(model)
         device = next(model.parameters()).device
@@ -162,6 +164,7 @@ class Gradients:
         self.samples = 0  # of the task whose buckets were all released last
         self._pace = pace
         self._wake = wake
+        self._leave = leave
         self._overlap = overlap  # no more, once a slice has had several gradients for a parameter
         self._shown = False  # that a slice has one gradient a parameter
         self._arrivals = Arrivals()  # in this slice
@@ -259,6 +262,7 @@ class Gradients:
     def _release_bucket(self) -> None:
         self._totals.append(self.buckets[self._next].flat.sum())
         self._next += 1
+        self._leave()
         self._released.release()
         self._wake()
 
@@ -322,6 +326,7 @@ class Gradients:
             stage.tail.counts.copy_(torch.tensor([*used, steps, computed and not steps, samples]))
             stage.tail.pack()
             self._flushed += 1
+            self._leave()
             self._released.release()
             self._wake()
         return total

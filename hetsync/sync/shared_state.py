@@ -17,6 +17,7 @@ import torch
 
 from hetsync.plane.base import WireFormat
 from hetsync.sync.deltas import Deltas, Nesterov, Snapshot
+from hetsync.sync.device_order import DeviceOrder
 from hetsync.sync.lone import LoneDeltas
 from hetsync.sync.messages import Event, StartRound
 from hetsync.sync.worker import Worker
@@ -92,7 +93,8 @@ class SharedState:
         self.failure_raised = False  # by the main thread
         self.polls = 0  # by the communication thread: it does not hang
 
-        # Set before the communication thread starts.
+        # Set before the communication thread starts. `order` is entered wherever both threads touch tensors.
+        self.order = DeviceOrder()
         self.weights: Sequence[torch.Tensor] = ()
         self.buffers: Sequence[torch.Tensor] = ()
         self._outer = outer
@@ -103,5 +105,6 @@ class SharedState:
         if self.deltas is None and self.alone and self._outer is None:
             self.deltas = LoneDeltas(self.weights, self.buffers)
         elif self.deltas is None:
-            self.deltas = Deltas(self.weights, self._outer, self.buffers)
+            with self.order:
+                self.deltas = Deltas(self.weights, self._outer, self.buffers)
         return self.deltas

@@ -63,8 +63,7 @@ class TaskInWork:
     last: bool = False  # of the task's slices
     stepped: set[int] = field(default_factory=set)
     collected: set[int] = field(default_factory=set)
-    seconds: float = 0.0  # of the device
-    going_on: float | None = None  # the moment since which it computes on sums that it has waited for
+    going_on: bool = False  # it computes on sums that it has waited for
     loss: torch.Tensor | float | None = None  # summed over samples; None: not told
 
     def open_slice(self, samples: int) -> None:

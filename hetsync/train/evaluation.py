@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from hetsync.balance.shares import apportion
 from hetsync.data.evaluation import TAKEN, evaluating, numbers
 from hetsync.data.handed_over import collate_of
-from hetsync.data.loader import to_device
 from hetsync.data.random_state import set_aside
+from hetsync.data.transfer import to_device
 from hetsync.data.workers import fetch
 from hetsync.errors import UserError
 from hetsync.sync.milestones import Evaluation

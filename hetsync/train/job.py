@@ -29,6 +29,7 @@ from hetsync.data.workers import Collate
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane, meet
 from hetsync.plane.unclosed import Unclosed
+from hetsync.profiling.measure import autocast
 from hetsync.stop_signal import StopSignal
 from hetsync.train import checkpoint
 from hetsync.train.alike import data_described, parts_described, require_alike, settings_described
@@ -44,8 +45,6 @@ from hetsync.train.running import THE_END, Running, Shown
 from hetsync.train.session import Session
 from hetsync.train.trackers import Tracked, check_trackers
 from hetsync.train.workplace import take_place
-
-PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Job:
@@ -295,8 +294,7 @@ class Job:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The forward pass in `run.precision`."""
-        dtype = PRECISIONS[self.config.run.precision]
-        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+        return autocast(self.config.run.precision, self.device)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, **options: Any) -> torch.Tensor | None:
         """As torch.nn.utils.clip_grad_norm_, of the gradients of the step: summed over ranks, and unscaled. None where

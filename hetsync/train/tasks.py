@@ -156,7 +156,8 @@ class TaskRunner:
             for stage in range(number + 1):
                 self._engine.take(work.task, stage)
             self._engine.reduce(work.task, number, self._scaled)
-            work.going_on = time.monotonic()
+            self._device.begin_step()
+            work.going_on = True
         work.collected.add(number)
         return self.step_is_due
 
@@ -187,11 +188,11 @@ class TaskRunner:
 
     def _pause(self, work: TaskInWork) -> None:
         """Device time so far; what follows, up to `going_on`, waits for other ranks."""
-        if work.going_on is None:
-            work.seconds += self._device.end_slice()
+        if work.going_on:
+            self._device.end_step()
         else:
-            work.seconds += self._device.end_step(time.monotonic() - work.going_on)
-        work.going_on = None
+            self._device.end_slice()
+        work.going_on = False
 
     def step_all(self, loss: torch.Tensor | float | None) -> None:
         """The optimizers' steps, where they are due, and the slice's end."""
@@ -218,7 +219,7 @@ class TaskRunner:
         work.slices_left -= 1
         self.tensors.restore()
         if not (work.synchronous and work.last):
-            work.seconds += self._device.end_slice()
+            self._device.end_slice()
         else:
             self._pause(work)
         self._engine.close_slice(work.task)
@@ -231,10 +232,10 @@ class TaskRunner:
                 self._totals.loop_steps += 1
             if not self._engine.is_collected(len(self.steps) - 1):
                 self._finish_round(work)
-        loss_sum = work.loss_sum
-        self._engine.finish(task, work.seconds, loss_sum)
+        seconds, loss_sum = self._device.take_seconds(), work.loss_sum
+        self._engine.finish(task, seconds, loss_sum)
         totals, waited = self._totals, self._engine.timer.wait_seconds
-        totals.compute_seconds += work.seconds
+        totals.compute_seconds += seconds
         totals.tasks += 1
         totals.samples += task.samples
         totals.since_rest += task.samples
@@ -244,7 +245,7 @@ class TaskRunner:
             samples=task.samples,
             slices=len(task.slices),
             version=self._engine.worker.version,
-            compute_seconds=round(work.seconds, 6),
+            compute_seconds=round(seconds, 6),
             data_seconds=round(totals.data_seconds - self._data_before, 6),
             wait_seconds=round(waited - self._waited_before, 6),
             loss=loss_sum / task.samples if task.samples else None,
@@ -257,8 +258,8 @@ class TaskRunner:
         samples = self._engine.reduce(work.task, scaled=self._scaled, computed=computed)
         if not self.left or not samples or self._scaled:
             return
-        began = time.monotonic()
+        self._device.begin_step()
         for number, steps in enumerate(self.steps):
             if number not in work.stepped:
                 steps.step()
-        work.seconds += self._device.end_step(time.monotonic() - began)
+        self._device.end_step()

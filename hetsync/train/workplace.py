@@ -12,7 +12,7 @@ from hetsync.config.schema import Config
 from hetsync.data.random_state import seed_all
 from hetsync.emulation.cluster import Cluster, load_cluster
 from hetsync.plane.base import Plane
-from hetsync.profiling.measure import Place, choose_device, find_place, limit_threads
+from hetsync.profiling.measure import Place, find_place, limit_threads, take_device
 from hetsync.train import checkpoint
 
 
@@ -45,9 +45,7 @@ def take_place(config: Config, plane: Plane, folder: Path | None, loaded: checkp
         cluster.device_of(plane.size - 1)  # is there one for every rank?
     place = find_place(plane)
     limit_threads(place, cluster is not None)
-    device = choose_device(config.run.device, place)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # a script's plain "cuda" is this one
+    device = take_device(config.run.device, place)
     seed_all(config.run.seed)
     return Workplace(
         config=config, plane=plane, folder=folder, loaded=loaded, cluster=cluster, place=place, device=device

@@ -47,7 +47,11 @@ def run(folder: Path, act: str = "pass", settings: str = "{}") -> Done:
         ("scheduler.step()", "{'delay_bound': 0}", "give it to hetsync.join(scheduler=...)"),
         ("scheduler.step()", "{'delay_bound': 4}", "give it to hetsync.join(scheduler=...)"),
         ("RANK == 1 and model.weight.data.fill_(float('nan'))", "{'delay_bound': 0}", "became nan on rank 1"),
-        ("optimizer.add_param_group({'params': [torch.nn.Parameter(torch.zeros(1))]})", "{'delay_bound': 4}", "the model has not"),
+        (
+            "optimizer.add_param_group({'params': [torch.nn.Parameter(torch.zeros(1))]})",
+            "{'delay_bound': 4}",
+            "the model has not",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence_for_all_ranks(tmp_path: Path, act: str, settings: str, sentence: str) -> None:

@@ -52,6 +52,18 @@ def test_a_main_thread_that_has_not_used_its_cores_yet_keeps_them() -> None:
     assert seen == [2]
 
 
+def test_a_thread_computes_on_the_main_threads_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread's is GPU 0: pinned memory and events would open a context there."""
+    chosen: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: chosen.append((threading.current_thread().name, index)))
+    thread = threading.Thread(target=single_threaded(), name="beside")
+    thread.start()
+    thread.join()
+    assert chosen == [("beside", 3)]
+
+
 def test_what_a_thread_takes_of_a_core_is_counted_while_it_lives() -> None:
     begin, computed, end = threading.Event(), threading.Event(), threading.Event()
 

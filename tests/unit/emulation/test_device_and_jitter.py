@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetsync.balance.device import RealDevice
 from hetsync.balance.profile import StepTime
 from hetsync.emulation.cluster import (
     Cluster,
@@ -53,7 +52,8 @@ def test_a_small_slice_is_not_free():
     emulated = device(time, 0.1, fixed_seconds=0.5)
     for samples, seconds in ((1, 0.6), (20, 2.5), (0, 0.0)):
         emulated.begin_slice(samples)
-        assert emulated.end_slice() == pytest.approx(seconds)
+        emulated.end_slice()
+        assert emulated.take_seconds() == pytest.approx(seconds)
 
 
 def test_a_profiles_fixed_seconds_are_each_ranks_own():
@@ -74,7 +74,8 @@ def test_a_slice_takes_the_emulated_time():
     emulated = device(time)
     emulated.begin_slice(20)
     time.work(0.5)
-    assert emulated.end_slice() == pytest.approx(2.0)
+    emulated.end_slice()
+    assert emulated.take_seconds() == pytest.approx(2.0)
     assert time.now == pytest.approx(102.0)
     assert (emulated.slices, emulated.overruns) == (1, 0)
     assert emulated.real_seconds == pytest.approx(0.5)
@@ -128,7 +129,8 @@ def test_real_compute_that_takes_too_long_is_counted_and_not_given_back():
     for work in (3.0, 1.0):
         emulated.begin_slice(20)
         time.work(work)
-        assert emulated.end_slice() == pytest.approx(2.0)
+        emulated.end_slice()
+        assert emulated.take_seconds() == pytest.approx(2.0)
     assert time.now == pytest.approx(105.01)
     assert emulated.overruns == 1
     assert emulated.overrun_seconds == pytest.approx(1.0)
@@ -152,21 +154,18 @@ def test_slowdowns_and_jitter_multiply():
     seconds = []
     for _ in range(4):
         emulated.begin_slice(10)
-        seconds.append(emulated.end_slice())
+        emulated.end_slice()
+        seconds.append(emulated.take_seconds())
     assert seconds == pytest.approx([1.0, 3.0, 1.5, 1.0])
 
 
-def test_a_real_device_measures_and_synchronizes_once_a_slice():
-    time, calls = Time(), []
-    real = RealDevice(synchronize=lambda: calls.append(time.work(0.25)), clock=time.clock)
-    for _ in range(2):
-        real.begin_slice(7)
-        time.work(1.0)
-        real.pace(0.9)
-        assert real.end_slice() == pytest.approx(1.25)
-    assert len(calls) == 2
-    assert (real.slices, real.overruns) == (2, 0)
-    assert real.real_seconds == real.emulated_seconds == pytest.approx(2.5)
+def test_an_emulated_device_waits_for_the_real_one_at_a_slices_end():
+    time = Time()
+    emulated = device(time, settle=lambda: time.work(3.0))
+    emulated.begin_slice(20)
+    emulated.end_slice()
+    assert emulated.real_seconds == pytest.approx(3.0)
+    assert emulated.overruns == 1
 
 
 QUANTILES = QuantileModel((0.0, 0.5, 0.9, 1.0), (0.8, 1.0, 1.1, 3.0), autocorrelation=0.7)
@@ -297,4 +296,5 @@ def test_a_profile_makes_a_device_with_its_events():
     )  # fmt: skip
     emulated = emulated_device(cluster, 1, StepTime(0.0, 0.001))
     emulated.begin_slice(1)
-    assert emulated.end_slice() == pytest.approx(0.002)
+    emulated.end_slice()
+    assert emulated.take_seconds() == pytest.approx(0.002)

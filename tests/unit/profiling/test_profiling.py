@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 from time import sleep
 
 import pytest
@@ -21,6 +22,7 @@ from hetsync.emulation.device import SHORTEST_SLICE_SECONDS
 from hetsync.plane.base import Handle, Plane, PlaneError
 from hetsync.plane.local import LocalPlane
 from hetsync.profiling import device as profiling
+from hetsync.profiling import measure, report
 from hetsync.profiling.device import (
     INTERVAL,
     LEAST_SECONDS,
@@ -32,7 +34,17 @@ from hetsync.profiling.device import (
     profile_step,
 )
 from hetsync.profiling.interconnect import SIZES_BYTES, measure_interconnect
-from hetsync.profiling.measure import Place, Subject, batch_of, find_place, limit_threads, measure_ranks
+from hetsync.profiling.measure import (
+    Place,
+    Subject,
+    batch_of,
+    find_place,
+    limit_threads,
+    measure_ranks,
+    ranks_sharing,
+    take_device,
+)
+from hetsync.profiling.report import profile_cluster
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -184,18 +196,18 @@ class Host:
 
     plane, config, device = LocalPlane(), Config(data=DataConfig(batch_size=8)), CPU
 
-    def __init__(self, factor=1.0):
-        self.place, self.factor, self.timed = Place("here", 0, 1), factor, []
+    def __init__(self, factor=1.0, largest=None):
+        self.place, self.factor, self.timed, self.largest = Place("here", 0, 1), factor, [], largest
 
-    def step_time(self, sizes):
+    def step_time(self, sizes, sharing):
         self.timed.append(sizes)
         return Profiled(fit(sizes, [self.factor * (0.1 + 0.01 * size) for size in sizes]), 0.01)
 
     def load_seconds(self, samples):
         return 0.0
 
-    def cap(self):
-        return None
+    def cap(self, sharing):
+        return self.largest
 
 
 def test_every_start_measures_afresh(tmp_path, monkeypatch):
@@ -384,3 +396,69 @@ def test_a_dead_interconnect_is_an_error_in_bounded_time():
 
 def test_one_rank_has_a_free_link():
     assert measure_interconnect(LocalPlane()) == Link()
+
+
+@pytest.mark.parametrize(("name", "taken"), [("auto", 1), ("cuda", 1), ("cuda:0", 0)])
+def test_a_rank_takes_its_own_gpu_before_anything_else_does(
+    name: str, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert take_device(name, Place("here", 3, 4)) == torch.device("cuda", taken)
+    assert current == [torch.device("cuda", taken)]
+
+
+def test_no_batch_is_tried_that_would_not_fit():
+    for largest, sizes in ((None, [4, 8, 16]), (100, [4, 8, 16]), (10, [4, 8, 10]), (3, [3])):
+        host = Host(largest=largest)
+        (profile,) = measure_ranks(host, None)
+        assert host.timed == [sizes]
+        assert profile.cap == largest
+
+
+class OneHost(LocalPlane):
+    """Says what other ranks would."""
+
+    def __init__(self, *others):
+        super().__init__()
+        self.others = others
+
+    def gather_objects(self, value):
+        return [value, *self.others]
+
+
+def test_ranks_on_one_gpu_share_its_memory_whatever_index_they_know_it_by(monkeypatch):
+    gpu = types.SimpleNamespace(uuid="GPU-1", total_memory=80 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    plane = OneHost(("here", "GPU-1"), ("here", "GPU-2"), ("elsewhere", "GPU-1"), ("here", None))
+    sharing = ranks_sharing(plane, Place("here", 0, 4), torch.device("cuda", 0))
+    assert sharing == 2
+    assert profiling._own_memory(torch.device("cuda", 0), sharing) == 40 * GIB
+    assert ranks_sharing(plane, Place("here", 0, 4), CPU) == 4
+
+
+def test_ranks_that_share_a_gpu_measure_until_all_are_done(monkeypatch):
+    asked = []
+    monkeypatch.setattr(measure, "profile_steps", lambda *what, least_seconds, **more: asked.append(least_seconds))
+    subject = types.SimpleNamespace(config=Config(), model=None, data=None, optimizers=())
+    for device, sharing in ((CPU, 4), (torch.device("cuda", 0), 1), (torch.device("cuda", 0), 2)):
+        subject.device = device
+        Subject.step_time(subject, [4], sharing)
+    assert asked == [profiling.LEAST_SECONDS, profiling.LEAST_SECONDS, Config().run.profile_seconds]
+
+
+def test_hetsync_profile_measures_in_the_precision_of_the_recipe(monkeypatch):
+    seen = set()
+
+    def model_loss(model, batch):
+        seen.add(model(batch[0]).dtype)
+        return model(batch[0]).sum()
+
+    samples = TensorDataset(torch.ones(32, 2))
+    monkeypatch.setattr(report.data, "build", lambda name, options: Data(samples, samples, model_loss))
+    monkeypatch.setattr(report.models, "build_for", lambda data, name, options: nn.Linear(2, 1))
+    run = RunConfig(precision="bfloat16", device="cpu", profile_seconds=0.01)
+    profile_cluster(LocalPlane(), Config(run=run, data=DataConfig(batch_size=8)))
+    assert seen == {torch.bfloat16}

@@ -1,0 +1,74 @@
+"""What one thread has queued on a GPU before what another queues after it.
+
+A stream is worked off in order, and each thread has a current one. On the default stream of all threads, what a round
+adds up and copies would come behind whole slices that the main thread has queued. So the communication thread has a
+stream of its own, and where the two touch the same tensors, the second follows the first by an event:
+
+    main thread      with order: deltas.finish(...)      slice ................ with order: deltas.apply()
+    communication                                with order: deltas.pack(...) ... copies, sums ... with order: ...
+
+Who may touch what, and when, is for locks and the protocol to say: this carries their order on to the device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class DeviceOrder:
+    """On a processor: operations are done when they return."""
+
+    def follow(self) -> None:
+        """What this thread queues from now on comes after what other threads had queued when they left."""
+
+    def leave(self) -> None:
+        """What this thread has queued so far comes before what others queue once they follow."""
+
+    def __enter__(self) -> None:
+        self.follow()
+
+    def __exit__(self, *failure: object) -> None:
+        self.leave()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Inside, this thread's operations do not queue behind those of others."""
+        yield
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """This thread uses another's tensor: its memory is not used anew before what is queued here is done."""
+
+
+class StreamOrder(DeviceOrder):
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._left: dict[int, torch.cuda.Event] = {}  # by thread; each writes its own in one step
+
+    @property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def follow(self) -> None:
+        me, stream = threading.get_ident(), self._stream
+        for thread, event in self._left.copy().items():
+            if thread != me:
+                stream.wait_event(event)
+
+    def leave(self) -> None:
+        self._left[threading.get_ident()] = self._stream.record_event()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            yield
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._stream)
+
+
+def device_order(device: torch.device) -> DeviceOrder:
+    return StreamOrder(device) if device.type == "cuda" else DeviceOrder()
