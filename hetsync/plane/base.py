@@ -1,4 +1,5 @@
-"""The contract between the engine and whatever carries its bytes.
+"""The contract between the engine and whatever carries its bytes: messages (`Messages`), sums (`Sums`), and a `Plane`,
+which is one of each.
 
 Order. Every rank posts the same collectives in the same order, with the same sizes and wire formats; a
 rank with nothing to give posts zeros. Rank A posting (1, 2) while rank B posts (2, 1) deadlocks both:
@@ -70,27 +71,11 @@ class Residual:
         self.values: torch.Tensor | None = None
 
 
-class Plane(ABC):
-    """One rank's end of the job's communication."""
+class Messages(ABC):
+    """One rank's small messages to others, its blocking calls, and the end of the job."""
 
     rank: int
     size: int
-
-    @property
-    def moves(self) -> int:
-        """How often a collective has moved on. While this grows, looking again soon lets it move on further."""
-        return 0
-
-    @abstractmethod
-    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
-        """Sum a flat, contiguous float32 tensor over all ranks, in place; bit-identical results everywhere.
-
-        The low-precision formats round each rank's addend once and the sum once; they send an
-        all-to-all of shards, add in float32, and all-gather the sums. What rounding takes from the addend is not
-        fed back here: the caller that knows the value it meant (see `wire.round_trip`) does that. What it takes from
-        the sum is known to the rank that adds up the shard, and is kept in `residual` for the next sum of that stream.
-        A float32 sum delivers all that is kept.
-        """
 
     @abstractmethod
     def send(self, message: Any, to: int) -> None:
@@ -112,9 +97,9 @@ class Plane(ABC):
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
 
-    @abstractmethod
     def barrier(self) -> None:
         """Return once every rank has called it."""
+        self.gather_objects(None)
 
     @abstractmethod
     def abort(self, code: int) -> None:
@@ -122,7 +107,85 @@ class Plane(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything; collective, and only after every handle is done."""
+        """Wait for all ranks, and release everything; collective. A second call does nothing."""
+
+
+class Sums(ABC):
+    """One rank's part in the sums of tensors over all ranks."""
+
+    @property
+    def moves(self) -> int:
+        """How often a collective has moved on. While this grows, looking again soon lets it move on further."""
+        return 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether a collective has failed. Later ones will not come to an end either, and nobody should wait."""
+        return False
+
+    @abstractmethod
+    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
+        """Sum a flat, contiguous float32 tensor over all ranks, in place; bit-identical results everywhere.
+
+        The low-precision formats round each rank's addend once and the sum once; they send an
+        all-to-all of shards, add in float32, and all-gather the sums. What rounding takes from the addend is not
+        fed back here: the caller that knows the value it meant (see `wire.round_trip`) does that. What it takes from
+        the sum is known to the rank that adds up the shard, and is kept in `residual` for the next sum of that stream.
+        A float32 sum delivers all that is kept.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; collective, and only after every handle is done. A second call does nothing."""
+
+
+class Plane(Messages, Sums):
+    """One rank's end of the job's communication: messages and sums put together, which may travel by different ways.
+
+    Subclasses change what a plane does by overriding its methods; around another plane they are given it as both.
+    """
+
+    def __init__(self, messages: Messages, sums: Sums) -> None:
+        self.messages, self.sums = messages, sums
+        self.rank, self.size = messages.rank, messages.size
+
+    def send(self, message: Any, to: int) -> None:
+        self.messages.send(message, to)
+
+    def unread(self, to: int) -> bool:
+        return self.messages.unread(to)
+
+    def receive(self) -> Sequence[tuple[int, Any]]:
+        return self.messages.receive()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self.messages.gather_objects(value)
+
+    def broadcast_object(self, value: Any) -> Any:
+        return self.messages.broadcast_object(value)
+
+    def barrier(self) -> None:
+        self.messages.barrier()
+
+    def abort(self, code: int) -> None:
+        self.messages.abort(code)
+
+    @property
+    def moves(self) -> int:
+        return self.sums.moves
+
+    @property
+    def failed(self) -> bool:
+        return self.sums.failed
+
+    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
+        return self.sums.allreduce(tensor, wire, residual)
+
+    def close(self) -> None:
+        """Wait for all ranks and release; a plane whose sums have failed is left alone, since waiting would hang."""
+        if not self.failed:
+            self.sums.close()
+            self.messages.close()
 
 
 def decided_by_first(plane: Plane, decide: Callable[[], Told]) -> Told:
