@@ -14,8 +14,8 @@ Completion. Nothing here blocks except `gather_objects`, `broadcast_object`, `ba
 sleep while they wait: a waiting rank must not burn the core that its device's host thread needs.
 
 Failure. Anything that goes wrong raises `PlaneError`, from the call itself or from the handle's `done`;
-`LateError` from a blocking call that waited too long. A plane never retries. How long a handle may take is the
-caller's business.
+`LateError` from a blocking call that waited too long, `LostError` where a rank has gone. A plane never retries. How
+long a handle may take is the caller's business.
 
 Threads. `allreduce`, `send`, `unread`, `receive` and the handles' `done` are called from one thread (the communication
 thread); the blocking calls from another (the main thread), never two of them at once.
@@ -41,6 +41,10 @@ class PlaneError(RuntimeError):
 
 class LateError(PlaneError):
     """Other ranks did not come in time; the message names them."""
+
+
+class LostError(PlaneError):
+    """Another rank has gone, or what the ranks meet at."""
 
 
 def wait_limit(rank: int, timeout_seconds: float) -> float:
@@ -76,6 +80,11 @@ class Messages(ABC):
 
     rank: int
     size: int
+
+    @property
+    @abstractmethod
+    def messages_by(self) -> str:
+        """What carries them, for people to read."""
 
     @abstractmethod
     def send(self, message: Any, to: int) -> None:
@@ -114,6 +123,11 @@ class Sums(ABC):
     """One rank's part in the sums of tensors over all ranks."""
 
     @property
+    @abstractmethod
+    def sums_by(self) -> str:
+        """What carries them, for people to read."""
+
+    @property
     def moves(self) -> int:
         """How often a collective has moved on. While this grows, looking again soon lets it move on further."""
         return 0
@@ -145,9 +159,30 @@ class Plane(Messages, Sums):
     Subclasses change what a plane does by overriding its methods; around another plane they are given it as both.
     """
 
+    why = "given"  # this plane, for people to read
+
     def __init__(self, messages: Messages, sums: Sums) -> None:
         self.messages, self.sums = messages, sums
         self.rank, self.size = messages.rank, messages.size
+
+    @property
+    def messages_by(self) -> str:
+        return self.messages.messages_by
+
+    @property
+    def sums_by(self) -> str:
+        return self.sums.sums_by
+
+    @property
+    def described(self) -> str:
+        """What carries the bytes and why, for people to read."""
+        return f"sums by {self.sums_by}, messages by {self.messages_by} ({self.why})"
+
+    def settle(self, device: torch.device) -> None:
+        """Collective, once every rank knows its device, and before sums of its tensors. UserError where they cannot be.
+
+        A plane that chose its sums itself may now choose better ones.
+        """
 
     def send(self, message: Any, to: int) -> None:
         self.messages.send(message, to)
@@ -188,18 +223,32 @@ class Plane(Messages, Sums):
             self.messages.close()
 
 
-def decided_by_first(plane: Plane, decide: Callable[[], Told]) -> Told:
+def decided_by_first(messages: Messages, decide: Callable[[], Told]) -> Told:
     """Collective: what `decide` returns on rank 0, on every rank; or its UserError, raised on every rank."""
     told: Told | UserError | None = None
-    if plane.rank == 0:
+    if messages.rank == 0:
         try:
             told = decide()
         except UserError as mistake:
             told = mistake
-    told = plane.broadcast_object(told)
+    told = messages.broadcast_object(told)
     if isinstance(told, UserError):
         raise told
     return cast(Told, told)
+
+
+def made_by_all(messages: Messages, make: Callable[[], Told]) -> Told:
+    """Collective: what `make` returns on this rank; the first UserError of any rank, raised on every rank."""
+    made: Told | None = None
+    mistake: UserError | None = None
+    try:
+        made = make()
+    except UserError as error:
+        mistake = error
+    for told in messages.gather_objects(mistake):
+        if told is not None:
+            raise told
+    return cast(Told, made)
 
 
 def meet(plane: Plane, what: str, value: Any = None) -> list[Any]:

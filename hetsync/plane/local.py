@@ -22,6 +22,8 @@ class _Finished(Handle):
 class LocalSums(Sums):
     """Of one rank."""
 
+    sums_by = "this process alone"
+
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
         tensor = flat(tensor)
         if wire == "float32":
@@ -39,8 +41,8 @@ class LocalSums(Sums):
 class LocalMessages(Messages):
     """Of rank 0 of 1, to itself."""
 
-    rank = 0
-    size = 1
+    rank, size = 0, 1
+    messages_by = "this process alone"
 
     def __init__(self) -> None:
         self._messages: list[bytes] = []

@@ -74,7 +74,7 @@ class MpiSums(PolledSums):
     def __init__(self, timeout_seconds: float = 600.0, cuda_aware: bool = False) -> None:
         world = MPI.COMM_WORLD
         self._lanes = _MpiLane(_duplicate(world)), _MpiLane(_duplicate(world))
-        super().__init__(world.Get_rank(), world.Get_size(), *self._lanes, reads_cuda=cuda_aware)
+        super().__init__("MPI", world.Get_rank(), world.Get_size(), *self._lanes, reads_cuda=cuda_aware)
         self._timeout_seconds = timeout_seconds
         self._closed = False
 
@@ -96,6 +96,8 @@ class MpiMessages(Messages):
     `timeout_seconds` bounds each blocking call. Raises `UserError` where MPI was not initialised for several
     threads.
     """
+
+    messages_by = "MPI"
 
     def __init__(self, timeout_seconds: float = 600.0) -> None:
         _require_threads()

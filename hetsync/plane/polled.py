@@ -54,6 +54,7 @@ class Lane(ABC):
         """Post all when it is this ticket's turn, then wait."""
         while self._posted != ticket:
             yield
+        yield from self.all_here()
         tests: deque[Test] = deque()
         self._pending[ticket] = (tests, buffers)
         for post in posts:
@@ -70,6 +71,10 @@ class Lane(ABC):
             yield
         tests.popleft()
         self.completed += 1
+
+    def all_here(self) -> Waiting[None]:
+        """Waits for the other ranks, where collectives must not be posted before these have come."""
+        yield from ()
 
     @abstractmethod
     def sum_in_place(self, values: torch.Tensor) -> Iterable[Post]:
@@ -105,16 +110,21 @@ class _Collective(Handle):
 class PolledSums(Sums):
     """Sums on two lanes: one for float32 and for first stages, one for second stages.
 
-    With `reads_cuda` the lanes' library reads and writes CUDA memory itself.
+    `by` names what carries them. With `reads_cuda` the lanes' library reads and writes CUDA memory itself.
     """
 
-    def __init__(self, rank: int, size: int, first: Lane, second: Lane, reads_cuda: bool = False) -> None:
+    def __init__(self, by: str, rank: int, size: int, first: Lane, second: Lane, reads_cuda: bool = False) -> None:
         self._rank, self._size = rank, size
+        self._by = by
         self._first, self._second = first, second
         self._reads_cuda = reads_cuda
         self._under_way: list[_Collective] = []
         self._staging: dict[torch.device, HostStaging] = {}
         self._error: PlaneError | None = None
+
+    @property
+    def sums_by(self) -> str:
+        return self._by
 
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
         self._raise_latched()
@@ -182,7 +192,8 @@ class PolledSums(Sums):
             collective.step()
         except Exception as error:
             # Latched: whatever was posted after it will not come to an end either.
-            self._error = PlaneError(f"allreduce on rank {self._rank} failed: {error}")
+            failed = PlaneError(f"allreduce on rank {self._rank} failed: {error}")
+            self._error = error if isinstance(error, PlaneError) else failed
             raise self._error from error
         if collective.finished:
             self._under_way.remove(collective)

@@ -75,6 +75,7 @@ class Preparation(ABC):
         self.device = choose_device(config.run.device, self.place)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # a script's plain "cuda" is this one
+        self.plane.settle(self.device)
         self.local_rank = self.place.local_rank
         seed_all(config.run.seed)
         if config.run.precision == "float16":

@@ -217,6 +217,8 @@ class Running:
                 write_atomically(setup.folder / SUMMARY, json.dumps(first_summary(self._job_figures()), indent=1))
             self._saver.start_timer()
             self.display.say(f"the run folder is {setup.folder}")
+        if setup.plane.size > 1:
+            self.display.say(setup.plane.described)
         self.display.ranks(self.profiles, self.session.shares, self._solo)
         trackers = trackers_of(setup.track, setup.folder, self.session.plan.applied)
         if trackers and setup.plane.rank == 0:
@@ -359,6 +361,7 @@ class Running:
         return JobFigures(
             status=status,
             ranks=setup.plane.size,
+            plane=setup.plane.described,
             emulated=setup.cluster is not None,
             emulate=setup.config.emulation.profile,
             samples_applied=self.session.applied,

@@ -12,15 +12,41 @@ from mpi4py import MPI
 
 from hetsync.emulation.link import EmulatedLink
 from hetsync.plane.base import Messages, Plane
+from hetsync.plane.choice import torch_sums
 from hetsync.plane.faulty import FaultyPlane
+from hetsync.plane.groups import GatedLane, open_gloo
 from hetsync.plane.local import LocalPlane
-from hetsync.plane.mpi import MpiPlane
+from hetsync.plane.mpi import MpiMessages, MpiPlane
+from hetsync.plane.polled import PolledSums
+from hetsync.plane.rendezvous import rendezvous_by_messages
+from hetsync.plane.store import StoreMessages
 
 Finish = Callable[..., None]
 
+
+def torch_plane() -> Plane:
+    """Sums by Gloo, messages by MPI."""
+    messages = MpiMessages()
+    return Plane(messages, torch_sums(messages, rendezvous_by_messages(messages, 30)))
+
+
+def store_plane() -> Plane:
+    """Messages by the store, and sums by Gloo in the way of NCCL's: each posted once all ranks have come."""
+    world = MpiMessages()
+    rendezvous = rendezvous_by_messages(world, 30)
+    messages, store = StoreMessages(rendezvous), rendezvous.connect()
+    world.close()
+    groups = [open_gloo(store, name, messages.rank, messages.size, 30) for name in ("sums", "gate")]
+    lane = GatedLane(*groups)
+    return Plane(messages, PolledSums("gated Gloo", messages.rank, messages.size, lane, lane))
+
+
 BACKENDS: dict[str, Callable[[], Plane]] = {
     "mpi": MpiPlane,
+    "torch": torch_plane,
+    "store": store_plane,
     "emulated-link": lambda: EmulatedLink(MpiPlane(), latency_seconds=1e-3, bytes_per_second=1e10),
+    "emulated-link around torch": lambda: EmulatedLink(torch_plane(), latency_seconds=1e-3, bytes_per_second=1e10),
     "faulty": lambda: FaultyPlane(MpiPlane(), ()),
     **({"local": LocalPlane} if MPI.COMM_WORLD.Get_size() == 1 else {}),
 }
