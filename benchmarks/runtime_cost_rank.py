@@ -25,7 +25,7 @@ import hetsync
 from hetsync.api import JoinedSession
 from hetsync.files import write_atomically
 from hetsync.models.resnet import resnet50
-from hetsync.plane.mpi import MpiPlane
+from hetsync.plane.mpi import MpiMessages, MpiPlane, MpiSums
 from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.deltas import Deltas
 from hetsync.sync.gradients import Gradients
@@ -43,8 +43,8 @@ PARTS: dict[str, list[tuple[type, str]]] = {
         *((Gradients, name) for name in ("_arrive", "close_slice", "flush", "collect")),
     ],
     "communication thread's copies": [*((Deltas, name) for name in ("pack", "apply_sum")), (Gradients, "pack")],
-    "MPI's sums": [(MpiPlane, "allreduce"), (MpiPlane, "_progress")],
-    "messages": [(MpiPlane, "receive"), (MpiPlane, "send")],
+    "MPI's sums": [(MpiSums, "allreduce"), (MpiSums, "_progress")],
+    "messages": [(MpiMessages, "receive"), (MpiMessages, "send")],
     "coordinator": [(Coordinator, "handle")],
 }
 OF_MAIN_THREAD = ("main thread's copies",)

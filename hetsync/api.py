@@ -10,8 +10,8 @@
                 job.backward(loss)
                 job.step(optimizer)
 
-Start it with `mpirun -np N python my_script.py`. Every rank gets slices of its own; together they use each sample once
-an epoch.
+Start it with `torchrun --nproc-per-node N my_script.py` or `mpirun -np N python my_script.py`. Every rank gets slices
+of its own; together they use each sample once an epoch.
 
 The small form has no run folder, and takes all at once:
 
@@ -117,33 +117,33 @@ def join(
     optimizer: torch.optim.Optimizer | None = None,
     dataset: Dataset[Any] | None = None,
     *,
-    plane: Plane | None = None,
+    plane: Plane | str | None = None,
     **arguments: Any,
 ) -> Job | JoinedSession:
-    """Collective: this rank's part in the job that an MPI launcher started, or in a job of one rank.
+    """Collective: this rank's part in the job that torchrun or an MPI launcher started, or in a job of one rank.
 
     Without a model: a `Job`, see `join_job`. With model, optimizer and data set: the small form, see `join_session`.
-    `plane`: where another plane than the launcher's is wanted.
+    `plane`: a name as in a recipe's `run.plane`, or a plane of your own, where another than the launcher's is wanted.
 
     Ranks start with equal shares (where nothing was measured) and are re-balanced from their measured speeds. A mistake
     ends the job with one sentence and status 2 (SystemExit on a lone rank).
     """
-    given = plane
+    own = plane is None or isinstance(plane, str)
     stop = StopSignal() if model is None and arguments.get("run") is not None else None
     with early_mistakes():
         check_not_a_worker()
-        if plane is None:
-            plane = open_plane("auto")
+        if plane is None or isinstance(plane, str):
+            plane = open_plane(plane or "auto")
         elif not isinstance(plane, Plane):
-            raise UserError(f"plane is a {type(plane).__name__}: give a hetsync.plane.base.Plane, or leave it out")
+            raise UserError(f"plane is a {type(plane).__name__}: give the name of one, or leave it out")
     try:
         form = join_job if model is None else join_session
         check_settings(form, arguments)
         joined: Job | JoinedSession
         if model is None:
-            joined = join_job(plane, given is None, stop, **arguments)
+            joined = join_job(plane, own, stop, **arguments)
         else:
-            joined = join_session(model, optimizer, dataset, plane, given is None, **arguments)
+            joined = join_session(model, optimizer, dataset, plane, own, **arguments)
         joined.unclosed.watch()
         return joined
     except UserError as mistake:
@@ -247,6 +247,7 @@ def join_session(
         }
     )
     total = total_samples(None, epochs, len(dataset))
+    plane.settle(device)
     cluster = load_cluster(emulate) if emulate is not None else None
     profiles = plane.gather_objects(profile_of(model, plane, cluster, samples_per_second))
     plan = Plan(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
@@ -14,22 +15,26 @@ def launched_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is one of an MPI job, judged by its environment; loads no MPI.
 
     A SLURM step of several tasks counts also without PMI: taking each task for a job of its own would
-    silently train the same model several times.
+    silently train the same model several times. torchrun in such a step, or under mpirun, starts ranks of its own.
     """
+    if _TORCHRUN in environ:
+        return False
     if any(name in environ for name in _LAUNCHER_VARIABLES):
         return True
     return _number(environ.get("SLURM_STEP_NUM_TASKS")) > 1
 
 
-def launched_without_mpi(environ: Mapping[str, str] = os.environ) -> int:
-    """Ranks that torchrun, or a launcher like it, has started, of which MPI does not know; 0 where none has."""
-    if launched_by_mpi(environ) or "LOCAL_RANK" not in environ:
+def launched_by_torch(environ: Mapping[str, str] = os.environ) -> int:
+    """Ranks that torchrun, or a launcher that sets RANK and WORLD_SIZE as it does, has started; 0 where none has."""
+    if launched_by_mpi(environ) or "RANK" not in environ:
         return 0
     return _number(environ.get("WORLD_SIZE"))
 
 
 def ranks_started(environ: Mapping[str, str] = os.environ) -> int:
-    """Ranks of the job, as its launcher has it; 1 where it says nothing."""
+    """Ranks of the job, as its MPI launcher has it; 1 where it says nothing."""
+    if _TORCHRUN in environ:
+        return 1
     return next((_number(environ[name]) for name in _SIZE_VARIABLES if name in environ), 1)
 
 
@@ -39,7 +44,7 @@ def _number(text: str | None) -> int:
 
 def first_rank() -> bool:
     """Is this rank 0, judged by what launchers tell (before MPI is there)?"""
-    if launched_without_mpi() > 1:
+    if launched_by_torch() > 1:
         return os.environ.get("RANK", "0") == "0"
     told = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
     return not launched_by_mpi() or told == "0"

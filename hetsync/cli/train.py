@@ -1,4 +1,4 @@
-"""`hetsync train`, and `hetsync-train`: one training job, under an MPI launcher or alone."""
+"""`hetsync train`, and `hetsync-train`: one training job, under an MPI launcher, torchrun, or alone."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ import torch
 from hetsync.emulation.cluster import Cluster, Link
 from hetsync.plane.base import Handle, Plane, Residual, WireFormat
 from hetsync.plane.wire import encoded_bytes
-from hetsync.plane.wrapper import PlaneWrapper
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class _LinkHandle(Handle):
         return self._link._now() >= self.due
 
 
-class EmulatedLink(PlaneWrapper):
+class EmulatedLink(Plane):
     """Allreduces take, on top of the plane's own time, those of a link with this latency and bandwidth.
 
     One collective of s bytes on the wire over N ranks takes `latency_seconds` once, and the ring
@@ -93,7 +92,7 @@ class EmulatedLink(PlaneWrapper):
                 f"a link needs latency_seconds >= 0 and bytes_per_second > 0, not {latency_seconds} and"
                 f" {bytes_per_second}"
             )
-        super().__init__(plane)
+        super().__init__(plane, plane)
         self._figures = Link(latency_seconds, bytes_per_second)
         self._clock = clock
         self._busy_until = -math.inf
@@ -105,7 +104,7 @@ class EmulatedLink(PlaneWrapper):
 
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
         seconds = self.transfer_seconds(tensor.numel(), wire)
-        handle = _LinkHandle(self, self.plane.allreduce(tensor, wire, residual), seconds)
+        handle = _LinkHandle(self, super().allreduce(tensor, wire, residual), seconds)
         self._waiting.append(handle)
         return handle
 

@@ -5,41 +5,85 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hetsync.errors import UserError
-from hetsync.launchers import launched_by_mpi, launched_without_mpi, ranks_started
+from hetsync.launchers import launched_by_mpi, launched_by_torch, ranks_started
 
 if TYPE_CHECKING:
     from hetsync.plane.base import Plane
 
-PLANES = ("auto", "mpi", "local")
+PLANES = ("auto", "mpi", "torch", "local")
 
 
 def open_plane(name: str, timeout_seconds: float = 600.0) -> Plane:
-    """The plane called "mpi", "local", or, for "auto", the one that fits how this process was started.
+    """The plane called "mpi", "torch" or "local", or, for "auto", the one that fits how this process was started.
 
-    Collective for "mpi"; `timeout_seconds` bounds its blocking calls. Raises `UserError` for other names, where
-    MPI cannot be used, and where a launcher started more ranks than MPI sees.
+    Collective, but for "local"; `timeout_seconds` bounds its blocking calls. Raises `UserError` for other names, where
+    a plane cannot be used, and where it would not reach all ranks that a launcher started.
     """
     if name not in PLANES:
         raise UserError(f"plane: {name!r} is unknown; choose one of {', '.join(PLANES)}")
-    if name == "auto":
-        _check_launcher(launched_without_mpi())
-    if name == "local" or (name == "auto" and not launched_by_mpi()):
-        from hetsync.plane.local import LocalPlane
-
-        return LocalPlane()
-    from hetsync.plane.mpi import MpiPlane
-
-    plane = MpiPlane(timeout_seconds)
-    _check_size(plane.size, ranks_started())
-    return plane
+    by_torch, by_mpi = launched_by_torch(), launched_by_mpi()
+    if name == "torch" or (name == "auto" and by_torch > 1):
+        return _torch(name, by_torch, by_mpi, timeout_seconds)
+    if name == "mpi" or (name == "auto" and by_mpi):
+        return _mpi(name, by_torch, timeout_seconds)
+    return _local(name, max(by_torch, ranks_started()))
 
 
-def _check_launcher(started: int) -> None:
+def _mpi(name: str, by_torch: int, timeout_seconds: float) -> Plane:
+    if by_torch > 1:
+        raise UserError(
+            f"run.plane is mpi, but torchrun, or a launcher like it, started these {by_torch} ranks, of which MPI does"
+            f" not know: use run.plane torch or auto, or start them with mpirun -np {by_torch}"
+        )
+    from hetsync.plane.choice import ChosenPlane
+    from hetsync.plane.mpi import MpiMessages, MpiSums
+
+    messages = MpiMessages(timeout_seconds)
+    _check_size(messages.size, ranks_started())
+    why = "run.plane is mpi" if name == "mpi" else "run.plane is auto, and an MPI launcher started the ranks"
+    return ChosenPlane(messages, MpiSums(timeout_seconds), name, why, timeout_seconds)
+
+
+def _torch(name: str, by_torch: int, by_mpi: bool, timeout_seconds: float) -> Plane:
+    if not by_torch and not by_mpi:
+        raise UserError(
+            "run.plane is torch, but no launcher started this process: start it with torchrun --nproc-per-node N or"
+            " mpirun -np N, or use run.plane auto"
+        )
+    import torch.distributed
+
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        raise UserError("run.plane is torch, but this torch has no Gloo: install another build of it, or use mpirun")
+    from hetsync.plane.base import Messages
+    from hetsync.plane.choice import ChosenPlane, torch_sums
+    from hetsync.plane.rendezvous import rendezvous_by_environment, rendezvous_by_messages
+
+    why = "run.plane is torch" if name == "torch" else f"run.plane is auto, and torchrun started {by_torch} ranks"
+    messages: Messages
+    if by_torch:
+        from hetsync.plane.store import StoreMessages
+
+        rendezvous = rendezvous_by_environment(timeout_seconds)
+        messages = StoreMessages(rendezvous)
+    else:
+        from hetsync.plane.mpi import MpiMessages
+
+        messages = MpiMessages(timeout_seconds)
+        _check_size(messages.size, ranks_started())
+        rendezvous = rendezvous_by_messages(messages, timeout_seconds)
+    return ChosenPlane(messages, torch_sums(messages, rendezvous), name, why, timeout_seconds)
+
+
+def _local(name: str, started: int) -> Plane:
     if started > 1:
         raise UserError(
-            f"{started} processes were started without MPI, by torchrun or a launcher like it, and each would train"
-            f" alone: start them with mpirun -np {started} python SCRIPT"
+            f"run.plane is local, but {started} ranks were started, and each would train alone: use run.plane auto"
         )
+    from hetsync.plane.local import LocalPlane
+
+    plane = LocalPlane()
+    plane.why = "run.plane is local" if name == "local" else "run.plane is auto, and this process was started alone"
+    return plane
 
 
 def _check_size(size: int, started: int) -> None:

@@ -1,4 +1,5 @@
-"""The contract between the engine and whatever carries its bytes.
+"""The contract between the engine and whatever carries its bytes: messages (`Messages`), sums (`Sums`), and a `Plane`,
+which is one of each.
 
 Order. Every rank posts the same collectives in the same order, with the same sizes and wire formats; a
 rank with nothing to give posts zeros. Rank A posting (1, 2) while rank B posts (2, 1) deadlocks both:
@@ -13,8 +14,8 @@ Completion. Nothing here blocks except `gather_objects`, `broadcast_object`, `ba
 sleep while they wait: a waiting rank must not burn the core that its device's host thread needs.
 
 Failure. Anything that goes wrong raises `PlaneError`, from the call itself or from the handle's `done`;
-`LateError` from a blocking call that waited too long. A plane never retries. How long a handle may take is the
-caller's business.
+`LateError` from a blocking call that waited too long, `LostError` where a rank has gone. A plane never retries. How
+long a handle may take is the caller's business.
 
 Threads. `allreduce`, `send`, `unread`, `receive` and the handles' `done` are called from one thread (the communication
 thread); the blocking calls from another (the main thread), never two of them at once.
@@ -40,6 +41,10 @@ class PlaneError(RuntimeError):
 
 class LateError(PlaneError):
     """Other ranks did not come in time; the message names them."""
+
+
+class LostError(PlaneError):
+    """Another rank has gone, or what the ranks meet at."""
 
 
 def wait_limit(rank: int, timeout_seconds: float) -> float:
@@ -70,27 +75,16 @@ class Residual:
         self.values: torch.Tensor | None = None
 
 
-class Plane(ABC):
-    """One rank's end of the job's communication."""
+class Messages(ABC):
+    """One rank's small messages to others, its blocking calls, and the end of the job."""
 
     rank: int
     size: int
 
     @property
-    def moves(self) -> int:
-        """How often a collective has moved on. While this grows, looking again soon lets it move on further."""
-        return 0
-
     @abstractmethod
-    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
-        """Sum a flat, contiguous float32 tensor over all ranks, in place; bit-identical results everywhere.
-
-        The low-precision formats round each rank's addend once and the sum once; they send an
-        all-to-all of shards, add in float32, and all-gather the sums. What rounding takes from the addend is not
-        fed back here: the caller that knows the value it meant (see `wire.round_trip`) does that. What it takes from
-        the sum is known to the rank that adds up the shard, and is kept in `residual` for the next sum of that stream.
-        A float32 sum delivers all that is kept.
-        """
+    def messages_by(self) -> str:
+        """What carries them, for people to read."""
 
     @abstractmethod
     def send(self, message: Any, to: int) -> None:
@@ -112,9 +106,9 @@ class Plane(ABC):
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
 
-    @abstractmethod
     def barrier(self) -> None:
         """Return once every rank has called it."""
+        self.gather_objects(None)
 
     @abstractmethod
     def abort(self, code: int) -> None:
@@ -122,21 +116,139 @@ class Plane(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything; collective, and only after every handle is done."""
+        """Wait for all ranks, and release everything; collective. A second call does nothing."""
 
 
-def decided_by_first(plane: Plane, decide: Callable[[], Told]) -> Told:
+class Sums(ABC):
+    """One rank's part in the sums of tensors over all ranks."""
+
+    @property
+    @abstractmethod
+    def sums_by(self) -> str:
+        """What carries them, for people to read."""
+
+    @property
+    def moves(self) -> int:
+        """How often a collective has moved on. While this grows, looking again soon lets it move on further."""
+        return 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether a collective has failed. Later ones will not come to an end either, and nobody should wait."""
+        return False
+
+    @abstractmethod
+    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
+        """Sum a flat, contiguous float32 tensor over all ranks, in place; bit-identical results everywhere.
+
+        The low-precision formats round each rank's addend once and the sum once; they send an
+        all-to-all of shards, add in float32, and all-gather the sums. What rounding takes from the addend is not
+        fed back here: the caller that knows the value it meant (see `wire.round_trip`) does that. What it takes from
+        the sum is known to the rank that adds up the shard, and is kept in `residual` for the next sum of that stream.
+        A float32 sum delivers all that is kept.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; collective, and only after every handle is done. A second call does nothing."""
+
+
+class Plane(Messages, Sums):
+    """One rank's end of the job's communication: messages and sums put together, which may travel by different ways.
+
+    Subclasses change what a plane does by overriding its methods; around another plane they are given it as both.
+    """
+
+    why = "given"  # this plane, for people to read
+
+    def __init__(self, messages: Messages, sums: Sums) -> None:
+        self.messages, self.sums = messages, sums
+        self.rank, self.size = messages.rank, messages.size
+
+    @property
+    def messages_by(self) -> str:
+        return self.messages.messages_by
+
+    @property
+    def sums_by(self) -> str:
+        return self.sums.sums_by
+
+    @property
+    def described(self) -> str:
+        """What carries the bytes and why, for people to read."""
+        return f"sums by {self.sums_by}, messages by {self.messages_by} ({self.why})"
+
+    def settle(self, device: torch.device) -> None:
+        """Collective, once every rank knows its device, and before sums of its tensors. UserError where they cannot be.
+
+        A plane that chose its sums itself may now choose better ones.
+        """
+
+    def send(self, message: Any, to: int) -> None:
+        self.messages.send(message, to)
+
+    def unread(self, to: int) -> bool:
+        return self.messages.unread(to)
+
+    def receive(self) -> Sequence[tuple[int, Any]]:
+        return self.messages.receive()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self.messages.gather_objects(value)
+
+    def broadcast_object(self, value: Any) -> Any:
+        return self.messages.broadcast_object(value)
+
+    def barrier(self) -> None:
+        self.messages.barrier()
+
+    def abort(self, code: int) -> None:
+        self.messages.abort(code)
+
+    @property
+    def moves(self) -> int:
+        return self.sums.moves
+
+    @property
+    def failed(self) -> bool:
+        return self.sums.failed
+
+    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
+        return self.sums.allreduce(tensor, wire, residual)
+
+    def close(self) -> None:
+        """Wait for all ranks and release; a plane whose sums have failed is left alone, since waiting would hang."""
+        if not self.failed:
+            self.sums.close()
+            self.messages.close()
+
+
+def decided_by_first(messages: Messages, decide: Callable[[], Told]) -> Told:
     """Collective: what `decide` returns on rank 0, on every rank; or its UserError, raised on every rank."""
     told: Told | UserError | None = None
-    if plane.rank == 0:
+    if messages.rank == 0:
         try:
             told = decide()
         except UserError as mistake:
             told = mistake
-    told = plane.broadcast_object(told)
+    told = messages.broadcast_object(told)
     if isinstance(told, UserError):
         raise told
     return cast(Told, told)
+
+
+def made_by_all(messages: Messages, make: Callable[[], Told]) -> Told:
+    """Collective: what `make` returns on this rank; the first UserError of any rank, raised on every rank."""
+    made: Told | None = None
+    mistake: UserError | None = None
+    try:
+        made = make()
+    except UserError as error:
+        mistake = error
+    for told in messages.gather_objects(mistake):
+        if told is not None:
+            raise told
+    return cast(Told, made)
 
 
 def meet(plane: Plane, what: str, value: Any = None) -> list[Any]:

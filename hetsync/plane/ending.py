@@ -48,7 +48,7 @@ def _verdict(failure: BaseException) -> tuple[int, str | None]:
     """Exit status, and what to say in place of a traceback."""
     import torch
 
-    from hetsync.plane.base import LateError, StalledError
+    from hetsync.plane.base import LateError, LostError, StalledError
 
     if isinstance(failure, UserError):
         return USER_ERROR, str(failure)
@@ -59,7 +59,7 @@ def _verdict(failure: BaseException) -> tuple[int, str | None]:
         )
     if isinstance(failure, torch.cuda.OutOfMemoryError):
         return USER_ERROR, "out of GPU memory: lower batch_size, or this rank's share by sync.pins (in a script: pins=)"
-    if isinstance(failure, StalledError | LateError):
+    if isinstance(failure, StalledError | LateError | LostError):
         return INTERNAL_ERROR, str(failure)
     if isinstance(failure, KeyboardInterrupt):
         return INTERRUPTED, "interrupted"

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from hetsync.plane.base import Handle, Plane, Residual, WireFormat
-from hetsync.plane.wrapper import PlaneWrapper
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class _DelayedHandle(Handle):
         return self._inner.done() and self._clock() >= self._due
 
 
-class FaultyPlane(PlaneWrapper):
+class FaultyPlane(Plane):
     """A plane whose rank suffers those of `faults` that are addressed to it.
 
     `fired` lists those that struck here; each is also announced on stderr, as `fault fired: ...`, which is
@@ -78,7 +77,7 @@ class FaultyPlane(PlaneWrapper):
     """
 
     def __init__(self, plane: Plane, faults: Sequence[Fault], clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(plane)
+        super().__init__(plane, plane)
         self.fired: list[Fault] = []
         self._faults = [fault for fault in faults if fault.rank == self.rank]
         self._clock = clock
@@ -94,7 +93,7 @@ class FaultyPlane(PlaneWrapper):
                 os.kill(os.getpid(), signal.SIGKILL)
             if isinstance(fault, Corrupt):
                 tensor[:1] = torch.nan
-        handle = self.plane.allreduce(tensor, wire, residual)
+        handle = super().allreduce(tensor, wire, residual)
         for fault in struck:
             if isinstance(fault, Stall):
                 handle = _StalledHandle(handle)
@@ -108,7 +107,7 @@ class FaultyPlane(PlaneWrapper):
         for fault in dropped:
             self._fire(fault)
         if not dropped:
-            self.plane.send(message, to)
+            super().send(message, to)
 
     def _fire(self, fault: Fault) -> None:
         self.fired.append(fault)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hetsync.plane.base import Handle, Plane, PlaneError, Residual, WireFormat
+from hetsync.plane.base import Handle, Messages, Plane, PlaneError, Residual, Sums, WireFormat
 from hetsync.plane.wire import decode, deliver, encode_sum, flat, round_trip
 
 
@@ -19,14 +19,10 @@ class _Finished(Handle):
         return True
 
 
-class LocalPlane(Plane):
-    """Rank 0 of 1; imports no MPI."""
+class LocalSums(Sums):
+    """Of one rank."""
 
-    rank = 0
-    size = 1
-
-    def __init__(self) -> None:
-        self._messages: list[bytes] = []
+    sums_by = "this process alone"
 
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
         tensor = flat(tensor)
@@ -37,6 +33,19 @@ class LocalPlane(Plane):
             total = encode_sum(round_trip(tensor, wire), wire, residual)
             tensor.copy_(decode(total, tensor.numel(), wire))
         return _Finished()
+
+    def close(self) -> None:
+        pass
+
+
+class LocalMessages(Messages):
+    """Of rank 0 of 1, to itself."""
+
+    rank, size = 0, 1
+    messages_by = "this process alone"
+
+    def __init__(self) -> None:
+        self._messages: list[bytes] = []
 
     def send(self, message: Any, to: int) -> None:
         if to != 0:
@@ -56,9 +65,6 @@ class LocalPlane(Plane):
     def broadcast_object(self, value: Any) -> Any:
         return value
 
-    def barrier(self) -> None:
-        pass
-
     def abort(self, code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -66,3 +72,10 @@ class LocalPlane(Plane):
 
     def close(self) -> None:
         self._messages = []
+
+
+class LocalPlane(Plane):
+    """Rank 0 of 1; imports no MPI."""
+
+    def __init__(self) -> None:
+        super().__init__(LocalMessages(), LocalSums())

@@ -230,6 +230,8 @@ class Running:
                 write_atomically(at.folder / SUMMARY, json.dumps(first_summary(self._job_figures()), indent=1))
             self._saver.start_timer()
             self.display.say(f"the run folder is {at.folder}")
+        if self.plane.size > 1:
+            self.display.say(self.plane.described)
         self.display.ranks(self.profiles, self.session.shares, self._solo)
         trackers = trackers_of(self._shown.track, at.folder, self.session.plan.applied)
         if trackers and self.plane.rank == 0:
@@ -381,6 +383,7 @@ class Running:
         return JobFigures(
             status=status,
             ranks=self.plane.size,
+            plane=self.plane.described,
             emulated=self.at.cluster is not None,
             emulate=self.config.emulation.profile,
             samples_applied=self.session.applied,

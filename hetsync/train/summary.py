@@ -23,6 +23,7 @@ class JobFigures:
 
     status: Status
     ranks: int
+    plane: str | None  # None: simulated
     emulated: bool
     emulate: str | None
     samples_applied: int

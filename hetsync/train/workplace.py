@@ -46,6 +46,7 @@ def take_place(config: Config, plane: Plane, folder: Path | None, loaded: checkp
     place = find_place(plane)
     limit_threads(place, cluster is not None)
     device = take_device(config.run.device, place)
+    plane.settle(device)
     seed_all(config.run.seed)
     return Workplace(
         config=config, plane=plane, folder=folder, loaded=loaded, cluster=cluster, place=place, device=device

@@ -190,6 +190,7 @@ def test_the_keys_of_summaries_are_explained() -> None:
     job = JobFigures(
         status="finished",
         ranks=1,
+        plane="sums by MPI, messages by MPI (given)",
         emulated=True,
         emulate=None,
         samples_applied=80,

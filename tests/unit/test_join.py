@@ -221,11 +221,11 @@ def test_misuse_of_join_is_one_sentence(name: str, capsys: pytest.CaptureFixture
     assert isinstance(ended.value.__cause__, UserError)
 
 
-def test_a_plane_by_name_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_plane_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     model = network()
     with pytest.raises(SystemExit) as ended:
-        hetsync.join(model, SGD(model.parameters(), 0.1), samples(), plane="mpi")  # type: ignore[arg-type]
-    assert "plane is a str: give a hetsync.plane.base.Plane, or leave it out" in said(capsys, ended.value)
+        hetsync.join(model, SGD(model.parameters(), 0.1), samples(), plane="gloo")
+    assert "plane: 'gloo' is unknown; choose one of auto, mpi, torch, local" in said(capsys, ended.value)
 
 
 @BOUNDS

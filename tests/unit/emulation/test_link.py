@@ -21,10 +21,9 @@ class _Ready(Handle):
 class _FourRanks(LocalPlane):
     """One of four ranks, whose collectives end when the test says so."""
 
-    size = 4
-
     def __init__(self) -> None:
         super().__init__()
+        self.size = 4
         self.handles: list[_Ready] = []
 
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:

@@ -85,7 +85,9 @@ class Steps:
 )
 def test_cores_are_divided_among_those_who_share_them(affinities, threads, monkeypatch):
     class Gathering(LocalPlane):
-        size = len(affinities)
+        def __init__(self):
+            super().__init__()
+            self.size = len(affinities)
 
         def gather_objects(self, value):
             return [(value[0], cores) for cores in affinities]

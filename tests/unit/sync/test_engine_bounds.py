@@ -20,10 +20,9 @@ SECONDS = 15.0
 class DeafPlane(LocalPlane):
     """A look never ends once it is `deaf`, as where an MPI library hangs. One rank alone has no such thread."""
 
-    size = 2
-
     def __init__(self) -> None:
         super().__init__()
+        self.size = 2
         self.deaf, self.hangs, self.over = threading.Event(), threading.Event(), threading.Event()
 
     def receive(self) -> Sequence[tuple[int, Any]]:

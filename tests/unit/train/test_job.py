@@ -28,9 +28,6 @@ from torch.utils.data import (
 )
 
 import hetsync
-from hetsync.errors import UserError
-from hetsync.launchers import first_rank, launched_without_mpi
-from hetsync.plane import open_plane
 from hetsync.train.job import Job
 
 SAMPLES, BATCH = 48, 16
@@ -302,22 +299,6 @@ def test_run_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "the checkpoint does not fit the model" in sentence_of(
         capsys, lambda: train(another, run=run, resume=True, epochs=4)
     )
-
-
-def test_processes_that_torchrun_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would train alone, on all of the data."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    started = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
-    assert launched_without_mpi({**started, "OMPI_COMM_WORLD_SIZE": "4"}) == 0
-    assert launched_without_mpi({}) == 0
-    for name, value in started.items():
-        monkeypatch.setenv(name, value)
-    assert not first_rank()
-    with pytest.raises(UserError, match=r"4 processes were started without MPI.*mpirun -np 4"):
-        open_plane("auto")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert open_plane("auto").size == 1
 
 
 NO_GUARD = """

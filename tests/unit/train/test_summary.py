@@ -13,6 +13,7 @@ from hetsync.train.summary import JobFigures, RankFigures, RunFigures, first_sum
 JOB = JobFigures(
     status="finished",
     ranks=2,
+    plane="sums by MPI, messages by MPI (given)",
     emulated=False,
     emulate=None,
     samples_applied=3000,

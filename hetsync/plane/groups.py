@@ -1,0 +1,143 @@
+"""Sums by torch.distributed: Gloo for CPU tensors, NCCL for CUDA tensors where every rank has a device of its own.
+
+Groups are made here, not by `init_process_group`: a script may have a default group of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hetsync.errors import UserError, one_sentence
+from hetsync.plane.base import Handle, LostError, Residual, Sums, WireFormat
+from hetsync.plane.polled import Lane, PolledSums, Post, Test
+from hetsync.plane.rendezvous import ENDLESS
+from hetsync.plane.staging import Waiting
+
+
+def open_gloo(store: dist.Store, name: str, rank: int, size: int, timeout_seconds: float) -> Any:
+    """Collective: a group of all ranks; `name` is its own. UserError where they do not reach each other in time."""
+    try:
+        group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timedelta(seconds=timeout_seconds))
+    except RuntimeError as error:
+        raise UserError(
+            f"rank {rank}: Gloo does not connect the ranks ({one_sentence(str(error))[:200]}): set"
+            " GLOO_SOCKET_IFNAME to the network interface that reaches all hosts"
+        ) from error
+    group._set_default_timeout(ENDLESS)
+    return group
+
+
+def completion_of(work: dist.Work) -> Test:
+    """Whether it has come to its end; `LostError` where it has failed."""
+
+    def test() -> bool:
+        if not work.is_completed():
+            return False
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise LostError(
+                f"lost another rank, which has most likely ended ({one_sentence(str(error))[:200]})"
+            ) from error
+        return True
+
+    return test
+
+
+class GroupLane(Lane):
+    """The collectives of one group of torch.distributed."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group = group
+
+    def sum_in_place(self, values: torch.Tensor) -> Iterable[Post]:
+        return [self._post(lambda: self.group.allreduce([values]))]
+
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor) -> Post:
+        return self._post(lambda: self.group.alltoall_base(received, sent, [], [], dist.AllToAllOptions()))
+
+    def all_gather(self, own: torch.Tensor, all_ranks: torch.Tensor) -> Post:
+        return self._post(lambda: self.group._allgather_base(all_ranks, own))
+
+    def _post(self, begin: Callable[[], dist.Work]) -> Post:
+        return lambda: completion_of(begin())
+
+
+class GatedLane(GroupLane):
+    """For libraries that spin on the device until all ranks have come, as NCCL does: each collective is posted once
+    all ranks have come to it, which a small collective of `gate`'s, a Gloo group, tells.
+
+    `context`: entered to post; on CUDA, a stream that waits for nothing else.
+    """
+
+    def __init__(
+        self, group: Any, gate: Any, context: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        super().__init__(group)
+        self._gate = gate
+        self._context = context
+
+    def all_here(self) -> Waiting[None]:
+        come = completion_of(self._gate.allreduce([torch.zeros(1)]))
+        while not come():
+            yield
+
+    def _post(self, begin: Callable[[], dist.Work]) -> Post:
+        def post() -> Test:
+            with self._context():
+                return completion_of(begin())
+
+        return post
+
+
+class TorchSums(Sums):
+    """Sums over all ranks that have come to a store; building it is collective.
+
+    `server`: of the store, where this rank holds it; kept as long as the sums.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout_seconds: float = 600.0, server: Any = None
+    ) -> None:
+        self._rank, self._size = rank, size
+        self._open_gloo = lambda name: open_gloo(store, name, rank, size, timeout_seconds)
+        self._store, self._server = store, server
+        first, second = (GroupLane(self._open_gloo(name)) for name in ("first", "second"))
+        gloo = PolledSums("Gloo", rank, size, first, second)
+        self._by_device: dict[str, PolledSums] = {"cpu": gloo, "cuda": gloo}
+
+    def use_nccl(self, device: torch.device) -> None:
+        """Collective: sums of CUDA tensors by NCCL from now on. Every rank has a `device` of its own."""
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = ENDLESS
+        group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), self._rank, self._size, options)
+        stream = torch.cuda.Stream(device)
+        lane = GatedLane(group, self._open_gloo("gate"), lambda: torch.cuda.stream(stream))
+        # One lane: two groups' kernels on one device could each wait for what the other holds.
+        self._by_device["cuda"] = PolledSums("NCCL", self._rank, self._size, lane, lane, reads_cuda=True)
+
+    @property
+    def sums_by(self) -> str:
+        return self._by_device["cuda"].sums_by
+
+    @property
+    def moves(self) -> int:
+        return sum(sums.moves for sums in set(self._by_device.values()))
+
+    @property
+    def failed(self) -> bool:
+        return any(sums.failed for sums in self._by_device.values())
+
+    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
+        return self._by_device[tensor.device.type].allreduce(tensor, wire, residual)
+
+    def close(self) -> None:
+        for sums in self._by_device.values():
+            sums.close()

@@ -1,0 +1,207 @@
+"""Sums made of non-blocking collectives that are polled, whatever library carries them.
+
+The way of a tensor in each wire format is written here, once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+
+from hetsync.plane.base import Handle, PlaneError, Residual, Sums, WireFormat
+from hetsync.plane.staging import CudaStaging, HostStaging, Waiting
+from hetsync.plane.wire import decode, deliver, encode, encode_sum, encoded_bytes, flat, padded, shard_values
+
+# With few and small enough segments under way MPI's copies stay in the processor's cache, which more than halves the
+# time of large sums in shared memory (benchmarks/runtime_cost.py).
+SEGMENTS_IN_FLIGHT = 4
+
+Test = Callable[[], bool]  # has what was posted come to its end? It raises where that has failed
+Post = Callable[[], Test]
+
+
+class Lane(ABC):
+    """Collectives of one group of ranks, posted strictly in the order of their tickets.
+
+    Libraries match the collectives of a group by the order in which each rank posts them, while a
+    collective gets ready to be posted when its device copy, or its first stage, is done: in another order
+    on each rank. Without tickets
+
+        rank 0: first stage of 1, second stage of 1, first stage of 2 ...
+        rank 1: first stage of 1, first stage of 2, second stage of 1 ...
+
+    would match the second stage of 1 with the first stage of 2. A lane for each stage lets first stages
+    start before earlier second stages. What one ticket posts may be in segments; a few of them are under way at
+    a time.
+    """
+
+    def __init__(self) -> None:
+        self.completed = 0  # segments
+        self._tickets = 0
+        self._posted = 0
+        # Buffers stay here after a failure too: the library may still write to them, and survivors would crash.
+        self._pending: dict[int, tuple[deque[Test], tuple[torch.Tensor, ...]]] = {}
+
+    def ticket(self) -> int:
+        """The next place in the order; every ticket must be used."""
+        self._tickets += 1
+        return self._tickets - 1
+
+    def run(self, ticket: int, posts: Iterable[Post], *buffers: torch.Tensor) -> Waiting[None]:
+        """Post all when it is this ticket's turn, then wait."""
+        while self._posted != ticket:
+            yield
+        yield from self.all_here()
+        tests: deque[Test] = deque()
+        self._pending[ticket] = (tests, buffers)
+        for post in posts:
+            if len(tests) == SEGMENTS_IN_FLIGHT:
+                yield from self._first_of(tests)
+            tests.append(post())
+        self._posted += 1
+        while tests:
+            yield from self._first_of(tests)
+        del self._pending[ticket]
+
+    def _first_of(self, tests: deque[Test]) -> Waiting[None]:
+        while not tests[0]():
+            yield
+        tests.popleft()
+        self.completed += 1
+
+    def all_here(self) -> Waiting[None]:
+        """Waits for the other ranks, where collectives must not be posted before these have come."""
+        yield from ()
+
+    @abstractmethod
+    def sum_in_place(self, values: torch.Tensor) -> Iterable[Post]:
+        """Of float32 values, in segments."""
+
+    @abstractmethod
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor) -> Post:
+        """Of bytes: equal parts, one for each rank."""
+
+    @abstractmethod
+    def all_gather(self, own: torch.Tensor, all_ranks: torch.Tensor) -> Post:
+        """Of bytes: every rank's part, in rank order."""
+
+
+class _Collective(Handle):
+    def __init__(self, sums: PolledSums, steps: Waiting[None]) -> None:
+        self._sums = sums
+        self._steps = steps
+        self.finished = False
+
+    def done(self) -> bool:
+        if not self.finished:
+            self._sums._progress()
+        return self.finished
+
+    def step(self) -> None:
+        try:
+            next(self._steps)
+        except StopIteration:
+            self.finished = True
+
+
+class PolledSums(Sums):
+    """Sums on two lanes: one for float32 and for first stages, one for second stages.
+
+    `by` names what carries them. With `reads_cuda` the lanes' library reads and writes CUDA memory itself.
+    """
+
+    def __init__(self, by: str, rank: int, size: int, first: Lane, second: Lane, reads_cuda: bool = False) -> None:
+        self._rank, self._size = rank, size
+        self._by = by
+        self._first, self._second = first, second
+        self._reads_cuda = reads_cuda
+        self._under_way: list[_Collective] = []
+        self._staging: dict[torch.device, HostStaging] = {}
+        self._error: PlaneError | None = None
+
+    @property
+    def sums_by(self) -> str:
+        return self._by
+
+    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
+        self._raise_latched()
+        tensor = flat(tensor)
+        encoded_bytes(0, wire)  # an unknown format raises before a ticket is drawn
+        steps = self._sum(tensor, residual) if wire == "float32" else self._rounded_sum(tensor, wire, residual)
+        collective = _Collective(self, steps)
+        self._under_way.append(collective)
+        self._step(collective)
+        return collective
+
+    def _sum(self, tensor: torch.Tensor, residual: Residual | None) -> Waiting[None]:
+        deliver(residual, tensor)
+        ticket = self._first.ticket()
+        staging = self._staging_for(tensor.device)
+        values = yield from staging.fetch(tensor)
+        yield from self._first.run(ticket, self._first.sum_in_place(values), values)
+        yield from staging.store(values, into=tensor)
+
+    def _rounded_sum(self, tensor: torch.Tensor, wire: WireFormat, residual: Residual | None) -> Waiting[None]:
+        first, first_ticket = self._first, self._first.ticket()
+        second, second_ticket = self._second, self._second.ticket()
+        staging = self._staging_for(tensor.device)
+        n, shard = tensor.numel(), shard_values(tensor.numel(), self._size, wire)
+        n_padded = shard * self._size
+        with staging.context():
+            addend = padded(encode(tensor, wire), encoded_bytes(n_padded, wire))
+        # Before `fetch`, which waits for whatever used this memory earlier.
+        shards = staging.buffer(addend.numel())
+        sent = yield from staging.fetch(addend)
+        yield from first.run(first_ticket, [first.all_to_all(sent, shards)], sent, shards)
+        with staging.context():
+            addends = decode(staging.load(shards), n_padded, wire).view(self._size, shard)
+            total = encode_sum(addends.sum(0), wire, residual, self._rank * shard)
+        totals = staging.buffer(total.numel() * self._size)
+        own = yield from staging.fetch(total)
+        yield from second.run(second_ticket, [second.all_gather(own, totals)], own, totals)
+        # The owner decodes its own shard as well: every rank holds the same bits.
+        with staging.context():
+            values = decode(staging.load(totals), n_padded, wire)[:n]
+        yield from staging.store(values, into=tensor)
+
+    @property
+    def moves(self) -> int:
+        return self._first.completed + self._second.completed
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def _staging_for(self, device: torch.device) -> HostStaging:
+        if device not in self._staging:
+            self._staging[device] = CudaStaging(device, self._reads_cuda) if device.type == "cuda" else HostStaging()
+        staging = self._staging[device]
+        staging.begin()
+        return staging
+
+    def _progress(self) -> None:
+        self._raise_latched()
+        for collective in tuple(self._under_way):
+            self._step(collective)
+
+    def _step(self, collective: _Collective) -> None:
+        try:
+            collective.step()
+        except Exception as error:
+            # Latched: whatever was posted after it will not come to an end either.
+            failed = PlaneError(f"allreduce on rank {self._rank} failed: {error}")
+            self._error = error if isinstance(error, PlaneError) else failed
+            raise self._error from error
+        if collective.finished:
+            self._under_way.remove(collective)
+
+    def _raise_latched(self) -> None:
+        if self._error is not None:
+            raise PlaneError(f"the plane has failed before: {self._error}") from self._error
+
+    def close(self) -> None:
+        if self._under_way:
+            raise PlaneError(f"closing with {len(self._under_way)} collectives under way on rank {self._rank}")

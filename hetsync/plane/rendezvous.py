@@ -1,0 +1,101 @@
+"""Where ranks find each other for torch.distributed: a store of key and value that all of them reach."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from hetsync.errors import UserError, one_sentence
+from hetsync.plane.base import Messages, decided_by_first
+
+# Waiting in earnest is bounded elsewhere, by run.timeout_seconds. torch counts milliseconds in 32 bits.
+ENDLESS = timedelta(days=20)
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """A store that is open at `host` and `port`, for this rank of so many."""
+
+    host: str
+    port: int
+    rank: int
+    size: int
+    prefix: str  # of the keys: others may use the store, too
+    timeout_seconds: float
+    server: Any = None  # kept open, on the rank that has opened it
+
+    def connect(self) -> dist.Store:
+        """A connection of its own: each thread that waits in one needs its own."""
+        try:
+            store = _tcp_store(self.host, self.port, self.timeout_seconds, is_master=False)
+        except RuntimeError as error:
+            raise UserError(
+                f"rank {self.rank} does not reach the store of torch at {self.host}, port {self.port}"
+                f" ({one_sentence(str(error))[:200]}): is the name right, and the port open between the hosts?"
+            ) from error
+        store.set_timeout(ENDLESS)
+        return dist.PrefixStore(self.prefix, store)
+
+
+def rendezvous_by_environment(timeout_seconds: float, environ: Mapping[str, str] = os.environ) -> Rendezvous:
+    """As torchrun, or a launcher like it, tells: torchrun's own store, or one that rank 0 opens at MASTER_PORT."""
+    rank, size, port = (_number(environ, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if rank >= size:
+        raise UserError(f"RANK is {rank}, but WORLD_SIZE is {size}: ranks count from 0")
+    host = environ.get("MASTER_ADDR", "")
+    if not host:
+        raise UserError("MASTER_ADDR is not set: start the ranks with torchrun, or give the host of rank 0")
+    # A job that torchrun starts again finds the keys of the one before.
+    prefix = f"hetsync/{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    opens = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    server = _open_at(host, port, timeout_seconds) if opens else None
+    return Rendezvous(host, port, rank, size, prefix, timeout_seconds, server)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    if not text.isdigit():
+        told = f"{name} is {text}" if text else f"{name} is not set"
+        raise UserError(
+            f"{told}: start the ranks with torchrun, or give each RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
+        )
+    return int(text)
+
+
+def _open_at(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
+    try:
+        return _tcp_store(host, port, timeout_seconds, is_master=True)
+    except RuntimeError as error:
+        raise UserError(
+            f"MASTER_PORT is {port}, but rank 0 cannot open it ({one_sentence(str(error))[:200]}): give a free port of"
+            f" MASTER_ADDR ({host}), which must be rank 0's host"
+        ) from error
+
+
+def rendezvous_by_messages(messages: Messages, timeout_seconds: float) -> Rendezvous:
+    """Collective: a store that rank 0 opens at a port that is free, and tells by messages."""
+    server: dist.TCPStore | None = None
+
+    def opened() -> tuple[str, int]:
+        nonlocal server
+        server = _open_at("127.0.0.1", 0, timeout_seconds)
+        return socket.gethostname(), server.port
+
+    host, port = decided_by_first(messages, opened)
+    if host == socket.gethostname():
+        host = "127.0.0.1"  # also where the host's name is not known to itself
+    return Rendezvous(host, port, messages.rank, messages.size, "hetsync", timeout_seconds, server)
+
+
+def _tcp_store(host: str, port: int, timeout_seconds: float, is_master: bool) -> dist.TCPStore:
+    timeout = timedelta(seconds=timeout_seconds)
+    # multi_tenant: a script's own init_process_group may open the same port.
+    return dist.TCPStore(
+        host, port, is_master=is_master, timeout=timeout, wait_for_workers=False, multi_tenant=is_master
+    )

@@ -1,0 +1,246 @@
+"""Jobs that torchrun starts, on a machine without MPI: mpi4py is made unimportable.
+
+python -m pytest tests/fault
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import SECONDS, Done, descendants, finished, mpirun, program, started, summary_of
+from safetensors.torch import load_file
+from test_kill_and_resume import newest
+
+SAMPLES = 1200
+RECIPE = ["--run.samples", str(SAMPLES), "--run.profile_seconds", "0.3", "--run.dir", "run"]
+EMULATED = ["--emulate", "cluster.yaml", "--emulation.samples_per_second", "1000", "--run.checkpoint_every", "300"]
+BOUNDS = pytest.mark.parametrize("bound", ["0", "4"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a job; in it a module that stands before mpi4py."""
+    (tmp_path / "no_mpi").mkdir()
+    (tmp_path / "no_mpi" / "mpi4py.py").write_text("raise ImportError('there is no MPI on this machine')\n")
+    (tmp_path / "cluster.yaml").write_text("name: two\nsource: none\ndevices: [{name: a, count: 2, speed: 1}]\n")
+    return tmp_path
+
+
+def torchrun(*words: str | Path, ranks: int = 2) -> list[str]:
+    # torchrun itself may be of another environment than this Python
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        *map(str, words),
+    ]
+
+
+def train(*words: str) -> list[str]:
+    return torchrun(program("hetsync-train"), *RECIPE, *words)
+
+
+@contextlib.contextmanager
+def job(words: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    with started(words, folder, {"PYTHONPATH": str(folder / "no_mpi")}) as process:
+        yield process
+
+
+def run(words: list[str], folder: Path) -> Done:
+    with job(words, folder) as process:
+        return finished(process, 2 * SECONDS)
+
+
+def exit_codes(done: Done) -> set[int]:
+    """Of the ranks, by torchrun's report; its own status is 1 whatever they are."""
+    return {int(code) for code in re.findall(r"exitcode\s*: (-?\d+)", done.err)}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    (path,) = (folder / "run" / "checkpoints").glob(f"*{SAMPLES}/model.safetensors")
+    return load_file(path)
+
+
+def rank_process(job: subprocess.Popen[str], rank: int) -> int:
+    for pid in descendants(job):
+        with contextlib.suppress(OSError):
+            if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_bytes().decode():
+                return pid
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def trains(process: subprocess.Popen[str], folder: Path) -> None:
+    """Waits for the first checkpoint."""
+    deadline = time.monotonic() + SECONDS
+    while not newest(folder):
+        assert process.poll() is None, finished(process).story
+        assert time.monotonic() < deadline, "nothing was saved in time"
+        time.sleep(0.01)
+
+
+@BOUNDS
+def test_a_recipe_equals_that_under_mpirun(folder: Path, bound: str) -> None:
+    """Over each plane; at D = 0 to the weights, at D = 4 to the counts."""
+    words = [program("hetsync-train"), *RECIPE, "--sync.delay_bound", bound, "--sync.rebalance", "false"]
+    words += ["--sync.pins", "{0: 40, 1: 24}"]
+    ways = {
+        "torchrun": (torchrun(*words), {"PYTHONPATH": str(folder / "no_mpi")}),
+        "mpi": ([*mpirun(2), *words, "--run.plane", "mpi"], {}),
+        "torch": ([*mpirun(2), *words, "--run.plane", "torch"], {}),
+    }
+    trained, planes = {}, {}
+    for way, (started_by, env) in ways.items():
+        place = folder / way
+        place.mkdir()
+        with started(started_by, place, env) as process:
+            done = finished(process, 2 * SECONDS)
+        assert done.status == 0, done.story
+        summary = summary_of(place / "run")
+        assert (summary["status"], summary["ranks"], summary["samples_applied"]) == ("finished", 2, SAMPLES)
+        assert summary["staleness"]["max"] <= int(bound)
+        assert sum(rank["samples"] for rank in summary["per_rank"]) == SAMPLES
+        assert summary["plane"] in done.out
+        planes[way], trained[way] = summary["plane"], weights(place)
+    assert planes == {
+        "torchrun": "sums by Gloo, messages by torch's store (run.plane is auto, and torchrun started 2 ranks)",
+        "mpi": "sums by MPI, messages by MPI (run.plane is mpi)",
+        "torch": "sums by Gloo, messages by MPI (run.plane is torch)",
+    }
+    if bound == "0":
+        for way in ("torchrun", "torch"):
+            torch.testing.assert_close(trained[way], trained["mpi"], rtol=1e-5, atol=1e-5)
+
+
+SCRIPT = """
+import sys
+import torch, hetsync
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(1)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+data = TensorDataset(torch.randn(64, 4), torch.zeros(64).long())
+with hetsync.join(delay_bound=BOUND, timeout_seconds=30.0) as job:
+    model, optimizer, loader = job.prepare(model, optimizer, DataLoader(data, batch_size=8, shuffle=True))
+    slices = 0
+    for epoch in job.epochs(2):
+        for inputs, labels in loader:
+            slices += 1
+            if job.rank == 1 and slices == 2:
+                WHAT
+            job.backward(torch.nn.functional.cross_entropy(model(inputs), labels))
+            job.step(optimizer)
+    print(f"rank {job.rank} of {job.size}, local {job.local_rank}", flush=True)
+assert "mpi4py" not in sys.modules
+"""
+
+
+def script(folder: Path, bound: str, what: str = "pass") -> Done:
+    (folder / "script.py").write_text(SCRIPT.replace("BOUND", bound).replace("WHAT", what))
+    return run(torchrun("script.py"), folder)
+
+
+@BOUNDS
+def test_a_script_trains(folder: Path, bound: str) -> None:
+    done = script(folder, bound)
+    assert done.status == 0, done.story
+    assert {f"rank {rank} of 2, local {rank}" for rank in range(2)} <= set(done.out.splitlines()), done.story
+
+
+@BOUNDS
+def test_an_error_on_one_rank_ends_the_job(folder: Path, bound: str) -> None:
+    done = script(folder, bound, "1 / 0")
+    assert done.status != 0
+    assert done.err.count("ZeroDivisionError") == 1, done.story
+    assert done.sentences[0] == "hetsync: rank 1: failed, so the job ends"
+    assert exit_codes(done) == {1}, done.story
+
+
+@pytest.mark.parametrize(
+    ("mistake", "sentence"),
+    [
+        (["--data.batch_size", "0"], "data.batch_size is 0"),  # before ranks know each other
+        (["--run.plane", "mpi"], "run.plane is mpi, but torchrun"),
+        (["--run.plane", "local"], "run.plane is local, but 2 ranks were started"),
+        (["--sync.pins", "{7: 1}"], "sync.pins"),  # after
+    ],
+)
+def test_a_mistake_is_one_sentence(folder: Path, mistake: list[str], sentence: str) -> None:
+    done = run(train(*mistake), folder)
+    assert done.status != 0
+    assert len(done.sentences) == 1, done.story
+    assert sentence in done.sentences[0]
+    assert exit_codes(done) == {2}, done.story
+    assert "mpi4py" not in done.err
+
+
+@BOUNDS
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_job_which_resumes(folder: Path, rank: int, bound: str) -> None:
+    with job(train(*EMULATED, "--run.samples", "100000", "--sync.delay_bound", bound), folder) as process:
+        trains(process, folder)
+        os.kill(rank_process(process, rank), signal.SIGKILL)
+        done = finished(process, 60)
+    assert done.status != 0
+    assert "-9" in done.err, done.story
+    saved = newest(folder)
+    total = saved + 400
+    done = run(train("--resume", "run", "--run.samples", str(total)), folder)
+    assert done.status == 0, done.story
+    summary = summary_of(folder / "run")
+    assert (summary["status"], summary["samples_applied"]) == ("finished", total)
+
+
+@BOUNDS
+def test_a_signal_to_torchrun_saves(folder: Path, bound: str) -> None:
+    with job(train(*EMULATED, "--run.samples", "100000", "--sync.delay_bound", bound), folder) as process:
+        trains(process, folder)
+        process.send_signal(signal.SIGTERM)
+        done = finished(process, 60)
+    assert done.status != 0
+    summary = summary_of(folder / "run")
+    assert summary["status"] == "stopped", done.story
+    assert newest(folder) == summary["samples_applied"] > 0
+
+
+def test_a_port_that_is_taken_is_one_sentence(folder: Path) -> None:
+    """By a launcher that is not torchrun: rank 0 opens the store itself."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        with started([program("hetsync-train"), *RECIPE], folder, told) as process:
+            done = finished(process)
+    assert done.status == 2, done.story
+    assert len(done.sentences) == 1
+    assert f"MASTER_PORT is {port}, but rank 0 cannot open it" in done.sentences[0]
+
+
+@pytest.mark.parametrize("bound", ["4"])
+def test_a_launcher_other_than_torchrun(folder: Path, bound: str) -> None:
+    """Rank 0 holds the store, and leaves last."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    words = [program("hetsync-train"), *RECIPE, "--sync.delay_bound", bound]
+    with contextlib.ExitStack() as ranks:
+        processes = [ranks.enter_context(started(words, folder, {**told, "RANK": str(rank)})) for rank in range(2)]
+        ends = [finished(process) for process in processes]
+    for done in ends:
+        assert done.status == 0, done.story
+        assert not done.err, done.story

@@ -1,0 +1,76 @@
+"""The planes that the contract suites run over, and what they look at."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from hetsync.emulation.link import EmulatedLink
+from hetsync.plane.base import Messages, Plane
+from hetsync.plane.choice import torch_sums
+from hetsync.plane.faulty import FaultyPlane
+from hetsync.plane.groups import GatedLane, open_gloo
+from hetsync.plane.local import LocalPlane
+from hetsync.plane.mpi import MpiMessages, MpiPlane
+from hetsync.plane.polled import PolledSums
+from hetsync.plane.rendezvous import rendezvous_by_messages
+from hetsync.plane.store import StoreMessages
+
+Finish = Callable[..., None]
+
+
+def torch_plane() -> Plane:
+    """Sums by Gloo, messages by MPI."""
+    messages = MpiMessages()
+    return Plane(messages, torch_sums(messages, rendezvous_by_messages(messages, 30)))
+
+
+def store_plane() -> Plane:
+    """Messages by the store, and sums by Gloo in the way of NCCL's: each posted once all ranks have come."""
+    world = MpiMessages()
+    rendezvous = rendezvous_by_messages(world, 30)
+    messages, store = StoreMessages(rendezvous), rendezvous.connect()
+    world.close()
+    groups = [open_gloo(store, name, messages.rank, messages.size, 30) for name in ("sums", "gate")]
+    lane = GatedLane(*groups)
+    return Plane(messages, PolledSums("gated Gloo", messages.rank, messages.size, lane, lane))
+
+
+BACKENDS: dict[str, Callable[[], Plane]] = {
+    "mpi": MpiPlane,
+    "torch": torch_plane,
+    "store": store_plane,
+    "emulated-link": lambda: EmulatedLink(MpiPlane(), latency_seconds=1e-3, bytes_per_second=1e10),
+    "emulated-link around torch": lambda: EmulatedLink(torch_plane(), latency_seconds=1e-3, bytes_per_second=1e10),
+    "faulty": lambda: FaultyPlane(MpiPlane(), ()),
+    **({"local": LocalPlane} if MPI.COMM_WORLD.Get_size() == 1 else {}),
+}
+
+
+def addend(rank: int, n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(1000 * seed + rank))
+
+
+def addends(plane: Plane, n: int, seed: int = 0) -> list[torch.Tensor]:
+    return [addend(rank, n, seed) for rank in range(plane.size)]
+
+
+def assert_same_bits(plane: Plane, *tensors: torch.Tensor) -> None:
+    bits = [hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for tensor in tensors]
+    assert plane.gather_objects(bits) == [bits] * plane.size
+
+
+def receive(plane: Messages, count: int, seconds: float = 20.0) -> list[tuple[int, Any]]:
+    messages: list[tuple[int, Any]] = []
+    deadline = time.monotonic() + seconds
+    while len(messages) < count:
+        messages += plane.receive()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{len(messages)} of {count} messages after {seconds} s")
+        time.sleep(1e-4)
+    return messages

@@ -1,0 +1,97 @@
+"""Planes over MPI in particular.
+
+mpirun -np N python -m pytest --with-mpi tests/mpi
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from mpi4py import MPI
+from planes import Finish
+from test_sums_contract import test_many_in_flight_polled_in_any_order as many_in_flight
+
+from hetsync.errors import UserError
+from hetsync.plane.base import PlaneError
+from hetsync.plane.mpi import SEGMENT_VALUES_PER_RANK, MpiPlane
+from hetsync.plane.polled import SEGMENTS_IN_FLIGHT
+from hetsync.plane.staging import HostStaging, Waiting
+
+pytestmark = pytest.mark.mpi
+
+
+class _SlowStaging(HostStaging):
+    """Takes a different number of polls for each tensor on each rank, as copies from a device do."""
+
+    def __init__(self, rank: int) -> None:
+        self._random = random.Random(rank)
+
+    def fetch(self, tensor: torch.Tensor) -> Waiting[torch.Tensor]:
+        for _ in range(self._random.randrange(20)):
+            yield
+        return tensor.clone()
+
+
+def test_order_survives_staging_that_ends_in_another_order(finish: Finish) -> None:
+    plane = MpiPlane()
+    plane.sums._staging[torch.device("cpu")] = _SlowStaging(plane.rank)
+    many_in_flight(plane, finish)
+    plane.close()
+
+
+def test_segments_of_large_sums_keep_their_places_among_small_ones(finish: Finish) -> None:
+    plane = MpiPlane()
+    segments = 2 * SEGMENTS_IN_FLIGHT + 1
+    large = (segments - 1) * SEGMENT_VALUES_PER_RANK * plane.size + 7
+    tensors = [torch.arange(n, dtype=torch.float32) % 1009 + plane.rank for n in (5, large, 3, large, 4)]
+    handles = [plane.allreduce(tensor) for tensor in tensors]
+    random.Random(plane.rank).shuffle(handles)
+    while not all([handle.done() for handle in handles]):  # ended by the time limit of all tests
+        assert all(len(requests) <= SEGMENTS_IN_FLIGHT for requests, _ in plane.sums._first._pending.values())
+        time.sleep(2e-4)
+    for tensor in tensors:
+        each = torch.arange(tensor.numel(), dtype=torch.float32) % 1009
+        assert torch.equal(tensor, plane.size * each + sum(range(plane.size)))
+    assert plane.moves == 2 * segments + 3
+    plane.close()
+
+
+def test_single_threaded_mpi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
+    with pytest.raises(UserError, match="MPI_THREAD_MULTIPLE"):
+        MpiPlane()
+
+
+def test_failure_is_latched(monkeypatch: pytest.MonkeyPatch, finish: Finish) -> None:
+    class BrokenRequest:
+        def Test(self) -> bool:
+            raise MPI.Exception(MPI.ERR_OTHER)
+
+    plane = MpiPlane()
+    finished = plane.allreduce(torch.zeros(4))
+    finish(finished, name="sum before the failure")
+    monkeypatch.setattr(
+        plane.sums._first,
+        "comm",
+        type("Comm", (), {"Get_size": lambda _: 1, "Iallreduce": lambda *_: BrokenRequest()})(),
+    )
+    with pytest.raises(PlaneError, match="failed"):
+        plane.allreduce(torch.zeros(4))
+    with pytest.raises(PlaneError, match="failed before"):
+        plane.allreduce(torch.zeros(4))
+    assert finished.done()
+    plane.close()  # must not wait for ranks that may be dead
+
+
+def test_close_refuses_while_collectives_are_under_way(finish: Finish) -> None:
+    plane = MpiPlane()
+    plane.sums._staging[torch.device("cpu")] = staging = _SlowStaging(plane.rank)
+    staging._random.randrange = lambda _: 5  # type: ignore[method-assign, assignment]
+    handle = plane.allreduce(torch.zeros(4))
+    with pytest.raises(PlaneError, match="1 collectives under way"):
+        plane.close()
+    finish(handle, name="sum before close")
+    plane.close()

@@ -1,0 +1,188 @@
+"""Which plane a process takes by its launcher, its recipe and its device, and what it says where none fits."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hetsync.errors import UserError
+from hetsync.launchers import first_rank, launched_by_mpi, launched_by_torch, ranks_started
+from hetsync.plane import open_plane
+from hetsync.plane.base import LostError, Messages, made_by_all
+from hetsync.plane.choice import ChosenPlane, DeviceOf, reason_against_nccl
+from hetsync.plane.local import LocalMessages, LocalSums
+from hetsync.plane.rendezvous import rendezvous_by_environment
+
+OF_LAUNCHERS = (
+    *("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+)
+BY_TORCH = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+BY_TORCHRUN = {**BY_TORCH, "TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in OF_LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_who_started_the_ranks() -> None:
+    assert launched_by_torch(BY_TORCH) == 4
+    assert launched_by_torch({}) == 0
+    by_both = {**BY_TORCH, "OMPI_COMM_WORLD_SIZE": "4"}  # some sites' mpirun sets RANK as well
+    assert (launched_by_mpi(by_both), launched_by_torch(by_both)) == (True, 0)
+    within_a_step = {**BY_TORCHRUN, "SLURM_STEP_NUM_TASKS": "2", "PMIX_RANK": "1"}  # srun torchrun
+    assert (launched_by_mpi(within_a_step), launched_by_torch(within_a_step)) == (False, 4)
+    assert ranks_started(within_a_step) == 1
+
+
+def test_only_rank_0_of_torchrun_speaks(environ: pytest.MonkeyPatch) -> None:
+    for name, value in BY_TORCHRUN.items():
+        environ.setenv(name, value)
+    assert not first_rank()
+    environ.setenv("RANK", "0")
+    assert first_rank()
+
+
+def test_a_lone_rank_of_torchrun_needs_nothing(environ: pytest.MonkeyPatch) -> None:
+    for name, value in {**BY_TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}.items():
+        environ.setenv(name, value)
+    plane = open_plane("auto")
+    assert plane.size == 1
+    assert plane.described == (
+        "sums by this process alone, messages by this process alone"
+        " (run.plane is auto, and this process was started alone)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "started", "sentence"),
+    [
+        ("mpi", BY_TORCHRUN, r"run.plane is mpi, but torchrun.* started these 4 ranks.*mpirun -np 4"),
+        ("local", BY_TORCHRUN, r"run.plane is local, but 4 ranks were started.*auto"),
+        ("local", {"OMPI_COMM_WORLD_SIZE": "2"}, r"run.plane is local, but 2 ranks were started.*auto"),
+        ("torch", {}, r"run.plane is torch, but no launcher started this process.*torchrun"),
+        ("auto", BY_TORCH, r"MASTER_PORT is not set.*torchrun"),
+        ("auto", {**BY_TORCH, "MASTER_PORT": "1"}, r"MASTER_ADDR is not set.*torchrun"),
+        ("torch", {**BY_TORCH, "MASTER_PORT": "x"}, r"MASTER_PORT is x.*torchrun"),
+        ("auto", {**BY_TORCH, "RANK": "7", "MASTER_PORT": "1"}, r"RANK is 7, but WORLD_SIZE is 4"),
+    ],
+)
+def test_what_cannot_be_opened(environ: pytest.MonkeyPatch, name: str, started: dict[str, str], sentence: str) -> None:
+    for variable, value in started.items():
+        environ.setenv(variable, value)
+    with pytest.raises(UserError, match=sentence):
+        open_plane(name)
+
+
+def test_a_torch_without_gloo_is_named(environ: pytest.MonkeyPatch) -> None:
+    for variable, value in BY_TORCHRUN.items():
+        environ.setenv(variable, value)
+    environ.setattr("torch.distributed.is_gloo_available", lambda: False)
+    with pytest.raises(UserError, match=r"run.plane is torch, but this torch has no Gloo"):
+        open_plane("auto")
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        with pytest.raises(UserError, match=f"MASTER_PORT is {port}, but rank 0 cannot open it.*free port"):
+            rendezvous_by_environment(5.0, told)
+
+
+def test_a_store_that_nobody_opened_is_named() -> None:
+    told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    with pytest.raises(UserError, match=r"rank 1 does not reach the store of torch at 127\.0\.0\.1, port 9"):
+        rendezvous_by_environment(1.0, told).connect()
+
+
+CPU, GPU, OTHER_GPU = (
+    DeviceOf("a", "cpu", None),
+    DeviceOf("a", "cuda:0", "a GPU-1"),
+    DeviceOf("a", "cuda:1", "a GPU-2"),
+)
+
+
+def test_nccl_needs_a_device_for_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    assert reason_against_nccl([GPU, OTHER_GPU]) is None
+    assert reason_against_nccl([GPU, CPU, OTHER_GPU]) == "rank 1 has no CUDA device"
+    assert reason_against_nccl([OTHER_GPU, GPU, GPU]) == "rank 1, 2 share cuda:0 of a"
+    assert reason_against_nccl([GPU, DeviceOf("b", "cuda:0", "b GPU-9")]) is None
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    assert reason_against_nccl([GPU, OTHER_GPU]) == "this torch is built without NCCL"
+
+
+class Among(LocalMessages):
+    """Two ranks, of which the other has this device."""
+
+    def __init__(self, other: DeviceOf) -> None:
+        super().__init__()
+        self.other = other
+
+    def gather_objects(self, value: object) -> list[object]:
+        return [value, self.other]
+
+
+class Switching(ChosenPlane):
+    """Tells that it would take NCCL, which no CPU can."""
+
+    nccl = False
+
+    def _use_nccl(self, device: torch.device) -> None:
+        self.nccl = True
+
+
+@pytest.mark.parametrize("name", ["auto", "mpi", "torch"])
+@pytest.mark.parametrize("other", [CPU, GPU, OTHER_GPU])
+def test_what_ranks_with_cuda_devices_take(monkeypatch: pytest.MonkeyPatch, name: str, other: DeviceOf) -> None:
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr(DeviceOf, "here", lambda device: GPU)
+    plane = Switching(Among(other), LocalSums(), name, "why", 1.0)
+    if name == "torch" and other is not OTHER_GPU:
+        with pytest.raises(UserError, match=r"run.plane is torch, which sums CUDA tensors by NCCL, but .*auto or mpi"):
+            plane.settle(torch.device("cuda", 0))
+    else:
+        plane.settle(torch.device("cuda", 0))
+    assert plane.nccl == (other is OTHER_GPU and name != "mpi")
+    assert ("no NCCL, as rank" in plane.why) == (name == "auto" and other is not OTHER_GPU)
+
+
+@pytest.mark.parametrize("name", ["auto", "mpi", "torch"], ids="run.plane {}".format)  # pytest-mpi skips a mere "mpi"
+def test_ranks_on_cpus_keep_their_sums(name: str) -> None:
+    plane = Switching(Among(CPU), LocalSums(), name, "why", 1.0)
+    plane.settle(torch.device("cpu"))
+    assert not plane.nccl
+    assert plane.why == "why"
+
+
+def test_a_mistake_on_one_rank_is_raised_on_all() -> None:
+    class Two(LocalMessages):
+        def gather_objects(self, value: object) -> list[object]:
+            return [value, UserError("rank 1 does not reach it")]
+
+    with pytest.raises(UserError, match="rank 1 does not reach it"):
+        made_by_all(Two(), lambda: "made")
+    alone: Messages = LocalMessages()
+    assert made_by_all(alone, lambda: "made") == "made"
+
+
+def test_the_torch_plane_loads_no_mpi() -> None:
+    code = "import sys, hetsync.plane.choice, hetsync.plane.store; print('mpi4py' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout.strip() == "False"
+
+
+def test_a_lost_rank_is_no_traceback() -> None:
+    from hetsync.plane.ending import _verdict
+
+    assert _verdict(LostError("lost another rank")) == (1, "lost another rank")
