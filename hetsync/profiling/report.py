@@ -25,6 +25,7 @@ def profile_cluster(plane: Plane, config: Config) -> Cluster:
     place = find_place(plane)
     limit_threads(place, emulated=False)
     device = take_device(config.run.device, place)
+    plane.settle(device)
     material = data.build(config.data.name, config.data.options)
     data.check_batch_size(material, config.data.batch_size)
     model = models.build_for(material, config.model.name, config.model.options)

@@ -14,6 +14,11 @@ whatever was rounded away or quantised before: nothing is ever lost, and error f
 A rank may finish more tasks while its contribution is in flight. The first of these moves that part of P into X (as
 −P); from then until the sum lands X must not be applied, since u would lose the progress in flight meanwhile.
 
+What all this costs is passes over memory, so it makes few of them. A sum S that has come in stays where it is until
+somebody needs w or `flight`: most often the main thread, which moves it into w and u at once. On CPUs all steps of an
+operation go over one segment, which stays in the cache, before the next. X is made of S in place, and the two buffers
+change roles. P and X that hold nothing are marked `empty`, and never read or cleared.
+
 The main thread calls `adopt`, `finish`, `apply`, `reset_to_anchor`; the communication thread `pack`, `apply_sum`.
 The caller holds one lock around each call.
 """
@@ -21,8 +26,9 @@ The caller holds one lock around each call.
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,6 +39,8 @@ from hetsync.errors import UserError
 from hetsync.plane.base import Residual, WireFormat
 from hetsync.plane.wire import round_trip
 from hetsync.sync.tail import Tail
+
+CPU_SEGMENT = 1 << 18  # values: a few such fit into the cache, and calls cost little beside work on them
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,45 @@ class Snapshot:
     weights: torch.Tensor | None = None
 
 
+def segment_values(device: torch.device) -> int:
+    """In how large pieces to go over memory. A GPU has no such cache, and each piece would cost it launches."""
+    return CPU_SEGMENT if device.type == "cpu" else sys.maxsize
+
+
+def runs(tensors: Sequence[torch.Tensor], most: int) -> list[list[torch.Tensor]]:
+    """The tensors in runs of `most` values or little more, large ones cut along their first dimension."""
+    found: list[list[torch.Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        cut = tensor.numel() > most and tensor.dim() > 0
+        for piece in tensor.split(max(1, most * len(tensor) // tensor.numel())) if cut else (tensor,):
+            if not found or piece.numel() > room:
+                found.append([])
+                room = most
+            found[-1].append(piece)
+            room -= piece.numel()
+    return found
+
+
+class Buffer:
+    """Flat float32 `values` for all local tensors, and views of them, made once: hundreds of them would take a tenth of
+    a millisecond and more at every call."""
+
+    def __init__(self, local: Sequence[torch.Tensor], local_runs: Sequence[Sequence[torch.Tensor]]) -> None:
+        sizes = [sum(piece.numel() for piece in run) for run in local_runs]
+        self.values = torch.empty(sum(sizes), dtype=torch.float32, device=local[0].device)
+        self.empty = True  # it stands for zeros, whatever is in its memory
+        self.tensors = views(self.values, local)
+        self.segments = self.values.split(sizes)
+        self.pieces = [views(segment, run) for segment, run in zip(self.segments, local_runs, strict=True)]
+
+
+def views(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of `flat`, with the shapes of these tensors."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 class Deltas:
     def __init__(
         self,
@@ -59,36 +106,36 @@ class Deltas:
         self._exact = all(tensor.dtype is torch.float32 for tensor in self._local)
         self._outer = outer
         self._weights = sum(tensor.numel() for tensor in weights)  # values
-        count = sum(tensor.numel() for tensor in self._local)
+        self._first_buffer = len(weights)
         device = self._local[0].device
-        self.anchor, self._pending, self._flight, self._correction = (
-            torch.zeros(count, dtype=torch.float32, device=device) for _ in range(4)
+        most = segment_values(device)
+        # No segment has both kinds: the outer optimizer acts on weights only.
+        self._runs = [*runs(self._local[: len(weights)], most), *runs(self._local[len(weights) :], most)]
+        self._anchor, self._pending, self._flight, self._correction = (
+            Buffer(self._local, self._runs) for _ in range(4)
         )
         # The outer optimizer wants to know the samples of a round.
-        self.tail = Tail(int(outer is not None), self._views(self._flight)[len(weights) :], device)
+        self.tail = Tail(int(outer is not None), self._flight.tensors[len(weights) :], device)
         self.residual = Residual()  # what rounding took from the sums of weights
-        # Made once: a hundred of them would take a tenth of a millisecond and more at every call.
-        self._anchor_views, self._pending_views, self._correction_views = (
-            self._views(flat) for flat in (self.anchor, self._pending, self._correction)
-        )
         self._steps = 0
         self._samples = 0
         self.packed = (0, 0)  # samples and inner steps of our contribution that is under way, or was last
         self._in_flight = False  # a contribution of ours is under way ...
         self._folded = False  # ... and has moved from P into X
+        self._arrived = False  # `flight` is a sum, which w and X have not taken over yet
         self.adopt()
 
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of `flat` that have the shapes of the local tensors."""
-        parts = flat.split([tensor.numel() for tensor in self._local])
-        return [part.view_as(tensor) for part, tensor in zip(parts, self._local, strict=True)]
+    @property
+    def anchor(self) -> torch.Tensor:
+        """w, flat."""
+        self._land()
+        return self._anchor.values
 
     @torch.no_grad()
     def adopt(self) -> None:
         """w ← u: all ranks hold the same weights and nothing is under way."""
-        torch._foreach_copy_(self._anchor_views, self._local)
-        self._pending.zero_()
-        self._correction.zero_()
+        torch._foreach_copy_(self._anchor.tensors, self._local)
+        self._pending.empty = self._correction.empty = True
 
     def snapshot(self, number: int) -> Snapshot:
         """The anchor, once this round has landed."""
@@ -101,33 +148,50 @@ class Deltas:
     def finish(self, samples: int, steps: int) -> float:
         """P ← all progress that no round has taken; it is worth `samples`, made in `steps` inner steps.
 
-        Returns a sum over P; if it is not finite, nor is P, and nothing of it will go out.
+        Returns a sum over P; if it is not finite, nothing of P will go out.
         """
-        if self._in_flight and not self._folded:
-            self._correction -= self._pending
-            self._folded = True
-        torch.sub(self._correction, self.anchor, out=self._pending)
-        torch._foreach_add_(self._pending_views, self._local)
+        self._land()
+        pending, correction = self._pending, self._correction
+        fold = self._in_flight and not self._folded and not pending.empty
+        total = 0.0
+        for run, w, p, x, p_pieces in zip(
+            self._runs, self._anchor.segments, pending.segments, correction.segments, pending.pieces, strict=True
+        ):
+            if fold:
+                torch.neg(p, out=x) if correction.empty else x.sub_(p)
+            torch.neg(w, out=p) if correction.empty and not fold else torch.sub(x, w, out=p)
+            torch._foreach_add_(p_pieces, run)
+            total += float(p.sum())  # while it is in the cache
+        correction.empty &= not fold
+        self._folded |= self._in_flight
         self._samples += samples
         self._steps += steps
-        total = float(self._pending.sum())
-        if not math.isfinite(total):
-            self._pending.zero_()
+        pending.empty = not math.isfinite(total)
         return total
 
     @torch.no_grad()
     def apply(self) -> bool:
         """u ← u + X, between two inner steps; False while that would hide progress in flight."""
+        if self._land(self._add):
+            self._correction.empty = self._exact
+            return True
         if self._folded:
             return False
-        if self._exact:
-            torch._foreach_add_(self._local, self._correction_views)
-            self._correction.zero_()
-        else:  # what u cannot hold stays in X, or the next P would take it back from all
-            torch._foreach_add_(self._correction_views, self._local)
-            torch._foreach_copy_(self._local, self._correction_views)
-            torch._foreach_sub_(self._correction_views, self._local)
+        if not self._correction.empty:
+            for index in range(len(self._runs)):
+                self._add(index, self._correction)
+            self._correction.empty = self._exact
         return True
+
+    def _add(self, index: int, change: Buffer) -> None:
+        """u ← u + change. What 16-bit weights cannot hold stays in it, or the next P would take it back from all."""
+        run, pieces = self._runs[index], change.pieces[index]
+        if self._exact:
+            torch._foreach_add_(run, pieces)
+        else:
+            torch._foreach_add_(pieces, run)
+            torch._foreach_copy_(run, pieces)
+            torch._foreach_sub_(pieces, run)
 
     @torch.no_grad()
     def pack(self, contribute: bool, batch: int, wire: WireFormat) -> torch.Tensor:
@@ -137,51 +201,72 @@ class Deltas:
         That weight moves the anchor by each sample's progress exactly once, however tasks merge; for
         contributions of K steps each it is FedNova's normalised averaging (Wang et al. 2020).
         """
-        addend = self._flight[: self._weights]
-        if not contribute:
-            self._flight.zero_()
-            self.tail.counts.zero_()
+        self._land()
+        flight, pending = self._flight.values, self._pending
+        addend = flight[: self._weights]
+        if not contribute or pending.empty:
+            flight.zero_()
         else:
             weight = self._samples / (self._steps * batch)
-            torch.mul(self._pending, weight, out=self._flight)
+            torch.mul(pending.values, weight, out=flight)
             if wire != "float32":
-                torch.div(round_trip(addend, wire), weight, out=self._pending[: self._weights])
-            self.tail.counts.fill_(self._samples)
+                torch.div(round_trip(addend, wire), weight, out=pending.values[: self._weights])
+        self.tail.counts.fill_(self._samples if contribute else 0)
+        if contribute:
             self.packed = (self._samples, self._steps)
             self._samples = self._steps = 0
             self._in_flight = True
         self.tail.pack()
         return addend
 
-    @torch.no_grad()
     def apply_sum(self) -> None:
-        """w and X take over the sum; X loses our own part of it, which u holds already."""
+        """w and X are to take over the sum; X loses our own part of it, which u holds already."""
+        self._arrived = True
+
+    @torch.no_grad()
+    def _land(self, then: Callable[[int, Buffer], None] = lambda index, change: None) -> bool:
+        """w ← w + S and X ← X + S − P, if a sum S has arrived, and True then. `then` is called with each run of the
+        new X while that is in the cache."""
+        if not self._arrived:
+            return False
+        flight, pending, correction = self._flight, self._pending, self._correction
         if self._outer is not None:
-            self._outer(self._flight[: self._weights], float(self.tail.counts))
-        self.anchor += self._flight
-        self._correction += self._flight
-        if self._in_flight and not self._folded:
-            self._correction -= self._pending
-            self._pending.zero_()
-        self._in_flight = self._folded = False
+            self._outer(flight.values[: self._weights], float(self.tail.counts))
+        own = self._in_flight and not self._folded and not pending.empty
+        for index, (w, s, p, x) in enumerate(
+            zip(self._anchor.segments, flight.segments, pending.segments, correction.segments, strict=True)
+        ):
+            w += s
+            if not correction.empty:
+                s += x
+            if own:
+                s -= p
+            then(index, flight)
+        flight.empty = False
+        pending.empty |= own
+        self._flight, self._correction = correction, flight
+        self.tail.changes = self._flight.tensors[self._first_buffer :]
+        self._arrived = self._in_flight = self._folded = False
+        return True
 
     @contextmanager
     def showing(self, weights: torch.Tensor) -> Iterator[None]:
         """u holds other flat `weights` inside, itself again after; only `pack` and `apply_sum` meanwhile."""
         with torch.no_grad():
             own = torch.cat([tensor.flatten() for tensor in self._local])
-            torch._foreach_copy_(self._local, self._views(weights))
+            torch._foreach_copy_(self._local, views(weights, self._local))
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(self._local, self._views(own))
+                torch._foreach_copy_(self._local, views(own, self._local))
 
     @torch.no_grad()
     def reset_to_anchor(self) -> None:
         """u ← w, at the end of a drain; and back, since u is what is saved: 16-bit weights round what w holds."""
+        self._land()
         assert not self._in_flight
-        torch._foreach_copy_(self._local, self._anchor_views)
+        torch._foreach_copy_(self._local, self._anchor.tensors)
         self.adopt()
 
 
@@ -213,9 +298,11 @@ class Nesterov:
                 " start afresh, or resume with the version of HetSync that saved it"
             )
         velocity_weight, decay = self.factors(samples)
-        self.velocity += step
-        step.add_(self.velocity, alpha=velocity_weight).mul_(self.learning_rate)
-        self.velocity *= decay
+        most = segment_values(step.device)
+        for part, velocity in zip(step.split(most), self.velocity.split(most), strict=True):
+            velocity += part
+            part.add_(velocity, alpha=velocity_weight).mul_(self.learning_rate)
+            velocity *= decay
 
     def factors(self, samples: float) -> tuple[float, float]:
         """m · (1 − mᶠ) / (1 − m) and mᶠ for a round of so many samples."""

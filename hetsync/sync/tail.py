@@ -33,7 +33,7 @@ class Tail:
         """`changes`, one float32 tensor a buffer: what this rank adds to it, and after `unpack` what all do."""
         self.counts = torch.zeros(counts, device=device)  # this rank's, and after `unpack` their sums
         self.flat = self.counts
-        self._changes = list(changes)
+        self.changes = list(changes)  # of the round to come, and while it is under way
         self.travel: list[int] = []  # buffers that some rank has changed before
         self._carried: list[int] = []  # those in `flat`
         self._asked: list[int] = []  # those that `flat` asks about
@@ -41,21 +41,21 @@ class Tail:
     @torch.no_grad()
     def pack(self) -> None:
         """Put `counts` and `changes` into `flat`."""
-        self._asked = [index for index in range(len(self._changes)) if index not in self.travel]
-        news = [self._changes[index].any().float().view(1) for index in self._asked]
+        self._asked = [index for index in range(len(self.changes)) if index not in self.travel]
+        news = [self.changes[index].any().float().view(1) for index in self._asked]
         self._carry(torch.cat([self.counts, *news]), self.travel)
 
     def _carry(self, head: torch.Tensor, buffers: Sequence[int]) -> None:
         self._carried = list(buffers)
-        self.flat = torch.cat([head, *(self._changes[index].flatten() for index in buffers)])
+        self.flat = torch.cat([head, *(self.changes[index].flatten() for index in buffers)])
 
     @torch.no_grad()
     def unpack(self) -> bool:
         """Take the sums out of `flat`. True if it now holds more to be summed: buffers that have changed for once."""
-        sizes = [self._changes[index].numel() for index in self._carried]
+        sizes = [self.changes[index].numel() for index in self._carried]
         head, *sums = self.flat.split([self.flat.numel() - sum(sizes), *sizes])
         for index, total in zip(self._carried, sums, strict=True):
-            self._changes[index].copy_(total.view_as(self._changes[index]))
+            self.changes[index].copy_(total.view_as(self.changes[index]))
         if not head.numel():
             return False
         counts, news = head.split([self.counts.numel(), len(self._asked)])

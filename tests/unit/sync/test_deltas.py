@@ -6,6 +6,7 @@ Progress is made of small integers and weights are powers of two, so that float3
 from __future__ import annotations
 
 import gc
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetsync.sync.deltas import Deltas, Nesterov
+from hetsync.sync import deltas as deltas_module
+from hetsync.sync.deltas import Deltas, Nesterov, runs, views
 
 SHAPES = [(2, 2), (3,), ()]
 SIZE = 8
@@ -22,6 +24,29 @@ BATCH = 8
 
 def flat(tensors):
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def held(buffer):
+    return torch.zeros_like(buffer.values) if buffer.empty else buffer.values
+
+
+def books(deltas):
+    """w, P and X, without making a sum that has arrived land: whatever comes next is to do that."""
+    w, pending, correction = deltas._anchor.values, held(deltas._pending), held(deltas._correction)
+    if not deltas._arrived:
+        return w, pending, correction
+    total = deltas._flight.values
+    own = pending if deltas._in_flight and not deltas._folded else torch.zeros_like(w)
+    return w + total, pending - own, correction + total - own
+
+
+def spoil(deltas, under_way):
+    """What is in the memory of buffers that hold nothing must not matter."""
+    for buffer in (deltas._pending, deltas._correction):
+        if buffer.empty:
+            buffer.values.fill_(math.nan)
+    if not (under_way or deltas._arrived):
+        deltas._flight.values.fill_(math.nan)
 
 
 @dataclass
@@ -89,7 +114,7 @@ class Ring:
     def compute(self, rank, amount):
         rank.moved = True
         progress = torch.arange(SIZE) % 3 * float(amount)
-        for tensor, part in zip(rank.local, rank.deltas._views(progress), strict=True):
+        for tensor, part in zip(rank.local, views(progress, rank.local), strict=True):
             tensor += part
         rank.reference.raw = rank.reference.raw + progress
         self.mass = self.mass + progress * rank.share / BATCH
@@ -103,7 +128,7 @@ class Ring:
     def apply(self, rank):
         if rank.deltas.apply():
             rank.reference.correction = torch.zeros(SIZE)
-        assert rank.deltas._correction.count_nonzero() == 0 or rank.finished_in_flight
+        assert rank.deltas._correction.empty or rank.finished_in_flight
 
     def load(self, rank):
         if rank.loaded > rank.landed:
@@ -135,7 +160,7 @@ class Ring:
     def check(self):
         for rank in self.ranks:
             deltas, reference = rank.deltas, rank.reference
-            u, w, pending, correction = flat(rank.local), deltas.anchor, deltas._pending, deltas._correction
+            u, (w, pending, correction) = flat(rank.local), books(deltas)
             assert torch.equal(w, reference.anchor)
             ours = reference.waiting + reference.sent + reference.raw
             assert torch.equal(u + reference.correction, reference.anchor + ours), "the model itself"
@@ -144,6 +169,7 @@ class Ring:
             assert torch.equal(pending, reference.waiting + reference.sent - hidden)
             if not rank.moved:
                 assert torch.equal(u + correction, w + pending), "u + X = w + P"
+            spoil(deltas, under_way=rank.loaded > rank.landed)
 
     def drain(self):
         """Everybody's finished work, and only that, in rounds that all take part in; then settle."""
@@ -174,9 +200,11 @@ actions = st.lists(
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=4), actions)
-def test_any_interleaving_keeps_the_books(shares, actions):
-    ring = Ring(shares)
+@given(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=4), actions, st.sampled_from([1, 3, 1000]))
+def test_any_interleaving_keeps_the_books(shares, actions, segment):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deltas_module, "CPU_SEGMENT", segment)
+        ring = Ring(shares)
     for index, action, amount in actions:
         rank = ring.ranks[index % len(shares)]
         match action:
@@ -307,6 +335,21 @@ def test_four_buffers_of_the_parameters_size_and_one_for_the_outer_optimizer(out
         deltas.apply_sum()
         deltas.apply()
     assert len(storages(size) - before) == 4 + (outer is not None)
+
+
+def test_runs_are_cut_where_memory_of_the_flat_order_is_whole():
+    """Also where a tensor lies otherwise in its own memory."""
+    tensors = [
+        torch.arange(6.0).view(3, 2),
+        torch.arange(8.0).view(2, 2, 2).transpose(0, 2),
+        torch.ones(()),
+        torch.ones(5),
+    ]
+    for most in (1, 2, 3, 4, 100):
+        found = runs(tensors, most)
+        assert torch.equal(flat(piece for run in found for piece in run), flat(tensors))
+        assert all(sum(piece.numel() for piece in run) <= max(most, 4) for run in found)  # a row of the second has 4
+    assert [len(run) for run in runs(tensors, 100)] == [4]
 
 
 def test_weights_are_written_in_place_and_other_tensors_are_left_alone():

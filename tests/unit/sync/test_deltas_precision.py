@@ -36,7 +36,7 @@ def test_steps_too_small_for_the_weights_add_up(dtype):
     for mine in everyones:
         assert torch.equal(mine.anchor, everyones[0].anchor)
         mine.finish(1, 1)
-        assert not mine._pending.any(), "what rounds brought is nobody's progress"
+        assert not mine._pending.values.any(), "what rounds brought is nobody's progress"
 
 
 def test_at_rest_the_anchor_is_what_the_weights_hold():
