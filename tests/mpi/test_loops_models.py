@@ -19,7 +19,7 @@ from training import CLASSES, FEATURES, Blobs, Net
 
 from hetsync.plane.base import Plane
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2), pytest.mark.parametrize("bound", BOUNDS)]
+pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("bound", BOUNDS)]
 
 Optimizers = Callable[[Net], list[Optimizer]]
 
