@@ -338,9 +338,7 @@ TOGETHER = {
         "batch_size 1 is smaller than the 2 ranks: raise it to at least 2, or",
     ),
     "profile": (["--emulate", "one.yaml"], 2, "profile one has 1 devices, none for rank 1: start at most 1 ranks"),
-    "NaN": (["--optimizer.learning_rate", "1e9"], 2, "(loss|gradient) became (nan|-?inf) on rank ."),
     "unreadable sample": (["--data.name", "mine:torn"], 2, "the data cannot be read: .*images/51.png"),
-    "model, alone": (["--model.name", "vgg"], None, "model.name is vgg"),
     "unknown key, alone": (["--sync.quorun", "0"], None, "there is no option --sync.quorun"),
 }
 

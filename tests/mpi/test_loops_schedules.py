@@ -50,7 +50,7 @@ from training import Blobs, Net
 
 from hetsync.plane.base import Plane
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2), pytest.mark.parametrize("bound", BOUNDS)]
+pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("bound", BOUNDS)]
 
 Schedulers = Callable[[Optimizer], list[LRScheduler]]
 STEPS = EPOCHS * BATCHES
