@@ -36,14 +36,13 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
-from hetsync.balance.profile import RankProfile, StepTime
 from hetsync.config.parser import recipe_of
 from hetsync.config.schema import Config, RunConfig, SyncConfig
-from hetsync.data.handed_over import check_dataset, check_not_a_worker
+from hetsync.data.handed_over import check_dataset, check_not_a_worker, source_of
 from hetsync.data.ledger import total_samples
 from hetsync.data.loader import Source
-from hetsync.emulation.cluster import Cluster, load_cluster
-from hetsync.emulation.device import emulated_times, make_device
+from hetsync.emulation.cluster import load_cluster
+from hetsync.emulation.device import make_device
 from hetsync.errors import UserError, did_you_mean, early_mistakes
 from hetsync.plane import open_plane
 from hetsync.plane.base import Plane
@@ -55,8 +54,10 @@ from hetsync.sync.milestones import marks_every, rests_at
 from hetsync.sync.optimizers import check_needs_no_closure
 from hetsync.sync.rates import Rates, ScheduleRates, SchedulerRates, check_scheduler
 from hetsync.train.job import Job
+from hetsync.train.parts import Parts
 from hetsync.train.plan import Plan
 from hetsync.train.session import Session
+from hetsync.train.speeds import assumed_profiles
 from hetsync.train.tasks import Trained
 from hetsync.train.trackers import Tracked
 
@@ -234,7 +235,7 @@ def join_session(
         samples_per_second: See `emulate`.
         sync: Settings of `hetsync.config.schema.SyncConfig`, such as delay_bound=0.
     """
-    check_arguments(model, optimizer, dataset, batch_size)
+    parts = prepared_parts(model, optimizer, scheduler)
     device = next(model.parameters()).device
     make_current(device)
     recipe = recipe_of_arguments(
@@ -246,10 +247,11 @@ def join_session(
             "sync": sync,
         }
     )
-    total = total_samples(None, epochs, len(dataset))
     plane.settle(device)
+    source = prepared_source(dataset, batch_size)
+    total = total_samples(None, epochs, source.epoch_samples)
     cluster = load_cluster(emulate) if emulate is not None else None
-    profiles = plane.gather_objects(profile_of(model, plane, cluster, samples_per_second))
+    profiles = assumed_profiles(plane, cluster, samples_per_second, device, host="")
     plan = Plan(
         batch_size=batch_size,
         total_samples=total,
@@ -257,27 +259,19 @@ def join_session(
         milestones=rests_at(marks_every(evaluate_every, total), "evaluation", total),
         seed=seed,
     )
-    time = profiles[plane.rank].time
+    rates: Rates = ScheduleRates(optimizer)
+    if scheduler is not None:
+        rates = SchedulerRates(optimizer, [scheduler], batch_size, every=1)
     return JoinedSession(
         owns_plane=owns_plane,
         plane=plane,
-        trained=Trained(model=model, optimizers=[optimizer], rates=[rates_of(optimizer, scheduler, plan)]),
-        source=Source(dataset),
+        trained=Trained(model=parts.model, optimizers=parts.optimizers, rates=[rates]),
+        source=source,
         sync=recipe.sync,
         plan=plan,
-        device=make_device(cluster, plane.rank, time, seed, device),
+        device=make_device(cluster, plane.rank, profiles[plane.rank].time, seed, device),
         max_grad_norm=max_grad_norm,
     )
-
-
-def rates_of(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, plan: Plan) -> Rates:
-    """The optimizer's own rates, or a scheduler's. UserError for a scheduler that cannot be stepped here."""
-    if scheduler is None:
-        return ScheduleRates(optimizer)
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise UserError("scheduler is a ReduceLROnPlateau, which wants a metric: give one that goes by steps")
-    check_scheduler(scheduler, [optimizer])
-    return SchedulerRates(optimizer, [scheduler], plan.batch_size, every=1)
 
 
 RUN_KEYS = {field.name for field in dataclasses.fields(RunConfig)} - {
@@ -315,7 +309,7 @@ def check_settings(form: Any, arguments: Mapping[str, Any]) -> None:
             raise UserError(f"hetsync.join has no argument {name}{did_you_mean(name, [*known, 'plane'])}")
 
 
-def check_arguments(model: Any, optimizer: Any, dataset: Any, batch_size: Any) -> None:
+def prepared_parts(model: Any, optimizer: Any, scheduler: Any) -> Parts:
     """UserError unless these can be trained with."""
     for name, value, kind, wanted in (
         ("model", model, torch.nn.Module, "a torch.nn.Module"),
@@ -324,24 +318,22 @@ def check_arguments(model: Any, optimizer: Any, dataset: Any, batch_size: Any) -
         if not isinstance(value, kind):
             raise UserError(f"{name} is a {type(value).__name__}: give {wanted}")
     check_needs_no_closure(optimizer, f"optimizer is a {type(optimizer).__name__}")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError("model has no weights to train: give one whose parameters require a gradient")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UserError("scheduler is a ReduceLROnPlateau, which wants a metric: give one that goes by steps")
+    if scheduler is not None:
+        check_scheduler(scheduler, [optimizer])
+    parts = Parts()
+    parts.models.append(model)
+    parts.optimizers.append(optimizer)
+    parts.check(next(model.parameters(), torch.empty(0)).device)
+    return parts
+
+
+def prepared_source(dataset: Any, batch_size: Any) -> Source:
+    """UserError unless the samples can be addressed, and are no fewer than a batch."""
     if isinstance(dataset, DataLoader):
         raise UserError(
             "dataset is a DataLoader: give its data set (loader.dataset) and batch_size; the order is HetSync's"
         )
     check_dataset(dataset)
-    if isinstance(batch_size, int) and batch_size > len(dataset):
-        raise UserError(f"batch_size is {batch_size}, but the data set has {len(dataset)} samples: lower it")
-
-
-def profile_of(
-    model: torch.nn.Module, plane: Plane, cluster: Cluster | None, samples_per_second: float | None
-) -> RankProfile:
-    """This rank's; without emulation a guess, the same for all, until its speed is measured."""
-    if cluster is None:
-        return RankProfile(type(model).__name__, "", StepTime(0.0, 1.0))
-    if samples_per_second is None:
-        raise UserError("join(emulate=...) needs samples_per_second, the speed of the whole emulated cluster")
-    times = emulated_times(cluster, plane.size, "", samples_per_second, samples_per_second)
-    return RankProfile(type(model).__name__, "", times[plane.rank], True)
+    return source_of(dataset, batch_size, None, None, None)[0]

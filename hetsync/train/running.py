@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from hetsync.balance.profile import RankProfile, StepTime
+from hetsync.balance.profile import RankProfile
 from hetsync.balance.shares import choose_shares, makespan, solo_rates
 from hetsync.control.process import ControlProcess
 from hetsync.data import Data
-from hetsync.emulation.device import emulated_times, make_device
+from hetsync.emulation.device import make_device
 from hetsync.emulation.link import behind_link
 from hetsync.errors import UserError
 from hetsync.files import SUMMARY, write_atomically
-from hetsync.profiling.measure import Subject, device_name, measure_ranks
+from hetsync.profiling.measure import Subject, measure_ranks
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.milestones import CHECKPOINT, EPOCH, Marks, marks_every, rests_for
@@ -34,6 +34,7 @@ from hetsync.train.resumption import Standing, first_settings, kept_shares
 from hetsync.train.run_folder import Status
 from hetsync.train.saving import Saver
 from hetsync.train.session import AtRest, Session
+from hetsync.train.speeds import assumed_profiles
 from hetsync.train.summary import JobFigures, RankFigures, RunFigures, first_summary, summarise
 from hetsync.train.tasks import Trained
 from hetsync.train.terminal import Display, Silence, Terminal
@@ -145,19 +146,9 @@ class Running:
             material = Data(self.source.dataset, self.source.dataset, self.prepared.loss, collate=self.source.collate)
             what = (self.plane, self.config, self.model, material, at.place, self.prepared.parts.optimizers)
             return measure_ranks(Subject(*what), at.cluster)
-        host = at.place.host
-        if at.cluster is None or self.finished:
-            mine = RankProfile(device_name(self._device), host, StepTime(0.0, 1.0), uncertainty=None)
-            return self.plane.gather_objects(mine)
-        total, ranks = self.config.emulation.samples_per_second, range(self.plane.size)
-        if total is None:
-            raise UserError(
-                f"emulation.profile is {self.config.emulation.profile}, of a speed that nothing tells: give"
-                " emulation.samples_per_second (in a script: samples_per_second=), or job.measure the loss"
-            )
-        times = emulated_times(at.cluster, len(ranks), "", total, total)
-        names = [f"{at.cluster.device_of(rank).name} (emulated)" for rank in ranks]
-        return [RankProfile(names[rank], host, times[rank], True) for rank in ranks]
+        cluster = None if self.finished else at.cluster
+        total = self.config.emulation.samples_per_second
+        return assumed_profiles(self.plane, cluster, total, self._device, at.place.host)
 
     def _make_session(self) -> Session:
         at, config = self.at, self.config

@@ -12,18 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from plain_job import PlainJob
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from training import Blobs, local_tensors, unequal_shares
+from training import BATCH, SEED, Blobs, local_tensors, unequal_shares
 
 import hetsync
-from hetsync.data.loader import EpochOrder
 from hetsync.plane.base import Plane
 from hetsync.sync.agreement import weights_sha256
 from hetsync.train import checkpoint
 
-SAMPLES, BATCH, EPOCHS, SEED = 200, 24, 3, 3  # the last batch of an epoch is smaller
+SAMPLES, EPOCHS = 200, 3  # the last batch of an epoch is smaller
 BATCHES = -(-SAMPLES // BATCH)
 # Where ranks step for themselves, four show nothing that two do not: sums and staleness are test_engine.py's.
 BOUNDS = [0, pytest.param(4, marks=pytest.mark.ranks(1, 2))]
@@ -56,56 +55,6 @@ class Result:
     first_loss: float = 1.0
 
 
-class PlainLoop:
-    """In place of a `Job`: one process, batches of B in the same order."""
-
-    rank, size, finished = 0, 1, False
-
-    def __init__(self, folder: Any = None) -> None:
-        torch.manual_seed(SEED)
-        self._position = 0
-
-    def prepare(self, *things: Any) -> Any:
-        found = [self._batches(each) if isinstance(each, DataLoader) else each for each in things]
-        self._optimizers = [each for each in things if isinstance(each, torch.optim.Optimizer)]
-        return found[0] if len(found) == 1 else tuple(found)
-
-    def _batches(self, loader: DataLoader[Any]) -> Any:
-        plain = self
-
-        class Batches:
-            def __iter__(self) -> Iterator[Any]:
-                order, first = EpochOrder(len(loader.dataset), SEED), plain.epoch * len(loader.dataset)  # type: ignore[arg-type]
-                last = first + len(loader.dataset)  # type: ignore[arg-type]
-                for start in range(first, last, BATCH):
-                    indices = order.indices([(start, min(last, start + BATCH))])
-                    yield torch.utils.data.default_collate([loader.dataset[index] for index in indices])
-
-        return Batches()
-
-    def epochs(self, count: int) -> Iterator[int]:
-        for self.epoch in range(count):
-            yield self.epoch
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-    def step(self, *things: Any) -> None:
-        optimizers = [each for each in things if isinstance(each, torch.optim.Optimizer)] or self._optimizers
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for scheduler in things:
-            if isinstance(scheduler, LRScheduler):
-                scheduler.step()
-
-    def evaluate(self, function: Callable[[], Any]) -> Any:
-        return function()
-
-    def register(self, name: str, state: Any) -> None:
-        pass
-
-
 def loader() -> DataLoader[Any]:
     return DataLoader(Blobs(SAMPLES), batch_size=BATCH, shuffle=True)
 
@@ -134,7 +83,7 @@ def check(
     assert all(theirs.digests == seen.digests for theirs in everyones), "ranks differ at rest"
     assert all(theirs.rates == seen.rates for theirs in everyones), "learning rates differ at rest"
     told = Seen()
-    plain = script(PlainLoop(), told)
+    plain = script(PlainJob(BATCH), told)
     for mine, theirs in zip(seen.rates, told.rates, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=0)
     if bound == 0 and equal:
@@ -161,7 +110,7 @@ def check_resumed(
     assert used.total() == EPOCHS * SAMPLES - at
     if rates:
         told = Seen()
-        script(PlainLoop(), told)
+        script(PlainJob(BATCH), told)
         for mine, theirs in zip(resumed[1].rates, told.rates[1:], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=0)
     assert resumed[0].loss < 0.6 * whole[0].first_loss

@@ -1,23 +1,24 @@
-"""A loop of a user's own, run by a job and by nothing but PyTorch: what the tests of loops share."""
+"""A script on nothing but PyTorch in place of a job, and loops run by both: what the tests of loops share."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from training import BATCH, SAMPLES, SEED, Blobs, Net, local_tensors, loss_on_all, unequal_shares
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+from training import BATCH, SAMPLES, SEED, Blobs, Net, local_tensors, loss_on_all, plain_batches, unequal_shares
 
 import hetsync
-from hetsync.data.loader import EpochOrder
 from hetsync.plane.base import Plane
+from hetsync.profiling.measure import PRECISIONS
 from hetsync.sync.agreement import weights_sha256
-from hetsync.train.job import PRECISIONS
 
 EPOCHS = 3
 
@@ -25,12 +26,32 @@ Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class PlainJob:
-    """What `Job` offers to a loop, on one device and without HetSync."""
+    """What `Job` offers to a script, on one device and without HetSync: batches in the same order."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, precision: str = "float32") -> None:
-        self.optimizer = optimizer
+    rank, size, finished = 0, 1, False
+
+    def __init__(self, batch: int = BATCH, precision: str = "float32") -> None:
+        torch.manual_seed(SEED)
+        self.batch = batch
         self.dtype = PRECISIONS[precision]
         self.scaler = torch.amp.GradScaler("cpu", enabled=self.dtype is torch.float16)
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.epoch = 0
+
+    def prepare(self, *things: Any) -> Any:
+        self.optimizers += [each for each in things if isinstance(each, torch.optim.Optimizer)]
+        found = [PlainBatches(self, each.dataset, each) if isinstance(each, DataLoader) else each for each in things]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def loader(self, data: Any) -> PlainBatches:
+        return PlainBatches(self, data, DataLoader(data))
+
+    def register(self, name: str, state: Any) -> None:
+        pass
+
+    def epochs(self, count: int) -> Iterator[int]:
+        for self.epoch in range(count):
+            yield self.epoch
 
     def autocast(self) -> Any:
         return contextlib.nullcontext() if self.dtype is None else torch.autocast("cpu", self.dtype)
@@ -39,13 +60,39 @@ class PlainJob:
         self.scaler.scale(loss).backward()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float) -> torch.Tensor:
-        self.scaler.unscale_(self.optimizer)
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
-    def step(self, *_: Any) -> None:
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
+    def step(self, *things: Any) -> None:
+        named = [each for each in things if isinstance(each, torch.optim.Optimizer)] or self.optimizers
+        for optimizer in named:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+            optimizer.zero_grad()
+        for scheduler in things:
+            if isinstance(scheduler, LRScheduler):
+                scheduler.step()
+
+    def evaluate(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+
+class PlainBatches:
+    """Those of the job's epoch, each time anew."""
+
+    def __init__(self, job: PlainJob, dataset: Any, loader: DataLoader[Any]) -> None:
+        self._job = job
+        self._dataset = dataset
+        self._collate = loader.collate_fn
+
+    def __len__(self) -> int:
+        return -(-len(self._dataset) // self._job.batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        samples, epoch = len(self._dataset), self._job.epoch
+        for indices in plain_batches(samples, self._job.batch, epoch * samples, (epoch + 1) * samples):
+            yield self._collate([self._dataset[index] for index in indices])
 
 
 @dataclass
@@ -145,19 +192,17 @@ def in_a_job(
 
 def in_one_process(row: Row, data: Blobs | None = None) -> Loop:
     """The same loop with PyTorch alone, on batches of K·B samples in the same order."""
-    data = data or Blobs()
+    job = PlainJob(BATCH * row.accumulation, row.precision)
     model = row.model()
     optimizer = row.optimizer(model)
-    loop = Loop(PlainJob(optimizer, row.precision), row.wrap(model), optimizer)
+    loop = Loop(job, row.wrap(model), optimizer)
+    job.prepare(loop.model, optimizer)
     loop.scaler = make_scaler() if row.scaler else None
-    order, size = EpochOrder(len(data), SEED), BATCH * row.accumulation
-    for epoch in range(EPOCHS):
-        first, last = epoch * len(data), (epoch + 1) * len(data)
-        starts = range(first, last, size)
-        loop.batches = len(starts)
-        for loop.number, start in enumerate(starts):
-            indices = order.indices([(start, min(last, start + size))])
-            row.body(loop, data.points[indices], data.labels[indices])
+    loader = job.loader(data or Blobs())
+    loop.batches = len(loader)
+    for _ in job.epochs(EPOCHS):
+        for loop.number, (points, labels, _) in enumerate(loader):
+            row.body(loop, points, labels)
     return loop
 
 

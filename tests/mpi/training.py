@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -254,6 +254,13 @@ def of_unequal_speed(rank: int, fastest: float = 1e-5) -> EmulatedDevice:
     return EmulatedDevice(StepTime(0.0, fastest * 2**rank))
 
 
+def plain_batches(samples: int, size: int, first: int, last: int) -> Iterator[list[int]]:
+    """Indices of the batches of one process, over positions of the stream of so many samples an epoch."""
+    order = EpochOrder(samples, SEED)
+    for start in range(first, last, size):
+        yield order.indices([(start, min(last, start + size))])
+
+
 def plain_training(
     *,
     accumulation: int,
@@ -265,10 +272,8 @@ def plain_training(
     """One process and nothing but PyTorch, on batches of K·B: weights, loss and indices of each step."""
     data, model = Blobs(), model or Net()
     step = OPTIMIZERS[optimizer](model)
-    order = EpochOrder(len(data), SEED)
     losses, batches = [], []
-    for start in range(0, samples, accumulation * BATCH):
-        indices = order.indices([(start, min(samples, start + accumulation * BATCH))])
+    for indices in plain_batches(len(data), accumulation * BATCH, 0, samples):
         loss = cross_entropy(model, data.points[indices], data.labels[indices])
         step.zero_grad()
         loss.backward()
