@@ -33,6 +33,7 @@ from hetsync.telemetry import Telemetry
 from hetsync.train import checkpoint
 from hetsync.train.control_factory import control_factory
 from hetsync.train.evaluation import Combine, EvaluationLoader, Evaluations, RankParts, combined, named, record
+from hetsync.train.memory import slice_memory
 from hetsync.train.parts import Parts
 from hetsync.train.plan import ControlFactory, Plan
 from hetsync.train.resumption import first_settings, kept_shares
@@ -168,6 +169,7 @@ class Running:
             timeout_seconds=config.run.timeout_seconds,
             make_control=self._start_control(),
             evaluator=self.evaluations if setup.evaluation is not None else None,
+            memory=None if self._is_measured else slice_memory(setup.plane, setup.place, self._device),
         )
         loaded = setup.loaded
         if loaded is not None and session.outer is not None and loaded.outer is not None:
