@@ -48,12 +48,13 @@ from hetsync.plane import open_plane
 from hetsync.plane.base import Plane
 from hetsync.plane.ending import end_loop
 from hetsync.plane.unclosed import Unclosed
-from hetsync.profiling.measure import make_current
+from hetsync.profiling.measure import find_place, make_current
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.milestones import marks_every, rests_at
 from hetsync.sync.optimizers import check_needs_no_closure
 from hetsync.sync.rates import Rates, ScheduleRates, SchedulerRates, check_scheduler
 from hetsync.train.job import Job
+from hetsync.train.memory import slice_memory
 from hetsync.train.parts import Parts
 from hetsync.train.plan import Plan
 from hetsync.train.session import Session
@@ -271,6 +272,7 @@ def join_session(
         plan=plan,
         device=make_device(cluster, plane.rank, profiles[plane.rank].time, seed, device),
         max_grad_norm=max_grad_norm,
+        memory=slice_memory(plane, find_place(plane), device) if cluster is None else None,
     )
 
 

@@ -15,6 +15,7 @@ from hetsync.balance.speed_tracker import LEAST_OBSERVATIONS, Speeds
 from hetsync.errors import UserError
 from hetsync.sync.messages import (
     AssignTask,
+    CapFound,
     Event,
     Instruction,
     RankWithdrew,
@@ -80,6 +81,8 @@ class Coordinator:
         for event in events:
             if isinstance(event, TaskFinished):
                 self._observe(event)
+            elif isinstance(event, CapFound):
+                self.speeds.caps = {**self.speeds.caps, event.rank: event.samples}
             elif isinstance(event, SettingsChanged):
                 self.settings = event.settings
             elif isinstance(event, RankWithdrew):

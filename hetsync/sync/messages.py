@@ -91,6 +91,13 @@ class Contributed(NamedTuple):
     task: int
 
 
+class CapFound(NamedTuple):
+    """No more than `samples` a slice fit into the rank's memory, as its first slices have shown."""
+
+    rank: int
+    samples: int
+
+
 class NormMeasured(NamedTuple):
     """What the rank puts into a round's sum has this squared norm: progress of `samples` in so many inner steps, or,
     with 0 steps, the sum of their gradients."""
@@ -168,6 +175,7 @@ Event = (
     TaskStarted
     | TaskFinished
     | Contributed
+    | CapFound
     | NormMeasured
     | RoundCompleted
     | Evaluated

@@ -121,7 +121,8 @@ class RoundStateMachine:
         return self._decide()
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take in one event; returns what to tell the ranks, in order. Norms (`NormMeasured`) change nothing here."""
+        """Take in one event; returns what to tell the ranks, in order. Norms and caps (`NormMeasured`, `CapFound`)
+        change nothing here."""
         self._history.append(event)
         match event:
             case TaskStarted():

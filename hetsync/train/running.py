@@ -28,6 +28,7 @@ from hetsync.telemetry import Telemetry
 from hetsync.train import checkpoint
 from hetsync.train.control_factory import control_factory
 from hetsync.train.evaluation import Evaluations, combined, named, record
+from hetsync.train.memory import slice_memory
 from hetsync.train.plan import ControlFactory, Plan
 from hetsync.train.preparation import Preparation
 from hetsync.train.resumption import Standing, first_settings, kept_shares
@@ -172,6 +173,7 @@ class Running:
             timeout_seconds=config.run.timeout_seconds,
             make_control=self._start_control(),
             evaluator=self.evaluations if self.prepared.evaluation is not None else None,
+            memory=None if self._is_measured else slice_memory(self.plane, at.place, self._device),
         )
         loaded = at.loaded
         if loaded is not None and session.outer is not None and loaded.outer is not None:

@@ -36,6 +36,7 @@ from hetsync.sync.shared_state import EngineOptions
 from hetsync.sync.state_machine import RoundStateMachine
 from hetsync.telemetry import Telemetry
 from hetsync.train.accounts import RankTotals, TaskInWork, TrainingClock
+from hetsync.train.memory import SliceMemory
 from hetsync.train.plan import ControlFactory, ControlledJob, Evaluator, JobControl, NoEvaluation, Plan
 from hetsync.train.rest import CommonState
 from hetsync.train.tasks import TaskRunner, Trained
@@ -65,6 +66,7 @@ class Session:
         timeout_seconds: float = 600.0,
         make_control: ControlFactory | None = None,
         evaluator: Evaluator | None = None,
+        memory: SliceMemory | None = None,
     ) -> None:
         """Collective. The model's weights may differ between ranks: all start from rank 0's.
 
@@ -95,6 +97,7 @@ class Session:
             engine=self.engine,
             totals=self.totals,
             record=self.record,
+            memory=memory,
         )
         self._common = CommonState(plane, self.model, self.optimizers, trained.averages, self.engine)
         self._snapshot_seconds = 0.0  # of training, when the newest snapshot was made

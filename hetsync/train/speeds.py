@@ -26,4 +26,4 @@ def assumed_profiles(
         )
     times = emulated_times(cluster, plane.size, "", samples_per_second, samples_per_second)
     names = [f"{cluster.device_of(rank).name} (emulated)" for rank in range(plane.size)]
-    return [RankProfile(name, host, StepTime(0.0, 1 / rate), True) for name, rate in zip(names, rates, strict=True)]
+    return [RankProfile(name, host, time, True) for name, time in zip(names, times, strict=True)]

@@ -15,11 +15,12 @@ from hetsync.data.ledger import length
 from hetsync.data.loader import Loader
 from hetsync.errors import UserError
 from hetsync.sync.engine import Engine
-from hetsync.sync.messages import Task
+from hetsync.sync.messages import CapFound, Task
 from hetsync.sync.model_tensors import ModelTensors
 from hetsync.sync.rates import Rates
 from hetsync.sync.steps import Steps
 from hetsync.train.accounts import RankTotals, TaskInWork
+from hetsync.train.memory import SliceMemory
 from hetsync.train.prepared import PreparedScaler
 
 
@@ -62,8 +63,10 @@ class TaskRunner:
         engine: Engine,
         totals: RankTotals,
         record: Callable[..., None],
+        memory: SliceMemory | None,
     ) -> None:
-        """`totals` are kept, and `record` is told of each task."""
+        """`totals` are kept, and `record` is told of each task. `memory` tells how many samples fit, where that is not
+        known."""
         self.steps = [
             Steps(each, rates, max_grad_norm, batch_size, partial(self._before, n), partial(self._after, n))
             for n, (each, rates) in enumerate(zip(trained.optimizers, trained.rates, strict=True))
@@ -79,6 +82,7 @@ class TaskRunner:
         self._engine = engine
         self._totals = totals
         self._record = record
+        self._memory = memory
         self._data_before = self._waited_before = 0.0  # seconds in all, up to the last task's end
 
     def settle(self) -> None:
@@ -103,6 +107,8 @@ class TaskRunner:
             self._totals.data_seconds += time.monotonic() - began
             work.open_slice(length(spans))
             self._engine.open_slice(task, work.slice_samples, work.last)
+            if self._memory is not None:
+                self._memory.begin_slice()
             self._device.begin_slice(work.slice_samples)
             yield batch
             self._check_steps(work)
@@ -222,6 +228,9 @@ class TaskRunner:
             self._device.end_slice()
         else:
             self._pause(work)
+        cap = None if self._memory is None else self._memory.end_slice(work.slice_samples)
+        if cap is not None:
+            self._engine.report(CapFound(self._engine.worker.rank, cap))
         self._engine.close_slice(work.task)
 
     def finish(self, work: TaskInWork) -> None:

@@ -60,6 +60,8 @@ def test_the_options_of_benchmarks_in_sentences(page: Path, folder: Path) -> Non
         "hetsync-train missing.yaml",
         "launch/local 2 --sync.quorum many",
         "launch/local 2 -- hetsync simulate --emulat quickstart",
+        "launch/mps 100,half --sync.quorum 1",
+        "launch/mps 100,50 --sync.quorum many",
         "mpirun -n 12 hetsync-train --no.such.key 3",
         "sbatch --ntasks=12 launch/slurm.sbatch --run.checkpoint 3",
         "hetsync data check cifar10 somewhere --fast",
@@ -83,6 +85,8 @@ def mistake_in(words: list[str], folder: Path) -> str | None:
             return None
         case ["launch/local", _, "--", *program_words]:
             return mistake_in(program_words, folder)
+        case ["launch/mps", parts, *rest] if all(part.isdigit() for part in parts.split(",")):
+            return mistake_in(["launch/local", str(parts.count(",") + 1), *rest], folder)
         case ["launch/local", _, *arguments] | ["launch/quickstart", *arguments]:
             return _parsed(["hetsync-train", *arguments], folder)
         case ["sbatch", *rest] if "launch/slurm.sbatch" in rest:

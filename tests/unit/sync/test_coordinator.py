@@ -16,6 +16,7 @@ from hetsync.errors import UserError
 from hetsync.sync.coordinator import Coordinator, as_messages
 from hetsync.sync.messages import (
     AssignTask,
+    CapFound,
     Contributed,
     RankLeft,
     RankWithdrew,
@@ -91,6 +92,18 @@ def test_shares_follow_speeds_only_where_it_pays(ratio, moves):
     assert (office.shares != [40, 40]) == moves
     if moves:
         assert office.shares[0] / office.shares[1] == pytest.approx(ratio, rel=0.1)
+
+
+@pytest.mark.parametrize(("cap", "shares"), [(None, [60, 20]), (50, [50, 30])])
+def test_no_share_grows_beyond_a_cap_that_the_first_slices_have_shown(cap, shares):
+    office = Office((40, 40))
+    if cap is not None:
+        office.coordinator.handle([CapFound(0, cap)])
+    for _ in range(3 * LEAST_OBSERVATIONS):
+        office.work(0)
+        office.work(1, 3.0)
+    assert office.shares == pytest.approx(shares, abs=1)
+    assert cap is None or office.shares[0] <= cap
 
 
 def test_a_gain_of_just_under_five_percent_is_let_be():

@@ -1,0 +1,51 @@
+"""The benchmark that needs a GPU, in its small form: the same code, so that it does not rot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import environment
+
+from benchmarks.gpu_rank import length, merged, overlap
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 300  # this machine may be busy with other tests
+
+
+def test_copies_beside_kernels_are_measured_in_unions() -> None:
+    assert merged([(3, 4), (0, 2), (1, 2.5)]) == [(0, 2.5), (3, 4)]
+    assert length([(0, 2.5), (3, 4)]) == 3.5
+    assert overlap([(0, 2), (1, 3)], [(2.5, 10), (-1, 0.5)]) == pytest.approx(1.0)
+    assert overlap([(0, 1)], []) == 0
+
+
+def test_the_small_form_trains_every_task_in_every_way(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "benchmarks.gpu", "--small", "--seconds", "0.5", "--output", str(tmp_path)]
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = json.loads((tmp_path / "gpu.json").read_text())
+    assert kept["failure"] is None
+    assert [task["task"] for task in kept["tasks"]] == ["resnet50", "gpt", "cifar10_resnet18-like"]
+    for task in kept["tasks"]:
+        ways = {run["way"]: run for run in task["runs"]}
+        assert set(ways) == {"DDP, equal shares", "DDP, shares by speed", "HetSync, delayed"}
+        assert task["shares_by_speed"] == [16, 8, 4, 4]
+        assert ways["HetSync, delayed"]["summary"]["samples_applied"] == task["samples"]
+        assert task["bytes"]["delayed_mode"] >= 3 * task["bytes"]["weights"]
+        assert (tmp_path / f"trace-{task['task']}.json").exists()
+    assert "| gpt | HetSync, delayed |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_without_a_gpu_one_sentence_says_so(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "benchmarks.gpu", "--output", str(tmp_path)]
+    told = environment(CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(words, cwd=ROOT, env=told, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "no CUDA device: start it on a machine with a GPU, or give --small"
+    assert not list(tmp_path.iterdir())
