@@ -126,11 +126,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="small models on processors, with emulated speeds")
     parser.add_argument("--output", type=Path, default=Path("results/gpu"), help="folder for figures and traces")
-    parser.add_argument("--seconds", type=float, help="of each training at full speed (default: 12, small: 1)")
+    parser.add_argument("--seconds", type=float, help="of each training at full speed (default: 8, small: 1)")
     parser.add_argument("--repetitions", type=int, help="of every way (default: 2, small: 1)")
     options = parser.parse_args()
     small = options.small
-    options.seconds = options.seconds or (1.0 if small else 12.0)
+    options.seconds = options.seconds or (1.0 if small else 8.0)
     options.repetitions = options.repetitions or (1 if small else 2)
     if not small and not torch.cuda.is_available():
         sys.exit("no CUDA device: start it on a machine with a GPU, or give --small")

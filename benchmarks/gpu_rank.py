@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ class RankJob:
         self.profiles = self._measure()
         self.solo = solo_rates(task.batch, self.profiles)
         steps = max(2 * plane.size, round(setting["seconds"] * sum(self.solo) / task.batch))
-        self.total = steps * task.batch
+        self.total = min(steps, task.most_steps) * task.batch
 
     def model(self) -> torch.nn.Module:
         torch.manual_seed(self.setting["seed"])
@@ -217,14 +216,8 @@ def length(spans: Sequence[Interval]) -> float:
 
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
-    """Seconds that lie in both unions."""
-    edges = sorted({edge for span in [*first, *second] for edge in span})
-    inside = [merged(first), merged(second)]
-    return sum(
-        stop - start
-        for start, stop in pairwise(edges)
-        if all(any(a <= start and stop <= b for a, b in spans) for spans in inside)
-    )
+    """Seconds that lie in both unions; the length of all is what each has less what they share."""
+    return length(merged(first)) + length(merged(second)) - length(merged([*first, *second]))
 
 
 def last_loss(everyones: Sequence[Sequence[tuple[int, float]]]) -> float:

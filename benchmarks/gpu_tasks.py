@@ -16,13 +16,17 @@ from hetsync.models.resnet import resnet18, resnet50
 
 @dataclass(frozen=True)
 class Task:
-    """`batch` samples of a slice of all ranks together; `learns` where the data have something to be learned."""
+    """`batch` samples of a slice of all ranks together; `learns` where the data have something to be learned.
+
+    `most_steps` bounds a training whose sums take much longer than its computation.
+    """
 
     batch: int
     model: Callable[[], nn.Module]
     data: Callable[[], TensorDataset]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     learns: bool = False
+    most_steps: int = 1000
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """The mean over the batch, and over the positions of a sequence."""
@@ -93,7 +97,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 TASKS = {
     "resnet50": Task(256, resnet50, lambda: images(512, 224, 1000), sgd),
-    "gpt": Task(128, Gpt, lambda: sentences(2048, 512, 50304), adamw),
+    "gpt": Task(128, Gpt, lambda: sentences(2048, 512, 50304), adamw, most_steps=12),
     "cifar10_resnet18-like": Task(512, lambda: resnet18(10, "cifar"), lambda: images(10240, 32, 10), sgd, True),
 }
 SMALL_TASKS = {

@@ -46,6 +46,6 @@ def check_percentage(environment: Mapping[str, str] = os.environ) -> None:
     pipes = environment.get(PIPES, DEFAULT_PIPES)
     if not (Path(pipes) / "control").exists():
         raise UserError(
-            f"{PERCENTAGE} is {percentage}, but no MPS daemon listens in {pipes}: start the job by launch/mps, or unset"
-            f" {PERCENTAGE}"
+            f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is {percentage}, but no MPS daemon listens in {pipes}: start the job by"
+            " launch/mps, or unset it"
         )

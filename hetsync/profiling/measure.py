@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hetsync.balance.device import cuda_mark
 from hetsync.balance.gpu import check_percentage, gpu_identity, gpu_name
 from hetsync.balance.profile import RankProfile
 from hetsync.config.schema import Config
@@ -160,7 +161,7 @@ def profile_steps(
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            cuda_mark(device).synchronize()
 
     with untouched(copy):
         batches = {size: batch_of(data, size, device) for size in sizes}

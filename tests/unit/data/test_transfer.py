@@ -119,6 +119,7 @@ class Noted(Transfer):
 def test_copies_begin_one_slice_ahead_and_with_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
     log: Log = []
     monkeypatch.setattr(loading, "transfer_to", lambda device: Noted(log))
+    monkeypatch.setattr(loading, "COPIED_AT_ONCE", 0)
     loader = Loader(Source(TensorDataset(torch.arange(8)), shuffle=False), 0, CPU)
     loader.prefetch(Work(0, (((0, 2),), ((2, 4),), ((4, 6),))))
     loader.prefetch(Work(1, (((6, 8),),)))

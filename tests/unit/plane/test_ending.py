@@ -15,7 +15,9 @@ class Ended(Exception):
 class OneOfTwo(LocalPlane):
     """Rank 1, whose abort does not end this process."""
 
-    rank, size = 1, 2
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.size = 1, 2
 
     def abort(self, code: int) -> None:
         raise Ended(code)

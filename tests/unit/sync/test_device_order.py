@@ -141,8 +141,9 @@ def test_all_that_delayed_mode_does_with_its_tensors_is_in_order(monkeypatch: py
     names = ("adopt", "finish", "apply", "pack", "apply_sum", "reset_to_anchor")
     with guarded(monkeypatch, order, *names) as calls:
         join: Any = hetsync.join(
-            model, optimizer, data, batch_size=4, evaluate_every=16, plane=LocalPlane(), delay_bound=2
-        )
+            model, optimizer, data, batch_size=4, evaluate_every=16, plane=LocalPlane(), delay_bound=2,
+            outer={"name": "nesterov"},  # or a rank alone would have no deltas
+        )  # fmt: skip
         with join as session:
             for (batch,) in session.slices():
                 loss = model(batch).sum()
