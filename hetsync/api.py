@@ -10,8 +10,8 @@
                 job.backward(loss)
                 job.step(optimizer)
 
-Start it with `torchrun --nproc-per-node N my_script.py` or `mpirun -np N python my_script.py`. Every rank gets slices of
-its own; together they use each sample once an epoch.
+Start it with `torchrun --nproc-per-node N my_script.py` or `mpirun -np N python my_script.py`. Every rank gets slices
+of its own; together they use each sample once an epoch.
 
 The small form has no run folder, and takes all at once:
 
