@@ -28,6 +28,10 @@ class UserError(ValueError):
     """
 
 
+class OwnMistakeError(UserError):
+    """A mistake that this rank alone may see, before ranks can speak to each other: it says so whichever it is."""
+
+
 def complain(sentence: str) -> None:
     """Tell whoever started the job, on standard error."""
     with contextlib.suppress(OSError):  # a full disk or a closed pipe ends no job
@@ -65,9 +69,9 @@ class Trouble:
             complain(sentence)
 
 
-def end_early(sentence: str) -> NoReturn:
-    """End for a mistake that every rank sees, before ranks can speak to each other."""
-    if first_rank():
+def end_early(sentence: str, alone: bool = False) -> NoReturn:
+    """End for a mistake that every rank sees, or this rank `alone`, before ranks can speak to each other."""
+    if alone or first_rank():
         complain(one_sentence(sentence))
     else:
         time.sleep(1.0)  # mpirun ends the job with the first rank that leaves, which must be the one that speaks
@@ -80,4 +84,4 @@ def early_mistakes() -> Iterator[None]:
     try:
         yield
     except UserError as mistake:
-        end_early(str(mistake))
+        end_early(str(mistake), isinstance(mistake, OwnMistakeError))

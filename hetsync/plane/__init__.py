@@ -50,15 +50,18 @@ def _torch(name: str, by_torch: int, by_mpi: bool, timeout_seconds: float) -> Pl
             "run.plane is torch, but no launcher started this process: start it with torchrun --nproc-per-node N or"
             " mpirun -np N, or use run.plane auto"
         )
+    why = "run.plane is torch" if name == "torch" else f"run.plane is auto, and torchrun started {by_torch} ranks"
     import torch.distributed
 
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        raise UserError("run.plane is torch, but this torch has no Gloo: install another build of it, or use mpirun")
+        raise UserError(
+            f"{why}, which takes Gloo, but this torch has none: install another build of it, or use mpirun and"
+            " run.plane mpi"
+        )
     from hetsync.plane.base import Messages
     from hetsync.plane.choice import ChosenPlane, torch_sums
     from hetsync.plane.rendezvous import rendezvous_by_environment, rendezvous_by_messages
 
-    why = "run.plane is torch" if name == "torch" else f"run.plane is auto, and torchrun started {by_torch} ranks"
     messages: Messages
     if by_torch:
         from hetsync.plane.store import StoreMessages

@@ -87,8 +87,12 @@ class ChosenPlane(Plane):
 
     def _use_nccl(self, device: torch.device) -> None:
         if not isinstance(self.sums, TorchSums):
-            rendezvous = rendezvous_by_messages(self.messages, self._timeout_seconds)
-            others, self.sums = self.sums, torch_sums(self.messages, rendezvous)
-            others.close()
+            try:
+                sums = torch_sums(self.messages, rendezvous_by_messages(self.messages, self._timeout_seconds))
+            except UserError as mistake:
+                self.why += f"; no NCCL, as {mistake}"
+                return
+            self.sums.close()
+            self.sums = sums
         self.sums.use_nccl(device)
         self.why += "; every rank has a CUDA device of its own"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetsync.errors import UserError, one_sentence
+from hetsync.errors import OwnMistakeError, one_sentence
 from hetsync.plane.base import Handle, LostError, Residual, Sums, WireFormat
 from hetsync.plane.polled import Lane, PolledSums, Post, Test
 from hetsync.plane.rendezvous import ENDLESS
@@ -25,7 +25,7 @@ def open_gloo(store: dist.Store, name: str, rank: int, size: int, timeout_second
     try:
         group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timedelta(seconds=timeout_seconds))
     except RuntimeError as error:
-        raise UserError(
+        raise OwnMistakeError(
             f"rank {rank}: Gloo does not connect the ranks ({one_sentence(str(error))[:200]}): set"
             " GLOO_SOCKET_IFNAME to the network interface that reaches all hosts"
         ) from error
@@ -111,6 +111,7 @@ class TorchSums(Sums):
         self._store, self._server = store, server
         first, second = (GroupLane(self._open_gloo(name)) for name in ("first", "second"))
         gloo = PolledSums("Gloo", rank, size, first, second)
+        self._nccl: Any = None
         self._by_device: dict[str, PolledSums] = {"cpu": gloo, "cuda": gloo}
 
     def use_nccl(self, device: torch.device) -> None:
@@ -119,6 +120,7 @@ class TorchSums(Sums):
         options._timeout = ENDLESS
         group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), self._rank, self._size, options)
         stream = torch.cuda.Stream(device)
+        self._nccl = group
         lane = GatedLane(group, self._open_gloo("gate"), lambda: torch.cuda.stream(stream))
         # One lane: two groups' kernels on one device could each wait for what the other holds.
         self._by_device["cuda"] = PolledSums("NCCL", self._rank, self._size, lane, lane, reads_cuda=True)
@@ -141,3 +143,6 @@ class TorchSums(Sums):
     def close(self) -> None:
         for sums in self._by_device.values():
             sums.close()
+        if self._nccl is not None:
+            self._nccl.shutdown()
+            self._nccl = None

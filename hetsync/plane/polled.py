@@ -169,7 +169,7 @@ class PolledSums(Sums):
 
     @property
     def moves(self) -> int:
-        return self._first.completed + self._second.completed
+        return sum(lane.completed for lane in {self._first, self._second})
 
     @property
     def failed(self) -> bool:

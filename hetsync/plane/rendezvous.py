@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hetsync.errors import UserError, one_sentence
+from hetsync.errors import OwnMistakeError, UserError, one_sentence
 from hetsync.plane.base import Messages, decided_by_first
 
 # Waiting in earnest is bounded elsewhere, by run.timeout_seconds. torch counts milliseconds in 32 bits.
@@ -35,7 +35,7 @@ class Rendezvous:
         try:
             store = _tcp_store(self.host, self.port, self.timeout_seconds, is_master=False)
         except RuntimeError as error:
-            raise UserError(
+            raise OwnMistakeError(
                 f"rank {self.rank} does not reach the store of torch at {self.host}, port {self.port}"
                 f" ({one_sentence(str(error))[:200]}): is the name right, and the port open between the hosts?"
             ) from error

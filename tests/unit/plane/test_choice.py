@@ -85,7 +85,9 @@ def test_a_torch_without_gloo_is_named(environ: pytest.MonkeyPatch) -> None:
     for variable, value in BY_TORCHRUN.items():
         environ.setenv(variable, value)
     environ.setattr("torch.distributed.is_gloo_available", lambda: False)
-    with pytest.raises(UserError, match=r"run.plane is torch, but this torch has no Gloo"):
+    with pytest.raises(
+        UserError, match=r"run.plane is auto, and torchrun started 4 ranks, which takes Gloo, but this torch has none"
+    ):
         open_plane("auto")
 
 
