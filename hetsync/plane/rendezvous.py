@@ -20,7 +20,10 @@ ENDLESS = timedelta(days=20)
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A store that is open at `host` and `port`, for this rank of so many."""
+    """A store that is open at `host` and `port`, for this rank of so many.
+
+    Where this rank holds it (`server`), it ends with this object and its copies.
+    """
 
     host: str
     port: int
@@ -28,7 +31,7 @@ class Rendezvous:
     size: int
     prefix: str  # of the keys: others may use the store, too
     timeout_seconds: float
-    server: Any = None  # kept open, on the rank that has opened it
+    server: Any = None
 
     def connect(self) -> dist.Store:
         """A connection of its own: each thread that waits in one needs its own."""

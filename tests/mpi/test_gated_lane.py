@@ -37,7 +37,8 @@ class Noting:
 
 def test_nothing_is_posted_before_all_have_come(finish: Finish) -> None:
     messages = MpiMessages()
-    store = rendezvous_by_messages(messages, 30).connect()
+    rendezvous = rendezvous_by_messages(messages, 30)
+    store = rendezvous.connect()
     group, gate = (open_gloo(store, name, messages.rank, messages.size, 30) for name in ("sums", "gate"))
     noting = Noting(group)
     lane = GatedLane(noting, gate)
