@@ -246,6 +246,8 @@ class Communicator:
                     self._shared.worker.assign(instruction.task)
                 else:
                     self._rounds.append(instruction)
+                    if instruction.synchronous and instruction.evaluate and not instruction.drain:
+                        self._shared.marked.append(instruction.number)
             self._shared.changed.notify_all()
 
     def _flush(self) -> int:
@@ -329,7 +331,7 @@ class Communicator:
                 yield from self._sum_stage(stage, start)
             if start.evaluate:  # the main thread makes its step before it asks for its next task
                 with shared.changed:
-                    shared.snapshot = Snapshot(start.number, time.monotonic())
+                    shared.snapshot = Snapshot(shared.marked.popleft(), time.monotonic())
         yield from self._complete_round(start, began, 0, None if start.drain else self._gradients.summed_samples)
 
     def _sum_stage(self, stage: Stage, start: StartRound) -> Iterator[None]:

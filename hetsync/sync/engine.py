@@ -166,9 +166,16 @@ class Engine:
                     drained, shared.drained = shared.drained, None
                     return drained
                 self._apply()
-                if self.worker.may_start() and shared.phase is not Phase.DRAINING:
+                if self.worker.may_start() and shared.phase is not Phase.DRAINING and not self._owes_snapshot:
                     return self._start_task()
                 self._wait(shared.changed.wait)
+
+    @property
+    def _owes_snapshot(self) -> bool:
+        """Synchronous mode, on a rank alone, which waits for no round: the weights now are those of a round that is to
+        be evaluated, and has not landed."""
+        marked = self._shared.marked
+        return bool(marked) and marked[0] < self.worker.version
 
     def _start_task(self) -> Task:
         shared = self._shared
@@ -219,10 +226,11 @@ class Engine:
         stage = last if stage is None else stage
         if not scaled:
             require_finite(total, self._plane.rank, task.position)
-        with shared.changed, self.timer.waiting:
-            while shared.landed <= task.synchronous_round and (stage == last or shared.stages_summed <= stage):
-                self._raise_failure()
-                self._wait(shared.changed.wait)
+        if not shared.alone:  # or they are whole
+            with shared.changed, self.timer.waiting:
+                while shared.landed <= task.synchronous_round and (stage == last or shared.stages_summed <= stage):
+                    self._raise_failure()
+                    self._wait(shared.changed.wait)
         with shared.order:
             return gradients.collect(stage)
 

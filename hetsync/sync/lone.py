@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -60,7 +61,8 @@ class LoneGradients:
         self._finite = FiniteCheck()
         self._wake = wake
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}  # over a task's slices, weighted by samples
-        self._released = 0  # stages that were flushed, and not fetched yet
+        self._released: deque[int] = deque()  # samples of stages that were flushed, and not fetched yet
+        self._fetched = 0  # samples of the stage that was fetched last
         self._flushed = self._collected = 0  # stages
         self._taken: set[int] = set()
         self._slice_samples = 0
@@ -143,7 +145,7 @@ class LoneGradients:
                 if not math.isfinite(total):
                     break
             self._flushed += 1
-            self._released += 1
+            self._released.append(samples)
             self._wake()
         return total
 
@@ -176,12 +178,12 @@ class LoneGradients:
 
     @property
     def summed_samples(self) -> int:
-        return self.samples
+        return self._fetched
 
     def released(self) -> bool:
         if not self._released:
             return False
-        self._released -= 1
+        self._fetched = self._released.popleft()
         return True
 
     def pack(self, index: int, wire: WireFormat) -> torch.Tensor:

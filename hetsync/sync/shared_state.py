@@ -78,6 +78,7 @@ class SharedState:
         self.phase = Phase.TRAINING  # RESTING is ended by the main thread, all else is the other's
         self.snapshot: Snapshot | None = None  # to be evaluated
         self.drained: StartRound | None = None  # the drain that has landed, until the main thread takes it
+        self.marked: deque[int] = deque()  # synchronous rounds to be evaluated that have not landed
         self.failure: BaseException | None = None  # of the communication thread
 
         # Without the lock: append and popleft are atomic, and only the communication thread takes out. The outbox holds
