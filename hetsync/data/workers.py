@@ -37,7 +37,8 @@ def indexed_at_once(dataset: Dataset[Any], collate: Collate | None) -> bool:
 def fetch(dataset: Dataset[Any], indices: list[int], collate: Collate | None) -> Any:
     """One batch. Tensors are indexed at once; other data sets by `__getitems__` where they have it."""
     if isinstance(dataset, TensorDataset) and indexed_at_once(dataset, collate):
-        return [tensor[indices] for tensor in dataset.tensors]
+        index = torch.tensor(indices)  # once: each tensor would read the list anew, slowly
+        return [tensor[index] for tensor in dataset.tensors]
     getitems = getattr(dataset, "__getitems__", None)
     try:
         items = getitems(indices) if getitems else [dataset[index] for index in indices]
