@@ -133,7 +133,7 @@ def main() -> None:
     options.seconds = options.seconds or (1.0 if small else 8.0)
     options.repetitions = options.repetitions or (1 if small else 2)
     if not small and not torch.cuda.is_available():
-        sys.exit("no CUDA device: start it on a machine with a GPU, or give --small")
+        parser.error("no CUDA device: start it on a machine with a GPU, or give --small")
     options.output.mkdir(parents=True, exist_ok=True)
     gpu = "no GPU" if small else torch.cuda.get_device_name()
     tests = "not run: no GPU" if small else checked()

@@ -185,19 +185,11 @@ class RankJob:
         weights = list(model.parameters())
         before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         deltas = Deltas(weights)
-        kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(deltas)}
-        found = {"weights": 4 * sum(w.numel() for w in weights), "delayed_mode": sum(kept.values())}
+        found = {"weights": 4 * sum(w.numel() for w in weights), "delayed_mode": deltas.buffer_bytes}
         if self.device.type == "cuda":
             found["allocated"] = torch.cuda.memory_allocated(self.device) - before
             found["peak"] = torch.cuda.max_memory_allocated(self.device)
         return found
-
-
-def tensors_of(deltas: Deltas) -> Iterator[torch.Tensor]:
-    """What it owns, not the local weights."""
-    for name, value in vars(deltas).items():
-        if name != "_local":
-            yield from (each for each in (value if isinstance(value, list) else [value]) if torch.is_tensor(each))
 
 
 def merged(spans: Sequence[Interval]) -> list[Interval]:

@@ -135,7 +135,7 @@ def join(
     with early_mistakes():
         check_not_a_worker()
         if plane is None or isinstance(plane, str):
-            plane = open_plane(plane or "auto")
+            plane = opened(plane or "auto", arguments)
         elif not isinstance(plane, Plane):
             raise UserError(f"plane is a {type(plane).__name__}: give the name of one, or leave it out")
     try:
@@ -151,6 +151,13 @@ def join(
     except UserError as mistake:
         end_loop(plane, mistake)
         raise
+
+
+def opened(name: str, arguments: Mapping[str, Any]) -> Plane:
+    """The plane of this name, whose blocking calls wait as long as the arguments of `join` say."""
+    seconds = arguments.get("timeout_seconds", RunConfig().timeout_seconds)
+    usable = isinstance(seconds, int | float) and seconds > 0  # what is not is refused with the other arguments
+    return open_plane(name, float(seconds) if usable else RunConfig().timeout_seconds)
 
 
 def join_job(

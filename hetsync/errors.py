@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -47,6 +48,11 @@ def brief(value: object) -> str:
 
 def one_sentence(message: str) -> str:
     return " ".join(message.split())[:LONGEST_SENTENCE]
+
+
+def cause(error: BaseException) -> str:
+    """The first sentence of a library's error, without the place in its sources."""
+    return re.sub(r"\[\S+:\d+\] ", "", one_sentence(str(error))).partition(". ")[0][:200]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -31,6 +31,15 @@ def launched_by_torch(environ: Mapping[str, str] = os.environ) -> int:
     return _number(environ.get("WORLD_SIZE"))
 
 
+def half_told(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The one of RANK and WORLD_SIZE that a launcher without MPI has left out, where it has set the other."""
+    if launched_by_mpi(environ):
+        return None
+    if "RANK" not in environ and _number(environ.get("WORLD_SIZE")) > 1:
+        return "RANK"
+    return "WORLD_SIZE" if "RANK" in environ and not _number(environ.get("WORLD_SIZE")) else None
+
+
 def ranks_started(environ: Mapping[str, str] = os.environ) -> int:
     """Ranks of the job, as its MPI launcher has it; 1 where it says nothing."""
     if _TORCHRUN in environ:

@@ -83,9 +83,10 @@ class Speeds:
         return [self._scaled(self.profiled[rank], self._ratios[rank].smoothed) for rank in ranks]
 
     def limits(self, ranks: Sequence[int]) -> tuple[list[int | None], dict[int, int]]:
-        """Caps and pins of these ranks, by their places."""
+        """Caps and pins of these ranks, by their places. A cap that was found while training limits a pin, too."""
         caps = [self.caps.get(rank) for rank in ranks]
-        return caps, {place: self.pins[rank] for place, rank in enumerate(ranks) if rank in self.pins}
+        pins = {place: self.pins[rank] for place, rank in enumerate(ranks) if rank in self.pins}
+        return caps, {place: pin if (cap := caps[place]) is None else min(pin, cap) for place, pin in pins.items()}
 
     @staticmethod
     def _scaled(time: StepTime, ratio: float) -> StepTime:

@@ -3,9 +3,9 @@
     trainer = Trainer(strategy=HetSyncStrategy(delay_bound=4), max_epochs=10)
     trainer.fit(module, train_loader, test_loader)
 
-Started by `mpirun -np N python my_script.py`. The trainer's loop is each rank's own: how many batches a rank computes
-is found while it computes them. So each epoch ends where the job's does, with all ranks at rest; there the trainer
-validates, steps schedulers by epoch, stops early and saves.
+Started by `torchrun --nproc-per-node N my_script.py` or by `mpirun -np N python my_script.py`. The trainer's loop is
+each rank's own: how many batches a rank computes is found while it computes them. So each epoch ends where the job's
+does, with all ranks at rest; there the trainer validates, steps schedulers by epoch, stops early and saves.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
-from hetsync.api import join
+from hetsync.api import join, opened
 from hetsync.errors import UserError, early_mistakes
 from hetsync.extras import require
-from hetsync.plane import open_plane
 from hetsync.train.job import Job
 from hetsync.train.prepared import TrainingLoader
 
@@ -45,7 +44,7 @@ ENDLESS = 2**40  # batches: with a length the trainer fetches none ahead, and th
 
 
 class HetSyncStrategy(Strategy):
-    """Trains a LightningModule on all ranks of an MPI launcher.
+    """Trains a LightningModule on all ranks of a launcher's.
 
     The training `DataLoader`'s batch size is of all ranks together. With `run`, HetSync's checkpoints are kept there,
     and `resume="auto"` goes on from them, on any number of ranks.
@@ -57,7 +56,7 @@ class HetSyncStrategy(Strategy):
         with early_mistakes():
             if "precision" in settings:
                 raise UserError("HetSyncStrategy got precision: give it to the Trainer")
-            plane = settings.pop("plane", None) or open_plane("auto")
+            plane = settings.pop("plane", None) or opened("auto", settings)
         # The plane outlives the job: the trainer may test after it.
         self.job = cast(Job, join(plane=plane, **({"progress": False} | settings)))
         self.global_rank, self.local_rank, self.world_size = self.job.rank, self.job.local_rank, self.job.size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hetsync.errors import UserError
-from hetsync.launchers import launched_by_mpi, launched_by_torch, ranks_started
+from hetsync.launchers import half_told, launched_by_mpi, launched_by_torch, ranks_started
 
 if TYPE_CHECKING:
     from hetsync.plane.base import Plane
@@ -78,6 +78,12 @@ def _torch(name: str, by_torch: int, by_mpi: bool, timeout_seconds: float) -> Pl
 
 
 def _local(name: str, started: int) -> Plane:
+    if name == "auto" and (missing := half_told()) is not None:
+        other = "WORLD_SIZE" if missing == "RANK" else "RANK"
+        raise UserError(
+            f"{other} is set, but {missing} is not, or is no number, so this process might be one of several that train"
+            f" alone: start the ranks with torchrun, set both, or unset {other}"
+        )
     if started > 1:
         raise UserError(
             f"run.plane is local, but {started} ranks were started, and each would train alone: use run.plane auto"
@@ -85,7 +91,7 @@ def _local(name: str, started: int) -> Plane:
     from hetsync.plane.local import LocalPlane
 
     plane = LocalPlane()
-    plane.why = "run.plane is local" if name == "local" else "run.plane is auto, and this process was started alone"
+    plane.why = "run.plane is local" if name == "local" else "run.plane is auto, and one rank was started"
     return plane
 
 

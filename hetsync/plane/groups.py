@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetsync.errors import OwnMistakeError, one_sentence
+from hetsync.errors import OwnMistakeError, cause
 from hetsync.plane.base import Handle, LostError, Residual, Sums, WireFormat
 from hetsync.plane.polled import Lane, PolledSums, Post, Test
 from hetsync.plane.rendezvous import ENDLESS
@@ -26,7 +26,7 @@ def open_gloo(store: dist.Store, name: str, rank: int, size: int, timeout_second
         group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timedelta(seconds=timeout_seconds))
     except RuntimeError as error:
         raise OwnMistakeError(
-            f"rank {rank}: Gloo does not connect the ranks ({one_sentence(str(error))[:200]}): set"
+            f"rank {rank}: Gloo does not connect the ranks ({cause(error)}): set"
             " GLOO_SOCKET_IFNAME to the network interface that reaches all hosts"
         ) from error
     group._set_default_timeout(ENDLESS)
@@ -42,9 +42,7 @@ def completion_of(work: dist.Work) -> Test:
         try:
             work.wait()
         except RuntimeError as error:
-            raise LostError(
-                f"lost another rank, which has most likely ended ({one_sentence(str(error))[:200]})"
-            ) from error
+            raise LostError(f"lost another rank, which has most likely ended ({cause(error)})") from error
         return True
 
     return test
@@ -116,6 +114,8 @@ class TorchSums(Sums):
 
     def use_nccl(self, device: torch.device) -> None:
         """Collective: sums of CUDA tensors by NCCL from now on. Every rank has a `device` of its own."""
+        if self._nccl is not None:  # a second job on the same plane
+            return
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = ENDLESS
         group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), self._rank, self._size, options)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from hetsync.errors import OwnMistakeError, UserError, one_sentence
+from hetsync.errors import OwnMistakeError, UserError, cause
 from hetsync.plane.base import Messages, decided_by_first
 
 # Waiting in earnest is bounded elsewhere, by run.timeout_seconds. torch counts milliseconds in 32 bits.
@@ -40,7 +40,7 @@ class Rendezvous:
         except RuntimeError as error:
             raise OwnMistakeError(
                 f"rank {self.rank} does not reach the store of torch at {self.host}, port {self.port}"
-                f" ({one_sentence(str(error))[:200]}): is the name right, and the port open between the hosts?"
+                f" ({cause(error)}): is the name right, and the port open between the hosts?"
             ) from error
         store.set_timeout(ENDLESS)
         return dist.PrefixStore(self.prefix, store)
@@ -58,7 +58,9 @@ def rendezvous_by_environment(timeout_seconds: float, environ: Mapping[str, str]
     prefix = f"hetsync/{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     opens = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     server = _open_at(host, port, timeout_seconds) if opens else None
-    return Rendezvous(host, port, rank, size, prefix, timeout_seconds, server)
+    found = Rendezvous(host, port, rank, size, prefix, timeout_seconds, server)
+    # As does a script's second job. All ranks open their planes in the same order.
+    return replace(found, prefix=f"{prefix}/{found.connect().add(f'opened by {rank}', 1)}")
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
@@ -76,7 +78,7 @@ def _open_at(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
         return _tcp_store(host, port, timeout_seconds, is_master=True)
     except RuntimeError as error:
         raise UserError(
-            f"MASTER_PORT is {port}, but rank 0 cannot open it ({one_sentence(str(error))[:200]}): give a free port of"
+            f"MASTER_PORT is {port}, but rank 0 cannot open it ({cause(error)}): give a free port of"
             f" MASTER_ADDR ({host}), which must be rank 0's host"
         ) from error
 

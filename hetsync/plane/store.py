@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from hetsync.errors import one_sentence
+from hetsync.errors import cause
 from hetsync.plane.base import LostError, Messages, named, wait_limit
 from hetsync.plane.blocking import wait_until
 from hetsync.plane.groups import completion_of, open_gloo
@@ -186,4 +186,4 @@ def _store_errors() -> Iterator[None]:
 
 
 def _lost(error: RuntimeError) -> LostError:
-    return LostError(f"lost the store of the job, which torchrun or rank 0 holds ({one_sentence(str(error))[:200]})")
+    return LostError(f"lost the store of the job, which torchrun or rank 0 holds ({cause(error)})")

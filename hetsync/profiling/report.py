@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hetsync import data, models
-from hetsync.balance.profile import RankProfile, StepTime
+from hetsync.balance.profile import RankProfile
 from hetsync.balance.shares import choose_shares
 from hetsync.config.schema import Config
 from hetsync.emulation.cluster import Cluster, DeviceGroup
@@ -64,19 +64,26 @@ def group_devices(
 ) -> tuple[DeviceGroup, ...]:
     """Neighbouring ranks with like devices as one group, of their mean time; the slowest has speed 1 in its slices,
     where ranks reach these `rates`."""
-    slowest = min(rates)
     ranks = zip(profiles, rates, memory_gib, strict=True)
-    groups = []
+    groups, group_rates = [], []
     for (name, memory), listed in groupby(ranks, key=lambda rank: (rank[0].device, rank[2])):
-        members = list(listed)
-        rate = fmean(rate for _, rate, _ in members)
-        fixed, each = _mean_time([profile.time for profile, *_ in members], rate)
-        group = DeviceGroup(name, len(members), round(rate / slowest, 3), memory, fixed_seconds=round(fixed, 6))
-        groups.append(replace(group, samples_per_second={model_name: round(1 / each, 2)}))
-    return tuple(groups)
+        members = [(profile, rate) for profile, rate, _ in listed]
+        group_rates.append(fmean(rate for _, rate in members))
+        fixed, each = _mean_time(members)
+        group = DeviceGroup(name, len(members), 1.0, memory, {model_name: round(1 / each, 2)}, round(fixed, 6))
+        groups.append(group)
+    slowest = min(group_rates)
+    return tuple(
+        replace(group, speed=round(rate / slowest, 3)) for group, rate in zip(groups, group_rates, strict=True)
+    )
 
 
-def _mean_time(times: Sequence[StepTime], rate: float) -> tuple[float, float]:
-    """Fixed seconds, and those of a sample. Where samples seem to cost nothing, all goes to them, at this rate."""
-    each = fmean(time.seconds_per_sample for time in times)
-    return (fmean(time.fixed_seconds for time in times), each) if each > 1 / rate / 1000 else (0.0, 1 / rate)
+def _mean_time(members: Sequence[tuple[RankProfile, float]]) -> tuple[float, float]:
+    """Fixed seconds, and those of a sample; all goes to samples, at the mean rate, where the fixed part of a slice is
+    no larger than what its time is uncertain by, or samples seem to cost nothing."""
+    for profile, rate in members:
+        uncertain = 1.0 if profile.uncertainty is None else profile.uncertainty
+        if not uncertain < 1 - rate * profile.time.seconds_per_sample < 0.999:
+            return 0.0, 1 / fmean(rate for _, rate in members)
+    times = [profile.time for profile, _ in members]
+    return fmean(time.fixed_seconds for time in times), fmean(time.seconds_per_sample for time in times)

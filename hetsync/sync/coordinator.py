@@ -139,7 +139,8 @@ class Coordinator:
         self._reconsider_from = self.machine.version + LEAST_OBSERVATIONS
         old = tuple(member.share for member in working.values())
         caps, pins = self.speeds.limits(ranks)
-        new = rebalanced(old, self.speeds.times(ranks), sum(old), caps, pins)
+        total = min(sum(old), self._most(caps, pins))  # a cap may have been found since
+        new = rebalanced(old, self.speeds.times(ranks), total, caps, pins)
         if new != old:
             self._deliver(self.machine.handle(SharesChanged(dict(zip(ranks, new, strict=True)))))
 
@@ -148,12 +149,15 @@ class Coordinator:
         memory and pins let them. In delayed mode a rank's slices are its own, and so are its steps."""
         working = {rank: member.share for rank, member in self.machine.members.items() if not member.withdrawn}
         caps, pins = self.speeds.limits(ranks := list(working))
-        most = sum(pins.get(place, self._batch if cap is None else cap) for place, cap in enumerate(caps))
-        total = min(self._batch, most)
+        total = min(self._batch, self._most(caps, pins))
         if total <= sum(working.values()):
             return []
         shares = rebalanced(tuple(working.values()), self.speeds.times(ranks), total, caps, pins)
         return self.machine.handle(SharesChanged(dict(zip(ranks, shares, strict=True))))
+
+    def _most(self, caps: Sequence[int | None], pins: Mapping[int, int]) -> int:
+        """Samples of a slice that these ranks can take together."""
+        return sum(pins.get(place, self._batch if cap is None else cap) for place, cap in enumerate(caps))
 
 
 def as_messages(machine: RoundStateMachine, send: Send) -> Deliver:

@@ -126,6 +126,11 @@ class Deltas:
         self.adopt()
 
     @property
+    def buffer_bytes(self) -> int:
+        """Memory that delayed mode takes beside the weights."""
+        return sum(b.values.nbytes for b in (self._anchor, self._pending, self._flight, self._correction))
+
+    @property
     def anchor(self) -> torch.Tensor:
         """w, flat."""
         self._land()
@@ -142,7 +147,10 @@ class Deltas:
         return Snapshot(number, time.monotonic(), self.anchor.clone())
 
     def open_task(self, slices: int) -> None:
-        """P does not know of what is not finished, and a drain takes it back."""
+        """P does not know of what is not finished."""
+
+    def drop_task(self) -> None:
+        """The loop has left the task that is open: the next drain takes back what it has done."""
 
     @torch.no_grad()
     def finish(self, samples: int, steps: int) -> float:

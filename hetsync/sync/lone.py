@@ -25,7 +25,8 @@ CHECKED_TASKS = 16  # the first, and one in so many: weights that are not finite
 
 
 class FiniteCheck:
-    """To read all gradients or weights takes 3 % of a step of some milliseconds, so it is done now and then."""
+    """To read all gradients or weights takes some percent of a step of some milliseconds, so it is done now and then,
+    and at every rest."""
 
     def __init__(self) -> None:
         self._tasks = 0
@@ -35,11 +36,11 @@ class FiniteCheck:
         self._tasks += 1
         return self._tasks <= CHECKED_TASKS or self._tasks % CHECKED_TASKS == 0
 
-    @staticmethod
-    def total(tensors: Iterable[torch.Tensor]) -> float:
-        """A sum over all: finite where they are."""
-        sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
-        return float(torch.stack(sums).sum()) if sums else 0.0
+
+def total_of(tensors: Iterable[torch.Tensor]) -> float:
+    """A sum over all: finite where they are."""
+    sums = [tensor.detach().sum(dtype=torch.float32) for tensor in tensors]
+    return float(torch.stack(sums).sum()) if sums else 0.0
 
 
 class LoneGradients:
@@ -141,7 +142,7 @@ class LoneGradients:
         for place in range(self._flushed, len(self.stages) if number is None else number + 1):
             if self._checked and not scaled:
                 mine = (self._sums.get(p, p.grad) for p in self._parameters[place])
-                total += self._finite.total(gradient for gradient in mine if gradient is not None)
+                total += total_of(gradient for gradient in mine if gradient is not None)
                 if not math.isfinite(total):
                     break
             self._flushed += 1
@@ -223,7 +224,7 @@ class LoneDeltas:
     @torch.no_grad()
     def finish(self, samples: int, steps: int) -> float:
         self._before = None
-        return self._finite.total(self._weights) if self._finite.due() else 0.0
+        return total_of(self._weights) if self._finite.due() else 0.0
 
     def apply(self) -> bool:
         return True
@@ -239,7 +240,11 @@ class LoneDeltas:
         raise AssertionError("a rank alone evaluates its own weights")
 
     @torch.no_grad()
-    def reset_to_anchor(self) -> None:
+    def drop_task(self) -> None:
+        """At once: what comes next may be an evaluation."""
         if self._before is not None:
             torch._foreach_copy_(self._local, self._before)
             self._before = None
+
+    def reset_to_anchor(self) -> None:
+        """They are the anchor."""

@@ -25,6 +25,21 @@ from test_kill_and_resume import newest
 SAMPLES = 1200
 RECIPE = ["--run.samples", str(SAMPLES), "--run.profile_seconds", "0.3", "--run.dir", "run"]
 EMULATED = ["--emulate", "cluster.yaml", "--emulation.samples_per_second", "1000", "--run.checkpoint_every", "300"]
+TWO_JOBS = """
+import torch
+from torch.utils.data import TensorDataset
+import hetsync
+
+for number in range(2):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hetsync.join(model, optimizer, TensorDataset(torch.randn(64, 4)), batch_size=8) as session:
+        for (inputs,) in session.slices():
+            loss = model(inputs).square().mean()
+            loss.backward()
+            session.step(loss)
+    print(f"job {number} of rank {session.plane.rank} ended after {session.applied} samples", flush=True)
+"""
 BOUNDS = pytest.mark.parametrize("bound", ["0", "4"])
 
 
@@ -214,6 +229,16 @@ def test_a_signal_to_torchrun_saves(folder: Path, bound: str) -> None:
     summary = summary_of(folder / "run")
     assert summary["status"] == "stopped", done.story
     assert newest(folder) == summary["samples_applied"] > 0
+
+
+def test_a_script_may_have_two_jobs(folder: Path) -> None:
+    """The second finds torchrun's store as the first has left it."""
+    (folder / "script.py").write_text(TWO_JOBS)
+    done = run(torchrun("script.py"), folder)
+    assert done.status == 0, done.story
+    assert sorted(line for line in done.out.splitlines() if line.startswith("job")) == [
+        f"job {number} of rank {rank} ended after 64 samples" for number in range(2) for rank in range(2)
+    ]
 
 
 def test_a_port_that_is_taken_is_one_sentence(folder: Path) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hetsync
 from hetsync.api import JoinedSession
+from hetsync.config.schema import RunConfig
 from hetsync.errors import UserError
 from hetsync.plane.local import LocalPlane
 
@@ -208,6 +209,38 @@ MISUSES["a batch beyond the data"] = ({"batch_size": 500}, "batch_size is 500, b
 MISUSES["null"] = ({"accumulation": None}, "hetsync: accumulation is null: it must be a whole number; leave it out")
 MISUSES["no such argument"] = ({"collate": len}, "hetsync.join has no argument collate")
 MISUSES["iterable"] = ({"dataset": Endless()}, "give a map-style data set, which has a length")
+
+
+@BOUNDS
+def test_weights_that_become_nan_near_the_end_end_no_job_well(capsys: pytest.CaptureFixture[str], bound: int) -> None:
+    """A rank alone looks now and then, and at the end. The loop tells no loss."""
+    model = network()
+    session = hetsync.join(
+        model, SGD(model.parameters(), 0.1), samples(480), batch_size=BATCH, plane=LocalPlane(), delay_bound=bound
+    )
+
+    def loop() -> None:
+        with session:
+            for number, (inputs, labels) in enumerate(session.slices()):
+                (cross_entropy(model(inputs), labels) * (float("nan") if number == 20 else 1.0)).backward()
+                session.step()
+
+    with pytest.raises(SystemExit) as ended:
+        loop()
+    assert "the gradient became nan on rank 0 after 480 samples" in said(capsys, ended.value)
+
+
+def test_the_planes_wait_is_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+
+    def opened(name: str, timeout_seconds: float) -> LocalPlane:
+        waits.append(timeout_seconds)
+        return LocalPlane()
+
+    monkeypatch.setattr(hetsync.api, "open_plane", opened)
+    with hetsync.join(timeout_seconds=7, progress=False), hetsync.join(progress=False):
+        pass
+    assert waits == [7.0, RunConfig().timeout_seconds]
 
 
 @pytest.mark.parametrize("name", MISUSES)

@@ -50,14 +50,32 @@ def test_only_rank_0_of_torchrun_speaks(environ: pytest.MonkeyPatch) -> None:
     assert first_rank()
 
 
+@pytest.mark.parametrize(
+    ("told", "sentence"),
+    [
+        ({"RANK": "0"}, "RANK is set, but WORLD_SIZE is not"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "RANK is set, but WORLD_SIZE is not, or is no number"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but RANK is not"),
+    ],
+)
+def test_half_of_what_a_launcher_tells_is_refused(
+    environ: pytest.MonkeyPatch, told: dict[str, str], sentence: str
+) -> None:
+    """Each of several ranks would train alone."""
+    for name, value in told.items():
+        environ.setenv(name, value)
+    with pytest.raises(UserError, match=sentence):
+        open_plane("auto")
+    assert open_plane("local").size == 1
+
+
 def test_a_lone_rank_of_torchrun_needs_nothing(environ: pytest.MonkeyPatch) -> None:
     for name, value in {**BY_TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}.items():
         environ.setenv(name, value)
     plane = open_plane("auto")
     assert plane.size == 1
     assert plane.described == (
-        "sums by this process alone, messages by this process alone"
-        " (run.plane is auto, and this process was started alone)"
+        "sums by this process alone, messages by this process alone (run.plane is auto, and one rank was started)"
     )
 
 

@@ -26,9 +26,23 @@ def test_slices_take_what_was_measured_whatever_their_size():
 
 def test_like_neighbours_are_one_group_of_their_mean_time():
     (group,) = grouped(TIMES[:2], ["a", "a"])
-    assert (group.count, group.speed) == (2, pytest.approx((50 / 0.06 + 50 / 0.162) / 2 / (50 / 0.162), rel=1e-3))
+    assert (group.count, group.speed) == (2, 1.0)
     assert group.fixed_seconds == pytest.approx(0.011)
     assert group.samples_per_second == {"cnn": 500.0}
+
+
+def test_a_fixed_part_within_the_uncertainty_is_none():
+    """5 % of a slice of 50, of which the time is known to 10 %."""
+    time = StepTime(0.05 / 0.95, 0.02)
+    for uncertainty, fixed in ((0.1, 0.0), (None, 0.0), (0.01, time.fixed_seconds)):
+        profile = RankProfile("a", "here", time, uncertainty=uncertainty)
+        (group,) = group_devices("cnn", [profile], [time.rate(50)], [None])
+        assert group.fixed_seconds == pytest.approx(fixed, abs=1e-6)
+
+
+def test_the_slowest_group_has_speed_1():
+    fast, slow = grouped([StepTime(0, 0.001), StepTime(0, 0.002), StepTime(0, 0.004)], ["a", "b", "b"])
+    assert (fast.speed, slow.speed) == (pytest.approx(1000 / 375, rel=1e-3), 1.0)
 
 
 def test_samples_that_seem_to_cost_nothing_still_have_a_rate():

@@ -285,6 +285,25 @@ def test_the_others_take_over_a_withdrawn_ranks_samples_of_each_batch(caps, pins
     assert office.shares == expected
 
 
+def test_a_cap_that_is_found_after_a_take_over_ends_no_job():
+    office = Office((20, 20, 20), Settings(0, 1.0))
+    office.coordinator.handle([RankWithdrew(2)])
+    assert office.shares == [30, 30, 0]
+    office.coordinator.handle([CapFound(0, 18), CapFound(1, 25)])
+    office.coordinator.speeds._settled = {0, 1, 2}
+    office.coordinator._reconsider_from = 0
+    office.coordinator.handle([])
+    assert office.shares == [18, 25, 0]
+
+
+def test_a_cap_that_is_found_while_training_limits_a_pin():
+    office = Office((20, 20, 20))
+    office.coordinator.speeds.pins = {1: 20}
+    office.coordinator.handle([CapFound(1, 12)])
+    assert office.coordinator.speeds.limits([0, 1, 2]) == ([None, 12, None], {1: 12})
+    assert office.coordinator.speeds.limits([1, 2]) == ([12, None], {0: 12})
+
+
 @pytest.mark.parametrize("settings", [Settings(0, 1.0), Settings(8, 0.1)])
 def test_shares_that_are_fixed_stay_where_a_rank_has_withdrawn(settings):
     office = Office((20, 20, 20), settings, rebalance=settings.delay_bound > 0)

@@ -47,7 +47,8 @@ def test_weights_and_anchor_are_those_of_the_general_way(tasks, dropped):
         for number, slices in enumerate(tasks):
             compute(deltas, weights, buffers, slices, number)
             if dropped and number == len(tasks) - 1 and slices > 1:
-                continue  # the loop is left in the middle of a task of several slices
+                deltas.drop_task()  # the loop is left in the middle of a task of several slices
+                continue
             assert math.isfinite(deltas.finish(8 * slices, slices))
             land(deltas)
         deltas.reset_to_anchor()
@@ -56,6 +57,17 @@ def test_weights_and_anchor_are_those_of_the_general_way(tasks, dropped):
     for one, other in zip(general, alone, strict=True):
         torch.testing.assert_close(one, other)
     torch.testing.assert_close(anchor, lone_anchor)
+
+
+def test_a_task_that_is_left_is_taken_back_at_once():
+    """Before the drain there may be an evaluation, of the weights as they are."""
+    weights, buffers = tensors()
+    before = [tensor.clone() for tensor in [*weights, *buffers]]
+    deltas = LoneDeltas(weights, buffers)
+    compute(deltas, weights, buffers, 2, 1)
+    deltas.drop_task()
+    for now, then in zip([*weights, *buffers], before, strict=True):
+        torch.testing.assert_close(now, then)
 
 
 def test_its_snapshot_is_the_model_itself():
