@@ -21,7 +21,7 @@ from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Nesterov, Snapshot
 from hetsync.sync.device_order import device_order
 from hetsync.sync.gradients import Gradients
-from hetsync.sync.lone import LoneGradients, total_of
+from hetsync.sync.lone import LoneGradients
 from hetsync.sync.messages import Event, StartRound, Task
 from hetsync.sync.router import Router
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
@@ -164,8 +164,6 @@ class Engine:
                 if shared.drained is not None:
                     shared.order.follow()
                     drained, shared.drained = shared.drained, None
-                    if shared.alone:  # it has looked now and then
-                        require_finite(total_of(shared.weights), self._plane.rank, drained.applied)
                     return drained
                 self._apply()
                 if self.worker.may_start() and shared.phase is not Phase.DRAINING and not self._owes_snapshot:

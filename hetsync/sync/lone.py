@@ -25,8 +25,8 @@ CHECKED_TASKS = 16  # the first, and one in so many: weights that are not finite
 
 
 class FiniteCheck:
-    """To read all gradients or weights takes some percent of a step of some milliseconds, so it is done now and then,
-    and at every rest."""
+    """To read all gradients or weights takes some percent of a step of some milliseconds, so it is done now and then;
+    at the last rest weights are looked at again."""
 
     def __init__(self) -> None:
         self._tasks = 0

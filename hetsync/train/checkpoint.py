@@ -29,6 +29,7 @@ from hetsync.files import DiskError, flush_to_disk, sha256_of
 from hetsync.plane.base import Plane, decided_by_first
 from hetsync.sync.optimizer_state import state_by_place
 from hetsync.train import state_tree
+from hetsync.train.rest import not_finite
 
 FORMAT = 2
 WITHOUT_DIGESTS = 1
@@ -90,7 +91,7 @@ def save(
     tensors |= more
     if outer is not None:
         tensors["outer"] = outer
-    if (culprit := _not_finite(model, tensors)) is not None:
+    if (culprit := not_finite(model, tensors)) is not None:
         raise UserError(_refusal(culprit, folder, progress))
     if target in complete(folder) and _is_sound(target):
         return target
@@ -126,20 +127,6 @@ def _write_state(folder: Path, books: Mapping[str, Any]) -> None:
     digests = {name: sha256_of(folder / name) for name in (MODEL, OPTIMIZER)}
     state = {"format": FORMAT, **books, "digests": digests}
     (folder / STATE).write_text(json.dumps({**state, "sha256": _digest_of(state)}, indent=1))
-
-
-def _not_finite(model: torch.nn.Module, optimizer: Mapping[str, torch.Tensor]) -> str | None:
-    """The first tensor that may not be saved. Buffers may hold infinities (masks), and so may optimizers (extremes)."""
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter.detach()).all():
-            return f"the weight {name}"
-    for name, buffer in model.named_buffers():
-        if torch.isnan(buffer).any():
-            return f"the buffer {name}"
-    for name, tensor in optimizer.items():
-        if torch.isnan(tensor).any():
-            return f"the optimizer's {name}"
-    return None
 
 
 def _refusal(culprit: str, folder: Path, progress: Progress) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -68,3 +68,18 @@ class CommonState:
         elif self._agreement.reach(values, device, version):
             self._engine.adopt()
         return weights_sha256(self._engine.anchor)
+
+
+def not_finite(model: torch.nn.Module, optimizer: Mapping[str, torch.Tensor]) -> str | None:
+    """The first tensor that may not be saved, nor be what training ends with. Buffers may hold infinities (masks), and
+    so may optimizers (extremes)."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter.detach()).all():
+            return f"the weight {name}"
+    for name, buffer in model.named_buffers():
+        if torch.isnan(buffer).any():
+            return f"the buffer {name}"
+    for name, tensor in optimizer.items():
+        if torch.isnan(tensor).any():
+            return f"the optimizer's {name}"
+    return None

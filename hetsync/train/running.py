@@ -311,6 +311,8 @@ class Running:
             frozen = self.session.tasks.tensors.frozen
             self._saver.save(lambda: {**self.prepared.parts.state(frozen), **standing.state()}, last)
             self._tell("checkpoint", self.session.applied)
+        else:
+            self.session.require_finite()
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         """At rest, with the same metrics on all ranks."""

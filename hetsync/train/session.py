@@ -38,7 +38,7 @@ from hetsync.telemetry import Telemetry
 from hetsync.train.accounts import RankTotals, TaskInWork, TrainingClock
 from hetsync.train.memory import SliceMemory
 from hetsync.train.plan import ControlFactory, ControlledJob, Evaluator, JobControl, NoEvaluation, Plan
-from hetsync.train.rest import CommonState
+from hetsync.train.rest import CommonState, not_finite
 from hetsync.train.tasks import TaskRunner, Trained
 
 
@@ -163,6 +163,7 @@ class Session:
         """
         for item in self.course():
             if isinstance(item, AtRest):
+                self.require_finite()
                 at_rest()
                 continue
             yield item
@@ -173,6 +174,14 @@ class Session:
                     if self.tasks.work.stepped
                     else "session.step was not called: call it once after each slice's backward"
                 )
+
+    def require_finite(self) -> None:
+        """At rest, where nothing is saved, which would refuse it. Gradients that were finite do not make weights so."""
+        if (culprit := not_finite(self.model, {})) is not None:
+            raise UserError(
+                f"{culprit} is not finite any more after {self.applied} samples: lower the learning rate or look at the"
+                " data"
+            )
 
     def course(self) -> Iterator[Any | AtRest]:
         """This rank's batches, and between them the moments at which all ranks are at rest: until the next item is

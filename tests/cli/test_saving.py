@@ -115,20 +115,13 @@ def test_no_checkpoints_by_time() -> None:
     assert saved() == [1600]
 
 
-@pytest.mark.parametrize(
-    ("bound", "sentence"),
-    [
-        (0, "is not finite any more after 1280 samples.* the last good checkpoint is .*samples-0+640: lower"),
-        (4, "became nan on rank 0 after 1216 samples: lower"),  # a delayed step's progress is looked at before
-    ],
-)
-def test_weights_that_are_not_finite_are_never_saved(
-    bound: int, sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("bound", [0, 4])
+def test_weights_that_are_not_finite_are_never_saved(bound: int, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--run.samples", 1280, "--run.checkpoint_every", 640, "--optimizer.name", "mine:Spoilt"]
     options = ["--optimizer.weight_decay", 0, "--sync.delay_bound", bound]
     assert train(*words, *options) == 2
     (said,) = re.findall("hetsync: .*", capsys.readouterr().err)
+    sentence = "is not finite any more after 1280 samples.* the last good checkpoint is .*samples-0+640: lower"
     assert re.search(sentence, said)
     assert saved() == [640]
     assert torch.isfinite(torch.cat([t.flatten() for t in load_newest(Path("run")).model.values()])).all()
