@@ -146,8 +146,8 @@ class Deltas:
         """The anchor, once this round has landed."""
         return Snapshot(number, time.monotonic(), self.anchor.clone())
 
-    def open_task(self, slices: int) -> None:
-        """P does not know of what is not finished."""
+    def open_task(self, slices: int, samples: int, batch: int) -> None:
+        """A task of so many samples begins. P does not know of what is not finished."""
 
     def drop_task(self) -> None:
         """The loop has left the task that is open: the next drain takes back what it has done."""

@@ -182,7 +182,7 @@ class Engine:
         task, started = self.worker.start_task()
         if task.synchronous_round is None:
             self._gradients.close()
-            shared.delayed_mode().open_task(len(task.slices))
+            shared.delayed_mode().open_task(len(task.slices), task.samples, self._options.batch)
         else:
             shared.deltas = None
             shared.stages_summed = 0

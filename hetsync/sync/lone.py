@@ -194,7 +194,8 @@ class LoneGradients:
 class LoneDeltas:
     """The main thread polls between two tasks, and then all that is finished is in the round: w = u wherever w counts.
 
-    Only a task of several slices may be dropped half-way, by a loop that is left; the weights before it are kept.
+    Of all tasks but those of one whole slice the weights before it are kept: their progress is weighted by samples, as
+    on several ranks, and a loop that is left may drop them half-way.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor] = ()) -> None:
@@ -202,6 +203,7 @@ class LoneDeltas:
         self._weights = list(weights)
         self._local = [tensor.detach() for tensor in [*weights, *buffers]]
         self._before: list[torch.Tensor] | None = None  # the task that is computed
+        self._batch = 0
         self._finite = FiniteCheck()
         self.tail = Tail(0, [], self._local[0].device)
         self.residual = Residual()
@@ -218,11 +220,16 @@ class LoneDeltas:
     def adopt(self) -> None:
         """They are the anchor."""
 
-    def open_task(self, slices: int) -> None:
-        self._before = [tensor.clone() for tensor in self._local] if slices > 1 else None
+    def open_task(self, slices: int, samples: int, batch: int) -> None:
+        whole = slices == 1 and samples == batch
+        self._before = None if whole else [tensor.clone() for tensor in self._local]
+        self._batch = batch
 
     @torch.no_grad()
     def finish(self, samples: int, steps: int) -> float:
+        if self._before is not None and samples != steps * self._batch:
+            for tensor, before in zip(self._local, self._before, strict=True):
+                tensor.copy_(before.lerp(tensor, samples / (steps * self._batch)))
         self._before = None
         return total_of(self._weights) if self._finite.due() else 0.0
 
