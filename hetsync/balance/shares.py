@@ -86,6 +86,8 @@ def rebalanced(
     valid = valid and all(low <= n <= high for n, (low, high) in zip(shares, bounds, strict=True))
     if not valid:
         return speed_shares(times, batch, caps, pins)
+    if len(shares) == 1:
+        return tuple(shares)
     soon = (1 - least_gain) * makespan(shares, times)
     if _Deadlines(times, bounds).shares(soon).sum() < batch:  # no shares end by then: no need to look for the best
         return tuple(shares)
@@ -189,8 +191,10 @@ def apportion(total: int, shares: Mapping[int, int]) -> dict[int, int]:
 
 def without_single(shares: Mapping[int, int], total: int) -> dict[int, int]:
     """`apportion`, but no part is one sample where that can be helped: batch norm does not train on one."""
+    if total == sum(shares.values()):
+        return dict(shares)
     parts = apportion(total, shares)
-    if total >= sum(shares.values()):
+    if total > sum(shares.values()):
         return parts
     for rank in [rank for rank, part in parts.items() if part == 1 and shares[rank] > 1]:
         if parts[rank] != 1:  # another has given it one

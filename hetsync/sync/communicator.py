@@ -44,6 +44,8 @@ SHORTEST_DELAYED_POLL_SECONDS = 4e-3
 LONGEST_COLLECTIVE_POLL_SECONDS = 6e-3  # while a collective is under way
 LONGEST_IDLE_POLL_SECONDS = 16e-3
 
+COMPLETE = object()  # where a collective has nothing more to wait for
+
 
 def poll_seconds(
     quiet_seconds: float, fraction: float, longest: float, shortest: float = SHORTEST_POLL_SECONDS
@@ -263,27 +265,29 @@ class Communicator:
     # Collectives.
 
     def _proceed(self) -> int:
-        """Move the collective under way, or begin the next; returns how much has moved.
+        """Move the collective under way, and those behind it once it is complete; returns how much has moved.
 
         At rest, rounds wait for the main thread, since what it asks for comes first on every rank. Otherwise
 
             rank 0: round 8 ...                      rank 1: allreduce of the optimizer state, round 8 ...
         """
         shared = self._shared
-        if self._collective is None:
-            if self._rounds and shared.phase is not Phase.RESTING:
-                self._collective = self._begin_round(self._rounds.popleft())
-            elif shared.requests:
-                self._collective = self._serve(shared.requests.popleft())
-            else:
-                return 0
+        completed = 0
         before = shared.landed + self._plane.moves
-        try:
-            next(self._collective)
-            return shared.landed + self._plane.moves - before
-        except StopIteration:
+        while (collective := self._collective or self._next_collective()) is not None:
+            self._collective = collective
+            if next(collective, COMPLETE) is not COMPLETE:
+                break
             self._collective = None
-            return 1
+            completed += 1
+        return completed + shared.landed + self._plane.moves - before
+
+    def _next_collective(self) -> Iterator[None] | None:
+        if self._rounds and self._shared.phase is not Phase.RESTING:
+            return self._begin_round(self._rounds.popleft())
+        if self._shared.requests:
+            return self._serve(self._shared.requests.popleft())
+        return None
 
     def _begin_round(self, start: StartRound) -> Iterator[None]:
         self._pending.begin_round()

@@ -25,13 +25,17 @@ from hetsync.sync.messages import (
     TaskFinished,
 )
 from hetsync.sync.milestones import Evaluation
-from hetsync.sync.state_machine import RoundStateMachine
+from hetsync.sync.state_machine import LEAST_TASKS_HELD, RoundStateMachine
 
 Send = Callable[[Mapping[int, Sequence[Instruction]]], None]
 """Delivers messages by rank."""
 
 Deliver = Callable[[Sequence[Instruction]], None]
 """Delivers instructions, each to the ranks that it is for, in order."""
+
+
+LONE_SECONDS_HELD = 0.04  # of tasks, as long as a rank alone then takes to see a signal
+MOST_TASKS_HELD = 8
 
 
 class Control(Protocol):
@@ -113,6 +117,8 @@ class Coordinator:
                 f"{self.machine.ledger.applied} samples: lower optimizer.learning_rate or look at the data"
             )
         self._watch_speed(event)
+        if len(self.machine.members) == 1:
+            self.machine.tasks_held = tasks_held_alone(event.seconds)
         self.device_seconds[event.rank] += event.seconds
         total, samples = self.losses
         self.losses = total + event.loss_sum, samples + event.samples
@@ -158,6 +164,14 @@ class Coordinator:
     def _most(self, caps: Sequence[int | None], pins: Mapping[int, int]) -> int:
         """Samples of a slice that these ranks can take together."""
         return sum(pins.get(place, self._batch if cap is None else cap) for place, cap in enumerate(caps))
+
+
+def tasks_held_alone(task_seconds: float) -> int:
+    """Of a rank without others. It keeps the books between its tasks: where these are short, those of several at once,
+    as one by one most of their time would go into bringing code and data back into the processor's cache."""
+    if task_seconds * MOST_TASKS_HELD <= LONE_SECONDS_HELD:
+        return MOST_TASKS_HELD
+    return max(LEAST_TASKS_HELD, int(LONE_SECONDS_HELD / task_seconds))
 
 
 def as_messages(machine: RoundStateMachine, send: Send) -> Deliver:

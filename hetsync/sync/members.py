@@ -58,6 +58,10 @@ class TaskState:
     task: Task
     version: int = -1
     returned: bool = False  # its samples went back to the ledger, and out again
+    samples: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.samples = self.task.samples
 
 
 @dataclass
@@ -165,7 +169,7 @@ class Membership:
     def recount(self, rank: int) -> None:
         """The rank's `ready` tasks have changed."""
         member = self.members[rank]
-        samples = sum([state.task.samples for state in member.ready])
+        samples = sum([state.samples for state in member.ready])
         self._set_counts(rank, samples, min(samples, self._accumulation * member.share))
         (self.ready.add if member.ready else self.ready.discard)(rank)
 

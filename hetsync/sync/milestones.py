@@ -109,8 +109,8 @@ class Snapshots:
     """
 
     def __init__(self, marks: Marks, position: int) -> None:
+        self.next = marks(position)  # the samples from which on one is due
         self._marks = marks
-        self._next = marks(position)
         self._round = -1  # none
         self._applied: int | None = None  # once the round is complete
         self._whole = True
@@ -119,9 +119,9 @@ class Snapshots:
 
     def due(self, reaches: int) -> bool:
         """Is the anchor to be evaluated after a round that brings the job to `reaches` samples or more?"""
-        if self._next is None or reaches < self._next or self.awaited:
+        if self.next is None or reaches < self.next or self.awaited:
             return False
-        self._next = self._marks(reaches)
+        self.next = self._marks(reaches)
         return True
 
     def request(self, number: int, ranks: Collection[int]) -> None:

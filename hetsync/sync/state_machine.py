@@ -10,8 +10,8 @@ was just released has not reported yet from where it starts; its *floor* is the 
 With q = 1 a round needs a task of every rank, and a rank's n-th task may start only after round n - D: no rank
 is more than D tasks ahead of the slowest, which is stale synchronous parallel (Ho et al. 2013).
 
-Synchronous mode (D = 0). All ranks' tasks of a round are handed out together, two rounds ahead, so that no rank
-waits for an instruction; each rank contributes to every round.
+Synchronous mode (D = 0). All ranks' tasks of a round are handed out together, and the next round's with them, so that
+no rank waits for an instruction; each rank contributes to every round.
 
 Near a milestone (checkpoint, end) tasks shrink with the samples left, so that ranks of unequal speed come to rest
 together; then a drain round merges everything. The anchor of a round is the same on all ranks, so it is evaluated
@@ -55,7 +55,7 @@ from hetsync.sync.messages import (
 )
 from hetsync.sync.milestones import Marks, Milestone, Milestones, Rests, Snapshots, no_marks
 
-SYNCHRONOUS_ROUNDS_AHEAD = 2
+LEAST_TASKS_HELD = 2  # the one that a rank computes and the next, so that it never waits for an answer
 EVENTS_KEPT = 40
 
 
@@ -84,6 +84,7 @@ class RoundStateMachine:
         self.version = version  # rounds completed
         self._membership = Membership(shares, version, settings.accumulation)
         self.members: Mapping[int, RankState] = self._membership.members  # the live ranks
+        self.tasks_held = LEAST_TASKS_HELD  # by each rank, where no evaluation is near
         self.staleness: Counter[int] = Counter()
         self.samples_by_rank: Counter[int] = Counter()
         self.snapshots = Snapshots(evaluations, ledger.applied)
@@ -205,7 +206,7 @@ class RoundStateMachine:
         if not 0 <= staleness <= state.task.delay_bound:
             raise self._error(f"rank {rank}'s task {state.task.number} is applied with staleness {staleness}")
         self.staleness[staleness] += 1
-        self.samples_by_rank[rank] += state.task.samples
+        self.samples_by_rank[rank] += state.samples
 
     def _on_round_completed(self, event: RoundCompleted) -> None:
         if event.round not in self._rounds:
@@ -238,7 +239,7 @@ class RoundStateMachine:
 
     def _returned_samples(self, synchronous_round: int) -> int:
         states = [state for member in self.members.values() for state in member.in_flight if state.returned]
-        return sum(state.task.samples for state in states if state.task.synchronous_round == synchronous_round)
+        return sum(state.samples for state in states if state.task.synchronous_round == synchronous_round)
 
     def _book(self, rank: int, member: RankState, started: StartRound) -> None:
         in_flight, member.in_flight = member.in_flight, []
@@ -249,7 +250,7 @@ class RoundStateMachine:
             if state.returned:
                 continue
             self.ledger.book(state.task.number)
-            if started.synchronous and state.task.samples:
+            if started.synchronous and state.samples:
                 self._count_applied(rank, state, 0)
 
     def _on_drained(self, started: StartRound) -> None:
@@ -285,7 +286,7 @@ class RoundStateMachine:
         for number, state in self._member(event.rank).unapplied().items():
             self.ledger.give_back(number)
             if state.task.synchronous_round is not None:
-                self._rounds[state.task.synchronous_round].samples -= state.task.samples
+                self._rounds[state.task.synchronous_round].samples -= state.samples
         self._membership.remove(event.rank)
         self.snapshots.remove_rank(event.rank)
         for under_way in self._rounds.values():
@@ -314,13 +315,19 @@ class RoundStateMachine:
         assigned = self._assign_synchronous() if self.settings.synchronous else self._assign_delayed()
         return assigned if self._rounds else assigned + self._start_round()
 
+    def _held(self) -> int:
+        """Tasks of a rank, what it computes and what is queued: no more than it must have where an evaluation is near,
+        which comes where a round ends."""
+        due = self.snapshots.next
+        near = due is not None and self.ledger.frontier + self.tasks_held * self.full_set > due
+        return LEAST_TASKS_HELD if near or self.snapshots.awaited else self.tasks_held
+
     def _assign_delayed(self) -> list[Instruction]:
-        """Every rank holds one task beyond the one that it computes, so that it never waits for an answer."""
         if not self._membership.needs_work:
             return []
         out: list[Instruction] = []
         needs_work, self._membership.needs_work = sorted(self._membership.needs_work), set()
-        for depth in (1, 2):
+        for depth in range(1, self._held() + 1):
             for rank in needs_work:
                 member = self.members[rank]
                 computing = member.current is not None
@@ -345,7 +352,7 @@ class RoundStateMachine:
 
     def _assign_synchronous(self) -> list[Instruction]:
         out: list[Instruction] = []
-        while self._next_round < self.version + SYNCHRONOUS_ROUNDS_AHEAD:
+        while self._next_round < self.version + self._held():
             position = self.ledger.frontier
             total = min(self.full_set, self.ledger.available(self.rests.next.position))
             if not total:

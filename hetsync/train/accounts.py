@@ -64,7 +64,7 @@ class TaskInWork:
     stepped: set[int] = field(default_factory=set)
     collected: set[int] = field(default_factory=set)
     going_on: bool = False  # it computes on sums that it has waited for
-    loss: torch.Tensor | float | None = None  # summed over samples; None: not told
+    losses: list[tuple[torch.Tensor | float, int]] = field(default_factory=list)  # means, of so many samples
 
     def open_slice(self, samples: int) -> None:
         self.slice_samples, self.out, self.last = samples, True, self.slices_left == 1
@@ -76,19 +76,18 @@ class TaskInWork:
 
     def add_loss(self, mean: torch.Tensor | float) -> None:
         """Of the slice that is out. UserError unless it is one number."""
-        weighted = one_number(mean) * self.slice_samples
-        self.loss = weighted if self.loss is None else self.loss + weighted
+        self.losses.append((one_number(mean), self.slice_samples))
 
     @property
     def loss_sum(self) -> float:
         """Waits for the device."""
-        return 0.0 if self.loss is None else float(self.loss)
+        return sum((float(mean) * samples for mean, samples in self.losses), 0.0)
 
 
 def one_number(loss: torch.Tensor | float) -> torch.Tensor | float:
     """A loss as a detached scalar, without waiting for the device. UserError where it is none."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return loss.detach().reshape(())
+        return loss.detach()
     if isinstance(loss, int | float):
         return float(loss)
     what = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"that is a {type(loss).__name__}"

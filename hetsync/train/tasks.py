@@ -236,6 +236,7 @@ class TaskRunner:
     def finish(self, work: TaskInWork) -> None:
         self.work = None
         task = work.task
+        samples = task.samples
         if work.synchronous:
             if work.stepped and (not self.left or len(work.stepped) == len(self.steps)):
                 self._totals.loop_steps += 1
@@ -246,18 +247,18 @@ class TaskRunner:
         totals, waited = self._totals, self._engine.timer.wait_seconds
         totals.compute_seconds += seconds
         totals.tasks += 1
-        totals.samples += task.samples
-        totals.since_rest += task.samples
+        totals.samples += samples
+        totals.since_rest += samples
         self._record(
             "piece",
             piece=task.number,
-            samples=task.samples,
+            samples=samples,
             slices=len(task.slices),
             version=self._engine.worker.version,
             compute_seconds=round(seconds, 6),
             data_seconds=round(totals.data_seconds - self._data_before, 6),
             wait_seconds=round(waited - self._waited_before, 6),
-            loss=loss_sum / task.samples if task.samples else None,
+            loss=loss_sum / samples if samples else None,
         )
         self._data_before, self._waited_before = totals.data_seconds, waited
 

@@ -97,7 +97,9 @@ def jobs(draw, settings=any_settings, most_ranks=64):
     total = sum(shares) * chosen.accumulation * contributions + draw(st.integers(0, 20))
     every = draw(st.none() | st.integers(total // 5 + 1, total + 1))
     evaluate = draw(st.none() | st.integers(total // 8 + 1, total + 1))
-    return make_machine(shares, chosen, total, every, evaluate), draw(times)
+    machine = make_machine(shares, chosen, total, every, evaluate)
+    machine.tasks_held = draw(st.sampled_from([2, 2, 3, 8]))
+    return machine, draw(times)
 
 
 # The controller's hands: new settings, shares and drains at any moment.

@@ -350,7 +350,8 @@ def validate(machine: RoundStateMachine) -> None:
     for rank, member in machine.members.items():
         state = (member.activity.name, member.current is not None, len(member.queued), rank)
         assert (member.activity is Activity.COMPUTING) == (member.current is not None), state
-        assert machine.settings.synchronous or len(member.queued) + (member.current is not None) <= 2, state
+        held = len(member.queued) + (member.current is not None)
+        assert machine.settings.synchronous or held <= machine.tasks_held, state
         if member.activity is Activity.RESTING:
             assert not member.queued, state
         elif member.activity is not Activity.COMPUTING:

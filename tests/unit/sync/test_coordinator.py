@@ -13,7 +13,7 @@ from virtual import make_machine
 from hetsync.balance.profile import StepTime
 from hetsync.balance.speed_tracker import LEAST_OBSERVATIONS, SHIFT_TASKS, Speeds
 from hetsync.errors import UserError
-from hetsync.sync.coordinator import Coordinator, as_messages
+from hetsync.sync.coordinator import MOST_TASKS_HELD, Coordinator, as_messages, tasks_held_alone
 from hetsync.sync.messages import (
     AssignTask,
     CapFound,
@@ -26,7 +26,7 @@ from hetsync.sync.messages import (
     TaskFinished,
     TaskStarted,
 )
-from hetsync.sync.state_machine import RoundStateMachine
+from hetsync.sync.state_machine import LEAST_TASKS_HELD, RoundStateMachine
 from hetsync.train.running import show_progress
 
 
@@ -79,6 +79,25 @@ class Office:
     @property
     def shares(self):
         return [member.share for member in self.machine.members.values()]
+
+
+@pytest.mark.parametrize(("seconds", "tasks"), [(0.0, 8), (0.005, 8), (0.006, 6), (0.019, 2), (5.0, 2)])
+def test_a_rank_alone_holds_as_many_tasks_as_take_a_moment(seconds, tasks):
+    assert tasks_held_alone(seconds) == tasks
+
+
+@pytest.mark.parametrize("settings", [Settings(0), Settings(4, 0.25)])
+@pytest.mark.parametrize(("shares", "held"), [((8,), MOST_TASKS_HELD), ((8, 8), LEAST_TASKS_HELD)])
+def test_only_a_rank_alone_holds_more_than_the_next_task(settings, shares, held):
+    office = Office(shares, settings)
+    machine = office.machine
+    for rank, member in machine.members.items():
+        task = member.queued[0].task
+        office.coordinator.handle([TaskStarted(rank, task.number, 0), TaskFinished(rank, task.number, 8, 0.001)])
+    assert machine.tasks_held == held
+    if settings.synchronous:
+        office.coordinator.handle([RoundCompleted(0)])
+    assert all(len(member.queued) == held for member in machine.members.values())
 
 
 @pytest.mark.parametrize(("ratio", "moves"), [(1.0, False), (1.05, False), (1.3, True), (3.0, True)])

@@ -133,3 +133,13 @@ def test_requests_are_kept_while_a_rest_is_inevitable():
     assert (rests.next.position, rests.next.reason) == (50, "checkpoint")
     rests.advance(50)
     assert rests.next.final
+
+
+@pytest.mark.parametrize("settings", [Settings(0, 1.0, 1), Settings(4, 0.25, 1)])
+def test_where_an_evaluation_is_near_no_more_tasks_are_out_than_must_be(settings):
+    machine = make_machine([4], settings, 1000, evaluate=100)
+    machine.tasks_held = 8
+    cluster = VirtualCluster(machine, lambda rank, samples: 1.0)
+    cluster.run()
+    at = [evaluation.samples_applied for evaluation in cluster.evaluations]
+    assert all(mark <= applied < mark + 2 * 4 for mark, applied in zip(range(100, 1000, 100), at, strict=True))
