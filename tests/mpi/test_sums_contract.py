@@ -21,7 +21,7 @@ pytestmark = pytest.mark.mpi
 LOW_PRECISION: tuple[WireFormat, ...] = ("bfloat16", "int8")
 
 
-@pytest.fixture(params=list(BACKENDS))
+@pytest.fixture(scope="module", params=list(BACKENDS))  # to open one takes a second and more
 def plane(request: pytest.FixtureRequest) -> Iterator[Plane]:
     plane = BACKENDS[request.param]()
     yield plane
