@@ -146,17 +146,20 @@ class ReplicaLearner(Learner):
         wire = self._wire(drain)
         measured: list[Addend] = []
         addends: list[torch.Tensor] = []
-        for replica in (self._replicas[rank] for rank in contributors):
+        for rank, replica in self._replicas.items():
+            replica.apply_sum()
             if replica.flight is not None:
-                addends.append(replica.flight)
                 measured.append(Addend(*replica.delayed().packed, squared_norm(replica.flight)))
+            gives = rank in contributors or (drain and replica.delayed().take_leftover())
+            if replica.flight is None:
+                replica.flight = replica.delayed().pack(gives, self._config.data.batch_size, wire)
+            if gives:
+                addends.append(replica.flight)
         total = sum_in_order(addends, wire, self._residual)
         if total is not None:
             self._measure_noise(measured, squared_norm(total), synchronous=False)
         for replica in self._replicas.values():
-            replica.apply_sum()
-            if replica.flight is None:
-                replica.flight = replica.delayed().pack(False, self._config.data.batch_size, wire)
+            assert replica.flight is not None
             if total is not None:
                 replica.flight.copy_(total)
             replica.arriving = True

@@ -307,7 +307,8 @@ class Communicator:
                 contributed, staleness = shared.worker.contribute(start.number)
                 shared.outbox.append(contributed)
             with shared.order:
-                addend = deltas.pack(contribute, self._options.batch, wire)
+                gives = contribute or (start.drain is not None and deltas.take_leftover())
+                addend = deltas.pack(gives, self._options.batch, wire)
         if addend.numel():
             self._pending.post(addend, wire, deltas.residual)
         if contribute:

@@ -119,6 +119,8 @@ class Deltas:
         self.residual = Residual()  # what rounding took from the sums of weights
         self._steps = 0
         self._samples = 0
+        self._weight = 0.0  # that our last contribution had
+        self._rounded = False  # did the wire round our last contribution?
         self.packed = (0, 0)  # samples and inner steps of our contribution that is under way, or was last
         self._in_flight = False  # a contribution of ours is under way ...
         self._folded = False  # ... and has moved from P into X
@@ -201,6 +203,13 @@ class Deltas:
             torch._foreach_copy_(run, pieces)
             torch._foreach_sub_(pieces, run)
 
+    def take_leftover(self) -> bool:
+        """At a drain, where this rank has finished nothing more: P ← what the wire has rounded off its contributions,
+        which goes with no samples. False where that is nothing."""
+        if self._rounded:
+            self.finish(0, 0)
+        return self._rounded and not self._pending.empty
+
     @torch.no_grad()
     def pack(self, contribute: bool, batch: int, wire: WireFormat) -> torch.Tensor:
         """The addend of this rank (weights only: `tail` has the rest): zeros, or its progress weighted by the samples
@@ -215,10 +224,12 @@ class Deltas:
         if not contribute or pending.empty:
             flight.zero_()
         else:
-            weight = self._samples / (self._steps * batch)
-            torch.mul(pending.values, weight, out=flight)
-            if wire != "float32":
-                torch.div(round_trip(addend, wire), weight, out=pending.values[: self._weights])
+            if self._steps:
+                self._weight = self._samples / (self._steps * batch)
+            torch.mul(pending.values, self._weight, out=flight)
+            self._rounded = wire != "float32"
+            if self._rounded:
+                torch.div(round_trip(addend, wire), self._weight, out=pending.values[: self._weights])
         self.tail.counts.fill_(self._samples if contribute else 0)
         if contribute:
             self.packed = (self._samples, self._steps)

@@ -236,6 +236,9 @@ class LoneDeltas:
     def apply(self) -> bool:
         return True
 
+    def take_leftover(self) -> bool:
+        return False
+
     def pack(self, contribute: bool, batch: int, wire: WireFormat) -> torch.Tensor:
         return self.tail.flat
 

@@ -100,3 +100,23 @@ def test_steady_progress_arrives_however_small_beside_the_greatest(wire, small):
         if number == rounds - 1:
             assert everyones[0].anchor[1:].mean() > 0.99 * computed[1:].mean()
     torch.testing.assert_close(everyones[0].anchor, computed, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_a_drain_delivers_what_was_rounded_off_a_rank_that_has_nothing_more_to_give(wire):
+    local = [torch.zeros(40)]
+    deltas = Deltas(local)
+    progress = torch.randn(40, generator=torch.Generator().manual_seed(1))
+    local[0] += progress
+    deltas.finish(4, 1)
+    for wire_of_round in (wire, "float32"):
+        gives = wire_of_round == wire or deltas.take_leftover()
+        assert gives
+        flight = deltas.pack(gives, BATCH, wire_of_round)
+        flight.copy_(round_trip(flight, wire_of_round))
+        deltas.apply_sum()
+        assert deltas.apply()
+    assert not deltas.take_leftover(), "it goes once"
+    deltas.reset_to_anchor()
+    torch.testing.assert_close(local[0], progress / 2, rtol=1e-6, atol=1e-7)
+    assert (round_trip(progress / 2, wire) - progress / 2).abs().max() > 1e-4, "without it: the test can fail"
