@@ -86,23 +86,16 @@ class GeoConv(nn.Module):
         return torch.cat([windows_NWC, distances_NW[:, :, None]], 2)
 
 
-class Windows(nn.Module):
-    """Batch to paths of at least a window, their numbers of windows (N,), and which windows are no padding (N, W).
+class Path(nn.Module):
+    """Batch to paths of at least a window: where all are shorter, with their last point repeated."""
 
-    Where all paths are shorter than a window, their last point is repeated.
-    """
-
-    def __init__(self, kernel_size: int) -> None:
+    def __init__(self, least: int) -> None:
         super().__init__()
-        self.kernel_size = kernel_size
+        self.least = least
 
-    def forward(self, batch: Batch) -> tuple[Batch, torch.Tensor, torch.Tensor]:
-        points = batch["lngs"].shape[1]
-        missing = max(0, self.kernel_size - points)
-        path = {name: torch.cat([batch[name], batch[name][:, -1:].expand(-1, missing)], 1) for name in PATH}
-        windows_N = (batch["lengths"] - self.kernel_size + 1).clamp(min=1)
-        numbers_W = torch.arange(points + missing - self.kernel_size + 1, device=windows_N.device)
-        return path, windows_N, numbers_W < windows_N[:, None]
+    def forward(self, batch: Batch) -> Batch:
+        missing = max(0, self.least - batch["lngs"].shape[1])
+        return {name: torch.cat([batch[name], batch[name][:, -1:].expand(-1, missing)], 1) for name in PATH}
 
 
 class EntireHead(nn.Module):
@@ -170,7 +163,7 @@ class DeepTTE(nn.Module):
         self._steps = kernel_size - 1
         self._mean_windows = max(1.0, mean_points - kernel_size + 1)
         self._local_weight = local_weight
-        self.windows = Windows(kernel_size)
+        self.path = Path(kernel_size)
         self.attributes = Attributes(self._scales, drivers, driver_size, slot_minutes)
         self.geo_conv = GeoConv(self._scales, kernel_size, filters)
         inputs = filters + 1 + self.attributes.size
@@ -196,11 +189,12 @@ class DeepTTE(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Seconds (N,); while training also the windows' seconds (N, W), and which of them are no padding (N, W)."""
-        path, windows_N, real_NW = self.windows(batch)
         attributes_NC = self.attributes(batch)
-        windows_NWC = self.geo_conv(path)
+        windows_NWC = self.geo_conv(self.path(batch))
         repeated_NWC = attributes_NC[:, None].expand(-1, windows_NWC.shape[1], -1)
+        windows_N = (batch["lengths"] - self._steps).clamp(min=1)
         hidden_NWC = self._recur(self.dropout(torch.cat([windows_NWC, repeated_NWC], 2)), windows_N)
+        real_NW = torch.arange(hidden_NWC.shape[1], device=windows_N.device) < windows_N[:, None]
         pooled_NC = self.dropout(self._pool(hidden_NWC, real_NW, attributes_NC))
         seconds_N = self._scales.undo("time", self.entire(torch.cat([attributes_NC, pooled_NC], 1)))
         if not self.training:
@@ -217,8 +211,7 @@ class DeepTTE(nn.Module):
         if isinstance(predicted, torch.Tensor):
             return absolute_percentage_errors(predicted, batch).mean()
         seconds_N, predicted_NW, real_NW = predicted
-        path, *_ = self.windows(batch)
-        times_NW = over_windows(path["time_gap"], self._steps)
+        times_NW = over_windows(self.path(batch)["time_gap"], self._steps)
         errors_NW = (predicted_NW - times_NW).abs() / (times_NW + EPSILON_SECONDS)
         local_N = (errors_NW * real_NW).sum(1) / self._mean_windows
         entire_N = absolute_percentage_errors(seconds_N, batch)

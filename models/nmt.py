@@ -58,7 +58,7 @@ class NMT(nn.Module):
             raise UserError(f"model.options.dropout is {dropout}: it is a probability below 1")
         self.source_embedding = nn.Embedding(source_vocabulary, hidden)
         self.target_embedding = nn.Embedding(target_vocabulary, hidden)
-        self.pack, self.unpack, self.present = Pack(), Unpack(), Present()
+        self.pack, self.unpack = Pack(), Unpack()
         self.encoder = Stack(layers, hidden, dropout, bidirectional)
         self.decoder = Stack(layers, hidden, dropout)
         self.key = nn.Linear(hidden, hidden, bias=False)
@@ -94,7 +94,8 @@ class NMT(nn.Module):
         words, packing = self.pack(source_BS, lengths_B)
         outputs, states = self.encoder(self.source_embedding(words), packing)
         values_BSH = self.unpack(outputs, packing, source_BS.shape[1])
-        return Memory(values_BSH, self.key(values_BSH), self.present(source_BS, lengths_B)), states
+        positions_S = torch.arange(source_BS.shape[1], device=source_BS.device)
+        return Memory(values_BSH, self.key(values_BSH), positions_S < lengths_B[:, None]), states
 
     def _decode(self, target_BT: torch.Tensor, states: list[State], memory: Memory) -> tuple[torch.Tensor, list[State]]:
         outputs_BTH, states = self.decoder(self.target_embedding(target_BT), states=states)
@@ -124,10 +125,3 @@ class Stack(nn.Module):
             sequences, end = layer(sequences, packing, None if states is None else states[number])
             ends.append(end)
         return sequences, ends
-
-
-class Present(nn.Module):
-    """Sources (B, S) and their lengths (B,) to where there are words, (B, S)."""
-
-    def forward(self, source_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-        return torch.arange(source_BS.shape[1], device=source_BS.device) < lengths_B[:, None]

@@ -55,6 +55,7 @@ class TrajectoryTransformer(nn.Module):
         if width < 2 or width % 2 or width % heads:
             raise UserError(f"model.options.width is {width}: it must be even and a multiple of heads, {heads}")
         self._scales = Scales(normalisation)
+        self._width = width
         self.driver = nn.Embedding(drivers, driver_size)
         self.week = nn.Embedding(7, 4)
         self.trip = nn.Linear(driver_size + 4 + 2 * HARMONICS + 1, width)
@@ -62,7 +63,6 @@ class TrajectoryTransformer(nn.Module):
         layer = nn.TransformerEncoderLayer(
             width, heads, 4 * width, dropout, nn.functional.gelu, batch_first=True, norm_first=True
         )
-        self.harmonics, self.padding, self.positions = Harmonics(), Padding(), Positions(width)
         self.encoder = Encoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, 1)
         for table in (self.driver, self.week):  # what no training trip had stays near none in particular
@@ -73,7 +73,10 @@ class TrajectoryTransformer(nn.Module):
     def forward(self, batch: Batch) -> torch.Tensor:
         points_NTC = self._points(batch)
         tokens_NSC = torch.cat([self._trip(batch)[:, None], points_NTC], 1)
-        outputs_NSC = self.encoder(tokens_NSC, self.padding(batch))
+        steps = torch.arange(points_NTC.shape[1], device=points_NTC.device)
+        padding_NT = steps >= batch["lengths"][:, None]
+        padding_NS = torch.cat([torch.zeros_like(padding_NT[:, :1]), padding_NT], 1)
+        outputs_NSC = self.encoder(tokens_NSC, padding_NS)
         return self._scales.undo("log_time", self.head(outputs_NSC[:, 0]).squeeze(1)).exp()
 
     def loss(self, batch: Batch) -> torch.Tensor:
@@ -82,7 +85,8 @@ class TrajectoryTransformer(nn.Module):
 
     def _trip(self, batch: Batch) -> torch.Tensor:
         """(N, width): the class token."""
-        angles_NH = self.harmonics(batch["minute"])
+        harmonics = torch.arange(1, HARMONICS + 1, device=batch["minute"].device)
+        angles_NH = 2 * math.pi / MINUTES * batch["minute"][:, None] * harmonics
         attributes = (
             self.driver(batch["driver"] % self.driver.num_embeddings),
             self.week(batch["week"]),
@@ -104,49 +108,25 @@ class TrajectoryTransformer(nn.Module):
             self._scales("dist", batch["dist_gap"]),
         )
         points_NTC = self.point(torch.stack(features, 2))
-        encoded: torch.Tensor = points_NTC + self.positions(points_NTC)
+        encoded: torch.Tensor = points_NTC + self._positions(points_NTC)
         return encoded
+
+    def _positions(self, points_NTC: torch.Tensor) -> torch.Tensor:
+        """(T, width): sines and cosines of the point's number, in waves from 2π to 2π·LONGEST_WAVE points."""
+        exponents = torch.arange(0, self._width, 2, device=points_NTC.device) / self._width
+        steps = torch.arange(points_NTC.shape[1], device=points_NTC.device)
+        angles_TH = steps[:, None] / LONGEST_WAVE**exponents
+        return torch.cat([angles_TH.sin(), angles_TH.cos()], 1).to(points_NTC.dtype)
 
 
 class Encoder(nn.TransformerEncoder):
-    """Its layers one after the other, and nothing besides: (N, S, C) and where there is padding (N, S) to (N, S, C)."""
+    """Its layers one after the other, and nothing besides.
+
+    (N, S, C), and where there is padding (N, S), to (N, S, C).
+    """
 
     def forward(self, tokens_NSC: torch.Tensor, padding_NS: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         for layer in self.layers:
             tokens_NSC = layer(tokens_NSC, src_key_padding_mask=padding_NS)
         outputs_NSC: torch.Tensor = self.norm(tokens_NSC)
         return outputs_NSC
-
-
-class Harmonics(nn.Module):
-    """Minutes of the day (N,) to angles (N, HARMONICS)."""
-
-    def forward(self, minutes_N: torch.Tensor) -> torch.Tensor:
-        harmonics = torch.arange(1, HARMONICS + 1, device=minutes_N.device)
-        return 2 * math.pi / MINUTES * minutes_N[:, None] * harmonics
-
-
-class Padding(nn.Module):
-    """Batch to which tokens are padding, (N, T + 1); the class token is not."""
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        steps = torch.arange(batch["lngs"].shape[1], device=batch["lengths"].device)
-        padding_NT = steps >= batch["lengths"][:, None]
-        return torch.cat([torch.zeros_like(padding_NT[:, :1]), padding_NT], 1)
-
-
-class Positions(nn.Module):
-    """Points (N, T, width) to (T, width): sines and cosines of the point's number.
-
-    In waves from 2π to 2π·LONGEST_WAVE points.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-
-    def forward(self, points_NTC: torch.Tensor) -> torch.Tensor:
-        exponents = torch.arange(0, self.width, 2, device=points_NTC.device) / self.width
-        steps = torch.arange(points_NTC.shape[1], device=points_NTC.device)
-        angles_TH = steps[:, None] / LONGEST_WAVE**exponents
-        return torch.cat([angles_TH.sin(), angles_TH.cos()], 1).to(points_NTC.dtype)
