@@ -13,7 +13,6 @@ They become one, along with all blocks on the ways between them, as else there w
 from __future__ import annotations
 
 import inspect
-import operator
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,11 +30,6 @@ from torch.utils._pytree import tree_leaves
 
 from hetsync.plan.graph import BATCH, Block, BlockGraph, Edge
 
-_IN_PLACE_OPERATORS = {
-    *(operator.iadd, operator.isub, operator.imul, operator.imatmul, operator.itruediv, operator.ifloordiv),
-    *(operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
-    operator.setitem,
-}
 WHOLE = "model"  # the block of a model that cannot be cut
 
 
@@ -232,13 +226,11 @@ class _Blocks:
 
 
 def _in_place(model: nn.Module, node: fx.Node) -> bool:
+    """Torch's own ways; `+=` and its like are traced as operations that return something new."""
     if node.op == "call_module":
         return bool(getattr(model.get_submodule(str(node.target)), "inplace", False))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    torch_in_place = (
-        name.endswith("_") and not name.endswith("__") and getattr(node.target, "__module__", "") != "_operator"
-    )
-    return torch_in_place or bool(node.kwargs.get("inplace")) or node.target in _IN_PLACE_OPERATORS
+    return bool(node.kwargs.get("inplace")) or (name.endswith("_") and not name.endswith("__"))
 
 
 def _edges(graph: fx.Graph, block_of: Mapping[fx.Node, int]) -> tuple[Edge, ...]:
