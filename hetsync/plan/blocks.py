@@ -15,8 +15,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
+from hetsync.data.random_state import seed_all, untouched
 from hetsync.plan.graph import BATCH, Block, BlockGraph, Edge
 
 WHOLE = "model"  # the block of a model that cannot be cut
@@ -81,18 +81,6 @@ def cut(model: nn.Module, call: inspect.BoundArguments) -> Cut:
         return Cut(_one_block(model), None, {**tracer.opaque, type(model).__name__: str(error)})
     blocks, block_of = _Blocks(model, graph).joined()
     return Cut(BlockGraph(blocks, _edges(graph, block_of)), Traced(graph, block_of, fixed), tracer.opaque)
-
-
-def needed(nodes: Iterable[fx.Node], wanted: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
-    """The nodes, and what they read directly or through others, as far as it is `wanted`; none twice."""
-    seen: set[fx.Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in seen and wanted(node):
-            seen.add(node)
-            yield node
-            waiting += node.all_input_nodes
 
 
 class _UncutError(Exception):
@@ -275,21 +263,10 @@ def _require_equal(model: nn.Module, traced: nn.Module, call: inspect.BoundArgum
 
 
 def _outputs(model: nn.Module, computing: nn.Module, call: inspect.BoundArguments) -> list[torch.Tensor]:
-    with _kept(model), torch.no_grad():
-        torch.manual_seed(0)
+    with untouched(model), torch.no_grad():
+        seed_all(0)
         outputs = tree_leaves(computing(*call.args, **call.kwargs))
     return [output.clone() for output in outputs if isinstance(output, torch.Tensor)]
-
-
-@contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
-    """Buffers and random numbers are afterwards what they were."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with torch.random.fork_rng():
-        yield
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
 
 
 def _line_of(error: Exception) -> str:
