@@ -3,8 +3,8 @@
 A call of a module that holds weights or buffers begins a block, as does an operation that reads a weight itself.
 Whatever else there is joins the latest block that it reads from: so no edge ever leads backwards, and what changes its
 input in place mostly stays with it. Operations on the batch alone belong to no block: every rank has the batch, and
-each stage repeats those it needs. But a module without weights that reads the batch alone is a block, as it may draw
-random numbers.
+each stage repeats those it needs. But what may draw random numbers is a block even there: every module, and functions
+whose name says so.
 
 Some blocks must stay together: those that share a weight, and those between which something is changed in place.
 They become one, along with all blocks on the ways between them, as else there would be a circle.
@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from hetsync.data.random_state import seed_all, untouched
 from hetsync.plan.graph import BATCH, Block, BlockGraph, Edge
 
+DRAWING = ("dropout", "rand", "bernoulli", "multinomial", "poisson")  # in names of functions
 WHOLE = "model"  # the block of a model that cannot be cut
 
 
@@ -159,7 +160,7 @@ class _Blocks:
         elif node.op.startswith("call_"):
             state = self._state_of(node)
             latest = max((self._of[read] for read in node.all_input_nodes if read in self._of), default=BATCH)
-            if state or (latest == BATCH and node.op == "call_module"):
+            if state or (latest == BATCH and (node.op == "call_module" or _draws(node))):
                 latest = len(self._begun)
                 self._begun.append((self._name(node, state), self._kind(node), state))
             self._of[node] = latest
@@ -174,7 +175,7 @@ class _Blocks:
         return tuple(dict.fromkeys(self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names))
 
     def _name(self, node: fx.Node, state: tuple[str, ...]) -> str:
-        name = str(node.target) if node.op == "call_module" else state[0]
+        name = str(node.target) if node.op == "call_module" else (*state, node.name)[0]
         taken = sum(name == other or other.startswith(f"{name}@") for other, _, _ in self._begun)
         return f"{name}@{taken + 1}" if taken else name
 
@@ -213,11 +214,20 @@ class _Blocks:
                 yield {self._of[each] for each in (changed, node, *changed.users) if self._of.get(each, BATCH) != BATCH}
 
 
+def _draws(node: fx.Node) -> bool:
+    """Whether a function's name says that it draws random numbers."""
+    return any(word in _function_name(node) for word in DRAWING)
+
+
+def _function_name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def _in_place(model: nn.Module, node: fx.Node) -> bool:
     """Torch's own ways; `+=` and its like are traced as operations that return something new."""
     if node.op == "call_module":
         return bool(getattr(model.get_submodule(str(node.target)), "inplace", False))
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = _function_name(node)
     return bool(node.kwargs.get("inplace")) or (name.endswith("_") and not name.endswith("__"))
 
 

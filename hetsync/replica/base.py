@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,16 +52,19 @@ class Replica(ABC):
     def gather(self) -> None:
         """Bring the whole model up to date, on every rank."""
 
-    def evaluate(self, metrics: Scored, batch: Any) -> dict[str, float]:
-        """Sums of a batch, which may be another one on each rank; after `gather`. Leaves the mode as it was."""
+    def evaluate(self, metrics: Scored, batches: Iterable[Any]) -> dict[str, float]:
+        """What metrics say of batches of this rank's own, summed, by the whole model. Leaves its mode as it was."""
+        self.gather()
         training = self.model.training
         self.model.eval()
+        sums: Counter[str] = Counter()
         try:
             with torch.no_grad():
-                sums: dict[str, float] = metrics(self.model, batch)
+                for batch in batches:
+                    sums.update(metrics(self.model, batch))
         finally:
             self.model.train(training)
-        return sums
+        return dict(sums)
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -101,6 +101,7 @@ class StagedReplica(Replica):
                 total += loss
             else:
                 self._backward(under_way.pop(index))
+        self._check_gradients()
         return self._told_by_last(total)
 
     def clip_grad_norm(self, greatest: float) -> float:
@@ -120,6 +121,16 @@ class StagedReplica(Replica):
                 for name, tensor in zip(names, tensors, strict=True):
                     state[name].copy_(tensor)
         self._channels.flush()
+
+    def _check_gradients(self) -> None:
+        """What the loss computes besides calling the model must not take weights, which may be another stage's."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None and self._owner[name] != self._stage:
+                holder = self._stages.ranks[self._owner[name]]
+                raise UserError(
+                    f"the loss computes with {name} itself, which rank {holder} holds: let the model's forward return"
+                    " what the loss needs"
+                )
 
     def _forward(self, micro_batch: MicroBatch, weight: float) -> tuple[Pass, float]:
         call = observed_call(self.model, self._loss, micro_batch.batch)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import RANKS
+from planes import BACKENDS
 from replicas import assert_equal_to_one_process, blocks_of, unequal
 from workloads import WORKLOADS, Workload
 
@@ -30,3 +31,15 @@ def test_stages_equal_one_process(workload: Workload, plane: Plane, tmp_path: Pa
     optimizer, clip = ("sgd", None) if RANKS == 2 else ("adamw", 0.5)
     assert_equal_to_one_process(model, found, data, stages, plane.rank, channels, optimizer, clip)
     channels.close()
+
+
+def test_stages_over_gloo(tmp_path: Path) -> None:
+    plane = BACKENDS["store"]()
+    workload = next(workload for workload in WORKLOADS if workload.name == "ptb_lstm")
+    data = workload.data(tmp_path)
+    model, found = blocks_of(workload, data)
+    channels = plane.open_channels()
+    stages = Stages(unequal(len(found.graph.blocks), RANKS), range(RANKS), [None] * RANKS)
+    assert_equal_to_one_process(model, found, data, stages, plane.rank, channels)
+    channels.close()
+    plane.close()

@@ -169,8 +169,15 @@ def test_arguments_that_decide_the_way_are_kept() -> None:
     assert found.traced.fixed == {"mask": None, "deep": False}
 
 
-def test_random_modules_on_the_batch_are_blocks() -> None:
-    assert names(cut_for(nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4)), torch.randn(2, 4))) == ["0", "1"]
+class Dropped(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(nn.functional.dropout(x, 0.5))
+
+
+def test_what_draws_random_numbers_on_the_batch_is_a_block() -> None:
+    x = torch.randn(2, 4)
+    assert names(cut_for(nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4)), x)) == ["0", "1"]
+    assert names(cut_for(Dropped(), x)) == ["dropout", "a"]
 
 
 def test_a_loss_that_calls_no_model_or_two() -> None:

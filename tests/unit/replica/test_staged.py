@@ -115,11 +115,34 @@ def test_evaluation_is_on_gathered_weights() -> None:
         )
         for name, tensor in replica.held.items():
             tensor.data.copy_(changed[name])
-        replica.gather()
-        assert all(torch.equal(tensor, changed[name]) for name, tensor in replica.model.state_dict().items())
-        sums = replica.evaluate(lambda model, batch: {"training": float(model.training)}, None)
-        assert sums == {"training": 0.0}
+
+        def metrics(model: nn.Module, batch: float) -> dict[str, float]:
+            assert all(torch.equal(tensor, changed[name]) for name, tensor in model.state_dict().items())
+            return {"samples": batch, "training": float(model.training)}
+
+        assert replica.evaluate(metrics, [2.0, 3.0]) == {"samples": 5.0, "training": 0.0}
         assert replica.model.training
+
+    on_threads(2, work)
+
+
+def test_a_loss_that_takes_weights_itself_is_refused() -> None:
+    model = Skipping()
+    found = cut_of(model)
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        return skipping_loss(model, batch) + model.a.weight.square().sum()
+
+    def work(rank: int, channels: Channels) -> None:
+        stages = Stages([0, 0, 1], [0, 1], [1, 1])
+        replica = StagedReplica(deepcopy(model), found, loss, stages, rank, channels)
+        batches = [MicroBatch(torch.ones(3, 4), 3)]
+        if rank == 0:
+            replica.run(batches)
+            return
+        with pytest.raises(UserError, match=r"computes with a\.weight itself, which rank 0 holds"):
+            replica.run(batches)
+        channels.send(0.0, [], 0)  # the loss that rank 0 waits for
 
     on_threads(2, work)
 
