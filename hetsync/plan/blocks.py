@@ -27,7 +27,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from hetsync.data.random_state import seed_all, untouched
+from hetsync.data.random_state import seed_all, set_aside, untouched
 from hetsync.plan.graph import BATCH, Block, BlockGraph, Edge
 
 DRAWING = ("dropout", "rand", "bernoulli", "multinomial", "poisson")  # in names of functions
@@ -76,11 +76,14 @@ def cut(model: nn.Module, call: inspect.BoundArguments) -> Cut:
     tracer = _Tracer()
     fixed = {name: value for name, value in call.arguments.items() if value is None or isinstance(value, bool | str)}
     try:
-        graph = tracer.find(model, fixed)
+        with set_aside():
+            graph = tracer.find(model, fixed)
         _require_equal(model, fx.GraphModule(model, graph), call)
+        blocks, block_of = _Blocks(model, graph).joined()
+        if not blocks:
+            raise _UncutError("nothing in its forward holds weights")
     except _UncutError as error:
         return Cut(_one_block(model), None, {**tracer.opaque, type(model).__name__: str(error)})
-    blocks, block_of = _Blocks(model, graph).joined()
     return Cut(BlockGraph(blocks, _edges(graph, block_of)), Traced(graph, block_of, fixed), tracer.opaque)
 
 
@@ -145,9 +148,9 @@ class _Blocks:
         place = {begun: index for index, group in enumerate(groups) for begun in group}
         place[BATCH] = BATCH
         held = [{name: None for begun in group for name in self._begun[begun][2]} for group in groups]
-        if held:
-            used = {name for names in held for name in names}
-            held[0].update({name: None for name in self._tensors if name not in used})  # somebody must hold them
+        used = {name for names in held for name in names}
+        for names in held[:1]:  # somebody must hold what forward does not use
+            names.update({name: None for name in self._tensors if name not in used})
         blocks = tuple(
             _block(*self._begun[group[0]][:2], {name: self._tensors[name] for name in names})
             for group, names in zip(groups, held, strict=True)
@@ -265,10 +268,10 @@ def _one_block(model: nn.Module) -> BlockGraph:
 
 def _require_equal(model: nn.Module, traced: nn.Module, call: inspect.BoundArguments) -> None:
     """A trace can silently go another way than the model: at an `isinstance`, or by a shape taken for constant."""
-    expected, computed = (_outputs(model, each, call) for each in (model, traced))
+    expected = _outputs(model, model, call)
     try:
-        torch.testing.assert_close(computed, expected, equal_nan=True)
-    except AssertionError as error:
+        torch.testing.assert_close(_outputs(model, traced, call), expected, equal_nan=True)
+    except Exception as error:
         raise _UncutError("its trace computes something else than its forward does") from error
 
 

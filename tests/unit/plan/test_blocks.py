@@ -153,6 +153,37 @@ def test_a_model_that_is_traced_wrongly_is_one_block(model: nn.Module, says: str
     assert says.replace("\\", "") in found.opaque[type(model).__name__]
 
 
+class Noisy(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x + torch.rand(2, 4))  # drawn once, while it is traced
+
+
+class Nameless(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) if x.__class__ is torch.Tensor else x.no_such_method()
+
+
+@pytest.mark.parametrize("model", [Noisy(), Nameless()], ids=["noisy", "nameless"])
+def test_a_trace_that_does_not_run_as_the_model_does_is_refused(model: nn.Module) -> None:
+    found = cut_for(model, torch.randn(2, 4))
+
+    assert found.traced is None
+    assert "computes something else" in found.opaque[type(model).__name__]
+
+
+def test_a_model_without_weights_is_one_block() -> None:
+    found = cut_for(nn.Flatten(), torch.randn(2, 4))
+
+    assert names(found) == ["model"]
+    assert found.traced is None
+
+
+def test_weights_that_forward_does_not_use_are_held_by_somebody() -> None:
+    found = cut_for(Optional_(), torch.randn(2, 4))
+
+    assert len(found.graph.blocks[0].parameters) == 6
+
+
 class Optional_(Chain):
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, deep: bool = False) -> torch.Tensor:
         x = self.a(x) if mask is None else self.b(x * mask)
