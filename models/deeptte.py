@@ -12,11 +12,11 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.nn.functional import elu, leaky_relu, softmax
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from hetsync.data.sets.trips import Batch, absolute_percentage_errors
 from hetsync.errors import UserError
 from hetsync.models.limits import require, require_count
+from hetsync.models.recurrent import Pack, RecurrentLayer, Unpack
 
 EPSILON_SECONDS = 10.0  # keeps short windows from ruling the local loss
 MINUTES = 1440  # of a day
@@ -86,6 +86,18 @@ class GeoConv(nn.Module):
         return torch.cat([windows_NWC, distances_NW[:, :, None]], 2)
 
 
+class Path(nn.Module):
+    """Batch to paths of at least a window: where all are shorter, with their last point repeated."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least = least
+
+    def forward(self, batch: Batch) -> Batch:
+        missing = max(0, self.least - batch["lngs"].shape[1])
+        return {name: torch.cat([batch[name], batch[name][:, -1:].expand(-1, missing)], 1) for name in PATH}
+
+
 class EntireHead(nn.Module):
     """Features of the whole path to its normalised time: residual layers of one width."""
 
@@ -105,7 +117,7 @@ class EntireHead(nn.Module):
 
 
 class DeepTTE(nn.Module):
-    """Batch of trips to seconds of shape (N,). Defaults are the paper's.
+    """Batch of trips to seconds of shape (N,), while training with those of their windows. Defaults are the paper's.
 
     A trip's prediction does not depend on padding or on the other trips: pooling sees its own windows only, and the
     LSTM runs over packed sequences. `time_gap` is used by the loss alone.
@@ -148,13 +160,16 @@ class DeepTTE(nn.Module):
         require("dropout", dropout, 0, 1)
         require("local_weight", local_weight, 0, 1)
         self._scales = Scales(normalisation)
-        self._kernel_size = kernel_size
+        self._steps = kernel_size - 1
         self._mean_windows = max(1.0, mean_points - kernel_size + 1)
         self._local_weight = local_weight
+        self.path = Path(kernel_size)
         self.attributes = Attributes(self._scales, drivers, driver_size, slot_minutes)
         self.geo_conv = GeoConv(self._scales, kernel_size, filters)
         inputs = filters + 1 + self.attributes.size
-        self.lstm = nn.LSTM(inputs, hidden_size, 2, batch_first=True, dropout=dropout)
+        self.pack, self.unpack = Pack(), Unpack()
+        self.lstm = RecurrentLayer(inputs, hidden_size)
+        self.upper_lstm = RecurrentLayer(hidden_size, hidden_size, dropout)
         self.query = nn.Linear(self.attributes.size, hidden_size) if pooling == "attention" else None
         self.entire = EntireHead(hidden_size + self.attributes.size, hidden_size, 3, dropout)
         self.local = nn.Sequential(
@@ -172,44 +187,42 @@ class DeepTTE(nn.Module):
         for table in (self.attributes.driver, self.attributes.week, self.attributes.start):
             nn.init.normal_(table.weight, std=0.01)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        return self._entire_and_windows(batch)[0]
+    def forward(self, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Seconds (N,); while training also the windows' seconds (N, W), and which of them are no padding (N, W)."""
+        attributes_NC = self.attributes(batch)
+        windows_NWC = self.geo_conv(self.path(batch))
+        repeated_NWC = attributes_NC[:, None].expand(-1, windows_NWC.shape[1], -1)
+        windows_N = (batch["lengths"] - self._steps).clamp(min=1)
+        hidden_NWC = self._recur(self.dropout(torch.cat([windows_NWC, repeated_NWC], 2)), windows_N)
+        real_NW = torch.arange(hidden_NWC.shape[1], device=windows_N.device) < windows_N[:, None]
+        pooled_NC = self.dropout(self._pool(hidden_NWC, real_NW, attributes_NC))
+        seconds_N = self._scales.undo("time", self.entire(torch.cat([attributes_NC, pooled_NC], 1)))
+        if not self.training:
+            return seconds_N
+        return seconds_N, self._scales.undo("time_gap", self.local(hidden_NWC).squeeze(2), self._steps), real_NW
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Mean over the trips of (1 − α)·APE of the path + α·the windows' APEs, summed over the trip.
 
-        The sum is divided by a constant, the windows of the mean training trip, not by the batch's windows.
+        The sum is divided by a constant, the windows of the mean training trip, not by the batch's windows. Of a model
+        that is not training, which predicts no windows, the mean APE of the paths.
         """
-        seconds_N, hidden_NWC, real_NW = self._entire_and_windows(batch)
-        steps = self._kernel_size - 1
-        times_NW = over_windows(self._path(batch)["time_gap"], steps)
-        predicted_NW = self._scales.undo("time_gap", self.local(hidden_NWC).squeeze(2), steps)
+        predicted = self(batch)
+        if isinstance(predicted, torch.Tensor):
+            return absolute_percentage_errors(predicted, batch).mean()
+        seconds_N, predicted_NW, real_NW = predicted
+        times_NW = over_windows(self.path(batch)["time_gap"], self._steps)
         errors_NW = (predicted_NW - times_NW).abs() / (times_NW + EPSILON_SECONDS)
         local_N = (errors_NW * real_NW).sum(1) / self._mean_windows
         entire_N = absolute_percentage_errors(seconds_N, batch)
         return ((1 - self._local_weight) * entire_N + self._local_weight * local_N).mean()
 
-    def _entire_and_windows(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Seconds (N,), the LSTM's outputs (N, W, C), and which of its windows are no padding (N, W)."""
-        attributes_NC = self.attributes(batch)
-        windows_NWC = self.geo_conv(self._path(batch))
-        repeated_NWC = attributes_NC[:, None].expand(-1, windows_NWC.shape[1], -1)
-        windows_N = (batch["lengths"] - self._kernel_size + 1).clamp(min=1)
-        hidden_NWC = self._recur(self.dropout(torch.cat([windows_NWC, repeated_NWC], 2)), windows_N)
-        real_NW = torch.arange(hidden_NWC.shape[1], device=windows_N.device) < windows_N[:, None]
-        pooled_NC = self.dropout(self._pool(hidden_NWC, real_NW, attributes_NC))
-        entire_N = self.entire(torch.cat([attributes_NC, pooled_NC], 1))
-        return self._scales.undo("time", entire_N), hidden_NWC, real_NW
-
-    def _path(self, batch: Batch) -> Batch:
-        """Paths of at least a window: where all are shorter, with their last point repeated."""
-        missing = max(0, self._kernel_size - batch["lngs"].shape[1])
-        return {name: torch.cat([batch[name], batch[name][:, -1:].expand(-1, missing)], 1) for name in PATH}
-
     def _recur(self, inputs_NWC: torch.Tensor, windows_N: torch.Tensor) -> torch.Tensor:
         """Packed: the work follows the windows that there are, padding costs nothing."""
-        packed = pack_padded_sequence(inputs_NWC, windows_N.cpu(), batch_first=True, enforce_sorted=False)
-        hidden_NWC, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=inputs_NWC.shape[1])
+        elements, packing = self.pack(inputs_NWC, windows_N)
+        below, _ = self.lstm(elements, packing)
+        hidden, _ = self.upper_lstm(below, packing)
+        hidden_NWC: torch.Tensor = self.unpack(hidden, packing, inputs_NWC.shape[1])
         return hidden_NWC
 
     def _pool(self, hidden_NWC: torch.Tensor, real_NW: torch.Tensor, attributes_NC: torch.Tensor) -> torch.Tensor:

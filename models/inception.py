@@ -131,7 +131,7 @@ class InceptionV3(nn.Module):
         require("dropout", dropout, 0, 1)
         if image_size is not None:
             require_count("image_size", image_size, LEAST_IMAGE_SIZE)
-        self.image_size = image_size
+        self.enlarge = Enlarge(image_size)
         self.lower, middle = _make_chain(_LOWER, 3, width)
         self.upper, features = _make_chain(_UPPER, middle, width)
         self.auxiliary = AuxiliaryHead(middle, classes, 5, width) if auxiliary else None
@@ -140,18 +140,25 @@ class InceptionV3(nn.Module):
         initialise(self)
 
     def forward(self, images_NCHW: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        middle_NCHW = self.lower(self._enlarge(images_NCHW))
+        middle_NCHW = self.lower(self.enlarge(images_NCHW))
         features_NCHW = self.upper(middle_NCHW)
         scores: torch.Tensor = self.classifier(self.dropout(features_NCHW.mean((2, 3))))
         if self.auxiliary is None or not self.training:
             return scores
         return scores, self.auxiliary(middle_NCHW)
 
-    def _enlarge(self, images_NCHW: torch.Tensor) -> torch.Tensor:
+
+class Enlarge(nn.Module):
+    """Images to a side of `size` pixels, bilinearly; with None as they are, unless they are too small."""
+
+    def __init__(self, size: int | None) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, images_NCHW: torch.Tensor) -> torch.Tensor:
         height, width = images_NCHW.shape[2:]
-        if self.image_size is not None and (height, width) != (self.image_size, self.image_size):
-            size = (self.image_size, self.image_size)
-            return functional.interpolate(images_NCHW, size, mode="bilinear", align_corners=False)
+        if self.size is not None and (height, width) != (self.size, self.size):
+            return functional.interpolate(images_NCHW, (self.size, self.size), mode="bilinear", align_corners=False)
         if min(height, width) < LEAST_IMAGE_SIZE:
             raise UserError(
                 f"model.options.image_size is null, but inception_v3 got images of {height}×{width} pixels:"

@@ -7,20 +7,17 @@ input to their output. Attention is not fed back into the decoder, so a known ta
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from hetsync.data.sets.vocabulary import BEGIN_ID, END_ID, PAD_ID
 from hetsync.errors import UserError
+from hetsync.models.recurrent import Pack, Packing, RecurrentLayer, State, Unpack
 
 FIRST_RESIDUAL = 2  # the third layer
 INIT_RANGE = 0.1  # Luong et al., section 4.1
-
-State = tuple[torch.Tensor, torch.Tensor]  # h and c of a layer, (1, B, H)
 
 
 class Memory(NamedTuple):
@@ -61,6 +58,7 @@ class NMT(nn.Module):
             raise UserError(f"model.options.dropout is {dropout}: it is a probability below 1")
         self.source_embedding = nn.Embedding(source_vocabulary, hidden)
         self.target_embedding = nn.Embedding(target_vocabulary, hidden)
+        self.pack, self.unpack = Pack(), Unpack()
         self.encoder = Stack(layers, hidden, dropout, bidirectional)
         self.decoder = Stack(layers, hidden, dropout)
         self.key = nn.Linear(hidden, hidden, bias=False)
@@ -93,14 +91,14 @@ class NMT(nn.Module):
         return torch.cat(words, 1)
 
     def _encode(self, source_BS: torch.Tensor, lengths_B: torch.Tensor) -> tuple[Memory, list[State]]:
-        packed = pack_padded_sequence(source_BS, lengths_B.cpu(), batch_first=True, enforce_sorted=False)
-        outputs, states = self.encoder(_apply(self.source_embedding, packed))
-        values_BSH, _ = pad_packed_sequence(outputs, batch_first=True, total_length=source_BS.shape[1])
+        words, packing = self.pack(source_BS, lengths_B)
+        outputs, states = self.encoder(self.source_embedding(words), packing)
+        values_BSH = self.unpack(outputs, packing, source_BS.shape[1])
         positions_S = torch.arange(source_BS.shape[1], device=source_BS.device)
         return Memory(values_BSH, self.key(values_BSH), positions_S < lengths_B[:, None]), states
 
     def _decode(self, target_BT: torch.Tensor, states: list[State], memory: Memory) -> tuple[torch.Tensor, list[State]]:
-        outputs_BTH, states = self.decoder(self.target_embedding(target_BT), states)
+        outputs_BTH, states = self.decoder(self.target_embedding(target_BT), states=states)
         match_BTS = outputs_BTH @ memory.keys_BSH.transpose(1, 2)
         weights_BTS = match_BTS.masked_fill(~memory.present_BS[:, None], -torch.inf).softmax(2)
         attended_BTH = torch.tanh(self.combine(torch.cat([weights_BTS @ memory.values_BSH, outputs_BTH], 2)))
@@ -108,36 +106,22 @@ class NMT(nn.Module):
 
 
 class Stack(nn.Module):
-    """LSTM layers of one width over padded (B, T, H) or packed sequences, with dropout at their inputs."""
+    """LSTM layers of one width, over padded (B, T, H) or the elements of packed sequences."""
 
     def __init__(self, layers: int, hidden: int, dropout: float, bidirectional_first: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.LSTM(hidden, hidden, batch_first=True) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            RecurrentLayer(hidden, hidden, dropout, residual=number >= FIRST_RESIDUAL) for number in range(layers)
+        )
         if bidirectional_first:
-            self.layers[0] = nn.LSTM(hidden, hidden // 2, bidirectional=True, batch_first=True)
-        self.dropout = nn.Dropout(dropout)
+            self.layers[0] = RecurrentLayer(hidden, hidden, dropout, bidirectional=True)
 
     def forward(
-        self, x: torch.Tensor | PackedSequence, states: list[State] | None = None
-    ) -> tuple[torch.Tensor | PackedSequence, list[State]]:
+        self, sequences: torch.Tensor, packing: Packing | None = None, states: list[State] | None = None
+    ) -> tuple[torch.Tensor, list[State]]:
         """Outputs of the last layer, and every layer's last state; layers start from `states` or zero."""
         ends = []
         for number, layer in enumerate(self.layers):
-            inputs = _apply(self.dropout, x)
-            outputs, (h, c) = layer(inputs, None if states is None else states[number])
-            ends.append((_join_directions(h), _join_directions(c)))
-            x = _apply(torch.add, outputs, inputs) if number >= FIRST_RESIDUAL else outputs
-        return x, ends
-
-
-def _apply(function: Callable[..., torch.Tensor], *sequences: Any) -> Any:
-    """`function` of padded sequences, or of the elements of packed ones."""
-    first = sequences[0]
-    if isinstance(first, PackedSequence):
-        return PackedSequence(function(*(each.data for each in sequences)), *first[1:])
-    return function(*sequences)
-
-
-def _join_directions(state_DBH: torch.Tensor) -> torch.Tensor:
-    """(directions, B, H) to (1, B, directions·H)."""
-    return state_DBH.transpose(0, 1).flatten(1)[None]
+            sequences, end = layer(sequences, packing, None if states is None else states[number])
+            ends.append(end)
+        return sequences, ends

@@ -37,8 +37,8 @@ class LSTMLanguageModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, size.hidden)
         self.dropout = nn.Dropout(size.dropout)
-        between = size.dropout if layers > 1 else 0.0
-        self.lstm = nn.LSTM(size.hidden, size.hidden, layers, dropout=between, batch_first=True)
+        self.lstm = nn.ModuleList(WarmedLSTM(size.hidden, size.hidden, batch_first=True) for _ in range(layers))
+        self.predicted = Predicted()
         # Held under one name only when tied: neither a checkpoint nor a gradient has it twice.
         self.output_weight = None if tied else nn.Parameter(torch.empty(vocabulary, size.hidden))
         self.output_bias = nn.Parameter(torch.empty(vocabulary))
@@ -51,14 +51,35 @@ class LSTMLanguageModel(nn.Module):
         (B, T) to (B, predictions, vocabulary). The tokens before those only warm the state up: no gradient flows
         through them, as none does between the windows of the paper's truncated back-propagation.
         """
-        warming = 0 if predictions is None else tokens_BT.shape[1] - predictions
-        state = None
-        if warming:
-            with torch.no_grad():
-                _, state = self.lstm(self.dropout(self.embedding(tokens_BT[:, :warming])))
-        outputs_BTH, _ = self.lstm(self.dropout(self.embedding(tokens_BT[:, warming:])), state)
+        hidden_BTH = self.embedding(tokens_BT)
+        for layer in self.lstm:
+            hidden_BTH = layer(self.dropout(hidden_BTH), predictions)
         weight = self.embedding.weight if self.output_weight is None else self.output_weight
-        return functional.linear(self.dropout(outputs_BTH), weight, self.output_bias)
+        return functional.linear(self.dropout(self.predicted(hidden_BTH, predictions)), weight, self.output_bias)
+
+
+class WarmedLSTM(nn.LSTM):
+    """(B, T, H) to (B, T, H); steps before the last `predictions` warm the state up, without gradient."""
+
+    def forward(self, inputs_BTH: torch.Tensor, predictions: int | None = None) -> torch.Tensor:
+        warming = _warming(inputs_BTH, predictions)
+        if not warming:
+            return super().forward(inputs_BTH)[0]
+        with torch.no_grad():
+            warm_BTH, state = super().forward(inputs_BTH[:, :warming])
+        outputs_BTH, _ = super().forward(inputs_BTH[:, warming:], state)
+        return torch.cat([warm_BTH, outputs_BTH], 1)
+
+
+class Predicted(nn.Module):
+    """(B, T, H) to its last `predictions` steps."""
+
+    def forward(self, hidden_BTH: torch.Tensor, predictions: int | None = None) -> torch.Tensor:
+        return hidden_BTH[:, _warming(hidden_BTH, predictions) :]
+
+
+def _warming(sequence_BTH: torch.Tensor, predictions: int | None) -> int:
+    return 0 if predictions is None else sequence_BTH.shape[1] - predictions
 
 
 def ptb_lstm(

@@ -63,7 +63,7 @@ class TrajectoryTransformer(nn.Module):
         layer = nn.TransformerEncoderLayer(
             width, heads, 4 * width, dropout, nn.functional.gelu, batch_first=True, norm_first=True
         )
-        self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.encoder = Encoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, 1)
         for table in (self.driver, self.week):  # what no training trip had stays near none in particular
             nn.init.normal_(table.weight, std=0.01)
@@ -76,7 +76,7 @@ class TrajectoryTransformer(nn.Module):
         steps = torch.arange(points_NTC.shape[1], device=points_NTC.device)
         padding_NT = steps >= batch["lengths"][:, None]
         padding_NS = torch.cat([torch.zeros_like(padding_NT[:, :1]), padding_NT], 1)
-        outputs_NSC = self.encoder(tokens_NSC, src_key_padding_mask=padding_NS)
+        outputs_NSC = self.encoder(tokens_NSC, padding_NS)
         return self._scales.undo("log_time", self.head(outputs_NSC[:, 0]).squeeze(1)).exp()
 
     def loss(self, batch: Batch) -> torch.Tensor:
@@ -117,3 +117,16 @@ class TrajectoryTransformer(nn.Module):
         steps = torch.arange(points_NTC.shape[1], device=points_NTC.device)
         angles_TH = steps[:, None] / LONGEST_WAVE**exponents
         return torch.cat([angles_TH.sin(), angles_TH.cos()], 1).to(points_NTC.dtype)
+
+
+class Encoder(nn.TransformerEncoder):
+    """Its layers one after the other, and nothing besides.
+
+    (N, S, C), and where there is padding (N, S), to (N, S, C).
+    """
+
+    def forward(self, tokens_NSC: torch.Tensor, padding_NS: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        for layer in self.layers:
+            tokens_NSC = layer(tokens_NSC, src_key_padding_mask=padding_NS)
+        outputs_NSC: torch.Tensor = self.norm(tokens_NSC)
+        return outputs_NSC

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from hetsync.emulation.cluster import Cluster, Link
-from hetsync.plane.base import Handle, Plane, Residual, WireFormat
+from hetsync.errors import UserError
+from hetsync.plane.base import Channels, Handle, Plane, Residual, WireFormat
 from hetsync.plane.wire import encoded_bytes
 
 
@@ -101,6 +102,10 @@ class EmulatedLink(Plane):
     def transfer_seconds(self, n: int, wire: WireFormat) -> float:
         """What the link needs for the allreduce of n values."""
         return self._figures.seconds(encoded_bytes(n, wire), self.size, slice_seconds=0.0)
+
+    def open_channels(self) -> Channels:
+        """Refused: channels would be as fast as the machine's."""
+        raise UserError("tensors between single ranks cannot be slowed to an emulated link: use a profile without link")
 
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
         seconds = self.transfer_seconds(tensor.numel(), wire)

@@ -1,5 +1,5 @@
 """The contract between the engine and whatever carries its bytes: messages (`Messages`), sums (`Sums`), and a `Plane`,
-which is one of each.
+which is one of each; and tensors between single ranks (`Channels`), opened where there is need of them.
 
 Order. Every rank posts the same collectives in the same order, with the same sizes and wire formats; a
 rank with nothing to give posts zeros. Rank A posting (1, 2) while rank B posts (2, 1) deadlocks both:
@@ -75,6 +75,32 @@ class Residual:
         self.values: torch.Tensor | None = None
 
 
+class Channels(ABC):
+    """One rank's tensors to and from single other ranks, used by one thread; from one rank to another in order.
+
+    What is sent takes its shapes and types along. CUDA tensors travel through the host's memory.
+    """
+
+    @abstractmethod
+    def send(self, note: Any, tensors: Sequence[torch.Tensor], to: int) -> None:
+        """Begin to send tensors, and a small picklable note with them.
+
+        CPU tensors that are contiguous are not copied: nobody may change them before `flush`.
+        """
+
+    @abstractmethod
+    def receive(self, source: int) -> tuple[Any, list[torch.Tensor]]:
+        """What that rank sent next, in new memory of the host. Sleeps until it is there; `LateError` names the rank."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Return once all that was sent has been received, or `LateError`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; collective. A second call does nothing."""
+
+
 class Messages(ABC):
     """One rank's small messages to others, its blocking calls, and the end of the job."""
 
@@ -109,6 +135,10 @@ class Messages(ABC):
     def barrier(self) -> None:
         """Return once every rank has called it."""
         self.gather_objects(None)
+
+    @abstractmethod
+    def open_channels(self) -> Channels:
+        """Collective: tensors between single ranks. PlaneError where there is no other rank."""
 
     @abstractmethod
     def abort(self, code: int) -> None:
@@ -201,6 +231,9 @@ class Plane(Messages, Sums):
 
     def barrier(self) -> None:
         self.messages.barrier()
+
+    def open_channels(self) -> Channels:
+        return self.messages.open_channels()
 
     def abort(self, code: int) -> None:
         self.messages.abort(code)

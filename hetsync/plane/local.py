@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hetsync.plane.base import Handle, Messages, Plane, PlaneError, Residual, Sums, WireFormat
+from hetsync.plane.base import Channels, Handle, Messages, Plane, PlaneError, Residual, Sums, WireFormat
 from hetsync.plane.wire import decode, deliver, encode_sum, flat, round_trip
 
 
@@ -64,6 +64,9 @@ class LocalMessages(Messages):
 
     def broadcast_object(self, value: Any) -> Any:
         return value
+
+    def open_channels(self) -> Channels:
+        raise PlaneError("a rank alone has no other to exchange tensors with")
 
     def abort(self, code: int) -> NoReturn:
         sys.stdout.flush()

@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 import torch
 
 from hetsync.errors import UserError
-from hetsync.plane.base import Messages, Plane, PlaneError
+from hetsync.plane.base import Channels, Messages, Plane, PlaneError, named
 from hetsync.plane.blocking import BlockingCollectives, wait_until
+from hetsync.plane.parcels import empty_parcel, packed
 from hetsync.plane.polled import Lane, PolledSums, Post
 
 try:
@@ -154,6 +155,9 @@ class MpiMessages(Messages):
         with _plane_errors(f"broadcasting an object to rank {self.rank}"):
             return self._meeting.broadcast(value)
 
+    def open_channels(self) -> Channels:
+        return MpiChannels(self._timeout_seconds)
+
     # The end.
 
     def abort(self, code: int) -> NoReturn:
@@ -180,6 +184,66 @@ class MpiMessages(Messages):
         """Drop messages that nobody asked for any more, so that their senders come to an end."""
         self.receive()
         return not self._outgoing and not self._incoming
+
+
+class MpiChannels(Channels):
+    """Among all ranks of `MPI.COMM_WORLD`; building it is collective. `timeout_seconds` bounds each wait."""
+
+    def __init__(self, timeout_seconds: float = 600.0) -> None:
+        self._comm = _duplicate(MPI.COMM_WORLD)
+        self._rank = self._comm.Get_rank()
+        self._timeout_seconds = timeout_seconds
+        self._sending: deque[tuple[MPI.Request, torch.Tensor, int]] = deque()
+        self._closed = False
+
+    def send(self, note: Any, tensors: Sequence[torch.Tensor], to: int) -> None:
+        with _plane_errors(f"sending from rank {self._rank} to {to}"):
+            for part in packed(note, tensors):
+                # Synchronous, so that what is done has been received.
+                self._sending.append((self._comm.Issend([_memory(part), MPI.BYTE], to), part, to))
+            self._reap()
+
+    def receive(self, source: int) -> tuple[Any, list[torch.Tensor]]:
+        with _plane_errors(f"receiving on rank {self._rank} from {source}"):
+            note, tensors, parts = empty_parcel(self._header(source))
+            requests = [self._comm.Irecv([_memory(part), MPI.BYTE], source) for part in parts]
+            self._wait(lambda: all(request.Test() for request in requests), source)
+        return note, tensors
+
+    def flush(self) -> None:
+        with _plane_errors(f"sending from rank {self._rank}"):
+            while self._sending:
+                self._wait(self._sending[0][0].Test, self._sending[0][2])
+                self._sending.popleft()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self.flush()
+        with _plane_errors(f"closing on rank {self._rank}"):
+            wait_until(self._comm.Ibarrier().Test, self._timeout_seconds, lambda: "other ranks to end")
+            self._comm.Free()
+        self._closed = True
+
+    def _header(self, source: int) -> torch.Tensor:
+        status, found = MPI.Status(), list[MPI.Message]()
+
+        def arrived() -> bool:
+            message = self._comm.Improbe(source, MPI.ANY_TAG, status)
+            found.extend([] if message is None else [message])
+            return message is not None
+
+        self._wait(arrived, source)
+        header = torch.empty(status.Get_count(MPI.BYTE), dtype=torch.uint8)
+        found[0].Recv([_memory(header), MPI.BYTE])
+        return header
+
+    def _reap(self) -> None:
+        while self._sending and self._sending[0][0].Test():
+            self._sending.popleft()
+
+    def _wait(self, done: Callable[[], bool], rank: int) -> None:
+        wait_until(done, self._timeout_seconds, lambda: named([rank]))
 
 
 class MpiPlane(Plane):

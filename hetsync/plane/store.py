@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from hetsync.errors import cause
-from hetsync.plane.base import LostError, Messages, named, wait_limit
+from hetsync.plane.base import Channels, LostError, Messages, named, wait_limit
 from hetsync.plane.blocking import wait_until
+from hetsync.plane.gloo_channels import GlooChannels
 from hetsync.plane.groups import completion_of, open_gloo
 from hetsync.plane.rendezvous import Rendezvous
 
@@ -51,6 +52,7 @@ class StoreMessages(Messages):
         self._meetings = _Meetings(self._store, self.rank, self.size, rendezvous.timeout_seconds)
         self._lost: LostError | None = None
         self._closed = False
+        self._channels = 0  # opened so far
         self._listener = threading.Thread(None, self._listen, "hetsync-messages", (rendezvous.connect(),), daemon=True)
         self._listener.start()
 
@@ -97,6 +99,12 @@ class StoreMessages(Messages):
 
     def broadcast_object(self, value: Any) -> Any:
         return self._meetings.broadcast(value)
+
+    def open_channels(self) -> Channels:
+        timeout = self._rendezvous.timeout_seconds
+        self._channels += 1
+        name = f"channels {self._channels}"
+        return GlooChannels(open_gloo(self._store, name, self.rank, self.size, timeout), timeout)
 
     def abort(self, code: int) -> NoReturn:
         with contextlib.suppress(LostError):

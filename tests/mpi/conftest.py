@@ -1,4 +1,4 @@
-"""A plane over the ranks that were started, and a named end for whatever would hang."""
+"""A plane over the ranks that were started, and a named end for whatever would hang; what tests share, on the path."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import pytest
 
 from hetsync.launchers import ranks_started
 from hetsync.plane.base import Handle, Plane
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "support"))
 
 RANKS = ranks_started()
 TEST_SECONDS = 60.0

@@ -78,3 +78,8 @@ def test_local_plane_loads_no_mpi() -> None:
 def test_abort_ends_the_process_with_its_code() -> None:
     code = "from hetsync.plane.local import LocalPlane; print('last words'); LocalPlane().abort(7)"
     assert run(code) == (7, "last words")
+
+
+def test_a_rank_alone_has_nobody_to_exchange_tensors_with() -> None:
+    with pytest.raises(PlaneError, match="no other to exchange tensors with"):
+        LocalPlane().open_channels()

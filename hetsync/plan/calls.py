@@ -1,0 +1,65 @@
+"""How a loss or a metric calls its model, and what stands in for the model there.
+
+Losses and metrics have the form `(model, batch)`. Where the model is on several ranks, they get a stand-in whose
+forward does something else; all else about it, its own methods among them, is the model's.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from hetsync.errors import UserError
+
+Scored = Callable[[torch.nn.Module, Any], Any]  # a loss, or metrics: of a model and a batch
+
+
+class _CalledError(Exception):
+    """Leaves a loss where it calls the model."""
+
+
+def stand_in(model: torch.nn.Module, forward: Callable[..., Any]) -> torch.nn.Module:
+    """The model with another forward; weights and submodules are the same objects. For one call."""
+    standing = copy.copy(model)
+    standing.forward = _once(forward)
+    return standing
+
+
+def observed_call(model: torch.nn.Module, scored: Scored, batch: Any) -> inspect.BoundArguments:
+    """The arguments with which `scored` calls the model on a batch, without computing what the model does.
+
+    Raises UserError where it never calls the model.
+    """
+    calls: list[inspect.BoundArguments] = []
+
+    def observe(*args: Any, **kwargs: Any) -> NoReturn:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        calls.append(bound)
+        raise _CalledError
+
+    try:
+        scored(stand_in(model, observe), batch)
+    except _CalledError:
+        return calls[0]
+    name = getattr(scored, "__qualname__", repr(scored))
+    raise UserError(f"{name} never calls the model it is given: on several ranks it must call model(...) once")
+
+
+def _once(forward: Callable[..., Any]) -> Callable[..., Any]:
+    called = False
+
+    def forward_once(*args: Any, **kwargs: Any) -> Any:
+        nonlocal called
+        if called:
+            raise UserError(
+                "the loss calls the model twice: where a plan cuts the model, it must call model(...) once a batch"
+            )
+        called = True
+        return forward(*args, **kwargs)
+
+    return forward_once

@@ -1,0 +1,270 @@
+"""What each block of a model costs on this device: measured on real batches, kept in a file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from hetsync.balance.device import cuda_mark
+from hetsync.balance.gpu import gpu_name
+from hetsync.data.random_state import untouched
+from hetsync.errors import UserError
+from hetsync.files import write_atomically
+from hetsync.plan.blocks import Cut
+from hetsync.plan.calls import Scored, observed_call, stand_in
+from hetsync.plan.graph import BlockCost
+from hetsync.plan.parts import RETURNED, Pass, detached, gradients_of, split
+
+FORMAT = 1
+LEAST_ROUNDS = 3
+
+Clock = Callable[[], float]
+Seconds = list[float]  # round by round
+Line = tuple[float, float]  # what is fixed, and a sample's part
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is measured.
+
+    Attributes:
+        model: In training mode, on its device; left as it was.
+        cut: Its blocks.
+        loss: Of (model, batch).
+        batches: Two batches, by their samples.
+    """
+
+    model: nn.Module
+    cut: Cut
+    loss: Scored
+    batches: Mapping[int, Any]
+
+    def __post_init__(self) -> None:
+        if len(self.batches) != 2:
+            raise ValueError(f"a line goes through two sizes of batch, not through {sorted(self.batches)}")
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+
+def block_costs(
+    what: Measured, path: Path, budget_seconds: float = 10.0, clock: Clock = time.perf_counter
+) -> tuple[BlockCost, ...]:
+    """Costs by block: those in the file, if they are of these blocks, batches and of such a device; else measured and
+    written there.
+
+    UserError where the file holds something else, or cannot be read or written.
+    """
+    key = _key(what)
+    costs = _read(path, key, len(what.cut.graph.blocks))
+    if costs is None:
+        costs = measure(what, budget_seconds, clock)
+        content = {"format": FORMAT, "key": key, "costs": [asdict(cost) for cost in costs]}
+        write_atomically(path, json.dumps(content, indent=1) + "\n", "name another file")
+    return costs
+
+
+def measure(what: Measured, budget_seconds: float = 10.0, clock: Clock = time.perf_counter) -> tuple[BlockCost, ...]:
+    """Seconds and bytes of each block, as a line through two sizes of batch.
+
+    A block runs on what those before it hand over, and backward on the gradients of those behind. The whole model with
+    its loss is measured in turn with its blocks, and their seconds are scaled to add up to its; the optimizer's step is
+    not among them. Memory that several blocks save for backward is the first one's.
+    """
+    with untouched(what.model):
+        runs = {samples: _Run(what, batch, clock) for samples, batch in sorted(what.batches.items())}
+        for run in runs.values():
+            run.warm_up()
+        started, rounds = clock(), 0
+        while rounds < LEAST_ROUNDS or clock() - started < budget_seconds:
+            for run in runs.values():
+                run.round()
+            rounds += 1
+    sizes = list(runs)
+    forward, backward = (
+        [_line(sizes, values) for values in zip(*(run.scaled(kind) for run in runs.values()), strict=True)]
+        for kind in (0, 1)
+    )
+    largest = runs[sizes[1]]
+    return tuple(
+        BlockCost(
+            forward_seconds=forward[number][1],
+            backward_seconds=backward[number][1],
+            fixed_forward_seconds=forward[number][0],
+            fixed_backward_seconds=backward[number][0],
+            output_bytes=math.ceil(largest.output_bytes[number] / sizes[1]),
+            saved_bytes=math.ceil(largest.saved_bytes[number] / sizes[1]),
+            weight_bytes=block.weight_bytes,
+        )
+        for number, block in enumerate(what.cut.graph.blocks)
+    )
+
+
+class _Run:
+    """One batch through the whole model, and block by block. Seconds are pairs: forward, backward."""
+
+    def __init__(self, what: Measured, batch: Any, clock: Clock) -> None:
+        self._what, self._batch, self._clock = what, batch, clock
+        blocks = range(len(what.cut.graph.blocks))
+        traced = what.cut.traced
+        self._parts = [] if traced is None else split(what.model, traced, blocks)
+        self._call = observed_call(what.model, what.loss, batch)
+        self._whole: tuple[Seconds, Seconds] = ([], [])
+        self._blocks: list[tuple[Seconds, Seconds]] = [([], []) for _ in blocks]
+        self.output_bytes, self.saved_bytes = [0 for _ in blocks], [0 for _ in blocks]
+
+    def warm_up(self) -> None:
+        """A round whose bytes count, and not its seconds."""
+        self._run_whole()
+        with _saved_bytes(self._what.model) as saved:
+            if self._parts:
+                self._run_blocks(saved)
+            else:
+                self._run_whole()
+                self.saved_bytes = [sum(saved)]
+        for forward, backward in (self._whole, *self._blocks):
+            forward.clear()
+            backward.clear()
+
+    def round(self) -> None:
+        self._run_whole()
+        if self._parts:
+            self._run_blocks()
+
+    def scaled(self, kind: int) -> list[float]:
+        """By block, its part of the whole model's seconds."""
+        whole = median(self._whole[kind])
+        if not self._parts:
+            return [whole]
+        blocks = [median(seconds[kind]) for seconds in self._blocks]
+        return [whole * block / max(sum(blocks), 1e-12) for block in blocks]
+
+    def _run_whole(self) -> None:
+        forward, backward = self._whole
+        with self._timed(forward):
+            loss = self._what.loss(self._what.model, self._batch)
+        with self._timed(backward):
+            loss.backward()
+
+    def _run_blocks(self, saved: list[int] | None = None) -> None:
+        values: dict[str, Any] = {}
+        passes: list[Pass] = []
+        for number, part in enumerate(self._parts):
+            before = len(saved or ())
+            read = {name: values[name] for names in part.reads.values() for name in names}
+            with self._timed(self._blocks[number][0]):
+                passes.append(Pass(part, self._call, read))
+            values.update(passes[-1].outputs)
+            if saved is not None:
+                self.saved_bytes[number] = sum(saved[before:])
+                self.output_bytes[number] = _bytes(list(passes[-1].outputs.values())[:-1])
+        returned = detached(values[RETURNED])
+        self._what.loss(stand_in(self._what.model, lambda *_, **__: returned), self._batch).backward()
+        passes[-1].add_gradients(RETURNED, gradients_of(returned))
+        for number in reversed(range(len(passes))):
+            with self._timed(self._blocks[number][1]):
+                passes[number].backward()
+            for source, names in self._parts[number].reads.items():
+                for name in names:
+                    passes[source].add_gradients(name, passes[number].gradients(name))
+
+    @contextmanager
+    def _timed(self, seconds: Seconds) -> Iterator[None]:
+        started = self._clock()
+        yield
+        if self._what.device.type == "cuda":
+            cuda_mark(self._what.device).synchronize()
+        seconds.append(self._clock() - started)
+
+
+@contextmanager
+def _saved_bytes(model: nn.Module) -> Iterator[list[int]]:
+    """Fills the list with the bytes of each storage that autograd saves inside; those of weights and buffers not."""
+    saved: list[int] = []
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept: list[torch.UntypedStorage] = []  # an address stays one storage's
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            known.add(storage.data_ptr())
+            kept.append(storage)
+            saved.append(storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+def _bytes(values: Any) -> int:
+    return sum(value.nbytes for value in tree_leaves(values) if isinstance(value, torch.Tensor))
+
+
+def _line(sizes: Sequence[int], seconds: Sequence[float]) -> Line:
+    """Through two points, with neither part below zero."""
+    (small, large), (low, high) = sizes, seconds
+    per_sample = max(0.0, (high - low) / (large - small))
+    fixed = high - large * per_sample
+    return (fixed, per_sample) if fixed >= 0 else (0.0, high / large)
+
+
+def _key(what: Measured) -> str:
+    """Digest of all that the costs depend on."""
+    device = what.device
+    return hashlib.sha256(
+        json.dumps(
+            [
+                [asdict(block) for block in what.cut.graph.blocks],
+                [[edge.source, edge.target] for edge in what.cut.graph.edges],
+                {samples: _shapes(batch) for samples, batch in what.batches.items()},
+                gpu_name(device) if device.type == "cuda" else platform.machine(),
+                platform.node(),
+                torch.get_num_threads(),
+                torch.__version__,
+            ]
+        ).encode()
+    ).hexdigest()
+
+
+def _shapes(batch: Any) -> list[str]:
+    return [str((value.dtype, tuple(value.shape))) for value in tree_leaves(batch) if isinstance(value, torch.Tensor)]
+
+
+def _read(path: Path, key: str, blocks: int) -> tuple[BlockCost, ...] | None:
+    """None where there is no file, or one of other blocks or of another device."""
+    try:
+        content = json.loads(path.read_text())
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']}")
+        if content["key"] != key:
+            return None
+        costs = tuple(BlockCost(**cost) for cost in content["costs"])
+        if len(costs) != blocks or any(not _is_amount(cost, each.name) for cost in costs for each in fields(cost)):
+            raise ValueError("amounts")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"cannot read the costs of blocks in {path}: {error.strerror}; name another file") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} holds no costs of blocks that can be read: delete it, or name another file") from error
+    return costs
+
+
+def _is_amount(cost: BlockCost, name: str) -> bool:
+    value = getattr(cost, name)
+    types = int if name.endswith("bytes") else (int, float)
+    return isinstance(value, types) and not isinstance(value, bool) and math.isfinite(value) and value >= 0

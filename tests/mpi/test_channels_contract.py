@@ -1,0 +1,95 @@
+"""What all channels promise (`hetsync/plane/base.py`).
+
+mpirun -np N python -m pytest --with-mpi tests/mpi
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from planes import BACKENDS
+
+from hetsync.errors import UserError
+from hetsync.plane.base import Channels, LateError, Plane
+from hetsync.plane.gloo_channels import GlooChannels
+from hetsync.plane.groups import open_gloo
+from hetsync.plane.mpi import MpiChannels, MpiMessages
+from hetsync.plane.rendezvous import rendezvous_by_messages
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
+
+
+@pytest.fixture(params=["mpi", "store"])
+def plane(request: pytest.FixtureRequest) -> Iterator[Plane]:
+    plane = BACKENDS[request.param]()
+    yield plane
+    plane.close()
+
+
+@pytest.fixture
+def channels(plane: Plane) -> Iterator[Channels]:
+    channels = plane.open_channels()
+    yield channels
+    channels.close()
+
+
+def sent_by(rank: int, number: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    return [
+        torch.randn(3, 1 + number, generator=generator),
+        torch.randn(100_000 * number, generator=generator).bfloat16(),
+        torch.randn(4, 5, generator=generator).t(),
+        torch.tensor([True, False]),
+        torch.tensor(7 * rank),
+        torch.empty(0, 3, dtype=torch.long),
+    ]
+
+
+def test_tensors_arrive_in_order_with_shapes_and_types(plane: Plane, channels: Channels) -> None:
+    others = [rank for rank in range(plane.size) if rank != plane.rank]
+    for number in range(4):
+        for to in others:
+            channels.send({"from": plane.rank, "number": number}, sent_by(plane.rank, number), to)
+    for number in range(4):
+        for source in reversed(others):
+            note, tensors = channels.receive(source)
+            assert note == {"from": source, "number": number}
+            for tensor, expected in zip(tensors, sent_by(source, number), strict=True):
+                assert tensor.dtype == expected.dtype
+                assert torch.equal(tensor, expected)
+    channels.flush()
+
+
+def test_channels_are_apart_from_messages_and_from_each_other(plane: Plane, channels: Channels) -> None:
+    second = plane.open_channels()
+    to, source = (plane.rank + 1) % plane.size, (plane.rank - 1) % plane.size
+    second.send("second", [], to)
+    plane.send("message", to)
+    channels.send("first", [], to)
+    assert channels.receive(source)[0] == "first"
+    assert second.receive(source)[0] == "second"
+    assert plane.gather_objects(plane.rank) == list(range(plane.size))
+    second.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["mpi", "gloo"])
+def test_a_rank_that_sends_nothing_is_named(kind: str) -> None:
+    messages = MpiMessages()
+    rendezvous = rendezvous_by_messages(messages, 30)
+    group = open_gloo(rendezvous.connect(), "late", messages.rank, messages.size, 30)
+    late = MpiChannels(0.2) if kind == "mpi" else GlooChannels(group, 0.2)
+    if messages.rank == 0:
+        with pytest.raises(LateError, match="for rank 1"):
+            late.receive(1)
+    messages.barrier()
+    messages.close()
+
+
+def test_an_emulated_link_refuses_what_it_cannot_slow() -> None:
+    plane = BACKENDS["emulated-link"]()
+    with pytest.raises(UserError, match="cannot be slowed to an emulated link"):
+        plane.open_channels()
+    plane.close()

@@ -1,0 +1,220 @@
+"""Where models are cut: every model of ours, and small ones for each rule."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.utils.data import default_collate
+from workloads import WORKLOADS, Workload
+
+from hetsync.errors import UserError
+from hetsync.plan.blocks import Cut, cut
+from hetsync.plan.calls import observed_call, stand_in
+from hetsync.plan.graph import BATCH, Edge
+
+LAYERS = {
+    "deeptte": ["lstm", "upper_lstm"],
+    "ptb_lstm": ["embedding", "lstm.0", "lstm.1", "output_weight"],
+    "nmt": ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"],
+    "trajectory_transformer": ["encoder.layers.0", "encoder.layers.1"],
+    "inception_v3": ["enlarge", "classifier", "auxiliary"],
+}
+
+
+def cut_for(model: nn.Module, *args: Any, **kwargs: Any) -> Cut:
+    call = inspect.signature(model.forward).bind(*args, **kwargs)
+    call.apply_defaults()
+    return cut(model, call)
+
+
+def names(cut: Cut) -> list[str]:
+    return [block.name for block in cut.graph.blocks]
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def test_every_model_of_ours_is_cut_and_computes_the_same(workload: Workload, tmp_path: Path) -> None:
+    data = workload.data(tmp_path)
+    model = workload.model(data).train()
+    collate = data.collate or default_collate
+    batch, other = (collate([data.train[index] for index in range(count)]) for count in (5, 3))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    found = cut(model, observed_call(model, data.loss, batch))
+
+    assert found.traced is not None, found.opaque
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    held = [name for block in found.graph.blocks for name in block.parameters]
+    floats = [name for name, tensor in model.named_buffers() if tensor.is_floating_point()]
+    assert sorted(held) == sorted([*dict(model.named_parameters()), *floats])
+    assert len(names(found)) >= 4
+    assert [name for name in names(found) if name in LAYERS.get(workload.name, [])] == LAYERS.get(workload.name, [])
+    traced = fx.GraphModule(model, found.traced.graph)
+    assert torch.equal(data.loss(stand_in(model, traced), other), data.loss(model, other))
+
+
+class Chain(nn.Module):
+    """Three layers, with operations between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.relu(self.b(self.relu(self.a(2 * x)))) + x)
+
+
+def test_what_holds_no_weights_joins_its_producer_or_is_repeated_for_the_batch() -> None:
+    found = cut_for(Chain(), torch.randn(2, 4))
+
+    assert names(found) == ["a", "b", "c"]
+    assert found.graph.edges == (Edge(BATCH, 0), Edge(BATCH, 1), Edge(0, 1), Edge(1, 2))
+    assert found.graph.blocks[0].weight_bytes == 4 * (16 + 4)
+
+
+class Again(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.a(self.b(self.a(x))))
+
+
+class Tied(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c.weight = self.a.weight
+
+
+class InPlace(Chain):
+    """b reads what a made, before and after c's sum changes it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.a(x).sigmoid()
+        second = self.b(first).detach()
+        return self.c(first.add_(second))
+
+
+@pytest.mark.parametrize(
+    ("model", "blocks"), [(Again(), ["a", "c"]), (Tied(), ["a"]), (InPlace(), ["a", "c"])], ids=["again", "tied", "in"]
+)
+def test_what_must_stay_together_becomes_one_block_with_all_between(model: nn.Module, blocks: list[str]) -> None:
+    found = cut_for(model, torch.randn(2, 4))
+
+    assert found.traced is not None, found.opaque
+    assert names(found) == blocks
+    assert {"a.bias", "b.weight"} <= set(found.graph.blocks[0].parameters)
+
+
+class Branching(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        if x.sum() > 0:  # told of
+            return self.b(x)
+        return self.c(x)
+
+
+def test_a_model_that_cannot_be_traced_is_one_block_and_the_line_is_told() -> None:
+    found = cut_for(Branching(), torch.randn(2, 4))
+
+    assert found.traced is None
+    assert names(found) == ["model"]
+    assert len(found.graph.blocks[0].parameters) == 6
+    line = inspect.getsource(Branching).splitlines().index("        if x.sum() > 0:  # told of")
+    number = inspect.getsourcelines(Branching)[1] + line
+    assert f"test_blocks.py:{number} (if x.sum() > 0:" in found.opaque["Branching"]
+
+
+def test_a_module_that_cannot_be_traced_is_a_block() -> None:
+    found = cut_for(nn.Sequential(nn.Linear(4, 4), Branching(), Branching()), torch.randn(2, 4))
+
+    assert names(found) == ["0", "1", "2"]
+    assert [block.kind for block in found.graph.blocks] == ["Linear", "Branching", "Branching"]
+    assert list(found.opaque) == ["Branching"]
+
+
+class Misled(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) if isinstance(x, torch.Tensor) else self.b(x)
+
+
+class Any_(Chain):
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return self.a(args[0])
+
+
+@pytest.mark.parametrize(("model", "says"), [(Misled(), "computes something else"), (Any_(), "takes \\*args")])
+def test_a_model_that_is_traced_wrongly_is_one_block(model: nn.Module, says: str) -> None:
+    found = cut_for(model, torch.randn(2, 4))
+
+    assert found.traced is None
+    assert says.replace("\\", "") in found.opaque[type(model).__name__]
+
+
+class Noisy(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x + torch.rand(2, 4))  # drawn once, while it is traced
+
+
+class Nameless(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) if x.__class__ is torch.Tensor else x.no_such_method()
+
+
+@pytest.mark.parametrize("model", [Noisy(), Nameless()], ids=["noisy", "nameless"])
+def test_a_trace_that_does_not_run_as_the_model_does_is_refused(model: nn.Module) -> None:
+    found = cut_for(model, torch.randn(2, 4))
+
+    assert found.traced is None
+    assert "computes something else" in found.opaque[type(model).__name__]
+
+
+def test_a_model_without_weights_is_one_block() -> None:
+    found = cut_for(nn.Flatten(), torch.randn(2, 4))
+
+    assert names(found) == ["model"]
+    assert found.traced is None
+
+
+def test_weights_that_forward_does_not_use_are_held_by_somebody() -> None:
+    found = cut_for(Optional_(), torch.randn(2, 4))
+
+    assert len(found.graph.blocks[0].parameters) == 6
+
+
+class Optional_(Chain):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, deep: bool = False) -> torch.Tensor:
+        x = self.a(x) if mask is None else self.b(x * mask)
+        return self.c(x) if deep else x
+
+
+def test_arguments_that_decide_the_way_are_kept() -> None:
+    model, x = Optional_(), torch.randn(2, 4)
+
+    assert names(cut_for(model, x)) == ["a"]
+    assert names(cut_for(model, x, torch.ones(2, 4), deep=True)) == ["b", "c"]
+    found = cut_for(model, x)
+    assert found.traced is not None
+    assert found.traced.fixed == {"mask": None, "deep": False}
+
+
+class Dropped(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(nn.functional.dropout(x, 0.5))
+
+
+def test_what_draws_random_numbers_on_the_batch_is_a_block() -> None:
+    x = torch.randn(2, 4)
+    assert names(cut_for(nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4)), x)) == ["0", "1"]
+    assert names(cut_for(Dropped(), x)) == ["dropout", "a"]
+
+
+def test_a_loss_that_calls_no_model_or_two() -> None:
+    model = Chain()
+    with pytest.raises(UserError, match="never calls the model"):
+        observed_call(model, lambda model, batch: batch.sum(), torch.ones(3))
+    standing = stand_in(model, lambda x: x)
+    with pytest.raises(UserError, match="calls the model twice"):
+        standing(torch.ones(2)) + standing(torch.ones(2))

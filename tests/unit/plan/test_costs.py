@@ -1,0 +1,158 @@
+"""What blocks are said to cost, on a clock that the model itself moves, and how that is kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hetsync.errors import UserError
+from hetsync.plan.blocks import cut
+from hetsync.plan.calls import observed_call
+from hetsync.plan.costs import Measured, block_costs, measure
+
+
+class Clock:
+    """Seconds that pass where somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class _Takes(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, clock: Clock, forward: float, backward: float) -> torch.Tensor:
+        context.clock, context.seconds = clock, backward
+        clock.now += forward
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        context.clock.now += context.seconds
+        return gradients[0], None, None, None
+
+
+class Slow(nn.Linear):
+    """Takes fixed + each · samples seconds forward, twice as long backward."""
+
+    def __init__(self, clock: Clock, fixed: float, each: float) -> None:
+        super().__init__(4, 4)
+        self.clock, self.fixed, self.each = clock, fixed, each
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seconds = self.fixed + self.each * len(x)
+        outputs: torch.Tensor = _Takes.apply(super().forward(x), self.clock, seconds, 2 * seconds)
+        return outputs
+
+
+def measured(model: nn.Module, *sizes: int) -> Measured:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    batches = {size: torch.randn(size, 4) for size in sizes}
+    return Measured(model, cut(model, observed_call(model, loss, batches[sizes[0]])), loss, batches)
+
+
+def test_seconds_are_a_line_and_add_up_to_the_whole_step() -> None:
+    clock = Clock()
+    what = measured(nn.Sequential(Slow(clock, 0.5, 0.25), nn.ReLU(), Slow(clock, 1.0, 0.5)), 2, 6)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        clock.now += 1.5 + 0.75 * len(batch)  # as much as both blocks: their seconds count twice
+        return what.loss(model, batch)
+
+    first, second = measure(replace(what, loss=loss), 0.0, clock)
+
+    assert (first.fixed_forward_seconds, first.forward_seconds) == pytest.approx((1.0, 0.5))
+    assert (second.fixed_forward_seconds, second.forward_seconds) == pytest.approx((2.0, 1.0))
+    assert (first.fixed_backward_seconds, first.backward_seconds) == pytest.approx((1.0, 0.5))
+    assert (second.fixed_backward_seconds, second.backward_seconds) == pytest.approx((2.0, 1.0))
+
+
+def test_bytes_of_a_sample() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    first, second = measure(measured(model, 3, 5), 0.0)
+
+    assert (first.output_bytes, second.output_bytes) == (4 * 8, 0)
+    assert first.saved_bytes == 4 * 4 + 4 * 8  # its input and the ReLU's output, which the second one saves as well
+    assert second.saved_bytes == 0
+    assert (first.weight_bytes, second.weight_bytes) == (4 * (4 * 8 + 8), 4 * (8 * 2 + 2))
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    what = measured(model, 3, 5)
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+
+    measure(what, 0.0)
+
+    assert torch.equal(torch.rand(1), expected)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Untraced(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum() < 1e9 else x
+
+
+def test_a_model_of_one_block_is_measured_whole() -> None:
+    (cost,) = measure(measured(Untraced(4, 4), 2, 6), 0.0)
+
+    assert cost.output_bytes == 0
+    assert cost.saved_bytes == 4 * 4 + 4 * 4  # the input, and what is squared
+    assert cost.weight_bytes == 4 * 20
+
+
+def test_costs_are_kept_in_a_file_for_the_same_blocks_and_batches(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    costs = block_costs(measured(model, 3, 5), path, 0.0)
+
+    def stopped() -> float:
+        raise AssertionError("measured again")
+
+    assert block_costs(measured(model, 3, 5), path, 0.0, stopped) == costs
+    with pytest.raises(AssertionError, match="measured again"):
+        block_costs(measured(model, 3, 6), path, 0.0, stopped)
+    other = block_costs(measured(nn.Sequential(nn.Linear(4, 2)), 3, 5), path, 0.0)
+    assert len(other) == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content | {"format": 2},
+        lambda content: content | {"costs": content["costs"][:1]},
+        lambda content: content | {"costs": [cost | {"forward_seconds": -1.0} for cost in content["costs"]]},
+        lambda content: content | {"costs": [cost | {"saved_bytes": "many"} for cost in content["costs"]]},
+        lambda content: content | {"costs": [{"forward_seconds": 1.0}]},
+        lambda content: [],
+    ],
+)
+def test_a_file_that_is_broken_is_refused(change: Any, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    what = measured(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), 3, 5)
+    block_costs(what, path, 0.0)
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+    with pytest.raises(UserError, match="holds no costs of blocks that can be read: delete it"):
+        block_costs(what, path, 0.0)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read the costs of blocks"):
+        block_costs(measured(nn.Linear(4, 4), 3, 5), tmp_path, 0.0)

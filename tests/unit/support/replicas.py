@@ -1,0 +1,152 @@
+"""Replicas in stages against one process: on threads or on ranks of MPI."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import default_collate
+from workloads import Workload
+
+from hetsync.data import Data
+from hetsync.plan.blocks import Cut, cut
+from hetsync.plan.calls import observed_call
+from hetsync.plan.schedule import micro_batch_sizes
+from hetsync.plane.base import Channels, LateError
+from hetsync.replica.base import MicroBatch, Replica
+from hetsync.replica.staged import StagedReplica, Stages
+from hetsync.replica.whole import WholeReplica
+
+SHARE, MICRO_BATCHES = 11, 4  # 3, 3, 3, 2
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda weights: torch.optim.SGD(weights, 0.05, momentum=0.9, weight_decay=1e-3),
+    "adamw": lambda weights: torch.optim.AdamW(weights, 1e-3, weight_decay=0.1),
+}
+
+
+class ThreadedChannels(Channels):
+    """Of one of several threads that stand for ranks."""
+
+    def __init__(self, rank: int, ways: dict[tuple[int, int], queue.Queue[Any]]) -> None:
+        self.rank, self._ways = rank, ways
+
+    @staticmethod
+    def among(ranks: int) -> list[ThreadedChannels]:
+        ways: dict[tuple[int, int], queue.Queue[Any]] = {
+            (a, b): queue.Queue() for a in range(ranks) for b in range(ranks)
+        }
+        return [ThreadedChannels(rank, ways) for rank in range(ranks)]
+
+    def send(self, note: Any, tensors: Sequence[torch.Tensor], to: int) -> None:
+        self._ways[self.rank, to].put((note, [tensor.detach().clone() for tensor in tensors]))
+
+    def receive(self, source: int) -> tuple[Any, list[torch.Tensor]]:
+        try:
+            note, tensors = self._ways[source, self.rank].get(timeout=30)
+        except queue.Empty:
+            raise LateError(f"waited for rank {source}") from None
+        return note, tensors
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def on_threads(ranks: int, work: Callable[[int, Channels], None]) -> None:
+    """`work` of each rank on a thread of its own; the first error of any is raised."""
+    errors: list[BaseException] = []
+
+    def run(rank: int, channels: Channels) -> None:
+        try:
+            work(rank, channels)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=run, args=(rank, channels))
+        for rank, channels in enumerate(ThreadedChannels.among(ranks))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def micro_batches(data: Data, first: int = 0, dtype: torch.dtype = torch.float64) -> list[MicroBatch]:
+    def converted(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    collate = data.collate or default_collate
+    parts = []
+    for samples in micro_batch_sizes(SHARE, MICRO_BATCHES):
+        batch = collate([data.train[index] for index in range(first, first + samples)])
+        parts.append(MicroBatch(tree_map(converted, batch), samples))
+        first += samples
+    return parts
+
+
+def blocks_of(workload: Workload, data: Data) -> tuple[nn.Module, Cut]:
+    """In double precision: small batches of batch norm make much of a rounding."""
+    model = workload.model(data).double().train()
+    return model, cut(model, observed_call(model, data.loss, micro_batches(data)[0].batch))
+
+
+def unequal(blocks: int, stages: int) -> list[int]:
+    """Stages of the blocks: the later, the more of them."""
+    weights = range(1, stages + 1)
+    ends = [max(number, sum(weights[:number]) * blocks // sum(weights)) for number in weights]
+    return [next(stage for stage, end in enumerate(ends) if block < end) for block in range(blocks)]
+
+
+def train(replica: Replica, data: Data, optimizer: str, clip: float | None = None, steps: int = 2) -> list[float]:
+    """Losses, and norms where there is clipping."""
+    steppers = [OPTIMIZERS[optimizer](replica.parameters)] if replica.parameters else []
+    told = []
+    for step in range(steps):
+        for stepper in steppers:
+            stepper.zero_grad()
+        told.append(replica.run(micro_batches(data, first=step * SHARE)))
+        if clip is not None:
+            told.append(replica.clip_grad_norm(clip))
+        for stepper in steppers:
+            stepper.step()
+    return told
+
+
+def assert_equal_to_one_process(
+    model: nn.Module,
+    found: Cut,
+    data: Data,
+    stages: Stages,
+    rank: int,
+    channels: Channels,
+    optimizer: str = "sgd",
+    clip: float | None = None,
+) -> None:
+    alone, staged = deepcopy(model), deepcopy(model)
+    before = {name: tensor.clone() for name, tensor in staged.state_dict().items()}
+    expected = train(WholeReplica(alone, data.loss), data, optimizer, clip)
+
+    replica = StagedReplica(staged, found, data.loss, stages, rank, channels)
+    told = train(replica, data, optimizer, clip)
+
+    assert told == pytest.approx(expected, rel=1e-9)
+    assert not replica.parameters or any(not torch.equal(each, before[name]) for name, each in replica.held.items())
+    wanted = alone.state_dict()
+    for name, tensor in replica.held.items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-9, atol=1e-9)
+    replica.gather()
+    for name, tensor in staged.state_dict().items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-9, atol=1e-9)
