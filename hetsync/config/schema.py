@@ -61,7 +61,7 @@ class RunConfig:
         keep_checkpoints: Newest checkpoints to keep.
         plane: What carries sums and messages: mpi; torch (sums by NCCL for CUDA devices, else by Gloo); horovod (sums
             by Horovod, messages by MPI); local (one rank); or auto (torch under torchrun, and under MPI launchers mpi,
-            but NCCL for sums where every rank has a CUDA device of its own).
+            but NCCL for sums of ranks that have a CUDA device of their own).
         device: Device of each rank: auto (a CUDA device where there is one), cpu, cuda or cuda:INDEX.
         precision: Number format of forward and backward passes: float32, or autocast to bfloat16 or float16 (with
             scaled gradients). Weights stay what they are.
