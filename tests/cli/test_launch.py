@@ -108,6 +108,14 @@ def test_what_horovods_build_lacks_is_named(
     assert sentence in done.stderr
 
 
+def test_arguments_of_horovods_build_are_refused() -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch" / "horovod"), "0.28.1"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "it takes no arguments, and not '0.28.1'" in done.stderr
+
+
 def test_horovod_is_built_where_hetsync_is(tmp_path: Path) -> None:
     done = build_horovod(os.environ["PATH"], VIRTUAL_ENV=str(tmp_path))
     assert done.returncode == 1
