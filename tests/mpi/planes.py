@@ -76,11 +76,12 @@ BACKENDS: dict[str, Callable[[], Plane]] = {
     "torch": torch_plane,
     "horovod": horovod_plane,
     "store": store_plane,
-    "mixed": lambda: mixed_plane(lambda _: MpiSums()),
     "emulated-link": lambda: EmulatedLink(MpiPlane(), latency_seconds=1e-3, bytes_per_second=1e10),
     "emulated-link around torch": lambda: EmulatedLink(torch_plane(), latency_seconds=1e-3, bytes_per_second=1e10),
     "faulty": lambda: FaultyPlane(MpiPlane(), ()),
-    **({"local": LocalPlane} if MPI.COMM_WORLD.Get_size() == 1 else {}),
+    **(
+        {"local": LocalPlane} if MPI.COMM_WORLD.Get_size() == 1 else {"mixed": lambda: mixed_plane(lambda _: MpiSums())}
+    ),
 }
 
 
