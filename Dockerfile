@@ -3,6 +3,7 @@
 #   docker build -t hetsync .                                    CUDA: the build of torch on the package index
 #   docker build -t hetsync:cpu --build-arg DEVICE=cpu \
 #       --build-arg PIP_EXTRA_INDEX_URL=URL .                    CPU: URL is PyTorch's own index of CPU builds
+#   --build-arg HOROVOD=no                                       without Horovod, which takes minutes to build
 #
 # One rank (add --gpus all for CUDA):
 #   docker run --rm -v "$PWD/runs:/work/runs" hetsync --run.dir runs/one
@@ -31,6 +32,12 @@ RUN case "$DEVICE" in cpu) torch="torch==$TORCH+cpu" ;; cuda) torch="torch==$TOR
     && /opt/hetsync/bin/pip install --no-cache-dir --constraint /src/launch/constraints.txt "$torch"
 COPY . /src
 RUN /opt/hetsync/bin/pip install --no-cache-dir --constraint /src/launch/constraints.txt "/src[mpi,digits]"
+ARG HOROVOD=yes
+# hadolint ignore=DL3008
+RUN case "$HOROVOD" in no) exit 0 ;; yes) ;; *) echo "HOROVOD is '$HOROVOD'; it can be yes or no" >&2; exit 1 ;; esac \
+    && apt-get update && apt-get install -y --no-install-recommends cmake g++ make python3-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && VIRTUAL_ENV=/opt/hetsync /src/launch/horovod
 
 FROM ${BASE}
 # hadolint ignore=DL3008

@@ -59,9 +59,9 @@ class RunConfig:
         checkpoint_every: Samples between checkpoints; null saves by `checkpoint_seconds` and at the end only.
         checkpoint_seconds: Longest training without a checkpoint, in seconds; null saves by `checkpoint_every` only.
         keep_checkpoints: Newest checkpoints to keep.
-        plane: What carries sums and messages: mpi; torch (sums by NCCL for CUDA devices, else by Gloo); local (one
-            rank); or auto (torch under torchrun, and under MPI launchers mpi, but NCCL for sums where every rank has a
-            CUDA device of its own).
+        plane: What carries sums and messages: mpi; torch (sums by NCCL for CUDA devices, else by Gloo); horovod (sums
+            by Horovod, messages by MPI); local (one rank); or auto (torch under torchrun, and under MPI launchers mpi,
+            but NCCL for sums of ranks that have a CUDA device of their own).
         device: Device of each rank: auto (a CUDA device where there is one), cpu, cuda or cuda:INDEX.
         precision: Number format of forward and backward passes: float32, or autocast to bfloat16 or float16 (with
             scaled gradients). Weights stay what they are.
@@ -84,7 +84,7 @@ class RunConfig:
     checkpoint_every: int | None = None
     checkpoint_seconds: float | None = 900.0
     keep_checkpoints: int = 3
-    plane: Literal["auto", "mpi", "torch", "local"] = "auto"
+    plane: Literal["auto", "mpi", "torch", "horovod", "local"] = "auto"
     device: str = "auto"
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     compile: bool = False

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from hetsync.errors import UserError
 from hetsync.launchers import half_told, launched_by_mpi, launched_by_torch, ranks_started
 
 if TYPE_CHECKING:
-    from hetsync.plane.base import Plane
+    from hetsync.plane.base import Messages, Plane, Sums
 
-PLANES = ("auto", "mpi", "torch", "local")
+PLANES = ("auto", "mpi", "torch", "horovod", "local")
 
 
 def open_plane(name: str, timeout_seconds: float = 600.0) -> Plane:
-    """The plane called "mpi", "torch" or "local", or, for "auto", the one that fits how this process was started.
+    """The plane called by that name, or, for "auto", the one that fits how this process was started.
 
     Collective, but for "local"; `timeout_seconds` bounds its blocking calls. Raises `UserError` for other names, where
     a plane cannot be used, and where it would not reach all ranks that a launcher started.
@@ -24,7 +25,7 @@ def open_plane(name: str, timeout_seconds: float = 600.0) -> Plane:
     by_torch, by_mpi = launched_by_torch(), launched_by_mpi()
     if name == "torch" or (name == "auto" and by_torch > 1):
         return _torch(name, by_torch, by_mpi, timeout_seconds)
-    if name == "mpi" or (name == "auto" and by_mpi):
+    if name in ("mpi", "horovod") or (name == "auto" and by_mpi):
         return _mpi(name, by_torch, timeout_seconds)
     return _local(name, max(by_torch, ranks_started()))
 
@@ -32,16 +33,27 @@ def open_plane(name: str, timeout_seconds: float = 600.0) -> Plane:
 def _mpi(name: str, by_torch: int, timeout_seconds: float) -> Plane:
     if by_torch > 1:
         raise UserError(
-            f"run.plane is mpi, but torchrun, or a launcher like it, started these {by_torch} ranks, of which MPI does"
-            f" not know: use run.plane torch or auto, or start them with mpirun -np {by_torch}"
+            f"run.plane is {name}, but torchrun, or a launcher like it, started these {by_torch} ranks, of which MPI"
+            f" does not know: use run.plane torch or auto, or start them with mpirun -np {by_torch}"
         )
     from hetsync.plane.choice import ChosenPlane
     from hetsync.plane.mpi import MpiMessages, MpiSums
 
     messages = MpiMessages(timeout_seconds)
     _check_size(messages.size, ranks_started())
-    why = "run.plane is mpi" if name == "mpi" else "run.plane is auto, and an MPI launcher started the ranks"
-    return ChosenPlane(messages, MpiSums(timeout_seconds), name, why, timeout_seconds)
+    sums = _horovod_sums(messages) if name == "horovod" else MpiSums(timeout_seconds)
+    why = f"run.plane is {name}" if name != "auto" else "run.plane is auto, and an MPI launcher started the ranks"
+    return ChosenPlane(messages, sums, name, why, timeout_seconds)
+
+
+def _horovod_sums(messages: Messages) -> Sums:
+    from hetsync.plane.base import made_by_all
+
+    # Of all ranks before any of them begins to wait for the others within Horovod.
+    made_by_all(messages, lambda: import_module("hetsync.plane.horovod"))
+    from hetsync.plane.horovod import HorovodSums
+
+    return made_by_all(messages, lambda: HorovodSums(messages))
 
 
 def _torch(name: str, by_torch: int, by_mpi: bool, timeout_seconds: float) -> Plane:
@@ -58,7 +70,6 @@ def _torch(name: str, by_torch: int, by_mpi: bool, timeout_seconds: float) -> Pl
             f"{why}, which takes Gloo, but this torch has none: install another build of it, or use mpirun and"
             " run.plane mpi"
         )
-    from hetsync.plane.base import Messages
     from hetsync.plane.choice import ChosenPlane, torch_sums
     from hetsync.plane.rendezvous import rendezvous_by_environment, rendezvous_by_messages
 

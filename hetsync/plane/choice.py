@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from hetsync.errors import UserError
 from hetsync.plane.base import Messages, Plane, Sums, made_by_all, named
-from hetsync.plane.groups import TorchSums
+from hetsync.plane.groups import GroupLane, NcclLane, TorchSums, gloo_sums, open_gloo
+from hetsync.plane.hierarchical import HierarchicalSums
 from hetsync.plane.rendezvous import Rendezvous, rendezvous_by_messages
 
 
@@ -23,6 +24,7 @@ class DeviceOf:
     host: str
     name: str
     unit: str | None
+    vendor: str = "NVIDIA"
 
     @staticmethod
     def here(device: torch.device) -> DeviceOf:
@@ -31,7 +33,7 @@ class DeviceOf:
             return DeviceOf(host, str(device), None)
         # Its number says nothing where each rank sees devices of its own (CUDA_VISIBLE_DEVICES).
         unit = getattr(torch.cuda.get_device_properties(device), "uuid", device)
-        return DeviceOf(host, str(device), f"{host} {unit}")
+        return DeviceOf(host, str(device), f"{host} {unit}", "AMD" if torch.version.hip else "NVIDIA")
 
 
 def reason_against_nccl(devices: Sequence[DeviceOf]) -> str | None:
@@ -46,9 +48,24 @@ def reason_against_nccl(devices: Sequence[DeviceOf]) -> str | None:
         if len(ranks) > 1:
             first = devices[ranks[0]]
             return f"{named(ranks)} share {first.name} of {first.host}"
+    vendors = {device.vendor: rank for rank, device in enumerate(devices)}
+    if len(vendors) > 1:
+        return " and ".join(f"rank {rank} has a device of {vendor}" for vendor, rank in vendors.items())
     if not dist.is_available() or not dist.is_nccl_available():
         return "this torch is built without NCCL"
     return None
+
+
+def groups_of(devices: Sequence[DeviceOf]) -> list[list[int]]:
+    """All ranks: together where NCCL can sum over them, though not over all, and alone where it cannot."""
+    kinds = defaultdict(list)
+    for rank, device in enumerate(devices):
+        kinds[device.vendor if device.unit is not None else None].append(rank)
+    groups = []
+    for ranks in kinds.values():
+        joined = reason_against_nccl([devices[rank] for rank in ranks]) is None
+        groups += [ranks] if joined else [[rank] for rank in ranks]
+    return sorted(groups)
 
 
 def torch_sums(messages: Messages, rendezvous: Rendezvous) -> TorchSums:
@@ -59,8 +76,43 @@ def torch_sums(messages: Messages, rendezvous: Rendezvous) -> TorchSums:
     )
 
 
+def hierarchical_sums(
+    by: str,
+    messages: Messages,
+    flat: Sums,
+    rendezvous: Rendezvous,
+    groups: Sequence[Sequence[int]],
+    device: torch.device,
+) -> HierarchicalSums:
+    """Collective: sums within groups of ranks, by NCCL where CUDA devices make a group, and between their first ranks
+    by what carries `flat`, the sums over all ranks. UserError, on every rank, where one does not reach the others.
+    """
+    store = made_by_all(messages, rendezvous.connect)
+    rank, timeout_seconds = messages.rank, rendezvous.timeout_seconds
+    (group,) = (group for group in groups if rank in group)
+    leaders = [group[0] for group in groups]
+
+    def lane_within() -> GroupLane:
+        name, place = f"group of {group[0]}", group.index(rank)
+        if len(group) > 1 and device.type == "cuda":
+            return NcclLane(store, name, place, len(group), device, timeout_seconds)
+        return GroupLane(open_gloo(store, name, place, len(group), timeout_seconds))
+
+    def sums_between() -> Sums | None:
+        if rank not in leaders:
+            return None
+        if isinstance(flat, TorchSums):
+            return gloo_sums(store, "leaders ", rank, leaders, timeout_seconds)
+        from hetsync.plane.mpi import MpiSums
+
+        return MpiSums(timeout_seconds, ranks=leaders)
+
+    within, between = made_by_all(messages, lambda: (lane_within(), sums_between()))
+    return HierarchicalSums(by, rank, messages.size, flat, within, between, rendezvous.server)
+
+
 class ChosenPlane(Plane):
-    """A plane that was opened by its name, "mpi", "torch" or "auto"; `why` says what for."""
+    """A plane that was opened by its name, "mpi", "torch", "horovod" or "auto"; `why` says what for."""
 
     def __init__(self, messages: Messages, sums: Sums, name: str, why: str, timeout_seconds: float) -> None:
         super().__init__(messages, sums)
@@ -69,30 +121,43 @@ class ChosenPlane(Plane):
         self._timeout_seconds = timeout_seconds
 
     def settle(self, device: torch.device) -> None:
-        if self._name == "mpi":
+        if self._name in ("mpi", "horovod"):
             return
         devices = self.gather_objects(DeviceOf.here(device))
         if all(each.unit is None for each in devices):
             return
         reason = reason_against_nccl(devices)
+        groups = groups_of(devices)
         if reason is None:
-            self._use_nccl(device)
+            self._take(lambda: self._use_nccl(device), "every rank has a CUDA device of its own")
         elif self._name == "torch":
             raise UserError(
                 f"run.plane is torch, which sums CUDA tensors by NCCL, but {reason}: give every rank a CUDA device of"
                 " its own, or use run.plane auto or mpi"
             )
+        elif len(groups) < self.size:
+            self._take(lambda: self._use_groups(groups, device), f"NCCL not over all, as {reason}")
         else:
             self.why += f"; no NCCL, as {reason}"
 
+    def _take(self, use: Callable[[], None], why: str) -> None:
+        try:
+            use()
+        except UserError as mistake:
+            why = f"no NCCL, as {mistake}"
+        self.why += f"; {why}"
+
     def _use_nccl(self, device: torch.device) -> None:
         if not isinstance(self.sums, TorchSums):
-            try:
-                sums = torch_sums(self.messages, rendezvous_by_messages(self.messages, self._timeout_seconds))
-            except UserError as mistake:
-                self.why += f"; no NCCL, as {mistake}"
-                return
+            sums = torch_sums(self.messages, rendezvous_by_messages(self.messages, self._timeout_seconds))
             self.sums.close()
             self.sums = sums
         self.sums.use_nccl(device)
-        self.why += "; every rank has a CUDA device of its own"
+
+    def _use_groups(self, groups: Sequence[Sequence[int]], device: torch.device) -> None:
+        if isinstance(self.sums, HierarchicalSums):  # a second job on the same plane
+            return
+        rendezvous = rendezvous_by_messages(self.messages, self._timeout_seconds)
+        joined = " and ".join(named(group) for group in groups if len(group) > 1)
+        by = f"NCCL within {joined}, {self.sums.sums_by} between"
+        self.sums = hierarchical_sums(by, self.messages, self.sums, rendezvous, groups, device)

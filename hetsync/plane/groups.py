@@ -5,7 +5,7 @@ Groups are made here, not by `init_process_group`: a script may have a default g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -51,6 +51,8 @@ def completion_of(work: dist.Work) -> Test:
 class GroupLane(Lane):
     """The collectives of one group of torch.distributed."""
 
+    reads_cuda = False
+
     def __init__(self, group: Any) -> None:
         super().__init__()
         self.group = group
@@ -63,6 +65,13 @@ class GroupLane(Lane):
 
     def all_gather(self, own: torch.Tensor, all_ranks: torch.Tensor) -> Post:
         return self._post(lambda: self.group._allgather_base(all_ranks, own))
+
+    def broadcast(self, values: torch.Tensor) -> Post:
+        """Of the group's first rank."""
+        return self._post(lambda: self.group.broadcast([values], dist.BroadcastOptions()))
+
+    def close(self) -> None:
+        """Only after everything has come to its end."""
 
     def _post(self, begin: Callable[[], dist.Work]) -> Post:
         return lambda: completion_of(begin())
@@ -95,6 +104,28 @@ class GatedLane(GroupLane):
         return post
 
 
+class NcclLane(GatedLane):
+    """The collectives of ranks that have a CUDA `device` each; building it is collective among them.
+
+    One for all: two groups' kernels on one device could each wait for what the other holds.
+    """
+
+    reads_cuda = True
+
+    def __init__(
+        self, store: dist.Store, name: str, rank: int, size: int, device: torch.device, timeout_seconds: float
+    ) -> None:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = ENDLESS
+        group = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
+        stream = torch.cuda.Stream(device)
+        gate = open_gloo(store, f"{name} gate", rank, size, timeout_seconds)
+        super().__init__(group, gate, lambda: torch.cuda.stream(stream))
+
+    def close(self) -> None:
+        self.group.shutdown()
+
+
 class TorchSums(Sums):
     """Sums over all ranks that have come to a store; building it is collective.
 
@@ -105,25 +136,18 @@ class TorchSums(Sums):
         self, store: dist.Store, rank: int, size: int, timeout_seconds: float = 600.0, server: Any = None
     ) -> None:
         self._rank, self._size = rank, size
-        self._open_gloo = lambda name: open_gloo(store, name, rank, size, timeout_seconds)
+        self._timeout_seconds = timeout_seconds
         self._store, self._server = store, server
-        first, second = (GroupLane(self._open_gloo(name)) for name in ("first", "second"))
-        gloo = PolledSums("Gloo", rank, size, first, second)
-        self._nccl: Any = None
+        gloo = gloo_sums(store, "", rank, range(size), timeout_seconds)
+        self._nccl: NcclLane | None = None
         self._by_device: dict[str, PolledSums] = {"cpu": gloo, "cuda": gloo}
 
     def use_nccl(self, device: torch.device) -> None:
         """Collective: sums of CUDA tensors by NCCL from now on. Every rank has a `device` of its own."""
         if self._nccl is not None:  # a second job on the same plane
             return
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = ENDLESS
-        group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), self._rank, self._size, options)
-        stream = torch.cuda.Stream(device)
-        self._nccl = group
-        lane = GatedLane(group, self._open_gloo("gate"), lambda: torch.cuda.stream(stream))
-        # One lane: two groups' kernels on one device could each wait for what the other holds.
-        self._by_device["cuda"] = PolledSums("NCCL", self._rank, self._size, lane, lane, reads_cuda=True)
+        self._nccl = lane = NcclLane(self._store, "nccl", self._rank, self._size, device, self._timeout_seconds)
+        self._by_device["cuda"] = PolledSums("NCCL", self._rank, self._size, lane, lane, lane.reads_cuda)
 
     @property
     def sums_by(self) -> str:
@@ -144,5 +168,14 @@ class TorchSums(Sums):
         for sums in self._by_device.values():
             sums.close()
         if self._nccl is not None:
-            self._nccl.shutdown()
+            self._nccl.close()
             self._nccl = None
+
+
+def gloo_sums(store: dist.Store, name: str, rank: int, ranks: Sequence[int], timeout_seconds: float) -> PolledSums:
+    """Collective among these `ranks`, of which this is one."""
+    place, size = ranks.index(rank), len(ranks)
+    first, second = (
+        GroupLane(open_gloo(store, name + lane, place, size, timeout_seconds)) for lane in ("first", "second")
+    )
+    return PolledSums("Gloo", place, size, first, second)

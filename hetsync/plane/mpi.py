@@ -66,16 +66,19 @@ class _MpiLane(Lane):
 
 
 class MpiSums(PolledSums):
-    """Sums over all ranks of `MPI.COMM_WORLD`; building it is collective.
+    """Sums over all ranks of `MPI.COMM_WORLD`, or over these `ranks`; building it is collective among them.
 
     `cuda_aware` says that this MPI reads and writes CUDA memory, in non-blocking collectives too. It
     cannot be found out reliably, and a wrong yes crashes: hence off unless asked for.
     """
 
-    def __init__(self, timeout_seconds: float = 600.0, cuda_aware: bool = False) -> None:
+    def __init__(
+        self, timeout_seconds: float = 600.0, cuda_aware: bool = False, ranks: Sequence[int] | None = None
+    ) -> None:
         world = MPI.COMM_WORLD
-        self._lanes = _MpiLane(_duplicate(world)), _MpiLane(_duplicate(world))
-        super().__init__("MPI", world.Get_rank(), world.Get_size(), *self._lanes, reads_cuda=cuda_aware)
+        among = world if ranks is None else world.Create_group(world.Get_group().Incl(ranks))
+        self._lanes = _MpiLane(_duplicate(among)), _MpiLane(_duplicate(among))
+        super().__init__("MPI", among.Get_rank(), among.Get_size(), *self._lanes, reads_cuda=cuda_aware)
         self._timeout_seconds = timeout_seconds
         self._closed = False
 

@@ -23,8 +23,8 @@ Test = Callable[[], bool]  # has what was posted come to its end? It raises wher
 Post = Callable[[], Test]
 
 
-class Lane(ABC):
-    """Collectives of one group of ranks, posted strictly in the order of their tickets.
+class Queue:
+    """What a group of ranks posts strictly in the order of its tickets.
 
     Libraries match the collectives of a group by the order in which each rank posts them, while a
     collective gets ready to be posted when its device copy, or its first stage, is done: in another order
@@ -33,7 +33,7 @@ class Lane(ABC):
         rank 0: first stage of 1, second stage of 1, first stage of 2 ...
         rank 1: first stage of 1, first stage of 2, second stage of 1 ...
 
-    would match the second stage of 1 with the first stage of 2. A lane for each stage lets first stages
+    would match the second stage of 1 with the first stage of 2. A queue for each stage lets first stages
     start before earlier second stages. What one ticket posts may be in segments; a few of them are under way at
     a time.
     """
@@ -75,6 +75,10 @@ class Lane(ABC):
     def all_here(self) -> Waiting[None]:
         """Waits for the other ranks, where collectives must not be posted before these have come."""
         yield from ()
+
+
+class Lane(Queue, ABC):
+    """Collectives of one group of ranks."""
 
     @abstractmethod
     def sum_in_place(self, values: torch.Tensor) -> Iterable[Post]:

@@ -67,3 +67,59 @@ def test_an_environment_that_was_copied_along_is_made_anew(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert not (own / "of-the-user").exists()
     assert "install" in (own / "bin" / "calls").read_text()
+
+
+def build_horovod(path: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "CXX")}
+    words = ["bash", str(ROOT / "launch" / "horovod")]
+    return subprocess.run(
+        words, env={**kept, "PATH": path, **variables}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def programs(folder: Path, *names: str) -> str:
+    """A folder for PATH with these programs, which succeed at anything, and what scripts are made of."""
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text("#!/bin/sh\n")
+        (folder / name).chmod(0o755)
+    for name in ("bash", "dirname", "sh"):
+        (folder / name).symlink_to(shutil.which(name) or name)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("there", "compiler", "sentence"),
+    [
+        ((), "c++", "there is no cmake: install it"),
+        (("cmake", "make"), "c++", "there is no mpicxx: install it"),
+        (("cmake", "make", "mpicxx"), "c++", "there is no C++ compiler 'c++': install one (apt install g++)"),
+        (("cmake", "make", "mpicxx", "g++"), "clang++-99", "there is no C++ compiler 'clang++-99'"),
+    ],
+)
+def test_what_horovods_build_lacks_is_named(
+    tmp_path: Path, there: tuple[str, ...], compiler: str, sentence: str
+) -> None:
+    active = environment(tmp_path / "active", "")
+    done = build_horovod(programs(tmp_path / "bin", *there), VIRTUAL_ENV=str(active), CXX=compiler)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("horovod: ")
+    assert sentence in done.stderr
+
+
+def test_arguments_of_horovods_build_are_refused() -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch" / "horovod"), "0.28.1"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "it takes no arguments, and not '0.28.1'" in done.stderr
+
+
+def test_horovod_is_built_where_hetsync_is(tmp_path: Path) -> None:
+    done = build_horovod(os.environ["PATH"], VIRTUAL_ENV=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"horovod: {tmp_path} has no HetSync: activate the environment that has it, or run launch/test or"
+        " launch/quickstart first.\n"
+    )

@@ -61,6 +61,7 @@ def test_the_options_of_benchmarks_in_sentences(page: Path, folder: Path) -> Non
         "launch/local 2 --sync.quorum many",
         "launch/local 2 -- hetsync simulate --emulat quickstart",
         "launch/mps 100,half --sync.quorum 1",
+        "launch/horovod 0.28.1",
         "launch/mps 100,50 --sync.quorum many",
         "mpirun -n 12 hetsync-train --no.such.key 3",
         "sbatch --ntasks=12 launch/slurm.sbatch --run.checkpoint 3",
@@ -89,6 +90,8 @@ def mistake_in(words: list[str], folder: Path) -> str | None:
             return mistake_in(["launch/local", str(parts.count(",") + 1), *rest], folder)
         case ["launch/local", _, *arguments] | ["launch/quickstart", *arguments]:
             return _parsed(["hetsync-train", *arguments], folder)
+        case ["launch/horovod"]:
+            return None
         case ["sbatch", *rest] if "launch/slurm.sbatch" in rest:
             return _parsed(["hetsync-train", *rest[rest.index("launch/slurm.sbatch") + 1 :]], folder)
         case ["mpirun", *rest]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import mpi4py
 import pytest
-from jobs import ROOT, Done, finished, mpirun, started
+from jobs import ROOT, Done, finished, mpirun, program, started
 
 RANKS = 2
 JOB_SECONDS = 60.0
@@ -82,6 +83,62 @@ print(f"rank {plane.rank} closed", flush=True)
     assert done.status == 0, done.story
     assert "rank 0 closed" in done.out
     assert "rank 1 closed" in done.out
+
+
+HOROVOD = """
+import sys, time, torch
+from hetsync.plane import open_plane
+plane = open_plane("horovod", 20.0)
+def wait(handle):
+    while not handle.done():
+        time.sleep(1e-3)
+wait(plane.allreduce(torch.ones(4)))
+"""
+needs_horovod = pytest.mark.skipif(find_spec("horovod") is None, reason="needs Horovod, which launch/horovod builds")
+
+
+def horovod_job(folder: Path, code: str) -> Done:
+    with started([*mpirun(RANKS), sys.executable, "-c", HOROVOD + code], folder, {"PYTHONPATH": str(ROOT)}) as process:
+        return finished(process, JOB_SECONDS)
+
+
+@needs_horovod
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)"])
+def test_a_rank_that_dies_ends_a_job_of_horovod(tmp_path: Path, end: str) -> None:
+    done = horovod_job(tmp_path, f"import os, signal\nif plane.rank == 1: {end}\nwait(plane.allreduce(torch.ones(4)))")
+    assert done.status != 0
+
+
+@needs_horovod
+def test_a_rank_that_leaves_horovod_is_missed(tmp_path: Path) -> None:
+    """Its exit shuts Horovod down, which the others' sums tell."""
+    done = horovod_job(tmp_path, "if plane.rank == 1: sys.exit()\nwait(plane.allreduce(torch.ones(4)))")
+    assert done.status != 0
+    assert (
+        "LostError: Horovod has lost another rank, which has most likely ended (Horovod has been shut down" in done.err
+    )
+
+
+@needs_horovod
+def test_jobs_of_horovod_end_well_one_after_the_other(tmp_path: Path) -> None:
+    again = "plane = open_plane('horovod')\nwait(plane.allreduce(torch.ones(4), 'int8'))\nplane.close()\n"
+    done = horovod_job(tmp_path, f"plane.close()\n{again}plane.close()\nprint(f'rank {{plane.rank}} closed')")
+    assert done.status == 0, done.story
+    assert not done.err, done.story
+    assert {"rank 0 closed", "rank 1 closed"} <= set(done.out.splitlines())
+
+
+def test_horovod_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    """Whether or not it is installed here."""
+    (tmp_path / "horovod.py").write_text("raise ModuleNotFoundError(\"No module named 'horovod'\")\n")
+    words = [*mpirun(RANKS), program("hetsync-train"), "--run.plane", "horovod"]
+    with started(words, tmp_path, {"PYTHONPATH": str(tmp_path)}) as process:
+        done = finished(process, JOB_SECONDS)
+    assert done.status == 2, done.story
+    assert done.sentences == [
+        "hetsync: run.plane is horovod, but Horovod cannot be loaded here (No module named 'horovod'): build it by"
+        " launch/horovod, which pip alone cannot, or use run.plane auto"
+    ]
 
 
 @pytest.mark.skipif(

@@ -7,16 +7,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from mpi4py import MPI
 
 from hetsync.emulation.link import EmulatedLink
-from hetsync.plane.base import Messages, Plane
-from hetsync.plane.choice import torch_sums
+from hetsync.plane.base import Messages, Plane, Sums
+from hetsync.plane.choice import hierarchical_sums, torch_sums
 from hetsync.plane.faulty import FaultyPlane
 from hetsync.plane.groups import GatedLane, open_gloo
 from hetsync.plane.local import LocalPlane
-from hetsync.plane.mpi import MpiMessages, MpiPlane
+from hetsync.plane.mpi import MpiMessages, MpiPlane, MpiSums
 from hetsync.plane.polled import PolledSums
 from hetsync.plane.rendezvous import rendezvous_by_messages
 from hetsync.plane.store import StoreMessages
@@ -27,7 +28,11 @@ Finish = Callable[..., None]
 def torch_plane() -> Plane:
     """Sums by Gloo, messages by MPI."""
     messages = MpiMessages()
-    return Plane(messages, torch_sums(messages, rendezvous_by_messages(messages, 30)))
+    return Plane(messages, gloo_sums(messages))
+
+
+def gloo_sums(messages: Messages) -> Sums:
+    return torch_sums(messages, rendezvous_by_messages(messages, 30))
 
 
 def store_plane() -> Plane:
@@ -41,14 +46,42 @@ def store_plane() -> Plane:
     return Plane(messages, PolledSums("gated Gloo", messages.rank, messages.size, lane, lane))
 
 
+def horovod_plane() -> Plane:
+    """Sums by Horovod, messages by MPI."""
+    pytest.importorskip("horovod.torch", reason="needs Horovod, which launch/horovod builds", exc_type=ImportError)
+    from hetsync.plane.horovod import HorovodSums
+
+    messages = MpiMessages()
+    return Plane(messages, HorovodSums(messages))
+
+
+def mixed_plane(flat_sums: Callable[[Messages], Sums]) -> Plane:
+    """Two kinds of ranks, even and odd, joined by Gloo where devices would be by NCCL."""
+    messages = MpiMessages()
+    ranks = range(messages.size)
+    kinds = [ranks[0::2], ranks[1::2]]
+    sums = hierarchical_sums(
+        "Gloo within kinds, another between",
+        messages,
+        flat_sums(messages),
+        rendezvous_by_messages(messages, 30),
+        [kind for kind in kinds if kind],
+        torch.device("cpu"),
+    )
+    return Plane(messages, sums)
+
+
 BACKENDS: dict[str, Callable[[], Plane]] = {
     "mpi": MpiPlane,
     "torch": torch_plane,
+    "horovod": horovod_plane,
     "store": store_plane,
     "emulated-link": lambda: EmulatedLink(MpiPlane(), latency_seconds=1e-3, bytes_per_second=1e10),
     "emulated-link around torch": lambda: EmulatedLink(torch_plane(), latency_seconds=1e-3, bytes_per_second=1e10),
     "faulty": lambda: FaultyPlane(MpiPlane(), ()),
-    **({"local": LocalPlane} if MPI.COMM_WORLD.Get_size() == 1 else {}),
+    **(
+        {"local": LocalPlane} if MPI.COMM_WORLD.Get_size() == 1 else {"mixed": lambda: mixed_plane(lambda _: MpiSums())}
+    ),
 }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from hetsync.errors import UserError
 from hetsync.launchers import first_rank, launched_by_mpi, launched_by_torch, ranks_started
 from hetsync.plane import open_plane
 from hetsync.plane.base import LostError, Messages, made_by_all
-from hetsync.plane.choice import ChosenPlane, DeviceOf, reason_against_nccl
+from hetsync.plane.choice import ChosenPlane, DeviceOf, groups_of, reason_against_nccl
 from hetsync.plane.local import LocalMessages, LocalSums
 from hetsync.plane.rendezvous import rendezvous_by_environment
 
@@ -83,6 +85,7 @@ def test_a_lone_rank_of_torchrun_needs_nothing(environ: pytest.MonkeyPatch) -> N
     ("name", "started", "sentence"),
     [
         ("mpi", BY_TORCHRUN, r"run.plane is mpi, but torchrun.* started these 4 ranks.*mpirun -np 4"),
+        ("horovod", BY_TORCHRUN, r"run.plane is horovod, but torchrun.* started these 4 ranks.*mpirun -np 4"),
         ("local", BY_TORCHRUN, r"run.plane is local, but 4 ranks were started.*auto"),
         ("local", {"OMPI_COMM_WORLD_SIZE": "2"}, r"run.plane is local, but 2 ranks were started.*auto"),
         ("torch", {}, r"run.plane is torch, but no launcher started this process.*torchrun"),
@@ -97,6 +100,25 @@ def test_what_cannot_be_opened(environ: pytest.MonkeyPatch, name: str, started: 
         environ.setenv(variable, value)
     with pytest.raises(UserError, match=sentence):
         open_plane(name)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "told"),
+    [(None, "No module named 'horovod'"), (OSError("libmpi.so.12: cannot open shared object file"), "libmpi.so.12")],
+)
+def test_a_horovod_that_cannot_be_loaded_is_named(
+    monkeypatch: pytest.MonkeyPatch, trouble: OSError | None, told: str
+) -> None:
+    class Importer:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "horovod":
+                raise trouble or ModuleNotFoundError(f"No module named '{name}'")
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "horovod" or name == "hetsync.plane.horovod"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Importer(), *sys.meta_path])
+    with pytest.raises(UserError, match=rf"run.plane is horovod, but .*\({told}.*\): build it by launch/horovod"):
+        importlib.import_module("hetsync.plane.horovod")
 
 
 def test_a_torch_without_gloo_is_named(environ: pytest.MonkeyPatch) -> None:
@@ -125,10 +147,11 @@ def test_a_store_that_nobody_opened_is_named() -> None:
         rendezvous_by_environment(1.0, told).connect()
 
 
-CPU, GPU, OTHER_GPU = (
+CPU, GPU, OTHER_GPU, AMD = (
     DeviceOf("a", "cpu", None),
     DeviceOf("a", "cuda:0", "a GPU-1"),
     DeviceOf("a", "cuda:1", "a GPU-2"),
+    DeviceOf("b", "cuda:0", "b GPU-1", "AMD"),
 )
 
 
@@ -138,46 +161,97 @@ def test_nccl_needs_a_device_for_every_rank(monkeypatch: pytest.MonkeyPatch) -> 
     assert reason_against_nccl([GPU, CPU, OTHER_GPU]) == "rank 1 has no CUDA device"
     assert reason_against_nccl([OTHER_GPU, GPU, GPU]) == "rank 1, 2 share cuda:0 of a"
     assert reason_against_nccl([GPU, DeviceOf("b", "cuda:0", "b GPU-9")]) is None
+    assert reason_against_nccl([GPU, AMD]) == "rank 0 has a device of NVIDIA and rank 1 has a device of AMD"
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
     assert reason_against_nccl([GPU, OTHER_GPU]) == "this torch is built without NCCL"
 
 
-class Among(LocalMessages):
-    """Two ranks, of which the other has this device."""
+def test_groups_of_ranks_that_nccl_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    other_amd = DeviceOf("b", "cuda:1", "b GPU-2", "AMD")
+    assert groups_of([GPU, CPU, OTHER_GPU, CPU]) == [[0, 2], [1], [3]]
+    assert groups_of([AMD, GPU, other_amd, OTHER_GPU]) == [[0, 2], [1, 3]]
+    assert groups_of([GPU, GPU, CPU]) == [[0], [1], [2]]
+    assert groups_of([GPU, GPU, AMD, other_amd]) == [[0], [1], [2, 3]]
 
-    def __init__(self, other: DeviceOf) -> None:
+
+class Among(LocalMessages):
+    """Ranks of which the others have these devices."""
+
+    def __init__(self, *others: DeviceOf) -> None:
         super().__init__()
-        self.other = other
+        self.others = others
+        self.size = 1 + len(others)
 
     def gather_objects(self, value: object) -> list[object]:
-        return [value, self.other]
+        return [value, *self.others]
 
 
 class Switching(ChosenPlane):
-    """Tells that it would take NCCL, which no CPU can."""
+    """Tells what it would take, which no CPU can."""
 
     nccl = False
+    groups: Sequence[Sequence[int]] | None = None
 
     def _use_nccl(self, device: torch.device) -> None:
         self.nccl = True
 
+    def _use_groups(self, groups: Sequence[Sequence[int]], device: torch.device) -> None:
+        self.groups = groups
 
-@pytest.mark.parametrize("name", ["auto", "mpi", "torch"])
-@pytest.mark.parametrize("other", [CPU, GPU, OTHER_GPU])
-def test_what_ranks_with_cuda_devices_take(monkeypatch: pytest.MonkeyPatch, name: str, other: DeviceOf) -> None:
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
     monkeypatch.setattr(DeviceOf, "here", lambda device: GPU)
+    return torch.device("cuda", 0)
+
+
+NAMES = pytest.mark.parametrize(
+    "name", ["auto", "mpi", "torch", "horovod"], ids="run.plane {}".format
+)  # pytest-mpi skips a mere "mpi"
+
+
+@NAMES
+@pytest.mark.parametrize("other", [CPU, GPU, OTHER_GPU, AMD])
+def test_what_ranks_with_cuda_devices_take(on_a_gpu: torch.device, name: str, other: DeviceOf) -> None:
     plane = Switching(Among(other), LocalSums(), name, "why", 1.0)
     if name == "torch" and other is not OTHER_GPU:
         with pytest.raises(UserError, match=r"run.plane is torch, which sums CUDA tensors by NCCL, but .*auto or mpi"):
-            plane.settle(torch.device("cuda", 0))
+            plane.settle(on_a_gpu)
     else:
-        plane.settle(torch.device("cuda", 0))
-    assert plane.nccl == (other is OTHER_GPU and name != "mpi")
+        plane.settle(on_a_gpu)
+    assert plane.nccl == (other is OTHER_GPU and name in ("auto", "torch"))
+    assert plane.groups is None, "no two ranks to join"
     assert ("no NCCL, as rank" in plane.why) == (name == "auto" and other is not OTHER_GPU)
 
 
-@pytest.mark.parametrize("name", ["auto", "mpi", "torch"], ids="run.plane {}".format)  # pytest-mpi skips a mere "mpi"
+@NAMES
+def test_what_ranks_of_several_kinds_take(on_a_gpu: torch.device, name: str) -> None:
+    plane = Switching(Among(OTHER_GPU, CPU), LocalSums(), name, "why", 1.0)
+    if name == "torch":
+        with pytest.raises(UserError, match=r"run.plane is torch.* but rank 2 has no CUDA device: .*auto or mpi"):
+            plane.settle(on_a_gpu)
+    else:
+        plane.settle(on_a_gpu)
+    assert not plane.nccl
+    assert plane.groups == ([[0, 1], [2]] if name == "auto" else None)
+    assert plane.why == ("why; NCCL not over all, as rank 2 has no CUDA device" if name == "auto" else "why")
+
+
+def test_groups_that_do_not_meet_leave_the_sums_as_they_are(
+    on_a_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreached(*_: object) -> None:
+        raise UserError("rank 1 does not reach the store")
+
+    monkeypatch.setattr(Switching, "_use_groups", unreached)
+    plane = Switching(Among(OTHER_GPU, CPU), LocalSums(), "auto", "why", 1.0)
+    plane.settle(on_a_gpu)
+    assert plane.why == "why; no NCCL, as rank 1 does not reach the store"
+
+
+@NAMES
 def test_ranks_on_cpus_keep_their_sums(name: str) -> None:
     plane = Switching(Among(CPU), LocalSums(), name, "why", 1.0)
     plane.settle(torch.device("cpu"))
