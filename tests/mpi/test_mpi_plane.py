@@ -18,7 +18,7 @@ from hetsync.errors import UserError
 from hetsync.plane.base import PlaneError
 from hetsync.plane.mpi import SEGMENT_VALUES_PER_RANK, MpiPlane
 from hetsync.plane.polled import SEGMENTS_IN_FLIGHT
-from hetsync.plane.staging import HostStaging, Waiting
+from hetsync.plane.staging import HostStaging, Test
 
 pytestmark = pytest.mark.mpi
 
@@ -29,10 +29,9 @@ class _SlowStaging(HostStaging):
     def __init__(self, rank: int) -> None:
         self._random = random.Random(rank)
 
-    def fetch(self, tensor: torch.Tensor) -> Waiting[torch.Tensor]:
-        for _ in range(self._random.randrange(20)):
-            yield
-        return tensor.clone()
+    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Test]:
+        left = iter(range(self._random.randrange(20)))
+        return tensor.clone(), lambda: next(left, None) is None
 
 
 def test_order_survives_staging_that_ends_in_another_order(finish: Finish) -> None:
