@@ -58,6 +58,21 @@ def test_segments_of_large_sums_keep_their_places_among_small_ones(finish: Finis
     plane.close()
 
 
+def test_copied_addends_give_the_same_sums_and_are_used_again(finish: Finish) -> None:
+    """As between hosts, where MPI does better on sums that are not in place."""
+    plane = MpiPlane()
+    lane = plane.sums._first
+    assert not lane.copies, "in shared memory a copy only costs"
+    lane.copies = True
+    n = (3 * SEGMENTS_IN_FLIGHT + 1) * SEGMENT_VALUES_PER_RANK * plane.size + 7
+    for _ in range(2):
+        tensor = torch.arange(n, dtype=torch.float32) % 1009 + plane.rank
+        finish(plane.allreduce(tensor), name="sum of copies")
+        assert torch.equal(tensor, plane.size * (torch.arange(n) % 1009).float() + sum(range(plane.size)))
+        assert len(lane._spare) == SEGMENTS_IN_FLIGHT
+    plane.close()
+
+
 def test_single_threaded_mpi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
     with pytest.raises(UserError, match="MPI_THREAD_MULTIPLE"):
