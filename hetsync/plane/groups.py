@@ -5,7 +5,7 @@ Groups are made here, not by `init_process_group`: a script may have a default g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from hetsync.errors import OwnMistakeError, cause
 from hetsync.plane.base import Handle, LostError, Residual, Sums, WireFormat
-from hetsync.plane.polled import Lane, PolledSums, Post, Test
+from hetsync.plane.polled import Lane, PolledSums, Post, Waiting
 from hetsync.plane.rendezvous import ENDLESS
-from hetsync.plane.staging import Waiting
+from hetsync.plane.staging import Test
 
 
 def open_gloo(store: dist.Store, name: str, rank: int, size: int, timeout_seconds: float) -> Any:
@@ -57,8 +57,8 @@ class GroupLane(Lane):
         super().__init__()
         self.group = group
 
-    def sum_in_place(self, values: torch.Tensor) -> Iterable[Post]:
-        return [self._post(lambda: self.group.allreduce([values]))]
+    def sum_in_place(self, values: torch.Tensor) -> Post:
+        return self._post(lambda: self.group.allreduce([values]))
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor) -> Post:
         return self._post(lambda: self.group.alltoall_base(received, sent, [], [], dist.AllToAllOptions()))

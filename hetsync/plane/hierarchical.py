@@ -10,8 +10,7 @@ import torch
 
 from hetsync.plane.base import Residual, Sums, WireFormat
 from hetsync.plane.groups import GroupLane
-from hetsync.plane.polled import PolledSums, Queue
-from hetsync.plane.staging import Waiting
+from hetsync.plane.polled import PolledSums, Queue, Step, Waiting, until
 from hetsync.plane.wire import deliver
 
 
@@ -37,12 +36,12 @@ class HierarchicalSums(PolledSums):
         deliver(residual, tensor)
         within, between, back = self._within.ticket(), self._sums_between.ticket(), self._within.ticket()
         staging = self._staging_for(tensor.device)
-        values = yield from staging.fetch(tensor)
-        yield from self._within.run(within, self._within.sum_in_place(values), values)
+        values, ready = staging.fetch(tensor)
+        yield from self._within.run(within, [Step(self._within.sum_in_place(values), ready)], values)
         if (leaders := self._between) is not None:
-            yield from self._sums_between.run(between, [lambda: leaders.allreduce(values).done], values)
-        yield from self._within.run(back, [self._within.broadcast(values)], values)
-        yield from staging.store(values, into=tensor)
+            yield from self._sums_between.run(between, [Step(lambda: leaders.allreduce(values).done)], values)
+        yield from self._within.run(back, [Step(self._within.broadcast(values))], values)
+        yield from until(staging.store(values, into=tensor))
 
     def _rounded_sum(self, tensor: torch.Tensor, wire: WireFormat, residual: Residual | None) -> Waiting[None]:
         handle = self._flat.allreduce(tensor, wire, residual)

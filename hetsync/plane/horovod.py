@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hetsync.errors import UserError, cause
 from hetsync.plane.base import LostError, Messages
-from hetsync.plane.polled import Lane, PolledSums, Post, Test
+from hetsync.plane.polled import Lane, PolledSums, Post
+from hetsync.plane.staging import Test
 
 try:
     import horovod.torch as hvd
@@ -45,8 +46,8 @@ class HorovodLane(Lane):
         # A lane posts in the same order on all ranks, so numbers make names that are equal there.
         self._names = (f"{name} {number}" for number in itertools.count())
 
-    def sum_in_place(self, values: torch.Tensor) -> Iterable[Post]:
-        return [self._post(lambda name: hvd.allreduce_async_(values, name=name, op=hvd.Sum))]
+    def sum_in_place(self, values: torch.Tensor) -> Post:
+        return self._post(lambda name: hvd.allreduce_async_(values, name=name, op=hvd.Sum))
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor) -> Post:
         return self._post(

@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from hetsync.plane.base import Channels, Messages, Plane, PlaneError, named
 from hetsync.plane.blocking import BlockingCollectives, wait_until
 from hetsync.plane.parcels import empty_parcel, packed
 from hetsync.plane.polled import Lane, PolledSums, Post
+from hetsync.plane.staging import Test
 
 try:
     from mpi4py import MPI
@@ -30,9 +31,8 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 # Small enough for MPI's copies to stay in the processor's cache (see polled.SEGMENTS_IN_FLIGHT). Segments grow with the
-# ranks for MPIs that sum in rings, where one rank's part of a segment is passed on at a time; Open MPI 5 sums in place
-# along a binomial tree.
-SEGMENT_VALUES_PER_RANK = 1 << 17
+# ranks for MPIs that sum in rings, where one rank's part of a segment is passed on at a time.
+SEGMENT_VALUES_PER_RANK = 1 << 16
 
 
 @contextmanager
@@ -48,15 +48,35 @@ def _memory(tensor: torch.Tensor) -> MPI.buffer:
 
 
 class _MpiLane(Lane):
+    """Where ranks are on several hosts, addends are copied: Open MPI 5 sums in place along a binomial tree, whose root
+    takes in and sends out everything log2(ranks) times, but otherwise in a ring from four ranks on. Over slow links
+    the ring takes less than half the time; in shared memory it saves nothing, and costs more copies.
+    """
+
     def __init__(self, comm: MPI.Intracomm) -> None:
         super().__init__()
         self.comm = comm
+        self.segment_values: int = SEGMENT_VALUES_PER_RANK * comm.Get_size()
+        self.copies = _several_hosts(comm)
+        self._spare: list[torch.Tensor] = []  # segments, each for an addend
 
-    def sum_in_place(self, values: torch.Tensor) -> Iterable[Post]:
-        return map(self._post_sum, values.split(SEGMENT_VALUES_PER_RANK * self.comm.Get_size()))
+    def sum_in_place(self, values: torch.Tensor) -> Post:
+        if self.copies:
+            return lambda: self._sum_copy(values)
+        return lambda: self.comm.Iallreduce(MPI.IN_PLACE, [_memory(values), MPI.FLOAT]).Test
 
-    def _post_sum(self, segment: torch.Tensor) -> Post:
-        return lambda: self.comm.Iallreduce(MPI.IN_PLACE, [_memory(segment), MPI.FLOAT]).Test
+    def _sum_copy(self, values: torch.Tensor) -> Test:
+        segment = self._spare.pop() if self._spare else torch.empty(self.segment_values)
+        addend = segment[: values.numel()].copy_(values)
+        request = self.comm.Iallreduce([_memory(addend), MPI.FLOAT], [_memory(values), MPI.FLOAT])
+
+        def test() -> bool:
+            if not request.Test():
+                return False
+            self._spare.append(segment)
+            return True
+
+        return test
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor) -> Post:
         return lambda: self.comm.Ialltoall([_memory(sent), MPI.BYTE], [_memory(received), MPI.BYTE]).Test
@@ -68,17 +88,15 @@ class _MpiLane(Lane):
 class MpiSums(PolledSums):
     """Sums over all ranks of `MPI.COMM_WORLD`, or over these `ranks`; building it is collective among them.
 
-    `cuda_aware` says that this MPI reads and writes CUDA memory, in non-blocking collectives too. It
-    cannot be found out reliably, and a wrong yes crashes: hence off unless asked for.
+    CUDA tensors travel through host memory, whatever MPI it is: CUDA-aware ones read CUDA memory in messages and in
+    blocking collectives, but Open MPI not in the non-blocking ones that are used here.
     """
 
-    def __init__(
-        self, timeout_seconds: float = 600.0, cuda_aware: bool = False, ranks: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, timeout_seconds: float = 600.0, ranks: Sequence[int] | None = None) -> None:
         world = MPI.COMM_WORLD
         among = world if ranks is None else world.Create_group(world.Get_group().Incl(ranks))
         self._lanes = _MpiLane(_duplicate(among)), _MpiLane(_duplicate(among))
-        super().__init__("MPI", among.Get_rank(), among.Get_size(), *self._lanes, reads_cuda=cuda_aware)
+        super().__init__("MPI", among.Get_rank(), among.Get_size(), *self._lanes)
         self._timeout_seconds = timeout_seconds
         self._closed = False
 
@@ -252,17 +270,26 @@ class MpiChannels(Channels):
 class MpiPlane(Plane):
     """Messages and sums over MPI, among all ranks of `MPI.COMM_WORLD`; building one is collective.
 
-    Arguments as in `MpiMessages` and `MpiSums`.
+    `timeout_seconds` as in `MpiMessages`.
     """
 
-    def __init__(self, timeout_seconds: float = 600.0, cuda_aware: bool = False) -> None:
-        super().__init__(MpiMessages(timeout_seconds), MpiSums(timeout_seconds, cuda_aware))
+    def __init__(self, timeout_seconds: float = 600.0) -> None:
+        super().__init__(MpiMessages(timeout_seconds), MpiSums(timeout_seconds))
 
 
 def _duplicate(world: MPI.Intracomm) -> MPI.Intracomm:
     comm = world.Dup()
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     return comm
+
+
+def _several_hosts(comm: MPI.Intracomm) -> bool:
+    """Collective; the same on all ranks."""
+    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    try:
+        return bool(host.Get_size() < comm.Get_size())
+    finally:
+        host.Free()
 
 
 def _require_threads() -> None:

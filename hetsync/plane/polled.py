@@ -7,20 +7,65 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from hetsync.plane.base import Handle, PlaneError, Residual, Sums, WireFormat
-from hetsync.plane.staging import CudaStaging, HostStaging, Waiting
+from hetsync.plane.staging import CudaStaging, HostStaging, Test, at_once
 from hetsync.plane.wire import decode, deliver, encode, encode_sum, encoded_bytes, flat, padded, shard_values
 
 # With few and small enough segments under way MPI's copies stay in the processor's cache, which more than halves the
-# time of large sums in shared memory (benchmarks/runtime_cost.py).
+# time of large sums in shared memory (docs/results/planes.md).
 SEGMENTS_IN_FLIGHT = 4
 
-Test = Callable[[], bool]  # has what was posted come to its end? It raises where that has failed
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+# What has to wait yields while there is nothing else to do, so that a collective reads from top to bottom although it
+# is polled.
+Waiting = Generator[None, None, Result]
 Post = Callable[[], Test]
+
+
+def until(test: Test) -> Waiting[None]:
+    while not test():
+        yield
+
+
+def then(first: Test, begin: Post) -> Test:
+    """The test of what is begun once the first thing has come to its end."""
+    second: Test | None = None
+
+    def test() -> bool:
+        nonlocal second
+        if second is None and first():
+            second = begin()
+        return second is not None and second()
+
+    return test
+
+
+class Step(NamedTuple):
+    """One collective: `post` it once it is `ready`."""
+
+    post: Post
+    ready: Test = at_once
+
+
+class Ahead(Iterator[Item]):
+    """The same items; so many of them are always made before they are asked for."""
+
+    def __init__(self, items: Iterable[Item], count: int) -> None:
+        self._items = iter(items)
+        self._made = deque(islice(self._items, count))
+
+    def __next__(self) -> Item:
+        if not self._made:
+            raise StopIteration
+        self._made.extend(islice(self._items, 1))
+        return self._made.popleft()
 
 
 class Queue:
@@ -50,25 +95,25 @@ class Queue:
         self._tickets += 1
         return self._tickets - 1
 
-    def run(self, ticket: int, posts: Iterable[Post], *buffers: torch.Tensor) -> Waiting[None]:
+    def run(self, ticket: int, steps: Iterable[Step], *buffers: torch.Tensor) -> Waiting[None]:
         """Post all when it is this ticket's turn, then wait."""
         while self._posted != ticket:
             yield
         yield from self.all_here()
         tests: deque[Test] = deque()
         self._pending[ticket] = (tests, buffers)
-        for post in posts:
+        for step in steps:
             if len(tests) == SEGMENTS_IN_FLIGHT:
                 yield from self._first_of(tests)
-            tests.append(post())
+            yield from until(step.ready)
+            tests.append(step.post())
         self._posted += 1
         while tests:
             yield from self._first_of(tests)
         del self._pending[ticket]
 
     def _first_of(self, tests: deque[Test]) -> Waiting[None]:
-        while not tests[0]():
-            yield
+        yield from until(tests[0])
         tests.popleft()
         self.completed += 1
 
@@ -80,9 +125,11 @@ class Queue:
 class Lane(Queue, ABC):
     """Collectives of one group of ranks."""
 
+    segment_values: int | None = None  # of a sum; None where it goes as one piece
+
     @abstractmethod
-    def sum_in_place(self, values: torch.Tensor) -> Iterable[Post]:
-        """Of float32 values, in segments."""
+    def sum_in_place(self, values: torch.Tensor) -> Post:
+        """Of float32 values: one segment."""
 
     @abstractmethod
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor) -> Post:
@@ -144,9 +191,16 @@ class PolledSums(Sums):
         deliver(residual, tensor)
         ticket = self._first.ticket()
         staging = self._staging_for(tensor.device)
-        values = yield from staging.fetch(tensor)
-        yield from self._first.run(ticket, self._first.sum_in_place(values), values)
-        yield from staging.store(values, into=tensor)
+        segments = tensor.split(self._first.segment_values or max(tensor.numel(), 1))
+        # Before its turn, and beside the sums of segments before: a device copies while a library sums.
+        steps = Ahead((self._segment(segment, staging) for segment in segments), SEGMENTS_IN_FLIGHT)
+        yield from self._first.run(ticket, steps, tensor)
+
+    def _segment(self, segment: torch.Tensor, staging: HostStaging) -> Step:
+        """Its way to where the library finds it begins now, and its way back once it is summed."""
+        values, ready = staging.fetch(segment)
+        post = self._first.sum_in_place(values)
+        return Step(lambda: then(post(), lambda: staging.store(values, into=segment)), ready)
 
     def _rounded_sum(self, tensor: torch.Tensor, wire: WireFormat, residual: Residual | None) -> Waiting[None]:
         first, first_ticket = self._first, self._first.ticket()
@@ -158,18 +212,18 @@ class PolledSums(Sums):
             addend = padded(encode(tensor, wire), encoded_bytes(n_padded, wire))
         # Before `fetch`, which waits for whatever used this memory earlier.
         shards = staging.buffer(addend.numel())
-        sent = yield from staging.fetch(addend)
-        yield from first.run(first_ticket, [first.all_to_all(sent, shards)], sent, shards)
+        sent, ready = staging.fetch(addend)
+        yield from first.run(first_ticket, [Step(first.all_to_all(sent, shards), ready)], sent, shards)
         with staging.context():
             addends = decode(staging.load(shards), n_padded, wire).view(self._size, shard)
             total = encode_sum(addends.sum(0), wire, residual, self._rank * shard)
         totals = staging.buffer(total.numel() * self._size)
-        own = yield from staging.fetch(total)
-        yield from second.run(second_ticket, [second.all_gather(own, totals)], own, totals)
+        own, ready = staging.fetch(total)
+        yield from second.run(second_ticket, [Step(second.all_gather(own, totals), ready)], own, totals)
         # The owner decodes its own shard as well: every rank holds the same bits.
         with staging.context():
             values = decode(staging.load(totals), n_padded, wire)[:n]
-        yield from staging.store(values, into=tensor)
+        yield from until(staging.store(values, into=tensor))
 
     @property
     def moves(self) -> int:

@@ -4,7 +4,8 @@ has nothing to give), and on rank 0 hosts the coordinator.
 A rank alone has no such thread: its main thread polls.
 
 It sleeps between two polls: for a fraction of the time for which nothing has happened. Where the main thread waits,
-polling adds at most that fraction to the wait; where it computes, seldom is often enough. A poll finds its code and
+polling adds at most that fraction to the wait: while a sum moves, the shortest sleep would add more, and the thread
+yields the processor instead. Where the main thread computes, seldom is often enough. A poll finds its code and
 data no longer in the processor's cache, and costs a tenth of a millisecond and more of the core that computes. So a
 rank that computes in delayed mode, where hardly anybody waits for it, never polls more often than
 `SHORTEST_DELAYED_POLL_SECONDS`, but at the start of each task. The simulator follows the same rule but for this: of
@@ -13,6 +14,7 @@ rounds it draws the longest sleep anyway.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -180,7 +182,10 @@ class Communicator:
             moved = self.poll()
             now = time.monotonic()
             news_at = now if moved else news_at
-            if shared.wake.wait(self._sleep_seconds(now - news_at)):
+            seconds = self._sleep_seconds(now - news_at)
+            if not seconds:
+                os.sched_yield()
+            if shared.wake.wait(seconds):
                 news_at = now
 
     def poll(self) -> bool:
@@ -205,6 +210,8 @@ class Communicator:
         fraction = POLL_FRACTION_WAITING if waiting else POLL_FRACTION_COMPUTING
         calm = shared.deltas is not None and not waiting and shared.phase is not Phase.RESTING
         shortest = SHORTEST_DELAYED_POLL_SECONDS if calm else SHORTEST_POLL_SECONDS
+        if waiting and self._pending.under_way and fraction * quiet_seconds < shortest:
+            return 0.0
         return poll_seconds(quiet_seconds, fraction, longest, shortest)
 
     @property

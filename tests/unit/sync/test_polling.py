@@ -69,13 +69,38 @@ def test_only_a_rank_that_computes_in_delayed_mode_lets_news_wait(
         return 1e-3
 
     monkeypatch.setattr(communicator, "poll_seconds", poll_seconds)
+    made = _communicator(main_thread, phase, delayed)
+    assert made._sleep_seconds(0.0) == 1e-3
+    assert asked == [(fraction, shortest)]
+
+
+@pytest.mark.parametrize(
+    ("main_thread", "summing", "quiet", "expected"),
+    [
+        (MainThread.WAITING, True, 0.0, 0.0),
+        (MainThread.WAITING, True, 0.4e-3, 0.0),
+        (MainThread.WAITING, True, 1e-3, 1e-4),  # somebody is late
+        (MainThread.WAITING, False, 0.0, 50e-6),  # for a message, which nobody here moves on
+        (MainThread.COMPUTING, True, 0.0, 50e-6),  # the processor has better to do
+    ],
+)
+def test_while_a_sum_moves_whoever_waits_does_not_sleep(
+    main_thread: MainThread, summing: bool, quiet: float, expected: float
+) -> None:
+    made = _communicator(main_thread, Phase.TRAINING, delayed=False)
+    if summing:
+        made._pending.post(torch.ones(3), "float32")
+    assert made._sleep_seconds(quiet) == pytest.approx(expected)
+
+
+def _communicator(main_thread: MainThread, phase: Phase, delayed: bool) -> communicator.Communicator:
     plane = LocalPlane()
     shared = SharedState(Worker(0), None)
     shared.weights = [torch.ones(3)]
     shared.main_thread, shared.phase = main_thread, phase
     if delayed:
         shared.delayed_mode()
-    made = communicator.Communicator(
+    return communicator.Communicator(
         plane,
         EngineOptions(4),
         shared,
@@ -84,5 +109,3 @@ def test_only_a_rank_that_computes_in_delayed_mode_lets_news_wait(
         on_task=lambda task: None,
         telemetry=Telemetry(None),
     )
-    assert made._sleep_seconds(0.0) == 1e-3
-    assert asked == [(fraction, shortest)]

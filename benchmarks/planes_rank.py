@@ -1,0 +1,135 @@
+"""One rank of planes.py's job: python -m benchmarks.planes_rank PLANE LARGEST_BYTES SECONDS FOLDER, under mpirun.
+
+A session trains a model of one weight and comes to rest; there buffers of several sizes are summed in turn by each way
+of WAYS. Rank 0 writes FOLDER/result.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch.utils.data import TensorDataset
+
+import hetsync
+from hetsync.api import JoinedSession
+from hetsync.errors import UserError
+from hetsync.files import write_atomically
+from hetsync.plane import open_plane
+from hetsync.plane.base import Plane
+
+SUM_BYTES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 50  # of one size, in which each way sums once
+
+Add = Callable[[torch.Tensor], Any]  # sums in place
+
+
+def bare_ways(plane: str) -> dict[str, Add]:
+    """What a program would call that uses the plane's library itself; the first is the one to compare with."""
+    if plane == "mpi":
+        comm = MPI.COMM_WORLD.Dup()
+        return {
+            "Allreduce": lambda values: comm.Allreduce(MPI.IN_PLACE, memory(values)),
+            "Iallreduce, Wait": lambda values: comm.Iallreduce(MPI.IN_PLACE, memory(values)).Wait(),
+        }
+    if plane == "torch":
+        dist.init_process_group("gloo", rank=MPI.COMM_WORLD.Get_rank(), world_size=MPI.COMM_WORLD.Get_size())
+        return {"all_reduce, wait": lambda values: dist.all_reduce(values, async_op=True).wait()}
+    return {}
+
+
+def memory(values: torch.Tensor) -> Any:
+    return [MPI.buffer.fromaddress(values.data_ptr(), values.nbytes), MPI.FLOAT]
+
+
+def polled(plane: Plane) -> Add:
+    """As fast as the plane can: polled without a break. At rest the communication thread touches no sums of its own."""
+
+    def add(values: torch.Tensor) -> None:
+        handle = plane.allreduce(values)
+        while not handle.done():
+            os.sched_yield()
+
+    return add
+
+
+def at_rest(plane: Plane, work: Callable[[JoinedSession], None]) -> None:
+    """Collective: `work` while a session rests, whose communication thread then waits for nothing but its requests."""
+    model = torch.nn.Linear(1, 1)
+    session = hetsync.join(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-6),
+        TensorDataset(torch.zeros(2 * plane.size)),
+        batch_size=plane.size,
+        evaluate_every=plane.size,
+        emulate="homogeneous",
+        samples_per_second=100.0 * plane.size,
+        plane=plane,
+        delay_bound=0,
+    )
+    works = [work]
+    with session:
+        for _ in session.slices(lambda: works.pop()(session) if works else None):
+            loss = model.weight.sum()
+            loss.backward()
+            session.step(loss)
+
+
+def time_sums(ways: dict[str, Add], largest: int, seconds: float) -> list[dict[str, Any]]:
+    """Collective: of each sum the seconds from the call to the result on the last rank, and the CPU seconds that a rank
+    took meanwhile, all of its threads together; the mean of all ranks."""
+    comm = MPI.COMM_WORLD.Dup()
+    rows: list[dict[str, Any]] = []
+    for size in filter(lambda size: size <= largest, SUM_BYTES):
+        values = torch.zeros(size // 4)
+        taken: dict[str, dict[str, list[float]]] = {way: {"seconds": [], "cpu_seconds": []} for way in ways}
+        began = time.monotonic()
+        for count in range(MOST_ROUNDS + 1):
+            for way, add in ways.items():
+                comm.Barrier()
+                started, cpu = time.monotonic(), time.process_time()
+                add(values)
+                took, cpu = time.monotonic() - started, time.process_time() - cpu
+                told = comm.allgather((took, cpu))
+                if count:  # the first warms up
+                    taken[way]["seconds"].append(max(took for took, _ in told))
+                    taken[way]["cpu_seconds"].append(sum(cpu for _, cpu in told) / comm.Get_size())
+            if count >= FEWEST_ROUNDS and comm.bcast(time.monotonic() - began) > seconds:
+                break
+        rows.append({"bytes": size, "ways": taken})
+    return rows
+
+
+def measured(name: str, largest: int, seconds: float) -> dict[str, Any]:
+    try:
+        plane = open_plane(name)
+    except UserError as reason:
+        return {"left_out": str(reason)}
+    rows: list[dict[str, Any]] = []
+
+    def work(session: JoinedSession) -> None:
+        ways = {**bare_ways(name), "polled": polled(plane), "engine": session.engine.allreduce}
+        rows.extend(time_sums(ways, largest, seconds))
+
+    at_rest(plane, work)
+    return {"sums": rows}
+
+
+def main() -> None:
+    name, largest, seconds, folder = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4])
+    torch.set_num_threads(1)
+    found = measured(name, largest, seconds)
+    if MPI.COMM_WORLD.Get_rank() == 0:
+        write_atomically(folder / "result.json", json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
