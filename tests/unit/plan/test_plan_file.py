@@ -85,7 +85,7 @@ MISTAKES = {
     "no format": (changed("format"), "format is missing: add it"),
     "share as text": (
         changed("replicas.0.share", "many"),
-        "replicas.0..share is many: it must be a whole number or null",
+        "replicas.0..share is many: it must be a whole number",
     ),
     "no share": (changed("replicas.0.share", 0), "replicas.0..share is 0: it must be at least 1"),
     "no micro-batches": (changed("replicas.0.micro_batches", 0), "micro_batches is 0: it must be at least 1"),
