@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from hetsync.plane.wire import encoded_bytes
 from hetsync.profiling.device import ENGINE_BUFFERS, USABLE_FRACTION
 
 Array = npt.NDArray[np.float64]
+FloatOrArray = TypeVar("FloatOrArray", float, npt.NDArray[np.float64])
 BYTES_PER_VALUE = 4
 
 
@@ -186,7 +187,7 @@ class Evaluator:
                 " micro-batches"
             )
 
-    def stage_memory(self, weight_bytes: float, replicas: int) -> float:
+    def held_bytes(self, weight_bytes: FloatOrArray, replicas: int) -> FloatOrArray:
         """Of weights, and of all that has their size: gradients, the optimizer's state, delayed mode's buffers."""
         delayed = replicas > 1 and self.training.sync.delay_bound != 0
         return weight_bytes * (2 + self.training.optimizer_buffers + (ENGINE_BUFFERS if delayed else 0))
@@ -282,13 +283,13 @@ class Evaluator:
                 for j, (other_begin, other_end) in enumerate(spans[target], first[target]):
                     samples = min(end, other_end) - max(begin, other_begin)
                     if samples > 0:
-                        latency, byte_seconds = self._link(workers[i][1], workers[j][1])
+                        latency, byte_seconds = self.link(workers[i][1], workers[j][1])
                         onwards[i].append(Send(j, samples * sample_bytes * byte_seconds, latency))
                         back[j].append(Send(i, samples * sample_bytes * byte_seconds, latency))
         return onwards, back
 
-    def _link(self, rank: int, other: int) -> tuple[float, float]:
-        """Latency, and seconds a byte."""
+    def link(self, rank: int, other: int) -> tuple[float, float]:
+        """Latency, and seconds a byte, from one rank to another."""
         key = (rank, other)
         if key not in self._links:
             link = self.cluster.link_between(rank, other)
@@ -320,7 +321,7 @@ class Evaluator:
         for one, share in zip(staged, shares, strict=True):
             largest = max(micro_batch_sizes(share, one.replica.micro_batches))
             for index, stage in enumerate(one.replica.stages):
-                held = self.stage_memory(float(one.figures[index, 5]), len(staged))
+                held = self.held_bytes(float(one.figures[index, 5]), len(staged))
                 saved = float(one.figures[index, 4]) * one.in_flight[index]
                 for rank, part in zip(stage.ranks, self._split(stage.ranks, largest), strict=True):
                     found[rank] = int(held + saved * part)
