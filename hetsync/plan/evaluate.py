@@ -31,6 +31,7 @@ from hetsync.profiling.device import ENGINE_BUFFERS, USABLE_FRACTION
 Array = npt.NDArray[np.float64]
 FloatOrArray = TypeVar("FloatOrArray", float, npt.NDArray[np.float64])
 BYTES_PER_VALUE = 4
+FORWARD, BACKWARD, SAVED, WEIGHTS = range(4)  # columns of figures: parts of a step, a sample's bytes, bytes
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,9 @@ class _Slice:
 class Evaluator:
     """Scores placements of one model on one cluster.
 
-    `times` are the ranks' of a slice of the whole model. A block takes its part of them: of what is fixed by its fixed
-    seconds, of a sample's by its seconds a sample. UserError for a cluster whose link is a fraction of computing.
+    `times` are the ranks' of a slice of the whole model. A block takes its part of them: that which its forward and
+    backward passes have of the profiled device's, for as many samples as ranks have on average. UserError for a cluster
+    whose link is a fraction of computing.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class Evaluator:
                 "nobody can tell how long activations take: give bytes_per_second"
             )
         self.graph, self.cluster, self.times, self.training = graph, cluster, tuple(times), training
-        self.figures = _figures(costs)
+        self.figures = _figures(costs, training.batch_size / len(times))
         self.output_bytes = np.array([cost.output_bytes for cost in costs], dtype=float)
         inner = [(edge.source, edge.target) for edge in graph.edges if edge.source != BATCH]
         self._sources, self._targets = np.array(inner, dtype=int).reshape(-1, 2).T
@@ -266,8 +268,7 @@ class Evaluator:
         return self._parts[key]
 
     def _seconds(self, staged: _Staged, stage: int, rank: int, samples: int, backward: bool) -> float:
-        time, (fixed, each) = self.times[rank], staged.figures[stage, 2:4] if backward else staged.figures[stage, :2]
-        return time.fixed_seconds * float(fixed) + time.seconds_per_sample * float(each) * samples
+        return float(staged.figures[stage, BACKWARD if backward else FORWARD]) * self.times[rank].seconds(samples)
 
     def _sends(
         self, staged: _Staged, workers: Sequence[tuple[int, int]], parts: Sequence[tuple[int, ...]]
@@ -301,7 +302,7 @@ class Evaluator:
         seconds, carried = {}, 0.0
         for index, stage in enumerate(staged.replica.stages):
             if (ranks := len(stage.ranks)) > 1:
-                size = int(staged.figures[index, 5])
+                size = int(staged.figures[index, WEIGHTS])
                 seconds[index] = self.cluster.ring_link(stage.ranks).seconds(size, ranks, 0.0)
                 carried += 2 * (ranks - 1) * size
         return seconds, carried
@@ -321,24 +322,22 @@ class Evaluator:
         for one, share in zip(staged, shares, strict=True):
             largest = max(micro_batch_sizes(share, one.replica.micro_batches))
             for index, stage in enumerate(one.replica.stages):
-                held = self.held_bytes(float(one.figures[index, 5]), len(staged))
-                saved = float(one.figures[index, 4]) * one.in_flight[index]
+                held = self.held_bytes(float(one.figures[index, WEIGHTS]), len(staged))
+                saved = float(one.figures[index, SAVED]) * one.in_flight[index]
                 for rank, part in zip(stage.ranks, self._split(stage.ranks, largest), strict=True):
                     found[rank] = int(held + saved * part)
         return dict(sorted(found.items()))
 
 
-def _figures(costs: Sequence[BlockCost]) -> Array:
-    """A row a block: forward's part of what is fixed and of a sample's seconds, backward's, saved bytes of a sample,
-    bytes of weights. The parts add up to 1 over all blocks and both passes."""
-    each = np.array([(cost.forward_seconds, cost.backward_seconds) for cost in costs])
-    fixed = np.array([(cost.fixed_forward_seconds, cost.fixed_backward_seconds) for cost in costs])
-    if not each.sum() > 0:
+def _figures(costs: Sequence[BlockCost], samples: float) -> Array:
+    """A row a block, with its parts of a whole step of so many samples, which add up to 1, and its bytes."""
+    forward = np.array([cost.fixed_forward_seconds + samples * cost.forward_seconds for cost in costs])
+    backward = np.array([cost.fixed_backward_seconds + samples * cost.backward_seconds for cost in costs])
+    step = forward.sum() + backward.sum()
+    if not step > 0:
         raise ValueError("blocks that take no time cannot be planned")
-    fixed = fixed if fixed.sum() > 0 else each
-    fixed, each = fixed / fixed.sum(), each / each.sum()
     memory = np.array([(cost.saved_bytes, cost.weight_bytes) for cost in costs], dtype=float)
-    return np.column_stack([fixed[:, 0], each[:, 0], fixed[:, 1], each[:, 1], memory])
+    return np.column_stack([forward / step, backward / step, memory])
 
 
 def _usable_bytes(cluster: Cluster, rank: int) -> int:

@@ -65,10 +65,8 @@ def contiguous_replica(
     stages = sums[None, :, :] - sums[:, None, :]  # [i, j]: of the blocks from i to before j
     crossing = _crossing_bytes(evaluator) * samples
     for place, rank in enumerate(ranks):
-        fixed_forward, forward, fixed_backward, backward, saved, weights = np.moveaxis(stages, 2, 0)
-        time = evaluator.times[rank]
-        computing = time.fixed_seconds * (fixed_forward + fixed_backward)
-        computing = computing + time.seconds_per_sample * samples * (forward + backward)
+        forward, backward, saved, weights = np.moveaxis(stages, 2, 0)
+        computing = evaluator.times[rank].seconds(samples) * (forward + backward)
         if place + 1 < len(ranks):
             _, byte_seconds = evaluator.link(rank, ranks[place + 1])
             computing = np.maximum(computing, byte_seconds * crossing[None, :])

@@ -80,19 +80,14 @@ def test_a_step_takes_what_a_simulation_of_every_event_says(pipeline):
 
 
 def slow_seconds(model, costs, replica, times, devices):
-    fixed = sum(c.fixed_forward_seconds + c.fixed_backward_seconds for c in costs)
-    each = sum(c.forward_seconds + c.backward_seconds for c in costs)
+    samples = replica.share / len(times)
+    forward = [c.fixed_forward_seconds + samples * c.forward_seconds for c in costs]
+    backward = [c.fixed_backward_seconds + samples * c.backward_seconds for c in costs]
 
     def work(stage, rank, kind):
-        held = [costs[b] for b in stage.blocks]
-        parts = [(c.fixed_forward_seconds, c.forward_seconds) for c in held]
-        if kind == "B":
-            parts = [(c.fixed_backward_seconds, c.backward_seconds) for c in held]
-        whole = times[rank]
-        return tuple(
-            sum(part[i] for part in parts) / (fixed, each)[i] * (whole.fixed_seconds, whole.seconds_per_sample)[i]
-            for i in (0, 1)
-        )
+        part = sum((forward if kind == "F" else backward)[block] for block in stage.blocks)
+        part /= sum(forward) + sum(backward)
+        return part * times[rank].fixed_seconds, part * times[rank].seconds_per_sample
 
     stages = [
         (

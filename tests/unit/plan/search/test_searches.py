@@ -58,7 +58,7 @@ def slowest(asked, replica):
     evaluator = asked.evaluator
     figures = evaluator.figures
     stages = [
-        2 * evaluator.times[stage.ranks[0]].seconds_per_sample * figures[list(stage.blocks)][:, [1, 3]].sum()
+        2 * evaluator.times[stage.ranks[0]].seconds_per_sample * figures[list(stage.blocks), :2].sum()
         for stage in replica.stages
     ]
     links = [2 * evaluator.output_bytes[stage.blocks[-1]] / 40 for stage in replica.stages[:-1]]
