@@ -224,6 +224,11 @@ class Evaluator:
         if len(staged) == 1:
             return (batch,)
         least = [one.replica.micro_batches * max(len(stage.ranks) for stage in one.replica.stages) for one in staged]
+        if sum(least) > batch:
+            raise UserError(
+                f"data.batch_size is {batch}, and {len(staged)} replicas need {sum(least)} samples for one in every"
+                " micro-batch: give fewer micro-batches, fewer replicas, or a larger batch"
+            )
         times = [self._step_time(one, low, batch) for one, low in zip(staged, least, strict=True)]
         shares = speed_shares(times, batch, pins=given)
         if short := {index: low for index, low in enumerate(least) if shares[index] < low}:

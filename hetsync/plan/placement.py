@@ -138,29 +138,30 @@ def planned(
     predicted: Predicted | None = None,
 ) -> PlanFile:
     """The plan file of a placement, with the shortest names."""
-    replicas = tuple(
-        PlannedReplica(
-            tuple(
-                PlannedStage(stage.ranks, shortest_names(stage.blocks, graph.blocks), stage.in_flight)
-                for stage in replica.stages
-            ),
-            replica.share,
-            replica.micro_batches,
+    replicas = []
+    for replica in placement.replicas:
+        stages = tuple(
+            PlannedStage(stage.ranks, shortest_names(stage.blocks, graph.blocks), stage.in_flight)
+            for stage in replica.stages
         )
-        for replica in placement.replicas
-    )
-    return PlanFile(FORMAT, batch_size, replicas, model, predicted)
+        replicas.append(PlannedReplica(share=replica.share, micro_batches=replica.micro_batches, stages=stages))
+    return PlanFile(format=FORMAT, model=model, batch_size=batch_size, replicas=tuple(replicas), predicted=predicted)
 
 
 def shortest_names(chosen: Collection[int], blocks: Sequence[Block]) -> tuple[str, ...]:
-    """Names that stand for these blocks and no others, in the order of the blocks."""
+    """Names that stand for these blocks and no others, in the order of the blocks.
+
+    ValueError where the name of one of them also stands for another block, below it.
+    """
     inside = set(chosen)
     if len(inside) == len(blocks):
         return (ALL,)
     others = [block.name for index, block in enumerate(blocks) if index not in inside]
     taken = {above for name in others for above in _names_above(name)}
-    names = (next(above for above in _names_above(blocks[i].name) if above not in taken) for i in sorted(inside))
-    return tuple(dict.fromkeys(names))
+    names = [next((name for name in _names_above(blocks[i].name) if name not in taken), None) for i in sorted(inside)]
+    if None in names:
+        raise ValueError(f"no name stands for block {blocks[sorted(inside)[names.index(None)]].name} alone")
+    return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
 def _names_above(name: str) -> Iterable[str]:

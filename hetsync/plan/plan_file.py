@@ -53,13 +53,13 @@ class PlannedStage:
         at_least("in_flight", self.in_flight, 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlannedReplica:
     """A whole model. `share`: its samples of a slice of all replicas; None is by predicted speed."""
 
-    stages: tuple[PlannedStage, ...]
     share: int | None = None
     micro_batches: int = 1
+    stages: tuple[PlannedStage, ...]
 
     def __post_init__(self) -> None:
         _require_some("stages", self.stages)
@@ -90,14 +90,14 @@ class Predicted:
     memory_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanFile:
     """A plan as it is written."""
 
     format: int
+    model: PlannedModel | None = None
     batch_size: int
     replicas: tuple[PlannedReplica, ...]
-    model: PlannedModel | None = None
     predicted: Predicted | None = None
 
     def __post_init__(self) -> None:

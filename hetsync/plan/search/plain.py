@@ -12,7 +12,9 @@ from hetsync.plan.search.search import Problem, Search
 class _Whole(Search):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._left = list(problem.micro_batches)
+        batch, ranks = problem.evaluator.training.batch_size, len(self._ranks())
+        fitting = [number for number in problem.micro_batches if number * ranks <= batch]
+        self._left = fitting or [min(problem.micro_batches)]
 
     def propose(self) -> Sequence[Placement]:
         blocks = tuple(range(len(self.problem.evaluator.graph.blocks)))

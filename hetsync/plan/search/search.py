@@ -78,8 +78,8 @@ def micro_batch_numbers(given: int | None, batch_size: int, replicas: int) -> tu
 
 
 def _rank(costs: Costs) -> tuple[int, float]:
-    """What fits before what does not, and that by the bytes it lacks."""
-    return sum(costs.lacking_bytes.values()), costs.step_seconds
+    """What fits before what does not, and that by the bytes it lacks. Differences by rounding are none."""
+    return sum(costs.lacking_bytes.values()), float(f"{costs.step_seconds:.9g}")
 
 
 def _check_fits(costs: Costs, evaluator: Evaluator, tried: int) -> None:

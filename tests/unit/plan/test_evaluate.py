@@ -208,6 +208,13 @@ def test_shares_that_are_left_out_are_by_predicted_speed():
     assert [replica.share for replica in pinned.replicas] == [80, 10]
 
 
+def test_a_batch_without_a_sample_for_every_micro_batch():
+    evaluator = Evaluator(graph("ab"), [cost()] * 2, cluster(3), [StepTime(0, 1)] * 3, Training(9))
+    many = Placement((chain([1], 2, 5), chain([], 2, 5, first_rank=2)))
+    with pytest.raises(UserError, match=r"data\.batch_size is 9, and 2 replicas need 10 samples"):
+        evaluator.evaluate(many)
+
+
 def test_the_timeline_is_that_of_the_step():
     model, costs = graph("ab"), [cost(1, 2), cost(1, 2)]
     evaluator = Evaluator(model, costs, cluster(2), [StepTime(0, 6)] * 2, Training(2))
