@@ -24,7 +24,7 @@ from hetsync.plan.graph import BATCH, BlockCost, BlockGraph
 from hetsync.plan.pipeline import Send, Worker, end_times
 from hetsync.plan.placement import Placement, Replica
 from hetsync.plan.rounds import Replicas, Rounds, segments
-from hetsync.plan.schedule import bounded_in_flight, micro_batch_sizes, schedule
+from hetsync.plan.schedule import bounded_in_flight, micro_batch_sizes, schedule, stage_order
 from hetsync.plane.wire import encoded_bytes
 from hetsync.profiling.device import ENGINE_BUFFERS, USABLE_FRACTION
 
@@ -139,6 +139,7 @@ class Evaluator:
         self.output_bytes = np.array([cost.output_bytes for cost in costs], dtype=float)
         inner = [(edge.source, edge.target) for edge in graph.edges if edge.source != BATCH]
         self._sources, self._targets = np.array(inner, dtype=int).reshape(-1, 2).T
+        self._sinks = sorted(set(range(len(costs))) - {source for source, _ in inner})
         values = [-(-cost.weight_bytes // BYTES_PER_VALUE) for cost in costs]
         self._wire_bytes = [encoded_bytes(number, training.sync.wire) for number in values]
         # By rank; a tenth of a device's memory stays free.
@@ -214,6 +215,12 @@ class Evaluator:
         for block, target in zip(*(part.tolist() for part in np.divmod(block_to_stage, stages)), strict=True):
             pair = (int(stage_of[block]), target)
             found[pair] = found.get(pair, 0.0) + float(self.output_bytes[block])
+        if len(self._sinks) > 1:  # what the model returns goes to the last stage, which computes the loss
+            last = stage_order(stages, found)[-1]
+            for block in self._sinks:
+                if stage_of[block] != last:
+                    pair = (int(stage_of[block]), last)
+                    found[pair] = found.get(pair, 0.0) + float(self.output_bytes[block])
         return found
 
     def _shares(self, staged: Sequence[_Staged]) -> tuple[int, ...]:

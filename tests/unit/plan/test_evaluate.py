@@ -18,7 +18,7 @@ from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, PairLink, load
 from hetsync.errors import UserError
 from hetsync.plan.evaluate import Evaluator, Training
 from hetsync.plan.placement import Placement, Replica, Stage
-from hetsync.plan.schedule import bounded_in_flight, micro_batch_sizes
+from hetsync.plan.schedule import bounded_in_flight, micro_batch_sizes, stage_order
 
 FREE = Link()
 
@@ -102,6 +102,11 @@ def slow_seconds(model, costs, replica, times, devices):
             needed = {e.source for e in model.edges if e.source in one.blocks and e.target in other.blocks}
             if a != b and needed:
                 edges[a, b] = sum(costs[block].output_bytes for block in needed)
+    last = stage_order(len(stages), list(edges))[-1]
+    for block in set(range(len(costs))) - {edge.source for edge in model.edges}:  # what the model returns
+        (stage,) = (index for index, one in enumerate(replica.stages) if block in one.blocks)
+        if stage != last:
+            edges[stage, last] = edges.get((stage, last), 0) + costs[block].output_bytes
 
     def links(one, other):
         link = devices.link_between(*(replica.stages[s].ranks[i] for s, i in (one, other)))
@@ -171,6 +176,15 @@ def test_bytes_are_those_of_activations_their_gradients_and_sums():
     assert evaluator.evaluate(Placement((lockstep,))).step_bytes == 2 * 6 * 10 + 2 * 120
     two = Placement((chain([1], 4, 1, 3), chain([2], 4, 1, 3, first_rank=2)))
     assert evaluator.evaluate(two).step_bytes == 2 * 3 * 10 + 2 * 3 * 20 + 2 * 160
+
+
+def test_what_the_model_returns_goes_to_the_last_stage():
+    """Heads b and c side by side: the loss is where c is."""
+    evaluator = Evaluator(
+        graph("abc", [(0, 1), (0, 2)]), [cost(output=size) for size in (1, 10, 100)], cluster(3), [StepTime(0, 1)] * 3,
+        Training(5),
+    )  # fmt: skip
+    assert evaluator.evaluate(Placement((chain([1, 2], 3),))).step_bytes == 2 * 5 * (1 + 1 + 10)
 
 
 def test_memory_is_weights_their_likes_and_activations_in_flight():
