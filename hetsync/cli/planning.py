@@ -65,6 +65,7 @@ def explain(config: Config, path: Path) -> None:
         recipe, evaluator = _prepared(config, _cluster(config), ranks)
         file.check_job(ranks, config.data.batch_size, config.model.name, recipe.model.weights_sha256 or "")
         placement = place(file, recipe.cut.graph)
+        evaluator.check_hosts(placement)
         costs = evaluator.evaluate(placement)
         evaluator.check_memory(costs)
     print(*told_costs(predicted(costs)), *told_timeline(evaluator, placement), sep="\n")

@@ -181,6 +181,17 @@ class Evaluator:
                     spans.append(Span(index, stage, rank, number % replica.micro_batches, forward, end - seconds, end))
         return sorted(spans, key=lambda span: (span.rank, span.begin, span.end))
 
+    def check_hosts(self, placement: Placement) -> None:
+        """UserError where a stage of several ranks is on several hosts, as far as the cluster says where they are."""
+        for index, replica in enumerate(placement.replicas):
+            for number, stage in enumerate(replica.stages):
+                hosts = {self.cluster.device_of(rank).host or "" for rank in stage.ranks}
+                if len(hosts) > 1:
+                    raise UserError(
+                        f"replicas[{index}].stages[{number}].ranks is {list(stage.ranks)}, which are on the hosts"
+                        f" {', '.join(sorted(hosts))}: ranks that share a stage must share a host"
+                    )
+
     def check_memory(self, costs: Costs) -> None:
         """UserError where a rank's stage needs more than its device has: rank, bytes needed, bytes there."""
         for rank in costs.lacking_bytes:

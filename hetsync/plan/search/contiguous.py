@@ -63,7 +63,7 @@ def contiguous_replica(
     seconds, lacking = [], []
     sums = np.vstack([np.zeros(evaluator.figures.shape[1]), evaluator.figures.cumsum(axis=0)])
     stages = sums[None, :, :] - sums[:, None, :]  # [i, j]: of the blocks from i to before j
-    crossing = _crossing_bytes(evaluator) * samples
+    crossing = crossing_bytes(evaluator) * samples
     for place, rank in enumerate(ranks):
         forward, backward, saved, weights = np.moveaxis(stages, 2, 0)
         computing = evaluator.times[rank].seconds(samples) * (forward + backward)
@@ -81,7 +81,7 @@ def contiguous_replica(
     return Replica(tuple(Stage((rank,), tuple(range(i, j))) for rank, i, j in bounds), None, micro_batches)
 
 
-def _crossing_bytes(evaluator: Evaluator) -> Array:
+def crossing_bytes(evaluator: Evaluator) -> Array:
     """Bytes of a sample that cross each place between two blocks: outputs of those before that those behind need."""
     blocks = len(evaluator.graph.blocks)
     last_need = np.arange(blocks)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from hetsync.errors import UserError, did_you_mean
 from hetsync.plan.search.contiguous import Contiguous
+from hetsync.plan.search.exact import Exact
 from hetsync.plan.search.plain import Data, Single
 from hetsync.plan.search.search import Problem, Search
 
-SEARCHES: dict[str, type[Search]] = {"contiguous": Contiguous, "data": Data, "single": Single}
+SEARCHES: dict[str, type[Search]] = {"contiguous": Contiguous, "data": Data, "exact": Exact, "single": Single}
 
 
 def make_search(name: str, problem: Problem) -> Search:

@@ -210,6 +210,14 @@ def test_what_does_not_fit_is_infeasible():
         evaluator.check_memory(found)
 
 
+def test_a_stage_on_two_hosts():
+    devices = (DeviceGroup("a", 2, host="one"), DeviceGroup("b", host="two"))
+    evaluator = Evaluator(graph("ab"), [cost()] * 2, Cluster("x", "s", devices), [StepTime(0, 1)] * 3, Training(8))
+    evaluator.check_hosts(Placement((Replica((Stage((0, 1), (0,)), Stage((2,), (1,)))),)))
+    with pytest.raises(UserError, match=r"stages\[1\].ranks is \[1, 2\], which are on the hosts one, two: ranks that"):
+        evaluator.check_hosts(Placement((Replica((Stage((0,), (0,)), Stage((1, 2), (1,)))),)))
+
+
 def test_shares_that_are_left_out_are_by_predicted_speed():
     model, costs = graph("ab"), [cost(1, 2), cost(1, 2)]
     evaluator = Evaluator(model, costs, cluster(3), [StepTime(0, 2), StepTime(0, 2), StepTime(0, 1)], Training(90))

@@ -81,7 +81,7 @@ def test_what_is_found_passes_the_check_of_a_job(name):
     assert place(plan, asked.evaluator.graph) == found.placement
     assert sum(replica.share for replica in found.placement.replicas) == 32
     assert found.costs == asked.evaluator.evaluate(found.placement)
-    assert found.evaluations == 2
+    assert found.evaluations == (4 if name == "exact" else 2)  # in flight: all of them, and as in 1F1B
 
 
 def test_ranks_of_a_replica_are_its_stages_in_order():
