@@ -108,7 +108,7 @@ def test_help_and_parsing_load_no_torch(words: list[str]) -> None:
     ("words", "sentence"),
     [
         ([], "the following arguments are required: VERB; see hetsync --help"),
-        (["trian"], "there is no verb trian (did you mean train?): use one of train, profile"),
+        (["trian"], "there is no verb trian (did you mean train?): use one of train, plan, profile"),
         (["--verbose"], "hetsync: "),
     ],
 )

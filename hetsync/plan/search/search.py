@@ -70,10 +70,11 @@ def run(search: Search, most_evaluations: int = 1000) -> Found:
 
 
 def micro_batch_numbers(given: int | None, batch_size: int, replicas: int) -> tuple[int, ...]:
-    """What to choose from: the given number, or powers of two that leave each replica's micro-batches a sample."""
+    """What to choose from: the given number, or powers of two that leave micro-batches two samples on average, as batch
+    norm does not train on one."""
     if given is not None:
         return (given,)
-    most = min(MOST_MICRO_BATCHES, batch_size // replicas)
+    most = min(MOST_MICRO_BATCHES, batch_size // (2 * replicas))
     return tuple(2**power for power in range(most.bit_length())) or (1,)
 
 

@@ -135,8 +135,8 @@ def test_the_budget_is_kept_to_the_evaluation():
     ("given_number", "batch", "replicas", "numbers"),
     [
         (3, 64, 2, (3,)),
-        (None, 64, 2, (1, 2, 4, 8, 16, 32)),
-        (None, 7, 3, (1, 2)),
+        (None, 64, 2, (1, 2, 4, 8, 16)),
+        (None, 7, 3, (1,)),
         (None, 10**6, 1, (1, 2, 4, 8, 16, 32, 64)),
     ],
 )
