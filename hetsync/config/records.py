@@ -79,10 +79,19 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     if origin is Mapping:
         if not isinstance(value, dict):
             raise wrong(where, value, expected(kind))
-        return {str(key): _build(options[1], item, f"{where}.{key}") for key, item in value.items()}
+        return {_key(options[0], key, where): _build(options[1], item, f"{where}.{key}") for key, item in value.items()}
     if not fits(value, kind) or (kind is float and not math.isfinite(value)):
         raise wrong(where, value, expected(kind))
     return float(value) if kind is float else value
+
+
+def _key(kind: Any, key: Any, where: str) -> Any:
+    """Of a mapping; text may be written without quotes."""
+    if kind is str:
+        return str(key)
+    if not fits(key, kind):
+        raise wrong(f"a key of {where}", key, expected(kind))
+    return key
 
 
 def _named(kinds: Sequence[Any], value: Any, where: str) -> Any:

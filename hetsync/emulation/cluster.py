@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from itertools import pairwise
@@ -20,7 +20,7 @@ import yaml
 from hetsync.config.checks import wrong
 from hetsync.config.records import plain, record
 from hetsync.config.yaml_files import read_yaml
-from hetsync.errors import UserError, brief
+from hetsync.errors import UserError, brief, did_you_mean
 from hetsync.files import write_atomically
 
 MOST_DEVICES = 1_000_000
@@ -33,6 +33,7 @@ class DeviceGroup:
     """Equal devices. `speed` is relative, in any unit; `samples_per_second` is measured, by model name.
 
     A slice takes `fixed_seconds` however few samples it has (kernel launches, Python), and its samples beside that.
+    `host` is the machine that they are in, for links between machines.
     """
 
     name: str
@@ -41,6 +42,7 @@ class DeviceGroup:
     memory_gib: float | None = None
     samples_per_second: Mapping[str, float] = field(default_factory=dict)
     fixed_seconds: float = 0.0
+    host: str | None = None
 
     def __post_init__(self) -> None:
         _require(1 <= self.count <= MOST_DEVICES, "count", self.count, f"at least 1 and at most {MOST_DEVICES:,}")
@@ -87,6 +89,35 @@ class Link:
             return self.compute_fraction * slice_seconds
         carried_bytes = 2 * (ranks - 1) / ranks * size_bytes
         return self.latency_seconds + carried_bytes / (self.bytes_per_second or math.inf)
+
+
+@dataclass(frozen=True)
+class PairLink:
+    """What lies between two groups of devices or hosts, by their names; each twice the same: within it.
+
+    Each pair of ranks has such a link, both ways.
+    """
+
+    between: tuple[str, ...]
+    latency_seconds: float = 0.0
+    bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        _require(len(self.between) == 2, "between", list(self.between), "two names of device groups or hosts")
+        _ = self.link  # whose checks are ours
+
+    @property
+    def link(self) -> Link:
+        return Link(self.latency_seconds, self.bytes_per_second)
+
+    def joins(self, one: DeviceGroup, other: DeviceGroup) -> bool:
+        """Whether it lies between these."""
+        first, second = self.between
+        return (_called(one, first) and _called(other, second)) or (_called(one, second) and _called(other, first))
+
+
+def _called(group: DeviceGroup, name: str) -> bool:
+    return name in (group.name, group.host)
 
 
 @dataclass(frozen=True)
@@ -181,6 +212,8 @@ def slowdown_factor(slowdowns: Iterable[Slowdown], samples_done: int) -> float:
 class Cluster:
     """A cluster: its devices in rank order, its link, its jitter, and where the figures come from.
 
+    Of `links` the first counts that lies between two devices; where none does, it is `link`.
+
     `step_seconds` is what a synchronous step takes on its hosts beyond devices and link, such as for ranks that wake at
     once on few cores. The simulator adds it; emulation does not, whose host has a time of its own.
     """
@@ -192,10 +225,33 @@ class Cluster:
     jitter: Jitter | None = None
     events: tuple[Slowdown, ...] = ()
     step_seconds: float = 0.0
+    links: tuple[PairLink, ...] = ()
 
     def __post_init__(self) -> None:
         _require(bool(self.devices), "devices", [], "at least one")
         _require(self.step_seconds >= 0, "step_seconds", self.step_seconds, "at least 0")
+        self._check_links()
+
+    def _check_links(self) -> None:
+        groups, hosts = {group.name for group in self.devices}, {group.host for group in self.devices if group.host}
+        known, seen = groups | hosts, set()
+        if self.links and self.link is not None and self.link.compute_fraction is not None:
+            raise wrong(
+                "link.compute_fraction", self.link.compute_fraction, "left out beside links: give bytes_per_second"
+            )
+        for index, pair in enumerate(self.links):
+            key = f"links[{index}].between"
+            for name in pair.between:
+                if name not in known:
+                    raise UserError(
+                        f"{key} has {brief(name)}, which is neither a device group nor a host"
+                        f"{did_you_mean(name, known)}: use {', '.join(sorted(known))}"
+                    )
+                if name in groups & hosts:
+                    raise UserError(f"{key} has {name}, which is a device group and a host: rename one of them")
+            names = tuple(sorted(pair.between))
+            _require(names not in seen, key, list(pair.between), "there once: remove one of the two")
+            seen.add(names)
 
     @property
     def size(self) -> int:
@@ -213,6 +269,19 @@ class Cluster:
             f"cluster profile {self.name} has {self.size} devices, none for rank {rank}: "
             f"start at most {self.size} ranks, or add devices to it"
         )
+
+    def link_between(self, rank: int, other: int) -> Link:
+        """What carries tensors from one rank to another; free where the profile says nothing."""
+        groups = self.device_of(rank), self.device_of(other)
+        return next((pair.link for pair in self.links if pair.joins(*groups)), self.link or Link())
+
+    def ring_link(self, ranks: Sequence[int]) -> Link:
+        """What an allreduce of these ranks travels on: the slowest of the links between neighbours in the ring."""
+        if not self.links or len(ranks) == 1:
+            return self.link or Link()
+        links = [self.link_between(*pair) for pair in pairwise([*ranks, ranks[0]])]
+        bandwidths = [link.bytes_per_second for link in links if link.bytes_per_second is not None]
+        return Link(max(link.latency_seconds for link in links), min(bandwidths, default=None))
 
 
 def shipped_clusters() -> list[str]:

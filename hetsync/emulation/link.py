@@ -47,9 +47,10 @@ class LinkTimes:
 
 def behind_link(plane: Plane, cluster: Cluster | None, round_bytes: int, slice_seconds: float) -> Plane:
     """The plane behind an emulated cluster's link; as it is without one. Arguments as in `LinkTimes.of`."""
-    if cluster is None or cluster.link is None or plane.size == 1:
+    link = Link() if cluster is None else cluster.ring_link(range(plane.size))
+    if link == Link() or plane.size == 1:
         return plane
-    times = LinkTimes.of(cluster.link, plane.size, round_bytes, slice_seconds)
+    times = LinkTimes.of(link, plane.size, round_bytes, slice_seconds)
     return EmulatedLink(plane, times.latency_seconds, times.bytes_per_second)
 
 

@@ -11,7 +11,7 @@ import torch
 from hetsync.balance.profile import RankProfile
 from hetsync.balance.shares import choose_shares, makespan
 from hetsync.config.schema import SyncConfig
-from hetsync.emulation.cluster import Cluster
+from hetsync.emulation.cluster import Cluster, Link
 from hetsync.emulation.link import LinkTimes
 from hetsync.simulate.polling import Runtime
 from hetsync.sync.gradients import make_buckets
@@ -85,10 +85,16 @@ class Scenario:
         """Samples of each rank in a slice, at the start."""
         return choose_shares(self.sync, self.batch_size, self.ranks)
 
+    @cached_property
+    def link(self) -> Link:
+        """What an allreduce of all ranks travels on."""
+        return self.cluster.ring_link(range(len(self.ranks)))
+
     def link_seconds(self, values: int) -> float:
         """One collective of so many values, at the first shares."""
-        link, ranks = self.cluster.link, len(self.ranks)
-        if link is None or ranks == 1:
+        if self.link == Link() or len(self.ranks) == 1:
             return 0.0
         slice_seconds = makespan(self.shares, [profile.time for profile in self.ranks])
-        return LinkTimes.of(link, ranks, 4 * self.traffic.values, slice_seconds).seconds(values, self.sync.wire)
+        return LinkTimes.of(self.link, len(self.ranks), 4 * self.traffic.values, slice_seconds).seconds(
+            values, self.sync.wire
+        )

@@ -82,7 +82,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(["--version"], capsys).split() == ["hetsync-train", __version__]
 
 
-VERBS = ("train", "profile", "simulate", "data", "control", "checkpoint")
+VERBS = ("train", "plan", "profile", "simulate", "data", "control", "checkpoint")
 
 
 def test_the_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +108,7 @@ def test_help_and_parsing_load_no_torch(words: list[str]) -> None:
     ("words", "sentence"),
     [
         ([], "the following arguments are required: VERB; see hetsync --help"),
-        (["trian"], "there is no verb trian (did you mean train?): use one of train, profile"),
+        (["trian"], "there is no verb trian (did you mean train?): use one of train, plan, profile"),
         (["--verbose"], "hetsync: "),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import yaml
 
@@ -10,6 +12,7 @@ from hetsync.emulation.cluster import (
     DeviceGroup,
     Link,
     LognormalJitter,
+    PairLink,
     QuantileJitter,
     QuantileModel,
     Slowdown,
@@ -171,3 +174,64 @@ def test_missing_files_and_names_are_named(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1")
     with pytest.raises(UserError, match=r"list.yaml: it holds \[1\] instead of keys"):
         load_cluster(str(tmp_path / "list.yaml"))
+
+
+WITHIN = {"between": ["d", "d"]}
+
+
+@pytest.mark.parametrize(
+    ("links", "others", "words"),
+    [
+        ([{"between": ["d"]}], {}, "links[0].between is ['d']: it must be two names of device groups or hosts"),
+        ([{"between": ["d", "f"]}], {}, "[0].between has f, which is neither a device group nor a host: use d"),
+        ([WITHIN, WITHIN], {}, "links[1].between is ['d', 'd']: it must be there once"),
+        ([WITHIN | {"bytes_per_second": 0}], {}, "links[0].bytes_per_second is 0.0: it must be above 0"),
+        ([WITHIN], {"link": {"compute_fraction": 0.5}}, "link.compute_fraction is 0.5: it must be left out"),
+        ([WITHIN], {"devices": [{"name": "d", "host": "d"}]}, "has d, which is a device group and a host"),
+    ],
+)
+def test_mistakes_in_links_by_pair(tmp_path, links, others, words):
+    with pytest.raises(UserError) as error:
+        load_cluster(write(tmp_path, SMALL | others | {"links": links}))
+    assert words in str(error.value)
+
+
+TWO_HOSTS = Cluster(
+    "two hosts",
+    "made up",
+    (DeviceGroup("a", 2, host="one"), DeviceGroup("b", 1, host="one"), DeviceGroup("c", 2, host="two")),
+    Link(1e-3, 1e6),
+    links=(
+        PairLink(("a", "c"), 0.1, 50.0),
+        PairLink(("one", "two"), 0.2, 100.0),
+        PairLink(("one", "one"), 0.0, None),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("pair", "link"),
+    [
+        ((0, 3), Link(0.1, 50.0)),  # the first that lies between
+        ((3, 0), Link(0.1, 50.0)),
+        ((2, 4), Link(0.2, 100.0)),
+        ((0, 1), Link()),
+        ((1, 2), Link()),
+        ((3, 4), Link(1e-3, 1e6)),  # the rest
+    ],
+)
+def test_links_by_pair(pair, link):
+    assert TWO_HOSTS.link_between(*pair) == link
+
+
+def test_an_allreduce_takes_the_slowest_link_of_its_ring():
+    assert TWO_HOSTS.ring_link(range(5)) == Link(0.2, 50.0)
+    assert TWO_HOSTS.ring_link([0, 1, 2]) == Link()
+    assert TWO_HOSTS.ring_link([3]) == Link(1e-3, 1e6)
+    assert replace(TWO_HOSTS, links=()).ring_link(range(5)) == Link(1e-3, 1e6)
+    assert load_cluster("quickstart").ring_link(range(8)) == Link()
+
+
+def test_links_by_pair_read_back(tmp_path):
+    save_cluster(TWO_HOSTS, tmp_path / "two.yaml")
+    assert load_cluster(str(tmp_path / "two.yaml")) == TWO_HOSTS

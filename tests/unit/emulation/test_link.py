@@ -3,11 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hetsync.emulation.cluster import Link
-from hetsync.emulation.link import EmulatedLink, LinkTimes
+from hetsync.balance.profile import RankProfile, StepTime
+from hetsync.config.schema import SyncConfig
+from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, PairLink
+from hetsync.emulation.link import EmulatedLink, LinkTimes, behind_link
 from hetsync.plane.base import Handle, Residual, WireFormat
 from hetsync.plane.faulty import Corrupt, Delay, Drop, FaultyPlane, Stall
 from hetsync.plane.local import LocalPlane
+from hetsync.simulate.scenario import Scenario, Traffic
 
 
 class _Ready(Handle):
@@ -130,3 +133,19 @@ def test_a_simulated_collective_takes_what_an_emulated_one_does(values: int) -> 
     emulated = EmulatedLink(plane, times.latency_seconds, times.bytes_per_second)
     assert times.seconds(values, "float32") == pytest.approx(emulated.transfer_seconds(values, "float32"))
     assert times.seconds(values, "float32") == pytest.approx(0.5 + 2 * 3 / 4 * 4 * values / 1e4)
+
+
+def test_emulated_and_simulated_jobs_heed_links_by_pair() -> None:
+    devices = (DeviceGroup("a", 2), DeviceGroup("b", 2))
+    cluster = Cluster("x", "s", devices, links=(PairLink(("a", "b"), 0.5, 1e4),))
+    emulated = behind_link(_FourRanks(), cluster, round_bytes=4000, slice_seconds=0.1)
+    assert isinstance(emulated, EmulatedLink)
+    assert emulated.transfer_seconds(1000, "float32") == pytest.approx(0.5 + 2 * 3 / 4 * 4000 / 1e4)
+    ranks = [RankProfile("", "", StepTime(0, 1))] * 4
+    scenario = Scenario(cluster, ranks, SyncConfig(), 8, 80, traffic=Traffic(1000))
+    assert scenario.link_seconds(1000) == pytest.approx(emulated.transfer_seconds(1000, "float32"))
+
+
+def test_a_cluster_without_links_slows_nothing() -> None:
+    plane = _FourRanks()
+    assert behind_link(plane, Cluster("x", "s", (DeviceGroup("a", 4),)), 4000, 0.1) is plane

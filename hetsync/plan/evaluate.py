@@ -1,0 +1,383 @@
+"""What a placement costs: seconds of a step, bytes over links, bytes of memory. Pure, and fast enough to search with.
+
+The three are never mixed here. What does not fit into a device's memory is infeasible.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hetsync.balance.profile import StepTime, fit
+from hetsync.balance.shares import speed_shares
+from hetsync.config.schema import SyncConfig
+from hetsync.emulation.cluster import Cluster
+from hetsync.errors import UserError
+from hetsync.plan.graph import BATCH, BlockCost, BlockGraph
+from hetsync.plan.pipeline import Send, Worker, end_times
+from hetsync.plan.placement import Placement, Replica
+from hetsync.plan.rounds import Replicas, Rounds, segments
+from hetsync.plan.schedule import bounded_in_flight, micro_batch_sizes, schedule, stage_order
+from hetsync.plane.wire import encoded_bytes
+from hetsync.profiling.device import ENGINE_BUFFERS, USABLE_FRACTION
+
+Array = npt.NDArray[np.float64]
+FloatOrArray = TypeVar("FloatOrArray", float, npt.NDArray[np.float64])
+BYTES_PER_VALUE = 4
+FORWARD, BACKWARD, SAVED, WEIGHTS = range(4)  # columns of figures: parts of a step, a sample's bytes, bytes
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a recipe says of a step. `optimizer_buffers`: values that the optimizer keeps for each weight."""
+
+    batch_size: int
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    optimizer_buffers: int = 2
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of a step, which is a slice of all replicas.
+
+    Attributes:
+        step_seconds: Of `batch_size` samples.
+        step_bytes: Over all links: activations, their gradients, sums.
+        memory_bytes: By rank.
+        lacking_bytes: By rank, where memory is not enough; empty where the placement is feasible.
+        shares: Samples of each replica.
+        replica_seconds: Of each replica's slice, alone.
+        round_seconds: Of a round, alone; 0 for one replica.
+    """
+
+    step_seconds: float
+    step_bytes: float
+    memory_bytes: Mapping[int, int]
+    lacking_bytes: Mapping[int, int]
+    shares: tuple[int, ...]
+    replica_seconds: tuple[float, ...]
+    round_seconds: float
+
+    @property
+    def feasible(self) -> bool:
+        return not self.lacking_bytes
+
+    @property
+    def samples_per_second(self) -> float:
+        return sum(self.shares) / self.step_seconds
+
+    @property
+    def bytes_per_sample(self) -> float:
+        return self.step_bytes / sum(self.shares)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A forward or backward pass of a timeline; seconds after the slice's begin."""
+
+    replica: int
+    stage: int
+    rank: int
+    micro_batch: int
+    forward: bool
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A replica as far as its share does not matter. Rows are stages."""
+
+    replica: Replica
+    figures: Array  # summed over its blocks: the columns of Evaluator's figures
+    sample_bytes: Mapping[tuple[int, int], float]  # between two stages, a sample's
+    in_flight: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A replica's slice at some share."""
+
+    workers: tuple[tuple[int, int], ...]  # (stage, rank)
+    work: tuple[Worker, ...]
+    end_sums: Mapping[int, float]  # by stage of several ranks: seconds of its gradients' sum
+    bytes: float
+
+
+class Evaluator:
+    """Scores placements of one model on one cluster.
+
+    `times` are the ranks' of a slice of the whole model. A block takes its part of them: that which its forward and
+    backward passes have of the profiled device's, for as many samples as ranks have on average. UserError for a cluster
+    whose link is a fraction of computing.
+    """
+
+    def __init__(
+        self,
+        graph: BlockGraph,
+        costs: Sequence[BlockCost],
+        cluster: Cluster,
+        times: Sequence[StepTime],
+        training: Training,
+    ) -> None:
+        if len(costs) != len(graph.blocks):
+            raise ValueError(f"{len(costs)} costs for {len(graph.blocks)} blocks")
+        if cluster.link is not None and cluster.link.compute_fraction is not None:
+            raise UserError(
+                f"cluster profile {cluster.name}: link.compute_fraction is {cluster.link.compute_fraction}, by which "
+                "nobody can tell how long activations take: give bytes_per_second"
+            )
+        self.graph, self.cluster, self.times, self.training = graph, cluster, tuple(times), training
+        self.figures = _figures(costs, training.batch_size / len(times))
+        self.output_bytes = np.array([cost.output_bytes for cost in costs], dtype=float)
+        inner = [(edge.source, edge.target) for edge in graph.edges if edge.source != BATCH]
+        self._sources, self._targets = np.array(inner, dtype=int).reshape(-1, 2).T
+        self._sinks = sorted(set(range(len(costs))) - {source for source, _ in inner})
+        values = [-(-cost.weight_bytes // BYTES_PER_VALUE) for cost in costs]
+        self._wire_bytes = [encoded_bytes(number, training.sync.wire) for number in values]
+        # By rank; a tenth of a device's memory stays free.
+        self.limit_bytes = [_usable_bytes(cluster, rank) for rank in range(len(times))]
+        self._links: dict[tuple[int, int], tuple[float, float]] = {}  # latency, seconds a byte
+        self._parts: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+
+    def evaluate(self, placement: Placement) -> Costs:
+        """All costs. Shares that are left out are those by predicted speed; UserError where there are none."""
+        staged = [self._staged(replica) for replica in placement.replicas]
+        shares = self._shares(staged)
+        slices = [self._slice(one, share) for one, share in zip(staged, shares, strict=True)]
+        seconds = tuple(_slice_seconds(one, end_times(one.work)) for one in slices)
+        carried = sum(one.bytes for one in slices)
+        step, round_seconds = max(seconds), 0.0
+        if len(staged) > 1:
+            rounds, replicas = self._rounds(placement), Replicas(shares, seconds, _all_whole(placement))
+            round_seconds = rounds.seconds(max(seconds))
+            step = rounds.step_seconds(replicas, round_seconds)
+            carried += rounds.carried_bytes() * rounds.per_step(replicas, round_seconds, step)
+        memory = self._memory(staged, shares)
+        lacking = {rank: need - limit for rank, need in memory.items() if need > (limit := self.limit_bytes[rank])}
+        return Costs(step, carried, memory, lacking, shares, seconds, round_seconds)
+
+    def with_shares(self, placement: Placement) -> Placement:
+        """The placement with those shares that are left out by predicted speed."""
+        shares = self._shares([self._staged(replica) for replica in placement.replicas])
+        pairs = zip(placement.replicas, shares, strict=True)
+        return Placement(tuple(dataclasses.replace(replica, share=share) for replica, share in pairs))
+
+    def timeline(self, placement: Placement) -> list[Span]:
+        """What every rank does in a slice, by rank and in order."""
+        spans = []
+        for index, replica in enumerate(self.with_shares(placement).replicas):
+            one = self._slice(self._staged(replica), replica.share or 0)
+            for (stage, rank), worker, ends in zip(one.workers, one.work, end_times(one.work), strict=True):
+                for number, end in zip(worker.work, ends, strict=True):
+                    forward, seconds = number < replica.micro_batches, worker.seconds[number]
+                    spans.append(Span(index, stage, rank, number % replica.micro_batches, forward, end - seconds, end))
+        return sorted(spans, key=lambda span: (span.rank, span.begin, span.end))
+
+    def check_hosts(self, placement: Placement) -> None:
+        """UserError where a stage of several ranks is on several hosts, as far as the cluster says where they are."""
+        for index, replica in enumerate(placement.replicas):
+            for number, stage in enumerate(replica.stages):
+                hosts = {self.cluster.device_of(rank).host or "" for rank in stage.ranks}
+                if len(hosts) > 1:
+                    raise UserError(
+                        f"replicas[{index}].stages[{number}].ranks is {list(stage.ranks)}, which are on the hosts"
+                        f" {', '.join(sorted(hosts))}: ranks that share a stage must share a host"
+                    )
+
+    def check_memory(self, costs: Costs) -> None:
+        """UserError where a rank's stage needs more than its device has: rank, bytes needed, bytes there."""
+        for rank in costs.lacking_bytes:
+            raise UserError(
+                f"rank {rank} needs {costs.memory_bytes[rank]:,} bytes for its stage, and {self.limit_bytes[rank]:,} of"
+                f" its {self.cluster.device_of(rank).name} may be used: give it fewer blocks, a smaller share, or more"
+                " micro-batches"
+            )
+
+    def held_bytes(self, weight_bytes: FloatOrArray, replicas: int) -> FloatOrArray:
+        """Of weights, and of all that has their size: gradients, the optimizer's state, delayed mode's buffers."""
+        delayed = replicas > 1 and self.training.sync.delay_bound != 0
+        return weight_bytes * (2 + self.training.optimizer_buffers + (ENGINE_BUFFERS if delayed else 0))
+
+    def _staged(self, replica: Replica) -> _Staged:
+        stage_of = np.empty(len(self.graph.blocks), dtype=int)
+        for index, stage in enumerate(replica.stages):
+            stage_of[list(stage.blocks)] = index
+        member = stage_of == np.arange(len(replica.stages))[:, None]
+        sample_bytes = self._sample_bytes(stage_of, len(replica.stages))
+        in_flight = bounded_in_flight(
+            len(replica.stages), sample_bytes, replica.micro_batches, [stage.in_flight for stage in replica.stages]
+        )
+        return _Staged(replica, member @ self.figures, sample_bytes, in_flight)
+
+    def _sample_bytes(self, stage_of: npt.NDArray[Any], stages: int) -> dict[tuple[int, int], float]:
+        """Between stages: a block's output goes to each stage once, however many of its blocks need it."""
+        source_stage, target_stage = stage_of[self._sources], stage_of[self._targets]
+        across = source_stage != target_stage
+        block_to_stage = np.unique(self._sources[across] * stages + target_stage[across])
+        found: dict[tuple[int, int], float] = {}
+        for block, target in zip(*(part.tolist() for part in np.divmod(block_to_stage, stages)), strict=True):
+            pair = (int(stage_of[block]), target)
+            found[pair] = found.get(pair, 0.0) + float(self.output_bytes[block])
+        if len(self._sinks) > 1:  # what the model returns goes to the last stage, which computes the loss
+            last = stage_order(stages, found)[-1]
+            for block in self._sinks:
+                if stage_of[block] != last:
+                    pair = (int(stage_of[block]), last)
+                    found[pair] = found.get(pair, 0.0) + float(self.output_bytes[block])
+        return found
+
+    def _shares(self, staged: Sequence[_Staged]) -> tuple[int, ...]:
+        given = {index: one.replica.share for index, one in enumerate(staged) if one.replica.share is not None}
+        if len(given) == len(staged):
+            return tuple(given.values())
+        batch = self.training.batch_size
+        if len(staged) == 1:
+            return (batch,)
+        least = [one.replica.micro_batches * max(len(stage.ranks) for stage in one.replica.stages) for one in staged]
+        if sum(least) > batch:
+            raise UserError(
+                f"data.batch_size is {batch}, and {len(staged)} replicas need {sum(least)} samples for one in every"
+                " micro-batch: give fewer micro-batches, fewer replicas, or a larger batch"
+            )
+        times = [self._step_time(one, low, batch) for one, low in zip(staged, least, strict=True)]
+        shares = speed_shares(times, batch, pins=given)
+        if short := {index: low for index, low in enumerate(least) if shares[index] < low}:
+            shares = speed_shares(times, batch, pins=given | short)  # a sample for every micro-batch, at least
+        return shares
+
+    def _step_time(self, staged: _Staged, least: int, most: int) -> StepTime:
+        """Of a replica's slice by its share: a line through a small and a large one."""
+        shares = [least, most] if most > least else [least]
+        slices = [self._slice(staged, share) for share in shares]
+        return fit(shares, [_slice_seconds(one, end_times(one.work)) for one in slices])
+
+    def _slice(self, staged: _Staged, share: int) -> _Slice:
+        replica, stages = staged.replica, staged.replica.stages
+        sizes = micro_batch_sizes(share, replica.micro_batches)
+        parts = {size: [self._split(stage.ranks, size) for stage in stages] for size in set(sizes)}
+        workers = tuple((index, rank) for index, stage in enumerate(stages) for rank in stage.ranks)
+        sends = {size: self._sends(staged, workers, parts[size]) for size in parts}
+        work = []
+        for place, (index, rank) in enumerate(workers):
+            part_of = {size: parts[size][index][stages[index].ranks.index(rank)] for size in parts}
+            forward = {size: self._seconds(staged, index, rank, part, backward=False) for size, part in part_of.items()}
+            backward = {size: self._seconds(staged, index, rank, part, backward=True) for size, part in part_of.items()}
+            order = schedule(len(sizes), staged.in_flight[index])
+            work.append(
+                Worker(
+                    [number if kind == "forward" else number + len(sizes) for kind, number in order],
+                    [*(forward[size] for size in sizes), *(backward[size] for size in sizes)],
+                    [*(sends[size][0][place] for size in sizes), *(sends[size][1][place] for size in sizes)],
+                )
+            )
+        end_sums, sum_bytes = self._lockstep_sums(staged)
+        return _Slice(workers, tuple(work), end_sums, 2 * sum(staged.sample_bytes.values()) * share + sum_bytes)
+
+    def _split(self, ranks: tuple[int, ...], size: int) -> tuple[int, ...]:
+        """The samples of a micro-batch that each rank of a stage computes: by speed."""
+        if len(ranks) == 1:
+            return (size,)
+        key = (ranks, size)
+        if key not in self._parts:
+            self._parts[key] = speed_shares([self.times[rank] for rank in ranks], size)
+        return self._parts[key]
+
+    def _seconds(self, staged: _Staged, stage: int, rank: int, samples: int, backward: bool) -> float:
+        return float(staged.figures[stage, BACKWARD if backward else FORWARD]) * self.times[rank].seconds(samples)
+
+    def _sends(
+        self, staged: _Staged, workers: Sequence[tuple[int, int]], parts: Sequence[tuple[int, ...]]
+    ) -> tuple[list[list[Send]], list[list[Send]]]:
+        """What each worker sends after the forward and after the backward pass of a micro-batch: for the samples that
+        both ends compute."""
+        onwards: list[list[Send]] = [[] for _ in workers]
+        back: list[list[Send]] = [[] for _ in workers]
+        spans = [list(pairwise([0, *accumulate(sizes)])) for sizes in parts]
+        first = [0, *accumulate(len(sizes) for sizes in parts)]
+        for (source, target), sample_bytes in sorted(staged.sample_bytes.items()):
+            for i, (begin, end) in enumerate(spans[source], first[source]):
+                for j, (other_begin, other_end) in enumerate(spans[target], first[target]):
+                    samples = min(end, other_end) - max(begin, other_begin)
+                    if samples > 0:
+                        latency, byte_seconds = self.link(workers[i][1], workers[j][1])
+                        onwards[i].append(Send(j, samples * sample_bytes * byte_seconds, latency))
+                        back[j].append(Send(i, samples * sample_bytes * byte_seconds, latency))
+        return onwards, back
+
+    def link(self, rank: int, other: int) -> tuple[float, float]:
+        """Latency, and seconds a byte, from one rank to another."""
+        key = (rank, other)
+        if key not in self._links:
+            link = self.cluster.link_between(rank, other)
+            self._links[key] = (link.latency_seconds, 1 / link.bytes_per_second if link.bytes_per_second else 0.0)
+        return self._links[key]
+
+    def _lockstep_sums(self, staged: _Staged) -> tuple[dict[int, float], float]:
+        """Of the gradients of stages on several ranks: seconds by stage, bytes of all."""
+        seconds, carried = {}, 0.0
+        for index, stage in enumerate(staged.replica.stages):
+            if (ranks := len(stage.ranks)) > 1:
+                size = int(staged.figures[index, WEIGHTS])
+                seconds[index] = self.cluster.ring_link(stage.ranks).seconds(size, ranks, 0.0)
+                carried += 2 * (ranks - 1) * size
+        return seconds, carried
+
+    def _rounds(self, placement: Placement) -> Rounds:
+        holders = []
+        for replica in placement.replicas:
+            rank_of = [0] * len(self.graph.blocks)
+            for stage in replica.stages:
+                for block in stage.blocks:
+                    rank_of[block] = stage.ranks[0]
+            holders.append(rank_of)
+        return Rounds(segments(holders, self._wire_bytes), self.cluster, self.training.sync)
+
+    def _memory(self, staged: Sequence[_Staged], shares: Sequence[int]) -> dict[int, int]:
+        found = {}
+        for one, share in zip(staged, shares, strict=True):
+            largest = max(micro_batch_sizes(share, one.replica.micro_batches))
+            for index, stage in enumerate(one.replica.stages):
+                held = self.held_bytes(float(one.figures[index, WEIGHTS]), len(staged))
+                saved = float(one.figures[index, SAVED]) * one.in_flight[index]
+                for rank, part in zip(stage.ranks, self._split(stage.ranks, largest), strict=True):
+                    found[rank] = int(held + saved * part)
+        return dict(sorted(found.items()))
+
+
+def _figures(costs: Sequence[BlockCost], samples: float) -> Array:
+    """A row a block, with its parts of a whole step of so many samples, which add up to 1, and its bytes."""
+    forward = np.array([cost.fixed_forward_seconds + samples * cost.forward_seconds for cost in costs])
+    backward = np.array([cost.fixed_backward_seconds + samples * cost.backward_seconds for cost in costs])
+    step = forward.sum() + backward.sum()
+    if not step > 0:
+        raise ValueError("blocks that take no time cannot be planned")
+    memory = np.array([(cost.saved_bytes, cost.weight_bytes) for cost in costs], dtype=float)
+    return np.column_stack([forward / step, backward / step, memory])
+
+
+def _usable_bytes(cluster: Cluster, rank: int) -> int:
+    memory = cluster.device_of(rank).memory_bytes
+    return sys.maxsize if memory is None else int(USABLE_FRACTION * memory)
+
+
+def _slice_seconds(one: _Slice, ends: Sequence[Sequence[float]]) -> float:
+    last: dict[int, float] = {}
+    for (stage, _), times in zip(one.workers, ends, strict=True):
+        last[stage] = max(last.get(stage, 0.0), times[-1])
+    return max(end + one.end_sums.get(stage, 0.0) for stage, end in last.items())
+
+
+def _all_whole(placement: Placement) -> bool:
+    """Whether each replica is one rank that runs its share at once."""
+    return all(
+        len(replica.stages) == 1 and len(replica.stages[0].ranks) == 1 and replica.micro_batches == 1
+        for replica in placement.replicas
+    )

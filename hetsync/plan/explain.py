@@ -1,0 +1,75 @@
+"""A plan as text: its stages, its three costs, and who does what when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from string import ascii_lowercase, digits
+
+from hetsync.plan.evaluate import Costs, Evaluator, Span
+from hetsync.plan.placement import Placement
+from hetsync.plan.plan_file import PlanFile, Predicted
+
+COLUMNS = 96  # of a timeline
+MOST_NAMES = 4  # of a stage's blocks on a line
+IDLE = "·"
+
+
+def predicted(costs: Costs) -> Predicted:
+    """What a plan file says of the costs, to five digits."""
+    seconds, rate, size = (
+        float(f"{value:.5g}") for value in (costs.step_seconds, costs.samples_per_second, costs.bytes_per_sample)
+    )
+    return Predicted(seconds, rate, size, dict(costs.memory_bytes))
+
+
+def told_costs(costs: Predicted) -> list[str]:
+    """The three, a line each."""
+    memory = ", ".join(f"{rank}: {size / 2**20:,.1f}" for rank, size in costs.memory_bytes.items())
+    return [
+        f"time    {costs.step_seconds:.4g} s a step, {costs.samples_per_second:.4g} samples/s",
+        f"bytes   {costs.bytes_per_sample:,.0f} a sample over all links",
+        f"memory  in MiB by rank: {memory}",
+    ]
+
+
+def told_stages(plan: PlanFile) -> list[str]:
+    """Replicas with their stages, as the file has them."""
+    lines = []
+    for index, replica in enumerate(plan.replicas):
+        share = "a share by speed" if replica.share is None else f"{replica.share} samples"
+        pieces = f" in {replica.micro_batches} micro-batches" if replica.micro_batches > 1 else ""
+        lines.append(f"replica {index}: {share}{pieces}")
+        for number, stage in enumerate(replica.stages):
+            names = [*stage.blocks[:MOST_NAMES], *([f"{len(stage.blocks)} names"] if stage.blocks[MOST_NAMES:] else [])]
+            in_flight = "" if stage.in_flight is None else f", {stage.in_flight} in flight"
+            lines.append(f"  stage {number} on rank {_listed(stage.ranks)}: {', '.join(names)}{in_flight}")
+    return lines
+
+
+def told_timeline(evaluator: Evaluator, placement: Placement) -> list[str]:
+    """A line a rank: micro-batches by digits (forward) and letters (backward), and the part in which it waits."""
+    spans = evaluator.timeline(placement)
+    ends = [max(span.end for span in spans if span.replica == index) for index in range(len(placement.replicas))]
+    whole = max(ends)
+    lines = [f"a slice of {whole:.4g} s, forward by digits, backward by letters, waiting by {IDLE}"]
+    for rank, of_rank in groupby(spans, key=lambda span: span.rank):
+        own = list(of_rank)
+        busy = sum(span.end - span.begin for span in own) / ends[own[0].replica]
+        name = evaluator.cluster.device_of(rank).name
+        lines.append(f"rank {rank:<3} {name[:12]:<12} {_row(own, whole)} waits {1 - busy:.0%}")
+    return lines
+
+
+def _row(spans: Sequence[Span], whole: float) -> str:
+    """Each column shows what goes on in its middle."""
+    row = [IDLE] * COLUMNS
+    for span in spans:
+        first, last = (round(at / whole * COLUMNS) for at in (span.begin, span.end))
+        signs = digits if span.forward else ascii_lowercase
+        row[first:last] = signs[span.micro_batch % 10] * (last - first)
+    return "".join(row)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,77 @@
+"""From a recipe to what is planned: its model in blocks, what they cost, and what a step of it is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hetsync.config.schema import Config
+from hetsync.data import Data
+from hetsync.errors import UserError
+from hetsync.plan.blocks import Cut, cut
+from hetsync.plan.calls import observed_call
+from hetsync.plan.costs import Measured, block_costs
+from hetsync.plan.evaluate import Training
+from hetsync.plan.graph import BlockCost
+from hetsync.plan.plan_file import PlannedModel, weights_digest
+from hetsync.profiling.measure import batch_of
+from hetsync.sync.optimizers import build_optimizer
+
+MEASURED_SAMPLES = (4, 16)  # fewest and most of the larger of the two batches that blocks are measured on
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A recipe's model. `costs` by block, measured on this machine."""
+
+    model: PlannedModel
+    cut: Cut
+    costs: tuple[BlockCost, ...]
+    training: Training
+
+
+def planned_recipe(config: Config, built: Data, model: torch.nn.Module, ranks: int) -> Planned:
+    """The recipe's model in blocks, with their costs: those in the user's cache, or measured now.
+
+    UserError where the recipe sets shares in a way that plans do not know.
+    """
+    _check_shares(config)
+    model.train()
+    device = torch.device("cpu")
+    least, most = MEASURED_SAMPLES
+    large = min(max(least, config.data.batch_size // ranks), most, len(built.train))  # type: ignore[arg-type]
+    batches = {samples: batch_of(built, samples, device) for samples in (max(1, large // 2), large)}
+    traced = cut(model, observed_call(model, built.loss, batches[large]))
+    digest = weights_of(model)
+    measured = Measured(model, traced, built.loss, batches)
+    costs = block_costs(measured, _costs_file(config.model.name, digest), config.run.profile_seconds)
+    training = Training(config.data.batch_size, config.sync, optimizer_buffers(config, model))
+    return Planned(PlannedModel(config.model.name, digest), traced, costs, training)
+
+
+def weights_of(model: torch.nn.Module) -> str:
+    """`weights_digest` of a model."""
+    return weights_digest((name, tensor.shape) for name, tensor in model.state_dict().items())
+
+
+def optimizer_buffers(config: Config, model: torch.nn.Module) -> int:
+    """Values that the recipe's optimizer keeps for each weight; for one that is not known as many as Adam."""
+    optimizer = build_optimizer(config.optimizer, model)
+    if isinstance(optimizer, torch.optim.SGD):
+        return 1 if optimizer.param_groups[0]["momentum"] else 0
+    return 2
+
+
+def _check_shares(config: Config) -> None:
+    for key, value in (("shares", config.sync.shares), ("pins", config.sync.pins)):
+        if value not in ("speed", {}):
+            raise UserError(f"sync.{key} is {value}, but a plan has shares of its own: leave sync.{key} out")
+
+
+def _costs_file(model: str, digest: str) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = "".join(character if character.isalnum() else "-" for character in model)
+    return cache / "hetsync" / "plan" / f"{name[:60]}-{digest[:16]}.json"

@@ -1,0 +1,115 @@
+"""What synchronising the replicas adds to a step: its seconds and its bytes. Pure.
+
+The closed forms for delayed mode are those that the state machine shows on a virtual clock (tests/unit/plan): rates add
+as long as rounds are short enough, and in D + 1 rounds a replica has room for as many halves of contributions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hetsync.config.schema import SyncConfig
+from hetsync.emulation.cluster import Cluster
+
+Segments = Mapping[tuple[int, ...], int]  # bytes, by the ranks that hold them: one of every replica
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Replicas as rounds see them: samples of each in a slice, and the seconds that these take it."""
+
+    shares: Sequence[int]
+    seconds: Sequence[float]
+    whole: bool = True  # each is one rank that runs its share at once
+
+    @property
+    def delayed_seconds(self) -> float:
+        """Of a step of all, where none waits for another: their rates add up."""
+        return sum(self.shares) / sum(share / seconds for share, seconds in zip(self.shares, self.seconds, strict=True))
+
+
+def segments(holders: Iterable[Sequence[int]], weight_bytes: Sequence[int]) -> Segments:
+    """What is summed over the same ranks. `holders`: for each replica, by block, the rank that holds it."""
+    found: Counter[tuple[int, ...]] = Counter()
+    for ranks, size in zip(zip(*holders, strict=True), weight_bytes, strict=True):
+        found[ranks] += size
+    return found
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Sums of `segments` over their holders, one after another where they share a rank."""
+
+    segments: Segments
+    cluster: Cluster
+    sync: SyncConfig
+
+    @property
+    def delayed(self) -> bool:
+        return self.sync.delay_bound != 0
+
+    def seconds(self, slice_seconds: float) -> float:
+        """Of one round, with nobody to wait for."""
+        free: dict[int, float] = {}
+        for ranks, size in self.segments.items():
+            link = self.cluster.ring_link(sorted(ranks))
+            seconds = link.seconds(size, len(ranks), slice_seconds)
+            seconds += (self._buckets(size) - 1) * link.latency_seconds
+            end = max(free.get(rank, 0.0) for rank in ranks) + seconds
+            free.update(dict.fromkeys(ranks, end))
+        return max(free.values())
+
+    def carried_bytes(self) -> int:
+        """Of one round, over all links."""
+        return sum(2 * (len(ranks) - 1) * size for ranks, size in self.segments.items())
+
+    def step_seconds(self, replicas: Replicas, round_seconds: float) -> float:
+        """Of a slice of all replicas, with the rounds that go with it."""
+        slowest, slices = max(replicas.seconds), self.sync.accumulation
+        if not self.delayed:
+            return slowest + (self._synchronous_end(replicas, round_seconds) - slowest) / slices
+        waiting = self.sync.quorum == 1
+        computing = slowest if waiting else replicas.delayed_seconds
+        bound = self.sync.delay_bound
+        room = math.inf if bound is None else slices * (bound + 1) / 2  # slices that fit into a round
+        return max(computing, round_seconds / room)
+
+    def per_step(self, replicas: Replicas, round_seconds: float, step_seconds: float) -> float:
+        """Rounds in a step: as many as have a quorum, as a slice may last, and as the link carries.
+
+        The state machine starts up to a third fewer, where work under way would become too stale.
+        """
+        slices = self.sync.accumulation
+        if not self.delayed:
+            return 1 / slices
+        most = quorums(replicas.shares, self.sync.quorum)
+        if self.sync.delay_bound is not None:
+            most = min(most, self.sync.delay_bound)
+        by_link = step_seconds / round_seconds if round_seconds else math.inf
+        return min(most / slices, by_link)
+
+    def _buckets(self, size: int) -> int:
+        """Collectives that a sum of this size is."""
+        return 1 if self.delayed else -(-size // self.sync.bucket_bytes)
+
+    def _synchronous_end(self, replicas: Replicas, round_seconds: float) -> float:
+        """Buckets are full one after the other while the last backward pass runs, two thirds of a slice."""
+        slowest = max(replicas.seconds)
+        if not (self.sync.overlap and replicas.whole):
+            return slowest + round_seconds
+        buckets = max(1, sum(self._buckets(size) for size in self.segments.values()))
+        first = slowest * (1 / 3 + 2 / 3 / buckets)
+        return max(first + round_seconds, slowest + round_seconds / buckets)
+
+
+def quorums(shares: Sequence[int], quorum: float) -> int:
+    """Rounds that contributions of all replicas can start: one whenever enough samples are there."""
+    found, waiting = 0, 0
+    for share in sorted(shares, reverse=True):
+        waiting += share
+        if waiting >= quorum * sum(shares):
+            found, waiting = found + 1, 0
+    return found

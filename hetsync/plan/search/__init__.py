@@ -1,0 +1,1 @@
+"""Searches for placements: each proposes, hears what its proposals cost, and proposes again."""

@@ -1,0 +1,116 @@
+"""What an expert does: each replica's blocks are cut into consecutive stages, by speed and memory.
+
+For each number of micro-batches, the cut whose slowest stage or link is fastest, of those that fit into memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hetsync.balance.profile import StepTime
+from hetsync.balance.shares import speed_shares
+from hetsync.errors import UserError
+from hetsync.plan.evaluate import Evaluator
+from hetsync.plan.graph import BATCH
+from hetsync.plan.placement import Placement, Replica, Stage
+from hetsync.plan.search.search import Problem, Search
+
+Array = npt.NDArray[np.float64]
+
+
+class Contiguous(Search):
+    """Stages in the order in which a replica's ranks are given."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._left = list(problem.micro_batches)
+        blocks = len(problem.evaluator.graph.blocks)
+        for ranks in problem.replicas:
+            if len(ranks) > blocks:
+                raise UserError(
+                    f"a replica has {len(ranks)} ranks, but the model has {blocks} blocks, and each rank needs one: "
+                    "give more replicas, of fewer ranks"
+                )
+
+    def propose(self) -> Sequence[Placement]:
+        numbers, self._left = self._left, []
+        return [self._placement(number) for number in numbers]
+
+    def _placement(self, micro_batches: int) -> Placement:
+        evaluator, replicas = self.problem.evaluator, self.problem.replicas
+        shares = first_shares(evaluator, replicas)
+        return Placement(
+            tuple(
+                contiguous_replica(evaluator, ranks, micro_batches, -(-share // micro_batches), len(replicas))
+                for ranks, share in zip(replicas, shares, strict=True)
+            )
+        )
+
+
+def first_shares(evaluator: Evaluator, replicas: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Of each replica, as if no rank of it ever waited."""
+    rates = [sum(1 / evaluator.times[rank].seconds_per_sample for rank in ranks) for ranks in replicas]
+    return speed_shares([StepTime(0.0, 1 / rate) for rate in rates], evaluator.training.batch_size)
+
+
+def contiguous_replica(
+    evaluator: Evaluator, ranks: Sequence[int], micro_batches: int, samples: int, replicas: int
+) -> Replica:
+    """The best cut for micro-batches of so many samples, or where none fits the one that lacks least memory."""
+    seconds, lacking = [], []
+    sums = np.vstack([np.zeros(evaluator.figures.shape[1]), evaluator.figures.cumsum(axis=0)])
+    stages = sums[None, :, :] - sums[:, None, :]  # [i, j]: of the blocks from i to before j
+    crossing = crossing_bytes(evaluator) * samples
+    for place, rank in enumerate(ranks):
+        forward, backward, saved, weights = np.moveaxis(stages, 2, 0)
+        computing = evaluator.times[rank].seconds(samples) * (forward + backward)
+        if place + 1 < len(ranks):
+            _, byte_seconds = evaluator.link(rank, ranks[place + 1])
+            computing = np.maximum(computing, byte_seconds * crossing[None, :])
+        in_flight = min(len(ranks) - place, micro_batches)
+        held = evaluator.held_bytes(weights, replicas) + saved * samples * in_flight
+        seconds.append(computing)
+        lacking.append(np.maximum(held - evaluator.limit_bytes[rank], 0.0))
+    fitting = [np.where(lack > 0, np.inf, second) for lack, second in zip(lacking, seconds, strict=True)]
+    cuts = _least_worst(fitting) or _least_worst(lacking)
+    assert cuts is not None  # there are at least as many blocks as ranks
+    bounds = zip(ranks, cuts[:-1], cuts[1:], strict=True)
+    return Replica(tuple(Stage((rank,), tuple(range(i, j))) for rank, i, j in bounds), None, micro_batches)
+
+
+def crossing_bytes(evaluator: Evaluator) -> Array:
+    """Bytes of a sample that cross each place between two blocks: outputs of those before that those behind need."""
+    blocks = len(evaluator.graph.blocks)
+    last_need = np.arange(blocks)
+    for edge in evaluator.graph.edges:
+        if edge.source != BATCH:
+            last_need[edge.source] = max(last_need[edge.source], edge.target)
+    places = np.arange(blocks + 1)[:, None]
+    needed = (np.arange(blocks) < places) & (last_need >= places)
+    crossing: Array = needed @ evaluator.output_bytes
+    return crossing
+
+
+def _least_worst(costs: Sequence[Array]) -> list[int] | None:
+    """Where to cut so that the greatest cost of a stage is least; None where each way has an infinite one.
+
+    `costs[s][i, j]`: of stage s with the blocks from i to before j. Every stage has at least one block.
+    """
+    blocks = len(costs[0]) - 1
+    best = np.full(blocks + 1, np.inf)
+    best[0] = -np.inf
+    choices = []
+    allowed = np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), 1)
+    for cost in costs:
+        worst = np.where(allowed, np.maximum(best[:, None], cost), np.inf)
+        choices.append(worst.argmin(axis=0))
+        best = worst.min(axis=0)
+    if not np.isfinite(best[-1]):
+        return None
+    cuts = [blocks]
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    return cuts[::-1]

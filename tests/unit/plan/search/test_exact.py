@@ -1,0 +1,130 @@
+"""The best chain: equal to trying all of them; and laws of a best."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise, permutations
+
+import pytest
+from block_graphs import cost, graph
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetsync.balance.profile import StepTime
+from hetsync.config.schema import SyncConfig
+from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, PairLink
+from hetsync.errors import UserError
+from hetsync.plan.evaluate import Evaluator, Training
+from hetsync.plan.placement import Placement, Replica, Stage
+from hetsync.plan.search.exact import Exact, classes_of
+from hetsync.plan.search.registry import make_search
+from hetsync.plan.search.search import Problem, run
+
+MICRO_BATCHES, SAMPLES = 3, 6
+
+
+@st.composite
+def problems(draw):
+    """Up to six blocks on up to three devices in two groups; memory for some of the chains, or for all."""
+    blocks = draw(st.integers(1, 6))
+    small, bytes_ = st.integers(1, 9), st.integers(0, 40)
+    costs = [cost(draw(small), draw(small), 0.0, draw(bytes_), draw(bytes_), draw(bytes_)) for _ in range(blocks)]
+    groups = [(draw(st.integers(1, 2)), draw(st.integers(1, 5))), (1, draw(st.integers(1, 5)))]
+    memory = draw(st.sampled_from([None, 1200, 600, 300]))
+    devices = tuple(
+        DeviceGroup(name, count, memory_gib=memory and memory / 2**30)
+        for name, (count, _) in zip("ab", groups, strict=True)
+    )
+    link = Link(draw(st.integers(0, 2)) / 2, draw(st.sampled_from([None, 100.0, 10.0])))
+    slow = PairLink(("a", "b"), 1.0, draw(st.sampled_from([5.0, 50.0])))
+    times = [StepTime(0.0, seconds) for count, seconds in groups for _ in range(count)]
+    return problem(costs, Cluster("x", "s", devices, link, links=(slow,)), times)
+
+
+def problem(costs, cluster, times, micro_batches=MICRO_BATCHES, samples=SAMPLES):
+    model = graph([f"b{index}" for index in range(len(costs))])
+    evaluator = Evaluator(model, costs, cluster, times, Training(samples, SyncConfig(), 1))
+    return Problem(evaluator, (tuple(range(len(times))),), (micro_batches,))
+
+
+def all_chains(asked):
+    blocks, (ranks,), (number,) = len(asked.evaluator.graph.blocks), asked.replicas, asked.micro_batches
+    for count in range(1, min(len(ranks), blocks) + 1):
+        for cut in combinations(range(1, blocks), count - 1):
+            for chosen in permutations(ranks, count):
+                bounds = zip(chosen, pairwise([0, *cut, blocks]), strict=True)
+                stages = tuple(Stage((rank,), tuple(range(*pair)), number) for rank, pair in bounds)
+                yield Placement((Replica(stages, None, number),))
+
+
+def best_gpipe(search):
+    """Of the proposals that keep all micro-batches in flight, as `all_chains` do."""
+    number = search.problem.micro_batches[0]
+    costs = [search.problem.evaluator.evaluate(placement) for placement in proposals(search)]
+    kept = [
+        found.step_seconds
+        for placement, found in zip(proposals(type(search)(search.problem)), costs, strict=True)
+        if found.feasible and all(stage.in_flight == number for stage in placement.replicas[0].stages)
+    ]
+    return min(kept, default=None)
+
+
+def proposals(search):
+    found = []
+    while proposed := search.propose():
+        found += proposed
+    return found
+
+
+@given(problems())
+@settings(max_examples=120)
+def test_it_finds_what_trying_all_chains_finds(asked):
+    costs = [asked.evaluator.evaluate(placement) for placement in all_chains(asked)]
+    expected = min((found.step_seconds for found in costs if found.feasible), default=None)
+    assert best_gpipe(Exact(asked)) == pytest.approx(expected)
+
+
+@given(problems(), st.integers(1, 5))
+@settings(max_examples=60)
+def test_one_more_device_never_makes_it_worse(asked, seconds):
+    evaluator = asked.evaluator
+    more = replace(evaluator.cluster, devices=(*evaluator.cluster.devices, DeviceGroup("c")))
+    costs = [cost(*figures) for figures in figures_of(evaluator)]
+    less = problem(costs, replace(more, devices=(*evaluator.cluster.devices, DeviceGroup("d"))), evaluator.times)
+    # The same samples a rank, on average: else blocks have other parts.
+    larger = problem(costs, more, (*evaluator.times, StepTime(0.0, seconds)))
+    before, after = best_gpipe(Exact(less)), best_gpipe(Exact(larger))
+    assert after is not None if before is not None else True
+    assert before is None or after <= before * (1 + 1e-9)
+
+
+def figures_of(evaluator):
+    """Without fixed seconds: parts do not depend on the number of samples."""
+    return [
+        (float(forward), float(backward), 0.0, int(output), int(saved), int(weight))
+        for (forward, backward, saved, weight), output in zip(evaluator.figures, evaluator.output_bytes, strict=True)
+    ]
+
+
+def test_a_second_device_without_speed_stays_unused():
+    devices = Cluster("x", "s", (DeviceGroup("a", 2),), Link())
+    found = run(make_search("exact", problem([cost()] * 4, devices, [StepTime(0, 1), StepTime(0, 1e9)])))
+    assert found.placement.ranks == [0]
+
+
+def test_what_fits_nowhere_is_told():
+    devices = Cluster("x", "s", (DeviceGroup("a", 2, memory_gib=1e-6),), Link())
+    with pytest.raises(UserError, match="the model fits nowhere"):
+        run(make_search("exact", problem([cost(weight=10**6)] * 3, devices, [StepTime(0, 1)] * 2)))
+
+
+def test_too_many_classes():
+    devices = Cluster("x", "s", tuple(DeviceGroup(f"d{i}") for i in range(11)), Link())
+    with pytest.raises(UserError, match="at most 10 classes of equal devices, and a replica has 11"):
+        make_search("exact", problem([cost()] * 20, devices, [StepTime(0, 1 + i) for i in range(11)]))
+
+
+def test_equal_devices_are_of_a_class():
+    devices = Cluster("x", "s", (DeviceGroup("a", 3), DeviceGroup("b", host="one"), DeviceGroup("b", host="two")))
+    asked = problem([cost()], devices, [StepTime(0, 1), StepTime(0, 1), StepTime(0, 2), StepTime(0, 1), StepTime(0, 1)])
+    assert classes_of(asked.evaluator, range(5)) == [[0, 1], [2], [3], [4]]

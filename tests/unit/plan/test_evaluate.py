@@ -1,0 +1,253 @@
+"""The three costs: step time against a simulation of every event, laws of all three, and what infeasible means."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from block_graphs import cost, graph
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slow_pipeline import simulate
+
+from hetsync.balance.profile import StepTime
+from hetsync.balance.shares import speed_shares
+from hetsync.config.schema import SyncConfig
+from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, PairLink, load_cluster
+from hetsync.errors import UserError
+from hetsync.plan.evaluate import Evaluator, Training
+from hetsync.plan.placement import Placement, Replica, Stage
+from hetsync.plan.schedule import bounded_in_flight, micro_batch_sizes, stage_order
+
+FREE = Link()
+
+
+def cluster(ranks, link=FREE, memory_gib=None, links=()):
+    devices = tuple(DeviceGroup(f"d{rank}", memory_gib=memory_gib) for rank in range(ranks))
+    return Cluster("made up", "made up", devices, link, links=links)
+
+
+def chain(cuts, blocks, micro_batches=1, share=None, in_flight=None, first_rank=0):
+    """Consecutive blocks on consecutive ranks."""
+    bounds = [0, *cuts, blocks]
+    held = [tuple(range(*pair)) for pair in pairwise(bounds)]
+    stages = tuple(Stage((first_rank + index,), blocks, in_flight) for index, blocks in enumerate(held))
+    return Replica(stages, share, micro_batches)
+
+
+@st.composite
+def pipelines(draw):
+    """A model, its costs, and one replica of it: stages of one rank or two, in any order, over slow links."""
+    blocks = draw(st.integers(1, 6))
+    pairs = [(a, b) for b in range(blocks) for a in range(b)]
+    edges = sorted(draw(st.sets(st.sampled_from(pairs)))) if pairs else []
+    seconds = st.integers(1, 20)
+    costs = [
+        cost(draw(seconds), draw(seconds), draw(seconds), draw(st.integers(1, 9)), weight=0) for _ in range(blocks)
+    ]
+    cuts = sorted(draw(st.sets(st.integers(1, blocks - 1)))) if blocks > 1 else []
+    bounds = [0, *cuts, blocks]
+    wide = [draw(st.integers(1, 2)) for _ in bounds[1:]]
+    ranks = iter(range(sum(wide)))
+    in_flight = st.none() | st.integers(1, 6)
+    stages = [
+        Stage(tuple(next(ranks) for _ in range(width)), tuple(range(bounds[i], bounds[i + 1])), draw(in_flight))
+        for i, width in enumerate(wide)
+    ]
+    micro_batches = draw(st.integers(1, 5))
+    share = max(wide) * micro_batches + draw(st.integers(0, 7))
+    times = [StepTime(draw(st.integers(0, 5)), draw(st.integers(1, 9))) for _ in range(sum(wide))]
+    link = Link(draw(st.integers(0, 4)) / 2, draw(st.sampled_from([None, 1.0, 7.0])))
+    slow = PairLink(("d0", f"d{len(times) - 1}"), 1.0, 0.5)
+    order = draw(st.permutations(range(len(stages))))
+    replica = Replica(tuple(stages[i] for i in order), share, micro_batches)
+    return (
+        graph([f"b{i}" for i in range(blocks)], edges),
+        costs,
+        replica,
+        times,
+        cluster(len(times), link, links=(slow,)),
+    )
+
+
+@given(pipelines())
+@settings(max_examples=150)
+def test_a_step_takes_what_a_simulation_of_every_event_says(pipeline):
+    model, costs, replica, times, devices = pipeline
+    found = Evaluator(model, costs, devices, times, Training(replica.share)).evaluate(Placement((replica,)))
+    assert found.step_seconds == pytest.approx(slow_seconds(*pipeline), rel=1e-9)
+
+
+def slow_seconds(model, costs, replica, times, devices):
+    samples = replica.share / len(times)
+    forward = [c.fixed_forward_seconds + samples * c.forward_seconds for c in costs]
+    backward = [c.fixed_backward_seconds + samples * c.backward_seconds for c in costs]
+
+    def work(stage, rank, kind):
+        part = sum((forward if kind == "F" else backward)[block] for block in stage.blocks)
+        part /= sum(forward) + sum(backward)
+        return part * times[rank].fixed_seconds, part * times[rank].seconds_per_sample
+
+    stages = [
+        (
+            [{kind: work(stage, rank, kind) for kind in "FB"} for rank in stage.ranks],
+            lambda size, stage=stage: speed_shares([times[rank] for rank in stage.ranks], size),
+        )
+        for stage in replica.stages
+    ]
+    edges = {}
+    for a, one in enumerate(replica.stages):
+        for b, other in enumerate(replica.stages):
+            needed = {e.source for e in model.edges if e.source in one.blocks and e.target in other.blocks}
+            if a != b and needed:
+                edges[a, b] = sum(costs[block].output_bytes for block in needed)
+    last = stage_order(len(stages), list(edges))[-1]
+    for block in set(range(len(costs))) - {edge.source for edge in model.edges}:  # what the model returns
+        (stage,) = (index for index, one in enumerate(replica.stages) if block in one.blocks)
+        if stage != last:
+            edges[stage, last] = edges.get((stage, last), 0) + costs[block].output_bytes
+
+    def links(one, other):
+        link = devices.link_between(*(replica.stages[s].ranks[i] for s, i in (one, other)))
+        return link.latency_seconds, 1 / link.bytes_per_second if link.bytes_per_second else 0.0
+
+    said = [stage.in_flight for stage in replica.stages]
+    in_flight = bounded_in_flight(len(stages), edges, replica.micro_batches, said)
+    sums = [  # of a lockstep stage's gradients: weights have no bytes here, so latency is all
+        devices.ring_link(stage.ranks).latency_seconds if len(stage.ranks) > 1 else 0.0 for stage in replica.stages
+    ]
+    ends = simulate(stages, edges, micro_batch_sizes(replica.share, replica.micro_batches), in_flight, links)
+    return max(end + after for end, after in zip(ends, sums, strict=True))
+
+
+@given(pipelines(), st.sampled_from([1.5, 2.0, 10.0]))
+@settings(max_examples=60)
+def test_more_bandwidth_never_makes_gpipe_slower(pipeline, factor):
+    model, costs, replica, times, devices = pipeline
+    gpipe = replace(replica, stages=tuple(replace(stage, in_flight=replica.micro_batches) for stage in replica.stages))
+    faster = replace(devices, link=faster_link(devices.link, factor), links=())
+    slow, fast = (
+        Evaluator(model, costs, one, times, Training(replica.share)).evaluate(Placement((gpipe,)))
+        for one in (replace(devices, links=()), faster)
+    )
+    assert fast.step_seconds <= slow.step_seconds * (1 + 1e-9)
+    assert (fast.step_bytes, fast.memory_bytes) == (slow.step_bytes, slow.memory_bytes)
+
+
+def faster_link(link, factor):
+    return replace(link, bytes_per_second=link.bytes_per_second and link.bytes_per_second * factor)
+
+
+@given(pipelines(), st.sampled_from([0.5, 3.0]))
+@settings(max_examples=60)
+def test_scaling_all_times_scales_step_time_only(pipeline, factor):
+    model, costs, replica, times, devices = pipeline
+
+    def scaled(link):
+        rate = link.bytes_per_second and link.bytes_per_second / factor
+        return replace(link, latency_seconds=link.latency_seconds * factor, bytes_per_second=rate)
+
+    slower = replace(devices, link=scaled(devices.link), links=tuple(scaled(pair) for pair in devices.links))
+    slower_times = [StepTime(time.fixed_seconds * factor, time.seconds_per_sample * factor) for time in times]
+    plan = Placement((replica,))
+    before = Evaluator(model, costs, devices, times, Training(replica.share)).evaluate(plan)
+    after = Evaluator(model, costs, slower, slower_times, Training(replica.share)).evaluate(plan)
+    assert after.step_seconds == pytest.approx(before.step_seconds * factor)
+    assert (after.step_bytes, after.memory_bytes) == (before.step_bytes, before.memory_bytes)
+
+
+def test_gpipe_without_links_is_the_sum_and_the_slowest_stage():
+    """Σ + (M − 1) · max of forward, then of backward: exact for GPipe."""
+    model, costs = graph("abc"), [cost(1, 2), cost(3, 4), cost(2, 6)]
+    evaluator = Evaluator(model, costs, cluster(3), [StepTime(0, 18)] * 3, Training(5))
+    found = evaluator.evaluate(Placement((chain([1, 2], 3, 5, in_flight=5),)))
+    assert found.step_seconds == pytest.approx(6 + 4 * 3 + 12 + 4 * 6)
+
+
+def test_bytes_are_those_of_activations_their_gradients_and_sums():
+    """b's output goes to c and d: once, since both are on one rank."""
+    model = graph("abcd", [(0, 1), (1, 2), (1, 3), (2, 3)])
+    costs = [cost(output=size, weight=40) for size in (10, 20, 30, 40)]
+    evaluator = Evaluator(model, costs, cluster(4), [StepTime(0, 1)] * 4, Training(6, SyncConfig(delay_bound=0)))
+    one = evaluator.evaluate(Placement((chain([1, 2], 4, 2),)))
+    assert one.step_bytes == 2 * 6 * (10 + 20)
+    lockstep = Replica((Stage((0,), (0,)), Stage((1, 2), (1, 2, 3))), None, 2)
+    assert evaluator.evaluate(Placement((lockstep,))).step_bytes == 2 * 6 * 10 + 2 * 120
+    two = Placement((chain([1], 4, 1, 3), chain([2], 4, 1, 3, first_rank=2)))
+    assert evaluator.evaluate(two).step_bytes == 2 * 3 * 10 + 2 * 3 * 20 + 2 * 160
+
+
+def test_what_the_model_returns_goes_to_the_last_stage():
+    """Heads b and c side by side: the loss is where c is."""
+    evaluator = Evaluator(
+        graph("abc", [(0, 1), (0, 2)]), [cost(output=size) for size in (1, 10, 100)], cluster(3), [StepTime(0, 1)] * 3,
+        Training(5),
+    )  # fmt: skip
+    assert evaluator.evaluate(Placement((chain([1, 2], 3),))).step_bytes == 2 * 5 * (1 + 1 + 10)
+
+
+def test_memory_is_weights_their_likes_and_activations_in_flight():
+    model, costs = graph("abc"), [cost(saved=10, weight=100), cost(saved=20, weight=200), cost(saved=30, weight=400)]
+    evaluator = Evaluator(model, costs, cluster(4), [StepTime(0, 1)] * 4, Training(8))
+    one = evaluator.evaluate(Placement((chain([1, 2], 3, 4),)))
+    assert one.memory_bytes == {0: 4 * 100 + 3 * 2 * 10, 1: 4 * 200 + 2 * 2 * 20, 2: 4 * 400 + 1 * 2 * 30}
+    two = evaluator.evaluate(Placement((chain([], 3, share=6), chain([2], 3, 2, 2, first_rank=1))))
+    assert two.memory_bytes == {0: 8 * 700 + 60 * 6, 1: 8 * 300 + 2 * 30, 2: 8 * 400 + 1 * 30}
+    synchronous = Evaluator(model, costs, cluster(2), [StepTime(0, 1)] * 2, Training(8, SyncConfig(delay_bound=0)))
+    both = synchronous.evaluate(Placement((chain([], 3, share=6), chain([], 3, share=2, first_rank=1))))
+    assert both.memory_bytes == {0: 4 * 700 + 60 * 6, 1: 4 * 700 + 60 * 2}
+
+
+def test_what_does_not_fit_is_infeasible():
+    model, costs = graph("ab"), [cost(weight=2**20), cost(weight=2**28)]
+    evaluator = Evaluator(model, costs, cluster(2, memory_gib=1), [StepTime(0, 1)] * 2, Training(8))
+    found = evaluator.evaluate(Placement((chain([1], 2),)))
+    need = 4 * 2**28 + 8 * 200
+    assert not found.feasible
+    assert found.lacking_bytes == {1: need - int(0.9 * 2**30)}
+    with pytest.raises(UserError, match=f"rank 1 needs {need:,} bytes for its stage, and 966,367,641 of its d1 may be"):
+        evaluator.check_memory(found)
+
+
+def test_a_stage_on_two_hosts():
+    devices = (DeviceGroup("a", 2, host="one"), DeviceGroup("b", host="two"))
+    evaluator = Evaluator(graph("ab"), [cost()] * 2, Cluster("x", "s", devices), [StepTime(0, 1)] * 3, Training(8))
+    evaluator.check_hosts(Placement((Replica((Stage((0, 1), (0,)), Stage((2,), (1,)))),)))
+    with pytest.raises(UserError, match=r"stages\[1\].ranks is \[1, 2\], which are on the hosts one, two: ranks that"):
+        evaluator.check_hosts(Placement((Replica((Stage((0,), (0,)), Stage((1, 2), (1,)))),)))
+
+
+def test_shares_that_are_left_out_are_by_predicted_speed():
+    model, costs = graph("ab"), [cost(1, 2), cost(1, 2)]
+    evaluator = Evaluator(model, costs, cluster(3), [StepTime(0, 2), StepTime(0, 2), StepTime(0, 1)], Training(90))
+    pipelined = chain([1], 2, 1)
+    found = evaluator.with_shares(Placement((pipelined, chain([], 2, first_rank=2))))
+    assert [replica.share for replica in found.replicas] == [30, 60]
+    many = evaluator.with_shares(Placement((chain([1], 2, 50), chain([], 2, first_rank=2))))
+    assert many.replicas[0].share == 50  # a sample for each micro-batch
+    pinned = evaluator.with_shares(Placement((replace(pipelined, share=80), chain([], 2, first_rank=2))))
+    assert [replica.share for replica in pinned.replicas] == [80, 10]
+
+
+def test_a_batch_without_a_sample_for_every_micro_batch():
+    evaluator = Evaluator(graph("ab"), [cost()] * 2, cluster(3), [StepTime(0, 1)] * 3, Training(9))
+    many = Placement((chain([1], 2, 5), chain([], 2, 5, first_rank=2)))
+    with pytest.raises(UserError, match=r"data\.batch_size is 9, and 2 replicas need 10 samples"):
+        evaluator.evaluate(many)
+
+
+def test_the_timeline_is_that_of_the_step():
+    model, costs = graph("ab"), [cost(1, 2), cost(1, 2)]
+    evaluator = Evaluator(model, costs, cluster(2), [StepTime(0, 6)] * 2, Training(2))
+    spans = evaluator.timeline(Placement((chain([1], 2, 2),)))
+    told = [(s.rank, "F" if s.forward else "B", s.micro_batch, round(s.begin), round(s.end)) for s in spans]
+    assert told == [
+        (0, "F", 0, 0, 1), (0, "F", 1, 1, 2), (0, "B", 0, 4, 6), (0, "B", 1, 7, 9),
+        (1, "F", 0, 1, 2), (1, "B", 0, 2, 4), (1, "F", 1, 4, 5), (1, "B", 1, 5, 7),
+    ]  # fmt: skip
+
+
+def test_a_link_that_is_a_fraction_of_computing_is_refused():
+    with pytest.raises(UserError, match=r"slow-link: link.compute_fraction is 0.5, by which nobody .*give bytes"):
+        Evaluator(graph("a"), [cost()], load_cluster("slow-link"), [StepTime(0, 1)], Training(8))
