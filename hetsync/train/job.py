@@ -417,6 +417,8 @@ class Job:
     ) -> None:
         """A failure on one rank ends the whole job; a mistake does so with one sentence."""
         if failure is not None and not isinstance(failure, StoppedByRequest):
+            if self._running is not None and self._running.is_open:
+                self._running.failed(failure)
             self.unclosed.fail(failure)
             return
         try:

@@ -16,11 +16,12 @@ from hetsync.control.process import ControlProcess
 from hetsync.data import Data
 from hetsync.emulation.device import make_device
 from hetsync.emulation.link import behind_link
-from hetsync.errors import UserError
+from hetsync.errors import UserError, one_sentence
 from hetsync.files import SUMMARY, write_atomically
 from hetsync.profiling.measure import Subject, measure_ranks
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.coordinator import Coordinator
+from hetsync.sync.messages import NO_BOUND
 from hetsync.sync.milestones import CHECKPOINT, EPOCH, Marks, marks_every, rests_for
 from hetsync.sync.observation import mean_staleness
 from hetsync.sync.tail import travelling_values
@@ -223,6 +224,7 @@ class Running:
                 write_atomically(at.folder / SUMMARY, json.dumps(first_summary(self._job_figures()), indent=1))
             self._saver.start_timer()
             self.display.say(f"the run folder is {at.folder}")
+        self._tell_profile()
         if self.plane.size > 1:
             self.display.say(self.plane.described)
         self.display.ranks(self.profiles, self.session.shares, self._solo)
@@ -230,6 +232,22 @@ class Running:
         if trackers and self.plane.rank == 0:
             solo = None if self._solo is None else sum(self._solo)
             self.tracking = Tracking(trackers, self.session, solo, self._device, self._seconds_before)
+
+    def _tell_profile(self) -> None:
+        """To telemetry: who looks on while the job runs has no summary yet."""
+        rank, settings = self.plane.rank, self.session.settings
+        profile = self.profiles[rank]
+        self.telemetry.record(
+            "profile",
+            host=profile.host,
+            device=profile.device,
+            share=self.session.shares[rank],
+            solo_samples_per_second=None if self._solo is None else self._solo[rank],
+            solo_uncertainty=profile.uncertainty,
+            samples_applied=self.session.applied,
+            delay_bound=None if settings.delay_bound == NO_BOUND else settings.delay_bound,
+            accumulation=settings.accumulation,
+        )
 
     # While training runs.
 
@@ -363,6 +381,12 @@ class Running:
             self.display.say(f"stopped and saved; go on with: {self._shown.resume_by.format(at.folder)}")
         if summary is not None:
             self._tell("end", summary)
+
+    def failed(self, failure: BaseException) -> None:
+        """The job is about to end by this."""
+        error = one_sentence(f"{type(failure).__name__}: {failure}")
+        self.telemetry.record("failure", error=error)
+        self.telemetry.close()
 
     def give_up(self, release: bool) -> None:
         """The job has failed; with `release` the model may be trained in another."""
