@@ -78,6 +78,7 @@ class Line:
 
 def time_range(seconds: float) -> Range1d:
     """That figures of one run share, so that they are zoomed together."""
+    seconds = seconds or 1.0
     return Range1d(0, seconds, bounds=(-0.02 * seconds, 1.02 * seconds), min_interval=seconds * 1e-7)
 
 

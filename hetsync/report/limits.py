@@ -201,15 +201,16 @@ def _named(ranks: Sequence[RankTime]) -> str:
 
 
 def _numbers(ranks: Iterable[RankTime | Slowdown]) -> str:
-    """Runs of neighbours as FIRST to LAST."""
-    numbers = sorted({each.rank for each in ranks})
+    """Three and more neighbours as FIRST to LAST."""
     groups: list[list[int]] = []
-    for number in numbers:
+    for number in sorted({each.rank for each in ranks}):
         if groups and number == groups[-1][-1] + 1:
             groups[-1].append(number)
         else:
             groups.append([number])
-    told = [str(group[0]) if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in groups]
+    told: list[str] = []
+    for group in groups:
+        told += [f"{group[0]} to {group[-1]}"] if len(group) > 2 else map(str, group)
     return told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
 
 

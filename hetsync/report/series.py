@@ -53,7 +53,8 @@ def course_of(run: Run) -> Course:
     total = sum(samples.values(), np.zeros(len(edges) - 1))
     with np.errstate(divide="ignore", invalid="ignore"):
         solo, error = _solo(run, edges)
-        efficiency = total / training_seconds(run, edges) / solo
+        trained = np.where(total.sum() > 0, total, np.nan)
+        efficiency = trained / training_seconds(run, edges) / solo
         told = [_losses(tasks, edges) for tasks in ranks.values()]
         stale = [_staleness(lines.rounds, edges) for lines in run.ranks.values()]
         return Course(
@@ -118,10 +119,10 @@ def _solo(run: Run, edges: Array) -> tuple[Array, Array]:
 
 def _sum_and_error(ranks: list[dict[str, Any]]) -> tuple[float, float]:
     """nan where it was not measured. Errors are added up: ranks of one machine err together."""
-    rates = [rank["solo_samples_per_second"] for rank in ranks]
+    rates = [rank.get("solo_samples_per_second") for rank in ranks]
     if not rates or None in rates:
         return float("nan"), float("nan")
-    errors = [rank["solo_uncertainty"] for rank in ranks]
+    errors = [rank.get("solo_uncertainty") for rank in ranks]
     if None in errors:
         return sum(rates), float("nan")
     return sum(rates), sum(rate * error for rate, error in zip(rates, errors, strict=True)) / sum(rates)
