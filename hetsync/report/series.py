@@ -119,13 +119,11 @@ def _solo(run: Run, edges: Array) -> tuple[Array, Array]:
 
 def _sum_and_error(ranks: list[dict[str, Any]]) -> tuple[float, float]:
     """nan where it was not measured. Errors are added up: ranks of one machine err together."""
-    rates = [rank.get("solo_samples_per_second") for rank in ranks]
-    if not rates or None in rates:
+    if not ranks:
         return float("nan"), float("nan")
-    errors = [rank.get("solo_uncertainty") for rank in ranks]
-    if None in errors:
-        return sum(rates), float("nan")
-    return sum(rates), sum(rate * error for rate, error in zip(rates, errors, strict=True)) / sum(rates)
+    told = [[rank.get(f"solo_{name}") for rank in ranks] for name in ("samples_per_second", "uncertainty")]
+    rates, errors = np.array(told, dtype=np.float64)  # None becomes nan
+    return float(rates.sum()), float((rates * errors).sum() / rates.sum())
 
 
 def _losses(tasks: Columns, edges: Array) -> tuple[Array, Array]:
