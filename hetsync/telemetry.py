@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,12 +36,13 @@ class Telemetry:
     Records that cannot be written are kept for a while and tried again; the job does not end for them.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
+        self._clock = clock
         self._lock = threading.Lock()
         self._lines: deque[str] = deque(maxlen=KEPT)
         self._unwritable = Trouble()
-        self._origin = time.monotonic()
+        self._origin = clock()
         self._flushed = self._origin
         self._began = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         self._started = False  # has there been anything to tell?
@@ -53,7 +55,7 @@ class Telemetry:
         if self._path is None:
             return
         with self._lock:
-            now = time.monotonic()
+            now = self._clock()
             if not self._started:
                 self._start(self._path)
             if kind not in SEVERAL:
@@ -98,7 +100,7 @@ class Telemetry:
     def close(self) -> None:
         with self._lock:
             if self._path is not None:
-                now = time.monotonic()
+                now = self._clock()
                 for kind in SEVERAL:
                     self._tell(kind, now)
                 self._flush(self._path)

@@ -43,7 +43,7 @@ NAMES = {
 }
 LINES = ("#4c78a8", "#eda12e", "#54a24b", "#e45756", "#b279a2", "#4fb3bf", "#9d755d", "#e377a2", "#7f8c8d", "#b6992d")
 LABELLED_RANKS = 24
-LEGEND_LINES = 8
+LEGEND_LINES = 6
 HEIGHT = 230
 
 # Seconds as hours, minutes and seconds, with the digits that the distance of ticks asks for.

@@ -128,6 +128,8 @@ def _waiting(facts: Facts) -> Iterator[tuple[float, str]]:
         yield most, f"{told}, in lockstep (D = 0): sync.delay_bound 4 lets them go on meanwhile."
     elif facts.delay_bound is None:
         yield most, f"{told}: at rests and at the end, as there is no delay bound."
+    elif (facts.round_in_slices or 0.0) >= 1:
+        yield most, f"{told}, as rounds take longer than slices: K = {2 * facts.accumulation} makes fewer."
     else:
         wider = 2 * facts.delay_bound
         yield most, f"{told}, at the delay bound (D = {facts.delay_bound}): sync.delay_bound {wider} if that goes on."

@@ -134,11 +134,13 @@ def _why(figures: dict[str, Any], silent: float) -> str:
 
 
 def slowest(rows: Sequence[Row]) -> str | None:
-    """Whom the others wait for: who waits least, where somebody waits notably; None where nobody does."""
+    """Whom the others wait for: who waits far less than another; None where all wait alike, or hardly."""
     known = [(row.waiting, row.rank) for row in rows if row.waiting is not None]
-    if len(known) < 2 or max(known)[0] < NOTABLE:
+    if len(known) < 2:
         return None
     least, rank = min(known)
+    if max(known)[0] < max(NOTABLE, 2 * least):
+        return None
     return f"slowest: rank {rank}, which waits {least:.0%} of its time, others up to {max(known)[0]:.0%}"
 
 

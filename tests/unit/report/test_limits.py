@@ -91,6 +91,11 @@ def test_a_sentence(told: Facts, sentence: str) -> None:
     assert limits_of(told) == [sentence]
 
 
+def test_waits_for_slow_rounds_want_fewer_rounds() -> None:
+    told, _ = limits_of(facts(RankTime(0, 0.3, 0.0), round_in_slices=1.5))
+    assert told == "Rank 0 waits 30% of the time for other ranks, as rounds take longer than slices: K = 2 makes fewer."
+
+
 def test_the_greatest_loss_comes_first() -> None:
     told = limits_of(facts(RankTime(0, 0.1, 0.2), RankTime(1, 0.3, 0.0), failed="UserError: no"))
     assert [sentence.split(":")[0] for sentence in told] == [
