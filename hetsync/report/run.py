@@ -143,7 +143,10 @@ class _Reading:
         self.others: list[tuple[int, Record]] = []
         self.columns = {kind: {name: array("d") for name in ("start", *FIELDS[kind])} for kind in FIELDS}
         for record in lines.read():
-            self._take(record)
+            try:
+                self._take(record)
+            except (KeyError, TypeError, ValueError):  # a line of somebody else's
+                lines.unreadable += 1
 
     def _take(self, record: Record) -> None:
         kind, at = record["kind"], record["at"]
@@ -153,11 +156,10 @@ class _Reading:
         number = len(self.starts) - 1
         self.ends[number] = max(self.ends[number], at)
         if kind in FIELDS:
-            columns = self.columns[kind]
-            columns["start"].append(number)
-            for name in FIELDS[kind]:
-                value = record.get(name)
-                columns[name].append(DEFAULTS.get(name, NAN) if value is None else value)
+            told = {name: record.get(name) for name in FIELDS[kind]}
+            row = {name: DEFAULTS.get(name, NAN) if value is None else float(value) for name, value in told.items()}
+            for name, value in {"start": float(number), **row}.items():
+                self.columns[kind][name].append(value)
         else:
             self.others.append((number, record))
 

@@ -42,6 +42,13 @@ def test_what_is_no_record_is_counted(tmp_path: Path) -> None:
     assert reader.unreadable == 3
 
 
+def test_fields_of_the_wrong_kind_are_counted_too(tmp_path: Path) -> None:
+    write_lines(tmp_path, 0, [*start(), task(0.1, samples="ten"), {"kind": "start", "at": 0.0}, *tasks(3)])
+    run = read_run(tmp_path)
+    assert run.unreadable == 2
+    assert run.ranks[0].tasks["samples"].sum() == 30
+
+
 def test_a_file_that_was_begun_anew_is_read_anew(tmp_path: Path) -> None:
     path = write_lines(tmp_path, 0, tasks(3))
     reader = LineReader(path)
