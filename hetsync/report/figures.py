@@ -227,6 +227,7 @@ def _tidy(plot: Figure, legend_at: str | None = None) -> None:
     plot.toolbar.autohide = True
     plot.min_border_right = 14
     plot.outline_line_color = None
+    plot.background_fill_color = plot.border_fill_color = None  # the page shows through
     plot.grid.grid_line_alpha = 0.5
     plot.axis.minor_tick_line_color = None
     plot.axis.axis_label_text_font_style = "normal"

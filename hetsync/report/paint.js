@@ -4,11 +4,10 @@
 
   function paint(model, [ink, soft, card, line]) {
     const colours = {
-      border_fill_color: card, text_color: ink, axis_label_text_color: soft, major_label_text_color: soft,
+      text_color: ink, axis_label_text_color: soft, major_label_text_color: soft,
       axis_line_color: line, major_tick_line_color: line, grid_line_color: line, label_text_color: ink,
     }
-    if (model.type !== 'Title') colours.background_fill_color = card
-    if (model.type === 'Legend') colours.border_line_color = line
+    if (model.type === 'Legend') Object.assign(colours, {background_fill_color: card, border_line_color: line})
     for (const [name, colour] of Object.entries(colours)) {
       if (name in model.properties) model[name] = colour
     }
@@ -19,7 +18,7 @@
     const colours = ['--ink', '--soft', '--card', '--line'].map(name => style.getPropertyValue(name).trim())
     for (const page of Bokeh.documents) {
       for (const model of page.all_models) {
-        if (['Figure', 'LinearAxis', 'CategoricalAxis', 'Grid', 'Legend', 'Title'].includes(model.type)) {
+        if (['LinearAxis', 'CategoricalAxis', 'Grid', 'Legend', 'Title'].includes(model.type)) {
           paint(model, colours)
         }
       }

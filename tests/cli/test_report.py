@@ -202,14 +202,14 @@ def test_it_fits_and_nothing_is_wrong(browser: Any, path: Path, width: str, sche
     shown = Shown(browser, path, WIDTHS[width], scheme)
     assert shown.wrong == []
     assert shown.told("document.documentElement.scrollWidth") == WIDTHS[width]
-    (colours,) = {tuple(each) for each in shown.told(FIGURE_COLOURS)}
+    (colours,) = {tuple(each) for each in shown.told(AXIS_COLOURS)}
     assert colours[0] == colours[1]
-    assert (int(colours[0][1:3], 16) < 64) == (scheme == "dark")
+    assert (int(colours[0][1:3], 16) > 128) == (scheme == "dark")
     shown.close()
 
 
-FIGURE_COLOURS = """[...Bokeh.documents[0].all_models].filter(m => m.type === 'Figure').map(
-    m => [m.background_fill_color, getComputedStyle(document.documentElement).getPropertyValue('--card').trim()])"""
+AXIS_COLOURS = """[...Bokeh.documents[0].all_models].filter(m => m.type === 'LinearAxis').map(
+    m => [m.major_label_text_color, getComputedStyle(document.documentElement).getPropertyValue('--soft').trim()])"""
 
 
 def test_its_values_are_those_of_the_files(browser: Any, path: Path) -> None:
