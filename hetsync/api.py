@@ -204,7 +204,7 @@ def join_job(
         resume=resume,
         stop=stop,
         owns_plane=owns_plane,
-        show=progress,
+        show="text" if progress else "nothing",
         track=track,
     )
 

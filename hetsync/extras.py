@@ -18,6 +18,7 @@ EXTRAS = {
     "wandb": {"wandb": "wandb"},
     "control": {"gymnasium": "gymnasium", "stable_baselines3": "stable-baselines3"},
     "lightning": {"lightning": "lightning"},
+    "report": {"bokeh": "bokeh"},
 }
 
 

@@ -88,6 +88,12 @@ class Speeds:
         pins = {place: self.pins[rank] for place, rank in enumerate(ranks) if rank in self.pins}
         return caps, {place: pin if (cap := caps[place]) is None else min(pin, cap) for place, pin in pins.items()}
 
+    def slowest(self) -> tuple[int, float] | None:
+        """The rank that computes slowest against its profile, and its speed as a part of that; from any thread."""
+        told = [(1 / ratio.smoothed, rank) for rank, ratio in self._ratios.copy().items() if ratio.seen]
+        speed, rank = min(told, default=(0.0, None))
+        return None if rank is None else (rank, speed)
+
     @staticmethod
     def _scaled(time: StepTime, ratio: float) -> StepTime:
         return StepTime(time.fixed_seconds * ratio, time.seconds_per_sample * ratio)

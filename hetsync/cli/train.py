@@ -20,6 +20,7 @@ from hetsync.stop_signal import StopSignal
 
 if TYPE_CHECKING:  # it loads torch, which takes seconds
     from hetsync.plane.base import Plane
+    from hetsync.train.display import Shows
 
 
 def add_to(verbs: Verbs) -> None:
@@ -30,28 +31,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `hetsync-train`."""
     stop = StopSignal()
     with early_mistakes():
-        config, resume = parse(sys.argv[1:] if argv is None else argv)
-    status = on_all_ranks(config.run, lambda plane: train(plane, config, resume, stop))
+        config, resume, shows = parse(sys.argv[1:] if argv is None else argv)
+    status = on_all_ranks(config.run, lambda plane: train(plane, config, resume, stop, shows))
     stop.over()
     sys.exit(status)
 
 
-def parse(argv: Sequence[str]) -> tuple[Config, Path | None]:
-    """What is asked for: the effective recipe, and the run folder to resume. UserError for a mistake."""
+def parse(argv: Sequence[str]) -> tuple[Config, Path | None, Shows]:
+    """What is asked for: the effective recipe, the run folder to resume, and how progress is told. UserError for a
+    mistake."""
     parser = make_parser(
         "hetsync-train", "Train a PyTorch model on ranks of unequal speed: mpirun -np N hetsync-train ..."
     )
     parser.add_argument("--resume", metavar="RUN", help="Go on from the newest checkpoint in this run folder.")
-    resume = look_ahead(parser, argv).resume
+    parser.add_argument("--quiet", action="store_true", help="Show neither progress nor summary.")
+    parser.add_argument("--json", action="store_true", help="Tell progress and summary as JSON, an object a line.")
+    asked = look_ahead(parser, argv)
+    if asked.quiet and asked.json:
+        raise UserError("--quiet and --json exclude each other: give one of them")
+    shows: Shows = "nothing" if asked.quiet else "json" if asked.json else "text"
+    resume = asked.resume
     if resume is None:
-        return parse_recipe(parser, argv)[0], None
+        return parse_recipe(parser, argv)[0], None, shows
     kept = Path(resume) / RECIPE
     if not kept.is_file():
         raise UserError(f"--resume {resume}: there is no {RECIPE} in it; give the folder of a run")
-    return parse_recipe(parser, argv, kept)[0], Path(resume)
+    return parse_recipe(parser, argv, kept)[0], Path(resume), shows
 
 
-def train(plane: Plane, config: Config, resume: Path | None, stop: StopSignal) -> int:
+def train(plane: Plane, config: Config, resume: Path | None, stop: StopSignal, shows: Shows) -> int:
     """Collective: one training job, from its recipe to its summary; returns the exit status."""
     from hetsync.train.job import Job
     from hetsync.train.loop import StoppedByRequest
@@ -60,7 +68,8 @@ def train(plane: Plane, config: Config, resume: Path | None, stop: StopSignal) -
     from hetsync.train.trainer import Trainer
 
     try:
-        with Job(config, plane, resume=resume or False, stop=stop, resume_by="hetsync-train --resume {}") as job:
+        again = "hetsync-train --resume {}"
+        with Job(config, plane, resume=resume or False, stop=stop, show=shows, resume_by=again) as job:
             # Refuses what cannot work; writes nothing but a controller's log.
             trainer = Trainer(config, job)
             assert job.folder is not None

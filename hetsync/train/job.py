@@ -34,6 +34,7 @@ from hetsync.stop_signal import StopSignal
 from hetsync.train import checkpoint
 from hetsync.train.alike import data_described, parts_described, require_alike, settings_described
 from hetsync.train.best import Best, Mode, comparable
+from hetsync.train.display import Shows
 from hetsync.train.evaluation import Combine, EvaluationLoader, check_callable, combined, named, on_cpu
 from hetsync.train.loop import Loop, StoppedByRequest
 from hetsync.train.parts import Factor
@@ -67,13 +68,14 @@ class Job:
         resume: Resume = False,
         stop: StopSignal | None = None,
         owns_plane: bool = False,
-        show: bool = True,
+        show: Shows = "text",
         track: Tracked = (),
         resume_by: str = "the same command, where resume is 'auto'",
     ) -> None:
         """Collective. Of the settings those of model, data and optimizer do not count: `prepare` and `loader` tell.
-        Without `keep` there is no run folder. `stop` hears signals; `show`: rank 0 shows progress; `track`: what gets
-        figures beside those that `config` names; `resume_by`: what goes on with a stopped run, {} being its folder.
+        Without `keep` there is no run folder. `stop` hears signals; `show`: how rank 0 shows progress; `track`: what
+        gets figures beside those that `config` names; `resume_by`: what goes on with a stopped run, {} being its
+        folder.
 
         Raises UserError for settings that cannot work, a run folder that is in use, and a damaged run.
         """
@@ -95,7 +97,7 @@ class Job:
                 loaded = checkpoint.load_agreed(self.folder, plane) if resumed else None
             check_trackers(track, self.folder)
             check_trackers(config.run.track, self.folder)
-            self._shown = Shown(show and self.is_main, [*config.run.track, *track], resume_by)
+            self._shown = Shown(show if self.is_main else "nothing", [*config.run.track, *track], resume_by)
             self._best = Best(self.folder) if self.folder is not None else None
             self._at = take_place(config, plane, self.folder, loaded)
             self._held = held.pop_all()  # until the end
@@ -113,7 +115,7 @@ class Job:
     def print(self, *values: Any, **named: Any) -> None:
         """On rank 0 only. Where progress is shown, below what is shown."""
         if self.is_main:
-            if named or self._running is None or not self._shown.here:
+            if named or self._running is None or self._shown.here == "nothing":
                 print(*values, **named)
             else:
                 self._running.display.say(" ".join(map(str, values)))
@@ -417,6 +419,8 @@ class Job:
     ) -> None:
         """A failure on one rank ends the whole job; a mistake does so with one sentence."""
         if failure is not None and not isinstance(failure, StoppedByRequest):
+            if self._running is not None and self._running.is_open:
+                self._running.failed(failure)
             self.unclosed.fail(failure)
             return
         try:

@@ -16,17 +16,19 @@ from hetsync.control.process import ControlProcess
 from hetsync.data import Data
 from hetsync.emulation.device import make_device
 from hetsync.emulation.link import behind_link
-from hetsync.errors import UserError
+from hetsync.errors import UserError, one_sentence
 from hetsync.files import SUMMARY, write_atomically
 from hetsync.profiling.measure import Subject, measure_ranks
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.coordinator import Coordinator
+from hetsync.sync.messages import NO_BOUND, Settings
 from hetsync.sync.milestones import CHECKPOINT, EPOCH, Marks, marks_every, rests_for
 from hetsync.sync.observation import mean_staleness
 from hetsync.sync.tail import travelling_values
 from hetsync.telemetry import Telemetry
 from hetsync.train import checkpoint
 from hetsync.train.control_factory import control_factory
+from hetsync.train.display import Shows, make_display
 from hetsync.train.evaluation import Evaluations, combined, named, record
 from hetsync.train.memory import slice_memory
 from hetsync.train.plan import ControlFactory, Plan
@@ -38,7 +40,7 @@ from hetsync.train.session import AtRest, Session
 from hetsync.train.speeds import assumed_profiles
 from hetsync.train.summary import JobFigures, RankFigures, RunFigures, first_summary, summarise
 from hetsync.train.tasks import Trained
-from hetsync.train.terminal import Display, Silence, Terminal
+from hetsync.train.terminal import Display, Progress, Silence
 from hetsync.train.trackers import Tracked, trackers_of
 from hetsync.train.tracking import Tracking
 from hetsync.train.workplace import Workplace
@@ -53,12 +55,12 @@ class Shown:
     """What is told of a job while it runs, and to whom.
 
     Args:
-        here: Progress and summary, on this rank's terminal.
+        here: How progress and summary are told on this rank.
         track: What gets figures.
         resume_by: What goes on with a stopped run, {} being its folder.
     """
 
-    here: bool
+    here: Shows
     track: Tracked
     resume_by: str
 
@@ -99,6 +101,7 @@ class Running:
         self._progress = at.loaded.progress if at.loaded else None
         self._seconds_before = self._progress.train_seconds if self._progress else 0.0  # of training
         self._round = -1  # that callbacks have been told of
+        self._settings_told: Settings | None = None
         self.profiles = self._profiles()
         self._solo = solo_rates(loader.batch_size, self.profiles) if self._is_measured else None
         rank, folder = at.plane.rank, at.folder
@@ -213,8 +216,7 @@ class Running:
     def open(self, stop: StopSignal | None) -> None:
         """Training is about to begin: from now on signals save and stop, and there is something on disk."""
         at, self.is_open = self.at, True
-        if self._shown.here:
-            self.display = Terminal(self.total, self.session.plan.applied)
+        self.display = make_display(self._shown.here, self.total, self.session.plan.applied)
         if stop is not None:
             stop.listen(self.session.request_stop)
         if at.folder is not None:
@@ -223,6 +225,7 @@ class Running:
                 write_atomically(at.folder / SUMMARY, json.dumps(first_summary(self._job_figures()), indent=1))
             self._saver.start_timer()
             self.display.say(f"the run folder is {at.folder}")
+        self._tell_profile()
         if self.plane.size > 1:
             self.display.say(self.plane.described)
         self.display.ranks(self.profiles, self.session.shares, self._solo)
@@ -230,6 +233,22 @@ class Running:
         if trackers and self.plane.rank == 0:
             solo = None if self._solo is None else sum(self._solo)
             self.tracking = Tracking(trackers, self.session, solo, self._device, self._seconds_before)
+
+    def _tell_profile(self) -> None:
+        """To telemetry: who looks on while the job runs has no summary yet."""
+        rank, settings = self.plane.rank, self.session.settings
+        profile = self.profiles[rank]
+        self.telemetry.record(
+            "profile",
+            host=profile.host,
+            device=profile.device,
+            share=self.session.shares[rank],
+            solo_samples_per_second=None if self._solo is None else self._solo[rank],
+            solo_uncertainty=profile.uncertainty,
+            samples_applied=self.session.applied,
+            delay_bound=None if settings.delay_bound == NO_BOUND else settings.delay_bound,
+            accumulation=settings.accumulation,
+        )
 
     # While training runs.
 
@@ -242,13 +261,36 @@ class Running:
         coordinator = self.session.coordinator
         if coordinator is not None:
             if self.display.due():
-                show_progress(self.display, coordinator, self.session.seconds_training())
+                self.display.progress(self._moment(coordinator))
+            if coordinator.settings is not self._settings_told:
+                self._tell_settings(coordinator.settings)
             if self.prepared.callbacks.get("round") and coordinator.machine.version > self._round + 1:
                 self._round = coordinator.machine.version - 1
                 self._tell("round", self._round)
         self._take_evaluations()
         if self.tracking is not None:
             self.tracking.between_batches()
+
+    def _moment(self, coordinator: Coordinator) -> Progress:
+        """While the communication thread goes on counting."""
+        machine = coordinator.machine
+        return Progress(
+            samples_applied=machine.ledger.applied,
+            samples_expected=self.total,
+            already=self.session.plan.applied,
+            seconds=self.session.seconds_training(),
+            loss=coordinator.take_loss(),
+            staleness=mean_staleness(dict(machine.staleness)),  # a copy, made in one step
+            solo=None if self._solo is None else sum(self._solo),
+            slowest=None if self._solo is None else coordinator.speeds.slowest(),
+        )
+
+    def _tell_settings(self, settings: Settings) -> None:
+        """What a controller has decided, once it is asked for."""
+        if self._settings_told is not None:
+            bound = "none" if settings.delay_bound == NO_BOUND else settings.delay_bound
+            self.display.say(f"from now on accumulation {settings.accumulation}, delay bound {bound}")
+        self._settings_told = settings
 
     def _take_evaluations(self) -> None:
         for applied, seconds, metrics in self.evaluations.take():
@@ -258,8 +300,7 @@ class Running:
         sentence = record(self.telemetry, applied, self._seconds_before + seconds, metrics)
         if self.tracking is not None:
             self.tracking.log_metrics(metrics, applied, seconds)
-        if applied < self.total:  # the closing lines have the last one
-            self.display.say(sentence)
+        self.display.evaluated(sentence, applied, metrics)
         self._tell("evaluation", metrics)
 
     def _tell(self, event: str, value: Any) -> None:
@@ -364,6 +405,12 @@ class Running:
         if summary is not None:
             self._tell("end", summary)
 
+    def failed(self, failure: BaseException) -> None:
+        """The job is about to end by this."""
+        error = one_sentence(f"{type(failure).__name__}: {failure}")
+        self.telemetry.record("failure", error=error)
+        self.telemetry.close()
+
     def give_up(self, release: bool) -> None:
         """The job has failed; with `release` the model may be trained in another."""
         if self._saver is not None:
@@ -424,10 +471,3 @@ class Running:
             real_seconds=self.timer.real_seconds,
             overruns=self.timer.overruns,
         )
-
-
-def show_progress(display: Display, coordinator: Coordinator, seconds_training: float) -> None:
-    """While the communication thread goes on counting."""
-    machine = coordinator.machine
-    staleness = mean_staleness(dict(machine.staleness))  # a copy, made in one step
-    display.progress(machine.ledger.applied, seconds_training, coordinator.take_loss(), staleness)

@@ -7,10 +7,11 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, Any, Protocol, TextIO, cast
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from hetsync.balance.profile import RankProfile
@@ -20,6 +21,7 @@ from hetsync.train import efficiency
 
 LINE_SECONDS = 10.0  # between plain lines
 REFRESH_SECONDS = 0.25
+NOTABLY_SLOW = 0.9  # part of its profiled speed, below which the slowest rank is named
 
 
 def watched() -> bool:
@@ -32,14 +34,53 @@ def watched() -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class Progress:
+    """A moment of training.
+
+    Args:
+        samples_applied, samples_expected: By now and in all, earlier parts of the run included.
+        already: Of these, applied by earlier parts.
+        seconds: Of training, by this process.
+        loss: Mean since the last moment; None where no task was finished.
+        staleness: Mean, in rounds.
+        solo: Samples/s that all ranks reach alone, or None.
+        slowest: The rank that computes slowest against its profile, and its speed as a part of that.
+    """
+
+    samples_applied: int
+    samples_expected: int
+    already: int
+    seconds: float
+    loss: float | None
+    staleness: float
+    solo: float | None
+    slowest: tuple[int, float] | None
+
+    @property
+    def rate(self) -> float:
+        """Samples/s."""
+        return (self.samples_applied - self.already) / self.seconds if self.seconds else 0.0
+
+    @property
+    def efficiency(self) -> float | None:
+        return self.rate / self.solo if self.solo else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        return (self.samples_expected - self.samples_applied) / self.rate if self.rate else None
+
+
 class Display(Protocol):
     """What the trainer tells of; ranks other than 0 get `Silence`."""
 
     def ranks(self, profiles: Sequence[RankProfile], shares: Sequence[int], rates: Sequence[float] | None) -> None: ...
 
-    def progress(self, applied: int, seconds: float, loss: float | None, staleness: float) -> None: ...
+    def progress(self, progress: Progress) -> None: ...
 
     def due(self) -> bool: ...
+
+    def evaluated(self, sentence: str, applied: int, metrics: Mapping[str, float]) -> None: ...
 
     def say(self, text: str) -> None: ...
 
@@ -49,17 +90,19 @@ class Display(Protocol):
 class Silence:
     def ranks(self, profiles: Sequence[RankProfile], shares: Sequence[int], rates: Sequence[float] | None) -> None: ...
 
-    def progress(self, applied: int, seconds: float, loss: float | None, staleness: float) -> None: ...
+    def progress(self, progress: Progress) -> None: ...
 
     def due(self) -> bool:
         return False
+
+    def evaluated(self, sentence: str, applied: int, metrics: Mapping[str, float]) -> None: ...
 
     def say(self, text: str) -> None: ...
 
     def close(self, summary: Mapping[str, Any] | None) -> None: ...
 
 
-class _Forgiving:
+class Forgiving:
     """Standard output that may be full, or closed, while training goes on."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -91,19 +134,17 @@ class _Forgiving:
 class Terminal:
     def __init__(self, total_samples: int, already_applied: int = 0, console: Console | None = None) -> None:
         self._console = console or Console(
-            file=cast(IO[str], _Forgiving(sys.stdout)), highlight=False, soft_wrap=True, force_terminal=watched()
+            file=cast(IO[str], Forgiving(sys.stdout)), highlight=False, soft_wrap=True, force_terminal=watched()
         )
         self._total = total_samples
         self._already = already_applied
-        self._solo = 0.0
         self._shown_at = time.monotonic()
         self._loss: float | None = None
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
+        self._bar: bars.Progress | None = None
+        self._task: bars.TaskID | None = None
 
     def ranks(self, profiles: Sequence[RankProfile], shares: Sequence[int], rates: Sequence[float] | None) -> None:
         table = Table("rank", "host", "device", "solo samples/s", "share")
-        self._solo = sum(rates or ())
         told = ["not measured"] * len(profiles) if rates is None else [f"{rate:,.1f}" for rate in rates]
         for rank, (profile, share, rate) in enumerate(zip(profiles, shares, told, strict=True)):
             table.add_row(str(rank), profile.host, profile.device, rate, str(share))
@@ -114,16 +155,21 @@ class Terminal:
         interval = REFRESH_SECONDS if self._console.is_terminal else LINE_SECONDS
         return time.monotonic() > self._shown_at + interval
 
-    def progress(self, applied: int, seconds: float, loss: float | None, staleness: float) -> None:
+    def progress(self, progress: Progress) -> None:
         self._shown_at = time.monotonic()
-        self._loss = self._loss if loss is None else loss
-        rate = (applied - self._already) / seconds if seconds else 0.0
-        loss_text = "" if self._loss is None else f"loss {self._loss:.4f}  "
-        efficiency_text = f"efficiency {rate / self._solo:.3f}  " if self._solo else ""
-        left = f"{(self._total - applied) / rate:.0f} s left" if rate else ""
-        text = (
-            f"{applied:,}/{self._total:,}  {rate:,.0f}/s  {efficiency_text}{loss_text}staleness {staleness:.1f}  {left}"
-        )
+        self._loss = self._loss if progress.loss is None else progress.loss
+        applied, left = progress.samples_applied, progress.seconds_left
+        rank, speed = progress.slowest or (0, 1.0)
+        told = [
+            f"{applied:,}/{progress.samples_expected:,}",
+            f"{progress.rate:,.0f}/s",
+            f"efficiency {progress.efficiency:.3f}" if progress.efficiency is not None else "",
+            f"loss {self._loss:.4f}" if self._loss is not None else "",
+            f"staleness {progress.staleness:.1f}",
+            f"rank {rank} slowest, at {speed:.0%} of its profile" if speed < NOTABLY_SLOW else "",
+            f"{_duration(left)} left" if left is not None else "",
+        ]
+        text = "  ".join(filter(None, told))
         if self._console.is_terminal:
             self._show_bar(applied, text)
         else:
@@ -131,12 +177,16 @@ class Terminal:
 
     def _show_bar(self, applied: int, text: str) -> None:
         if self._bar is None:
-            columns = (BarColumn(bar_width=8), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, console=self._console)
+            columns = (bars.BarColumn(bar_width=8), bars.TextColumn("{task.description}"))
+            self._bar = bars.Progress(*columns, console=self._console)
             self._bar.start()
             self._task = self._bar.add_task(text, total=self._total, completed=self._already)
         assert self._task is not None
         self._bar.update(self._task, completed=applied, description=text)
+
+    def evaluated(self, sentence: str, applied: int, metrics: Mapping[str, float]) -> None:
+        if applied < self._total:  # the closing lines have the last one
+            self._console.print(sentence)
 
     def say(self, text: str) -> None:
         self._console.print(text)
@@ -180,6 +230,13 @@ class Terminal:
                 " measured, not the program; lower --emulation.samples_per_second"
             )
         self._console.print("\n".join(lines))
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    return f"{whole // 60} min" if whole < 7200 else f"{whole / 3600:.1f} h"
 
 
 def _range(ends: Sequence[int]) -> str:

@@ -141,7 +141,7 @@ def test_numbers_may_be_written_with_an_exponent(tmp_path: Path) -> None:
     recipe = tmp_path / "my.yaml"
     recipe.write_text("optimizer:\n  learning_rate: 1e-3\ndata: {batch_size: 1e2}\nrun: {checkpoint_every: 1.5e3}\n")
     words = ["--optimizer.weight_decay", "1e-4", "--run.samples", "1e4", "--run.evaluate_every=2e3"]
-    config, _ = cli.parse([str(recipe), *words])
+    config, *_ = cli.parse([str(recipe), *words])
     assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (1e-3, 1e-4)
     assert (config.data.batch_size, config.run.checkpoint_every) == (100, 1500)
     assert (config.run.samples, config.run.evaluate_every) == (10_000, 2000)

@@ -129,7 +129,7 @@ def test_printed_recipe_is_complete_and_reads_back(tmp_path: Path, capsys: pytes
     content = yaml.safe_load(printed.read_text())
     assert set(_flat(content)) >= {key for key in KEYS if not key.endswith((".pins", ".options"))}
     assert set(content) == {field.name for field in dataclasses.fields(Config)}
-    config, _ = train.parse([str(printed)])
+    config, *_ = train.parse([str(printed)])
     assert config == train.parse(words)[0]
     assert (config.sync.delay_bound, config.sync.pins, config.emulation.profile) == (None, {0: 5}, "quickstart")
 
@@ -145,7 +145,7 @@ def test_words_go_before_the_recipe(tmp_path: Path) -> None:
     recipe = tmp_path / "my.yaml"
     recipe.write_text("sync:\n  delay_bound: 2\n  quorum: 0.5\n")
     for words in ([str(recipe), "--sync.quorum", "1"], ["--sync.quorum", "1", str(recipe)]):
-        config, resume = train.parse(words)
+        config, resume, _ = train.parse(words)
         assert (config.sync.delay_bound, config.sync.quorum, resume) == (2, 1.0, None)
 
 
@@ -160,9 +160,9 @@ def test_a_resumed_run_keeps_its_recipe_but_for_what_is_said_anew(tmp_path: Path
     (tmp_path / "recipe.yaml").write_text("run:\n  seed: 5\nsync:\n  delay_bound: 2\n  quorum: 0.5\n")
     other = tmp_path / "other.yaml"
     other.write_text("sync:\n  delay_bound: 7\n  quorum: 0.6\n")
-    config, resume = train.parse(["--resume", str(tmp_path), "--sync.quorum", "1"])
+    config, resume, _ = train.parse(["--resume", str(tmp_path), "--sync.quorum", "1"])
     assert (config.run.seed, config.sync.delay_bound, config.sync.quorum, resume) == (5, 2, 1.0, tmp_path)
-    config, _ = train.parse([str(other), f"--resume={tmp_path}", "--sync.quorum", "1"])
+    config, *_ = train.parse([str(other), f"--resume={tmp_path}", "--sync.quorum", "1"])
     assert (config.run.seed, config.sync.delay_bound, config.sync.quorum) == (5, 7, 1.0)
 
 
@@ -211,7 +211,7 @@ def test_run_folder(job: tuple[int, Path, Done]) -> None:
     assert [path.name for path in checkpoints] == [f"samples-{n:012d}" for n in (600, 1200, 1500)]
     for checkpoint in checkpoints:
         assert sorted(path.name for path in checkpoint.iterdir()) == CHECKPOINT
-    config, _ = train.parse([str(folder / "recipe.yaml")])
+    config, *_ = train.parse([str(folder / "recipe.yaml")])
     assert config.run.evaluate_every == 500
 
 

@@ -33,7 +33,7 @@ class Trial:
 
     def __init__(self, plane: Plane, bound: int, rebalance: bool = False) -> None:
         sync = {"delay_bound": bound, "rebalance": rebalance}
-        self.job = Job(recipe_of({"sync": sync}), plane, keep=False, show=False)
+        self.job = Job(recipe_of({"sync": sync}), plane, keep=False, show="nothing")
         self.model = Net()
         self.optimizer = SGD(self.model.parameters(), 0.05, momentum=0.9)
         loader = DataLoader(Blobs(), batch_size=BATCH, shuffle=True)
@@ -289,7 +289,7 @@ def test_a_batch_left_after_its_sum_counts(plane: Plane) -> None:
 
 def test_a_loop_left_between_two_optimizers(plane: Plane) -> None:
     leaves = is_leaver(plane, "first")
-    job = Job(recipe_of({"sync": {"delay_bound": 0, "rebalance": False}}), plane, keep=False, show=False)
+    job = Job(recipe_of({"sync": {"delay_bound": 0, "rebalance": False}}), plane, keep=False, show="nothing")
     model = Net()
     first, second = (SGD([*layer.parameters()], 0.05) for layer in (model.body[0], model.body[-1]))
     loader = job.prepare(model, first, second, DataLoader(Blobs(), batch_size=BATCH, shuffle=True))[3]

@@ -46,7 +46,7 @@ def recipe(folder: Path, bound: int, **run: Any) -> Config:
 
 
 def train(plane: Plane, config: Config, resume: bool = False) -> Trainer:
-    with Job(config, plane, resume=resume, show=False) as job:
+    with Job(config, plane, resume=resume, show="nothing") as job:
         trainer = Trainer(config, job)
         trainer.train()
     return trainer
@@ -74,7 +74,7 @@ def test_each_precision_learns(plane: Plane, folder: Path, precision: str, bound
 def test_a_precision_is_that_of_the_passes(plane: Plane, folder: Path, precision: str) -> None:
     seen = set()
     config = recipe(folder, 0, precision=precision, samples=BATCH)
-    with Job(config, plane, show=False) as job:
+    with Job(config, plane, show="nothing") as job:
         trainer = Trainer(config, job)
         trainer.model.register_forward_hook(lambda module, given, output: seen.add(output.dtype))
         trainer.train()

@@ -29,7 +29,7 @@ Prepare = Callable[[Job, bool], Any]  # the flag: on the odd rank
 def make_job(plane: Plane, keep: bool = False, resume: Any = False, **keys: Any) -> Job:
     """Of keys of the recipe's `run` and `sync`."""
     sync = {name: keys.pop(name) for name in list(keys) if name in ("delay_bound", "accumulation", "rebalance")}
-    return Job(recipe_of({"run": keys, "sync": sync}), plane, keep=keep, resume=resume, show=False)
+    return Job(recipe_of({"run": keys, "sync": sync}), plane, keep=keep, resume=resume, show="nothing")
 
 
 def is_odd(plane: Plane) -> bool:

@@ -61,6 +61,7 @@ STARTS = {
         "main(['control', 'train', '--output', {run!r}])",
         "learning a policy needs gymnasium and stable-baselines3",
     ),
+    "report": (["bokeh"], "main(['report', {run!r}])", "hetsync report needs bokeh"),
     "control, half": (["gymnasium"], "main(['control', 'train', '--output', {run!r}])", "a policy needs gymnasium:"),
     "tensorboard": (
         ["tensorboard"],

@@ -49,6 +49,7 @@ def test_the_rule_of_imports_is_kept(tree: Path) -> None:
         ("models/limits.py", "from hetsync.plane.base import Plane", "know nothing of ranks"),
         ("cli/train.py", "def late():\n    from hetsync.simulate.clock import Clock", "never reaches the simulator"),
         ("control/live.py", "from hetsync.control.learning import imitation", "never reaches the simulator"),
+        ("cli/train.py", "def late():\n    from hetsync.report.run import read_run", "nor reports"),
     ],
 )
 def test_who_breaks_it_is_told(tree: Path, module: str, line: str, contract: str) -> None:

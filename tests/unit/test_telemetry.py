@@ -1,5 +1,6 @@
 """Telemetry where the disk is full: told once, and training goes on."""
 
+import itertools
 import json
 from datetime import datetime, timezone
 from pathlib import Path
@@ -107,3 +108,77 @@ def test_no_line_is_torn(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.undo()
     told.close()
     assert numbers(path) == [0, 1]
+
+
+# A bounded size.
+
+DAY = 86_400.0
+TASKS_A_SECOND = 2
+
+
+class Clock:
+    """Of a process that has run for long."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def work(self, told: Telemetry, seconds: float) -> int:
+        """A task and a round each half second; returns how many."""
+        count = int(seconds * TASKS_A_SECOND)
+        for number in range(count):
+            self.now += 1 / TASKS_A_SECOND
+            spent = {"compute_seconds": 0.375, "data_seconds": 0.025, "wait_seconds": 0.1}
+            told.record("piece", piece=number, samples=8, slices=1, version=number, loss=float(number % 2), **spent)
+            told.record("round", round=number, seconds=0.0625, staleness=None if number % 4 else 2)
+        return count
+
+
+@pytest.fixture
+def clock(path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(telemetry, "STRETCH_BYTES", 2**14)
+    monkeypatch.setattr(telemetry, "FLUSH_SECONDS", 60.0)
+    return Clock()
+
+
+def test_lines_become_rarer_as_a_file_grows_and_lose_nothing(path: Path, clock: Clock) -> None:
+    told = Telemetry(path, clock)
+    count = clock.work(told, DAY / 4)
+    told.close()
+    lines = [record for record in records(path) if record["kind"] == "piece"]
+    assert "tasks" not in lines[0]
+    assert len(lines) < 1500 < count
+    steps = [later["at"] - sooner["at"] for sooner, later in itertools.pairwise(lines[:-1])]
+    assert steps == sorted(steps)
+    assert steps[-1] == telemetry.LONGEST_INTERVAL
+    assert sum(line.get("tasks", 1) for line in lines) == count
+    assert sum(line["samples"] for line in lines) == 8 * count
+    assert sum(line["compute_seconds"] for line in lines) == pytest.approx(0.375 * count)
+    assert lines[-1]["loss"] == pytest.approx(0.5, abs=0.1)
+    assert [line["since"] for line in lines[-5:]] == [line["at"] for line in lines[-6:-1]]
+    rounds = [record for record in records(path) if record["kind"] == "round"]
+    assert sum(line.get("rounds", 1) for line in rounds) == count
+    assert sum(line["seconds"] for line in rounds) == pytest.approx(0.0625 * count)
+    contributions = [line.get("contributions", int(line["staleness"] is not None)) for line in rounds]
+    assert sum(contributions) == count // 4
+    assert {line["staleness"] for line in rounds} <= {2, None}
+
+
+def test_a_resumed_run_goes_on_as_rarely(path: Path, clock: Clock) -> None:
+    for _ in range(2):
+        told = Telemetry(path, clock)
+        clock.work(told, DAY / 12)
+        told.close()
+    found = records(path)
+    second = [record["kind"] for record in found].index("start", 1)
+    lines = [record for record in found[second:] if record["kind"] == "piece"]
+    assert lines[0]["tasks"] > 10
+    assert lines[0]["since"] == 0.0
+
+
+def test_a_start_tells_the_format(path: Path) -> None:
+    told = Telemetry(path)
+    told.record("piece", number=0)
+    told.close()
+    assert records(path)[0]["format"] == telemetry.FORMAT == 2

@@ -110,3 +110,11 @@ def test_a_change_three_times_over_is_seen_through_jitter():
 def test_what_comes_first_is_no_jump():
     watched = speeds(1.0)
     assert not any(watched.observe(0, 10, 1, 30.0) for _ in range(LEAST_OBSERVATIONS))
+
+
+def test_the_slowest_rank_is_the_one_furthest_below_its_profile() -> None:
+    speeds = Speeds({rank: StepTime(0.0, 0.1) for rank in range(3)})
+    assert speeds.slowest() is None
+    for rank, seconds in enumerate((1.0, 2.0, 1.25)):
+        speeds.observe(rank, 10, 1, seconds)
+    assert speeds.slowest() == (1, 0.5)

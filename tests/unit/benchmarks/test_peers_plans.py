@@ -125,7 +125,7 @@ def test_recipes_are_what_hetsync_train_reads(peer, workload, tmp_path):
     save_cluster(cells.profile(job, None), tmp_path / "cluster.yaml")
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(cells.recipe(job, tmp_path / "run", tmp_path / "cluster.yaml", tmp_path)))
-    config, _ = parse([str(path)])
+    config, *_ = parse([str(path)])
     assert config.optimizer.learning_rate == 0.125
     assert config.data.batch_size == workload.batch
     assert (config.sync.delay_bound == 0) == (peer == "hetsync-sync")

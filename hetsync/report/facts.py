@@ -1,0 +1,80 @@
+"""The figures that a run's limits are told from."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from hetsync.report.limits import Facts, RankTime, Slowdown, slowed
+from hetsync.report.run import RankLines, Run
+from hetsync.report.series import Course, training_seconds
+
+
+def facts_of(run: Run, course: Course) -> Facts:
+    summary = run.summary
+    seconds = float(training_seconds(run, course.edges).sum())
+    runtime = {rank["rank"]: rank.get("runtime_cpu_fraction") for rank in summary.get("per_rank", [])}
+    failures = [record["error"] for lines in run.ranks.values() for record in lines.of("failure")]
+    return Facts(
+        ranks=[_rank_time(rank, lines, seconds, runtime.get(rank)) for rank, lines in run.ranks.items()],
+        slowdowns=_slowdowns(run, course),
+        round_in_slices=_round_in_slices(run),
+        delay_bound=run.delay_bound,
+        accumulation=summary.get("accumulation") or run.recipe.get("sync", {}).get("accumulation", 1),
+        resting=_resting(run),
+        overruns=summary.get("overrun_fraction", 0.0),
+        efficiency=efficiency_of(run, course),
+        failed=failures[-1] if failures and summary.get("status") not in ("finished", "stopped") else None,
+    )
+
+
+def efficiency_of(run: Run, course: Course) -> float | None:
+    """The summary's, or so far."""
+    if "efficiency" in run.summary:
+        told: float | None = run.summary["efficiency"]
+        return told
+    known = np.isfinite(course.efficiency)
+    return float(np.mean(course.efficiency[known])) if known.any() else None
+
+
+def _rank_time(rank: int, lines: RankLines, seconds: float, runtime: float | None) -> RankTime:
+    tasks = lines.tasks
+    seconds = max(seconds, 1e-9)
+    return RankTime(rank, tasks["wait_seconds"].sum() / seconds, tasks["data_seconds"].sum() / seconds, runtime)
+
+
+def _round_in_slices(run: Run) -> float | None:
+    """Of medians over ranks of the ranks' own quotients."""
+    found = []
+    for lines in run.ranks.values():
+        slices, rounds = lines.tasks["slices"].sum(), lines.rounds["rounds"].sum()
+        if slices and rounds and (computing := lines.tasks["compute_seconds"].sum()):
+            one = float(np.median(lines.rounds["seconds"] / lines.rounds["rounds"]))
+            found.append(one / (computing / slices))
+    return float(np.median(found)) if found else None
+
+
+def _resting(run: Run) -> tuple[tuple[str, float], ...]:
+    """By reason, in parts of the job's time, in the mean of all ranks."""
+    spent: dict[str, float] = defaultdict(float)
+    for lines in run.ranks.values():
+        for record in lines.of("rest", "score"):
+            spent[record.get("reason", "evaluation")] += record["seconds"] / len(run.ranks)
+    spent.pop("end", None)
+    return tuple((reason, seconds / max(run.seconds, 1e-9)) for reason, seconds in spent.items())
+
+
+def _slowdowns(run: Run, course: Course) -> list[Slowdown]:
+    found = [
+        (number, Slowdown(rank, when(run, float(course.edges[number])), left))
+        for rank, speeds in course.speeds.items()
+        for number, left in slowed(list(speeds))
+    ]
+    return [slowdown for _, slowdown in sorted(found, key=lambda each: each[0])]
+
+
+def when(run: Run, second: float) -> str:
+    """To the minute, where there is a time of day."""
+    told = run.time_of_day(second)
+    return f"{second:.0f} s" if told is None else told.split()[1][:5]

@@ -1,0 +1,97 @@
+"""The live table: from the newest lines of files that are being written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from run_folders import round_of, start, task, tasks, write_lines, write_summary
+
+from hetsync.report.live import LiveRun, slowest
+
+NOW = 1_000_000.0
+
+
+def written(path: Path, seconds_ago: float = 1.0) -> None:
+    os.utime(path, (NOW - seconds_ago, NOW - seconds_ago))
+
+
+def test_a_rank_is_told_by_its_last_lines(tmp_path: Path) -> None:
+    write_summary(tmp_path)
+    before = tasks(600, compute=0.1)
+    path = write_lines(tmp_path, 0, [*start(), *before, *tasks(80, 60.0, compute=0.5), round_of(100.0, staleness=3)])
+    written(path)
+    (row,) = LiveRun(tmp_path).rows(NOW)
+    assert row.place == "node, cpu"
+    assert (row.share, row.rate, row.speed) == (10, pytest.approx(20.0), pytest.approx(0.2))
+    assert (row.computing, row.waiting, row.staleness) == (pytest.approx(1.0), 0.0, 3.0)
+    assert row.why == "its device runs at 20% of its profile"
+
+
+def test_it_goes_on_with_what_is_written_meanwhile(tmp_path: Path) -> None:
+    write_summary(tmp_path)
+    path = write_lines(tmp_path, 0, [*start(), *tasks(10)], torn='{"kind": "piece", "a')
+    run = LiveRun(tmp_path)
+    written(path)
+    assert run.rows(NOW)[0].waiting == 0.0
+    with path.open("a") as file:
+        file.write('t": 1.05}\n'.replace('t": 1.05}', 't": 1.05, "kind": "other"}'))
+    write_lines(tmp_path, 0, tasks(200, 1.05, compute=0.1, wait=0.1))
+    write_lines(tmp_path, 1, [*start(), *tasks(5)])
+    for each in (tmp_path / "telemetry").iterdir():
+        written(each)
+    first, second = run.rows(NOW)
+    assert first.waiting == pytest.approx(0.5, abs=0.02)
+    assert first.why == "waits for others"
+    assert (second.rank, second.why) == (1, "")
+    assert slowest([first, second]) == "slowest: rank 1, which waits 0% of its time, others up to 50%"
+
+
+def test_the_greatest_cause_comes_first(tmp_path: Path) -> None:
+    written(write_lines(tmp_path, 0, [*start(), *tasks(100, compute=0.5, wait=0.1, data=0.2)]))
+    (row,) = LiveRun(tmp_path).rows(NOW)
+    assert row.why == "its device runs at 20% of its profile, waits for data, waits for others"
+
+
+def test_silence_is_told_while_the_run_is_under_way(tmp_path: Path) -> None:
+    write_summary(tmp_path)
+    path = write_lines(tmp_path, 0, [*start(), *tasks(10)])
+    written(path, 90.0)
+    assert LiveRun(tmp_path).rows(NOW)[0].why == "nothing written for 90 s"
+    write_lines(tmp_path, 0, [task(70.0, 5.0, samples=500, slices=50, tasks=50, since=10.0)])
+    written(path, 80.0)
+    assert LiveRun(tmp_path).rows(NOW)[0].why == "", "a line a minute is all that is due"
+    write_summary(tmp_path, status="finished")
+    written(path, 900.0)
+    assert LiveRun(tmp_path).rows(NOW)[0].why == ""
+
+
+def test_a_failure_is_told_until_the_job_begins_again(tmp_path: Path) -> None:
+    write_lines(tmp_path, 0, [*start(), *tasks(10), {"kind": "failure", "at": 1.0, "error": "LostError: gone"}])
+    run = LiveRun(tmp_path)
+    assert run.rows()[0].why == "failed: LostError: gone"
+    write_lines(tmp_path, 0, [*start(), *tasks(2)])
+    assert run.rows()[0].why == ""
+
+
+def test_of_a_large_file_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetsync.report.live.TAIL_BYTES", 5000)
+    path = write_lines(tmp_path, 0, [*start(share=7), *tasks(5000)])
+    assert path.stat().st_size > 500_000
+    (row,) = LiveRun(tmp_path).rows()
+    assert row.place == "node, cpu", "the profile stands at the file's begin"
+    assert row.rate == pytest.approx(100.0)
+
+
+def test_progress_is_that_of_the_newest_figures(tmp_path: Path) -> None:
+    write_summary(tmp_path)
+    write_lines(tmp_path, 0, start())
+    (tmp_path / "metrics.csv").write_text("samples,seconds,name,value\n640,2.5,train/loss,1.0\n700,2")
+    run = LiveRun(tmp_path)
+    run.rows()
+    assert run.progress() == "running: 640 of 1,000 samples"
+    write_summary(tmp_path, status="finished", samples_applied=1000)
+    run.rows()
+    assert run.progress() == "finished: 1,000 of 1,000 samples"
+    assert run.over

@@ -1,0 +1,145 @@
+"""Run folders as they are read: while they are written, over resumes, and by older versions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_folders import round_of, start, task, tasks, write_lines, write_summary
+
+from hetsync.errors import UserError
+from hetsync.report.facts import facts_of
+from hetsync.report.limits import limits_of
+from hetsync.report.lines import LineReader
+from hetsync.report.run import read_run
+from hetsync.report.series import course_of
+
+
+def test_a_torn_line_is_read_once_it_is_whole(tmp_path: Path) -> None:
+    path = write_lines(tmp_path, 0, [task(1.0)], torn='{"kind": "pie')
+    reader = LineReader(path)
+    assert [record["at"] for record in reader.read()] == [1.0]
+    assert list(reader.read()) == []
+    with path.open("a") as file:
+        file.write('ce", "at": 2.0}\n{"kind"')
+    assert [record["at"] for record in reader.read()] == [2.0]
+    assert reader.unreadable == 0
+
+
+def test_the_end_of_a_file_begins_with_a_whole_line(tmp_path: Path) -> None:
+    path = write_lines(tmp_path, 0, tasks(100))
+    told = list(LineReader(path, last_bytes=1000).read())
+    assert 1 < len(told) < 10
+    assert told[-1]["at"] == 10.0
+
+
+def test_what_is_no_record_is_counted(tmp_path: Path) -> None:
+    path = write_lines(tmp_path, 0, [task(1.0)], torn="nonsense\n[1]\n{}\n")
+    reader = LineReader(path)
+    assert len(list(reader.read())) == 1
+    assert reader.unreadable == 3
+
+
+def test_fields_of_the_wrong_kind_are_counted_too(tmp_path: Path) -> None:
+    write_lines(tmp_path, 0, [*start(), task(0.1, samples="ten"), {"kind": "start", "at": 0.0}, *tasks(3)])
+    run = read_run(tmp_path)
+    assert run.unreadable == 2
+    assert run.ranks[0].tasks["samples"].sum() == 30
+
+
+def test_a_file_that_was_begun_anew_is_read_anew(tmp_path: Path) -> None:
+    path = write_lines(tmp_path, 0, tasks(3))
+    reader = LineReader(path)
+    assert len(list(reader.read())) == 3
+    path.write_text(json.dumps(task(7.0)) + "\n")
+    assert [record["at"] for record in reader.read()] == [7.0]
+
+
+def test_ranks_stand_on_one_clock_that_stands_still_between_starts(tmp_path: Path) -> None:
+    for rank, second in ((0, "00"), (1, "02")):
+        write_lines(tmp_path, rank, [*start(f"2026-11-02T14:00:{second}+00:00"), *tasks(50)])
+        write_lines(tmp_path, rank, [*start(f"2026-11-04T09:00:{second}+00:00"), *tasks(50)])
+    run = read_run(tmp_path)
+    assert [moment for each in run.stretches for moment in (each.begin, each.end)] == pytest.approx([0, 7, 7, 14])
+    assert run.ranks[0].tasks["end"][[0, 49, 50]] == pytest.approx([0.1, 5.0, 7.1])
+    assert run.ranks[1].tasks["end"][[0, 49, 50]] == pytest.approx([2.1, 7.0, 9.1])
+    assert run.ranks[1].tasks["begin"][0] == pytest.approx(2.0)
+    assert course_of(run).samples.sum() == pytest.approx(2000)
+
+
+def test_the_first_format_is_read(tmp_path: Path) -> None:
+    """Before it had starts and profiles, and where a summary tells the speeds."""
+    write_lines(tmp_path, 0, [*tasks(50), round_of(3.0)])
+    rank = {"rank": 0, "solo_samples_per_second": 200.0, "solo_uncertainty": 0.0}
+    write_summary(tmp_path, status="finished", efficiency=0.5, per_rank=[rank])
+    run = read_run(tmp_path)
+    course = course_of(run)
+    assert run.seconds == pytest.approx(5.0)
+    assert run.time_of_day(1.0) is None
+    assert course.efficiency == pytest.approx(np.full(len(course.efficiency), 0.5))
+
+
+def test_lines_of_several_tasks_count_as_these(tmp_path: Path) -> None:
+    several = task(5.0, compute=3.0, wait=1.0, samples=300, slices=30, tasks=30, since=1.0)
+    rounds = round_of(5.0, 0.9, 2.0, rounds=9, contributions=3, since=1.0)
+    write_lines(tmp_path, 0, [*start(), *tasks(10), several, rounds])
+    run = read_run(tmp_path)
+    lines = run.ranks[0]
+    assert lines.tasks["begin"][-1] == 1.0
+    assert lines.tasks["tasks"].sum() == 40
+    course = course_of(run)
+    assert course.samples.sum() == pytest.approx(400)
+    assert np.nanmax(course.shares[0]) == pytest.approx(10)
+    assert facts_of(run, course).round_in_slices == pytest.approx(0.1 / (4.0 / 40))
+
+
+def test_efficiency_has_its_interval_and_no_rests(tmp_path: Path) -> None:
+    """Half of the solo rate while it waits as long as it computes; evaluations are not on the clock."""
+    rest = {"kind": "score", "at": 4.0, "round": 1, "seconds": 2.0}
+    write_lines(tmp_path, 0, [*start(), *tasks(10, compute=0.1, wait=0.1), rest, *tasks(10, 4.0, wait=0.1)])
+    course = course_of(read_run(tmp_path))
+    trained = np.isfinite(course.efficiency) & (course.samples > 9)
+    assert course.efficiency[trained] == pytest.approx(np.full(trained.sum(), 0.5))
+    assert course.low[trained] == pytest.approx(course.efficiency[trained] / 1.02)
+    assert course.high[trained] == pytest.approx(course.efficiency[trained] * 1.02)
+
+
+def test_facts_come_from_the_lines(tmp_path: Path) -> None:
+    write_lines(tmp_path, 0, [*start(), *tasks(100, compute=0.08, data=0.02), round_of(1.0, 0.04), round_of(2.0, 0.04)])
+    write_lines(tmp_path, 1, [*start(), *tasks(50), *tasks(25, 5.0, compute=0.2), round_of(2.0, 0.04)])
+    run = read_run(tmp_path)
+    told = limits_of(facts_of(run, course_of(run)))
+    minute = (run.time_of_day(5.0) or "").split()[1][:5]
+    assert told[0].startswith(f"Rank 1 slowed at {minute}, to 50% of the speed before")
+    assert "Rank 0 waits 20% of the time for data: more data.workers." in told
+    assert any(sentence.startswith("Rounds take 40% of a slice: K = 2") for sentence in told)
+
+
+def test_a_failure_is_told_unless_the_run_went_on_to_its_end(tmp_path: Path) -> None:
+    write_lines(tmp_path, 0, [*start(), *tasks(10), {"kind": "failure", "at": 1.0, "error": "LostError: gone"}])
+    write_summary(tmp_path)
+    run = read_run(tmp_path)
+    assert limits_of(facts_of(run, course_of(run)))[0] == "The run ended by a failure: LostError: gone."
+    write_summary(tmp_path, status="finished", efficiency=1.0)
+    run = read_run(tmp_path)
+    assert limits_of(facts_of(run, course_of(run))) == ["Nothing: efficiency is 1.000."]
+
+
+def test_no_run_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no run folder .*missing: give one"):
+        read_run(tmp_path / "missing")
+    with pytest.raises(UserError, match=r"holds no run: there is neither summary\.json nor telemetry"):
+        read_run(tmp_path)
+    (tmp_path / "summary.json").write_text("[")
+    with pytest.raises(UserError, match=r"cannot read .*summary\.json: .*; remove it"):
+        read_run(tmp_path)
+
+
+def test_a_job_that_has_only_begun_has_a_course(tmp_path: Path) -> None:
+    write_summary(tmp_path)
+    assert course_of(read_run(tmp_path)).samples.sum() == 0
+    write_lines(tmp_path, 0, start())
+    run = read_run(tmp_path)
+    assert limits_of(facts_of(run, course_of(run))) == ["Nothing that takes 5 % of a rank's time was found."]
