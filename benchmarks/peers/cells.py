@@ -144,7 +144,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """A cluster, and what happens to it. Without `cluster`, the machine's own cores under quotas: `cpu_percent` by rank.
+    """A cluster, and what happens to it. Without `cluster`, the machine's own cores under quotas of `cpu_percent`.
 
     `memory_limited` shrinks the fastest devices' memory so that it holds half of their share by speed (`profile`).
     """
