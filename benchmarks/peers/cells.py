@@ -144,7 +144,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """A cluster, and what happens to it. Without `cluster`, the machine's own cores under quotas.
+    """A cluster, and what happens to it. Without `cluster`, the machine's own cores under quotas of `cpu_percent`.
 
     `memory_limited` shrinks the fastest devices' memory so that it holds half of their share by speed (`profile`).
     """
@@ -153,15 +153,16 @@ class Scenario:
     cluster: Cluster | None
     slows: bool = False
     memory_limited: bool = False
+    cpu_percent: Sequence[int] = CPU_PERCENT
 
     @property
     def ranks(self) -> int:
-        return len(CPU_PERCENT) if self.cluster is None else self.cluster.size
+        return len(self.cpu_percent) if self.cluster is None else self.cluster.size
 
     def speeds(self) -> list[float]:
         """Relative speeds of the ranks at the start; throttled ones by their quotas."""
         if self.cluster is None:
-            return [float(percent) for percent in CPU_PERCENT]
+            return [float(percent) for percent in self.cpu_percent]
         return [self.cluster.device_of(rank).speed for rank in range(self.ranks)]
 
 

@@ -22,7 +22,6 @@ from benchmarks.common.local_job import warn_of_overruns
 from benchmarks.common.plots import can_plot
 from benchmarks.common.report import Record, command, grouped, machine
 from benchmarks.peers.cells import (
-    CPU_PERCENT,
     PEERS,
     WORKLOADS,
     Cell,
@@ -128,8 +127,9 @@ def solo_rates(starter: Starter, base: Cell) -> list[list[float]] | str:
     A short job says how many samples a job of the emulated clusters' length has, and that one is measured.
     """
     rates = []
-    for rank, percent in enumerate(CPU_PERCENT):
-        part = percent / sum(CPU_PERCENT)
+    percents = base.scenario.cpu_percent
+    for rank, percent in enumerate(percents):
+        part = percent / sum(percents)
         workload = replace(base.workload, batch=round(base.workload.batch * part))
         samples = math.ceil(base.samples * part / 2)
         for _ in range(2):

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from benchmarks.common.processes import environment, failure_of, mpirun
-from benchmarks.peers.cells import CPU_PERCENT, HETSYNC, SLOW_RANK, Cell, Workload, phases, profile, recipe
+from benchmarks.peers.cells import HETSYNC, SLOW_RANK, Cell, Workload, phases, profile, recipe
 from benchmarks.peers.recovery import recovery
 from benchmarks.peers.report import from_hetsync
 from benchmarks.peers.runner import CPU_GROUPS
@@ -137,7 +137,9 @@ def quotas(cell: Cell) -> Iterator[Path | None]:
     if cell.scenario.cluster is not None:
         yield None
         return
-    percents = [CPU_PERCENT[cell.fastest]] if cell.peer == "alone" else CPU_PERCENT
+    percents = cell.scenario.cpu_percent
+    if cell.peer == "alone":
+        percents = [percents[cell.fastest]]
     parent = CGROUPS / f"hetsync-peers-{os.getpid()}"
     groups = [parent / f"rank-{rank}" for rank in range(len(percents))]
     parent.mkdir()

@@ -25,8 +25,11 @@ class Device(ABC):
     """What a rank's slices are timed by, with totals over all slices so far.
 
     `emulated_seconds` is what the device took (what `take_seconds` tells), `real_seconds` what was really computed,
-    `overruns` the slices whose real compute ended late, and `overrun_seconds` by how much in total.
+    `overruns` the slices whose real compute ended late, and `overrun_seconds` by how much in total. `on_host` says that
+    slices are computed by the cores that the process's other threads take, too.
     """
+
+    on_host = False
 
     def __init__(self) -> None:
         self.slices = 0
@@ -71,6 +74,8 @@ class Device(ABC):
 
 class RealDevice(Device):
     """The machine's own processor: time is measured, never added."""
+
+    on_host = True
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

@@ -234,7 +234,8 @@ class SyncConfig:
         quorum: Part of a full contribution set, in samples, that may start a round when D > 0;
             1 waits for a contribution of every rank (stale synchronous parallel with bound D).
         accumulation: Slices in one contribution (K): at delay bound 1 and above K optimizer steps, at 0 gradient
-            accumulation.
+            accumulation. auto is 1, and at delay bound 1 and above up to 4 where rounds are a notable part of a slice,
+            unless a controller sets it.
         shares: Samples of a rank in a slice: speed (by measured speed), equal, or first (rank 0 as pinned,
             the rest even).
         pins: Shares set by hand, rank: samples.
@@ -246,9 +247,9 @@ class SyncConfig:
         outer: What a round's sum does to the anchor (delayed mode).
     """
 
-    delay_bound: int | None = 4
-    quorum: float = 0.25
-    accumulation: int = 1
+    delay_bound: int | None = 16
+    quorum: float = 0.5
+    accumulation: int | Literal["auto"] = "auto"
     shares: Literal["speed", "equal", "first"] = "speed"
     pins: dict[int, int] = field(default_factory=dict)
     rebalance: bool = True
@@ -259,7 +260,8 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         at_least("sync.delay_bound", self.delay_bound, 0)
-        at_least("sync.accumulation", self.accumulation, 1)
+        if self.accumulation != "auto":
+            at_least("sync.accumulation", self.accumulation, 1)
         at_least("sync.bucket_bytes", self.bucket_bytes, 4)
         if not 0 < self.quorum <= 1:
             raise UserError(f"sync.quorum is {self.quorum}: it is a fraction of the samples, above 0 and at most 1")
@@ -267,6 +269,11 @@ class SyncConfig:
             raise UserError(f"sync.pins is {brief(self.pins)}: it maps ranks to samples, both 0 or more")
         if self.shares == "first" and set(self.pins) != {0}:
             raise UserError("sync.shares is first, so sync.pins must name rank 0's samples and no others")
+
+    @property
+    def first_accumulation(self) -> int:
+        """K at the start."""
+        return 1 if self.accumulation == "auto" else self.accumulation
 
 
 @dataclass(frozen=True)
@@ -309,7 +316,7 @@ class ControlConfig:
         if self.name == "fixed":
             return
         self._check_key("delay_bound", sync.delay_bound)
-        self._check_key("accumulation", sync.accumulation)
+        self._check_key("accumulation", sync.first_accumulation)
 
     def _check_key(self, key: str, value: int | None) -> None:
         least, greatest = getattr(self, f"min_{key}"), getattr(self, f"max_{key}")

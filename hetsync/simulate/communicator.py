@@ -24,6 +24,7 @@ from hetsync.simulate.router import Router
 from hetsync.simulate.scenario import Scenario
 from hetsync.simulate.telemetry import Telemetry
 from hetsync.simulate.virtual_rank import VirtualRank, VirtualRanks
+from hetsync.sync.accumulation import AccumulationChange, AccumulationRule
 from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.messages import AssignTask, Event, Instruction, RoundCompleted, StartRound, Task
 from hetsync.sync.state_machine import RoundStateMachine
@@ -54,7 +55,7 @@ class Communicator:
         self._evaluations = evaluations
         self._on_rest = on_rest
         self._router = Router(scenario.runtime, clock, polling, ranks, self.handle_events, self._poll_interval)
-        self._coordinator = _coordinator(scenario, machine, self._deliver, evaluations)
+        self._coordinator = _coordinator(scenario, machine, self._deliver, evaluations, self._on_accumulation)
         self._heard_at = 0.0  # when rank 0's thread last heard of anything
         self._drained: StartRound | None = None  # waits for its books to be closed
         self._delayed: DelayedRound | None = None  # under way, without its sum
@@ -70,6 +71,9 @@ class Communicator:
         self._step_seconds = scenario.cluster.step_seconds
 
     # The coordinator's messages.
+
+    def _on_accumulation(self, change: AccumulationChange) -> None:
+        self._telemetry.accumulation_changed(self._clock.now, change)
 
     def start(self) -> None:
         """The coordinator hands out the first work."""
@@ -272,10 +276,19 @@ def _coordinator(
     machine: RoundStateMachine,
     deliver: Callable[[Sequence[Instruction]], None],
     evaluations: Evaluations,
+    on_accumulation: Callable[[AccumulationChange], None],
 ) -> Coordinator:
     """As `train.session` makes it."""
     sync, profiles = scenario.sync, dict(enumerate(scenario.ranks))
     times, caps = ({r: p.time for r, p in profiles.items()}, {r: p.cap for r, p in profiles.items()})
     rebalance = sync.rebalance and sync.shares == "speed"
     speeds = Speeds(times, caps, sync.pins)
-    return Coordinator(machine, speeds, deliver, rebalance, on_evaluation=evaluations.report)
+    return Coordinator(
+        machine,
+        speeds,
+        deliver,
+        rebalance,
+        on_evaluation=evaluations.report,
+        rule=AccumulationRule() if sync.accumulation == "auto" and len(scenario.ranks) > 1 else None,
+        on_accumulation=on_accumulation,
+    )

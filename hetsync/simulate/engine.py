@@ -29,7 +29,7 @@ class MainThreads:
         self._telemetry = telemetry
         self._communicator = communicator
         self._profiles = scenario.ranks
-        self._slice_seconds = scenario.runtime.slice_seconds
+        self._runtime = scenario.runtime
 
     def go_on(self, rank: VirtualRank, finished: TaskFinished | None = None) -> None:
         """The rank computes nothing: begin the next task where that is allowed, and say what there is to say."""
@@ -60,10 +60,17 @@ class MainThreads:
         rank.slice_samples = length(task.slices[rank.slice_index])
         seconds = rank.device.seconds(rank.slice_samples)
         rank.task_seconds += seconds
-        rank.slice_ends_at = self._clock.now + seconds + self._slice_seconds
+        rank.slice_ends_at = self._clock.now + seconds + self._runtime.slice_seconds + self._pay_rounds(rank)
         if task.synchronous_round is not None and rank.slice_index == len(task.slices) - 1:
             self._communicator.release(task, seconds)
         self._clock.at(rank.slice_ends_at, self._end_slice, rank, task)
+
+    def _pay_rounds(self, rank: VirtualRank) -> float:
+        """What the rounds since the last slice take of the device's time."""
+        seconds = (rank.landed - rank.rounds_paid) * self._runtime.round_seconds
+        rank.rounds_paid = rank.landed
+        rank.round_seconds += seconds
+        return seconds
 
     def _end_slice(self, rank: VirtualRank, task: Task) -> None:
         rank.task_loss += rank.slice_samples * self._learner.compute_slice(rank.number, task, rank.slice_index)
@@ -84,7 +91,9 @@ class MainThreads:
     def _finish(self, rank: VirtualRank, task: Task) -> None:
         """The task is computed (synchronous: and its round is complete)."""
         rank.task = None
-        finished = rank.worker.finish_task(rank.task_seconds, rank.task_loss)
+        now = (rank.round_seconds, rank.wait_seconds)
+        (work, waits), rank.told = rank.told if rank.samples_since_rest else now, now
+        finished = rank.worker.finish_task(rank.task_seconds, rank.task_loss, now[0] - work, now[1] - waits)
         rank.compute_seconds += finished.seconds
         rank.samples += finished.samples
         rank.samples_since_rest += finished.samples

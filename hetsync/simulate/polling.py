@@ -31,6 +31,8 @@ class Runtime:
             polled, and takes log2(ranks) such steps.
         computing_fraction: A thread whose rank computes sleeps this fraction of the time since something happened.
         waiting_fraction: The same for a rank that waits.
+        round_seconds: What a round takes from each rank's device: passes over memory, the communication thread where it
+            shares the device's cores.
     """
 
     message_seconds: float = 0.3e-3
@@ -39,6 +41,7 @@ class Runtime:
     collective_poll_seconds: float = LONGEST_COLLECTIVE_POLL_SECONDS
     computing_fraction: float = POLL_FRACTION_COMPUTING
     waiting_fraction: float = POLL_FRACTION_WAITING
+    round_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

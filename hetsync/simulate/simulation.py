@@ -24,6 +24,7 @@ from hetsync.simulate.scenario import Scenario
 from hetsync.simulate.script import Change
 from hetsync.simulate.telemetry import Telemetry
 from hetsync.simulate.virtual_rank import VirtualRank, VirtualRanks
+from hetsync.sync.accumulation import AccumulationChange
 from hetsync.sync.messages import DrainRequested, Settings, SettingsChanged, settings_of
 from hetsync.sync.milestones import STOP
 from hetsync.sync.observation import Observation, Totals
@@ -126,6 +127,11 @@ class Simulation:
     @property
     def totals(self) -> Totals:
         return self._telemetry.totals
+
+    @property
+    def accumulation_changes(self) -> Sequence[AccumulationChange]:
+        """By rule, so far."""
+        return self._telemetry.accumulation_changes
 
     def advance(self, rounds: int | None = None, seconds: float | None = None) -> None:
         """Go on until so many more rounds are complete or so many virtual seconds have passed; else to the end."""

@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hetsync.balance.profile import StepTime
 from hetsync.simulate.polling import PollTimes
 from hetsync.simulate.virtual_rank import VirtualRank
+from hetsync.sync.accumulation import AccumulationChange
 from hetsync.sync.messages import Task, TaskFinished
 from hetsync.sync.observation import Totals
 
@@ -24,6 +26,7 @@ class Telemetry:
     def __init__(self, folder: Path | None = None, ranks: int = 0) -> None:
         self.totals = Totals()
         self.losses: list[tuple[int, float]] = []  # samples and mean loss of each task since they were taken last
+        self.accumulation_changes: list[AccumulationChange] = []
         self._folder = folder
         self._ranks = ranks if folder is not None else 0
         self._lines: dict[int, list[str]] = defaultdict(list)
@@ -78,6 +81,11 @@ class Telemetry:
         """What ranks do beside training takes no virtual time."""
         for rank in range(self._ranks):
             self.record(rank, kind, now, **fields, seconds=0.0)
+
+    def accumulation_changed(self, now: float, change: AccumulationChange) -> None:
+        """By rule, on rank 0."""
+        self.accumulation_changes.append(change)
+        self.record(0, "accumulation", now, **asdict(change))
 
     def flush(self) -> None:
         """Write what has been kept back."""

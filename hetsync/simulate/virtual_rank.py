@@ -52,6 +52,9 @@ class VirtualRank:
         self.resume: Callable[[VirtualRank], None] | None = None  # what that does with news
         self.assigned_at = 0.0  # when the last task arrives
         self.wait_seconds = 0.0
+        self.round_seconds = 0.0  # that rounds have taken from its device
+        self.rounds_paid = version
+        self.told = (0.0, 0.0)  # of rounds and waits, with the last task
         self.waited_before = 0.0  # before this task
         self.compute_seconds = 0.0
         self.samples = 0

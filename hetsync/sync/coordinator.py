@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from hetsync.balance.shares import rebalanced
 from hetsync.balance.speed_tracker import LEAST_OBSERVATIONS, Speeds
 from hetsync.errors import UserError
+from hetsync.sync.accumulation import AccumulationChange, AccumulationRule
 from hetsync.sync.messages import (
     AssignTask,
     CapFound,
@@ -57,10 +59,13 @@ class Coordinator:
         rebalance: bool,
         control: Control | None = None,
         on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
+        rule: AccumulationRule | None = None,
+        on_accumulation: Callable[[AccumulationChange], None] = lambda change: None,
     ) -> None:
-        """`rebalance`: shares follow the smoothed speeds.
+        """`rebalance`: shares follow the smoothed speeds. `rule`: K follows what rounds cost, until somebody sets it.
 
-        `on_evaluation` is called with what all ranks together have found at a snapshot.
+        `on_evaluation` is called with what all ranks together have found at a snapshot, `on_accumulation` with what the
+        rule has changed.
         """
         self.machine = machine
         self.settings = machine.settings  # asked for last; a change of mode comes into force only at a drain
@@ -72,6 +77,8 @@ class Coordinator:
         self._rebalance = rebalance
         self._control = control
         self._on_evaluation = on_evaluation
+        self._rule = rule
+        self._on_accumulation = on_accumulation
         self._batch = machine.batch  # B
         self._reconsider_from = machine.version + LEAST_OBSERVATIONS  # the version that shares are reconsidered at
 
@@ -89,6 +96,7 @@ class Coordinator:
                 self.speeds.caps = {**self.speeds.caps, event.rank: event.samples}
             elif isinstance(event, SettingsChanged):
                 self.settings = event.settings
+                self._rule = None
             elif isinstance(event, RankWithdrew):
                 self.speeds.forget(event.rank)
             if self._control is not None:
@@ -101,6 +109,8 @@ class Coordinator:
             self._on_evaluation(evaluation)
         if self._rebalance:
             self._balance()
+        if self._rule is not None:
+            self._accumulate(self._rule)
         if self._control is not None and (settings := self._control.steer(self.settings)) is not None:
             self.handle([SettingsChanged(settings)])
 
@@ -116,20 +126,33 @@ class Coordinator:
                 f"the training loss became {event.loss_sum} on rank {event.rank} after "
                 f"{self.machine.ledger.applied} samples: lower optimizer.learning_rate or look at the data"
             )
-        self._watch_speed(event)
+        self._watch_task(event)
         if len(self.machine.members) == 1:
             self.machine.tasks_held = tasks_held_alone(event.seconds)
         self.device_seconds[event.rank] += event.seconds
         total, samples = self.losses
         self.losses = total + event.loss_sum, samples + event.samples
 
-    def _watch_speed(self, event: TaskFinished) -> None:
+    def _watch_task(self, event: TaskFinished) -> None:
         state = self.machine.members[event.rank].current
         # The small tasks before a rest would show a step's fixed costs rather than of the device.
         if state is None or event.samples < len(state.task.slices) * state.task.share:
             return
         if self.speeds.observe(event.rank, event.samples, len(state.task.slices), event.seconds):
             self._reconsider_from = self.machine.version
+        if self._rule is not None and len(state.task.slices) == self.settings.accumulation:
+            self._rule.observe(event.rank, event.seconds, event.work_seconds, event.wait_seconds)
+
+    def _accumulate(self, rule: AccumulationRule) -> None:
+        """Another K, where the rule finds that rounds are dear, or no more. At D = 0 it would be another batch."""
+        if self.settings.synchronous:
+            return
+        shares = {rank: member.share for rank, member in self.machine.members.items() if member.share}
+        change = rule.decide(self.settings.accumulation, self.machine.version, shares)
+        if change is not None:
+            self.settings = replace(self.settings, accumulation=change.accumulation)
+            self._on_accumulation(change)
+            self._deliver(self.machine.handle(SettingsChanged(self.settings)))
 
     def _balance(self) -> None:
         """New shares where these would make slices at least 5 % shorter; checked once in a few rounds, or when a rank's

@@ -333,4 +333,4 @@ def make_outer(sync: SyncConfig, batch_size: int) -> Nesterov | None:
     """Its momentum is meant for the recipe's K, whatever a controller makes of that."""
     if sync.outer.name != "nesterov":
         return None
-    return Nesterov(sync.outer.learning_rate, sync.outer.momentum, sync.accumulation * batch_size)
+    return Nesterov(sync.outer.learning_rate, sync.outer.momentum, sync.first_accumulation * batch_size)

@@ -110,6 +110,7 @@ class Engine:
             telemetry=telemetry or Telemetry(None),
         )
         self._missed_seconds = 0.0  # without a poll, while the main thread waited
+        self._told: tuple[float, float] | None = None  # of `_kept_from_computing`, with the last task since a rest
 
     def start(self) -> None:
         """Call once, on every rank, with identical weights: what travels depends on them."""
@@ -164,6 +165,7 @@ class Engine:
                 if shared.drained is not None:
                     shared.order.follow()
                     drained, shared.drained = shared.drained, None
+                    self._told = None
                     return drained
                 self._apply()
                 if self.worker.may_start() and shared.phase is not Phase.DRAINING and not self._owes_snapshot:
@@ -246,7 +248,9 @@ class Engine:
                 require_finite(total, self._plane.rank, task.position)
             else:
                 self.worker.version = task.synchronous_round + 1
-            shared.outbox.append(self.worker.finish_task(seconds, loss_sum))
+            now = self._kept_from_computing()
+            (work, waits), self._told = self._told or now, now
+            shared.outbox.append(self.worker.finish_task(seconds, loss_sum, now[0] - work, now[1] - waits))
 
     @property
     def has_released(self) -> bool:
@@ -336,6 +340,11 @@ class Engine:
     @property
     def bytes_sent(self) -> int:
         return self._communicator.bytes_sent
+
+    def _kept_from_computing(self) -> tuple[float, float]:
+        """Seconds of this rank's device so far that synchronisation's own work has taken, and waits."""
+        beside = self._communicator.cpu_seconds if self._options.on_host else 0.0
+        return self.timer.cpu_seconds + beside, self.timer.wait_seconds
 
     def cpu_seconds(self) -> float:
         """What synchronisation has cost this rank so far: its thread, and the main thread's part."""

@@ -30,8 +30,8 @@ class Settings:
         accumulation: K, slices in one contribution.
     """
 
-    delay_bound: int = 4
-    quorum: float = 0.25
+    delay_bound: int = 16
+    quorum: float = 0.5
     accumulation: int = 1
 
     @property
@@ -74,13 +74,19 @@ class TaskStarted(NamedTuple):
 
 
 class TaskFinished(NamedTuple):
-    """A task is computed and waits for a round. `loss_sum` is summed over samples; seconds are device time."""
+    """A task is computed and waits for a round. `loss_sum` is summed over samples; seconds are device time.
+
+    For `work_seconds` and `wait_seconds` synchronisation has kept the device from computing, by its own work and by
+    waits, since the task before was finished; the first task after a rest tells of none.
+    """
 
     rank: int
     task: int
     samples: int
     seconds: float = 0.0
     loss_sum: float = 0.0
+    work_seconds: float = 0.0
+    wait_seconds: float = 0.0
 
 
 class Contributed(NamedTuple):
@@ -258,4 +264,4 @@ Message = EventBatch | InstructionBatch | GroupBatch | Probe | Alive
 
 def settings_of(sync: SyncConfig) -> Settings:
     bound = NO_BOUND if sync.delay_bound is None else sync.delay_bound
-    return Settings(bound, sync.quorum, sync.accumulation)
+    return Settings(bound, sync.quorum, sync.first_accumulation)

@@ -26,7 +26,8 @@ from hetsync.sync.worker import Worker
 @dataclass(frozen=True)
 class EngineOptions:
     """`batch` is B, samples of one slice of all ranks; `timeout_seconds` bounds every wait for other ranks. With
-    `measure_norms` the norms of what ranks put into sums are told (`NormMeasured`, `RoundCompleted`)."""
+    `measure_norms` the norms of what ranks put into sums are told (`NormMeasured`, `RoundCompleted`). `on_host`: the
+    model is computed by the cores that the communication thread takes, too."""
 
     batch: int
     wire: WireFormat = "float32"
@@ -34,6 +35,7 @@ class EngineOptions:
     overlap: bool = True
     timeout_seconds: float = 600.0
     measure_norms: bool = False
+    on_host: bool = False
 
 
 class MainThread(Enum):

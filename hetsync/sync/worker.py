@@ -67,12 +67,14 @@ class Worker:
         self._current, self._started_from = self._tasks.popleft(), self.version
         return self._current, TaskStarted(self.rank, self._current.number, self.version)
 
-    def finish_task(self, seconds: float, loss_sum: float) -> TaskFinished:
+    def finish_task(
+        self, seconds: float, loss_sum: float, work_seconds: float = 0.0, wait_seconds: float = 0.0
+    ) -> TaskFinished:
         assert self._current is not None
         task, self._current = self._current, None
         if task.synchronous_round is None:
             self._finished.append((task.number, self._started_from))
-        return TaskFinished(self.rank, task.number, task.samples, seconds, loss_sum)
+        return TaskFinished(self.rank, task.number, task.samples, seconds, loss_sum, work_seconds, wait_seconds)
 
     def contribute(self, round_number: int) -> tuple[Contributed, int]:
         """All that is finished goes into a round; with the staleness of the oldest of it."""

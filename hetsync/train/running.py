@@ -451,6 +451,7 @@ class Running:
             anchor_sha256=session.totals.anchor_sha256,
             wall_seconds=time.monotonic() - self.at.began,
             control=session.control.summary() if session.control is not None else None,
+            accumulation_changes=session.accumulation_changes,
         )
 
     def _rank_figures(self) -> RankFigures:

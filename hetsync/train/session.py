@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from hetsync.data.loader import Loader, Source
 from hetsync.data.random_state import seed_all
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane, meet
+from hetsync.sync.accumulation import AccumulationChange, AccumulationRule
 from hetsync.sync.coordinator import Coordinator, Send, as_messages
 from hetsync.sync.deltas import Snapshot, make_outer
 from hetsync.sync.engine import Engine
@@ -78,6 +79,7 @@ class Session:
         self.plan = plan
         self.totals = RankTotals()
         self.control: JobControl | None = None  # on rank 0, where there is one
+        self.accumulation_changes: list[AccumulationChange] = []  # on rank 0, by rule
         self.outer = make_outer(sync, plan.batch_size)
         self._begin_at(sync)
         self._sync = sync
@@ -121,7 +123,15 @@ class Session:
         return Engine(
             plane,
             self.model,
-            EngineOptions(plan.batch_size, sync.wire, sync.bucket_bytes, sync.overlap, timeout_seconds, controlled),
+            EngineOptions(
+                batch=plan.batch_size,
+                wire=sync.wire,
+                bucket_bytes=sync.bucket_bytes,
+                overlap=sync.overlap,
+                timeout_seconds=timeout_seconds,
+                measure_norms=controlled,
+                on_host=self._device.on_host,
+            ),
             coordinator=self._make_coordinator if plane.rank == 0 else None,
             outer=self.outer,
             pace=self._device.pace,
@@ -141,8 +151,21 @@ class Session:
         if self._make_control is not None:
             self.control = self._make_control(ControlledJob(machine, self.seconds_training, self._telemetry))
         rebalance = sync.rebalance and sync.shares == "speed"
-        deliver = as_messages(machine, send)
-        return Coordinator(machine, speeds, deliver, rebalance, self.control, self._report)
+        ruled = sync.accumulation == "auto" and self.control is None and self.plane.size > 1
+        return Coordinator(
+            machine,
+            speeds,
+            as_messages(machine, send),
+            rebalance,
+            self.control,
+            self._report,
+            AccumulationRule(plan.version) if ruled else None,
+            self._on_accumulation,
+        )
+
+    def _on_accumulation(self, change: AccumulationChange) -> None:
+        self.accumulation_changes.append(change)
+        self.record("accumulation", **asdict(change))
 
     @property
     def under_way(self) -> bool:
@@ -325,7 +348,8 @@ class Session:
         return self._clock.seconds()
 
     def tune(self, settings: Settings) -> None:
-        """On any rank: new K, D and q for the work handed out from now on (the controller's handle)."""
+        """On any rank: new K, D and q for the work handed out from now on, and no rule changes K any more (the
+        controller's handle)."""
         self.engine.report(SettingsChanged(settings))
 
     # At rest.

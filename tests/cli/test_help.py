@@ -53,7 +53,7 @@ def helped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 
 def test_there_is_something_to_explain() -> None:
     assert len(KEYS) > 30
-    assert KEYS["sync.delay_bound"] == 4
+    assert KEYS["sync.delay_bound"] == 16
     assert KEYS["sync.outer.momentum"] == 0.9
 
 
@@ -221,8 +221,8 @@ def test_summary(job: tuple[int, Path, Done]) -> None:
     assert set(summary) >= SUMMARY
     assert (summary["status"], summary["ranks"], summary["emulated"]) == ("finished", ranks, False)
     assert summary["samples_applied"] == summary["samples_expected"] == 1500
-    assert (summary["delay_bound"], summary["accumulation"]) == (4, 1)
-    assert 0 <= summary["staleness"]["mean"] <= summary["staleness"]["max"] <= 4
+    assert (summary["delay_bound"], summary["accumulation"]) == (16, 1)
+    assert 0 <= summary["staleness"]["mean"] <= summary["staleness"]["max"] <= 16
     assert sum(summary["shares"]) == 64
     assert len(summary["anchor_sha256"]) == 64
     assert summary["rounds"] > 0

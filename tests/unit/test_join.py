@@ -170,7 +170,7 @@ def test_after_the_job_the_optimizer_is_the_users_again() -> None:
 
 MISUSES: dict[str, tuple[dict[str, Any], str]] = {
     "no such setting": ({"delay_bond": 3}, "hetsync.join has no argument delay_bond (did you mean delay_bound?)"),
-    "text for a number": ({"accumulation": "two"}, "hetsync: accumulation is two: it must be a whole number"),
+    "text for a number": ({"accumulation": "two"}, "hetsync: accumulation is two: it must be a whole number or auto"),
     "out of range": ({"quorum": 2.0}, "hetsync: quorum is 2.0"),
     "no batch": ({"batch_size": 0}, "hetsync: batch_size is 0: it must be at least 1"),
     "no epochs": ({"epochs": 0}, "hetsync: epochs is 0.0: it must be greater than 0"),
@@ -206,7 +206,10 @@ class Endless(IterableDataset[int]):
 
 
 MISUSES["a batch beyond the data"] = ({"batch_size": 500}, "batch_size is 500, but the data set has 192 samples")
-MISUSES["null"] = ({"accumulation": None}, "hetsync: accumulation is null: it must be a whole number; leave it out")
+MISUSES["null"] = (
+    {"accumulation": None},
+    "hetsync: accumulation is null: it must be a whole number or auto; leave it out",
+)
 MISUSES["no such argument"] = ({"collate": len}, "hetsync.join has no argument collate")
 MISUSES["iterable"] = ({"dataset": Endless()}, "give a map-style data set, which has a length")
 

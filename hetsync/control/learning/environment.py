@@ -23,7 +23,7 @@ from hetsync.sync.observation import Observation
 Draw = Callable[[Random], Job]
 MakeExpert = Callable[[Episode, Limits], Controller]
 
-DEFAULTS = Settings()  # of recipes
+DEFAULTS = Settings(4, 0.25, 1)  # of recipes, when the policy that comes along was learned
 
 
 class JobEnvironment(gymnasium.Env[Vector, Any], ABC):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ from hetsync.simulate.recipe import scaled
 from hetsync.simulate.router import Router
 from hetsync.simulate.virtual_rank import VirtualDevice, VirtualRanks
 from hetsync.sync.messages import Settings
-from hetsync.sync.milestones import marks_every
+from hetsync.sync.milestones import marks_every, rests_at
 
 FREE = Runtime(0.0, 0.0, 0.0, 0.0)
 POLLS = 1e-3  # what polls may cost where they come at once: they are never closer than 50 µs
@@ -223,7 +224,7 @@ def test_windows_add_up() -> None:
 
 
 def test_tuning_changes_what_is_handed_out() -> None:
-    simulation = Simulation(scenario([40.0, 20.0, 10.0], total=8000, delay_bound=4))
+    simulation = Simulation(scenario([40.0, 20.0, 10.0], total=8000, delay_bound=4, quorum=0.25))
     simulation.advance(rounds=20)
     simulation.tune(Settings(1, 0.5, 3))
     simulation.advance(rounds=20)
@@ -343,3 +344,54 @@ def test_membership_is_fixed_in_synchronous_mode() -> None:
     simulation = Simulation(scenario([10.0, 10.0], delay_bound=0), script=[Change(1.0, 1, "leave")])
     with pytest.raises(UserError, match=r"sync\.delay_bound"):
         simulation.advance()
+
+
+# K by rule.
+
+DEAR_ROUNDS = dataclasses.replace(FREE, round_seconds=0.6)  # slices take 80 / 70 s
+
+
+def changes(simulation: Simulation) -> list[tuple[int, int]]:
+    return [(change.round, change.accumulation) for change in simulation.accumulation_changes]
+
+
+def test_rounds_become_fewer_where_their_work_is_dear() -> None:
+    ruled = finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS)
+    fixed = finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS, accumulation=1)
+    assert [k for _, k in changes(ruled)] == [2]
+    assert ruled.machine.settings.accumulation == 2
+    assert ruled.now < 0.9 * fixed.now
+    assert ruled.accumulation_changes[0].work > 0.4
+    assert changes(finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS)) == changes(ruled)
+
+
+def test_rounds_become_fewer_behind_a_link_that_ranks_wait_for() -> None:
+    slow = Link(compute_fraction=40.0)
+    ruled = finished([40.0, 20.0, 10.0], total=32_000, link=slow)
+    fixed = finished([40.0, 20.0, 10.0], total=32_000, link=slow, accumulation=1)
+    assert [k for _, k in changes(ruled)] == [2, 4]
+    assert ruled.now < 0.6 * fixed.now
+
+
+@pytest.mark.parametrize(
+    ("runtime", "sync"),
+    [(FREE, {}), (DEAR_ROUNDS, {"accumulation": 1}), (DEAR_ROUNDS, {"delay_bound": 0})],
+    ids=["cheap rounds", "K by hand", "synchronous"],
+)
+def test_k_stays_where_there_is_no_reason_for_another(runtime: Runtime, sync: dict[str, Any]) -> None:
+    assert changes(finished([40.0, 20.0, 10.0], total=16_000, runtime=runtime, **sync)) == []
+
+
+def test_who_sets_k_while_training_ends_the_rule() -> None:
+    simulation = Simulation(scenario([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS))
+    simulation.tune(Settings())
+    simulation.advance()
+    assert changes(simulation) == []
+
+
+def test_what_ranks_wait_at_a_rest_is_no_reason() -> None:
+    """Tasks between two rests that are near each other, so that a third of the time goes by waiting for them."""
+    made = scenario([40.0, 20.0, 10.0], total=16_000)
+    simulation = Simulation(dataclasses.replace(made, milestones=rests_at(marks_every(160, 16_000), "save", 16_000)))
+    simulation.advance()
+    assert changes(simulation) == []

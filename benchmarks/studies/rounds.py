@@ -1,0 +1,208 @@
+"""What fewer and staler rounds cost a job: time to a target and final quality by D, q and K, with real gradients.
+
+    python -m benchmarks.studies.rounds --output results [--processes 2]
+
+Real gradients on the simulator's clock (`hetsync.simulate.replicas`), where rounds take no device's time: so what an
+arm loses here, it loses by merging later, and that is what fewer rounds must save (`hetsync/sync/accumulation.py`).
+Ratios are to the first arm of the same workload, cluster and seed. Results are kept in the output folder and not
+repeated.
+
+A second table has no gradients: efficiency on the first of these clusters where a round's sum, or its work on every
+device, takes parts of a slice; there the rule for K is at work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.local_job import RECIPES
+from benchmarks.common.report import grouped, source, spread, until_target
+from hetsync.config.parser import read_recipe
+from hetsync.config.schema import Config, DataConfig, EmulationConfig, RunConfig, SyncConfig
+from hetsync.emulation.cluster import Link, load_cluster
+from hetsync.files import write_atomically
+from hetsync.simulate.recipe import build, scenario_of
+from hetsync.simulate.replicas import ReplicaLearner
+from hetsync.simulate.simulation import Simulation
+
+CLUSTERS = ("v100-p100-k80", "heavy-jitter")
+ARMS = ((4, 0.25, 1), (8, 0.25, 1), (16, 0.25, 1), (16, 0.5, 1), (16, 0.75, 1), (16, 0.5, 2))  # D, q, K
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A recipe, and what the study changes in it. `target` is of `metric`, which falls."""
+
+    recipe: str
+    schedule: str
+    learning_rate: float
+    batch: int
+    samples: int
+    samples_per_second: float
+    metric: str
+    target: float
+    seeds: tuple[int, ...]
+
+
+WORKLOADS = {
+    "digits, constant": Workload("digits", "constant", 0.125, 160, 14_400, 800.0, "loss", 0.15, (3, 4, 5, 6, 7)),
+    "digits, cosine": Workload("digits", "cosine", 0.25, 160, 14_400, 800.0, "loss", 0.15, (3, 4, 5, 6, 7)),
+    "DeepTTE": Workload("deeptte_synthetic_city", "cosine", 0.0042, 128, 8_960, 640.0, "mape", 17.0, (0, 1, 2)),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    workload: str
+    cluster: str
+    delay_bound: int
+    quorum: float
+    accumulation: int
+    seed: int
+
+    @property
+    def arm(self) -> tuple[int, float, int]:
+        return self.delay_bound, self.quorum, self.accumulation
+
+
+def cells() -> Iterator[Cell]:
+    for name, workload in WORKLOADS.items():
+        for seed in workload.seeds:
+            yield from (Cell(name, cluster, *arm, seed) for cluster in CLUSTERS for arm in ARMS)
+
+
+def trained(cell: Cell) -> dict[str, Any]:
+    """One job: its evaluations, rounds and mean staleness."""
+    torch.set_num_threads(1)
+    workload = WORKLOADS[cell.workload]
+    read = read_recipe(RECIPES / f"{workload.recipe}.yaml")
+    every = workload.samples // (20 if workload.recipe == "digits" else 10)
+    config = replace(
+        read,
+        run=replace(read.run, seed=cell.seed, samples=workload.samples, evaluate_every=every),
+        data=replace(read.data, batch_size=workload.batch),
+        optimizer=replace(read.optimizer, learning_rate=workload.learning_rate),
+        schedule=replace(read.schedule, name=workload.schedule),
+        sync=replace(read.sync, delay_bound=cell.delay_bound, quorum=cell.quorum, accumulation=cell.accumulation),
+        emulation=EmulationConfig(cell.cluster, workload.samples_per_second),
+    )
+    built, model = build(config)
+    scenario = scenario_of(config, load_cluster(cell.cluster), None, built, model)
+    learner = ReplicaLearner(config, built, model, len(scenario.ranks), scenario.total_samples)
+    points: list[dict[str, float]] = []
+
+    def on_evaluation(applied: int, seconds: float, metrics: dict[str, float]) -> None:
+        points.append({"samples": applied, "seconds": seconds, **metrics})
+
+    simulation = Simulation(scenario, learner, on_evaluation=on_evaluation)
+    simulation.advance()
+    return {**asdict(cell), "points": points, "rounds": simulation.machine.version}
+
+
+# Efficiency where rounds are dear.
+
+SETTINGS = {
+    "D = 4, q = 0.25, K = 1": SyncConfig(4, 0.25, 1),
+    "D = 16, q = 0.5, K = 1": SyncConfig(16, 0.5, 1),
+    "the defaults": SyncConfig(),
+    "the defaults, bfloat16": SyncConfig(wire="bfloat16"),
+}
+COSTS = {  # of a round, in slices: (its sum, its work on each device)
+    "free": (0.0, 0.0),
+    "work of 0.05": (0.0, 0.05),
+    "work of 0.25": (0.0, 0.25),
+    "work of 0.5": (0.0, 0.5),
+    "link of 0.5": (0.5, 0.0),
+    "link of 3": (3.0, 0.0),
+    "link of 12": (12.0, 0.0),
+    "link of 40": (40.0, 0.0),
+}
+BATCHES = 400
+
+
+def dear_rounds() -> Iterator[str]:
+    """Rows: efficiency, rounds a batch, and what the rule has found."""
+    batch, rate = 160, 800.0
+    config = Config(run=RunConfig(samples=BATCHES * batch), data=DataConfig(batch_size=batch))
+    built, model = build(config)
+    for title, (link, work) in COSTS.items():
+        cluster = load_cluster(CLUSTERS[0])
+        if link:
+            cluster = replace(cluster, link=Link(compute_fraction=link))
+        for name, sync in SETTINGS.items():
+            asked = replace(config, sync=sync, emulation=EmulationConfig(CLUSTERS[0], rate))
+            scenario = scenario_of(asked, cluster, None, built, model)
+            runtime = replace(scenario.runtime, round_seconds=work * batch / rate)
+            simulation = Simulation(replace(scenario, runtime=runtime))
+            simulation.advance()
+            efficiency = BATCHES * batch / simulation.now / simulation.solo_samples_per_second
+            rounds = simulation.machine.version / BATCHES
+            found = "; ".join(f"round {c.round}: K = {c.accumulation}" for c in simulation.accumulation_changes)
+            yield f"| {title} | {name} | {efficiency:.3f} | {rounds:.2f} | {found or '–'} |"
+
+
+# Figures.
+
+
+def seconds_to_target(result: Mapping[str, Any]) -> float | None:
+    workload = WORKLOADS[result["workload"]]
+    return until_target(result["points"], workload.metric, workload.target, falling=True)
+
+
+def ratio(result: Mapping[str, Any], base: Mapping[str, Any]) -> float | None:
+    ours, theirs = seconds_to_target(result), seconds_to_target(base)
+    return ours / theirs if ours is not None and theirs is not None else None
+
+
+def markdown(results: Iterable[Mapping[str, Any]]) -> str:
+    lines = ["| workload | cluster | D, q, K | rounds a batch | time to target, of the first | at the end |"]
+    lines += ["| --- " * 6 + "|"]
+    for (name, cluster), jobs in grouped(results, "workload", "cluster").items():
+        workload = WORKLOADS[name]
+        first = {
+            job["seed"]: job for job in jobs if (job["delay_bound"], job["quorum"], job["accumulation"]) == ARMS[0]
+        }
+        for arm, mine in grouped(jobs, "delay_bound", "quorum", "accumulation").items():
+            rounds = statistics.mean(job["rounds"] * workload.batch / workload.samples for job in mine)
+            ratios = [ratio(job, first[job["seed"]]) for job in mine if job["seed"] in first]
+            ends = [job["points"][-1][workload.metric] for job in mine]
+            figures = f"{rounds:.2f} | {spread(ratios, '.2f')} | {workload.metric} {spread(ends, '.3f')}"
+            lines.append(f"| {name} | {cluster} | {', '.join(map(str, arm))} | {figures} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("results"), help="folder for JSON and Markdown")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="jobs at once")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / "rounds.json"
+    results: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    done = {tuple(result[key] for key in Cell.__dataclass_fields__) for result in results}
+    with ProcessPoolExecutor(options.processes) as pool:
+        missing = [cell for cell in cells() if tuple(asdict(cell).values()) not in done]
+        for future in as_completed([pool.submit(trained, cell) for cell in missing]):
+            results.append(future.result())
+            write_atomically(path, json.dumps(results))
+    order = {cell: place for place, cell in enumerate(cells())}
+    results.sort(key=lambda result: order[Cell(**{key: result[key] for key in Cell.__dataclass_fields__})])
+    write_atomically(path, json.dumps(results))
+    dear = ["| a round | settings | efficiency | rounds a batch | the rule |", "| --- " * 5 + "|", *dear_rounds()]
+    text = "\n".join([source("studies.rounds"), "", markdown(results), *dear]) + "\n"
+    write_atomically(options.output / "rounds.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
