@@ -68,7 +68,7 @@ class Rounds:
 
     def step_seconds(self, replicas: Replicas, round_seconds: float) -> float:
         """Of a slice of all replicas, with the rounds that go with it."""
-        slowest, slices = max(replicas.seconds), self.sync.accumulation
+        slowest, slices = max(replicas.seconds), self.sync.first_accumulation
         if not self.delayed:
             return slowest + (self._synchronous_end(replicas, round_seconds) - slowest) / slices
         waiting = self.sync.quorum == 1
@@ -82,7 +82,7 @@ class Rounds:
 
         The state machine starts up to a third fewer, where work under way would become too stale.
         """
-        slices = self.sync.accumulation
+        slices = self.sync.first_accumulation
         if not self.delayed:
             return 1 / slices
         most = quorums(replicas.shares, self.sync.quorum)

@@ -114,7 +114,10 @@ RECIPES = {
     "unknown section": ("sink:\n  quorum: 1\n", "there is no key sink"),
     "wrong type": ("sync:\n  delay_bound: soon\n", "sync.delay_bound is soon: it must be a whole number or null"),
     "bad value": ("sync:\n  quorum: 0\n", "sync.quorum is 0.0"),
-    "null": ("sync:\n  accumulation: null\n", "sync.accumulation is null: it must be a whole number or auto; leave it out"),
+    "null": (
+        "sync:\n  accumulation: null\n",
+        "sync.accumulation is null: it must be a whole number or auto; leave it out",
+    ),
     "null for pins": ("sync:\n  pins: null\n", "sync.pins is null: it must be a mapping"),
     "value for a section": ("sync: 3\n", "sync holds 3 instead of keys with values"),
     "broken YAML": ("sync: [1\nrun: }\n", "my.yaml: line 2: expected"),
