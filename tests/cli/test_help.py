@@ -221,7 +221,7 @@ def test_summary(job: tuple[int, Path, Done]) -> None:
     assert set(summary) >= SUMMARY
     assert (summary["status"], summary["ranks"], summary["emulated"]) == ("finished", ranks, False)
     assert summary["samples_applied"] == summary["samples_expected"] == 1500
-    assert (summary["delay_bound"], summary["accumulation"]) == (16, 1)
+    assert summary["delay_bound"] == 16 and summary["accumulation"] in (1, 2, 4)
     assert 0 <= summary["staleness"]["mean"] <= summary["staleness"]["max"] <= 16
     assert sum(summary["shares"]) == 64
     assert len(summary["anchor_sha256"]) == 64

@@ -261,7 +261,7 @@ def test_an_unknown_plane_is_one_sentence(capsys: pytest.CaptureFixture[str]) ->
     model = network()
     with pytest.raises(SystemExit) as ended:
         hetsync.join(model, SGD(model.parameters(), 0.1), samples(), plane="gloo")
-    assert "plane: 'gloo' is unknown; choose one of auto, mpi, torch, local" in said(capsys, ended.value)
+    assert "plane: 'gloo' is unknown; choose one of auto, mpi, torch, horovod, local" in said(capsys, ended.value)
 
 
 @BOUNDS

@@ -27,7 +27,7 @@ from hetsync.sync.messages import (
     TaskStarted,
 )
 from hetsync.sync.state_machine import LEAST_TASKS_HELD, RoundStateMachine
-from hetsync.train.running import show_progress
+from hetsync.train.running import Running
 
 
 def speeds(*seconds_per_sample, fixed=0.0):
@@ -363,7 +363,8 @@ def test_the_loss_may_be_taken_while_a_rank_reports():
 def test_the_display_can_be_told_while_rounds_land(busy):
     """New values of staleness come up all the time."""
     office, shown = Office((8, 8)), []
-    display = SimpleNamespace(progress=lambda applied, seconds, loss, staleness: shown.append(staleness))
+    session = SimpleNamespace(plan=SimpleNamespace(applied=0), seconds_training=lambda: 1.0)
+    running = SimpleNamespace(total=100, session=session, _solo=[1.0, 1.0])
 
     def count():
         while len(shown) < 100:
@@ -375,7 +376,7 @@ def test_the_display_can_be_told_while_rounds_land(busy):
     worker.start()
     try:
         for _ in range(100):
-            show_progress(display, office.coordinator, 1.0)
+            shown.append(Running._moment(running, office.coordinator).staleness)
     finally:
         shown.extend([None] * 100)  # ends the other
         worker.join()
