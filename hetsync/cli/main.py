@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hetsync.cli import checkpoint, control, data, profile, simulate, train
+from hetsync.cli import checkpoint, control, data, doctor, profile, simulate, train
 from hetsync.cli.shared import WordParser, add_verbs
 from hetsync.version import __version__
 
-COMMANDS = (train, profile, simulate, data, control, checkpoint)
+COMMANDS = (train, profile, simulate, data, control, checkpoint, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

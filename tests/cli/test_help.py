@@ -82,7 +82,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(["--version"], capsys).split() == ["hetsync-train", __version__]
 
 
-VERBS = ("train", "profile", "simulate", "data", "control", "checkpoint")
+VERBS = ("train", "profile", "simulate", "data", "control", "checkpoint", "doctor")
 
 
 def test_the_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
