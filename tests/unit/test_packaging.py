@@ -6,6 +6,9 @@ import configparser
 from pathlib import Path
 
 import pytest
+import yaml
+
+from hetsync.version import __version__
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,3 +50,9 @@ def test_every_file_beside_code_is_shipped_but_readmes(setup: configparser.Confi
     }
     assert shipped == there
     assert len(shipped) > 20
+
+
+def test_one_version_everywhere(setup: configparser.ConfigParser) -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert setup["metadata"]["version"] == cited["version"] == __version__
+    assert f"## {__version__} " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
