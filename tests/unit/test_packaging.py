@@ -55,4 +55,5 @@ def test_every_file_beside_code_is_shipped_but_readmes(setup: configparser.Confi
 def test_one_version_everywhere(setup: configparser.ConfigParser) -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert setup["metadata"]["version"] == cited["version"] == __version__
+    assert f'image.version="{__version__}"' in (ROOT / "Dockerfile").read_text(encoding="utf-8")
     assert f"## {__version__} " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
