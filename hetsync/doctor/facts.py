@@ -150,7 +150,7 @@ def probed(subject: str) -> dict[str, Any]:
 def storage(path: Path) -> Storage:
     """Free bytes at a path, tried by writing; leaves nothing behind."""
     try:
-        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        there = nearest(path)
         free = shutil.disk_usage(there).free
     except OSError as error:
         return Storage(str(path), failure=error.strerror or str(error))
@@ -162,6 +162,11 @@ def storage(path: Path) -> Storage:
     except OSError as error:
         return Storage(str(path), free, error.strerror or str(error))
     return Storage(str(path), free)
+
+
+def nearest(path: Path) -> Path:
+    """The path itself, or the first above it that is there."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
 def _tuples(found: Mapping[str, Any]) -> dict[str, Any]:

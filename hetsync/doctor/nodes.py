@@ -41,6 +41,15 @@ def _compared(hosts: Sequence[str], column: Sequence[Finding]) -> Comparison:
     return Comparison(replace(usual, verdict=verdict, remedy=remedy), differs)
 
 
+def compare_folders(path: str, seen: Mapping[str, bool]) -> Comparison:
+    """`seen`: whether a host finds what rank 0 has written into the run folder."""
+    if all(seen.values()):
+        return Comparison(Finding("shared folder", Verdict.OK, f"all nodes see rank 0's {path}"))
+    differs = {host: "has another" for host, sees in seen.items() if not sees}
+    remedy = "choose a folder on a file system that all nodes see by --run.dir: --resume reads it on every rank"
+    return Comparison(Finding("shared folder", Verdict.NOTE, f"not all nodes see rank 0's {path}", remedy), differs)
+
+
 def compare_clocks(seconds: Mapping[str, float]) -> Comparison:
     """Of the hosts' time of day, read at the same moment."""
     ordered = sorted(seconds.values())

@@ -28,7 +28,14 @@ def test_two_ranks_of_a_host_are_one_node_and_leave_nothing(tmp_path: Path) -> N
     assert node["mpi"]["thread_multiple"]
     assert node["packages"]["torch"]
     verdicts = {finding["subject"]: finding["verdict"] for finding in told["findings"]}
-    assert verdicts["MPI"] == verdicts["run folder"] == verdicts["ranks"] == verdicts["time of day"] == "ok"
+    assert (
+        verdicts["MPI"]
+        == verdicts["run folder"]
+        == verdicts["ranks"]
+        == verdicts["time of day"]
+        == verdicts["shared folder"]
+        == "ok"
+    )
     assert list(tmp_path.iterdir()) == []
 
 

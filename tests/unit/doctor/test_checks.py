@@ -8,7 +8,7 @@ import pytest
 
 from hetsync.doctor.checks import CHECKS, GIB, Finding, Verdict, findings
 from hetsync.doctor.facts import Facts, Horovod, Limits, Mpi, Storage, Torch
-from hetsync.doctor.nodes import compare, compare_clocks
+from hetsync.doctor.nodes import compare, compare_clocks, compare_folders
 
 SOUND = Facts(
     host="n1",
@@ -215,6 +215,14 @@ def test_versions_that_differ(change: dict[str, object], subject: str, verdict: 
 def test_gpus_that_differ_are_what_hetsync_is_for() -> None:
     verdict, found, differs = compared({}, {}, {"torch": replace(SOUND.torch, gpus=("T4",))})["GPUs"]
     assert (verdict, found, differs) == (Verdict.OK, "A100, A100", {"n3": "T4"})
+
+
+def test_nodes_with_run_folders_of_their_own_are_named() -> None:
+    shared = compare_folders("runs", {"n1": True, "n2": True})
+    assert (shared.finding.verdict, shared.finding.found) == (Verdict.OK, "all nodes see rank 0's runs")
+    own = compare_folders("runs", {"n1": True, "n2": False})
+    assert (own.finding.verdict, own.differs) == (NOTE, {"n2": "has another"})
+    assert "--run.dir: --resume reads it on every rank" in own.finding.remedy
 
 
 def test_clocks_apart_are_named() -> None:
