@@ -62,6 +62,10 @@ def _numbers(version: str) -> list[int]:
 
 
 def check_launcher(facts: Facts) -> Finding:
+    missing = facts.launcher_left_out
+    if missing is not None:
+        remedy = "start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; or unset all of them"
+        return Finding("launcher", Verdict.PROBLEM, f"it sets no {missing}, so each rank would train alone", remedy)
     if facts.launcher is None:
         how = "mpirun -n N hetsync doctor, or torchrun --no-python --nproc-per-node N hetsync doctor"
         return Finding("launcher", Verdict.OK, "none", f"to look at all nodes of a job: {how}")

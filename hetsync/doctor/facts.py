@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hetsync.errors import one_sentence
-from hetsync.launchers import LAUNCHER_PREFIXES, launched_by_mpi, launched_by_torch, ranks_started
+from hetsync.launchers import LAUNCHER_PREFIXES, half_told, launched_by_mpi, launched_by_torch, ranks_started
 from hetsync.version import __version__
 
 PROBE_SECONDS = 120.0
@@ -78,7 +78,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one host, as one of the job's ranks there sees it. `required`: the oldest versions that will do."""
+    """Of one host, as one of the job's ranks there sees it.
+
+    `required`: the oldest versions that will do. `launcher_left_out`: what a launcher like torchrun has not
+    set, where it has set other variables.
+    """
 
     host: str
     python: str
@@ -91,6 +95,7 @@ class Facts:
     limits: Limits
     required: Mapping[str, str] = field(default_factory=dict)
     launcher: str | None = None
+    launcher_left_out: str | None = None
     ranks: int = 1
     mpirun: str | None = None
     ulfm_in_force: bool = False
@@ -111,6 +116,7 @@ def gather(run_folder: Path) -> Facts:
         packages=packages,
         required=_required(),
         launcher="torchrun" if by_torch else "MPI" if by_mpi else None,
+        launcher_left_out=half_told(),
         ranks=max(1, by_torch, ranks_started()),
         mpi=Mpi(**probed("mpi")),
         mpirun=_first_line("mpirun", "--version"),

