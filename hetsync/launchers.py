@@ -9,6 +9,10 @@ _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "S
 _LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+_PLACE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+
+# How the variables begin by which a process knows that it is a rank; without them it is none.
+LAUNCHER_PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "MV2_COMM_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
 
 
 def launched_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
@@ -56,4 +60,12 @@ def first_rank() -> bool:
     if launched_by_torch() > 1:
         return os.environ.get("RANK", "0") == "0"
     told = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
+    return not launched_by_mpi() or told == "0"
+
+
+def first_on_host() -> bool:
+    """Is this the first of its host's ranks, judged by what launchers tell? True where none tells."""
+    if launched_by_torch() > 1:
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    told = next((os.environ[name] for name in _PLACE_VARIABLES if name in os.environ), "0")
     return not launched_by_mpi() or told == "0"

@@ -1,4 +1,4 @@
-"""`hetsync profile`: measures the ranks of a job, under the launcher of the training job that it prepares."""
+"""`hetsync profile`: the ranks of a job, measured under its launcher or taken from a file; and what HetSync gains."""
 
 from __future__ import annotations
 
@@ -10,31 +10,60 @@ from typing import TYPE_CHECKING, NoReturn
 from hetsync.cli.shared import Verbs, add_recipe_command, on_all_ranks
 from hetsync.config.parser import make_parser, parse_recipe
 from hetsync.config.schema import Config
-from hetsync.errors import early_mistakes
+from hetsync.errors import UserError, early_mistakes
 
 if TYPE_CHECKING:  # it loads torch, which takes seconds
     from hetsync.plane.base import Plane
 
+OUTPUT = "cluster.yaml"
+
 
 def add_to(verbs: Verbs) -> None:
-    add_recipe_command(verbs, "profile", "measure the ranks of this job and write a cluster profile", main)
+    add_recipe_command(verbs, "profile", "measure the ranks of this job, and say what HetSync gains on them", main)
 
 
 def main(argv: Sequence[str]) -> NoReturn:
     with early_mistakes():
-        parser = make_parser("hetsync profile", "Measure every rank and the interconnect, and write a cluster profile.")
-        parser.add_argument("--output", metavar="FILE", default="cluster.yaml", help="Where to write the profile.")
+        what = (
+            "Measure every rank and the interconnect, write a cluster profile, and say what HetSync gains there."
+            " With --emulate the ranks are those of a profile, and nothing is measured."
+        )
+        parser = make_parser("hetsync profile", what)
+        parser.add_argument("--output", metavar="FILE", help=f"Where to write the profile; null takes {OUTPUT}.")
         config, told = parse_recipe(parser, argv)
-    sys.exit(on_all_ranks(config.run, lambda plane: profile(plane, config, Path(told.output))))
+        given = config.emulation.profile
+        if given is not None and told.output is not None:
+            raise UserError(f"--output is {told.output}, but --emulate {given} measures nothing: leave one of them out")
+    if given is not None:
+        sys.exit(on_all_ranks(config.run, lambda plane: profile_given(plane, config, given)))
+    sys.exit(on_all_ranks(config.run, lambda plane: profile(plane, config, Path(told.output or OUTPUT))))
 
 
 def profile(plane: Plane, config: Config, output: Path) -> int:
-    """Collective: measure, write, say where."""
+    """Collective: measure, write, say what was found."""
+    from hetsync.cli.profile_report import show
     from hetsync.emulation.cluster import save_cluster
     from hetsync.profiling.report import profile_cluster
+    from hetsync.simulate.gain import gain_of
+    from hetsync.simulate.scenario import Traffic
 
-    cluster = profile_cluster(plane, config)
+    found = profile_cluster(plane, config)
     if plane.rank == 0:
-        save_cluster(cluster, output)
+        save_cluster(found.cluster, output)
+        traffic = Traffic.of(found.model, config.sync.bucket_bytes)
+        show(config, found.cluster, found.ranks, gain_of(config, found.cluster, found.ranks, traffic))
         print(f"wrote {output}: try it with hetsync-train --emulate {output}")
+    return 0
+
+
+def profile_given(plane: Plane, config: Config, name: str) -> int:
+    """What there is to say of a cluster that is not there; rank 0 alone."""
+    from hetsync.cli.profile_report import show
+    from hetsync.emulation.cluster import load_cluster
+    from hetsync.simulate.gain import gain_of
+    from hetsync.simulate.recipe import build, scenario_of
+
+    if plane.rank == 0:
+        job = scenario_of(config, load_cluster(name), None, *build(config))
+        show(config, job.cluster, job.ranks, gain_of(config, job.cluster, job.ranks, job.traffic))
     return 0

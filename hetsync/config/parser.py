@@ -13,7 +13,7 @@ import yaml
 
 from hetsync.config.checks import expected
 from hetsync.config.explain import explain
-from hetsync.config.recipe_file import read_content, settings
+from hetsync.config.recipe_file import find_recipe, read_content, settings
 from hetsync.config.schema import Config
 from hetsync.config.yaml_files import LONGEST_NUMBER, load_yaml
 from hetsync.errors import UserError, brief
@@ -49,8 +49,12 @@ def make_parser(program: str, description: str) -> RecipeParser:
     parser = RecipeParser(
         prog=program, description=description, version=__version__, parser_mode="hetsync", allow_abbrev=False
     )
-    parser.usage = f"{program} [RECIPE.yaml] [--section.key VALUE ...]"
-    parser.add_argument("recipe", nargs="?", help="Recipe to start from; the keys below override it.")
+    parser.usage = f"{program} [RECIPE] [--section.key VALUE ...]"
+    parser.add_argument(
+        "recipe",
+        nargs="?",
+        help="Recipe to start from, a file or the name of one that comes along; the keys below override it.",
+    )
     parser.add_argument("--config", action="config", help=jsonargparse.SUPPRESS)  # brings --print_config
     parser.add_class_arguments(Config, as_group=True)
     return parser
@@ -66,7 +70,7 @@ def parse_recipe(
     words = plain_words(argv)
     recipes = [kept] if kept is not None else []
     if (named := look_ahead(parser, argv).recipe) is not None:
-        recipes.append(Path(named))
+        recipes.append(find_recipe(named))
     parsed = parser.parse_args(words, namespace=_merged(parser, map(read_content, recipes)))
     return _config_of(parser, parsed), parsed
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from hetsync.config.records import check_keys, dotted
 from hetsync.config.schema import Config
 from hetsync.config.yaml_files import read_yaml
-from hetsync.errors import UserError
+from hetsync.errors import UserError, did_you_mean
 
 # Keys that recipes of older run folders have.
 RENAMED = {
@@ -29,6 +30,27 @@ def settings(kind: Any = Config, where: str = "") -> Iterator[tuple[str, Any]]:
             yield from settings(of_key, dotted(where, key))
         else:
             yield dotted(where, key), of_key
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that come with HetSync, by name. Their package is not imported: its models would load torch."""
+    spec = find_spec("hetsync.models")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return {path.stem: path for folder in folders for path in sorted((Path(folder) / "recipes").glob("*.yaml"))}
+
+
+def find_recipe(name_or_path: str) -> Path:
+    """A shipped recipe by name; any other by its path, which has a suffix or a separator, or is there."""
+    path = Path(name_or_path)
+    if path.suffix or path.name != name_or_path or path.is_file():
+        return path
+    shipped = shipped_recipes()
+    if name_or_path not in shipped:
+        near = did_you_mean(name_or_path, shipped)
+        raise UserError(
+            f"there is no recipe {name_or_path}{near}: give the path of a .yaml file, or one of {', '.join(shipped)}"
+        )
+    return shipped[name_or_path]
 
 
 def read_content(path: Path) -> dict[str, Any]:

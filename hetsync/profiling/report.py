@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import fmean
 from typing import Any
@@ -20,7 +20,16 @@ from hetsync.profiling.interconnect import measure_interconnect
 from hetsync.profiling.measure import Subject, autocast, find_place, limit_threads, measure_ranks, take_device
 
 
-def profile_cluster(plane: Plane, config: Config) -> Cluster:
+@dataclass(frozen=True)
+class ProfiledCluster:
+    """`cluster` is of groups of like ranks; `ranks` are those that were measured, by the recipe's `model`."""
+
+    cluster: Cluster
+    ranks: Sequence[RankProfile]
+    model: torch.nn.Module
+
+
+def profile_cluster(plane: Plane, config: Config) -> ProfiledCluster:
     """Collective: measure every rank on the recipe's model, and their interconnect."""
     place = find_place(plane)
     limit_threads(place, emulated=False)
@@ -45,7 +54,8 @@ def profile_cluster(plane: Plane, config: Config) -> Cluster:
         f"measured by hetsync profile: {plane.size} ranks on {', '.join(hosts)}, model {config.model.name},"
         f" batch {config.data.batch_size} in slices of {', '.join(map(str, shares))}"
     )
-    return Cluster(config.run.name, source, groups, measure_interconnect(plane))
+    cluster = Cluster(config.run.name, source, groups, measure_interconnect(plane))
+    return ProfiledCluster(cluster, profiles, model)
 
 
 def device_memory_gib(model: torch.nn.Module) -> float | None:

@@ -74,7 +74,7 @@ def test_every_key_is_explained_with_its_default(key: str, helped: str) -> None:
 
 
 def test_help_tells_of_recipes_and_resuming(helped: str) -> None:
-    for part in ("RECIPE.yaml", "--resume RUN", "--print_config", "--version"):
+    for part in ("RECIPE]", "--resume RUN", "--print_config", "--version"):
         assert part in helped
 
 
@@ -82,7 +82,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(["--version"], capsys).split() == ["hetsync-train", __version__]
 
 
-VERBS = ("train", "plan", "profile", "simulate", "data", "control", "checkpoint")
+VERBS = ("train", "plan", "profile", "simulate", "data", "control", "checkpoint", "report", "top", "trace", "doctor")
 
 
 def test_the_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,5 @@
-"""The scripts that start HetSync, with a stub in the place of Python: what they do to environments."""
+"""The scripts that start HetSync, with a stub in the place of Python: what they do to environments; and files to start
+from."""
 
 from __future__ import annotations
 
@@ -6,8 +7,12 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+
+from hetsync.cli import train
 
 ROOT = Path(__file__).resolve().parents[2]
 STUB = '#!/bin/sh\necho "$@" >> "$(dirname "$0")/calls"\n'  # succeeds at whatever it is asked
@@ -123,3 +128,60 @@ def test_horovod_is_built_where_hetsync_is(tmp_path: Path) -> None:
         f"horovod: {tmp_path} has no HetSync: activate the environment that has it, or run launch/test or"
         " launch/quickstart first.\n"
     )
+
+
+# Files to start from.
+
+
+def test_the_hosts_have_as_many_slots_as_their_command_takes() -> None:
+    text = (ROOT / "launch" / "hosts").read_text(encoding="utf-8")
+    lines = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    slots = [int(slot.removeprefix("slots=")) for _, slot in lines]
+    assert len(set(slots)) > 1
+    assert f"--hostfile launch/hosts -n {sum(slots)} " in text
+
+
+@pytest.fixture(scope="module")
+def manifest() -> dict[str, Any]:
+    read: dict[str, Any] = yaml.safe_load((ROOT / "launch" / "kubernetes" / "mpijob.yaml").read_text(encoding="utf-8"))
+    return read
+
+
+def container(manifest: dict[str, Any], role: str) -> dict[str, Any]:
+    (only,) = manifest["spec"]["mpiReplicaSpecs"][role]["template"]["spec"]["containers"]
+    found: dict[str, Any] = only
+    return found
+
+
+def test_the_kubernetes_job_has_what_the_operator_reads(manifest: dict[str, Any]) -> None:
+    """Its keys of v2beta1, where others are dropped without a word."""
+    spec = manifest["spec"]
+    assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
+    assert set(spec) <= {"slotsPerWorker", "sshAuthMountPath", "runPolicy", "mpiReplicaSpecs", "mpiImplementation"}
+    assert set(spec["mpiReplicaSpecs"]) == {"Launcher", "Worker"}
+    for replicas in spec["mpiReplicaSpecs"].values():
+        assert set(replicas) == {"replicas", "restartPolicy", "template"}
+
+
+def test_the_kubernetes_job_starts_a_rank_in_each_slot(manifest: dict[str, Any]) -> None:
+    spec, words = manifest["spec"], container(manifest, "Launcher")["args"]
+    workers = spec["mpiReplicaSpecs"]["Worker"]["replicas"]
+    assert int(words[words.index("-n") + 1]) == workers * spec["slotsPerWorker"]
+    at = words.index("/opt/hetsync/bin/hetsync-train")
+    config, _ = train.parse(words[at + 1 :])
+    mounts = [mount["mountPath"] for mount in container(manifest, "Worker")["volumeMounts"]]
+    assert any(str(config.run.dir).startswith(f"{mount}/") for mount in mounts)
+
+
+def test_the_kubernetes_job_fits_the_image(manifest: dict[str, Any]) -> None:
+    image = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    launcher, worker = container(manifest, "Launcher"), container(manifest, "Worker")
+    assert launcher["image"] == worker["image"]
+    assert "openssh-client openssh-server" in image
+    users = {each["securityContext"]["runAsUser"] for each in (launcher, worker)}
+    assert users == {1000}
+    assert "--uid 1000 hetsync" in image
+    assert manifest["spec"]["sshAuthMountPath"] == "/home/hetsync/.ssh"
+    assert "COPY --from=build /opt/hetsync /opt/hetsync" in image
+    port = worker["args"][worker["args"].index("-p") + 1]
+    assert any(variable["value"].startswith(f"-p {port} ") for variable in launcher["env"])

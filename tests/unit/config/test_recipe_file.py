@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from hetsync.config.parser import make_parser, parse_recipe, read_recipe, recipe_of
-from hetsync.config.recipe_file import RENAMED, settings
+from hetsync.config.recipe_file import RENAMED, find_recipe, settings, shipped_recipes
 from hetsync.config.schema import Config
 from hetsync.errors import UserError
 
@@ -106,3 +106,28 @@ def test_options_are_written_out(option: str) -> None:
 
 def test_an_empty_recipe_has_the_defaults() -> None:
     assert recipe_of({}) == Config()
+
+
+def test_a_shipped_recipe_is_found_by_its_name_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parser = make_parser("hetsync-train", "Train.")
+    config, _ = parse_recipe(parser, ["cifar10_resnet18", "--run.seed", "3"])
+    assert config == parse_recipe(parser, [str(shipped_recipes()["cifar10_resnet18"]), "--run.seed", "3"])[0]
+    assert (config.run.seed, config.data.name) == (3, "cifar10")
+
+
+def test_what_is_a_path_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for word in ("digits.yaml", "recipes/digits", "./digits"):
+        assert find_recipe(word) == Path(word)
+    assert find_recipe("digits") == shipped_recipes()["digits"]
+    (tmp_path / "digits").touch()
+    assert find_recipe("digits") == Path("digits"), "a file of the user's comes first"
+
+
+def test_a_name_that_no_recipe_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UserError, match=r"there is no recipe digit \(did you mean digits\?\): give the path of a .yaml"
+    ):
+        find_recipe("digit")

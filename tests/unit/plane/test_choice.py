@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hetsync.errors import UserError
-from hetsync.launchers import first_rank, launched_by_mpi, launched_by_torch, ranks_started
+from hetsync.launchers import first_on_host, first_rank, launched_by_mpi, launched_by_torch, ranks_started
 from hetsync.plane import open_plane
 from hetsync.plane.base import LostError, Messages, made_by_all
 from hetsync.plane.choice import ChosenPlane, DeviceOf, groups_of, reason_against_nccl
@@ -21,6 +21,7 @@ from hetsync.plane.rendezvous import rendezvous_by_environment
 
 OF_LAUNCHERS = (
     *("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
+    *("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
 )
 BY_TORCH = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
@@ -50,6 +51,23 @@ def test_only_rank_0_of_torchrun_speaks(environ: pytest.MonkeyPatch) -> None:
     assert not first_rank()
     environ.setenv("RANK", "0")
     assert first_rank()
+
+
+def test_who_is_the_first_of_its_host(environ: pytest.MonkeyPatch) -> None:
+    assert first_on_host(), "alone"
+    for name, value in {**BY_TORCHRUN, "RANK": "4", "LOCAL_RANK": "0"}.items():
+        environ.setenv(name, value)
+    assert first_on_host()
+    environ.setenv("LOCAL_RANK", "1")
+    assert not first_on_host()
+    environ.delenv("TORCHELASTIC_RUN_ID")
+    for launcher, place in (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), ("PMI_SIZE", "MPI_LOCALRANKID")):
+        environ.setenv(launcher, "4")
+        assert first_on_host()
+        environ.setenv(place, "2")
+        assert not first_on_host()
+        environ.delenv(launcher)
+        environ.delenv(place)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+"""`python -m hetsync.doctor.probe SUBJECT`: one line of JSON about a library, from a process that it may bring down."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from hetsync.errors import one_sentence
+
+
+def mpi() -> dict[str, Any]:
+    from mpi4py import MPI
+
+    return {
+        "library": one_sentence(MPI.Get_library_version().partition("\n")[0].partition(",")[0]),
+        "thread_multiple": MPI.Query_thread() == MPI.THREAD_MULTIPLE,
+        **_extensions(),
+    }
+
+
+def _extensions() -> dict[str, Any]:
+    """Of Open MPI and MPICH, by the functions that their headers mpi-ext.h and mpi.h declare."""
+    found = re.findall(r"/\S*/libmpi(?:ch)?\.so\S*", Path("/proc/self/maps").read_text())
+    if not found:
+        return {}
+    library = ctypes.CDLL(found[0])
+    cuda = getattr(library, "MPIX_Query_cuda_support", None)
+    return {"cuda_aware": None if cuda is None else bool(cuda()), "ulfm": hasattr(library, "MPIX_Comm_shrink")}
+
+
+def torch() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    there = dist.is_available()
+    nccl = there and dist.is_nccl_available()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(gpus)],
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
+        "gloo": there and dist.is_gloo_available(),
+    }
+
+
+def horovod() -> dict[str, Any]:
+    import horovod.torch as hvd
+
+    built = {"MPI": hvd.mpi_built, "Gloo": hvd.gloo_built, "NCCL": hvd.nccl_built}
+    return {"carriers": [name for name, is_built in built.items() if is_built()]}
+
+
+SUBJECTS = {"mpi": mpi, "torch": torch, "horovod": horovod}
+
+
+def main(subject: str) -> None:
+    try:
+        found = SUBJECTS[subject]()
+    except Exception as error:  # whatever a broken library raises is what is asked for
+        found = {"failure": one_sentence(str(error) or type(error).__name__)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
