@@ -107,7 +107,8 @@ def hierarchical_sums(
 
         return MpiSums(timeout_seconds, ranks=leaders)
 
-    within, between = made_by_all(messages, lambda: (lane_within(), sums_between()))
+    within = made_by_all(messages, lane_within)  # before what leaders make, who would wait for one that cannot
+    between = made_by_all(messages, sums_between)
     return HierarchicalSums(by, rank, messages.size, flat, within, between, rendezvous.server)
 
 

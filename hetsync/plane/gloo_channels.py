@@ -45,26 +45,26 @@ class GlooChannels(Channels):
     def flush(self) -> None:
         while self._sending:
             work, _, to = self._sending[0]
-            self._wait(work, to)
+            self._wait(work, named([to]))
             self._sending.popleft()
 
     def close(self) -> None:
         if not self._closed:
             self.flush()
-            self._group.barrier().wait()
+            self._wait(self._group.barrier(), "the others to close")
             self._closed = True
 
     def _fill(self, part: torch.Tensor, source: int) -> None:
-        self._wait(self._group.recv([part], source, TAG), source)
+        self._wait(self._group.recv([part], source, TAG), named([source]))
 
-    def _wait(self, work: dist.Work, rank: int) -> None:
+    def _wait(self, work: dist.Work, whom: str) -> None:
         started = time.monotonic()
         try:
             work.wait(timedelta(seconds=self._timeout_seconds))
         except RuntimeError as error:
             if time.monotonic() - started < self._timeout_seconds:
-                raise LostError(f"lost {named([rank])}, which has most likely ended ({cause(error)})") from error
+                raise LostError(f"lost {whom}, which has most likely ended ({cause(error)})") from error
             raise LateError(
-                f"waited {self._timeout_seconds:.0f} s for {named([rank])}"
+                f"waited {self._timeout_seconds:.0f} s for {whom}"
                 " (raise run.timeout_seconds if the work takes that long)"
             ) from error

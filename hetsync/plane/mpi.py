@@ -97,6 +97,8 @@ class MpiSums(PolledSums):
         among = world if ranks is None else world.Create_group(world.Get_group().Incl(ranks))
         self._lanes = _MpiLane(_duplicate(among)), _MpiLane(_duplicate(among))
         super().__init__("MPI", among.Get_rank(), among.Get_size(), *self._lanes)
+        if among is not world:
+            among.Free()
         self._timeout_seconds = timeout_seconds
         self._closed = False
 

@@ -121,6 +121,7 @@ class Deltas:
         self._samples = 0
         self._weight = 0.0  # that our last contribution had
         self._rounded = False  # did the wire round our last contribution?
+        self._dropped = False  # does u hold what belongs to no task?
         self.packed = (0, 0)  # samples and inner steps of our contribution that is under way, or was last
         self._in_flight = False  # a contribution of ours is under way ...
         self._folded = False  # ... and has moved from P into X
@@ -143,6 +144,7 @@ class Deltas:
         """w ← u: all ranks hold the same weights and nothing is under way."""
         torch._foreach_copy_(self._anchor.tensors, self._local)
         self._pending.empty = self._correction.empty = True
+        self._dropped = False
 
     def snapshot(self, number: int) -> Snapshot:
         """The anchor, once this round has landed."""
@@ -152,7 +154,9 @@ class Deltas:
         """A task of so many samples begins. P does not know of what is not finished."""
 
     def drop_task(self) -> None:
-        """The loop has left the task that is open: the next drain takes back what it has done."""
+        """The loop has left the task that is open: the next drain takes back what it has done, and cannot tell what else u
+        holds."""
+        self._dropped = True
 
     @torch.no_grad()
     def finish(self, samples: int, steps: int) -> float:
@@ -206,9 +210,10 @@ class Deltas:
     def take_leftover(self) -> bool:
         """At a drain, where this rank has finished nothing more: P ← what the wire has rounded off its contributions,
         which goes with no samples. False where that is nothing."""
-        if self._rounded:
-            self.finish(0, 0)
-        return self._rounded and not self._pending.empty
+        if not self._rounded or self._dropped:
+            return False
+        self.finish(0, 0)
+        return not self._pending.empty
 
     @torch.no_grad()
     def pack(self, contribute: bool, batch: int, wire: WireFormat) -> torch.Tensor:

@@ -260,9 +260,10 @@ class Engine:
     def withdraw(self) -> Task | None:
         """Work on no more samples. Returns what is left of a synchronous task that has started, to be finished."""
         with self._shared.changed:
+            begun = self.worker.current
             self._shared.outbox.append(self.worker.withdraw())
             task = self.worker.current
-            if self._shared.deltas is not None:
+            if self._shared.deltas is not None and begun is not None:
                 self._shared.deltas.drop_task()
             if task is not None:
                 self._gradients.discard()

@@ -120,3 +120,25 @@ def test_a_drain_delivers_what_was_rounded_off_a_rank_that_has_nothing_more_to_g
     deltas.reset_to_anchor()
     torch.testing.assert_close(local[0], progress / 2, rtol=1e-6, atol=1e-7)
     assert (round_trip(progress / 2, wire) - progress / 2).abs().max() > 1e-4, "without it: the test can fail"
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_a_task_that_is_dropped_goes_with_no_leftover(wire):
+    """Its samples are computed by others."""
+    local = [torch.zeros(40)]
+    deltas = Deltas(local)
+    local[0] += torch.randn(40, generator=torch.Generator().manual_seed(1))
+    deltas.finish(4, 1)
+    flight = deltas.pack(True, BATCH, wire)
+    flight.copy_(round_trip(flight, wire))
+    deltas.apply_sum()
+    assert deltas.apply()
+    before = deltas.anchor.clone()
+    local[0] += 100.0  # half a task
+    deltas.drop_task()
+    assert not deltas.take_leftover()
+    deltas.pack(False, BATCH, "float32")
+    deltas.apply_sum()
+    deltas.reset_to_anchor()
+    assert torch.equal(deltas.anchor, before)
+    assert torch.equal(local[0], before)
