@@ -22,6 +22,8 @@ def write_atomically(path: Path, content: str | bytes, otherwise: str = "choose 
 
     DiskError where that fails. `otherwise`: what its reader may do instead of freeing space.
     """
+    if not path.name or path.is_dir():
+        raise DiskError(f"cannot write {str(path)!r}: it is a folder; give the name of a file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

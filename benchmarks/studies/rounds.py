@@ -8,7 +8,8 @@ Ratios are to the first arm of the same workload, cluster and seed. Results are 
 repeated.
 
 A second table has no gradients: efficiency on the first of these clusters where a round's sum, or its work on every
-device, takes parts of a slice; there the rule for K is at work.
+device, takes parts of a slice; there the rule for K is at work. A third has both: gradients behind a link whose sums
+take several slices, at a low and at a high learning rate.
 """
 
 from __future__ import annotations
@@ -21,22 +22,33 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from benchmarks.common.local_job import RECIPES
-from benchmarks.common.report import grouped, source, spread, until_target
+from benchmarks.common.report import command, grouped, machine, source, spread, until_target
 from hetsync.config.parser import read_recipe
 from hetsync.config.schema import Config, DataConfig, EmulationConfig, RunConfig, SyncConfig
 from hetsync.emulation.cluster import Link, load_cluster
+from hetsync.errors import UserError
 from hetsync.files import write_atomically
 from hetsync.simulate.recipe import build, scenario_of
 from hetsync.simulate.replicas import ReplicaLearner
 from hetsync.simulate.simulation import Simulation
 
 CLUSTERS = ("v100-p100-k80", "heavy-jitter")
-ARMS = ((4, 0.25, 1), (8, 0.25, 1), (16, 0.25, 1), (16, 0.5, 1), (16, 0.75, 1), (16, 0.5, 2))  # D, q, K
+Arm = tuple[int, float, int | Literal["auto"]]  # D, q, K
+ARMS: tuple[Arm, ...] = ((4, 0.25, 1), (8, 0.25, 1), (16, 0.25, 1), (16, 0.5, 1), (16, 0.75, 1), (16, 0.5, 2))
+LINKS = (3.0, 6.0, 12.0)  # slices that a round's sum takes
+LINKED_ARMS: tuple[Arm, ...] = (
+    (4, 0.25, 1),
+    (4, 0.5, 1),
+    (4, 0.25, "auto"),
+    (8, 0.5, 1),
+    (16, 0.5, 1),
+    (16, 0.5, "auto"),
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,7 @@ class Workload:
 WORKLOADS = {
     "digits, constant": Workload("digits", "constant", 0.125, 160, 14_400, 800.0, "loss", 0.15, (3, 4, 5, 6, 7)),
     "digits, cosine": Workload("digits", "cosine", 0.25, 160, 14_400, 800.0, "loss", 0.15, (3, 4, 5, 6, 7)),
+    "digits, low rate": Workload("digits", "constant", 0.05, 160, 28_800, 800.0, "loss", 0.15, (3, 4, 5)),
     "DeepTTE": Workload("deeptte_synthetic_city", "cosine", 0.0042, 128, 8_960, 640.0, "mape", 17.0, (0, 1, 2)),
 }
 
@@ -67,18 +80,22 @@ class Cell:
     cluster: str
     delay_bound: int
     quorum: float
-    accumulation: int
+    accumulation: int | Literal["auto"]
     seed: int
+    link: float = 0.0
 
     @property
-    def arm(self) -> tuple[int, float, int]:
+    def arm(self) -> Arm:
         return self.delay_bound, self.quorum, self.accumulation
 
 
 def cells() -> Iterator[Cell]:
     for name, workload in WORKLOADS.items():
         for seed in workload.seeds:
-            yield from (Cell(name, cluster, *arm, seed) for cluster in CLUSTERS for arm in ARMS)
+            if name != "digits, low rate":
+                yield from (Cell(name, cluster, *arm, seed) for cluster in CLUSTERS for arm in ARMS)
+            if name in ("digits, constant", "digits, low rate"):
+                yield from (Cell(name, CLUSTERS[0], *arm, seed, link) for link in LINKS for arm in LINKED_ARMS)
 
 
 def trained(cell: Cell) -> dict[str, Any]:
@@ -97,7 +114,10 @@ def trained(cell: Cell) -> dict[str, Any]:
         emulation=EmulationConfig(cell.cluster, workload.samples_per_second),
     )
     built, model = build(config)
-    scenario = scenario_of(config, load_cluster(cell.cluster), None, built, model)
+    cluster = load_cluster(cell.cluster)
+    if cell.link:
+        cluster = replace(cluster, link=Link(compute_fraction=cell.link))
+    scenario = scenario_of(config, cluster, None, built, model)
     learner = ReplicaLearner(config, built, model, len(scenario.ranks), scenario.total_samples)
     points: list[dict[str, float]] = []
 
@@ -105,8 +125,12 @@ def trained(cell: Cell) -> dict[str, Any]:
         points.append({"samples": applied, "seconds": seconds, **metrics})
 
     simulation = Simulation(scenario, learner, on_evaluation=on_evaluation)
-    simulation.advance()
-    return {**asdict(cell), "points": points, "rounds": simulation.machine.version}
+    ended = None
+    try:
+        simulation.advance()
+    except UserError as error:  # it diverges
+        ended = str(error)
+    return {**asdict(cell), "points": points, "rounds": simulation.machine.version, "ended": ended}
 
 
 # Efficiency where rounds are dear.
@@ -114,8 +138,8 @@ def trained(cell: Cell) -> dict[str, Any]:
 SETTINGS = {
     "D = 4, q = 0.25, K = 1": SyncConfig(4, 0.25, 1),
     "D = 16, q = 0.5, K = 1": SyncConfig(16, 0.5, 1),
-    "the defaults": SyncConfig(),
-    "the defaults, bfloat16": SyncConfig(wire="bfloat16"),
+    "D = 16, q = 0.5, auto": SyncConfig(16, 0.5, "auto"),
+    "the same, bfloat16": SyncConfig(16, 0.5, "auto", wire="bfloat16"),
 }
 COSTS = {  # of a round, in slices: (its sum, its work on each device)
     "free": (0.0, 0.0),
@@ -164,14 +188,33 @@ def ratio(result: Mapping[str, Any], base: Mapping[str, Any]) -> float | None:
     return ours / theirs if ours is not None and theirs is not None else None
 
 
+def arm_of(job: Mapping[str, Any]) -> Arm:
+    return job["delay_bound"], job["quorum"], job["accumulation"]
+
+
+def behind_links(results: Iterable[Mapping[str, Any]]) -> str:
+    lines = ["| workload | link, slices | D, q, K | time to target, of the first | seconds in all | at the end |"]
+    lines += ["| --- " * 6 + "|"]
+    for (name, link), jobs in grouped(results, "workload", "link").items():
+        workload = WORKLOADS[name]
+        first = {job["seed"]: job for job in jobs if arm_of(job) == LINKED_ARMS[0]}
+        for arm, mine in grouped(jobs, "delay_bound", "quorum", "accumulation").items():
+            ratios = [ratio(job, first[job["seed"]]) for job in mine if job["seed"] in first]
+            whole = [job for job in mine if job["ended"] is None]
+            diverged = f", {len(mine) - len(whole)} of {len(mine)} end in nan" if len(whole) < len(mine) else ""
+            ends = spread([job["points"][-1][workload.metric] for job in whole], ".3f")
+            seconds = spread([job["points"][-1]["seconds"] for job in whole], ".0f")
+            settings, reached = ", ".join(map(str, arm)), spread(ratios, ".2f")
+            lines.append(f"| {name} | {link:g} | {settings} | {reached} | {seconds} | {ends}{diverged} |")
+    return "\n".join(lines) + "\n"
+
+
 def markdown(results: Iterable[Mapping[str, Any]]) -> str:
     lines = ["| workload | cluster | D, q, K | rounds a batch | time to target, of the first | at the end |"]
     lines += ["| --- " * 6 + "|"]
     for (name, cluster), jobs in grouped(results, "workload", "cluster").items():
         workload = WORKLOADS[name]
-        first = {
-            job["seed"]: job for job in jobs if (job["delay_bound"], job["quorum"], job["accumulation"]) == ARMS[0]
-        }
+        first = {job["seed"]: job for job in jobs if arm_of(job) == ARMS[0]}
         for arm, mine in grouped(jobs, "delay_bound", "quorum", "accumulation").items():
             rounds = statistics.mean(job["rounds"] * workload.batch / workload.samples for job in mine)
             ratios = [ratio(job, first[job["seed"]]) for job in mine if job["seed"] in first]
@@ -188,18 +231,23 @@ def main() -> None:
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "rounds.json"
-    results: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    kept = (
+        json.loads(path.read_text()) if path.exists() else {"command": command("studies.rounds"), "machine": machine()}
+    )
+    results: list[dict[str, Any]] = kept.setdefault("jobs", [])
     done = {tuple(result[key] for key in Cell.__dataclass_fields__) for result in results}
     with ProcessPoolExecutor(options.processes) as pool:
         missing = [cell for cell in cells() if tuple(asdict(cell).values()) not in done]
         for future in as_completed([pool.submit(trained, cell) for cell in missing]):
             results.append(future.result())
-            write_atomically(path, json.dumps(results))
+            write_atomically(path, json.dumps(kept))
     order = {cell: place for place, cell in enumerate(cells())}
     results.sort(key=lambda result: order[Cell(**{key: result[key] for key in Cell.__dataclass_fields__})])
-    write_atomically(path, json.dumps(results))
+    write_atomically(path, json.dumps(kept))
     dear = ["| a round | settings | efficiency | rounds a batch | the rule |", "| --- " * 5 + "|", *dear_rounds()]
-    text = "\n".join([source("studies.rounds"), "", markdown(results), *dear]) + "\n"
+    free = markdown(job for job in results if not job["link"])
+    linked = behind_links(job for job in results if job["link"])
+    text = "\n".join([source("studies.rounds"), "", free, *dear, "", linked])
     write_atomically(options.output / "rounds.md", text)
     print(text)
 

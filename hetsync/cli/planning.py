@@ -21,6 +21,9 @@ from hetsync.plan.search.search import Problem, micro_batch_numbers, run
 from hetsync.simulate.recipe import build, profiles
 
 
+MOST_MICRO_BATCHES_GIVEN = 1024
+
+
 @dataclass(frozen=True)
 class Request:
     """What the user asks for; None leaves it to us."""
@@ -35,6 +38,7 @@ def plan(config: Config, request: Request, output: Path | None) -> None:
     """Search, say what was found, and write it."""
     cluster = _cluster(config)
     ranks = request.ranks or cluster.size
+    _check_size(request, cluster.size)
     replicas = request.replicas or (tuple(range(ranks)),)
     _check_replicas(replicas, ranks)
     recipe, evaluator = _prepared(config, cluster, ranks)
@@ -83,6 +87,14 @@ def _cluster(config: Config) -> Cluster:
     if config.emulation.profile is None:
         raise UserError("plan needs a cluster: name its profile by --emulate")
     return load_cluster(config.emulation.profile)
+
+
+def _check_size(request: Request, devices: int) -> None:
+    if request.ranks is not None and request.ranks > devices:
+        raise UserError(f"--ranks is {request.ranks}, but the cluster has {devices} devices: give at most {devices}")
+    if request.micro_batches is not None and request.micro_batches > MOST_MICRO_BATCHES_GIVEN:
+        most = MOST_MICRO_BATCHES_GIVEN
+        raise UserError(f"--micro-batches is {request.micro_batches}: give at most {most}, as more hide no more")
 
 
 def _check_replicas(replicas: tuple[tuple[int, ...], ...], ranks: int) -> None:

@@ -247,9 +247,9 @@ class SyncConfig:
         outer: What a round's sum does to the anchor (delayed mode).
     """
 
-    delay_bound: int | None = 16
-    quorum: float = 0.5
-    accumulation: int | Literal["auto"] = "auto"
+    delay_bound: int | None = 4
+    quorum: float = 0.25
+    accumulation: int | Literal["auto"] = 1
     shares: Literal["speed", "equal", "first"] = "speed"
     pins: dict[int, int] = field(default_factory=dict)
     rebalance: bool = True

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 MOST = 4  # K = 8 at a rate that suits a batch ended at chance
 RAISE_AT = 0.2  # of a slice, saved by K = 2; 4 must save twice that
 KEPT = 0.5  # of what a doubling promised, or it is taken back
+RETRY_WINDOWS = 32  # before it is tried again; four times as many after each refusal
 LOWER_AT = 0.25  # of the bound above: where K would not be raised again at once
 CALM_WINDOWS = 8  # in a row before K is lowered; four times as many after each raise, so that it does not swing
 WINDOW_ROUNDS = 4
 WINDOW_TASKS = 10  # of each rank
+WINDOW_SECONDS = 1.0  # of each rank's device: less shows the moment more than the job
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class Window:
     work_seconds: float = 0.0
     wait_seconds: float = 0.0
 
+    @property
+    def full(self) -> bool:
+        return self.tasks >= WINDOW_TASKS and self.seconds >= WINDOW_SECONDS
+
 
 class AccumulationRule:
     """Call `observe` with full tasks of the K in force, and `decide` as often as you like."""
@@ -51,6 +57,8 @@ class AccumulationRule:
         self._window_ends = version + WINDOW_ROUNDS
         self._windows: defaultdict[int, Window] = defaultdict(Window)
         self._most = MOST
+        self._retry_in = 0  # windows, where a doubling has been refused
+        self._retry_after = RETRY_WINDOWS
         self._promised: float | None = None  # the overhead that a raise should bring, until a window has shown it
         self._calm = 0  # windows in a row that would bear a lower K
         self._calm_needed = CALM_WINDOWS
@@ -63,17 +71,20 @@ class AccumulationRule:
         window.work_seconds += work_seconds
         window.wait_seconds += wait_seconds
 
+    def restart(self, version: int) -> None:
+        """Shares have changed: what was seen before is of no use."""
+        self._windows.clear()
+        self._window_ends = version + WINDOW_ROUNDS
+
     def decide(self, accumulation: int, version: int, shares: Mapping[int, int]) -> AccumulationChange | None:
         """Another K, once a window is over, if there is reason for it. `shares` of the ranks at work."""
-        short = any(self._windows[rank].tasks < WINDOW_TASKS for rank in shares)
-        if not shares or version < self._window_ends or short:
+        if not shares or version < self._window_ends or not all(self._windows[rank].full for rank in shares):
             return None
         # Means over ranks, by their parts of a batch.
         parts = {rank: share / sum(shares.values()) / self._windows[rank].seconds for rank, share in shares.items()}
         work = sum(part * self._windows[rank].work_seconds for rank, part in parts.items())
         waits = sum(part * self._windows[rank].wait_seconds for rank, part in parts.items())
-        self._windows.clear()
-        self._window_ends = version + WINDOW_ROUNDS
+        self.restart(version)
         chosen, besides = self._choose(accumulation, work, waits)
         if chosen == accumulation:
             return None
@@ -85,8 +96,12 @@ class AccumulationRule:
         half, saving = max(1, accumulation // 2), work / 2 + waits
         promised, self._promised = self._promised, None
         if promised is not None and work + waits > promised:
-            self._most = half
+            self._most, self._retry_in = half, self._retry_after
+            self._retry_after *= 4
             return half, ", so fewer of them save too little"
+        self._retry_in -= 1
+        if self._retry_in == 0:
+            self._most = MOST
         if 2 * accumulation <= self._most and saving > RAISE_AT * accumulation:
             self._promised = work + waits - KEPT * saving
             self._calm, self._calm_needed = 0, 4 * self._calm_needed

@@ -171,6 +171,8 @@ class Coordinator:
         total = min(sum(old), self._most(caps, pins))  # a cap may have been found since
         new = rebalanced(old, self.speeds.times(ranks), total, caps, pins)
         if new != old:
+            if self._rule is not None:
+                self._rule.restart(self.machine.version)
             self._deliver(self.machine.handle(SharesChanged(dict(zip(ranks, new, strict=True)))))
 
     def _take_over(self) -> list[Instruction]:

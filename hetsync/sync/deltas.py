@@ -154,7 +154,7 @@ class Deltas:
         """A task of so many samples begins. P does not know of what is not finished."""
 
     def drop_task(self) -> None:
-        """The loop has left the task that is open: the next drain takes back what it has done, and cannot tell what else u
+        """The loop has left the task that is open: the next drain takes back what it has done, and whatever else u
         holds."""
         self._dropped = True
 

@@ -30,8 +30,8 @@ class Settings:
         accumulation: K, slices in one contribution.
     """
 
-    delay_bound: int = 16
-    quorum: float = 0.5
+    delay_bound: int = 4
+    quorum: float = 0.25
     accumulation: int = 1
 
     @property

@@ -40,7 +40,7 @@ from hetsync.train.loop import Loop, StoppedByRequest
 from hetsync.train.parts import Factor
 from hetsync.train.preparation import Loss, Preparation
 from hetsync.train.prepared import PreparedScheduler, TrainingLoader
-from hetsync.train.resumption import Standing
+from hetsync.train.resumption import FinishedError, Standing
 from hetsync.train.run_folder import Resume, Status, opened_folder, status_of
 from hetsync.train.running import THE_END, Running, Shown
 from hetsync.train.session import Session
@@ -418,7 +418,7 @@ class Job:
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> None:
         """A failure on one rank ends the whole job; a mistake does so with one sentence."""
-        if failure is not None and not isinstance(failure, StoppedByRequest):
+        if failure is not None and not isinstance(failure, StoppedByRequest | FinishedError):
             if self._running is not None and self._running.is_open:
                 self._running.failed(failure)
             self.unclosed.fail(failure)

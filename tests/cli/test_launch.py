@@ -168,7 +168,7 @@ def test_the_kubernetes_job_starts_a_rank_in_each_slot(manifest: dict[str, Any])
     workers = spec["mpiReplicaSpecs"]["Worker"]["replicas"]
     assert int(words[words.index("-n") + 1]) == workers * spec["slotsPerWorker"]
     at = words.index("/opt/hetsync/bin/hetsync-train")
-    config, _ = train.parse(words[at + 1 :])
+    config, *_ = train.parse(words[at + 1 :])
     mounts = [mount["mountPath"] for mount in container(manifest, "Worker")["volumeMounts"]]
     assert any(str(config.run.dir).startswith(f"{mount}/") for mount in mounts)
 

@@ -83,7 +83,9 @@ def test_help_names_all_searches(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "plan needs a cluster: name its profile by --emulate"),
         (["--emulate", "slow-link"], "slow-link: link.compute_fraction is 0.5, by which nobody can tell"),
-        (["--emulate", "three.yaml", "--ranks", "4"], "three has 3 devices, none for rank 3"),
+        (["--emulate", "three.yaml", "--ranks", "4"], "--ranks is 4, but the cluster has 3 devices"),
+        (["--emulate", "three.yaml", "--ranks", "1000000000"], "--ranks is 1000000000, but the cluster has 3 devices"),
+        (["--emulate", "three.yaml", "--micro-batches", "100000"], "--micro-batches is 100000: give at most 1024"),
         (["--emulate", "three.yaml", "--replicas", "0,1;x"], "--replicas is 0,1;x: give ranks by commas"),
         (["--emulate", "three.yaml", "--replicas", "0,1"], "--replicas lacks rank 2 of 3: add it, or give --ranks 2"),
         (["--emulate", "three.yaml", "--replicas", "0,1;1,2"], "--replicas has rank 1 2 times"),

@@ -39,7 +39,7 @@ def test_every_file_beside_code_is_shipped_but_readmes(setup: configparser.Confi
     shipped = {
         path
         for package, folder in listed(setup).items()
-        for pattern in data.get(package, "").split()
+        for pattern in data.get(package, "").replace(",", " ").split()
         for path in folder.glob(pattern)
     }
     there = {

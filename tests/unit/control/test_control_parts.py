@@ -49,7 +49,7 @@ def test_ladders_are_powers_of_two_and_the_bounds() -> None:
     actions = Actions(Limits(3, 10, 0, 16))
     assert actions.ladders["accumulation"] == (3, 4, 8, 10)
     assert actions.ladders["delay_bound"] == (0, 1, 2, 4, 8, 16)
-    assert Actions(Limits(2, 2, 1, 1)).all(Settings()) == [Settings(1, 0.5, 2)]
+    assert Actions(Limits(2, 2, 1, 1)).all(Settings()) == [Settings(1, 0.25, 2)]
 
 
 @pytest.mark.parametrize(

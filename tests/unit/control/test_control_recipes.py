@@ -53,11 +53,10 @@ def test_a_resumed_run_goes_on_with_what_its_controller_had_set() -> None:
         accumulation=4,
         train_seconds=1.0,
     )
-    controlled = Config(sync=SyncConfig(8), control=ControlConfig("goodput", max_delay_bound=8))
-    assert first_settings(controlled, None) == Settings(8, 0.5, 1)
-    assert first_settings(controlled, progress) == Settings(8, 0.5, 4)  # within the bounds of today
-    fixed = Config(sync=SyncConfig(accumulation=1))
-    assert first_settings(fixed, progress) == Settings(16, 0.5, 1)
+    controlled = Config(control=ControlConfig("goodput", max_delay_bound=8))
+    assert first_settings(controlled, None) == Settings(4, 0.25, 1)
+    assert first_settings(controlled, progress) == Settings(8, 0.25, 4)  # within the bounds of today
+    assert first_settings(Config(), progress) == Settings(4, 0.25, 1)
 
 
 def test_a_resumed_run_goes_on_with_the_k_that_its_rule_had_found() -> None:
@@ -71,9 +70,10 @@ def test_a_resumed_run_goes_on_with_the_k_that_its_rule_had_found() -> None:
         accumulation=2,
         train_seconds=1.0,
     )
-    assert first_settings(Config(), None) == Settings(16, 0.5, 1)
-    assert first_settings(Config(), progress) == Settings(16, 0.5, 2)
-    assert first_settings(Config(), replace(progress, accumulation=8)).accumulation == 4  # its greatest
-    synchronous = Config(sync=SyncConfig(delay_bound=0))  # where K is a part of the batch
+    ruled = Config(sync=SyncConfig(accumulation="auto"))
+    assert first_settings(ruled, None) == Settings(4, 0.25, 1)
+    assert first_settings(ruled, progress) == Settings(4, 0.25, 2)
+    assert first_settings(ruled, replace(progress, accumulation=8)).accumulation == 4  # its greatest
+    synchronous = Config(sync=SyncConfig(delay_bound=0, accumulation="auto"))  # where K is a part of the batch
     assert first_settings(synchronous, progress).accumulation == 1
-    assert first_settings(Config(), replace(progress, delay_bound=0, accumulation=4)).accumulation == 1
+    assert first_settings(ruled, replace(progress, delay_bound=0, accumulation=4)).accumulation == 1

@@ -356,26 +356,28 @@ def changes(simulation: Simulation) -> list[tuple[int, int]]:
 
 
 def test_rounds_become_fewer_where_their_work_is_dear() -> None:
-    ruled = finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS)
+    ruled = finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS, accumulation="auto")
     fixed = finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS, accumulation=1)
     assert [k for _, k in changes(ruled)] == [2]
     assert ruled.machine.settings.accumulation == 2
     assert ruled.now < 0.9 * fixed.now
     assert ruled.accumulation_changes[0].work > 0.4
-    assert changes(finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS)) == changes(ruled)
+    assert changes(finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS, accumulation="auto")) == changes(
+        ruled
+    )
 
 
 def test_rounds_become_fewer_behind_a_link_that_ranks_wait_for() -> None:
-    slow = Link(compute_fraction=40.0)
-    ruled = finished([40.0, 20.0, 10.0], total=32_000, link=slow)
-    fixed = finished([40.0, 20.0, 10.0], total=32_000, link=slow, accumulation=1)
+    slow = {"link": Link(compute_fraction=40.0), "delay_bound": 16, "quorum": 0.5}
+    ruled = finished([40.0, 20.0, 10.0], total=32_000, accumulation="auto", **slow)
+    fixed = finished([40.0, 20.0, 10.0], total=32_000, accumulation=1, **slow)
     assert [k for _, k in changes(ruled)] == [2, 4]
     assert ruled.now < 0.6 * fixed.now
 
 
 @pytest.mark.parametrize(
     ("runtime", "sync"),
-    [(FREE, {}), (DEAR_ROUNDS, {"accumulation": 1}), (DEAR_ROUNDS, {"delay_bound": 0})],
+    [(FREE, {"accumulation": "auto"}), (DEAR_ROUNDS, {}), (DEAR_ROUNDS, {"delay_bound": 0, "accumulation": "auto"})],
     ids=["cheap rounds", "K by hand", "synchronous"],
 )
 def test_k_stays_where_there_is_no_reason_for_another(runtime: Runtime, sync: dict[str, Any]) -> None:
@@ -383,7 +385,7 @@ def test_k_stays_where_there_is_no_reason_for_another(runtime: Runtime, sync: di
 
 
 def test_who_sets_k_while_training_ends_the_rule() -> None:
-    simulation = Simulation(scenario([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS))
+    simulation = Simulation(scenario([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS, accumulation="auto"))
     simulation.tune(Settings())
     simulation.advance()
     assert changes(simulation) == []
@@ -391,7 +393,7 @@ def test_who_sets_k_while_training_ends_the_rule() -> None:
 
 def test_what_ranks_wait_at_a_rest_is_no_reason() -> None:
     """Tasks between two rests that are near each other, so that a third of the time goes by waiting for them."""
-    made = scenario([40.0, 20.0, 10.0], total=16_000)
+    made = scenario([40.0, 20.0, 10.0], total=16_000, accumulation="auto")
     simulation = Simulation(dataclasses.replace(made, milestones=rests_at(marks_every(160, 16_000), "save", 16_000)))
     simulation.advance()
     assert changes(simulation) == []

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hetsync.sync.accumulation import CALM_WINDOWS, MOST, WINDOW_ROUNDS, WINDOW_TASKS, AccumulationRule
+from hetsync.sync.accumulation import CALM_WINDOWS, MOST, RETRY_WINDOWS, WINDOW_ROUNDS, WINDOW_TASKS, AccumulationRule
 
 SHARES = {0: 30, 1: 10}
 
@@ -58,7 +58,7 @@ def test_k_is_bounded():
     assert max(Job().windows(work(100.0), 10)) == MOST
 
 
-def test_a_doubling_that_saves_too_little_is_taken_back_for_good():
+def test_a_doubling_that_saves_too_little_is_taken_back_and_tried_again_ever_more_seldom():
     job = Job()
     assert job.window(lambda k: (0.0, 0.5)).accumulation == 2
     back = job.window(lambda k: (0.0, 0.4))
@@ -66,7 +66,25 @@ def test_a_doubling_that_saves_too_little_is_taken_back_for_good():
         1,
         "rounds take 0% of a slice, and waits 40%, so fewer of them save too little: K = 1",
     )
-    assert job.windows(lambda k: (0.0, 0.5), 5) == [1] * 5
+    assert job.windows(lambda k: (0.0, 0.5), RETRY_WINDOWS - 1) == [1] * (RETRY_WINDOWS - 1)
+    assert job.windows(lambda k: (0.0, 0.4), 2) == [2, 1]
+    assert job.windows(lambda k: (0.0, 0.5), 4 * RETRY_WINDOWS) == [1] * (4 * RETRY_WINDOWS - 1) + [2]
+
+
+def test_a_window_is_long_enough_to_be_more_than_a_moment_and_ends_where_shares_change():
+    rule = AccumulationRule()
+    for _ in range(99):
+        for rank in SHARES:
+            rule.observe(rank, 0.01, 0.01, 0.01)
+    assert rule.decide(1, WINDOW_ROUNDS, SHARES) is None
+    for rank in SHARES:
+        rule.observe(rank, 0.0101, 0.01, 0.01)
+    rule.restart(WINDOW_ROUNDS)
+    assert rule.decide(1, 2 * WINDOW_ROUNDS, SHARES) is None
+    for rank in SHARES:
+        for _ in range(WINDOW_TASKS):
+            rule.observe(rank, 1.0, 1.0, 0.0)
+    assert rule.decide(1, 2 * WINDOW_ROUNDS, SHARES).accumulation == 2
 
 
 def test_k_falls_once_rounds_have_been_cheap_for_long_and_ever_more_seldom():
