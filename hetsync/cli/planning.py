@@ -20,7 +20,6 @@ from hetsync.plan.search.registry import make_search
 from hetsync.plan.search.search import Problem, micro_batch_numbers, run
 from hetsync.simulate.recipe import build, profiles
 
-
 MOST_MICRO_BATCHES_GIVEN = 1024
 
 

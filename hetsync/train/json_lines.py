@@ -55,6 +55,9 @@ class JsonLines:
     def say(self, text: str) -> None:
         self._tell("message", text=text)
 
+    def failed(self, error: str) -> None:
+        self._tell("failure", error=error)
+
     def close(self, summary: Mapping[str, Any] | None) -> None:
         if summary is not None:
             self._tell("end", summary=dict(summary))

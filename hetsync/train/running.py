@@ -410,6 +410,7 @@ class Running:
         error = one_sentence(f"{type(failure).__name__}: {failure}")
         self.telemetry.record("failure", error=error)
         self.telemetry.close()
+        self.display.failed(error)
 
     def give_up(self, release: bool) -> None:
         """The job has failed; with `release` the model may be trained in another."""

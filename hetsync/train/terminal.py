@@ -84,6 +84,8 @@ class Display(Protocol):
 
     def say(self, text: str) -> None: ...
 
+    def failed(self, error: str) -> None: ...
+
     def close(self, summary: Mapping[str, Any] | None) -> None: ...
 
 
@@ -98,6 +100,8 @@ class Silence:
     def evaluated(self, sentence: str, applied: int, metrics: Mapping[str, float]) -> None: ...
 
     def say(self, text: str) -> None: ...
+
+    def failed(self, error: str) -> None: ...
 
     def close(self, summary: Mapping[str, Any] | None) -> None: ...
 
@@ -190,6 +194,9 @@ class Terminal:
 
     def say(self, text: str) -> None:
         self._console.print(text)
+
+    def failed(self, error: str) -> None:
+        """The sentence itself goes to standard error."""
 
     def close(self, summary: Mapping[str, Any] | None) -> None:
         if self._bar is not None:

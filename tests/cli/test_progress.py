@@ -43,11 +43,13 @@ def test_one_of_them() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_failure_is_in_telemetry(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("--optimizer.learning_rate", "1e9", *QUICK) == 2
-    said = capsys.readouterr().err
+def test_a_failure_is_told_and_in_telemetry(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--json", "--optimizer.learning_rate", "1e9", *QUICK) == 2
+    out, said = capsys.readouterr()
+    last = json.loads(out.splitlines()[-1])
     records = [json.loads(line) for line in Path("run/telemetry/rank-0000.jsonl").read_text().splitlines()]
     (failure,) = [record for record in records if record["kind"] == "failure"]
+    assert last == {"event": "failure", "error": failure["error"]}
     assert failure["error"].startswith("UserError: ")
     assert failure["error"].removeprefix("UserError: ") in said
     (profile,) = [record for record in records if record["kind"] == "profile"]
