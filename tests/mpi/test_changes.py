@@ -68,7 +68,8 @@ def test_settings_change_while_running(plane: Plane, first: Settings, then: list
 
 def test_k_rises_by_rule(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where any work of a round is too much; a rank alone has no rounds to save."""
-    for name, value in {"RAISE_AT": 0.0, "KEPT": -1e9, "WINDOW_ROUNDS": 2, "WINDOW_TASKS": 2}.items():
+    any_reason = {"RAISE_AT": 0.0, "KEPT": -1e9, "WINDOW_ROUNDS": 2, "WINDOW_TASKS": 2, "WINDOW_SECONDS": 0.0}
+    for name, value in any_reason.items():
         monkeypatch.setattr(accumulation, name, value)
     samples = 4 * SAMPLES
     outcome = train(plane, delayed(plane, accumulation="auto"), samples=samples, rests=[90])
