@@ -235,7 +235,11 @@ def test_its_values_are_those_of_the_files(browser: Any, path: Path) -> None:
     decisions = shown.told(
         "[...document.querySelectorAll('[data-table=decisions] tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
     )
-    assert [row[1:] for row in decisions] == [["2", "4", "rounds are dear <&>"], ["4", "8", "so they are"], ["8", "8", "K = 8"]]
+    assert [row[1:] for row in decisions] == [
+        ["2", "4", "rounds are dear <&>"],
+        ["4", "8", "so they are"],
+        ["8", "8", "K = 8"],
+    ]
     events = shown.told("document.querySelector('[data-table=events]').innerText")
     assert "failed: LostError: rank 1 does not answer" in events
     assert "the job was started again" in events
