@@ -61,7 +61,7 @@ def _shown(run: LiveRun) -> Group:
         column.justify = "right"
     for row in rows:
         table.add_row(*_cells(row), style="yellow" if row.why else None)
-    left_out = f"{run.unreadable} lines of telemetry cannot be read, and are left out" if run.unreadable else None
+    left_out = f"lines of telemetry that cannot be read: {run.unreadable}" if run.unreadable else None
     told = (str(run.folder), run.progress(), slowest(rows), left_out)
     return Group("  ".join(filter(None, told)), table)
 

@@ -328,7 +328,7 @@ def _events(run: Run) -> Table:
     if run.summary.get("status") == "running":
         found.append((run.seconds, "all", "the last line so far: the job is under way, or has died"))
     if run.unreadable:
-        found.append((run.seconds, "", f"{run.unreadable} lines of telemetry cannot be read, and are left out"))
+        found.append((run.seconds, "", f"lines of telemetry that cannot be read, and are left out: {run.unreadable}"))
     rows = [[_moment(run, at), who, what] for at, who, what in sorted(found, key=lambda event: event[0])]
     return _listed("events", "Failures, resumes and rests", ("when", "rank", "what"), rows)
 

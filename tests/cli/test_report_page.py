@@ -144,6 +144,12 @@ def test_a_simulated_run_has_all_three(tmp_path: Path, capsys: pytest.CaptureFix
     assert len(table.splitlines()) == 2 + len(list((run / "telemetry").iterdir()))
 
 
+def test_top_counts_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines(tmp_path, 0, [*start(), *tasks(10), {"kind": "piece", "at": 1.1}])
+    hetsync("top", "--once", tmp_path)
+    assert "lines of telemetry that cannot be read: 1" in capsys.readouterr().out
+
+
 # In a browser.
 
 
