@@ -1,11 +1,14 @@
-"""What is on disk is whole or not there; and what the files of a run folder are called."""
+"""What is on disk is whole or not there; JSON for any reader; and what the files of a run folder are called."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 from hetsync.errors import UserError
 
@@ -36,6 +39,22 @@ def write_atomically(path: Path, content: str | bytes, otherwise: str = "choose 
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise DiskError(f"cannot write {path}: {error.strerror}; free space or {otherwise}") from error
+
+
+def json_text(value: Any) -> str:
+    """JSON in one line. It has no inf, -inf and nan: they become these texts, of which `float` makes them again."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(_spelled(value), allow_nan=False)
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _spelled(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spelled(each) for each in value]
+    return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def flush_to_disk(path: Path) -> None:

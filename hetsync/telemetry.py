@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import threading
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hetsync.errors import Trouble
+from hetsync.files import json_text
 
 FORMAT = 2  # of the lines; 1 had neither `profile` and `failure` nor lines of several tasks or rounds
 FLUSH_SECONDS = 2.0
@@ -93,7 +93,7 @@ class Telemetry:
             self._lines.append(self._line(kind, now, **fields))
 
     def _line(self, kind: str, now: float, **fields: Any) -> str:
-        line = json.dumps({"kind": kind, "at": round(now - self._origin, 6), **fields})
+        line = json_text({"kind": kind, "at": round(now - self._origin, 6), **fields})
         self._bytes += len(line) + 1
         return line
 

@@ -63,7 +63,7 @@ def evaluations(telemetry: Iterable[Record]) -> list[dict[str, float]]:
     """Metrics over samples and over seconds of training, from rank 0's telemetry."""
     names = {"samples_applied": "samples", "train_seconds": "seconds"}
     kept = [line for line in telemetry if line["kind"] == "evaluation"]
-    return [{names.get(key, key): line[key] for key in line if key not in ("kind", "at")} for line in kept]
+    return [{names.get(key, key): float(line[key]) for key in line if key not in ("kind", "at")} for line in kept]
 
 
 def until_target(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 
 from hetsync.cli.shared import Verbs, add_recipe_command, on_one_process
@@ -24,7 +25,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         parser.add_argument("--ranks", type=PositiveInt, help="Ranks; null takes one for each device of the profile.")
         parser.add_argument("--replicas", help="Ranks of each replica, such as '0,2;1,3', in the order of its stages.")
         parser.add_argument("--micro-batches", type=PositiveInt, help="Of each replica; null tries powers of two.")
-        parser.add_argument("--search", default="contiguous", help="contiguous, data, exact or single.")
+        parser.add_argument("--search", help="contiguous, data, exact or single; null takes contiguous.")
         parser.add_argument("--output", metavar="FILE", help="Where to write the plan.")
         parser.add_argument("--explain", metavar="PLAN", help="Show this plan instead of searching for one.")
         config, told = parse_recipe(parser, argv)
@@ -35,10 +36,18 @@ def main(argv: Sequence[str]) -> NoReturn:
         from hetsync.cli import planning  # loads torch
 
         if shown is not None:
+            _refuse_unused(told)
             planning.explain(config, shown)
         else:
-            planning.plan(config, planning.Request(ranks, replicas, micro_batches, told.search), output)
+            planning.plan(config, planning.Request(ranks, replicas, micro_batches, told.search or "contiguous"), output)
     sys.exit(0)
+
+
+def _refuse_unused(told: Namespace) -> None:
+    for name in ("ranks", "replicas", "micro_batches", "search", "output"):
+        if (value := told[name]) is not None:
+            option = "--" + name.replace("_", "-")
+            raise UserError(f"{option} is {value}, but --explain shows a plan as it is: leave one of them out")
 
 
 def parse_replicas(text: str) -> tuple[tuple[int, ...], ...]:

@@ -61,7 +61,8 @@ def _shown(run: LiveRun) -> Group:
         column.justify = "right"
     for row in rows:
         table.add_row(*_cells(row), style="yellow" if row.why else None)
-    told = (str(run.folder), run.progress(), slowest(rows))
+    left_out = f"lines of telemetry that cannot be read: {run.unreadable}" if run.unreadable else None
+    told = (str(run.folder), run.progress(), slowest(rows), left_out)
     return Group("  ".join(filter(None, told)), table)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 import numpy as np
 
@@ -21,7 +22,8 @@ def facts_of(run: Run, course: Course) -> Facts:
         slowdowns=_slowdowns(run, course),
         round_in_slices=_round_in_slices(run),
         delay_bound=run.delay_bound,
-        accumulation=summary.get("accumulation") or run.recipe.get("sync", {}).get("accumulation", 1),
+        accumulation=run.accumulation,
+        taken_back=_taken_back(run),
         resting=_resting(run),
         overruns=summary.get("overrun_fraction", 0.0),
         efficiency=efficiency_of(run, course),
@@ -36,6 +38,19 @@ def efficiency_of(run: Run, course: Course) -> float | None:
         return told
     known = np.isfinite(course.efficiency)
     return float(np.mean(course.efficiency[known])) if known.any() else None
+
+
+def _taken_back(run: Run) -> frozenset[int]:
+    """K that the rule has lowered since the last start, and not come back to."""
+    found: set[int] = set()
+    for before, after in pairwise(run.settings):
+        if after.kind != "accumulation":
+            found.clear()
+        elif after.accumulation < before.accumulation:
+            found.add(before.accumulation)
+        else:
+            found.discard(after.accumulation)
+    return frozenset(found)
 
 
 def _rank_time(rank: int, lines: RankLines, seconds: float, runtime: float | None) -> RankTime:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetsync.config.schema import SyncConfig
+
 NOTABLE = 0.05  # part of the time from which on something is told
 NOTABLE_ROUNDS = 0.3  # part of a slice: their work beside it costs cores and bandwidth, also where nobody waits
 NOTABLE_OVERRUNS = 0.01
@@ -17,6 +19,9 @@ SLOW = 0.8  # of the speed before
 LASTING_BINS = 5  # that a change must last, and that must have been before
 USUAL = 0.05  # quantile of the speeds before, below which jitter seldom goes
 MOST_SLOWDOWNS = 3  # told one by one
+
+DELAYED = SyncConfig.delay_bound  # what is advised to those in lockstep
+SHORTER = "a faster link or sync.wire bfloat16"
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class Facts:
         round_in_slices: Seconds of a round, from joining to the result, in slices (medians); None where none completed.
         delay_bound: D at the start; None: no bound.
         accumulation: K at the end.
+        taken_back: K that the rule has tried and taken back.
         resting: Part of the job's time at rest or in evaluations, and of which: by reason.
         overruns: Part of the emulated slices that took longer than they should.
         efficiency: Of the run; None where it is not known.
@@ -70,12 +76,18 @@ class Facts:
     ranks: Sequence[RankTime]
     slowdowns: Sequence[Slowdown] = ()
     round_in_slices: float | None = None
-    delay_bound: int | None = 4
+    delay_bound: int | None = SyncConfig.delay_bound
     accumulation: int = 1
+    taken_back: frozenset[int] = frozenset()
     resting: tuple[tuple[str, float], ...] = ()
     overruns: float = 0.0
     efficiency: float | None = None
     failed: str | None = None
+
+    @property
+    def doubled(self) -> int:
+        """K that would make half as many rounds."""
+        return 2 * self.accumulation
 
 
 def limits_of(facts: Facts) -> list[str]:
@@ -125,11 +137,13 @@ def _waiting(facts: Facts) -> Iterator[tuple[float, str]]:
     most = max(rank.waiting for rank in late)
     told = f"{_who(late, 'waits', 'wait')} {_up_to(late, most)} of the time for other ranks"
     if facts.delay_bound == 0:
-        yield most, f"{told}, in lockstep (D = 0): sync.delay_bound 4 lets them go on meanwhile."
+        yield most, f"{told}, in lockstep (D = 0): sync.delay_bound {DELAYED} lets them go on meanwhile."
     elif facts.delay_bound is None:
         yield most, f"{told}: at rests and at the end, as there is no delay bound."
     elif (facts.round_in_slices or 0.0) >= 1:
-        yield most, f"{told}, as rounds take longer than slices: K = {2 * facts.accumulation} makes fewer."
+        tried = facts.doubled in facts.taken_back
+        remedy = f"{SHORTER} makes them shorter" if tried else f"K = {facts.doubled} makes fewer"
+        yield most, f"{told}, as rounds take longer than slices: {remedy}."
     else:
         wider = 2 * facts.delay_bound
         yield most, f"{told}, at the delay bound (D = {facts.delay_bound}): sync.delay_bound {wider} if that goes on."
@@ -139,13 +153,18 @@ def _rounds(facts: Facts) -> Iterator[tuple[float, str]]:
     part = facts.round_in_slices
     if part is None or part < NOTABLE_ROUNDS:
         return
-    if facts.delay_bound == 0:
-        remedy = "sync.delay_bound 4 hides them behind computing"
-    else:
-        more = 2 * facts.accumulation
-        remedy = f"K = {more} (sync.accumulation {more}) makes fewer"
     length = f"{part:.0%} of a slice" if part < 2 else f"{part:.1f} slices"
-    yield part / 100, f"Rounds take {length}: {remedy}, a faster link or sync.wire bfloat16 shorter ones."
+    if facts.delay_bound == 0:
+        remedy = f"sync.delay_bound {DELAYED} hides them behind computing, {SHORTER} shorter ones."
+    elif facts.doubled in facts.taken_back:
+        remedy = f"{SHORTER} makes them shorter. {_refused(facts, 'for fewer')}"
+    else:
+        remedy = f"K = {facts.doubled} (sync.accumulation {facts.doubled}) makes fewer, {SHORTER} shorter ones."
+    yield part / 100, f"Rounds take {length}: {remedy}"
+
+
+def _refused(facts: Facts, aim: str) -> str:
+    return f"sync.accumulation auto has tried K = {facts.doubled} {aim}, and taken it back."
 
 
 def _resting(facts: Facts) -> Iterator[tuple[float, str]]:
@@ -164,22 +183,27 @@ def _runtime(facts: Facts) -> Iterator[tuple[float, str]]:
     if busy:
         most = max(rank.runtime or 0.0 for rank in busy)
         told = f"HetSync itself takes {_up_to(busy, most)} of a core on {_named(busy)}"
-        yield most, f"{told}: K = {2 * facts.accumulation} makes fewer rounds."
+        if facts.doubled in facts.taken_back:
+            yield most, f"{told}. {_refused(facts, 'for fewer rounds')}"
+        else:
+            yield most, f"{told}: K = {facts.doubled} makes fewer rounds."
 
 
 def _slow(facts: Facts) -> Iterator[tuple[float, str]]:
-    together: dict[str, list[Slowdown]] = defaultdict(list)
+    by_rank: dict[str, dict[int, Slowdown]] = defaultdict(dict)  # in each minute the lowest speed
     for slowdown in facts.slowdowns:
-        together[slowdown.when].append(slowdown)
-    for when, those in list(together.items())[:MOST_SLOWDOWNS]:
+        known = by_rank[slowdown.when].get(slowdown.rank, slowdown)
+        by_rank[slowdown.when][slowdown.rank] = min(known, slowdown, key=lambda each: each.speed)
+    together = [(when, list(ranks.values())) for when, ranks in by_rank.items()]
+    for when, those in together[:MOST_SLOWDOWNS]:
         left = min(slowdown.speed for slowdown in those)
         who = f"Rank {those[0].rank}" if len(those) == 1 else f"{_count(len(those))} ranks ({_numbers(those)})"
         yield (
             (1 - left) * len(those) / max(1, len(facts.ranks)),
             (f"{who} slowed at {when}, to {left:.0%} of the speed before: look at what else runs there, and at heat."),
         )
-    if more := list(together.values())[MOST_SLOWDOWNS:]:
-        yield 0.0, f"There were {sum(map(len, more))} more such slowdowns: the speeds below show them."
+    if more := together[MOST_SLOWDOWNS:]:
+        yield 0.0, f"There were {sum(len(those) for _, those in more)} more such slowdowns: the speeds below show them."
 
 
 def _nothing(facts: Facts) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,24 @@ from typing import Any
 Record = dict[str, Any]
 
 BLOCK_BYTES = 2**22
+
+# Fields of the kinds that are shown; a record without them, or with others in their place, is somebody else's.
+NUMBERS = {
+    "piece": ("samples", "slices", "compute_seconds", "data_seconds", "wait_seconds"),
+    "round": ("seconds",),
+    "score": ("seconds",),
+    "rest": ("seconds",),
+    "evaluation": ("samples_applied", "train_seconds"),
+    "accumulation": ("accumulation",),
+    "profile": ("accumulation",),
+}
+NUMBERS_OR_NULL = {
+    "piece": ("since", "tasks"),
+    "round": ("since", "rounds", "contributions", "staleness"),
+    "accumulation": ("delay_bound",),
+    "profile": ("delay_bound", "share", "solo_samples_per_second", "solo_uncertainty"),
+}
+TEXTS = {"rest": ("reason",), "accumulation": ("reason",), "failure": ("error",), "profile": ("host", "device")}
 
 
 class LineReader:
@@ -32,12 +51,28 @@ class LineReader:
             file.seek(self._offset)
             self._offset += len(file.readline())
 
-    def head(self, most_bytes: int) -> Iterator[Record]:
-        """The first ones; OSError."""
-        if self.path.is_file():
-            with self.path.open("rb") as file:
-                *lines, _ = file.read(most_bytes).split(b"\n")
-            yield from self._records(lines)
+    def passed_over(self, *kinds: str) -> Record | None:
+        """The newest record of these kinds before those that the first `read` gives, if there is one; OSError."""
+        for line in self._backwards():
+            if any(kind.encode() in line for kind in kinds):
+                for record in self._records([line]):
+                    if record["kind"] in kinds:
+                        return record
+        return None
+
+    def _backwards(self) -> Iterator[bytes]:
+        """Lines before the offset, the last one first."""
+        if not self._offset:
+            return
+        end, torn = self._offset, b""
+        with self.path.open("rb") as file:
+            while end:
+                begin = max(0, end - BLOCK_BYTES)
+                file.seek(begin)
+                torn, *lines = (file.read(end - begin) + torn).split(b"\n")
+                yield from filter(None, reversed(lines))
+                end = begin
+        yield torn
 
     def read(self) -> Iterator[Record]:
         """Those that have come since the last call; OSError."""
@@ -56,6 +91,21 @@ class LineReader:
         for line in lines:
             try:
                 record = json.loads(line)
-                yield {**record, "kind": str(record["kind"]), "at": float(record["at"])}
-            except (ValueError, KeyError, TypeError, RecursionError):
+                _check(record)
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 self.unreadable += 1
+            else:
+                yield record
+
+
+def _check(record: Any) -> None:
+    """Raises what comes of looking at it."""
+    kind = record["kind"]
+    if kind == "control" and "died" not in record:  # told as those by rule are, but for their place
+        kind, record = "accumulation", {**record, **record["decision"]}
+    numbers = [record["at"], *(record[name] for name in NUMBERS.get(kind, ()))]
+    perhaps = [record.get(name) for name in NUMBERS_OR_NULL.get(kind, ())]
+    if not all(map(math.isfinite, [*numbers, *(number for number in perhaps if number is not None)])):
+        raise ValueError("not finite")
+    if not all(isinstance(text, str) for text in [kind, *(record[name] for name in TEXTS.get(kind, ()))]):
+        raise TypeError("no text")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from hetsync.report.run import read_summary, telemetry_of
 
 WINDOW_SECONDS = 30.0  # of a rank's newest lines
 TAIL_BYTES = 2**17  # of a file: so much is read at first
-FIRST_BYTES = 2**13  # of a file: there its first start and profile are
 SILENT_SECONDS = 30.0
 NOTABLE = 0.05  # part of the time
 SLOW = 0.8  # of the speed when it was profiled
@@ -54,9 +52,12 @@ class _Rank:
         self._lines = LineReader(path, TAIL_BYTES)
         self._recent: deque[Record] = deque()
         self._ending: str | None = None
-        for record in LineReader(path).head(FIRST_BYTES):
+        if (record := self._lines.passed_over("start", "profile")) is not None:
             self._take(record)
-        self._recent.clear()
+
+    @property
+    def unreadable(self) -> int:
+        return self._lines.unreadable
 
     def follow(self) -> None:
         for record in self._lines.read():
@@ -66,6 +67,7 @@ class _Rank:
         kind = record["kind"]
         if kind == "start":  # begun again: at 0
             self._recent.clear()
+            self.profile = {}
             self._ending = None
         elif kind == "profile":
             self.profile = record
@@ -109,9 +111,9 @@ def _figures(tasks: Sequence[Record], profile: Record) -> dict[str, Any]:
     spent = sum(first[f"{name}_seconds"] for name in sums)
     seconds = max(last["at"] - first.get("since", first["at"] - spent), 1e-9)
     solo = profile.get("solo_samples_per_second")
-    shares = [task["samples"] / task["slices"] for task in tasks if task["slices"]]
+    newest = next((task for task in reversed(tasks) if task["slices"]), None)
     return {
-        "share": round(statistics.median(shares)) if shares else profile.get("share"),
+        "share": round(newest["samples"] / newest["slices"]) if newest else profile.get("share"),
         "rate": samples / seconds,
         "speed": samples / sums["compute"] / solo if solo and sums["compute"] else None,
         "computing": sums["compute"] / seconds,
@@ -160,6 +162,11 @@ class LiveRun:
     @property
     def over(self) -> bool:
         return self.summary.get("status") in ("finished", "stopped")
+
+    @property
+    def unreadable(self) -> int:
+        """Lines so far that were no records."""
+        return sum(rank.unreadable for rank in self._ranks.values())
 
     def rows(self, now: float | None = None) -> list[Row]:
         """Of all ranks that have written; `now` in seconds since 1970."""

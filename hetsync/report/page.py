@@ -27,7 +27,7 @@ from hetsync.report.figures import (
     timeline_figure,
 )
 from hetsync.report.limits import limits_of
-from hetsync.report.run import Run, read_run
+from hetsync.report.run import Run, Setting, read_run
 from hetsync.report.series import Course, course_of
 from hetsync.report.timeline import round_rows_of, rows_of
 from hetsync.version import __version__
@@ -221,16 +221,13 @@ def _figures(seen: Seen, shared: Any) -> dict[str, Figure]:
     draw("shares", "Shares: samples a slice", shares, **time, from_zero=True)
     if histogram := run.summary.get("staleness", {}).get("histogram"):
         found["histogram"] = bars_figure("Contributions by staleness", histogram, "rounds", "histogram")
-    if decisions := _decided(run):
-        at = np.array([record["at"] for record in decisions] + [run.seconds])
-        steps = [_steps("K", at, decisions, "accumulation"), _steps("D", at, decisions, "delay_bound")]
+    if _decided(run):
+        at = np.array([setting.at for setting in run.settings] + [run.seconds])
+        accumulations = [setting.accumulation for setting in run.settings]
+        bounds = [np.nan if setting.delay_bound is None else setting.delay_bound for setting in run.settings]
+        steps = [Line(name, at, np.array([*y, y[-1]]), steps=True) for name, y in (("K", accumulations), ("D", bounds))]
         draw("settings", "Accumulation and delay bound", steps, **time, from_zero=True)
     return found
-
-
-def _steps(name: str, at: Any, decisions: Sequence[Mapping[str, Any]], key: str) -> Line:
-    values = [float(record["decision"][key]) for record in decisions]
-    return Line(name, at, np.array([*values, values[-1]]), steps=True)
 
 
 def _loss(seen: Seen, name: str) -> Line:
@@ -242,13 +239,19 @@ def _evaluations(run: Run) -> list[dict[str, Any]]:
 
 
 def _metrics(run: Run) -> list[str]:
+    """Names of those with something to draw: infinities have no place."""
     known = ("kind", "at", "samples_applied", "train_seconds")
-    return sorted({name for record in _evaluations(run) for name in record if name not in known})
+    told = ((name, value) for record in _evaluations(run) for name, value in record.items() if name not in known)
+    return sorted({name for name, value in told if _drawable(value)})
+
+
+def _drawable(value: Any) -> bool:
+    return value is not None and bool(np.isfinite(float(value)))
 
 
 def _metric(seen: Seen, metric: str, name: str) -> tuple[Line, Line]:
     """By samples, and by seconds of training."""
-    told = [record for record in _evaluations(seen.run) if metric in record]
+    told = [record for record in _evaluations(seen.run) if _drawable(record.get(metric))]
     values = np.array([record[metric] for record in told], dtype=float)
     samples, seconds = (np.array([record[key] for record in told]) for key in ("samples_applied", "train_seconds"))
     return Line(name, samples, values), Line(name, seconds, values)
@@ -296,19 +299,17 @@ def _ranks(run: Run) -> Table:
     return Table("ranks", "Ranks", heads, rows, numbers=heads[3:], note=note)
 
 
-def _decided(run: Run) -> list[dict[str, Any]]:
-    records = run.ranks[0].of("control") if 0 in run.ranks else []
-    return [record for record in records if "decision" in record]
+def _decided(run: Run) -> list[Setting]:
+    return [setting for setting in run.settings if setting.reason is not None]
 
 
 def _decisions(run: Run) -> Table:
     rows = []
-    for record in _decided(run):
-        settings = record["decision"]
-        told = (settings["accumulation"], settings["delay_bound"], record["reason"])
-        rows.append([_moment(run, record["at"]), *map(str, told)])
+    for setting in _decided(run):
+        bound = "none" if setting.delay_bound is None else setting.delay_bound
+        rows.append([_moment(run, setting.at), *map(str, (setting.accumulation, bound, setting.reason))])
     heads = ("when", "K", "D", "why")
-    return _listed("decisions", "What the controller decided", heads, rows, numbers=("K", "D"))
+    return _listed("decisions", "Decisions on K and D", heads, rows, numbers=("K", "D"))
 
 
 def _events(run: Run) -> Table:
@@ -327,7 +328,7 @@ def _events(run: Run) -> Table:
     if run.summary.get("status") == "running":
         found.append((run.seconds, "all", "the last line so far: the job is under way, or has died"))
     if run.unreadable:
-        found.append((run.seconds, "", f"{run.unreadable} lines of telemetry cannot be read, and are left out"))
+        found.append((run.seconds, "", f"lines of telemetry that cannot be read, and are left out: {run.unreadable}"))
     rows = [[_moment(run, at), who, what] for at, who, what in sorted(found, key=lambda event: event[0])]
     return _listed("events", "Failures, resumes and rests", ("when", "rank", "what"), rows)
 
@@ -388,7 +389,7 @@ def _compared(seen: Sequence[Seen]) -> Table:
                 str(summary.get("status", "")),
                 str(summary.get("ranks", len(each.run.ranks))),
                 "none" if bound is None else str(bound),
-                str(summary.get("accumulation", "")),
+                str(each.run.accumulation),
                 "" if efficiency is None else f"{efficiency:.3f}",
                 "" if rate is None else f"{rate:,.1f}",
                 f"{each.run.seconds:,.1f}",

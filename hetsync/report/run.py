@@ -43,6 +43,24 @@ class Stretch:
     wall_clock: float | None
 
 
+@dataclass(frozen=True)
+class Setting:
+    """K and D from a moment on.
+
+    Args:
+        at: The moment, on the run's clock.
+        kind: Of the record that told it: `profile` at a start, `accumulation` by rule, `control` by a controller.
+        delay_bound: D; None: no bound.
+        reason: None at a start.
+    """
+
+    at: float
+    kind: str
+    accumulation: int
+    delay_bound: int | None
+    reason: str | None
+
+
 @dataclass
 class RankLines:
     """Seconds are of the run's clock.
@@ -84,6 +102,29 @@ class Run:
         told = [record["delay_bound"] for lines in self.ranks.values() for record in lines.of("profile")]
         asked = self.recipe.get("sync", {}).get("delay_bound", self.summary.get("delay_bound"))
         return told[0] if told else asked
+
+    @property
+    def settings(self) -> list[Setting]:
+        """Those of each start, and what was decided since, in the order of time."""
+        found: list[Setting] = []
+        bound = self.delay_bound
+        for record in self.ranks[0].of("profile", "accumulation", "control") if 0 in self.ranks else ():
+            if "died" not in record:
+                told = record.get("decision", record)
+                bound = told.get("delay_bound", bound)  # the rule sets K only
+                found.append(Setting(record["at"], record["kind"], told["accumulation"], bound, record.get("reason")))
+        return found
+
+    @property
+    def accumulation(self) -> int:
+        """K at its end, or so far."""
+        if "accumulation" in self.summary:
+            told: int = self.summary["accumulation"]
+            return told
+        if settings := self.settings:
+            return settings[-1].accumulation
+        asked = self.recipe.get("sync", {}).get("accumulation", "auto")
+        return 1 if asked == "auto" else asked
 
     def stretch_at(self, second: float) -> int:
         return max(0, sum(stretch.begin <= second for stretch in self.stretches) - 1)
@@ -145,7 +186,7 @@ class _Reading:
         for record in lines.read():
             try:
                 self._take(record)
-            except (KeyError, TypeError, ValueError):  # a line of somebody else's
+            except (KeyError, TypeError, ValueError):  # a time of day, or a loss, of somebody else's
                 lines.unreadable += 1
 
     def _take(self, record: Record) -> None:

@@ -5,10 +5,10 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
+from hetsync.files import json_text
 from hetsync.report.run import RankLines, Run
 
 MAIN, COMMUNICATION = 0, 1  # threads of a rank, which is a process there
@@ -19,7 +19,7 @@ def trace_of(run: Run) -> str:
     """JSON; times are in microseconds of the run's clock."""
     events = [event for rank in sorted(run.ranks) for event in _rank(run, rank)]
     other = {"run": str(run.folder), "status": run.summary.get("status"), "began": run.time_of_day(0.0)}
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, allow_nan=False)
+    return json_text({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
 
 
 def _rank(run: Run, rank: int) -> Iterator[Event]:
@@ -35,7 +35,7 @@ def _rank(run: Run, rank: int) -> Iterator[Event]:
     for record in lines.of("rest", "score"):
         name = f"rest: {record['reason']}" if record["kind"] == "rest" else "evaluation"
         yield _slice(rank, MAIN, name, record["at"] - record["seconds"], record["seconds"], {})
-    for record in lines.of("control", "failure", "evaluation"):
+    for record in lines.of("accumulation", "control", "failure", "evaluation"):
         args = {key: value for key, value in record.items() if key not in ("kind", "at")}
         yield _instant(rank, record["kind"], record["at"], args)
 
@@ -72,19 +72,4 @@ def _slice(rank: int, thread: int, name: str, begin: float, seconds: float, args
 
 
 def _instant(rank: int, name: str, at: float, args: dict[str, Any]) -> Event:
-    return {
-        "ph": "i",
-        "s": "p",
-        "name": name,
-        "pid": rank,
-        "tid": MAIN,
-        "ts": round(at * 1e6, 1),
-        "args": _finite(args),
-    }
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinities."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    return str(value) if isinstance(value, float) and value - value != 0 else value
+    return {"ph": "i", "s": "p", "name": name, "pid": rank, "tid": MAIN, "ts": round(at * 1e6, 1), "args": args}

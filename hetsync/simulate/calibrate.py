@@ -59,7 +59,7 @@ def losses_of(run: Path) -> list[tuple[int, float]]:
     for path in sorted((run / "telemetry").glob("rank-*.jsonl")):
         told += [json.loads(line) for line in path.read_text().splitlines()]
     tasks = [record for record in told if record["kind"] == "piece" and record["loss"] is not None]
-    return [(task["samples"], task["loss"]) for task in sorted(tasks, key=lambda task: float(task["at"]))]
+    return [(task["samples"], float(task["loss"])) for task in sorted(tasks, key=lambda task: float(task["at"]))]
 
 
 def _cluster(config: Config, summary: dict[str, Any]) -> Cluster:

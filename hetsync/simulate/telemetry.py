@@ -3,7 +3,6 @@ with virtual times."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hetsync.balance.profile import StepTime
+from hetsync.files import json_text
 from hetsync.simulate.polling import PollTimes
 from hetsync.simulate.virtual_rank import VirtualRank
 from hetsync.sync.accumulation import AccumulationChange
@@ -36,7 +36,7 @@ class Telemetry:
         """One line: `kind`, `at` (virtual seconds), and the fields."""
         if rank >= self._ranks:
             return
-        self._lines[rank].append(json.dumps({"kind": kind, "at": round(at, 6), **fields}) + "\n")
+        self._lines[rank].append(json_text({"kind": kind, "at": round(at, 6), **fields}) + "\n")
         self._count += 1
         if self._count >= FLUSH_LINES:
             self.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from hetsync.balance.profile import RankProfile
+from hetsync.files import json_text
 from hetsync.train.terminal import LINE_SECONDS, Forgiving, Progress
 
 
@@ -19,7 +19,7 @@ class JsonLines:
         self._shown_at = time.monotonic()
 
     def _tell(self, event: str, **fields: Any) -> None:
-        self._stream.write(json.dumps({"event": event, **fields}) + "\n")
+        self._stream.write(json_text({"event": event, **fields}) + "\n")
         self._stream.flush()
 
     def ranks(self, profiles: Sequence[RankProfile], shares: Sequence[int], rates: Sequence[float] | None) -> None:

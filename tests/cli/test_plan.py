@@ -93,6 +93,12 @@ def test_help_names_all_searches(capsys: pytest.CaptureFixture[str]) -> None:
         (["--emulate", "three.yaml", "--search", "exct"], "there is no search exct"),
         (["--emulate", "three.yaml", "--sync.shares", "equal"], "sync.shares is equal, but a plan has shares"),
         (["--emulate", "three.yaml", "--search", "single", "--output", "p"], "leaves rank 1 without blocks"),
+        (["--explain", "p", "--search", "nonsense"], "--search is nonsense, but --explain shows a plan as it is"),
+        (["--explain", "p", "--search", "contiguous"], "--search is contiguous, but --explain shows"),
+        (["--explain", "p", "--output", "never.yaml"], "--output is never.yaml, but --explain shows"),
+        (["--explain", "p", "--ranks", "2"], "--ranks is 2, but --explain shows"),
+        (["--explain", "p", "--replicas", "0,1"], "--replicas is 0,1, but --explain shows"),
+        (["--explain", "p", "--micro-batches", "2"], "--micro-batches is 2, but --explain shows"),
         (["--explain", "absent.yaml"], "cannot read plan absent.yaml"),
     ],
 )  # fmt: skip

@@ -39,6 +39,10 @@ def make_run(folder: Path) -> Path:
         {"kind": "control", "at": at, "decision": {"accumulation": k, "delay_bound": d, "quorum": 0.25}, "reason": why}
         for at, k, d, why in ((1.5, 2, 4, "rounds are dear <&>"), (3.0, 4, 8, "so they are"))
     ]
+    told[0] |= {"perplexity": "inf", "loss": "inf"}
+    told[2]["loss"] = 0.5
+    raised = {"round": 30, "accumulation": 8, "work": 0.4, "waits": 0.0, "reason": "K = 8"}
+    decisions.append({"kind": "accumulation", "at": 3.5, **raised})
     failure = {"kind": "failure", "at": 4.0, "error": "LostError: rank 1 does not answer"}
     for rank in range(RANKS):
         work = tasks(TASKS, compute=0.08, data=0.02) if rank == 2 else tasks(TASKS)
@@ -140,6 +144,12 @@ def test_a_simulated_run_has_all_three(tmp_path: Path, capsys: pytest.CaptureFix
     assert len(table.splitlines()) == 2 + len(list((run / "telemetry").iterdir()))
 
 
+def test_top_counts_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines(tmp_path, 0, [*start(), *tasks(10), {"kind": "piece", "at": 1.1}])
+    hetsync("top", "--once", tmp_path)
+    assert "lines of telemetry that cannot be read: 1" in capsys.readouterr().out
+
+
 # In a browser.
 
 
@@ -231,7 +241,11 @@ def test_its_values_are_those_of_the_files(browser: Any, path: Path) -> None:
     decisions = shown.told(
         "[...document.querySelectorAll('[data-table=decisions] tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
     )
-    assert [row[1:] for row in decisions] == [["2", "4", "rounds are dear <&>"], ["4", "8", "so they are"]]
+    assert [row[1:] for row in decisions] == [
+        ["2", "4", "rounds are dear <&>"],
+        ["4", "8", "so they are"],
+        ["8", "8", "K = 8"],
+    ]
     events = shown.told("document.querySelector('[data-table=events]').innerText")
     assert "failed: LostError: rank 1 does not answer" in events
     assert "the job was started again" in events
@@ -239,8 +253,9 @@ def test_its_values_are_those_of_the_files(browser: Any, path: Path) -> None:
     assert sum(shown.column("tasks", "compute")) == pytest.approx(2 * (TASKS + 1) * 0.1 + TASKS * 0.08 + 0.1, rel=1e-5)
     assert sum(shown.column("efficiency", "y")) > 0
     assert shown.column("accuracy", "y") == [0.1, 0.2, 0.3]
+    assert shown.column("loss", "y") == [0.5], "without what is infinite"
     assert shown.column("histogram", "top") == [60, 62]
-    assert shown.column("K", "y") == [2, 4, 4]
+    assert shown.column("K", "y") == [1, 2, 4, 8, 1, 1], "those of both starts, and what was decided"
     assert shown.wrong == []
     shown.close()
 

@@ -182,3 +182,12 @@ def test_a_start_tells_the_format(path: Path) -> None:
     told.record("piece", number=0)
     told.close()
     assert records(path)[0]["format"] == telemetry.FORMAT == 2
+
+
+def test_what_is_not_finite_is_a_text_that_strict_readers_take(path: Path) -> None:
+    told = Telemetry(path)
+    told.record("evaluation", perplexity=float("inf"), scores=[float("nan"), 0.5])
+    told.close()
+    lines = path.read_text().splitlines()
+    record = json.loads(lines[-1], parse_constant=pytest.fail)
+    assert (record["perplexity"], record["scores"]) == ("inf", ["nan", 0.5])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hetsync.config.schema import SyncConfig
 from hetsync.report.limits import Facts, RankTime, Slowdown, limits_of, slowed
 
 
@@ -26,8 +27,8 @@ SENTENCES: list[tuple[Facts, str]] = [
     ),
     (
         facts(RankTime(0, 0.3, 0.0), delay_bound=0),
-        "Rank 0 waits 30% of the time for other ranks, in lockstep (D = 0): sync.delay_bound 4 lets them go on"
-        " meanwhile.",
+        f"Rank 0 waits 30% of the time for other ranks, in lockstep (D = 0): sync.delay_bound {SyncConfig.delay_bound}"
+        " lets them go on meanwhile.",
     ),
     (
         facts(RankTime(0, 0.3, 0.0), delay_bound=2),
@@ -44,8 +45,8 @@ SENTENCES: list[tuple[Facts, str]] = [
     ),
     (
         facts(round_in_slices=3.25, delay_bound=0),
-        "Rounds take 3.2 slices: sync.delay_bound 4 hides them behind computing, a faster link or sync.wire bfloat16"
-        " shorter ones.",
+        f"Rounds take 3.2 slices: sync.delay_bound {SyncConfig.delay_bound} hides them behind computing, a faster link"
+        " or sync.wire bfloat16 shorter ones.",
     ),
     (
         facts(resting=(("evaluation", 0.12), ("checkpoint", 0.02))),
@@ -63,6 +64,20 @@ SENTENCES: list[tuple[Facts, str]] = [
     (
         facts(slowdowns=[Slowdown(3, "14:02", 0.6), Slowdown(1, "14:02", 0.5)]),
         "Two ranks (1 and 3) slowed at 14:02, to 50% of the speed before: look at what else runs there, and at heat.",
+    ),
+    (
+        facts(round_in_slices=0.4, taken_back=frozenset({2})),
+        "Rounds take 40% of a slice: a faster link or sync.wire bfloat16 makes them shorter. sync.accumulation auto has"
+        " tried K = 2 for fewer, and taken it back.",
+    ),
+    (
+        facts(RankTime(0, 0.0, 0.0, runtime=0.08), accumulation=2, taken_back=frozenset({4})),
+        "HetSync itself takes 8% of a core on rank 0. sync.accumulation auto has tried K = 4 for fewer rounds, and"
+        " taken it back.",
+    ),
+    (
+        facts(slowdowns=[Slowdown(0, "14:02", 0.6), Slowdown(1, "14:02", 0.5), Slowdown(0, "14:02", 0.3)]),
+        "Two ranks (0 and 1) slowed at 14:02, to 30% of the speed before: look at what else runs there, and at heat.",
     ),
     (
         facts(slowdowns=[Slowdown(3, "14:02", 0.6)]),
@@ -96,11 +111,25 @@ def test_waits_for_slow_rounds_want_fewer_rounds() -> None:
     assert told == "Rank 0 waits 30% of the time for other ranks, as rounds take longer than slices: K = 2 makes fewer."
 
 
+def test_waits_where_fewer_rounds_were_tried_want_shorter_ones() -> None:
+    told, _ = limits_of(facts(RankTime(0, 0.3, 0.0), round_in_slices=1.5, taken_back=frozenset({2})))
+    assert told == (
+        "Rank 0 waits 30% of the time for other ranks, as rounds take longer than slices: a faster link or sync.wire"
+        " bfloat16 makes them shorter."
+    )
+
+
+def test_a_rank_that_slowed_twice_in_a_minute_weighs_once() -> None:
+    twice = [Slowdown(0, "14:02", 0.6), Slowdown(0, "14:02", 0.5)]
+    first, _ = limits_of(facts(RankTime(0, 0.0, 0.3), RankTime(1, 0.0, 0.0), slowdowns=twice))
+    assert first.startswith("Rank 0 waits 30% of the time for data")
+
+
 def test_the_greatest_loss_comes_first() -> None:
-    told = limits_of(facts(RankTime(0, 0.1, 0.2), RankTime(1, 0.3, 0.0), failed="UserError: no"))
+    told = limits_of(facts(RankTime(0, 0.1, 0.2), RankTime(1, 0.3, 0.0), delay_bound=3, failed="UserError: no"))
     assert [sentence.split(":")[0] for sentence in told] == [
         "The run ended by a failure",
-        "Ranks 0 and 1 wait up to 30% of the time for other ranks, at the delay bound (D = 4)",
+        "Ranks 0 and 1 wait up to 30% of the time for other ranks, at the delay bound (D = 3)",
         "Rank 0 waits 20% of the time for data",
     ]
 

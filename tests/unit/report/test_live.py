@@ -6,9 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
-from run_folders import round_of, start, task, tasks, write_lines, write_summary
+from run_folders import Record, round_of, start, task, tasks, write_lines, write_summary
 
+from hetsync.report.facts import facts_of
+from hetsync.report.limits import limits_of
 from hetsync.report.live import LiveRun, slowest
+from hetsync.report.run import read_run
+from hetsync.report.series import course_of
 
 NOW = 1_000_000.0
 
@@ -82,6 +86,62 @@ def test_of_a_large_file_only_the_end_is_read(tmp_path: Path, monkeypatch: pytes
     (row,) = LiveRun(tmp_path).rows()
     assert row.place == "node, cpu", "the profile stands at the file's begin"
     assert row.rate == pytest.approx(100.0)
+
+
+def test_the_place_is_that_of_the_newest_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetsync.report.live.TAIL_BYTES", 5000)
+    monkeypatch.setattr("hetsync.report.lines.BLOCK_BYTES", 3000)
+    resumed = start(host="other", solo_samples_per_second=200.0)
+    write_lines(tmp_path, 0, [*start(), *tasks(200), *resumed, *tasks(200)])
+    (row,) = LiveRun(tmp_path).rows()
+    assert (row.place, row.speed) == ("other, cpu", pytest.approx(0.5))
+
+
+@pytest.mark.parametrize("passed_over", [0, 200])
+def test_before_a_start_has_a_profile_nothing_is_told_of_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed_over: int
+) -> None:
+    monkeypatch.setattr("hetsync.report.live.TAIL_BYTES", 5000)
+    begun, _ = start()
+    write_lines(tmp_path, 0, [*start(), *tasks(200), begun, *tasks(passed_over)])
+    (row,) = LiveRun(tmp_path).rows()
+    assert (row.place, row.speed) == ("", None)
+
+
+def test_the_share_is_the_newest(tmp_path: Path) -> None:
+    several = task(9.0, compute=8.0, samples=480, slices=80, tasks=80, since=1.0)
+    nothing = task(9.1, samples=0, slices=0)
+    write_lines(tmp_path, 0, [*start(), *tasks(10), several, nothing])
+    assert LiveRun(tmp_path).rows()[0].share == 6
+
+
+FOREIGN = [
+    task(1.0, samples="ten"),
+    task(1.0, compute=None),  # type: ignore[arg-type]
+    task(1.0, samples=10**400),
+    task(float("inf")),
+    task(1.0, since="now"),
+    round_of(1.0, staleness="old"),  # type: ignore[arg-type]
+    {"kind": "piece", "at": 1.0},
+    {"kind": "profile", "at": 1.0, "host": 7},
+    {"kind": "failure", "at": 1.0},
+    {"kind": "rest", "at": 1.0, "reason": "end", "seconds": None},
+    {"kind": "accumulation", "at": 1.0, "accumulation": "two", "reason": ""},
+    {"kind": "control", "at": 1.0, "decision": [2], "reason": ""},
+    {"kind": "control", "at": 1.0, "decision": {"delay_bound": 2}, "reason": ""},
+    {"kind": "evaluation", "at": 1.0},
+]
+
+
+@pytest.mark.parametrize("line", FOREIGN, ids=lambda line: f"{line}"[:70])
+def test_lines_of_somebody_else_are_counted(tmp_path: Path, line: Record) -> None:
+    write_lines(tmp_path, 0, [*start(), *tasks(10), line, *tasks(10, 1.0)])
+    run = LiveRun(tmp_path)
+    (row,) = run.rows()
+    assert (row.rate, run.unreadable) == (pytest.approx(10.0 * 10), 1)
+    whole = read_run(tmp_path)
+    assert whole.unreadable == 1
+    limits_of(facts_of(whole, course_of(whole)))
 
 
 def test_progress_is_that_of_the_newest_figures(tmp_path: Path) -> None:

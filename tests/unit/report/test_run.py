@@ -18,12 +18,12 @@ from hetsync.report.series import course_of
 
 
 def test_a_torn_line_is_read_once_it_is_whole(tmp_path: Path) -> None:
-    path = write_lines(tmp_path, 0, [task(1.0)], torn='{"kind": "pie')
+    path = write_lines(tmp_path, 0, [task(1.0)], torn='{"kind": "oth')
     reader = LineReader(path)
     assert [record["at"] for record in reader.read()] == [1.0]
     assert list(reader.read()) == []
     with path.open("a") as file:
-        file.write('ce", "at": 2.0}\n{"kind"')
+        file.write('er", "at": 2.0}\n{"kind"')
     assert [record["at"] for record in reader.read()] == [2.0]
     assert reader.unreadable == 0
 
@@ -115,6 +115,54 @@ def test_facts_come_from_the_lines(tmp_path: Path) -> None:
     assert told[0].startswith(f"Rank 1 slowed at {minute}, to 50% of the speed before")
     assert "Rank 0 waits 20% of the time for data: more data.workers." in told
     assert any(sentence.startswith("Rounds take 40% of a slice: K = 2") for sentence in told)
+
+
+def by_rule(at: float, accumulation: int) -> dict[str, object]:
+    change = {"round": 8, "accumulation": accumulation, "work": 0.4, "waits": 0.0, "reason": f"K = {accumulation}"}
+    return {"kind": "accumulation", "at": at, **change}
+
+
+def by_a_controller(at: float, accumulation: int, delay_bound: int) -> dict[str, object]:
+    decision = {"accumulation": accumulation, "delay_bound": delay_bound, "quorum": 0.5}
+    return {"kind": "control", "at": at, "decision": decision, "reason": "so"}
+
+
+def test_until_the_end_the_settings_are_the_newest_told(tmp_path: Path) -> None:
+    write_summary(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("sync: {accumulation: auto, delay_bound: 4}\n")
+    run = read_run(tmp_path)
+    assert facts_of(run, course_of(run)).accumulation == 1
+    for lines, expected in (
+        (start(accumulation=2), 2),
+        ([*tasks(10), round_of(1.0, 0.04), by_rule(0.5, 4)], 4),
+        ([by_a_controller(0.6, 8, 2)], 8),
+        (start(accumulation=8), 8),
+    ):
+        write_lines(tmp_path, 0, lines)
+        run = read_run(tmp_path)
+        assert facts_of(run, course_of(run)).accumulation == expected
+    assert "K = 16 (sync.accumulation 16) makes fewer" in limits_of(facts_of(run, course_of(run)))[0]
+
+
+def test_decisions_are_those_of_the_rule_and_of_controllers(tmp_path: Path) -> None:
+    died = {"kind": "control", "at": 0.5, "died": "was ended"}
+    lines = [*start(delay_bound=4), by_rule(0.2, 2), by_a_controller(0.4, 4, 8), died, by_rule(0.6, 2)]
+    write_lines(tmp_path, 0, lines)
+    told = [(each.at, each.accumulation, each.delay_bound, each.reason) for each in read_run(tmp_path).settings]
+    assert told == [(0.0, 1, 4, None), (0.2, 2, 4, "K = 2"), (0.4, 4, 8, "so"), (0.6, 2, 8, "K = 2")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken_back"), [([2], ()), ([2, 1], (2,)), ([2, 4, 2, 1, 2], (4,)), ([2, 1, None], ())]
+)
+def test_what_the_rule_has_taken_back_is_known(
+    tmp_path: Path, changes: list[int | None], taken_back: tuple[int, ...]
+) -> None:
+    write_lines(tmp_path, 0, start())
+    for number, accumulation in enumerate(changes):
+        write_lines(tmp_path, 0, start() if accumulation is None else [by_rule(number / 10, accumulation)])
+    run = read_run(tmp_path)
+    assert facts_of(run, course_of(run)).taken_back == frozenset(taken_back)
 
 
 def test_a_failure_is_told_unless_the_run_went_on_to_its_end(tmp_path: Path) -> None:

@@ -88,6 +88,16 @@ def test_machines_get_an_object_a_line() -> None:
     assert end == {"event": "end", "summary": {"status": "finished"}}
 
 
+def test_machines_read_no_infinities() -> None:
+    stream = io.StringIO()
+    display = JsonLines(stream)
+    display.evaluated("evaluated", 3000, {"perplexity": float("inf")})
+    display.close({"status": "finished", "metrics": {"loss": float("nan")}})
+    evaluation, end = [json.loads(text, parse_constant=pytest.fail) for text in stream.getvalue().splitlines()]
+    assert evaluation["metrics"] == {"perplexity": "inf"}
+    assert end["summary"]["metrics"] == {"loss": "nan"}
+
+
 def test_a_reader_that_has_gone_ends_no_job() -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
