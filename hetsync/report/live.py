@@ -15,6 +15,7 @@ from hetsync.report.run import read_summary, telemetry_of
 WINDOW_SECONDS = 30.0  # of a rank's newest lines
 TAIL_BYTES = 2**17  # of a file: so much is read at first
 SILENT_SECONDS = 30.0
+DEAD_SECONDS = 600.0  # without a line of any rank: run.timeout_seconds, as it comes
 NOTABLE = 0.05  # part of the time
 SLOW = 0.8  # of the speed when it was profiled
 
@@ -51,7 +52,7 @@ class _Rank:
         self.profile: Record = {}
         self._lines = LineReader(path, TAIL_BYTES)
         self._recent: deque[Record] = deque()
-        self._ending: str | None = None
+        self.ending: str | None = None
         if (record := self._lines.passed_over("start", "profile")) is not None:
             self._take(record)
 
@@ -68,11 +69,11 @@ class _Rank:
         if kind == "start":  # begun again: at 0
             self._recent.clear()
             self.profile = {}
-            self._ending = None
+            self.ending = None
         elif kind == "profile":
             self.profile = record
         elif kind == "failure":
-            self._ending = f"failed: {record['error']}"
+            self.ending = f"failed: {record['error']}"
         elif kind in ("piece", "round", "score", "rest"):
             self._recent.append(record)
             while self._recent[0]["at"] < record["at"] - max(WINDOW_SECONDS, 3 * _covered(record)):
@@ -91,7 +92,7 @@ class _Rank:
             **figures,
             staleness=sum(stale) / len(stale) if stale else None,
             silent_seconds=silent,
-            why=self._ending or _why(figures, silent),
+            why=self.ending or _why(figures, silent),
         )
 
 
@@ -157,11 +158,21 @@ class LiveRun:
         self.folder = folder
         self.summary: dict[str, Any] = {}
         self._ranks: dict[int, _Rank] = {}
+        self._silent_seconds = 0.0  # of the rank that wrote last
         telemetry_of(folder)
 
     @property
     def over(self) -> bool:
+        """Nothing more will be written, as far as the folder tells: a killed job tells nothing."""
+        return self._closed or self._failed or self._silent_seconds > DEAD_SECONDS
+
+    @property
+    def _closed(self) -> bool:
         return self.summary.get("status") in ("finished", "stopped")
+
+    @property
+    def _failed(self) -> bool:
+        return any(rank.ending for rank in self._ranks.values())
 
     @property
     def unreadable(self) -> int:
@@ -176,14 +187,19 @@ class LiveRun:
             if rank not in self._ranks:
                 self._ranks[rank] = _Rank(rank, path)
             self._ranks[rank].follow()
-        return [self._ranks[rank].row(now, self.over) for rank in sorted(self._ranks)]
+        ranks = int(self.summary.get("ranks", len(self._ranks)))  # those of an earlier start may be gone
+        rows = [self._ranks[rank].row(now, self._closed) for rank in sorted(self._ranks) if rank < ranks]
+        self._silent_seconds = min((row.silent_seconds for row in rows), default=0.0)
+        return rows
 
     def progress(self) -> str:
         """The newest line of the figures that rank 0 keeps, in a sentence."""
         status = self.summary.get("status", "no summary")
+        if not self._closed and self.over:
+            status = "failed" if self._failed else "has died, as it seems"
         expected = self.summary.get("samples_expected")
         latest = _latest_metrics(self.folder / "metrics.csv")
-        if self.over or latest is None or not expected:
+        if self._closed or latest is None or not expected:
             return f"{status}: {self.summary.get('samples_applied', 0):,} of {expected or 0:,} samples"
         return f"{status}: {latest:,.0f} of {expected:,} samples"
 

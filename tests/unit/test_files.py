@@ -1,4 +1,4 @@
-"""What is on disk is whole or not there, what cannot be a file is refused, and JSON is such that any reader takes it."""
+"""Files are whole or not there, what cannot be one is refused, and JSON is such that any reader takes it."""
 
 from __future__ import annotations
 

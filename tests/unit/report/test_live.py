@@ -34,7 +34,7 @@ def test_a_rank_is_told_by_its_last_lines(tmp_path: Path) -> None:
 
 
 def test_it_goes_on_with_what_is_written_meanwhile(tmp_path: Path) -> None:
-    write_summary(tmp_path)
+    write_summary(tmp_path, ranks=2)
     path = write_lines(tmp_path, 0, [*start(), *tasks(10)], torn='{"kind": "piece", "a')
     run = LiveRun(tmp_path)
     written(path)
@@ -155,3 +155,30 @@ def test_progress_is_that_of_the_newest_figures(tmp_path: Path) -> None:
     run.rows()
     assert run.progress() == "finished: 1,000 of 1,000 samples"
     assert run.over
+
+
+@pytest.mark.parametrize(
+    ("line", "seconds_ago", "told"),
+    [
+        ({"kind": "failure", "at": 9.0, "error": "UserError: nan"}, 1.0, "failed: "),
+        (None, 601.0, "has died, as it seems: "),
+        (None, 599.0, None),
+    ],
+)
+def test_a_run_that_writes_nothing_more_is_over(
+    tmp_path: Path, line: Record | None, seconds_ago: float, told: str | None
+) -> None:
+    """Its summary says running for ever."""
+    write_summary(tmp_path)
+    written(write_lines(tmp_path, 0, [*start(), *tasks(10), *([line] if line else [])]), seconds_ago)
+    run = LiveRun(tmp_path)
+    run.rows(NOW)
+    assert run.over == (told is not None)
+    assert told is None or run.progress().startswith(told)
+
+
+def test_ranks_of_an_earlier_start_are_gone(tmp_path: Path) -> None:
+    write_summary(tmp_path, ranks=1)
+    for rank in range(2):
+        written(write_lines(tmp_path, rank, [*start(), *tasks(10)]))
+    assert [row.rank for row in LiveRun(tmp_path).rows(NOW)] == [0]
