@@ -215,7 +215,9 @@ def test_a_killed_rank_ends_the_job_which_resumes(folder: Path, rank: int, bound
         os.kill(rank_process(process, rank), signal.SIGKILL)
         done = finished(process, SECONDS)
     assert done.status != 0
-    assert exit_code(done) == -9, done.story
+    # torchrun tells of whom it sees first: of the killed rank, or of one that has lost it.
+    assert exit_code(done) in (-9, 1), done.story
+    assert exit_code(done) == -9 or "lost another rank" in done.err, done.story
     saved = newest(folder)
     total = saved + 400
     done = run(train("--resume", "run", "--run.samples", str(total)), folder)
@@ -241,7 +243,8 @@ def test_a_script_may_have_two_jobs(folder: Path) -> None:
     (folder / "script.py").write_text(TWO_JOBS)
     done = run(torchrun("script.py"), folder)
     assert done.status == 0, done.story
-    assert sorted(line for line in done.out.splitlines() if line.startswith("job")) == [
+    # Lines of two ranks may run into each other.
+    assert sorted(re.findall(r"job \d of rank \d ended after \d+ samples", done.out)) == [
         f"job {number} of rank {rank} ended after 64 samples" for number in range(2) for rank in range(2)
     ]
 
