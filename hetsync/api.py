@@ -56,10 +56,10 @@ from hetsync.sync.rates import Rates, ScheduleRates, SchedulerRates, check_sched
 from hetsync.train.job import Job
 from hetsync.train.memory import slice_memory
 from hetsync.train.parts import Parts
-from hetsync.train.plan import Plan
 from hetsync.train.session import Session
 from hetsync.train.speeds import assumed_profiles
 from hetsync.train.tasks import Trained
+from hetsync.train.terms import Terms
 from hetsync.train.trackers import Tracked
 
 
@@ -260,7 +260,7 @@ def join_session(
     total = total_samples(None, epochs, source.epoch_samples)
     cluster = load_cluster(emulate) if emulate is not None else None
     profiles = assumed_profiles(plane, cluster, samples_per_second, device, host="")
-    plan = Plan(
+    terms = Terms(
         batch_size=batch_size,
         total_samples=total,
         ranks=profiles,
@@ -276,7 +276,7 @@ def join_session(
         trained=Trained(model=parts.model, optimizers=parts.optimizers, rates=[rates]),
         source=source,
         sync=recipe.sync,
-        plan=plan,
+        terms=terms,
         device=make_device(cluster, plane.rank, profiles[plane.rank].time, seed, device),
         max_grad_norm=max_grad_norm,
         memory=slice_memory(plane, find_place(plane), device) if cluster is None else None,

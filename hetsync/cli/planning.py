@@ -13,9 +13,9 @@ from hetsync.emulation.cluster import Cluster, load_cluster
 from hetsync.errors import UserError
 from hetsync.plan.evaluate import Evaluator
 from hetsync.plan.explain import predicted, told_costs, told_stages, told_timeline
-from hetsync.plan.placement import place, planned
+from hetsync.plan.placement import as_plan_file, place
 from hetsync.plan.plan_file import mistakes_in, read_plan, write_plan
-from hetsync.plan.recipe import Planned, planned_recipe
+from hetsync.plan.recipe import PlannableModel, plannable_model
 from hetsync.plan.search.registry import make_search
 from hetsync.plan.search.search import Problem, micro_batch_numbers, run
 from hetsync.simulate.recipe import build, profiles
@@ -40,12 +40,12 @@ def plan(config: Config, request: Request, output: Path | None) -> None:
     _check_size(request, cluster.size)
     replicas = request.replicas or (tuple(range(ranks)),)
     _check_replicas(replicas, ranks)
-    recipe, evaluator = _prepared(config, cluster, ranks)
+    model, evaluator = _prepared(config, cluster, ranks)
     numbers = micro_batch_numbers(request.micro_batches, config.data.batch_size, len(replicas))
     problem = Problem(evaluator, replicas, numbers)
     found = run(make_search(request.search, problem))
-    graph, costs = recipe.cut.graph, predicted(found.costs)
-    file = planned(found.placement, graph, config.data.batch_size, recipe.model, costs)
+    graph, costs = model.cut.graph, predicted(found.costs)
+    file = as_plan_file(found.placement, graph, config.data.batch_size, model.identity, costs)
     tried = f"{found.evaluations} plans" if found.evaluations > 1 else "1 plan"
     print(f"{request.search}: the best of {tried} for {len(graph.blocks)} blocks on {ranks} ranks")
     print(*told_stages(file), *told_costs(costs), sep="\n")
@@ -65,21 +65,21 @@ def explain(config: Config, path: Path) -> None:
         return
     with mistakes_in(path):
         ranks = max(file.ranks) + 1
-        recipe, evaluator = _prepared(config, _cluster(config), ranks)
-        file.check_job(ranks, config.data.batch_size, config.model.name, recipe.model.weights_sha256 or "")
-        placement = place(file, recipe.cut.graph)
+        model, evaluator = _prepared(config, _cluster(config), ranks)
+        file.check_job(ranks, config.data.batch_size, config.model.name, model.identity.weights_sha256 or "")
+        placement = place(file, model.cut.graph)
         evaluator.check_hosts(placement)
         costs = evaluator.evaluate(placement)
         evaluator.check_memory(costs)
     print(*told_costs(predicted(costs)), *told_timeline(evaluator, placement), sep="\n")
 
 
-def _prepared(config: Config, cluster: Cluster, ranks: int) -> tuple[Planned, Evaluator]:
+def _prepared(config: Config, cluster: Cluster, ranks: int) -> tuple[PlannableModel, Evaluator]:
     torch.set_num_threads(1)  # as emulated ranks
     times = [profile.time for profile in profiles(config, cluster, ranks)]
     built, model = build(config)
-    recipe = planned_recipe(config, built, model, ranks)
-    return recipe, Evaluator(recipe.cut.graph, recipe.costs, cluster, times, recipe.training)
+    plannable = plannable_model(config, built, model, ranks)
+    return plannable, Evaluator(plannable.cut.graph, plannable.costs, cluster, times, plannable.training)
 
 
 def _cluster(config: Config) -> Cluster:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from hetsync.errors import UserError, did_you_mean
 from hetsync.plan.graph import BATCH, Block, BlockGraph
-from hetsync.plan.plan_file import ALL, FORMAT, PlanFile, PlannedModel, PlannedReplica, PlannedStage, Predicted
+from hetsync.plan.plan_file import ALL, FORMAT, ModelIdentity, PlanFile, PlannedReplica, PlannedStage, Predicted
 from hetsync.plan.schedule import stage_order
 
 
@@ -130,11 +130,11 @@ def _told_edge(replica: Replica, graph: BlockGraph, source: int, target: int) ->
     return f"{names[0]} of stages[{target}] needs {names[1]} of stages[{source}]"
 
 
-def planned(
+def as_plan_file(
     placement: Placement,
     graph: BlockGraph,
     batch_size: int,
-    model: PlannedModel | None = None,
+    model: ModelIdentity | None = None,
     predicted: Predicted | None = None,
 ) -> PlanFile:
     """The plan file of a placement, with the shortest names."""

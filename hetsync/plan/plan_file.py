@@ -26,7 +26,7 @@ ALL = "*"  # as a block's name
 
 
 @dataclass(frozen=True)
-class PlannedModel:
+class ModelIdentity:
     """The model that a plan was made for. Without `weights_sha256` (written by hand) another may have its name."""
 
     name: str
@@ -95,7 +95,7 @@ class PlanFile:
     """A plan as it is written."""
 
     format: int
-    model: PlannedModel | None = None
+    model: ModelIdentity | None = None
     batch_size: int
     replicas: tuple[PlannedReplica, ...]
     predicted: Predicted | None = None

@@ -16,7 +16,7 @@ from hetsync.plan.calls import observed_call
 from hetsync.plan.costs import Measured, block_costs
 from hetsync.plan.evaluate import Training
 from hetsync.plan.graph import BlockCost
-from hetsync.plan.plan_file import PlannedModel, weights_digest
+from hetsync.plan.plan_file import ModelIdentity, weights_digest
 from hetsync.profiling.measure import batch_of
 from hetsync.sync.optimizers import build_optimizer
 
@@ -24,16 +24,16 @@ MEASURED_SAMPLES = (4, 16)  # fewest and most of the larger of the two batches t
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A recipe's model. `costs` by block, measured on this machine."""
+class PlannableModel:
+    """A recipe's model, with all that plans need of it. `costs` by block, measured on this machine."""
 
-    model: PlannedModel
+    identity: ModelIdentity
     cut: Cut
     costs: tuple[BlockCost, ...]
     training: Training
 
 
-def planned_recipe(config: Config, built: Data, model: torch.nn.Module, ranks: int) -> Planned:
+def plannable_model(config: Config, built: Data, model: torch.nn.Module, ranks: int) -> PlannableModel:
     """The recipe's model in blocks, with their costs: those in the user's cache, or measured now.
 
     UserError where the recipe sets shares in a way that plans do not know.
@@ -49,7 +49,7 @@ def planned_recipe(config: Config, built: Data, model: torch.nn.Module, ranks: i
     measured = Measured(model, traced, built.loss, batches)
     costs = block_costs(measured, _costs_file(config.model.name, digest), config.run.profile_seconds)
     training = Training(config.data.batch_size, config.sync, optimizer_buffers(config, model))
-    return Planned(PlannedModel(config.model.name, digest), traced, costs, training)
+    return PlannableModel(ModelIdentity(config.model.name, digest), traced, costs, training)
 
 
 def weights_of(model: torch.nn.Module) -> str:

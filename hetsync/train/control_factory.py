@@ -11,7 +11,7 @@ from hetsync.control.live import LiveControl
 from hetsync.control.process import ControlProcess
 from hetsync.control.window_meter import WindowMeter
 from hetsync.sync.optimizers import momentum_of
-from hetsync.train.plan import ControlFactory, ControlledJob
+from hetsync.train.terms import ControlFactory, ControlledJob
 
 
 def control_factory(

@@ -98,7 +98,7 @@ class Evaluations:
         self._done: deque[tuple[int, float, dict[str, float]]] = deque()
 
     def use(self, function: Callable[[], Any], combine: Combine | None) -> None:
-        """What to do where the plan wants an evaluation."""
+        """What to do where the terms want an evaluation."""
         self._function, self._combine = function, combine
 
     def score(self, shares: Sequence[int]) -> Part:

@@ -31,7 +31,6 @@ from hetsync.train.control_factory import control_factory
 from hetsync.train.display import Shows, make_display
 from hetsync.train.evaluation import Evaluations, combined, named, record
 from hetsync.train.memory import slice_memory
-from hetsync.train.plan import ControlFactory, Plan
 from hetsync.train.preparation import Preparation
 from hetsync.train.resumption import Standing, first_settings, kept_shares
 from hetsync.train.run_folder import Status
@@ -41,6 +40,7 @@ from hetsync.train.speeds import assumed_profiles
 from hetsync.train.summary import JobFigures, RankFigures, RunFigures, first_summary, summarise
 from hetsync.train.tasks import Trained
 from hetsync.train.terminal import Display, Progress, Silence
+from hetsync.train.terms import ControlFactory, Terms
 from hetsync.train.trackers import Tracked, trackers_of
 from hetsync.train.tracking import Tracking
 from hetsync.train.workplace import Workplace
@@ -170,12 +170,12 @@ class Running:
             ),
             source=self.source,
             sync=config.sync,
-            plan=self._make_plan(shares),
+            terms=self._make_terms(shares),
             device=self.timer,
             telemetry=self.telemetry,
             timeout_seconds=config.run.timeout_seconds,
             make_control=self._start_control(),
-            evaluator=self.evaluations if self.prepared.evaluation is not None else None,
+            scorer=self.evaluations if self.prepared.evaluation is not None else None,
             memory=None if self._is_measured else slice_memory(self.plane, at.place, self._device),
         )
         loaded = at.loaded
@@ -183,12 +183,12 @@ class Running:
             session.outer.velocity = loaded.outer.to(self._device)
         return session
 
-    def _make_plan(self, shares: tuple[int, ...]) -> Plan:
+    def _make_terms(self, shares: tuple[int, ...]) -> Terms:
         run, progress = self.config.run, self._progress
         rests: dict[str, Marks] = {CHECKPOINT: marks_every(run.checkpoint_every, self.total)}
         if self.prepared.interval_samples is not None:
             rests[EPOCH] = marks_every(self.prepared.interval_samples, self.total)
-        return Plan(
+        return Terms(
             batch_size=self.config.data.batch_size,
             total_samples=self.total,
             ranks=self.profiles,
@@ -216,7 +216,7 @@ class Running:
     def open(self, stop: StopSignal | None) -> None:
         """Training is about to begin: from now on signals save and stop, and there is something on disk."""
         at, self.is_open = self.at, True
-        self.display = make_display(self._shown.here, self.total, self.session.plan.applied)
+        self.display = make_display(self._shown.here, self.total, self.session.terms.applied)
         if stop is not None:
             stop.listen(self.session.request_stop)
         if at.folder is not None:
@@ -229,7 +229,7 @@ class Running:
         if self.plane.size > 1:
             self.display.say(self.plane.described)
         self.display.ranks(self.profiles, self.session.shares, self._solo)
-        trackers = trackers_of(self._shown.track, at.folder, self.session.plan.applied)
+        trackers = trackers_of(self._shown.track, at.folder, self.session.terms.applied)
         if trackers and self.plane.rank == 0:
             solo = None if self._solo is None else sum(self._solo)
             self.tracking = Tracking(trackers, self.session, solo, self._device, self._seconds_before)
@@ -277,7 +277,7 @@ class Running:
         return Progress(
             samples_applied=machine.ledger.applied,
             samples_expected=self.total,
-            already=self.session.plan.applied,
+            already=self.session.terms.applied,
             seconds=self.session.seconds_training(),
             loss=coordinator.take_loss(),
             staleness=mean_staleness(dict(machine.staleness)),  # a copy, made in one step
@@ -444,7 +444,7 @@ class Running:
         return RunFigures(
             job=self._job_figures(Status.STOPPED if session.stopping else Status.FINISHED),
             per_rank=per_rank,
-            samples_before=session.plan.applied,
+            samples_before=session.terms.applied,
             rounds=session.version,
             staleness=session.coordinator.machine.staleness,
             settings=session.settings,

@@ -38,9 +38,9 @@ from hetsync.sync.state_machine import RoundStateMachine
 from hetsync.telemetry import Telemetry
 from hetsync.train.accounts import RankTotals, TaskInWork, TrainingClock
 from hetsync.train.memory import SliceMemory
-from hetsync.train.plan import ControlFactory, ControlledJob, Evaluator, JobControl, NoEvaluation, Plan
 from hetsync.train.rest import CommonState, not_finite
 from hetsync.train.tasks import TaskRunner, Trained
+from hetsync.train.terms import ControlFactory, ControlledJob, JobControl, NoEvaluation, Scorer, Terms
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class Session:
         trained: Trained,
         source: Source,
         sync: SyncConfig,
-        plan: Plan,
+        terms: Terms,
         device: Device,
         max_grad_norm: float | None = None,
         telemetry: Telemetry | None = None,
         timeout_seconds: float = 600.0,
         make_control: ControlFactory | None = None,
-        evaluator: Evaluator | None = None,
+        scorer: Scorer | None = None,
         memory: SliceMemory | None = None,
     ) -> None:
         """Collective. The model's weights may differ between ranks: all start from rank 0's.
@@ -76,23 +76,23 @@ class Session:
         self.plane = plane
         self.model = trained.model
         self.optimizers = list(trained.optimizers)
-        self.plan = plan
+        self.terms = terms
         self.totals = RankTotals()
         self.control: JobControl | None = None  # on rank 0, where there is one
         self.accumulation_changes: list[AccumulationChange] = []  # on rank 0, by rule
-        self.outer = make_outer(sync, plan.batch_size)
+        self.outer = make_outer(sync, terms.batch_size)
         self._begin_at(sync)
         self._sync = sync
         self._device = device
         self._make_control = make_control
-        self._evaluator = evaluator or NoEvaluation()
+        self._scorer = scorer or NoEvaluation()
         self._telemetry = telemetry or Telemetry(None)
         self._clock = TrainingClock()
-        self._loader = Loader(source, plan.seed, next(self.model.parameters()).device, timeout_seconds)
+        self._loader = Loader(source, terms.seed, next(self.model.parameters()).device, timeout_seconds)
         self.engine = self._make_engine(timeout_seconds)
         self.tasks = TaskRunner(
             trained=trained,
-            batch_size=plan.batch_size,
+            batch_size=terms.batch_size,
             max_grad_norm=max_grad_norm,
             device=device,
             loader=self._loader,
@@ -108,23 +108,23 @@ class Session:
 
     def _begin_at(self, sync: SyncConfig) -> None:
         """What is known at rest, as it is before the first slice."""
-        plan = self.plan
-        self.settings = plan.settings or settings_of(sync)
-        self.shares = plan.shares or choose_shares(sync, plan.batch_size, plan.ranks)
-        self.applied = plan.applied
-        self.version = plan.version
+        terms = self.terms
+        self.settings = terms.settings or settings_of(sync)
+        self.shares = terms.shares or choose_shares(sync, terms.batch_size, terms.ranks)
+        self.applied = terms.applied
+        self.version = terms.version
         self.stopping = False
         self.rest_reason = ""
         self.evaluation_due = False
 
     def _make_engine(self, timeout_seconds: float) -> Engine:
-        plane, plan, sync = self.plane, self.plan, self._sync
+        plane, terms, sync = self.plane, self.terms, self._sync
         controlled = bool(plane.broadcast_object(self._make_control is not None))  # rank 0 knows
         return Engine(
             plane,
             self.model,
             EngineOptions(
-                batch=plan.batch_size,
+                batch=terms.batch_size,
                 wire=sync.wire,
                 bucket_bytes=sync.bucket_bytes,
                 overlap=sync.overlap,
@@ -137,17 +137,17 @@ class Session:
             pace=self._device.pace,
             on_task=self._loader.prefetch,
             telemetry=self._telemetry,
-            version=plan.version,
+            version=terms.version,
             stages=lambda: [steps.weights for steps in self.tasks.steps],
         )
 
     def _make_coordinator(self, send: Send) -> Coordinator:
-        plan, sync = self.plan, self._sync
-        ledger = Ledger(plan.total_samples, plan.applied)
+        terms, sync = self.terms, self._sync
+        ledger = Ledger(terms.total_samples, terms.applied)
         shares = dict(enumerate(self.shares))
-        machine = RoundStateMachine(shares, self.settings, ledger, plan.milestones, plan.version, plan.evaluations)
-        caps = {rank: profile.cap for rank, profile in enumerate(plan.ranks)}
-        speeds = Speeds({rank: profile.time for rank, profile in enumerate(plan.ranks)}, caps, sync.pins)
+        machine = RoundStateMachine(shares, self.settings, ledger, terms.milestones, terms.version, terms.evaluations)
+        caps = {rank: profile.cap for rank, profile in enumerate(terms.ranks)}
+        speeds = Speeds({rank: profile.time for rank, profile in enumerate(terms.ranks)}, caps, sync.pins)
         if self._make_control is not None:
             self.control = self._make_control(ControlledJob(machine, self.seconds_training, self._telemetry))
         rebalance = sync.rebalance and sync.shares == "speed"
@@ -159,7 +159,7 @@ class Session:
             rebalance,
             self.control,
             self._report,
-            AccumulationRule(plan.version) if ruled else None,
+            AccumulationRule(terms.version) if ruled else None,
             self._on_accumulation,
         )
 
@@ -323,13 +323,13 @@ class Session:
         began = self._stop_clock()
         self._snapshot_seconds = self.totals.train_seconds - (began - snapshot.made_at)
         with self.engine.showing(snapshot), torch.random.fork_rng(devices=[]):
-            sums = self._evaluator.score(self.shares)
+            sums = self._scorer.score(self.shares)
         ended = self._clock.start()
         self.record("score", round=snapshot.round, seconds=round(ended - began, 6))
         self.engine.report(Evaluated(self.plane.rank, snapshot.round, sums))
 
     def _report(self, evaluation: Evaluation) -> None:
-        self._evaluator.report(evaluation, self._snapshot_seconds)
+        self._scorer.report(evaluation, self._snapshot_seconds)
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:
         """After backward: the optimizers' steps, where they are due, and the slice's end. `loss` is the slice's mean,
@@ -395,7 +395,7 @@ class Session:
 
     def _seed_ranks(self) -> None:
         """Dropout and augmentation draw alike after a resume and in the uninterrupted run."""
-        seed_all(hash((self.plan.seed, self.plane.rank, self.applied)) & (2**63 - 1))
+        seed_all(hash((self.terms.seed, self.plane.rank, self.applied)) & (2**63 - 1))
 
     def close(self) -> None:
         """Collective at a regular end; where the loop was left early, once all ranks are at their end."""

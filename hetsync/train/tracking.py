@@ -44,7 +44,7 @@ class Tracking:
         self._solo = solo
         self._device = device
         self._before = before
-        self._logged = Totals(session.plan.applied)
+        self._logged = Totals(session.terms.applied)
         self._logged_at = time.monotonic()
         self._values: dict[str, list[float]] = {}
 

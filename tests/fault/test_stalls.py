@@ -21,7 +21,7 @@ from training import train
 from hetsync.cli.shared import on_all_ranks
 from hetsync.config.schema import RunConfig, SyncConfig
 from hetsync.plane.faulty import FaultyPlane, Stall
-from hetsync.train.plan import NoEvaluation
+from hetsync.train.terms import NoEvaluation
 
 bound, late, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
@@ -65,7 +65,7 @@ def job(plane):
         on_slice=on_slice,
         timeout_seconds=LIMIT,
         evaluate_every=1000,
-        evaluator=Evaluation(),
+        scorer=Evaluation(),
     )
     return 0
 

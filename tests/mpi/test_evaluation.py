@@ -54,7 +54,7 @@ def test_all_ranks_evaluate_the_same_weights_each_time(plane: Plane, bound: int,
         rests=[2 * SAMPLES],
         device=of_unequal_speed(plane.rank),
         evaluate_every=EVERY,
-        evaluator=witness,
+        scorer=witness,
     )
     assert_invariants(plane, [outcome], 4 * SAMPLES, bound)
     if plane.rank != 0:
@@ -78,7 +78,7 @@ def test_synchronous_training_is_the_same_with_and_without(plane: Plane) -> None
     without = train(plane, sync, model=Net(dropout=0.3))
     model = Net(dropout=0.3)
     witness = Witness(model)
-    with_them = train(plane, sync, model=model, evaluate_every=EVERY, evaluator=witness)
+    with_them = train(plane, sync, model=model, evaluate_every=EVERY, scorer=witness)
     assert plane.rank != 0 or witness.reports
     for mine, plain in zip(with_them.weights, without.weights, strict=True):
         assert torch.equal(mine, plain)
@@ -90,9 +90,7 @@ def test_evaluation_is_not_training_time(plane: Plane, bound: int) -> None:
     model = Net()
     witness = Witness(model, seconds=0.5)
     began = time.monotonic()
-    outcome = train(
-        plane, SyncConfig(bound, rebalance=False), model=model, evaluate_every=SAMPLES // 2, evaluator=witness
-    )
+    outcome = train(plane, SyncConfig(bound, rebalance=False), model=model, evaluate_every=SAMPLES // 2, scorer=witness)
     assert time.monotonic() - began > outcome.session.totals.train_seconds + 0.5
 
 
@@ -103,7 +101,7 @@ def test_an_evaluation_may_last_longer_than_a_rank_may_be_silent(plane: Plane, b
     witness = Witness(model, seconds=PROBE_SECONDS + 1.0)
     sync = SyncConfig(bound, rebalance=False)
     every = SAMPLES // 2 + BATCH  # once
-    outcome = train(plane, sync, model=model, evaluate_every=every, evaluator=witness, timeout_seconds=0.3)
+    outcome = train(plane, sync, model=model, evaluate_every=every, scorer=witness, timeout_seconds=0.3)
     assert_invariants(plane, [outcome], SAMPLES, bound)
     assert plane.rank != 0 or len(witness.reports) == 1
 
@@ -126,7 +124,7 @@ def test_modes_change_between_evaluations(plane: Plane) -> None:
         device=of_unequal_speed(plane.rank),
         on_slice=tune,
         evaluate_every=2 * BATCH,
-        evaluator=witness,
+        scorer=witness,
     )
     assert_invariants(plane, [outcome], samples, 4)
     assert outcome.session.settings == course[-1]

@@ -10,8 +10,8 @@ from hetsync.plane.base import Plane
 from hetsync.sync import router
 from hetsync.sync.messages import Settings
 from hetsync.sync.milestones import Evaluation
-from hetsync.train.plan import NoEvaluation
 from hetsync.train.session import Session
+from hetsync.train.terms import NoEvaluation
 
 pytestmark = pytest.mark.mpi
 
@@ -33,7 +33,7 @@ def test_training_keeps_the_invariants(plane: Plane, bound: int, quorum: float) 
             assert len(evaluation.parts) == plane.size
             self.complete += 1
 
-    evaluator = Counting()
+    scorer = Counting()
     outcome = train(
         plane,
         delayed(plane, delay_bound=bound, quorum=quorum),
@@ -42,10 +42,10 @@ def test_training_keeps_the_invariants(plane: Plane, bound: int, quorum: float) 
         rests=[100, 2 * SAMPLES],
         device=of_unequal_speed(plane.rank),
         evaluate_every=SAMPLES,
-        evaluator=evaluator,
+        scorer=scorer,
     )
     assert_invariants(plane, [outcome], 4 * SAMPLES, bound)
-    assert plane.rank != 0 or evaluator.complete >= 2
+    assert plane.rank != 0 or scorer.complete >= 2
     assert outcome.rests[-1].loss < 0.6 * outcome.first_loss
 
 

@@ -75,7 +75,7 @@ def test_synchronous_training_goes_on_bit_for_bit(plane: Plane, folder: Path, op
     torch.nn.init.zeros_(other.body[0].weight)  # whatever it starts with must not matter
     loaded = checkpoint.load_newest(folder)
     resumed = train(plane, sync, model=other, optimizer=optimizer, rests=[HALF], loaded=loaded)
-    assert resumed.session.plan.applied == HALF
+    assert resumed.session.terms.applied == HALF
     assert resumed.rests[-1] == whole.rests[-1]
     assert all(torch.equal(a, b) for a, b in zip(resumed.weights, whole.weights, strict=True))
 

@@ -20,9 +20,9 @@ from hetsync.emulation.device import EmulatedDevice
 from hetsync.plane.base import Plane
 from hetsync.sync.milestones import Milestone
 from hetsync.sync.rates import ScheduleRates
-from hetsync.train.plan import Plan
 from hetsync.train.session import Session
 from hetsync.train.tasks import Trained
+from hetsync.train.terms import Terms
 
 BOUND = 4
 
@@ -60,7 +60,7 @@ def train(
     """Each rank is an emulated device half as fast as the one before."""
     seconds = [1e-5 * 2**rank for rank in range(plane.size)]
     profiles = [RankProfile("made up", "here", StepTime(0.0, each), emulated=True) for each in seconds]
-    plan = Plan(
+    terms = Terms(
         batch_size=BATCH,
         total_samples=samples,
         ranks=profiles,
@@ -74,7 +74,7 @@ def train(
         trained=Trained(model=model, optimizers=[optimizer], rates=[ScheduleRates(optimizer)]),
         source=source,
         sync=sync,
-        plan=plan,
+        terms=terms,
         device=device,
         timeout_seconds=30.0,
     )

@@ -26,9 +26,9 @@ from hetsync.sync.rates import ScheduleRates
 from hetsync.telemetry import Telemetry
 from hetsync.train.checkpoint import Loaded
 from hetsync.train.control_factory import control_factory
-from hetsync.train.plan import Evaluator, Plan
 from hetsync.train.session import Session
 from hetsync.train.tasks import Trained
+from hetsync.train.terms import Scorer, Terms
 
 SAMPLES = 192
 BATCH = 24
@@ -154,7 +154,7 @@ def train(
     telemetry: Telemetry | None = None,
     controller: ControlProcess | None = None,
     evaluate_every: int | None = None,
-    evaluator: Evaluator | None = None,
+    scorer: Scorer | None = None,
 ) -> Outcome:
     """Collective: one job, from its weights to its end; `rests` are the stream positions to rest at."""
     model, data = model or Net(), data or Blobs()
@@ -171,7 +171,7 @@ def train(
         return Milestone(due, "rest", due == samples)
 
     profile = RankProfile("test", "here", StepTime(0.0, 1.0))
-    plan = Plan(
+    terms = Terms(
         batch_size=BATCH,
         total_samples=samples,
         ranks=[profile] * plane.size,
@@ -188,13 +188,13 @@ def train(
         trained=Trained(model=model, optimizers=[step], rates=[ScheduleRates(step, learning_rate)]),
         source=Source(data),
         sync=sync,
-        plan=plan,
+        terms=terms,
         device=device or RealDevice(),
         max_grad_norm=clip,
         telemetry=telemetry,
         timeout_seconds=timeout_seconds,
-        make_control=control_factory(controller, plan.ranks, step, learning_rate) if controller is not None else None,
-        evaluator=evaluator,
+        make_control=control_factory(controller, terms.ranks, step, learning_rate) if controller is not None else None,
+        scorer=scorer,
     )
     if loaded is not None and session.outer is not None:
         session.outer.velocity = loaded.outer

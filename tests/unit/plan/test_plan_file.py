@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 from hetsync.config.records import record
 from hetsync.errors import UserError
 from hetsync.plan.graph import Block, BlockGraph, Edge
-from hetsync.plan.placement import Placement, Replica, Stage, place, planned, shortest_names
-from hetsync.plan.plan_file import PlanFile, PlannedModel, Predicted, mistakes_in, read_plan, weights_digest, write_plan
+from hetsync.plan.placement import Placement, Replica, Stage, as_plan_file, place, shortest_names
+from hetsync.plan.plan_file import (
+    ModelIdentity,
+    PlanFile,
+    Predicted,
+    mistakes_in,
+    read_plan,
+    weights_digest,
+    write_plan,
+)
 
 MODEL = graph(["stem", "cells.0.conv", "cells.0.norm", "cells.1.conv", "classifier"])
 DIGEST = weights_digest([("stem.weight", (3, 4)), ("classifier.weight", (4,))])
@@ -69,7 +77,9 @@ def test_names_become_blocks(tmp_path):
 
 
 def test_what_is_written_reads_back(tmp_path):
-    plan = planned(load(tmp_path, PLAN), MODEL, 160, PlannedModel("nasnet"), Predicted(1.5, 106.7, 2e6, {0: 10, 1: 20}))
+    plan = as_plan_file(
+        load(tmp_path, PLAN), MODEL, 160, ModelIdentity("nasnet"), Predicted(1.5, 106.7, 2e6, {0: 10, 1: 20})
+    )
     write_plan(plan, tmp_path / "written.yaml")
     assert read_plan(tmp_path / "written.yaml") == plan
     assert plan.replicas[0].stages[0].blocks == ("stem", "cells.0")
@@ -174,7 +184,7 @@ def test_there_is_no_file(tmp_path):
 
 def test_a_tied_weight_in_two_stages():
     tied = BlockGraph((Block("embedding", "Embedding", ("embedding.weight", "output.weight"), 400),), (Edge(-1, 0),))
-    plan = planned(Placement((Replica((Stage((0,), (0,)),)),)), tied, 8)
+    plan = as_plan_file(Placement((Replica((Stage((0,), (0,)),)),)), tied, 8)
     stages = [{"ranks": [0], "blocks": ["embedding"]}, {"ranks": [1], "blocks": ["output"]}]
     two = record(PlanFile, {"format": 1, "batch_size": 8, "replicas": [{"stages": stages}]})
     assert plan.replicas[0].stages[0].blocks == ("*",)
@@ -187,6 +197,6 @@ def test_shortest_names_stand_for_their_blocks_alone(chosen):
     model = graph(MANY)
     names = shortest_names(chosen, model.blocks)
     stages = tuple(Stage((i,), (i,)) for i in range(9) if i not in chosen)
-    two = planned(Placement((Replica((Stage((9,), tuple(sorted(chosen))), *stages)),)), model, 9)
+    two = as_plan_file(Placement((Replica((Stage((9,), tuple(sorted(chosen))), *stages)),)), model, 9)
     assert two.replicas[0].stages[0].blocks == names
     assert place(two, graph(MANY, ())).replicas[0].stages[0].blocks == tuple(sorted(chosen))

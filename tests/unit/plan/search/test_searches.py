@@ -13,7 +13,7 @@ from hetsync.balance.profile import StepTime
 from hetsync.emulation.cluster import Cluster, DeviceGroup, Link
 from hetsync.errors import UserError
 from hetsync.plan.evaluate import Evaluator, Training
-from hetsync.plan.placement import Placement, Replica, Stage, place, planned
+from hetsync.plan.placement import Placement, Replica, Stage, as_plan_file, place
 from hetsync.plan.search.registry import SEARCHES, make_search
 from hetsync.plan.search.search import Problem, Search, micro_batch_numbers, run
 
@@ -77,7 +77,7 @@ def test_contiguous_heeds_memory():
 def test_what_is_found_passes_the_check_of_a_job(name):
     asked = problem([cost(output=10)] * 6, speeds(4, 2, 1, 1), ((0, 2), (1, 3)))
     found = run(make_search(name, asked))
-    plan = planned(found.placement, asked.evaluator.graph, 32)
+    plan = as_plan_file(found.placement, asked.evaluator.graph, 32)
     assert place(plan, asked.evaluator.graph) == found.placement
     assert sum(replica.share for replica in found.placement.replicas) == 32
     assert found.costs == asked.evaluator.evaluate(found.placement)

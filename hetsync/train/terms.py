@@ -1,4 +1,4 @@
-"""By what one job differs from another: its plan, and what a session is given to evaluate and to be tuned by."""
+"""By what one job differs from another: its terms, and what a session is given to evaluate and to be tuned by."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetsync.telemetry import Telemetry
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Terms:
     """What all ranks agree on before they start.
 
     Args:
@@ -43,8 +43,8 @@ class Plan:
     evaluations: Marks = no_marks
 
 
-class Evaluator(Protocol):
-    """What a session does where the plan wants an evaluation."""
+class Scorer(Protocol):
+    """What a session does where the terms want an evaluation."""
 
     def score(self, shares: Sequence[int]) -> Any:
         """On every rank, between two tasks: what it finds on its part of the test data, of the model as it is.
