@@ -363,7 +363,7 @@ def test_the_loss_may_be_taken_while_a_rank_reports():
 def test_the_display_can_be_told_while_rounds_land(busy):
     """New values of staleness come up all the time."""
     office, shown = Office((8, 8)), []
-    session = SimpleNamespace(plan=SimpleNamespace(applied=0), seconds_training=lambda: 1.0)
+    session = SimpleNamespace(terms=SimpleNamespace(applied=0), seconds_training=lambda: 1.0)
     running = SimpleNamespace(total=100, session=session, _solo=[1.0, 1.0])
 
     def count():
