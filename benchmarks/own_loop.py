@@ -1,20 +1,25 @@
 """What a script's own loop costs under HetSync: a lone rank against the same loop in plain PyTorch.
 
-    python -m benchmarks.own_loop [--repetitions 7] [--milliseconds 5]
+    python -m benchmarks.own_loop [--launches 7] [--turns 30] [--milliseconds 5]
 
-One process, an MLP whose step takes about so many milliseconds on one thread. Ways take turns within a repetition, each
-in a process of its own. The ratio is that of samples a second, with its range over repetitions: 1 costs nothing.
+An MLP whose step takes about so many milliseconds on one thread. A launch starts a process of each way; these take
+turns, in random order, a quarter of a second each, while the others wait: what else the machine does changes over
+seconds, and would hide a few per cent between processes that run one after the other. The ratio of a turn is that of
+the seconds of the same steps, plain to this way: 1 costs nothing. That of a launch is the median over its turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +35,8 @@ from hetsync.files import write_atomically
 
 WAYS = {"plain": None, "D = 0": 0, "D = 4": 4}
 BATCH, FEATURES, WIDTH = 64, 64, 256
-WARM_UP = 50  # steps
-JOB_SECONDS = 600  # bound on one process
+STEPS = 50  # of a turn
+WARM_UP = 2  # turns
 
 
 def layers(count: int) -> nn.Sequential:
@@ -45,9 +50,21 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def material(steps: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
-    samples = BATCH * (WARM_UP + steps)
-    points = torch.randn(samples, FEATURES, generator=generator)
-    return TensorDataset(points, torch.randint(10, (samples,), generator=generator))
+    points = torch.randn(BATCH * steps, FEATURES, generator=generator)
+    return TensorDataset(points, torch.randint(10, (len(points),), generator=generator))
+
+
+class Turns:
+    """A loop's turns: each begins when a line is read, and ends with a line of its seconds."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+
+    def next(self) -> None:
+        if self._began is not None:
+            print(time.perf_counter() - self._began, flush=True)
+        sys.stdin.readline()
+        self._began = time.perf_counter()
 
 
 def train(
@@ -55,85 +72,112 @@ def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     backward: Callable[[torch.Tensor], None],
-) -> float:
-    """Samples a second, once warm."""
-    samples, began = 0, 0.0
+    next_turn: Callable[[], None],
+) -> None:
     for number, (points, labels) in enumerate(batches):
-        if number == WARM_UP:
-            samples, began = 0, time.perf_counter()
+        if number % STEPS == 0:
+            next_turn()
         optimizer.zero_grad()
         backward(cross_entropy(model(points), labels))
         optimizer.step()
-        samples += len(points)
-    return samples / (time.perf_counter() - began)
 
 
-def rate(way: str, depth: int, steps: int) -> float:
-    """Of one job, in this process."""
+def take_turns(way: str, depth: int, turns: int) -> None:
+    """A job in this process; one more step ends its last turn."""
     torch.set_num_threads(1)
     model, bound = layers(depth), WAYS[way]
     optimizer = optimizer_of(model)
-    loader = DataLoader(material(steps), BATCH, shuffle=True)
+    loader = DataLoader(material(STEPS * turns + 1), BATCH, shuffle=True)
     if bound is None:
-        return train(loader, model, optimizer, torch.Tensor.backward)
+        train(loader, model, optimizer, torch.Tensor.backward, Turns().next)
+        return
     with hetsync.join(delay_bound=bound, progress=False) as job:
         model, optimizer, batches = job.prepare(model, optimizer, loader)
-        found = [train(batches, model, optimizer, job.backward) for _ in job.epochs(1)]
-    return found[0]
+        for _ in job.epochs(1):
+            train(batches, model, optimizer, job.backward, Turns().next)
 
 
 def depth_for(milliseconds: float) -> int:
     """Hidden layers of which a plain step takes about so long."""
     torch.set_num_threads(1)
-    seconds = {}
-    for depth in (4, 20):
-        model = layers(depth)
-        loader = DataLoader(material(WARM_UP), BATCH)
-        seconds[depth] = BATCH / train(loader, model, optimizer_of(model), torch.Tensor.backward)
+    seconds = {depth: step_seconds(depth) for depth in (4, 20)}
     layer = (seconds[20] - seconds[4]) / 16
     return max(1, round(4 + (milliseconds / 1000 - seconds[4]) / layer))
 
 
-def run(way: str, depth: int, steps: int) -> float:
-    """The rate of a job in a process of its own; one that fails ends the benchmark."""
-    words = [sys.executable, "-m", "benchmarks.own_loop", "--way", way, "--depth", str(depth), "--steps", str(steps)]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=JOB_SECONDS, check=False)
-    if done.returncode:
-        sys.exit(f"{way} failed:\n{done.stderr}")
-    return float(done.stdout.split()[-1])
+def step_seconds(depth: int) -> float:
+    """Of the fastest of some turns of the plain loop, in this process."""
+    model, moments = layers(depth), list[float]()
+    loader = DataLoader(material(STEPS * 5 + 1), BATCH)
+    train(loader, model, optimizer_of(model), torch.Tensor.backward, lambda: moments.append(time.perf_counter()))
+    return min(later - sooner for sooner, later in pairwise(moments)) / STEPS
 
 
-def table(rates: dict[str, list[float]]) -> str:
-    """Medians and ranges; ratios are within a repetition."""
-    lines = ["| | ms a step | samples/s | ratio to plain |", "| --- " * 4 + "|"]
-    for way, found in rates.items():
-        ratios = [mine / plain for mine, plain in zip(found, rates["plain"], strict=True)]
-        step = 1000 * BATCH / statistics.median(found)
-        lines.append(f"| {way} | {step:.2f} | {spread(found, '.0f')} | {spread(ratios, '.3f')} |")
+def launched(stack: ExitStack, way: str, depth: int, turns: int) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "benchmarks.own_loop", "--way", way, "--depth", str(depth), "--turns", str(turns)]
+    pipe = subprocess.PIPE
+    return stack.enter_context(subprocess.Popen(words, env=environment(), stdin=pipe, stdout=pipe, text=True))
+
+
+def turn(way: str, job: subprocess.Popen[str]) -> float:
+    """Seconds of the way's next turn; a job that fails ends the benchmark."""
+    assert job.stdin is not None
+    assert job.stdout is not None
+    job.stdin.write("\n")
+    job.stdin.flush()
+    if not (said := job.stdout.readline()):
+        sys.exit(f"{way} failed with status {job.wait()}")
+    return float(said)
+
+
+def launch(depth: int, turns: int) -> dict[str, list[float]]:
+    """Seconds of a process of every way, by turn."""
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    with ExitStack() as stack:
+        jobs = {way: launched(stack, way, depth, WARM_UP + turns) for way in WAYS}
+        for _ in range(WARM_UP + turns):
+            for way in random.sample(list(WAYS), len(WAYS)):
+                seconds[way].append(turn(way, jobs[way]))
+        for job in jobs.values():
+            job.communicate("\n")
+    return {way: found[WARM_UP:] for way, found in seconds.items()}
+
+
+def ratios(launches: list[dict[str, list[float]]], way: str) -> list[float]:
+    """Of every launch: the median over its turns."""
+    return [
+        statistics.median(plain / mine for plain, mine in zip(found["plain"], found[way], strict=True))
+        for found in launches
+    ]
+
+
+def table(launches: list[dict[str, list[float]]]) -> str:
+    """Medians and ranges over launches."""
+    lines = ["| | ms a step | ratio to plain |", "| --- " * 3 + "|"]
+    for way in WAYS:
+        steps = [1000 * statistics.median(found[way]) / STEPS for found in launches]
+        lines.append(f"| {way} | {spread(steps, '.2f')} | {spread(ratios(launches, way), '.3f')} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("results/own_loop"), help="folder for JSON and Markdown")
-    parser.add_argument("--repetitions", type=int, default=7, help="of every way")
+    parser.add_argument("--launches", type=int, default=7, help="of a process of every way")
+    parser.add_argument("--turns", type=int, default=30, help=f"of {STEPS} steps in a launch")
     parser.add_argument("--milliseconds", type=float, default=5.0, help="that a plain step takes, about")
-    parser.add_argument("--steps", type=int, default=1000, help="that are timed in a job")
-    parser.add_argument("--way", choices=list(WAYS), help="run one job here, and print its samples/s")
+    parser.add_argument("--way", choices=list(WAYS), help="take turns here, each on a line of standard input")
     parser.add_argument("--depth", type=int, help="hidden layers, instead of --milliseconds")
     options = parser.parse_args()
     depth = options.depth or depth_for(options.milliseconds)
     if options.way is not None:
-        print(rate(options.way, depth, options.steps))
+        take_turns(options.way, depth, options.turns)
         return
-    rates: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(options.repetitions):
-        for way, found in rates.items():
-            found.append(run(way, depth, options.steps))
-    kept = {"command": command("own_loop"), "machine": machine(), "depth": depth, "rates": rates}
+    launches = [launch(depth, options.turns) for _ in range(options.launches)]
+    kept = {"command": command("own_loop"), "machine": machine(), "depth": depth, "launches": launches}
     write_atomically(options.output / "own_loop.json", json.dumps(kept))
-    write_atomically(options.output / "own_loop.md", table(rates))
-    print(table(rates))
+    write_atomically(options.output / "own_loop.md", table(launches))
+    print(table(launches))
 
 
 if __name__ == "__main__":
