@@ -46,8 +46,7 @@ class _Ratio:
         if self._since_shift < LEAST_OBSERVATIONS:
             return False
         usual = max(SHIFT_DEVIATIONS * self._deviation, SHIFT_LEAST * self.smoothed)
-        slower = all(ratio > self.smoothed + usual for ratio in self._last)
-        return slower or all(ratio < self.smoothed - usual for ratio in self._last)
+        return min(self._last) > self.smoothed + usual or max(self._last) < self.smoothed - usual
 
 
 @dataclass

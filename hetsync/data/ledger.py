@@ -20,7 +20,10 @@ def total_samples(samples: int | None, epochs: float, epoch_samples: int) -> int
 
 def length(spans: Iterable[Span]) -> int:
     """Number of positions in some spans."""
-    return sum([stop - start for start, stop in spans])
+    total = 0
+    for start, stop in spans:
+        total += stop - start
+    return total
 
 
 def cut(spans: Sequence[Span], count: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:

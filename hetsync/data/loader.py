@@ -78,7 +78,10 @@ class EpochOrder:
         if self._in_own_order:
             return True
         known = self._permutations
-        return all((stop - 1) // self._samples in known and start // self._samples in known for start, stop in spans)
+        for start, stop in spans:
+            if (stop - 1) // self._samples not in known or start // self._samples not in known:
+                return False
+        return True
 
     def _permutation(self, epoch: int) -> torch.Tensor:
         if epoch not in self._permutations:
@@ -161,8 +164,10 @@ class Loader:
 
     def prefetch(self, task: SlicedWork) -> None:
         """Returns at once: the order of a large epoch takes a second, and the pipe of a worker may be full."""
-        if not all(length(spans) <= self._at_once and self._order.knows(spans) for spans in task.slices):
-            self._loading[task.number] = self._thread.submit(self._submit, task)
+        for spans in task.slices:
+            if length(spans) > self._at_once or not self._order.knows(spans):
+                self._loading[task.number] = self._thread.submit(self._submit, task)
+                return
 
     def _submit(self, task: SlicedWork) -> deque[Future[Any]]:
         """Of each batch, in order; the first is on its way to the device."""

@@ -93,7 +93,7 @@ class PendingCollectives:
 
     def poll(self) -> bool:
         """Are all complete? What was posted moves on only when it is polled."""
-        return all([handle.done() for handle in self._under_way])
+        return not self._under_way or all([handle.done() for handle in self._under_way])
 
     def wait(self) -> Iterator[None]:
         """Yields until all are complete."""

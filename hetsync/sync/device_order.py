@@ -29,10 +29,10 @@ class DeviceOrder:
         """What this thread has queued so far comes before what others queue once they follow."""
 
     def __enter__(self) -> None:
-        self.follow()
+        """As `follow`."""
 
     def __exit__(self, *failure: object) -> None:
-        self.leave()
+        """As `leave`."""
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -57,6 +57,12 @@ class StreamOrder(DeviceOrder):
         for thread, event in self._left.copy().items():
             if thread != me:
                 stream.wait_event(event)
+
+    def __enter__(self) -> None:
+        self.follow()
+
+    def __exit__(self, *failure: object) -> None:
+        self.leave()
 
     def leave(self) -> None:
         self._left[threading.get_ident()] = self._stream.record_event()

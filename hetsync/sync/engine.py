@@ -99,7 +99,8 @@ class Engine:
         self._model = model
         self._pace = pace
         self._stages = stages
-        self._shared = SharedState(self.worker, outer, alone=plane.size == 1 and not options.measure_norms)
+        one = plane.size == 1
+        self._shared = SharedState(self.worker, outer, alone=one and not options.measure_norms, one_thread=one)
         self._communicator = Communicator(
             plane,
             options,

@@ -59,7 +59,11 @@ class Task(NamedTuple):
 
     @property
     def samples(self) -> int:
-        return sum([stop - start for spans in self.slices for start, stop in spans])
+        total = 0
+        for spans in self.slices:
+            for start, stop in spans:
+                total += stop - start
+        return total
 
 
 # Events: from a rank's engine to the coordinator.

@@ -101,7 +101,10 @@ class ModelTensors:
         )
 
     def _count_groups(self) -> int:
-        return sum(len(optimizer.param_groups) for optimizer in self._optimizers)
+        count = 0
+        for optimizer in self._optimizers:
+            count += len(optimizer.param_groups)
+        return count
 
     @torch.no_grad()
     def _restore_weights(self) -> None:
@@ -153,7 +156,7 @@ def _not_finite(buffer: torch.Tensor) -> bool:
 
 
 def _addresses(weights: dict[str, torch.nn.Parameter]) -> list[int]:
-    return [weight.data_ptr() for weight in weights.values()]
+    return list(map(torch.Tensor.data_ptr, weights.values()))
 
 
 def _require_alike(what: str, name: str, old: torch.Tensor, new: torch.Tensor) -> None:

@@ -59,6 +59,26 @@ class Phase(Enum):
     RESTING = auto()  # the drain has landed: rounds wait until the main thread asks for a task again
 
 
+class NoLock(threading.Condition):
+    """Of a process whose main thread does the communication thread's work: nobody else is there to be kept out."""
+
+    def __enter__(self) -> bool:
+        return True
+
+    def __exit__(self, *failure: object) -> None:
+        pass
+
+    def notify_all(self) -> None:
+        pass
+
+
+class NoWake(threading.Event):
+    """There is nobody to wake either."""
+
+    def set(self) -> None:
+        pass
+
+
 class SumRequest(NamedTuple):
     """A flat float32 tensor that the main thread wants summed over all ranks, in place."""
 
@@ -67,12 +87,13 @@ class SumRequest(NamedTuple):
 
 
 class SharedState:
-    def __init__(self, worker: Worker, outer: Nesterov | None, alone: bool = False) -> None:
-        """`alone`: no other rank is there, and nobody wants to know what sums hold."""
+    def __init__(self, worker: Worker, outer: Nesterov | None, alone: bool = False, one_thread: bool = False) -> None:
+        """`alone`: no other rank is there, and nobody wants to know what sums hold. `one_thread`: the main thread
+        polls."""
         # The lock; notified when the main thread may have something to go on with. Under it change the fields below
         # and all weights outside an inner step. Deltas are used without it where the other thread cannot touch what
         # is used: at a rest, and while a snapshot is shown (`Deltas.showing`).
-        self.changed = threading.Condition()
+        self.changed = NoLock() if one_thread else threading.Condition()
         self.worker = worker
         self.deltas: Deltas | LoneDeltas | None = None  # None in synchronous mode
         self.landed = worker.version  # rounds complete here
@@ -89,7 +110,7 @@ class SharedState:
         # signal handler appends, and does no more: to wake the other thread would take the event's own lock.
         self.outbox: deque[Event] = deque()
         self.requests: deque[SumRequest] = deque()
-        self.wake = threading.Event()  # the communication thread is to poll now
+        self.wake = NoWake() if one_thread else threading.Event()  # the communication thread is to poll now
 
         # Without it, too: written by one thread in one step, and the other may read the old value once more.
         self.main_thread = MainThread.COMPUTING  # written by the main thread

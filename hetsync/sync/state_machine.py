@@ -352,6 +352,8 @@ class RoundStateMachine:
 
     def _assign_synchronous(self) -> list[Instruction]:
         out: list[Instruction] = []
+        if self._next_round >= self.version + self.tasks_held:  # the most, found sooner than how many
+            return out
         while self._next_round < self.version + self._held():
             position = self.ledger.frontier
             total = min(self.full_set, self.ledger.available(self.rests.next.position))

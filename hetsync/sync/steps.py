@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -53,6 +53,7 @@ class Steps:
         self._max_grad_norm = max_grad_norm
         self._batch_size = batch_size
         self._noise = 1.0
+        self._adaptive = isinstance(optimizer, ADAPTIVE)
         self._in_force = [group["lr"] for group in optimizer.param_groups]
         self.scheduled = list(self._in_force)  # learning rates of the task, as they are for a batch
         self._decays = [_decoupled_decay(optimizer, group) for group in optimizer.param_groups]
@@ -100,13 +101,15 @@ class Steps:
         self._check_rates()
         local = task.synchronous_round is None
         self._noise = math.sqrt(self._batch_size / (task.share or task.samples)) if local else 1.0
-        factor = self._noise if isinstance(self.optimizer, ADAPTIVE) else 1.0
+        factor = self._noise if self._adaptive else 1.0
         self.scheduled = self.rates.at(task.position)
         self._in_force = [rate * factor for rate in self.scheduled]
         set_rates(self.optimizer, self._in_force)
         self._set_decays(self._noise)
 
     def _set_decays(self, noise: float) -> None:
+        if not self._adaptive:
+            return
         self._decays_in_force = [None if decay is None else decay / noise for decay in self._decays]
         for group, decay in zip(self.optimizer.param_groups, self._decays_in_force, strict=False):
             if decay is not None:
@@ -114,24 +117,33 @@ class Steps:
 
     def _check_rates(self) -> None:
         """Nobody has set others; new groups are adopted."""
-        found = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups[len(self._in_force) :]:
+        groups = self.optimizer.param_groups
+        for group in groups[len(self._in_force) :]:
             self.rates.adopt(group["lr"])
             self._in_force.append(group["lr"])
             self._decays.append(_decoupled_decay(self.optimizer, group))
             self._decays_in_force.append(self._decays[-1])
-        if found != self._in_force:
-            raise UserError(
-                f"the optimizer's learning rate was changed in the loop, from {self._in_force} to {found}, which would"
-                " be lost: step the scheduler that job.prepare returned (or give it to hetsync.join(scheduler=...)), or"
-                " set the rate between epochs"
-            )
-        decays = [_decoupled_decay(self.optimizer, group) for group in self.optimizer.param_groups]
+        for group, rate in zip(groups, self._in_force, strict=False):
+            if group["lr"] != rate:
+                self._refuse_rates()
+        if len(groups) != len(self._in_force):
+            self._refuse_rates()
+        if not self._adaptive:
+            return
+        decays = [_decoupled_decay(self.optimizer, group) for group in groups]
         if decays != self._decays_in_force:
             raise UserError(
                 f"the optimizer's weight decay was changed in the loop, from {self._decays_in_force} to {decays}, which"
                 " would be lost: keep it as it was when the loop began, or set it between epochs"
             )
+
+    def _refuse_rates(self) -> NoReturn:
+        found = [group["lr"] for group in self.optimizer.param_groups]
+        raise UserError(
+            f"the optimizer's learning rate was changed in the loop, from {self._in_force} to {found}, which would be"
+            " lost: step the scheduler that job.prepare returned (or give it to hetsync.join(scheduler=...)), or set"
+            " the rate between epochs"
+        )
 
     def clip(self, weights: Iterable[torch.Tensor], max_norm: float, **options: Any) -> torch.Tensor:
         """To the norm that is meant for a batch; returns what it was."""

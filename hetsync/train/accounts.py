@@ -65,14 +65,14 @@ class TaskInWork:
     collected: set[int] = field(default_factory=set)
     going_on: bool = False  # it computes on sums that it has waited for
     losses: list[tuple[torch.Tensor | float, int]] = field(default_factory=list)  # means, of so many samples
+    synchronous: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.synchronous = self.task.synchronous_round is not None
 
     def open_slice(self, samples: int) -> None:
         self.slice_samples, self.out, self.last = samples, True, self.slices_left == 1
         self.stepped, self.collected = set(), set()
-
-    @property
-    def synchronous(self) -> bool:
-        return self.task.synchronous_round is not None
 
     def add_loss(self, mean: torch.Tensor | float) -> None:
         """Of the slice that is out. UserError unless it is one number."""
@@ -81,7 +81,10 @@ class TaskInWork:
     @property
     def loss_sum(self) -> float:
         """Waits for the device."""
-        return sum((float(mean) * samples for mean, samples in self.losses), 0.0)
+        total = 0.0
+        for mean, samples in self.losses:
+            total += float(mean) * samples
+        return total
 
 
 def one_number(loss: torch.Tensor | float) -> torch.Tensor | float:

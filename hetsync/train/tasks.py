@@ -143,8 +143,9 @@ class TaskRunner:
         Raises UserError in synchronous mode where gradients were changed before: they were not summed over ranks yet.
         """
         work = self.slice_out("step")
+        due = work.last or not work.synchronous
         if number in work.collected:
-            return self.step_is_due
+            return due
         self.tensors.restore()
         if not work.synchronous:
             self._check_gradients(number)
@@ -165,11 +166,14 @@ class TaskRunner:
             self._device.begin_step()
             work.going_on = True
         work.collected.add(number)
-        return self.step_is_due
+        return due
 
     def _check_gradients(self, number: int) -> None:
-        if all(weight.grad is None for weight in self.steps[number].weights):
-            raise UserError("step found no gradient: call loss.backward() on a loss of this model before it")
+        for group in self.steps[number].optimizer.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    return
+        raise UserError("step found no gradient: call loss.backward() on a loss of this model before it")
 
     def _before(self, number: int) -> None:
         """The optimizer is about to step, whoever told it to."""
