@@ -16,8 +16,8 @@ from hetsync.plan.explain import predicted, told_costs, told_stages, told_timeli
 from hetsync.plan.placement import as_plan_file, place
 from hetsync.plan.plan_file import mistakes_in, read_plan, write_plan
 from hetsync.plan.recipe import PlannableModel, plannable_model
-from hetsync.plan.search.registry import make_search
-from hetsync.plan.search.search import Problem, micro_batch_numbers, run
+from hetsync.plan.search.driver import Driver
+from hetsync.plan.search.search import Problem, micro_batch_numbers
 from hetsync.simulate.recipe import build, profiles
 
 MOST_MICRO_BATCHES_GIVEN = 1024
@@ -38,15 +38,17 @@ def plan(config: Config, request: Request, output: Path | None) -> None:
     cluster = _cluster(config)
     ranks = request.ranks or cluster.size
     _check_size(request, cluster.size)
-    replicas = request.replicas or (tuple(range(ranks)),)
-    _check_replicas(replicas, ranks)
+    if request.replicas is not None:
+        _check_replicas(request.replicas, ranks)
     model, evaluator = _prepared(config, cluster, ranks)
-    numbers = micro_batch_numbers(request.micro_batches, config.data.batch_size, len(replicas))
-    problem = Problem(evaluator, replicas, numbers)
-    found = run(make_search(request.search, problem))
+    numbers = micro_batch_numbers(request.micro_batches, config.data.batch_size, len(request.replicas or (0,)))
+    driver = Driver(Problem(evaluator, numbers, request.replicas))
+    driver.run(request.search)
+    found = driver.found()
     graph, costs = model.cut.graph, predicted(found.costs)
     file = as_plan_file(found.placement, graph, config.data.batch_size, model.identity, costs)
-    tried = f"{found.evaluations} plans" if found.evaluations > 1 else "1 plan"
+    number = sum(arm.evaluations for arm in driver.arms)
+    tried = f"{number} plans" if number > 1 else "1 plan"
     print(f"{request.search}: the best of {tried} for {len(graph.blocks)} blocks on {ranks} ranks")
     print(*told_stages(file), *told_costs(costs), sep="\n")
     if output is not None:

@@ -1,10 +1,10 @@
-"""The best chain of stages, by dynamic programming over consecutive blocks and the devices that are left.
+"""The best chain of stages, by dynamic programming over consecutive groups and the devices that are left.
 
 GPipe's time of a chain is Σ + (M − 1) · max over stages and links, forward and backward apart. Of the chains that begin
 at a block, with so many devices of each class used, first on one of some class, only those count that no other beats in
 sum, greatest forward and greatest backward alike: what comes before adds the same to all of them. So the chain found is
-optimal among chains in the order of the blocks under GPipe, where the model is a chain itself and micro-batches are
-equal. A stage is one device; devices may stay unused.
+optimal among chains in the order of the groups under GPipe, where the model is a chain itself and micro-batches are
+equal. A stage is one device; devices may stay unused, unless every rank must have blocks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ import numpy as np
 from hetsync.errors import UserError
 from hetsync.plan.evaluate import Evaluator
 from hetsync.plan.placement import Placement, Replica, Stage
-from hetsync.plan.search.contiguous import Contiguous, contiguous_replica, crossing_bytes, first_shares
-from hetsync.plan.search.plain import Single
-from hetsync.plan.search.search import Problem, Search
+from hetsync.plan.search.contiguous import (
+    contiguous_placement,
+    contiguous_replica,
+    crossing_bytes,
+    figures_before,
+    first_shares,
+)
+from hetsync.plan.search.search import Problem, Scored, Search
 
 MOST_CLASSES = 10
 
@@ -58,6 +63,7 @@ class _Machines:
     crossing: Sequence[float]  # bytes, before each block
     links: Sequence[Sequence[tuple[float, float]]]  # latency, seconds a byte
     fits: Sequence[Sequence[Sequence[int]]]  # by class and stages behind: the last end of a stage, by its begin
+    every_rank: bool  # whether no device may stay unused
 
     def begins(self, device: int, behind: int, end: int, more: bool) -> Iterator[int]:
         """Where a stage may begin that ends there, as far as memory goes; without more devices, only at the start."""
@@ -79,13 +85,13 @@ class Exact(Search):
     """Proposes, for each number of micro-batches, the best chain whose memory holds all of them (GPipe), and the best
     of those with 1F1B's memory; each with either in flight."""
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        for ranks in problem.replicas:
+    def __init__(self, problem: Problem, seed: int = 0, start: Scored | None = None) -> None:
+        super().__init__(problem, seed, start)
+        for ranks in problem.given_replicas:
             if (found := len(classes_of(problem.evaluator, ranks))) > MOST_CLASSES:
                 raise UserError(
                     f"exact is for at most {MOST_CLASSES} classes of equal devices, and a replica has {found}: use "
-                    "--search contiguous, or smaller --replicas"
+                    "--search local, or smaller --replicas"
                 )
         self._proposals = self._all()
 
@@ -93,31 +99,30 @@ class Exact(Search):
         return next(self._proposals, [])
 
     def _all(self) -> Iterator[Sequence[Placement]]:
-        evaluator, replicas = self.problem.evaluator, self.problem.replicas
-        shares, nothing = first_shares(evaluator, replicas), True
-        for number in self.problem.micro_batches:
+        problem, replicas = self.problem, self.problem.given_replicas
+        shares, nothing = first_shares(problem.evaluator, replicas), True
+        for number in problem.numbers_for(len(replicas)):
             found: list[Placement] = []
             for chains in self._best_chains(number, shares):
                 found += [_placement(chains, number, in_flight) for in_flight in (number, None)]
             if found:
                 nothing = False
                 yield list(dict.fromkeys(found))
-        if nothing:  # so that the user hears how much memory is missing
-            many = max(map(len, replicas)) > len(evaluator.graph.blocks)
-            yield (Single if many else Contiguous)(self.problem).propose()
+        if nothing and max(map(len, replicas)) <= len(problem.groups):  # so that the user hears how much is missing
+            yield [contiguous_placement(problem, replicas, problem.numbers_for(len(replicas))[-1])]
 
     def _best_chains(self, number: int, shares: Sequence[int]) -> Iterator[list[list[Stage]]]:
         """One for each replica: with GPipe's memory, and with 1F1B's where that allows other chains."""
-        evaluator, replicas = self.problem.evaluator, self.problem.replicas
+        problem, replicas = self.problem, self.problem.given_replicas
         pairs = [(ranks, -(-share // number)) for ranks, share in zip(replicas, shares, strict=True)]
         before: list[_Machines] = []
         for gpipe in (True, False):
-            machines = [_machines(evaluator, ranks, number, samples, len(replicas), gpipe) for ranks, samples in pairs]
+            machines = [_machines(problem, ranks, number, samples, len(replicas), gpipe) for ranks, samples in pairs]
             if machines == before:
                 return
             before = machines
             chains = [
-                _best_chain(evaluator, one, number, samples, len(replicas))
+                _best_chain(problem, one, number, samples, len(replicas))
                 for one, (_, samples) in zip(machines, pairs, strict=True)
             ]
             if all(chains):
@@ -133,15 +138,13 @@ def _placement(chains: Sequence[Sequence[Stage]], micro_batches: int, in_flight:
     )
 
 
-def _best_chain(
-    evaluator: Evaluator, machines: _Machines, micro_batches: int, samples: int, replicas: int
-) -> list[Stage]:
+def _best_chain(problem: Problem, machines: _Machines, micro_batches: int, samples: int, replicas: int) -> list[Stage]:
     """Its stages; none where no chain fits into memory."""
-    best = _search(machines, micro_batches, _first_guess(evaluator, machines, micro_batches, samples, replicas))
-    stages, begin = [], 0
+    best = _search(machines, micro_batches, _first_guess(problem, machines, micro_batches, samples, replicas))
+    stages, begin, bounds = [], 0, problem.groups.bounds
     unused = [list(members) for members in machines.classes]
     while best is not None:
-        stages.append(Stage((unused[best.device].pop(0),), tuple(range(begin, best.end))))
+        stages.append(Stage((unused[best.device].pop(0),), tuple(range(bounds[begin], bounds[best.end]))))
         begin, best = best.end, best.rest
     return stages
 
@@ -156,19 +159,20 @@ def classes_of(evaluator: Evaluator, ranks: Sequence[int]) -> list[list[int]]:
 
 
 def _machines(
-    evaluator: Evaluator, ranks: Sequence[int], micro_batches: int, samples: int, replicas: int, gpipe: bool
+    problem: Problem, ranks: Sequence[int], micro_batches: int, samples: int, replicas: int, gpipe: bool
 ) -> _Machines:
+    evaluator = problem.evaluator
     classes = classes_of(evaluator, ranks)
-    sums = np.vstack([np.zeros(evaluator.figures.shape[1]), evaluator.figures.cumsum(axis=0)])
+    sums = figures_before(problem)
     forward, backward, saved, weights = sums.T
-    blocks = len(sums) - 1
+    groups = len(sums) - 1
     fits = []
     for members in classes:
         limit, by_count = evaluator.limit_bytes[members[0]], []
         for left in range(1, len(ranks) + 1):
             held = evaluator.held_bytes(weights, replicas)
             held = held + saved * samples * (micro_batches if gpipe else min(left, micro_batches))
-            ends = np.searchsorted(held, held[:blocks] + limit, side="right") - 1
+            ends = np.searchsorted(held, held[:groups] + limit, side="right") - 1
             by_count.append(ends.tolist())
         fits.append(by_count)
     links = [[evaluator.link(one[0], other[-1]) for other in classes] for one in classes]
@@ -177,24 +181,27 @@ def _machines(
         forward.tolist(),
         backward.tolist(),
         [evaluator.times[members[0]].seconds(samples) for members in classes],
-        (crossing_bytes(evaluator) * samples).tolist(),
+        (crossing_bytes(problem) * samples).tolist(),
         links,
         fits,
+        problem.every_rank,
     )
 
 
 def _first_guess(
-    evaluator: Evaluator, machines: _Machines, micro_batches: int, samples: int, replicas: int
+    problem: Problem, machines: _Machines, micro_batches: int, samples: int, replicas: int
 ) -> _Chain | None:
     """The best of the contiguous cuts over the fastest one, two and more devices: what is worse need not be kept."""
     device_of = {rank: device for device, members in enumerate(machines.classes) for rank in members}
     ranks = sorted(device_of, key=lambda rank: (machines.step_seconds[device_of[rank]], rank))
+    place_of = {bound: place for place, bound in enumerate(problem.groups.bounds)}
     best = None
-    for count in range(1, min(len(ranks), len(machines.forward) - 1) + 1):
-        cut = contiguous_replica(evaluator, ranks[:count], micro_batches, samples, replicas)
+    for count in range(len(ranks) if problem.every_rank else 1, min(len(ranks), len(problem.groups)) + 1):
+        cut = contiguous_replica(problem, ranks[:count], micro_batches, samples, replicas)
         chain: _Chain | None = None
         for stages_left, stage in enumerate(reversed(cut.stages)):
-            device, begin, end = device_of[stage.ranks[0]], stage.blocks[0], stage.blocks[-1] + 1
+            device = device_of[stage.ranks[0]]
+            begin, end = place_of[stage.blocks[0]], place_of[stage.blocks[-1] + 1]
             if machines.fits[device][stages_left][begin] < end:
                 break
             chain = _extended(machines, chain, begin, end, device, -1 if chain is None else chain.device)
@@ -210,17 +217,19 @@ def _seconds(chain: _Chain, micro_batches: int) -> float:
 
 def _search(machines: _Machines, micro_batches: int, best: _Chain | None) -> _Chain | None:
     """Chains are built from the end, so that it is known how many stages follow one. `best`: one that is known."""
-    blocks, counts = len(machines.forward) - 1, tuple(len(members) for members in machines.classes)
+    groups, counts = len(machines.forward) - 1, tuple(len(members) for members in machines.classes)
     best_seconds = np.inf if best is None else _seconds(best, micro_batches)
     # By where they begin: used devices and the first one's class, with the undominated chains.
-    fronts: list[dict[_Used, list[_Chain]]] = [defaultdict(list) for _ in range(blocks)]
+    fronts: list[dict[_Used, list[_Chain]]] = [defaultdict(list) for _ in range(groups)]
     none: dict[_Used, Sequence[_Chain | None]] = {(tuple(0 for _ in counts), -1): [None]}
-    for end in range(blocks, 0, -1):
-        for (used, first), chains in (fronts[end] if end < blocks else none).items():
+    for end in range(groups, 0, -1):
+        for (used, first), chains in (fronts[end] if end < groups else none).items():
             for device in (device for device, count in enumerate(counts) if used[device] < count):
                 using = (*used[:device], used[device] + 1, *used[device + 1 :])
                 left = tuple(count - n for count, n in zip(counts, using, strict=True))
                 for begin in machines.begins(device, sum(used), end, any(left)):
+                    if begin == 0 and machines.every_rank and any(left):
+                        continue
                     bound = machines.bound(begin, left)
                     for rest in chains:
                         chain = _extended(machines, rest, begin, end, device, first)
@@ -233,7 +242,7 @@ def _search(machines: _Machines, micro_batches: int, best: _Chain | None) -> _Ch
                             best, best_seconds = chain, least
                         else:
                             _keep(fronts[begin][using, device], chain)
-        if end < blocks:
+        if end < groups:
             fronts[end].clear()
     return best
 
