@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         parser.add_argument("--ranks", type=PositiveInt, help="Ranks; null takes one for each device of the profile.")
         parser.add_argument("--replicas", help="Ranks of each replica, such as '0,2;1,3', in the order of its stages.")
         parser.add_argument("--micro-batches", type=PositiveInt, help="Of each replica; null tries powers of two.")
-        parser.add_argument("--search", help="best, contiguous, data, exact, list or single; null takes contiguous.")
+        parser.add_argument("--search", help="best, contiguous, data, exact, list, local, mincut, random or single; null takes best.")
         parser.add_argument("--output", metavar="FILE", help="Where to write the plan.")
         parser.add_argument("--explain", metavar="PLAN", help="Show this plan instead of searching for one.")
         config, told = parse_recipe(parser, argv)

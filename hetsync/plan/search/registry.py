@@ -6,7 +6,10 @@ from hetsync.errors import UserError, did_you_mean
 from hetsync.plan.search.contiguous import Contiguous
 from hetsync.plan.search.exact import Exact
 from hetsync.plan.search.list_schedule import ListSchedule
+from hetsync.plan.search.local import Local
+from hetsync.plan.search.mincut import MinCut
 from hetsync.plan.search.plain import Data, Single
+from hetsync.plan.search.random_search import Random
 from hetsync.plan.search.search import Problem, Scored, Search
 
 SEARCHES: dict[str, type[Search]] = {
@@ -14,10 +17,13 @@ SEARCHES: dict[str, type[Search]] = {
     "data": Data,
     "exact": Exact,
     "list": ListSchedule,
+    "local": Local,
+    "mincut": MinCut,
+    "random": Random,
     "single": Single,
 }
 BEST = "best"
-ARMS_OF_BEST = ("data", "single", "contiguous", "list", "exact")  # in turn, each from the best of those before
+ARMS_OF_BEST = ("data", "single", "contiguous", "list", "exact", "local")  # in turn, each from the best of those before
 
 
 def arms_of(name: str) -> tuple[str, ...]:

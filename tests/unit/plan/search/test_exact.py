@@ -16,8 +16,9 @@ from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, PairLink
 from hetsync.errors import UserError
 from hetsync.plan.evaluate import Evaluator, Training
 from hetsync.plan.placement import Placement, Replica, Stage
+from hetsync.plan.search.chains import classes_of
 from hetsync.plan.search.driver import Driver
-from hetsync.plan.search.exact import Exact, classes_of
+from hetsync.plan.search.exact import Exact
 from hetsync.plan.search.registry import make_search
 from hetsync.plan.search.search import Problem
 
