@@ -10,7 +10,7 @@ from hetsync.errors import UserError
 from hetsync.plan.evaluate import Costs, Evaluator
 from hetsync.plan.placement import Placement
 from hetsync.plan.search.list_schedule import list_placement
-from hetsync.plan.search.objective import Objective, Weights, objective
+from hetsync.plan.search.objective import Weights, objective
 from hetsync.plan.search.plain import whole
 from hetsync.plan.search.registry import arms_of, make_search
 from hetsync.plan.search.search import Problem, Scored
@@ -26,13 +26,17 @@ class Budget:
 
 @dataclass
 class Arm:
-    """A search's part of a run. `refused`: why it could not search, in words; `best` of those that fit."""
+    """A search's part of a run. `refused`: why it could not search, in words."""
 
     method: str
     evaluations: int = 0
     seconds: float = 0.0
     best: Scored | None = None
     refused: str | None = None
+
+    @property
+    def fitting(self) -> Scored | None:
+        return _fitting(self.best)
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Driver:
         arms: Those that have been run, the last one maybe not to its end.
         best: Of all arms; what lacks the least memory as long as nothing fits.
         evaluations: All that were made, with those of the reference.
+        reference: The method whose plan has objective 1: `data`, or `list` where that does not fit.
     """
 
     def __init__(
@@ -69,7 +74,8 @@ class Driver:
         self.evaluations = 0
         self._watch, self._begun = watch, time.process_time()
         _check_blocks(problem.evaluator)
-        self.objective = self._objective(weights)
+        self.reference, self.reference_costs = self._reference()
+        self.objective = objective(weights, self.reference_costs, problem.evaluator)
         most_replicas = len(problem.replicas or problem.ranks)
         self.bound = self.objective.bound(max(problem.micro_batches), most_replicas)
 
@@ -81,9 +87,14 @@ class Driver:
     @property
     def gap(self) -> float | None:
         """Of the best to the bound, as a fraction of the bound; None as long as nothing fits."""
-        if self.best is None or not self.best.costs.feasible or not self.bound:
+        if self.fitting is None or not self.bound:
             return None
-        return self.best.objective / self.bound - 1
+        return max(0.0, self.fitting.objective / self.bound - 1)
+
+    @property
+    def fitting(self) -> Scored | None:
+        """The best, if it fits into memory."""
+        return _fitting(self.best)
 
     def run(self, name: str) -> None:
         """The search of this name, or all that the name stands for, each from the best of those before. What one of
@@ -112,9 +123,8 @@ class Driver:
 
     def _run(self, arm: Arm) -> None:
         begun = self.seconds
-        fitting = self.best if self.best is not None and self.best.costs.feasible else None
         try:
-            search = make_search(arm.method, self.problem, self.seed, fitting)
+            search = make_search(arm.method, self.problem, self.seed, self.fitting)
             while not self._spent() and (proposed := search.propose()):
                 search.hear([self._score(arm, one) for one in proposed[: self._evaluations_left()]])
                 self._watch(self)
@@ -125,15 +135,12 @@ class Driver:
         costs = self._evaluate(placement)
         arm.evaluations += 1
         scored = Scored(placement, costs, self.objective.of(costs))
-        if self._counts(scored):
-            if arm.best is None or _rank(scored) < _rank(arm.best):
-                arm.best = scored
-            if self.best is None or _rank(scored) < _rank(self.best):
-                self.best = scored
+        order = self.problem.order
+        if arm.best is None or order(scored) < order(arm.best):
+            arm.best = scored
+        if self.best is None or order(scored) < order(self.best):
+            self.best = scored
         return scored
-
-    def _counts(self, scored: Scored) -> bool:
-        return not self.problem.every_rank or len(scored.placement.ranks) == len(self.problem.ranks)
 
     def _evaluate(self, placement: Placement) -> Costs:
         self.evaluations += 1
@@ -146,21 +153,18 @@ class Driver:
         seconds = self.budget.seconds
         return self._evaluations_left() <= 0 or (seconds is not None and self.seconds >= seconds)
 
-    def _objective(self, weights: Weights) -> Objective:
-        """By data parallelism where that fits, else by `list`."""
+    def _reference(self) -> tuple[str, Costs]:
         problem, evaluator = self.problem, self.problem.evaluator
-        costs = None
         if len(problem.ranks) <= evaluator.training.batch_size:
             costs = self._evaluate(whole(evaluator, problem.ranks, 1))
-        if costs is None or not costs.feasible:
-            number = problem.numbers_for(1)[-1]
-            costs = self._evaluate(list_placement(problem, (problem.ranks,), number))
-        return objective(weights, costs, evaluator)
+            if costs.feasible:
+                return "data", costs
+        number = problem.numbers_for(1)[-1]
+        return "list", self._evaluate(list_placement(problem, (problem.ranks,), number))
 
 
-def _rank(scored: Scored) -> tuple[int, float]:
-    """What fits before what does not, and that by the bytes it lacks. Differences by rounding are none."""
-    return sum(scored.costs.lacking_bytes.values()), float(f"{scored.objective:.9g}")
+def _fitting(best: Scored | None) -> Scored | None:
+    return best if best is not None and best.costs.feasible else None
 
 
 def _check_blocks(evaluator: Evaluator) -> None:

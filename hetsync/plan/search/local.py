@@ -46,16 +46,12 @@ class Local(Search):
 
     def hear(self, scored: Sequence[Scored]) -> None:
         for one in scored:
-            if self._at is None or self._rank(one) < self._rank(self._at):
+            if self._at is None or self.problem.order(one) < self.problem.order(self._at):
                 self._failures = 0
             else:
                 self._failures += 1
-            if self._at is None or self._rank(one) <= self._rank(self._at):
+            if self._at is None or self.problem.order(one) <= self.problem.order(self._at):
                 self._at = one
-
-    def _rank(self, scored: Scored) -> tuple[int, int, float]:
-        unused = len(self.problem.ranks) - len(scored.placement.ranks) if self.problem.every_rank else 0
-        return sum(scored.costs.lacking_bytes.values()), unused, float(f"{scored.objective:.9g}")
 
     def _neighbour(self, placement: Placement) -> Placement | None:
         """None where what was drawn is no neighbour."""

@@ -29,7 +29,7 @@ class Problem:
         micro_batches: Numbers of micro-batches to choose from, ascending.
         replicas: Ranks of each replica, in the order of its stages; None leaves them to the search.
         most_groups: Into which blocks are contracted. At least the ranks of a replica.
-        every_rank: Whether only a plan counts in which every rank has blocks, as a job's must.
+        every_rank: Whether every rank must have blocks, as a job's must.
     """
 
     evaluator: Evaluator
@@ -46,6 +46,12 @@ class Problem:
     def given_replicas(self) -> tuple[tuple[int, ...], ...]:
         """One of all ranks where none are given."""
         return self.replicas or (tuple(self.ranks),)
+
+    def order(self, scored: Scored) -> tuple[int, int, float]:
+        """The least is the best: what fits before what does not, by the bytes it lacks; then, where every rank must
+        have blocks, by those without; then by the objective. Differences by rounding are none."""
+        unused = len(self.ranks) - len(scored.placement.ranks) if self.every_rank else 0
+        return sum(scored.costs.lacking_bytes.values()), unused, float(f"{scored.objective:.9g}")
 
     @cached_property
     def groups(self) -> Groups:
