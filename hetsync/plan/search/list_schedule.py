@@ -1,14 +1,14 @@
 """List scheduling: groups in order of their upward rank, each to the device that would be done with it earliest.
 
 As HEFT (Topcuoglu et al. 2002), but for a pipeline: a device works off all micro-batches of what it has, from when the
-first one comes, and a link carries all of them. Devices that are full are left out, and those by which stages would
-come to wait for each other.
+first one comes, and a link carries all of them. And what is left must fit the devices that others do not need yet: work
+seldom comes back to one that does, since stages must not wait for each other. Devices that are full are left out.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from hetsync.plan.placement import Placement
 from hetsync.plan.search.contiguous import first_shares
 from hetsync.plan.search.groups import Groups
 from hetsync.plan.search.search import Problem, Scored, Search
+
+SHORTEST_SECONDS = 1e-12  # of the model on a device without a time
 
 
 class ListSchedule(Search):
@@ -48,7 +50,10 @@ class _Schedule:
         self._micro_batches, self._samples = micro_batches, samples
         figures = group_figures(problem.evaluator, problem.groups)
         work = figures[:, FORWARD] + figures[:, BACKWARD]
-        self._seconds = {rank: (work * problem.evaluator.times[rank].seconds(samples)).tolist() for rank in ranks}
+        whole = {rank: problem.evaluator.times[rank].seconds(samples) for rank in ranks}
+        self._seconds = {rank: (work * whole[rank]).tolist() for rank in ranks}
+        self._speeds = {rank: 1 / max(seconds, SHORTEST_SECONDS) for rank, seconds in whole.items()}
+        self._work: list[float] = work.tolist()  # parts of the model
         in_flight = min(micro_batches, len(ranks))
         held = problem.evaluator.held_bytes(figures[:, WEIGHTS], replicas) + figures[:, SAVED] * samples * in_flight
         self._held: list[float] = held.tolist()
@@ -58,6 +63,7 @@ class _Schedule:
         # What has been decided.
         self._of: dict[int, int] = {}
         self._ready: dict[int, float] = {}  # by group: when its first micro-batch is done
+        self._left = float(work.sum())
         self._begin = dict.fromkeys(ranks, 0.0)  # by rank
         self._load = dict.fromkeys(ranks, 0.0)
         self._room = {rank: float(problem.evaluator.limit_bytes[rank]) for rank in ranks}
@@ -89,6 +95,7 @@ class _Schedule:
             rank = max(allowed, key=lambda rank: self._room[rank])
         begin, carried = self._arrival(group, rank)
         self._of[group] = rank
+        self._left -= self._work[group]
         self._begin[rank] = begin
         self._load[rank] += self._seconds[rank][group]
         self._ready[group] = begin + self._load[rank]
@@ -102,7 +109,13 @@ class _Schedule:
         begin, carried = self._arrival(group, rank)
         each = [self._load[rank] + self._seconds[rank][group]]
         each += [self._carried[other, rank] + seconds for other, seconds in carried.items()]
-        return begin + self._micro_batches * max(each)
+        return begin + self._micro_batches * max(*each, self._balanced(rank, carried))
+
+    def _balanced(self, rank: int, needed: Collection[int]) -> float:
+        """Seconds of all that is left on this rank and those that others will then not need, with what they have."""
+        open_ = [one for one in self._ranks if one == rank or (one not in needed and not self._behind[one])]
+        speed = sum(self._speeds[one] for one in open_)
+        return (self._left + sum(self._load[one] * self._speeds[one] for one in open_)) / speed
 
     def _arrival(self, group: int, rank: int) -> tuple[float, dict[int, float]]:
         """When the rank could begin with it, and seconds on links, by the rank that sends."""

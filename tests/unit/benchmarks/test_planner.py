@@ -37,7 +37,7 @@ def test_a_best_that_is_beaten_is_told():
     cell = {"model": "m", "cluster": "c", "weights": "time"}
     records = [{**cell, "arm": arm, "objective": objective} for arm, objective in (("best", 2.0), ("random", 1.0))]
     assert planner.verdict(records) == [
-        "In 1 of 1 cells the median of best is above the least of any search and seed.",
+        "By medians, best is worse than another search in 1 of 1 cells.",
         "",
         "- m, c, time: best 2, random 1",
     ]

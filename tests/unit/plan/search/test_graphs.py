@@ -64,6 +64,13 @@ def test_list_runs_branches_side_by_side():
     assert of[1] == of[2] != of[3] == of[4]
 
 
+def test_list_fills_a_device_before_work_moves_on():
+    """Three equal thirds of a chain, for many micro-batches."""
+    asked = problem([cost(1.0, 1.0, output=0)] * 9, None, 3, (16,))
+    replica = list_placement(asked, ((0, 1, 2),), 16).replicas[0]
+    assert [stage.blocks for stage in replica.stages] == [(0, 1, 2), (3, 4, 5), (6, 7, 8)]
+
+
 def test_list_heeds_memory():
     """Each device holds three of the six."""
     asked = problem([cost(weight=2**26, saved=0, output=10**9)] * 6, None, memory_gib=1, link=Link(0.0, 1.0))

@@ -109,7 +109,7 @@ def test_a_lone_replica_of_every_rank_is_found_by_exact():
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 50)), min_size=2, max_size=6), st.integers(1, 4))
-@settings(max_examples=20)
+@settings(max_examples=8)
 def test_on_equal_devices_with_fast_links_nothing_beats_data(blocks, ranks):
     costs = [cost(forward, weight=weight) for forward, weight in blocks]
     asked = problem(costs, [1.0] * ranks, batch=ranks * 16)
@@ -119,7 +119,7 @@ def test_on_equal_devices_with_fast_links_nothing_beats_data(blocks, ranks):
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(1, 5), st.integers(0, 40))
-@settings(max_examples=25)
+@settings(max_examples=6)
 def test_times_that_are_all_longer_change_the_seconds_only(blocks, factor, carried):
     """Of links as well."""
     costs = [cost(one, output=carried) for one in blocks]
@@ -134,7 +134,7 @@ def test_times_that_are_all_longer_change_the_seconds_only(blocks, factor, carri
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.permutations([1.0, 1.0, 3.0, 3.0]))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_the_order_of_devices_changes_nothing(blocks, seconds):
     """They are of other names, so of other classes, though equal."""
     costs = [cost(one, output=40) for one in blocks]
@@ -157,7 +157,7 @@ def test_more_memory_and_bandwidth_never_make_exact_worse(blocks, times):
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=4))
-@settings(max_examples=20)
+@settings(max_examples=6)
 def test_exact_finds_the_best_partition_into_replicas(blocks):
     """Of all that trying every partition, order and cut finds; memory holds the whole model nowhere, links are free."""
     weight = 2**20
