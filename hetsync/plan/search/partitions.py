@@ -7,6 +7,7 @@ such numbers; and the best sum of those. What rounds add is the evaluator's to s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -16,6 +17,7 @@ from hetsync.plan.search.chains import BestChain, best_chain, classes_of, machin
 from hetsync.plan.search.search import Problem
 
 SEVERAL = 2  # replicas, as far as memory cares
+MOST_REPLICAS_TO_TRY = 128  # different ones, for each of which a chain is searched
 
 Devices = tuple[int, ...]  # numbers of devices, by class
 
@@ -36,9 +38,12 @@ class _Partition:
 
 
 def best_partitions(problem: Problem) -> Iterator[Placement]:
-    """One for each number of replicas, from two on, for which there is one that fits into memory."""
+    """One for each number of replicas, from two on, for which there is one that fits into memory; none where too many
+    different replicas are possible."""
     classes = classes_of(problem.evaluator, problem.ranks)
     counts = tuple(len(members) for members in classes)
+    if math.prod(count + 1 for count in counts) > MOST_REPLICAS_TO_TRY:
+        return
     options = {}
     for devices in product(*(range(count + 1) for count in counts)):
         if any(devices) and devices != counts and (option := _option(problem, classes, devices)) is not None:

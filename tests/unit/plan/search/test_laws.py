@@ -18,6 +18,7 @@ from hetsync.plan.placement import Placement, Replica, Stage, as_plan_file, plac
 from hetsync.plan.plan_file import ModelIdentity
 from hetsync.plan.search.driver import Budget, Driver
 from hetsync.plan.search.objective import Weights
+from hetsync.plan.search.partitions import best_partitions
 from hetsync.plan.search.registry import ARMS_OF_BEST, SEARCHES
 from hetsync.plan.search.search import Problem
 
@@ -184,3 +185,10 @@ def all_plans(blocks, ranks, number):
     for one, other in product(chains, repeat=2):
         if one < other and not set(one) & set(other):
             yield from (Placement(pair) for pair in product(chains[one], chains[other]))
+
+
+def test_many_possible_replicas_are_left_to_other_searches():
+    """Seven devices that all differ have 128 subsets."""
+    few, many = (problem([cost()] * 3, [1.0 + rank for rank in range(ranks)], micro_batches=(1,)) for ranks in (3, 8))
+    assert len([*best_partitions(few)]) == 2
+    assert [*best_partitions(many)] == []
