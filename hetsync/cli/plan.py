@@ -8,11 +8,25 @@ from pathlib import Path
 from typing import NoReturn
 
 from jsonargparse import Namespace
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from hetsync.cli.shared import Verbs, add_recipe_command, on_one_process
 from hetsync.config.parser import make_parser, parse_recipe
-from hetsync.errors import UserError
+from hetsync.config.schema import Config
+from hetsync.errors import UserError, brief
+
+SEARCHING = [
+    "ranks",
+    "replicas",
+    "micro_batches",
+    "search",
+    "evaluations",
+    "seconds",
+    "weights",
+    "seed",
+    "groups",
+    "output",
+]
 
 
 def add_to(verbs: Verbs) -> None:
@@ -24,27 +38,55 @@ def main(argv: Sequence[str]) -> NoReturn:
         parser = make_parser("hetsync plan", "Place the recipe's model on the cluster that --emulate names.")
         parser.add_argument("--ranks", type=PositiveInt, help="Ranks; null takes one for each device of the profile.")
         parser.add_argument("--replicas", help="Ranks of each replica, such as '0,2;1,3', in the order of its stages.")
-        parser.add_argument("--micro-batches", type=PositiveInt, help="Of each replica; null tries powers of two.")
-        parser.add_argument("--search", help="contiguous, data, exact or single; null takes contiguous.")
+        parser.add_argument("--micro-batches", metavar="M", help="Of each replica; auto or null tries powers of two.")
+        known = "best, contiguous, data, exact, list, local, mincut, random or single"
+        parser.add_argument("--search", help=f"{known}; null takes best.")
+        parser.add_argument("--evaluations", type=PositiveInt, help="Plans to be tried, at most; null takes 1000.")
+        parser.add_argument("--seconds", type=PositiveFloat, help="For the search, of this process; null is no limit.")
+        parser.add_argument("--weights", metavar="T,C,M", help="Of time, bytes and memory; null takes 1,0,0.")
+        parser.add_argument("--seed", type=NonNegativeInt, help="Of what searches draw; null takes 0.")
+        parser.add_argument("--groups", type=PositiveInt, help="Into which blocks are contracted; null takes 64.")
         parser.add_argument("--output", metavar="FILE", help="Where to write the plan.")
         parser.add_argument("--explain", metavar="PLAN", help="Show this plan instead of searching for one.")
         config, told = parse_recipe(parser, argv)
         output, shown = (None if path is None else Path(path) for path in (told.output, told.explain))
-        # jsonargparse's positive numbers are of a type of their own, which YAML does not know.
-        ranks, micro_batches = (None if number is None else int(number) for number in (told.ranks, told.micro_batches))
-        replicas = None if told.replicas is None else parse_replicas(told.replicas)
-        from hetsync.cli import planning  # loads torch
-
         if shown is not None:
             _refuse_unused(told)
+            from hetsync.cli import planning  # loads torch
+
             planning.explain(config, shown)
+            status = 0
         else:
-            planning.plan(config, planning.Request(ranks, replicas, micro_batches, told.search or "contiguous"), output)
-    sys.exit(0)
+            status = _search(config, told, output)
+    sys.exit(status)
+
+
+def _search(config: Config, told: Namespace, output: Path | None) -> int:
+    replicas = None if told.replicas is None else parse_replicas(told.replicas)
+    micro_batches = None if told.micro_batches is None else parse_micro_batches(told.micro_batches)
+    weights = None if told.weights is None else parse_weights(told.weights)
+    from hetsync.cli import planning  # loads torch
+
+    # jsonargparse's positive numbers are of types of their own, which YAML does not know.
+    ranks, groups = (None if number is None else int(number) for number in (told.ranks, told.groups))
+    evaluations = planning.MOST_EVALUATIONS if told.evaluations is None else int(told.evaluations)
+    seconds = None if told.seconds is None else float(told.seconds)
+    request = planning.Request(
+        ranks,
+        replicas,
+        micro_batches,
+        told.search or "best",
+        evaluations,
+        seconds,
+        weights,
+        int(told.seed or 0),
+        groups,
+    )
+    return planning.plan(config, request, output)
 
 
 def _refuse_unused(told: Namespace) -> None:
-    for name in ("ranks", "replicas", "micro_batches", "search", "output"):
+    for name in (*SEARCHING, "output"):
         if (value := told[name]) is not None:
             option = "--" + name.replace("_", "-")
             raise UserError(f"{option} is {value}, but --explain shows a plan as it is: leave one of them out")
@@ -57,4 +99,23 @@ def parse_replicas(text: str) -> tuple[tuple[int, ...], ...]:
     except ValueError:
         raise UserError(
             f"--replicas is {text}: give ranks by commas and replicas by semicolons, such as '0,2;1,3'"
+        ) from None
+
+
+def parse_micro_batches(text: str) -> int | None:
+    """A number, or None for auto. UserError for anything else."""
+    if text == "auto":
+        return None
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise UserError(f"--micro-batches is {brief(text)}: give a whole number above 0, or auto")
+
+
+def parse_weights(text: str) -> tuple[float, ...]:
+    """`1,0,0.5` as numbers. UserError for anything else."""
+    try:
+        return tuple(float(weight) for weight in text.split(","))
+    except ValueError:
+        raise UserError(
+            f"--weights is {brief(text)}: give three numbers by commas, of time, bytes and memory, such as 1,0,0"
         ) from None

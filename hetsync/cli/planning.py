@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from hetsync.config.schema import Config
+from hetsync.data import check_batch_size
 from hetsync.emulation.cluster import Cluster, load_cluster
-from hetsync.errors import UserError
+from hetsync.errors import INTERRUPTED, UserError, complain
 from hetsync.plan.evaluate import Evaluator
-from hetsync.plan.explain import predicted, told_costs, told_stages, told_timeline
+from hetsync.plan.explain import predicted, told_costs, told_reasons, told_search, told_stages, told_timeline
 from hetsync.plan.placement import as_plan_file, place
-from hetsync.plan.plan_file import mistakes_in, read_plan, write_plan
+from hetsync.plan.plan_file import SearchRecord, TriedSearch, mistakes_in, read_plan, write_plan
 from hetsync.plan.recipe import PlannableModel, plannable_model
-from hetsync.plan.search.registry import make_search
-from hetsync.plan.search.search import Problem, micro_batch_numbers, run
+from hetsync.plan.search.driver import Budget, Driver, Found
+from hetsync.plan.search.objective import Weights, check_weights, figures_of
+from hetsync.plan.search.registry import arms_of
+from hetsync.plan.search.search import MOST_GROUPS, Problem, micro_batch_numbers
 from hetsync.simulate.recipe import build, profiles
 
 MOST_MICRO_BATCHES_GIVEN = 1024
+MOST_EVALUATIONS = 1000  # where the user names no number
 
 
 @dataclass(frozen=True)
@@ -31,34 +38,129 @@ class Request:
     replicas: tuple[tuple[int, ...], ...] | None
     micro_batches: int | None
     search: str
+    evaluations: int
+    seconds: float | None
+    weights: tuple[float, ...] | None
+    seed: int
+    groups: int | None
 
 
-def plan(config: Config, request: Request, output: Path | None) -> None:
-    """Search, say what was found, and write it."""
+def plan(config: Config, request: Request, output: Path | None) -> int:
+    """Search, say what was found, and write it; interrupted, the best so far. The exit status."""
+    arms_of(request.search)  # before anything that takes long
+    weights = Weights() if request.weights is None else check_weights(request.weights)
     cluster = _cluster(config)
     ranks = request.ranks or cluster.size
-    _check_size(request, cluster.size)
-    replicas = request.replicas or (tuple(range(ranks)),)
-    _check_replicas(replicas, ranks)
+    _check_size(request, cluster.size, config.data.batch_size)
+    if request.replicas is not None:
+        _check_replicas(request.replicas, ranks)
+    groups = _groups(request, ranks)
     model, evaluator = _prepared(config, cluster, ranks)
-    numbers = micro_batch_numbers(request.micro_batches, config.data.batch_size, len(replicas))
-    problem = Problem(evaluator, replicas, numbers)
-    found = run(make_search(request.search, problem))
-    graph, costs = model.cut.graph, predicted(found.costs)
-    file = as_plan_file(found.placement, graph, config.data.batch_size, model.identity, costs)
-    tried = f"{found.evaluations} plans" if found.evaluations > 1 else "1 plan"
-    print(f"{request.search}: the best of {tried} for {len(graph.blocks)} blocks on {ranks} ranks")
+    numbers = micro_batch_numbers(request.micro_batches, config.data.batch_size, len(request.replicas or (0,)))
+    problem = Problem(evaluator, numbers, request.replicas, groups, every_rank=output is not None)
+    driver, interrupted = _searched(problem, weights, request)
+    found, graph = driver.found(), model.cut.graph
+    costs = predicted(found.costs)
+    record = _recorded(driver, found, weights)
+    file = as_plan_file(found.placement, graph, config.data.batch_size, model.identity, costs, record)
+    print(f"{request.search}: the best of {driver.evaluations} plans for {len(graph.blocks)} blocks on {ranks} ranks")
     print(*told_stages(file), *told_costs(costs), sep="\n")
+    _tell_tried(driver)
+    print(_break_even(driver, found))
     if output is not None:
         _check_runs(found.placement.ranks, ranks, request.search)
         write_plan(file, output)
         print(f"wrote {output}")
+    if interrupted:
+        complain(f"interrupted after {driver.evaluations} evaluations: this is the best so far")
+        return INTERRUPTED
+    return 0
+
+
+def _searched(problem: Problem, weights: Weights, request: Request) -> tuple[Driver, bool]:
+    """And whether it was interrupted, with a plan that fits; without one KeyboardInterrupt goes on."""
+    budget = Budget(request.evaluations, request.seconds)
+    with Console(stderr=True, highlight=False).status("search") as line:
+        driver = Driver(problem, weights, budget, request.seed, lambda driver: line.update(_told_so_far(driver)))
+        try:
+            driver.run(request.search)
+        except KeyboardInterrupt:
+            if driver.fitting is None:
+                raise
+            return driver, True
+    return driver, False
+
+
+def _told_so_far(driver: Driver) -> str:
+    gap = "" if driver.gap is None else f", gap {driver.gap:.1%}"
+    best = driver.fitting
+    found = "nothing fits yet" if best is None else f"best objective {best.objective:.4g}{gap}"
+    return f"{driver.arms[-1].method}: {driver.evaluations} evaluations, {found}"
+
+
+def _recorded(driver: Driver, found: Found, weights: Weights) -> SearchRecord:
+    """What the plan file says of the search, to five digits."""
+
+    def short(value: float) -> float:
+        return float(f"{value:.5g}")
+
+    tried = tuple(
+        TriedSearch(
+            arm.method,
+            arm.evaluations,
+            short(arm.seconds),
+            None if arm.fitting is None else short(arm.fitting.objective),
+        )
+        for arm in driver.arms
+    )
+    return SearchRecord(
+        method=found.method,
+        evaluations=driver.evaluations,
+        seconds=short(driver.seconds),
+        seed=driver.seed,
+        weights=tuple(short(weight) for weight in weights),
+        objective=short(found.objective),
+        bound=short(driver.bound),
+        gap=None if driver.gap is None else short(driver.gap),
+        tried=tried,
+    )
+
+
+def _tell_tried(driver: Driver) -> None:
+    """A table of the searches that were run, each with its best plan."""
+    table = Table(
+        *("search", "objective", "s a step", "bytes a sample", "memory", "evaluations", "s"), box=None, pad_edge=False
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for arm in driver.arms:
+        row = ["–"] * 4
+        if (best := arm.fitting) is not None:
+            figures = figures_of(best.costs, driver.problem.evaluator)
+            row = [f"{best.objective:.4g}", f"{best.costs.step_seconds:.4g}"]
+            row += [f"{figures.bytes_per_sample:,.0f}", f"{figures.memory_fraction:.1%}"]
+        table.add_row(arm.method, *row, str(arm.evaluations), f"{arm.seconds:.1f}")
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    for arm in driver.arms:
+        if arm.refused is not None:
+            print(f"{arm.method}: {arm.refused}")
+
+
+def _break_even(driver: Driver, found: Found) -> str:
+    """The steps after which the search has paid for itself, against data parallelism by speed."""
+    if driver.reference != "data":
+        return "break-even at once: data parallelism does not fit"
+    gain = driver.reference_costs.step_seconds - found.costs.step_seconds
+    if gain <= 1e-9 * driver.reference_costs.step_seconds:
+        return "break-even never: data parallelism is as fast"
+    return f"break-even after {math.ceil(driver.seconds / gain):,} steps: each is {gain:.4g} s shorter than data's"
 
 
 def explain(config: Config, path: Path) -> None:
     """Stages and what was predicted; with a cluster to emulate, also what is predicted now, and the timeline."""
     file = read_plan(path)
-    print(*told_stages(file), sep="\n")
+    print(*told_stages(file), *(told_search(file.search) if file.search else ()), sep="\n")
     if config.emulation.profile is None:
         print(*(told_costs(file.predicted) if file.predicted else ()), sep="\n")
         print("for a timeline, give the recipe, and the cluster by --emulate")
@@ -72,12 +174,14 @@ def explain(config: Config, path: Path) -> None:
         costs = evaluator.evaluate(placement)
         evaluator.check_memory(costs)
     print(*told_costs(predicted(costs)), *told_timeline(evaluator, placement), sep="\n")
+    print(*told_reasons(evaluator, placement), sep="\n")
 
 
 def _prepared(config: Config, cluster: Cluster, ranks: int) -> tuple[PlannableModel, Evaluator]:
     torch.set_num_threads(1)  # as emulated ranks
     times = [profile.time for profile in profiles(config, cluster, ranks)]
     built, model = build(config)
+    check_batch_size(built, config.data.batch_size)
     plannable = plannable_model(config, built, model, ranks)
     return plannable, Evaluator(plannable.cut.graph, plannable.costs, cluster, times, plannable.training)
 
@@ -88,12 +192,31 @@ def _cluster(config: Config) -> Cluster:
     return load_cluster(config.emulation.profile)
 
 
-def _check_size(request: Request, devices: int) -> None:
+def _groups(request: Request, ranks: int) -> int:
+    """Never fewer than a replica's ranks, each of which may need one."""
+    least = max(map(len, request.replicas)) if request.replicas else ranks
+    if request.groups is None:
+        return max(MOST_GROUPS, least)
+    if request.groups < least:
+        raise UserError(
+            f"--groups is {request.groups}, but a replica may have {least} ranks, and each needs one: give at least"
+            f" {least}"
+        )
+    return request.groups
+
+
+def _check_size(request: Request, devices: int, batch_size: int) -> None:
     if request.ranks is not None and request.ranks > devices:
         raise UserError(f"--ranks is {request.ranks}, but the cluster has {devices} devices: give at most {devices}")
     if request.micro_batches is not None and request.micro_batches > MOST_MICRO_BATCHES_GIVEN:
         most = MOST_MICRO_BATCHES_GIVEN
         raise UserError(f"--micro-batches is {request.micro_batches}: give at most {most}, as more hide no more")
+    replicas = len(request.replicas or (0,))
+    if (request.micro_batches or 1) * replicas > batch_size:
+        raise UserError(
+            f"--micro-batches is {request.micro_batches or 1}, but a batch of {batch_size} has no sample for each, of"
+            f" {replicas} replicas: give fewer, or a larger data.batch_size"
+        )
 
 
 def _check_replicas(replicas: tuple[tuple[int, ...], ...], ranks: int) -> None:

@@ -181,6 +181,18 @@ class Evaluator:
                     spans.append(Span(index, stage, rank, number % replica.micro_batches, forward, end - seconds, end))
         return sorted(spans, key=lambda span: (span.rank, span.begin, span.end))
 
+    def link_seconds(self, placement: Placement) -> dict[tuple[int, int], float]:
+        """By pair of ranks, from one to the other: for how long activations and their gradients take the link in a
+        slice. Without rounds."""
+        found: dict[tuple[int, int], float] = {}
+        for replica in self.with_shares(placement).replicas:
+            one = self._slice(self._staged(replica), replica.share or 0)
+            for (_, rank), worker in zip(one.workers, one.work, strict=True):
+                for send in (send for sends in worker.sends for send in sends):
+                    pair = (rank, one.workers[send.target][1])
+                    found[pair] = found.get(pair, 0.0) + send.seconds
+        return found
+
     def check_hosts(self, placement: Placement) -> None:
         """UserError where a stage of several ranks is on several hosts, as far as the cluster says where they are."""
         for index, replica in enumerate(placement.replicas):

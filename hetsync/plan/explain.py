@@ -8,11 +8,12 @@ from string import ascii_lowercase, digits
 
 from hetsync.plan.evaluate import Costs, Evaluator, Span
 from hetsync.plan.placement import Placement
-from hetsync.plan.plan_file import PlanFile, Predicted
+from hetsync.plan.plan_file import PlanFile, Predicted, SearchRecord
 
 COLUMNS = 96  # of a timeline
 MOST_NAMES = 4  # of a stage's blocks on a line
 IDLE = "·"
+COSTS = ("time", "bytes", "memory")
 
 
 def predicted(costs: Costs) -> Predicted:
@@ -58,6 +59,40 @@ def told_timeline(evaluator: Evaluator, placement: Placement) -> list[str]:
         busy = sum(span.end - span.begin for span in own) / ends[own[0].replica]
         name = evaluator.cluster.device_of(rank).name
         lines.append(f"rank {rank:<3} {name[:12]:<12} {_row(own, whole)} waits {1 - busy:.0%}")
+    return lines
+
+
+def told_search(search: SearchRecord) -> list[str]:
+    """How the plan was found, and how far from the least objective it may be."""
+    weights = ", ".join(f"{cost} {weight:.3g}" for weight, cost in zip(search.weights, COSTS, strict=False) if weight)
+    gap = "" if search.gap is None else f": the gap is {search.gap:.1%}"
+    spent = f"{search.evaluations} evaluations and {search.seconds:.1f} s"
+    lines = [f"search  {search.method} found objective {search.objective:.4g} ({weights}), after {spent}"]
+    lines.append(f"        no plan with one rank a stage has less than {search.bound:.4g}{gap}")
+    for one in search.tried:
+        found = "nothing" if one.objective is None else f"{one.objective:.4g}"
+        lines.append(f"        {one.method:<18} {found:>8} in {one.evaluations} evaluations, {one.seconds:.1f} s")
+    return lines
+
+
+def told_reasons(evaluator: Evaluator, placement: Placement) -> list[str]:
+    """What holds the plan up: the busiest rank, the ranks that wait most or have nothing to do, the fullest link."""
+    spans = evaluator.timeline(placement)
+    ends = {index: max(span.end for span in spans if span.replica == index) for index in {s.replica for s in spans}}
+    busy = {
+        rank: sum((span.end - span.begin) / ends[span.replica] for span in spans if span.rank == rank)
+        for rank in sorted({span.rank for span in spans})
+    }
+    most, least = max(busy, key=lambda rank: busy[rank]), min(busy, key=lambda rank: busy[rank])
+    idle = f"; most idle is rank {least}, {1 - busy[least]:.0%}" if least != most else ""
+    lines = [f"busiest  rank {most}, {busy[most]:.0%} of its slice{idle}"]
+    if unused := sorted(set(range(len(evaluator.times))) - set(busy)):
+        lines.append(f"unused   rank {_listed(unused)}")
+    slices = {span.rank: ends[span.replica] for span in spans}
+    links = {pair: seconds / slices[pair[0]] for pair, seconds in evaluator.link_seconds(placement).items()}
+    if links:
+        one, other = max(links, key=lambda pair: links[pair])
+        lines.append(f"fullest  link from rank {one} to {other}, taken for {links[one, other]:.0%} of a slice")
     return lines
 
 

@@ -9,7 +9,16 @@ from itertools import pairwise
 
 from hetsync.errors import UserError, did_you_mean
 from hetsync.plan.graph import BATCH, Block, BlockGraph
-from hetsync.plan.plan_file import ALL, FORMAT, ModelIdentity, PlanFile, PlannedReplica, PlannedStage, Predicted
+from hetsync.plan.plan_file import (
+    ALL,
+    FORMAT,
+    ModelIdentity,
+    PlanFile,
+    PlannedReplica,
+    PlannedStage,
+    Predicted,
+    SearchRecord,
+)
 from hetsync.plan.schedule import stage_order
 
 
@@ -136,6 +145,7 @@ def as_plan_file(
     batch_size: int,
     model: ModelIdentity | None = None,
     predicted: Predicted | None = None,
+    search: SearchRecord | None = None,
 ) -> PlanFile:
     """The plan file of a placement, with the shortest names."""
     replicas = []
@@ -145,7 +155,14 @@ def as_plan_file(
             for stage in replica.stages
         )
         replicas.append(PlannedReplica(share=replica.share, micro_batches=replica.micro_batches, stages=stages))
-    return PlanFile(format=FORMAT, model=model, batch_size=batch_size, replicas=tuple(replicas), predicted=predicted)
+    return PlanFile(
+        format=FORMAT,
+        model=model,
+        batch_size=batch_size,
+        replicas=tuple(replicas),
+        predicted=predicted,
+        search=search,
+    )
 
 
 def shortest_names(chosen: Collection[int], blocks: Sequence[Block]) -> tuple[str, ...]:

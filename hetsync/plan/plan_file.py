@@ -90,6 +90,36 @@ class Predicted:
     memory_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class TriedSearch:
+    """One of the searches that were run; without `objective` none of its plans fitted, or it could not search."""
+
+    method: str
+    evaluations: int
+    seconds: float
+    objective: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchRecord:
+    """How the plan was found; not read by a job's decisions.
+
+    `method` found it. `weights` are of time, bytes and memory in `objective`, which is 1 for data parallelism by speed.
+    `bound`: no plan whose stages are of one rank each has a lower objective; `gap`: how far above it this one is, as a
+    fraction of it. `evaluations` and `seconds` (of a process) are of all searches in `tried`.
+    """
+
+    method: str
+    evaluations: int
+    seconds: float
+    seed: int
+    weights: tuple[float, ...]
+    objective: float
+    bound: float
+    gap: float | None = None
+    tried: tuple[TriedSearch, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanFile:
     """A plan as it is written."""
@@ -99,6 +129,7 @@ class PlanFile:
     batch_size: int
     replicas: tuple[PlannedReplica, ...]
     predicted: Predicted | None = None
+    search: SearchRecord | None = None
 
     def __post_init__(self) -> None:
         at_least("batch_size", self.batch_size, 1)

@@ -10,7 +10,9 @@ import torch
 import yaml
 
 from hetsync.cli import main as cli
-from hetsync.plan.search.registry import SEARCHES
+from hetsync.plan.evaluate import Costs, Evaluator
+from hetsync.plan.placement import Placement
+from hetsync.plan.search.registry import ARMS_OF_BEST, SEARCHES
 
 CLUSTER = {
     "name": "three",
@@ -41,26 +43,78 @@ def plan(*words: str) -> int:
 
 def test_a_plan_is_found_written_and_shown(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--emulate", "three.yaml", *RATES]
-    assert plan(*words, "--replicas", "0,2;1", "--micro-batches", "4", "--output", "plan.yaml") == 0
+    contiguous = ["--search", "contiguous", "--replicas", "0,2;1", "--micro-batches", "4"]
+    assert plan(*words, *contiguous, "--output", "plan.yaml") == 0
     found = capsys.readouterr().out.splitlines()
     written = yaml.safe_load((place / "plan.yaml").read_text())
-    assert list(written) == ["format", "model", "batch_size", "replicas", "predicted"]
+    assert list(written) == ["format", "model", "batch_size", "replicas", "predicted", "search"]
     assert [[stage["ranks"] for stage in replica["stages"]] for replica in written["replicas"]] == [[[0], [2]], [[1]]]
     assert sum(replica["share"] for replica in written["replicas"]) == written["batch_size"] == 64
     assert written["replicas"][1]["stages"][0]["blocks"] == ["*"]
     assert set(written["predicted"]["memory_bytes"]) == {0, 1, 2}
-    assert found[0] == "contiguous: the best of 1 plan for 4 blocks on 3 ranks"
+    assert found[0] == "contiguous: the best of 2 plans for 4 blocks on 3 ranks"  # and data's, for comparison
+    searched = written["search"]
+    assert [(one["method"], one["evaluations"]) for one in searched["tried"]] == [("contiguous", 1)]
+    assert [searched[key] for key in ("method", "evaluations", "seed", "weights")] == ["contiguous", 2, 0, [1, 0, 0]]
+    assert searched["objective"] == pytest.approx(searched["bound"] * (1 + searched["gap"]), rel=1e-3)
 
     assert plan("--explain", "plan.yaml") == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[:-1] == found[1:-1]  # but for "wrote plan.yaml", and how to get a timeline
+    shown = capsys.readouterr().out.splitlines()[:-1]  # but for how to get a timeline
+    own = [line for line in shown if line not in found]  # how it was found: there is a table when it is
+    assert own[0].startswith("search  contiguous found objective")
+    assert len(own) == 3
 
     assert plan(*words, "--explain", "plan.yaml") == 0
     told = capsys.readouterr().out.splitlines()
-    assert told[: len(shown) - 1] == shown[:-1]  # block costs are those of the cache
+    assert told[: len(shown)] == shown  # block costs are those of the cache
+    assert [line.split()[0] for line in told[-2:]] == ["busiest", "fullest"]
+    assert "link from rank " in told[-1]
     rows = [line for line in told if line.startswith("rank ")]
     assert [row.split()[2] for row in rows] == ["fast", "fast", "slow"]
     assert set("0123abcd") <= set(rows[1].split()[3])  # the whole model: none of its passes is too short to be seen
+
+
+def test_best_is_the_default_and_tells_of_every_search(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--emulate", "three.yaml", *RATES, "--weights", "1,1,0", "--seed", "3", "--output", "plan.yaml"]
+    assert plan(*words, "--evaluations", "60") == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    written = yaml.safe_load((place / "plan.yaml").read_text())["search"]
+    assert [one["method"] for one in written["tried"]] == list(ARMS_OF_BEST)
+    assert set(ARMS_OF_BEST) <= {row[0] for row in table if row}
+    assert written["objective"] == min(one["objective"] for one in written["tried"])
+    assert written["evaluations"] == 1 + sum(one["evaluations"] for one in written["tried"]) <= 60
+    assert written["seed"] == 3
+    assert any(row[0] == "break-even" for row in table if row)
+
+
+def test_interrupted_it_writes_the_best_so_far(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, evaluate = [], Evaluator.evaluate
+
+    def interrupted(self: Evaluator, placement: Placement) -> Costs:
+        calls.append(placement)
+        if len(calls) == 12:
+            raise KeyboardInterrupt
+        return evaluate(self, placement)
+
+    monkeypatch.setattr(Evaluator, "evaluate", interrupted)
+    assert plan("--emulate", "three.yaml", *RATES, "--output", "plan.yaml") == 130
+    told = capsys.readouterr()
+    assert "interrupted after 12 evaluations: this is the best so far" in told.err
+    assert yaml.safe_load((place / "plan.yaml").read_text())["search"]["method"] == "data"
+
+
+def test_interrupted_before_anything_is_found(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Evaluator, placement: Placement) -> Costs:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Evaluator, "evaluate", interrupted)
+    assert plan("--emulate", "three.yaml", *RATES, "--output", "plan.yaml") == 130
+    assert capsys.readouterr().err == "hetsync: interrupted\n"
+    assert not (place / "plan.yaml").exists()
 
 
 def test_speeds_decide_shares_of_data_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,8 +128,8 @@ def test_speeds_decide_shares_of_data_parallelism(capsys: pytest.CaptureFixture[
 
 def test_help_names_all_searches(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--help") == 0
-    told = capsys.readouterr().out.partition("--search SEARCH")[2].partition("--output")[0]
-    assert set(SEARCHES) <= set(re.findall(r"[\w-]+", told))
+    told = capsys.readouterr().out.partition("--search SEARCH")[2].partition("--evaluations")[0]
+    assert {*SEARCHES, "best"} <= set(re.findall(r"[\w-]+", told))
 
 
 @pytest.mark.parametrize(
@@ -86,6 +140,14 @@ def test_help_names_all_searches(capsys: pytest.CaptureFixture[str]) -> None:
         (["--emulate", "three.yaml", "--ranks", "4"], "--ranks is 4, but the cluster has 3 devices"),
         (["--emulate", "three.yaml", "--ranks", "1000000000"], "--ranks is 1000000000, but the cluster has 3 devices"),
         (["--emulate", "three.yaml", "--micro-batches", "100000"], "--micro-batches is 100000: give at most 1024"),
+        (["--emulate", "three.yaml", "--micro-batches", "65"], "--micro-batches is 65, but a batch of 64 has"),
+        (["--emulate", "three.yaml", "--micro-batches", "0"], "--micro-batches is 0: give a whole number above"),
+        (["--emulate", "three.yaml", "--weights", "0,0,0"], "--weights is 0,0,0, by which all plans are alike"),
+        (["--emulate", "three.yaml", "--weights", "1,-2,0"], "--weights is 1,-2,0: give finite numbers"),
+        (["--emulate", "three.yaml", "--weights", "fast"], "--weights is fast: give three numbers by commas"),
+        (["--emulate", "three.yaml", "--groups", "2"], "--groups is 2, but a replica may have 3 ranks"),
+        (["--emulate", "three.yaml", "--search", "data", "--replicas", "0,1;2"], "--replicas is 0,1;2, but the plan"),
+        (["--emulate", "three.yaml", "--data.batch_size", "9000"], "data.batch_size is 9000, but the training set has"),
         (["--emulate", "three.yaml", "--replicas", "0,1;x"], "--replicas is 0,1;x: give ranks by commas"),
         (["--emulate", "three.yaml", "--replicas", "0,1"], "--replicas lacks rank 2 of 3: add it, or give --ranks 2"),
         (["--emulate", "three.yaml", "--replicas", "0,1;1,2"], "--replicas has rank 1 2 times"),
@@ -98,6 +160,8 @@ def test_help_names_all_searches(capsys: pytest.CaptureFixture[str]) -> None:
         (["--explain", "p", "--output", "never.yaml"], "--output is never.yaml, but --explain shows"),
         (["--explain", "p", "--ranks", "2"], "--ranks is 2, but --explain shows"),
         (["--explain", "p", "--replicas", "0,1"], "--replicas is 0,1, but --explain shows"),
+        (["--explain", "p", "--evaluations", "2"], "--evaluations is 2, but --explain shows"),
+        (["--explain", "p", "--seed", "0"], "--seed is 0, but --explain shows"),
         (["--explain", "p", "--micro-batches", "2"], "--micro-batches is 2, but --explain shows"),
         (["--explain", "absent.yaml"], "cannot read plan absent.yaml"),
     ],
@@ -125,4 +189,4 @@ def test_a_stage_that_does_not_fit(place: Path, capsys: pytest.CaptureFixture[st
     assert plan("--emulate", "tiny.yaml", "--explain", "plan.yaml") == 2
     assert "plan plan.yaml: rank 0 needs" in capsys.readouterr().err
     assert plan("--emulate", "tiny.yaml") == 2
-    assert "the model fits nowhere: of 6 plans the nearest is" in capsys.readouterr().err
+    assert "no device holds block features.2: with one sample it needs" in capsys.readouterr().err

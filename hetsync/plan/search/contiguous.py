@@ -16,7 +16,7 @@ from hetsync.errors import UserError
 from hetsync.plan.evaluate import Evaluator
 from hetsync.plan.graph import BATCH
 from hetsync.plan.placement import Placement, Replica, Stage
-from hetsync.plan.search.search import Problem, Search
+from hetsync.plan.search.search import Problem, Scored, Search
 
 Array = npt.NDArray[np.float64]
 
@@ -24,11 +24,11 @@ Array = npt.NDArray[np.float64]
 class Contiguous(Search):
     """Stages in the order in which a replica's ranks are given."""
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self._left = list(problem.micro_batches)
+    def __init__(self, problem: Problem, seed: int = 0, start: Scored | None = None) -> None:
+        super().__init__(problem, seed, start)
+        self._left = list(problem.numbers_for(len(problem.given_replicas)))
         blocks = len(problem.evaluator.graph.blocks)
-        for ranks in problem.replicas:
+        for ranks in problem.given_replicas:
             if len(ranks) > blocks:
                 raise UserError(
                     f"a replica has {len(ranks)} ranks, but the model has {blocks} blocks, and each rank needs one: "
@@ -40,14 +40,18 @@ class Contiguous(Search):
         return [self._placement(number) for number in numbers]
 
     def _placement(self, micro_batches: int) -> Placement:
-        evaluator, replicas = self.problem.evaluator, self.problem.replicas
-        shares = first_shares(evaluator, replicas)
-        return Placement(
-            tuple(
-                contiguous_replica(evaluator, ranks, micro_batches, -(-share // micro_batches), len(replicas))
-                for ranks, share in zip(replicas, shares, strict=True)
-            )
+        return contiguous_placement(self.problem, self.problem.given_replicas, micro_batches)
+
+
+def contiguous_placement(problem: Problem, replicas: Sequence[Sequence[int]], micro_batches: int) -> Placement:
+    """Each replica's best cut over its ranks in the given order."""
+    shares = first_shares(problem.evaluator, replicas)
+    return Placement(
+        tuple(
+            contiguous_replica(problem, ranks, micro_batches, -(-share // micro_batches), len(replicas))
+            for ranks, share in zip(replicas, shares, strict=True)
         )
+    )
 
 
 def first_shares(evaluator: Evaluator, replicas: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -57,13 +61,14 @@ def first_shares(evaluator: Evaluator, replicas: Sequence[Sequence[int]]) -> tup
 
 
 def contiguous_replica(
-    evaluator: Evaluator, ranks: Sequence[int], micro_batches: int, samples: int, replicas: int
+    problem: Problem, ranks: Sequence[int], micro_batches: int, samples: int, replicas: int
 ) -> Replica:
     """The best cut for micro-batches of so many samples, or where none fits the one that lacks least memory."""
     seconds, lacking = [], []
-    sums = np.vstack([np.zeros(evaluator.figures.shape[1]), evaluator.figures.cumsum(axis=0)])
-    stages = sums[None, :, :] - sums[:, None, :]  # [i, j]: of the blocks from i to before j
-    crossing = crossing_bytes(evaluator) * samples
+    evaluator, bounds = problem.evaluator, problem.groups.bounds
+    sums = figures_before(problem)
+    stages = sums[None, :, :] - sums[:, None, :]  # [i, j]: of the groups from i to before j
+    crossing = crossing_bytes(problem) * samples
     for place, rank in enumerate(ranks):
         forward, backward, saved, weights = np.moveaxis(stages, 2, 0)
         computing = evaluator.times[rank].seconds(samples) * (forward + backward)
@@ -76,19 +81,28 @@ def contiguous_replica(
         lacking.append(np.maximum(held - evaluator.limit_bytes[rank], 0.0))
     fitting = [np.where(lack > 0, np.inf, second) for lack, second in zip(lacking, seconds, strict=True)]
     cuts = _least_worst(fitting) or _least_worst(lacking)
-    assert cuts is not None  # there are at least as many blocks as ranks
-    bounds = zip(ranks, cuts[:-1], cuts[1:], strict=True)
-    return Replica(tuple(Stage((rank,), tuple(range(i, j))) for rank, i, j in bounds), None, micro_batches)
+    assert cuts is not None  # there are at least as many groups as ranks
+    parts = zip(ranks, cuts[:-1], cuts[1:], strict=True)
+    stages_of = (Stage((rank,), tuple(range(bounds[i], bounds[j]))) for rank, i, j in parts)
+    return Replica(tuple(stages_of), None, micro_batches)
 
 
-def crossing_bytes(evaluator: Evaluator) -> Array:
-    """Bytes of a sample that cross each place between two blocks: outputs of those before that those behind need."""
+def figures_before(problem: Problem) -> Array:
+    """The evaluator's figures, summed over the blocks before each bound of the groups: a row a bound."""
+    figures = problem.evaluator.figures
+    sums = np.vstack([np.zeros(figures.shape[1]), figures.cumsum(axis=0)])
+    return sums[list(problem.groups.bounds)]
+
+
+def crossing_bytes(problem: Problem) -> Array:
+    """Bytes of a sample that cross each bound of the groups: outputs of blocks before that blocks behind need."""
+    evaluator = problem.evaluator
     blocks = len(evaluator.graph.blocks)
     last_need = np.arange(blocks)
     for edge in evaluator.graph.edges:
         if edge.source != BATCH:
             last_need[edge.source] = max(last_need[edge.source], edge.target)
-    places = np.arange(blocks + 1)[:, None]
+    places = np.array(problem.groups.bounds)[:, None]
     needed = (np.arange(blocks) < places) & (last_need >= places)
     crossing: Array = needed @ evaluator.output_bytes
     return crossing
@@ -97,20 +111,20 @@ def crossing_bytes(evaluator: Evaluator) -> Array:
 def _least_worst(costs: Sequence[Array]) -> list[int] | None:
     """Where to cut so that the greatest cost of a stage is least; None where each way has an infinite one.
 
-    `costs[s][i, j]`: of stage s with the blocks from i to before j. Every stage has at least one block.
+    `costs[s][i, j]`: of stage s with the groups from i to before j. Every stage has at least one group.
     """
-    blocks = len(costs[0]) - 1
-    best = np.full(blocks + 1, np.inf)
+    groups = len(costs[0]) - 1
+    best = np.full(groups + 1, np.inf)
     best[0] = -np.inf
     choices = []
-    allowed = np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), 1)
+    allowed = np.triu(np.ones((groups + 1, groups + 1), dtype=bool), 1)
     for cost in costs:
         worst = np.where(allowed, np.maximum(best[:, None], cost), np.inf)
         choices.append(worst.argmin(axis=0))
         best = worst.min(axis=0)
     if not np.isfinite(best[-1]):
         return None
-    cuts = [blocks]
+    cuts = [groups]
     for choice in reversed(choices):
         cuts.append(int(choice[cuts[-1]]))
     return cuts[::-1]

@@ -1,91 +1,33 @@
-"""The best chain of stages, by dynamic programming over consecutive blocks and the devices that are left.
+"""The best plans of consecutive stages: in the given replicas, or in those that are best, too.
 
-GPipe's time of a chain is Σ + (M − 1) · max over stages and links, forward and backward apart. Of the chains that begin
-at a block, with so many devices of each class used, first on one of some class, only those count that no other beats in
-sum, greatest forward and greatest backward alike: what comes before adds the same to all of them. So the chain found is
-optimal among chains in the order of the blocks under GPipe, where the model is a chain itself and micro-batches are
-equal. A stage is one device; devices may stay unused.
+For each number of micro-batches the best chain of every replica (`chains.py`), with GPipe's memory and with 1F1B's; and
+where replicas are not given, the best partitions of the ranks (`partitions.py`). The evaluator then says which is best.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
 
 from hetsync.errors import UserError
-from hetsync.plan.evaluate import Evaluator
 from hetsync.plan.placement import Placement, Replica, Stage
-from hetsync.plan.search.contiguous import Contiguous, contiguous_replica, crossing_bytes, first_shares
-from hetsync.plan.search.plain import Single
-from hetsync.plan.search.search import Problem, Search
+from hetsync.plan.search.chains import Machines, best_chain, classes_of, machines_of
+from hetsync.plan.search.contiguous import contiguous_placement, first_shares
+from hetsync.plan.search.partitions import best_partitions
+from hetsync.plan.search.search import Problem, Scored, Search
 
 MOST_CLASSES = 10
 
-_Used = tuple[tuple[int, ...], int]  # devices by class, and the class of a chain's first
-
-
-class _Chain(NamedTuple):
-    """Stages from some block to the last."""
-
-    total: float  # seconds of all stages and links, both ways, and latencies
-    forward: float  # the greatest of a stage or link
-    backward: float
-    end: int  # where its first stage ends
-    rest: _Chain | None
-    device: int  # class of its first stage
-
-
-class _Bound(NamedTuple):
-    """At least so many seconds."""
-
-    total: float
-    forward: float
-    backward: float
-
-
-@dataclass(frozen=True)
-class _Machines:
-    """Devices of a replica by class, and what blocks take on them; a micro-batch's."""
-
-    classes: Sequence[Sequence[int]]  # ranks
-    forward: Sequence[float]  # sums of parts of a step over the blocks before
-    backward: Sequence[float]
-    step_seconds: Sequence[float]  # of a micro-batch, by class
-    crossing: Sequence[float]  # bytes, before each block
-    links: Sequence[Sequence[tuple[float, float]]]  # latency, seconds a byte
-    fits: Sequence[Sequence[Sequence[int]]]  # by class and stages behind: the last end of a stage, by its begin
-
-    def begins(self, device: int, behind: int, end: int, more: bool) -> Iterator[int]:
-        """Where a stage may begin that ends there, as far as memory goes; without more devices, only at the start."""
-        ends = self.fits[device][behind]
-        for begin in range(end - 1, -1, -1) if more else (0,):
-            if ends[begin] < end:
-                return
-            yield begin
-
-    def bound(self, begin: int, left: Sequence[int]) -> _Bound:
-        """What the blocks before `begin` take at least, in all and on the busiest of so many devices of each class."""
-        forward, backward = self.forward[begin], self.backward[begin]
-        speed = sum(count / seconds for count, seconds in zip(left, self.step_seconds, strict=True))
-        busiest = 1 / speed if begin else 0.0
-        return _Bound((forward + backward) * min(self.step_seconds), forward * busiest, backward * busiest)
-
 
 class Exact(Search):
-    """Proposes, for each number of micro-batches, the best chain whose memory holds all of them (GPipe), and the best
-    of those with 1F1B's memory; each with either in flight."""
+    """Each chain is proposed with all micro-batches in flight, and with those of 1F1B."""
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        for ranks in problem.replicas:
+    def __init__(self, problem: Problem, seed: int = 0, start: Scored | None = None) -> None:
+        super().__init__(problem, seed, start)
+        for ranks in problem.given_replicas:
             if (found := len(classes_of(problem.evaluator, ranks))) > MOST_CLASSES:
                 raise UserError(
                     f"exact is for at most {MOST_CLASSES} classes of equal devices, and a replica has {found}: use "
-                    "--search contiguous, or smaller --replicas"
+                    "--search local, or smaller --replicas"
                 )
         self._proposals = self._all()
 
@@ -93,173 +35,54 @@ class Exact(Search):
         return next(self._proposals, [])
 
     def _all(self) -> Iterator[Sequence[Placement]]:
-        evaluator, replicas = self.problem.evaluator, self.problem.replicas
-        shares, nothing = first_shares(evaluator, replicas), True
-        for number in self.problem.micro_batches:
+        nothing = True
+        for proposed in self._lots():
+            nothing = False
+            yield proposed
+        problem, replicas = self.problem, self.problem.given_replicas
+        if nothing and max(map(len, replicas)) <= len(problem.groups):  # so that the user hears how much is missing
+            yield [contiguous_placement(problem, replicas, problem.numbers_for(len(replicas))[-1])]
+
+    def _lots(self) -> Iterator[Sequence[Placement]]:
+        problem, replicas = self.problem, self.problem.given_replicas
+        shares = first_shares(problem.evaluator, replicas)
+        for number in problem.numbers_for(len(replicas)):
             found: list[Placement] = []
             for chains in self._best_chains(number, shares):
-                found += [_placement(chains, number, in_flight) for in_flight in (number, None)]
+                found += both_in_flight(Placement(tuple(Replica(stages, None, number) for stages in chains)))
             if found:
-                nothing = False
                 yield list(dict.fromkeys(found))
-        if nothing:  # so that the user hears how much memory is missing
-            many = max(map(len, replicas)) > len(evaluator.graph.blocks)
-            yield (Single if many else Contiguous)(self.problem).propose()
+        if problem.replicas is None:
+            for partition in best_partitions(problem):
+                yield both_in_flight(partition)
 
-    def _best_chains(self, number: int, shares: Sequence[int]) -> Iterator[list[list[Stage]]]:
+    def _best_chains(self, number: int, shares: Sequence[int]) -> Iterator[list[tuple[Stage, ...]]]:
         """One for each replica: with GPipe's memory, and with 1F1B's where that allows other chains."""
-        evaluator, replicas = self.problem.evaluator, self.problem.replicas
+        problem, replicas = self.problem, self.problem.given_replicas
         pairs = [(ranks, -(-share // number)) for ranks, share in zip(replicas, shares, strict=True)]
-        before: list[_Machines] = []
+        before: list[Machines] = []
         for gpipe in (True, False):
-            machines = [_machines(evaluator, ranks, number, samples, len(replicas), gpipe) for ranks, samples in pairs]
+            machines = [machines_of(problem, ranks, number, samples, len(replicas), gpipe) for ranks, samples in pairs]
             if machines == before:
                 return
             before = machines
             chains = [
-                _best_chain(evaluator, one, number, samples, len(replicas))
+                best_chain(problem, one, number, samples, len(replicas))
                 for one, (_, samples) in zip(machines, pairs, strict=True)
             ]
-            if all(chains):
-                yield chains
+            found = [chain.stages for chain in chains if chain is not None]
+            if len(found) == len(chains):
+                yield found
 
 
-def _placement(chains: Sequence[Sequence[Stage]], micro_batches: int, in_flight: int | None) -> Placement:
-    return Placement(
+def both_in_flight(placement: Placement) -> list[Placement]:
+    """With all micro-batches in flight, and with those of 1F1B."""
+    with_all = Placement(
         tuple(
-            Replica(tuple(Stage(stage.ranks, stage.blocks, in_flight) for stage in stages), None, micro_batches)
-            for stages in chains
+            Replica(tuple(Stage(one.ranks, one.blocks, micro_batches) for one in stages), share, micro_batches)
+            for stages, share, micro_batches in (
+                (replica.stages, replica.share, replica.micro_batches) for replica in placement.replicas
+            )
         )
     )
-
-
-def _best_chain(
-    evaluator: Evaluator, machines: _Machines, micro_batches: int, samples: int, replicas: int
-) -> list[Stage]:
-    """Its stages; none where no chain fits into memory."""
-    best = _search(machines, micro_batches, _first_guess(evaluator, machines, micro_batches, samples, replicas))
-    stages, begin = [], 0
-    unused = [list(members) for members in machines.classes]
-    while best is not None:
-        stages.append(Stage((unused[best.device].pop(0),), tuple(range(begin, best.end))))
-        begin, best = best.end, best.rest
-    return stages
-
-
-def classes_of(evaluator: Evaluator, ranks: Sequence[int]) -> list[list[int]]:
-    """Ranks whose devices are equal in time, memory and links."""
-    found: dict[object, list[int]] = {}
-    for rank in ranks:
-        group = evaluator.cluster.device_of(rank)
-        found.setdefault((evaluator.times[rank], group.memory_bytes, group.name, group.host), []).append(rank)
-    return list(found.values())
-
-
-def _machines(
-    evaluator: Evaluator, ranks: Sequence[int], micro_batches: int, samples: int, replicas: int, gpipe: bool
-) -> _Machines:
-    classes = classes_of(evaluator, ranks)
-    sums = np.vstack([np.zeros(evaluator.figures.shape[1]), evaluator.figures.cumsum(axis=0)])
-    forward, backward, saved, weights = sums.T
-    blocks = len(sums) - 1
-    fits = []
-    for members in classes:
-        limit, by_count = evaluator.limit_bytes[members[0]], []
-        for left in range(1, len(ranks) + 1):
-            held = evaluator.held_bytes(weights, replicas)
-            held = held + saved * samples * (micro_batches if gpipe else min(left, micro_batches))
-            ends = np.searchsorted(held, held[:blocks] + limit, side="right") - 1
-            by_count.append(ends.tolist())
-        fits.append(by_count)
-    links = [[evaluator.link(one[0], other[-1]) for other in classes] for one in classes]
-    return _Machines(
-        classes,
-        forward.tolist(),
-        backward.tolist(),
-        [evaluator.times[members[0]].seconds(samples) for members in classes],
-        (crossing_bytes(evaluator) * samples).tolist(),
-        links,
-        fits,
-    )
-
-
-def _first_guess(
-    evaluator: Evaluator, machines: _Machines, micro_batches: int, samples: int, replicas: int
-) -> _Chain | None:
-    """The best of the contiguous cuts over the fastest one, two and more devices: what is worse need not be kept."""
-    device_of = {rank: device for device, members in enumerate(machines.classes) for rank in members}
-    ranks = sorted(device_of, key=lambda rank: (machines.step_seconds[device_of[rank]], rank))
-    best = None
-    for count in range(1, min(len(ranks), len(machines.forward) - 1) + 1):
-        cut = contiguous_replica(evaluator, ranks[:count], micro_batches, samples, replicas)
-        chain: _Chain | None = None
-        for stages_left, stage in enumerate(reversed(cut.stages)):
-            device, begin, end = device_of[stage.ranks[0]], stage.blocks[0], stage.blocks[-1] + 1
-            if machines.fits[device][stages_left][begin] < end:
-                break
-            chain = _extended(machines, chain, begin, end, device, -1 if chain is None else chain.device)
-        else:
-            if chain is not None and (best is None or _seconds(chain, micro_batches) < _seconds(best, micro_batches)):
-                best = chain
-    return best
-
-
-def _seconds(chain: _Chain, micro_batches: int) -> float:
-    return chain.total + (micro_batches - 1) * (chain.forward + chain.backward)
-
-
-def _search(machines: _Machines, micro_batches: int, best: _Chain | None) -> _Chain | None:
-    """Chains are built from the end, so that it is known how many stages follow one. `best`: one that is known."""
-    blocks, counts = len(machines.forward) - 1, tuple(len(members) for members in machines.classes)
-    best_seconds = np.inf if best is None else _seconds(best, micro_batches)
-    # By where they begin: used devices and the first one's class, with the undominated chains.
-    fronts: list[dict[_Used, list[_Chain]]] = [defaultdict(list) for _ in range(blocks)]
-    none: dict[_Used, Sequence[_Chain | None]] = {(tuple(0 for _ in counts), -1): [None]}
-    for end in range(blocks, 0, -1):
-        for (used, first), chains in (fronts[end] if end < blocks else none).items():
-            for device in (device for device, count in enumerate(counts) if used[device] < count):
-                using = (*used[:device], used[device] + 1, *used[device + 1 :])
-                left = tuple(count - n for count, n in zip(counts, using, strict=True))
-                for begin in machines.begins(device, sum(used), end, any(left)):
-                    bound = machines.bound(begin, left)
-                    for rest in chains:
-                        chain = _extended(machines, rest, begin, end, device, first)
-                        least = bound.total + chain.total
-                        least += (micro_batches - 1) * max(chain.forward, bound.forward)
-                        least += (micro_batches - 1) * max(chain.backward, bound.backward)
-                        if least >= best_seconds:
-                            continue
-                        if begin == 0:
-                            best, best_seconds = chain, least
-                        else:
-                            _keep(fronts[begin][using, device], chain)
-        if end < blocks:
-            fronts[end].clear()
-    return best
-
-
-def _extended(machines: _Machines, rest: _Chain | None, begin: int, end: int, device: int, first: int) -> _Chain:
-    """A stage before a chain whose first stage is on a device of class `first`."""
-    step = machines.step_seconds[device]
-    forward = (machines.forward[end] - machines.forward[begin]) * step
-    backward = (machines.backward[end] - machines.backward[begin]) * step
-    if rest is None:
-        return _Chain(forward + backward, forward, backward, end, None, device)
-    latency, byte_seconds = machines.links[device][first]
-    carrying = machines.crossing[end] * byte_seconds
-    return _Chain(
-        rest.total + forward + backward + 2 * (carrying + latency),
-        max(rest.forward, forward, carrying),
-        max(rest.backward, backward, carrying),
-        end,
-        rest,
-        device,
-    )
-
-
-def _keep(front: list[_Chain], chain: _Chain) -> None:
-    """Add a chain unless another is as good in all three; remove those that it beats."""
-    if any(c.total <= chain.total and c.forward <= chain.forward and c.backward <= chain.backward for c in front):
-        return
-    front[:] = [c for c in front if c.total < chain.total or c.forward < chain.forward or c.backward < chain.backward]
-    front.append(chain)
+    return [with_all, placement]

@@ -5,24 +5,35 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
+from hetsync.errors import UserError
+from hetsync.plan.evaluate import Evaluator
 from hetsync.plan.placement import Placement, Replica, Stage
-from hetsync.plan.search.search import Problem, Search
+from hetsync.plan.search.search import Problem, Scored, Search
+
+
+def whole(evaluator: Evaluator, ranks: Sequence[int], micro_batches: int) -> Placement:
+    """The model on each of these."""
+    blocks = tuple(range(len(evaluator.graph.blocks)))
+    return Placement(tuple(Replica((Stage((rank,), blocks),), None, micro_batches) for rank in ranks))
 
 
 class _Whole(Search):
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        batch, ranks = problem.evaluator.training.batch_size, len(self._ranks())
-        fitting = [number for number in problem.micro_batches if number * ranks <= batch]
-        self._left = fitting or [min(problem.micro_batches)]
+    name: str
+
+    def __init__(self, problem: Problem, seed: int = 0, start: Scored | None = None) -> None:
+        super().__init__(problem, seed, start)
+        ranks = self._ranks()
+        if problem.replicas not in (None, tuple((rank,) for rank in ranks)):
+            told = ";".join(",".join(map(str, replica)) for replica in problem.replicas or ())
+            raise UserError(
+                f"--replicas is {told}, but the plan of --search {self.name} has replicas of its own: leave --replicas"
+                " out, or choose another search"
+            )
+        self._left = list(problem.numbers_for(len(ranks)))
 
     def propose(self) -> Sequence[Placement]:
-        blocks = tuple(range(len(self.problem.evaluator.graph.blocks)))
         numbers, self._left = self._left, []
-        return [
-            Placement(tuple(Replica((Stage((rank,), blocks),), None, number) for rank in self._ranks()))
-            for number in numbers
-        ]
+        return [whole(self.problem.evaluator, self._ranks(), number) for number in numbers]
 
     @abstractmethod
     def _ranks(self) -> Sequence[int]:
@@ -32,14 +43,17 @@ class _Whole(Search):
 class Data(_Whole):
     """Data parallelism: every rank has the whole model, and a share of the batch by its speed."""
 
+    name = "data"
+
     def _ranks(self) -> Sequence[int]:
-        return sorted(rank for ranks in self.problem.replicas for rank in ranks)
+        return self.problem.ranks
 
 
 class Single(_Whole):
     """The fastest rank alone."""
 
+    name = "single"
+
     def _ranks(self) -> Sequence[int]:
         times, batch = self.problem.evaluator.times, self.problem.evaluator.training.batch_size
-        ranks = [rank for ranks in self.problem.replicas for rank in ranks]
-        return [min(ranks, key=lambda rank: (times[rank].seconds(batch), rank))]
+        return [min(self.problem.ranks, key=lambda rank: (times[rank].seconds(batch), rank))]

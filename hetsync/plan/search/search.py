@@ -1,16 +1,23 @@
-"""What a search is, and how one is run to its end."""
+"""What is searched for, and what a search is."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from graphlib import CycleError
 
-from hetsync.errors import UserError
+import numpy as np
+
 from hetsync.plan.evaluate import Costs, Evaluator
-from hetsync.plan.placement import Placement
+from hetsync.plan.placement import Placement, Replica, Stage
+from hetsync.plan.schedule import stage_order
+from hetsync.plan.search.groups import Groups, contract
 
 MOST_MICRO_BATCHES = 64  # that are tried where the user names no number
+MOST_GROUPS = 64
+PENALTY = 10.0  # objective that searches hear of what does not fit, and the worst that they hear of anything
 
 
 @dataclass(frozen=True)
@@ -18,55 +25,110 @@ class Problem:
     """What to place, and where.
 
     Attributes:
-        evaluator: Of the model on the cluster.
-        replicas: Ranks of each replica, in the order of its stages.
-        micro_batches: Numbers of micro-batches to choose from.
+        evaluator: Of the model on the cluster. Searches leave scoring to the driver, which counts it.
+        micro_batches: Numbers of micro-batches to choose from, ascending.
+        replicas: Ranks of each replica, in the order of its stages; None leaves them to the search.
+        most_groups: Into which blocks are contracted. At least the ranks of a replica.
+        every_rank: Whether every rank must have blocks, as a job's must.
     """
 
     evaluator: Evaluator
-    replicas: tuple[tuple[int, ...], ...]
     micro_batches: tuple[int, ...]
+    replicas: tuple[tuple[int, ...], ...] | None = None
+    most_groups: int = MOST_GROUPS
+    every_rank: bool = False
+
+    @property
+    def ranks(self) -> range:
+        return range(len(self.evaluator.times))
+
+    @property
+    def given_replicas(self) -> tuple[tuple[int, ...], ...]:
+        """One of all ranks where none are given."""
+        return self.replicas or (tuple(self.ranks),)
+
+    def order(self, scored: Scored) -> tuple[int, int, float]:
+        """The least is the best: what fits before what does not, by the bytes it lacks; then, where every rank must
+        have blocks, by those without; then by the objective. Differences by rounding are none."""
+        unused = len(self.ranks) - len(scored.placement.ranks) if self.every_rank else 0
+        return sum(scored.costs.lacking_bytes.values()), unused, float(f"{scored.objective:.9g}")
+
+    @cached_property
+    def groups(self) -> Groups:
+        return contract(self.evaluator, self.most_groups)
+
+    def numbers_for(self, replicas: int) -> tuple[int, ...]:
+        """Of micro-batches: those by which each of so many replicas can have a sample of every micro-batch; where there
+        are none, the smallest number."""
+        batch = self.evaluator.training.batch_size
+        fitting = tuple(number for number in self.micro_batches if number * replicas <= batch)
+        return fitting or self.micro_batches[:1]
+
+    def replica(self, ranks: Sequence[int], micro_batches: int, in_flight: int | None = None) -> Replica:
+        """A replica with each group on the rank that is given for it, or, where stages would wait for each other, on
+        that of a group that it needs (`acyclic`)."""
+        of = acyclic(self.groups, ranks)
+        stages = tuple(
+            Stage((rank,), self.groups.blocks_of(group for group, own in enumerate(of) if own == rank), in_flight)
+            for rank in dict.fromkeys(of)
+        )
+        return Replica(stages, None, micro_batches)
+
+
+def acyclic(groups: Groups, ranks: Sequence[int]) -> list[int]:
+    """Ranks by group, such that no stages wait for each other: as given, if they do not.
+
+    Else ranks get an order, by the mean place of their groups, and a group moves onwards to the last rank of those that
+    it needs.
+    """
+    edges = {(ranks[source], ranks[target]) for source, target in groups.edges if ranks[source] != ranks[target]}
+    used = sorted(set(ranks), key=lambda rank: (np.mean([g for g, own in enumerate(ranks) if own == rank]), rank))
+    place = {rank: index for index, rank in enumerate(used)}
+    try:
+        stage_order(len(used), {(place[source], place[target]) for source, target in edges})
+    except CycleError:
+        places = [place[rank] for rank in ranks]
+        for source, target in sorted(groups.edges, key=lambda edge: edge[1]):
+            places[target] = max(places[target], places[source])
+        return [used[index] for index in places]
+    return list(ranks)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A placement, what it costs, and the objective that weighs the costs; the less the better."""
+
+    placement: Placement
+    costs: Costs
+    objective: float
+
+    @property
+    def penalised(self) -> float:
+        """The objective, bounded, for those who learn from it: `PENALTY` where the placement does not fit."""
+        return min(self.objective, PENALTY) if self.costs.feasible else PENALTY
 
 
 class Search(ABC):
-    """Proposes placements. One instance searches once."""
+    """Proposes placements, hears what they cost, and proposes again. One instance searches once.
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    The driver calls `propose` and `hear` in turn, until nothing is proposed or the budget is spent; then it hears of no
+    more than was scored. Every placement that is proposed must be one that the evaluator can score (`Problem.replica`,
+    `Problem.numbers_for`). The same problem, seed and start give the same proposals.
+    """
+
+    def __init__(self, problem: Problem, seed: int = 0, start: Scored | None = None) -> None:
+        """`start`: the best that is known before, to begin from; None for a search by itself.
+
+        UserError where the search cannot search this problem.
+        """
+        self.problem, self.seed, self.start = problem, seed, start
 
     @abstractmethod
     def propose(self) -> Sequence[Placement]:
         """Placements to be scored next; none once the search has ended."""
 
-    def hear(self, costs: Sequence[Costs]) -> None:  # noqa: B027 (most searches propose once)
+    def hear(self, scored: Sequence[Scored]) -> None:  # noqa: B027 (some searches propose once)
         """What the last proposals cost, in their order."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """The best of a search, with its shares; `evaluations` as many as it took."""
-
-    placement: Placement
-    costs: Costs
-    evaluations: int
-
-
-def run(search: Search, most_evaluations: int = 1000) -> Found:
-    """The proposal with the shortest step of those that fit into memory. UserError where none fits."""
-    evaluator, count = search.problem.evaluator, 0
-    best: tuple[Placement, Costs] | None = None
-    while count < most_evaluations and (proposed := search.propose()):
-        proposed = proposed[: most_evaluations - count]
-        costs = [evaluator.evaluate(placement) for placement in proposed]
-        count += len(costs)
-        for pair in zip(proposed, costs, strict=True):
-            if best is None or _rank(pair[1]) < _rank(best[1]):
-                best = pair
-        search.hear(costs)
-    if best is None:
-        raise UserError("the search found nothing to try: raise the number of evaluations")
-    _check_fits(best[1], evaluator, count)
-    return Found(evaluator.with_shares(best[0]), best[1], count)
 
 
 def micro_batch_numbers(given: int | None, batch_size: int, replicas: int) -> tuple[int, ...]:
@@ -76,17 +138,3 @@ def micro_batch_numbers(given: int | None, batch_size: int, replicas: int) -> tu
         return (given,)
     most = min(MOST_MICRO_BATCHES, batch_size // (2 * replicas))
     return tuple(2**power for power in range(most.bit_length())) or (1,)
-
-
-def _rank(costs: Costs) -> tuple[int, float]:
-    """What fits before what does not, and that by the bytes it lacks. Differences by rounding are none."""
-    return sum(costs.lacking_bytes.values()), float(f"{costs.step_seconds:.9g}")
-
-
-def _check_fits(costs: Costs, evaluator: Evaluator, tried: int) -> None:
-    for rank in costs.lacking_bytes:
-        raise UserError(
-            f"the model fits nowhere: of {tried} plans the nearest is {sum(costs.lacking_bytes.values()):,} bytes"
-            f" short: rank {rank} needs {costs.memory_bytes[rank]:,} and may use {evaluator.limit_bytes[rank]:,}; give"
-            " replicas more ranks, a smaller data.batch_size, more micro-batches, or sync.delay_bound 0"
-        )

@@ -16,9 +16,11 @@ from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, PairLink
 from hetsync.errors import UserError
 from hetsync.plan.evaluate import Evaluator, Training
 from hetsync.plan.placement import Placement, Replica, Stage
-from hetsync.plan.search.exact import Exact, classes_of
+from hetsync.plan.search.chains import classes_of
+from hetsync.plan.search.driver import Driver
+from hetsync.plan.search.exact import Exact
 from hetsync.plan.search.registry import make_search
-from hetsync.plan.search.search import Problem, run
+from hetsync.plan.search.search import Problem
 
 MICRO_BATCHES, SAMPLES = 3, 6
 
@@ -44,7 +46,13 @@ def problems(draw):
 def problem(costs, cluster, times, micro_batches=MICRO_BATCHES, samples=SAMPLES):
     model = graph([f"b{index}" for index in range(len(costs))])
     evaluator = Evaluator(model, costs, cluster, times, Training(samples, SyncConfig(), 1))
-    return Problem(evaluator, (tuple(range(len(times))),), (micro_batches,))
+    return Problem(evaluator, (micro_batches,), (tuple(range(len(times))),))
+
+
+def run(name, asked):
+    driver = Driver(asked)
+    driver.run(name)
+    return driver.found()
 
 
 def all_chains(asked):
@@ -108,14 +116,14 @@ def figures_of(evaluator):
 
 def test_a_second_device_without_speed_stays_unused():
     devices = Cluster("x", "s", (DeviceGroup("a", 2),), Link())
-    found = run(make_search("exact", problem([cost()] * 4, devices, [StepTime(0, 1), StepTime(0, 1e9)])))
+    found = run("exact", problem([cost()] * 4, devices, [StepTime(0, 1), StepTime(0, 1e9)]))
     assert found.placement.ranks == [0]
 
 
-def test_what_fits_nowhere_is_told():
+def test_a_block_that_no_device_holds_is_told():
     devices = Cluster("x", "s", (DeviceGroup("a", 2, memory_gib=1e-6),), Link())
-    with pytest.raises(UserError, match="the model fits nowhere"):
-        run(make_search("exact", problem([cost(weight=10**6)] * 3, devices, [StepTime(0, 1)] * 2)))
+    with pytest.raises(UserError, match="no device holds block b0"):
+        run("exact", problem([cost(weight=10**6)] * 3, devices, [StepTime(0, 1)] * 2))
 
 
 def test_too_many_classes():

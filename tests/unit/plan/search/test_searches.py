@@ -14,15 +14,22 @@ from hetsync.emulation.cluster import Cluster, DeviceGroup, Link
 from hetsync.errors import UserError
 from hetsync.plan.evaluate import Evaluator, Training
 from hetsync.plan.placement import Placement, Replica, Stage, as_plan_file, place
-from hetsync.plan.search.registry import SEARCHES, make_search
-from hetsync.plan.search.search import Problem, Search, micro_batch_numbers, run
+from hetsync.plan.search.driver import Budget, Driver
+from hetsync.plan.search.registry import SEARCHES, arms_of, make_search
+from hetsync.plan.search.search import Problem, Search, micro_batch_numbers
 
 
 def problem(costs, times, replicas=None, micro_batches=(1, 4), batch=32, memory_gib=None, link=None):
     names = [f"b{index}" for index in range(len(costs))]
     devices = tuple(DeviceGroup(f"d{rank}", memory_gib=memory_gib) for rank in range(len(times)))
     evaluator = Evaluator(graph(names), costs, Cluster("x", "s", devices, link), times, Training(batch))
-    return Problem(evaluator, replicas or (tuple(range(len(times))),), micro_batches)
+    return Problem(evaluator, micro_batches, replicas)
+
+
+def run(name, asked, **options):
+    driver = Driver(asked, **options)
+    driver.run(name)
+    return driver
 
 
 def speeds(*relative):
@@ -68,24 +75,30 @@ def slowest(asked, replica):
 def test_contiguous_heeds_memory():
     """The first rank is ten times as fast, but holds three of the blocks."""
     costs = [cost(weight=2**26, saved=0)] * 6
-    found = run(make_search("contiguous", problem(costs, speeds(10, 1), memory_gib=1)))
+    found = run("contiguous", problem(costs, speeds(10, 1), memory_gib=1)).found()
     assert found.costs.feasible
     assert blocks_of(found.placement) == [[[0, 1, 2], [3, 4, 5]]]
 
 
+@pytest.mark.parametrize("replicas", [None, ((0, 2), (1, 3))])
 @pytest.mark.parametrize("name", SEARCHES)
-def test_what_is_found_passes_the_check_of_a_job(name):
-    asked = problem([cost(output=10)] * 6, speeds(4, 2, 1, 1), ((0, 2), (1, 3)))
-    found = run(make_search(name, asked))
+def test_what_is_found_passes_the_check_of_a_job(name, replicas):
+    asked = problem([cost(output=10)] * 6, speeds(4, 2, 1, 1), None if name in ("data", "single") else replicas)
+    found = run(name, asked).found()
     plan = as_plan_file(found.placement, asked.evaluator.graph, 32)
     assert place(plan, asked.evaluator.graph) == found.placement
     assert sum(replica.share for replica in found.placement.replicas) == 32
     assert found.costs == asked.evaluator.evaluate(found.placement)
-    assert found.evaluations == (4 if name == "exact" else 2)  # in flight: all of them, and as in 1F1B
+
+
+@pytest.mark.parametrize("name", ["data", "single"])
+def test_searches_with_replicas_of_their_own_refuse_others(name):
+    with pytest.raises(UserError, match=f"--replicas is 0,2;1, but the plan of --search {name} has"):
+        run(name, problem([cost()] * 3, speeds(1, 3, 4), ((0, 2), (1,))))
 
 
 def test_ranks_of_a_replica_are_its_stages_in_order():
-    found = run(make_search("contiguous", problem([cost()] * 6, speeds(4, 2, 1, 1), ((2, 0), (1, 3)))))
+    found = run("contiguous", problem([cost()] * 6, speeds(4, 2, 1, 1), ((2, 0), (1, 3)))).found()
     assert [[stage.ranks for stage in replica.stages] for replica in found.placement.replicas] == [
         [(2,), (0,)],
         [(1,), (3,)],
@@ -94,17 +107,24 @@ def test_ranks_of_a_replica_are_its_stages_in_order():
 
 def test_data_and_single():
     asked = problem([cost()] * 3, speeds(1, 3, 4))
-    assert [replica.share for replica in run(make_search("data", asked)).placement.replicas] == [4, 12, 16]
-    single = run(make_search("single", asked))
+    assert [replica.share for replica in run("data", asked).found().placement.replicas] == [4, 12, 16]
+    single = run("single", asked).found()
     assert single.placement.ranks == [2]
     assert single.costs.step_seconds == pytest.approx(32 / 4)
 
 
 def test_what_fits_nowhere_says_how_much_is_missing():
-    asked = problem([cost(weight=2**28, saved=0)] * 2, speeds(1, 1), memory_gib=1)
-    short = 2 * (4 * 2**28 - int(0.9 * 2**30))
+    asked = problem([cost(weight=2**26, saved=0)] * 8, speeds(1, 1), memory_gib=1)
+    short = 2 * (4 * 4 * 2**26 - int(0.9 * 2**30))
     with pytest.raises(UserError, match=f"fits nowhere: of 2 plans the nearest is {short:,} bytes short: rank 0 needs"):
-        run(make_search("contiguous", asked))
+        run("contiguous", asked).found()
+
+
+def test_a_block_that_no_device_holds_is_named():
+    asked = problem([cost(), cost(weight=2**28, saved=7)], speeds(1, 1), memory_gib=1)
+    short = 4 * 2**28 + 7 - int(0.9 * 2**30)
+    with pytest.raises(UserError, match=f"no device holds block b1: .*, {short:,} more than any device may use"):
+        run("contiguous", asked)
 
 
 def test_more_ranks_than_blocks():
@@ -113,11 +133,11 @@ def test_more_ranks_than_blocks():
 
 
 def test_there_is_no_such_search():
-    with pytest.raises(UserError, match=r"no search contigous \(did you mean contiguous\?\): use contiguous, data"):
-        make_search("contigous", problem([cost()], speeds(1)))
+    with pytest.raises(UserError, match=r"no search contigous \(did you mean contiguous\?\): use best, contig"):
+        arms_of("contigous")
 
 
-def test_the_budget_is_kept_to_the_evaluation():
+def test_the_budget_is_kept_to_the_evaluation(monkeypatch):
     class Endless(Search):
         heard = 0
 
@@ -128,7 +148,10 @@ def test_the_budget_is_kept_to_the_evaluation():
             self.heard += len(costs)
 
     search = Endless(problem([cost()], speeds(1)))
-    assert run(search, 17).evaluations == search.heard == 17
+    monkeypatch.setattr("hetsync.plan.search.driver.make_search", lambda *given: search)
+    driver = run("single", search.problem, budget=Budget(17))
+    assert driver.evaluations == 17
+    assert driver.arms[0].evaluations == search.heard == 16  # one was the reference's
 
 
 @pytest.mark.parametrize(

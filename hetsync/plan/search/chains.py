@@ -1,0 +1,224 @@
+"""The best chain of stages, by dynamic programming over consecutive groups and the devices that are left. Pure.
+
+GPipe's time of a chain is Σ + (M − 1) · max over stages and links, forward and backward apart. Of the chains that begin
+at a group, with so many devices of each class used, first on one of some class, only those count that no other beats in
+sum, greatest forward and greatest backward alike: what comes before adds the same to all of them. So the chain found is
+optimal among chains in the order of the groups under GPipe, where the model is a chain itself and micro-batches are
+equal. A stage is one device; devices may stay unused, unless every rank must have blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from hetsync.plan.evaluate import Evaluator
+from hetsync.plan.placement import Stage
+from hetsync.plan.search.contiguous import contiguous_replica, crossing_bytes, figures_before
+from hetsync.plan.search.search import Problem
+
+_Used = tuple[tuple[int, ...], int]  # devices by class, and the class of a chain's first
+
+
+class _Chain(NamedTuple):
+    """Stages from some group to the last."""
+
+    total: float  # seconds of all stages and links, both ways, and latencies
+    forward: float  # the greatest of a stage or link
+    backward: float
+    end: int  # where its first stage ends
+    rest: _Chain | None
+    device: int  # class of its first stage
+
+
+class _Bound(NamedTuple):
+    """At least so many seconds."""
+
+    total: float
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Devices of a replica by class, and what groups take on them; a micro-batch's."""
+
+    classes: Sequence[Sequence[int]]  # ranks
+    forward: Sequence[float]  # sums of parts of a step over the groups before
+    backward: Sequence[float]
+    step_seconds: Sequence[float]  # of a micro-batch, by class
+    crossing: Sequence[float]  # bytes, before each group
+    links: Sequence[Sequence[tuple[float, float]]]  # latency, seconds a byte
+    fits: Sequence[Sequence[Sequence[int]]]  # by class and stages behind: the last end of a stage, by its begin
+    every_rank: bool  # whether no device may stay unused
+
+    def begins(self, device: int, behind: int, end: int, more: bool) -> Iterator[int]:
+        """Where a stage may begin that ends there, as far as memory goes; without more devices, only at the start."""
+        ends = self.fits[device][behind]
+        for begin in range(end - 1, -1, -1) if more else (0,):
+            if ends[begin] < end:
+                return
+            yield begin
+
+    def bound(self, begin: int, left: Sequence[int]) -> _Bound:
+        """What the groups before `begin` take at least, in all and on the busiest of so many devices of each class."""
+        forward, backward = self.forward[begin], self.backward[begin]
+        speed = sum(count / seconds for count, seconds in zip(left, self.step_seconds, strict=True))
+        busiest = 1 / speed if begin else 0.0
+        return _Bound((forward + backward) * min(self.step_seconds), forward * busiest, backward * busiest)
+
+
+@dataclass(frozen=True)
+class BestChain:
+    """`seconds`: of a slice under GPipe."""
+
+    stages: tuple[Stage, ...]
+    seconds: float
+
+
+def best_chain(
+    problem: Problem, machines: Machines, micro_batches: int, samples: int, replicas: int, less_than: float = math.inf
+) -> BestChain | None:
+    """None where no chain fits into memory and takes less than so many seconds. `samples`: of a micro-batch."""
+    guess = _first_guess(problem, machines, micro_batches, samples, replicas)
+    chain = best = _search(machines, micro_batches, guess, less_than)
+    if best is None:
+        return None
+    stages, begin, bounds = [], 0, problem.groups.bounds
+    unused = [list(members) for members in machines.classes]
+    while chain is not None:
+        stages.append(Stage((unused[chain.device].pop(0),), tuple(range(bounds[begin], bounds[chain.end]))))
+        begin, chain = chain.end, chain.rest
+    return BestChain(tuple(stages), _seconds(best, micro_batches))
+
+
+def classes_of(evaluator: Evaluator, ranks: Sequence[int]) -> list[list[int]]:
+    """Ranks whose devices are equal in time, memory and links."""
+    found: dict[object, list[int]] = {}
+    for rank in ranks:
+        group = evaluator.cluster.device_of(rank)
+        found.setdefault((evaluator.times[rank], group.memory_bytes, group.name, group.host), []).append(rank)
+    return list(found.values())
+
+
+def machines_of(
+    problem: Problem, ranks: Sequence[int], micro_batches: int, samples: int, replicas: int, gpipe: bool
+) -> Machines:
+    evaluator = problem.evaluator
+    classes = classes_of(evaluator, ranks)
+    sums = figures_before(problem)
+    forward, backward, saved, weights = sums.T
+    groups = len(sums) - 1
+    fits = []
+    for members in classes:
+        limit, by_count = evaluator.limit_bytes[members[0]], []
+        for left in range(1, len(ranks) + 1):
+            held = evaluator.held_bytes(weights, replicas)
+            held = held + saved * samples * (micro_batches if gpipe else min(left, micro_batches))
+            ends = np.searchsorted(held, held[:groups] + limit, side="right") - 1
+            by_count.append(ends.tolist())
+        fits.append(by_count)
+    links = [[evaluator.link(one[0], other[-1]) for other in classes] for one in classes]
+    return Machines(
+        classes,
+        forward.tolist(),
+        backward.tolist(),
+        [evaluator.times[members[0]].seconds(samples) for members in classes],
+        (crossing_bytes(problem) * samples).tolist(),
+        links,
+        fits,
+        problem.every_rank,
+    )
+
+
+def _first_guess(
+    problem: Problem, machines: Machines, micro_batches: int, samples: int, replicas: int
+) -> _Chain | None:
+    """The best of the contiguous cuts over the fastest one, two and more devices: what is worse need not be kept."""
+    device_of = {rank: device for device, members in enumerate(machines.classes) for rank in members}
+    ranks = sorted(device_of, key=lambda rank: (machines.step_seconds[device_of[rank]], rank))
+    place_of = {bound: place for place, bound in enumerate(problem.groups.bounds)}
+    best = None
+    for count in range(len(ranks) if problem.every_rank else 1, min(len(ranks), len(problem.groups)) + 1):
+        cut = contiguous_replica(problem, ranks[:count], micro_batches, samples, replicas)
+        chain: _Chain | None = None
+        for stages_left, stage in enumerate(reversed(cut.stages)):
+            device = device_of[stage.ranks[0]]
+            begin, end = place_of[stage.blocks[0]], place_of[stage.blocks[-1] + 1]
+            if machines.fits[device][stages_left][begin] < end:
+                break
+            chain = _extended(machines, chain, begin, end, device, -1 if chain is None else chain.device)
+        else:
+            if chain is not None and (best is None or _seconds(chain, micro_batches) < _seconds(best, micro_batches)):
+                best = chain
+    return best
+
+
+def _seconds(chain: _Chain, micro_batches: int) -> float:
+    return chain.total + (micro_batches - 1) * (chain.forward + chain.backward)
+
+
+def _search(machines: Machines, micro_batches: int, guess: _Chain | None, less_than: float) -> _Chain | None:
+    """Chains are built from the end, so that it is known how many stages follow one. `guess`: one that is known."""
+    groups, counts = len(machines.forward) - 1, tuple(len(members) for members in machines.classes)
+    best, best_seconds = None, less_than
+    if guess is not None and _seconds(guess, micro_batches) < less_than:
+        best, best_seconds = guess, _seconds(guess, micro_batches)
+    # By where they begin: used devices and the first one's class, with the undominated chains.
+    fronts: list[dict[_Used, list[_Chain]]] = [defaultdict(list) for _ in range(groups)]
+    none: dict[_Used, Sequence[_Chain | None]] = {(tuple(0 for _ in counts), -1): [None]}
+    for end in range(groups, 0, -1):
+        for (used, first), chains in (fronts[end] if end < groups else none).items():
+            for device in (device for device, count in enumerate(counts) if used[device] < count):
+                using = (*used[:device], used[device] + 1, *used[device + 1 :])
+                left = tuple(count - n for count, n in zip(counts, using, strict=True))
+                for begin in machines.begins(device, sum(used), end, any(left)):
+                    if begin == 0 and machines.every_rank and any(left):
+                        continue
+                    bound = machines.bound(begin, left)
+                    for rest in chains:
+                        chain = _extended(machines, rest, begin, end, device, first)
+                        least = bound.total + chain.total
+                        least += (micro_batches - 1) * max(chain.forward, bound.forward)
+                        least += (micro_batches - 1) * max(chain.backward, bound.backward)
+                        if least >= best_seconds:
+                            continue
+                        if begin == 0:
+                            best, best_seconds = chain, least
+                        else:
+                            _keep(fronts[begin][using, device], chain)
+        if end < groups:
+            fronts[end].clear()
+    return best
+
+
+def _extended(machines: Machines, rest: _Chain | None, begin: int, end: int, device: int, first: int) -> _Chain:
+    """A stage before a chain whose first stage is on a device of class `first`."""
+    step = machines.step_seconds[device]
+    forward = (machines.forward[end] - machines.forward[begin]) * step
+    backward = (machines.backward[end] - machines.backward[begin]) * step
+    if rest is None:
+        return _Chain(forward + backward, forward, backward, end, None, device)
+    latency, byte_seconds = machines.links[device][first]
+    carrying = machines.crossing[end] * byte_seconds
+    return _Chain(
+        rest.total + forward + backward + 2 * (carrying + latency),
+        max(rest.forward, forward, carrying),
+        max(rest.backward, backward, carrying),
+        end,
+        rest,
+        device,
+    )
+
+
+def _keep(front: list[_Chain], chain: _Chain) -> None:
+    """Add a chain unless another is as good in all three; remove those that it beats."""
+    if any(c.total <= chain.total and c.forward <= chain.forward and c.backward <= chain.backward for c in front):
+        return
+    front[:] = [c for c in front if c.total < chain.total or c.forward < chain.forward or c.backward < chain.backward]
+    front.append(chain)

@@ -1,0 +1,188 @@
+"""Runs searches one after another on a common budget, scores what they propose, and keeps the best."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hetsync.errors import UserError
+from hetsync.plan.evaluate import Costs, Evaluator
+from hetsync.plan.placement import Placement
+from hetsync.plan.search.list_schedule import list_placement
+from hetsync.plan.search.objective import Weights, objective
+from hetsync.plan.search.plain import whole
+from hetsync.plan.search.registry import arms_of, make_search
+from hetsync.plan.search.search import Problem, Scored
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What all searches of a run may spend together: calls of the evaluator, and seconds of this process."""
+
+    evaluations: int = 1000
+    seconds: float | None = None
+
+
+@dataclass
+class Arm:
+    """A search's part of a run. `refused`: why it could not search, in words."""
+
+    method: str
+    evaluations: int = 0
+    seconds: float = 0.0
+    best: Scored | None = None
+    refused: str | None = None
+
+    @property
+    def fitting(self) -> Scored | None:
+        return _fitting(self.best)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan, with its shares."""
+
+    placement: Placement
+    costs: Costs
+    objective: float
+    method: str
+
+
+class Driver:
+    """`watch` is called with it after every lot of proposals.
+
+    Attributes:
+        arms: Those that have been run, the last one maybe not to its end.
+        best: Of all arms; what lacks the least memory as long as nothing fits.
+        evaluations: All that were made, with those of the reference.
+        reference: The method whose plan has objective 1: `data`, or `list` where that does not fit.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        weights: Weights = Weights(),  # noqa: B008 (immutable)
+        budget: Budget = Budget(),
+        seed: int = 0,
+        watch: Callable[[Driver], None] = lambda driver: None,
+    ) -> None:
+        """UserError where no device can hold some block, and where memory has a weight but no device a limit."""
+        self.problem, self.budget, self.seed = problem, budget, seed
+        self.arms: list[Arm] = []
+        self.best: Scored | None = None
+        self.evaluations = 0
+        self._watch, self._begun = watch, time.process_time()
+        _check_blocks(problem.evaluator)
+        self.reference, self.reference_costs = self._reference()
+        self.objective = objective(weights, self.reference_costs, problem.evaluator)
+        most_replicas = len(problem.replicas or problem.ranks)
+        self.bound = self.objective.bound(max(problem.micro_batches), most_replicas)
+
+    @property
+    def seconds(self) -> float:
+        """Of this process since the beginning."""
+        return time.process_time() - self._begun
+
+    @property
+    def gap(self) -> float | None:
+        """Of the best to the bound, as a fraction of the bound; None as long as nothing fits."""
+        if self.fitting is None or not self.bound:
+            return None
+        return max(0.0, self.fitting.objective / self.bound - 1)
+
+    @property
+    def fitting(self) -> Scored | None:
+        """The best, if it fits into memory."""
+        return _fitting(self.best)
+
+    def run(self, name: str) -> None:
+        """The search of this name, or all that the name stands for, each from the best of those before. What one of
+        several refuses is its part; UserError where none can search."""
+        names = arms_of(name)
+        for method in names:
+            if self._spent():
+                return
+            arm = Arm(method)
+            self.arms.append(arm)
+            try:
+                self._run(arm)
+            except UserError as mistake:
+                if len(names) == 1:
+                    raise
+                arm.refused = str(mistake)
+
+    def found(self) -> Found:
+        """UserError where nothing fits."""
+        if self.best is None:
+            raise UserError("the search has tried nothing: raise --evaluations or --seconds")
+        _check_fits(self.best.costs, self.problem.evaluator, sum(arm.evaluations for arm in self.arms))
+        method = next(arm.method for arm in self.arms if arm.best is self.best)
+        placement = self.problem.evaluator.with_shares(self.best.placement)
+        return Found(placement, self.best.costs, self.best.objective, method)
+
+    def _run(self, arm: Arm) -> None:
+        begun = self.seconds
+        try:
+            search = make_search(arm.method, self.problem, self.seed, self.fitting)
+            while not self._spent() and (proposed := search.propose()):
+                search.hear([self._score(arm, one) for one in proposed[: self._evaluations_left()]])
+                self._watch(self)
+        finally:
+            arm.seconds = self.seconds - begun
+
+    def _score(self, arm: Arm, placement: Placement) -> Scored:
+        costs = self._evaluate(placement)
+        arm.evaluations += 1
+        scored = Scored(placement, costs, self.objective.of(costs))
+        order = self.problem.order
+        if arm.best is None or order(scored) < order(arm.best):
+            arm.best = scored
+        if self.best is None or order(scored) < order(self.best):
+            self.best = scored
+        return scored
+
+    def _evaluate(self, placement: Placement) -> Costs:
+        self.evaluations += 1
+        return self.problem.evaluator.evaluate(placement)
+
+    def _evaluations_left(self) -> int:
+        return self.budget.evaluations - self.evaluations
+
+    def _spent(self) -> bool:
+        seconds = self.budget.seconds
+        return self._evaluations_left() <= 0 or (seconds is not None and self.seconds >= seconds)
+
+    def _reference(self) -> tuple[str, Costs]:
+        problem, evaluator = self.problem, self.problem.evaluator
+        if len(problem.ranks) <= evaluator.training.batch_size:
+            costs = self._evaluate(whole(evaluator, problem.ranks, 1))
+            if costs.feasible:
+                return "data", costs
+        number = problem.numbers_for(1)[-1]
+        return "list", self._evaluate(list_placement(problem, (problem.ranks,), number))
+
+
+def _fitting(best: Scored | None) -> Scored | None:
+    return best if best is not None and best.costs.feasible else None
+
+
+def _check_blocks(evaluator: Evaluator) -> None:
+    """UserError where a block alone, with one sample, is more than any device may hold."""
+    most = max(evaluator.limit_bytes)
+    for block, (_, _, saved, weights) in zip(evaluator.graph.blocks, evaluator.figures.tolist(), strict=True):
+        needed = int(evaluator.held_bytes(weights, 1) + saved)
+        if needed > most:
+            raise UserError(
+                f"no device holds block {block.name}: with one sample it needs {needed:,} bytes, {needed - most:,} more"
+                " than any device may use; plan for larger devices, an optimizer with less state, or a smaller model"
+            )
+
+
+def _check_fits(costs: Costs, evaluator: Evaluator, tried: int) -> None:
+    for rank in costs.lacking_bytes:
+        raise UserError(
+            f"the model fits nowhere: of {tried} plans the nearest is {sum(costs.lacking_bytes.values()):,} bytes"
+            f" short: rank {rank} needs {costs.memory_bytes[rank]:,} and may use {evaluator.limit_bytes[rank]:,}; give"
+            " replicas more ranks, a smaller data.batch_size, more micro-batches, or sync.delay_bound 0"
+        )

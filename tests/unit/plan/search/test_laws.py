@@ -1,0 +1,194 @@
+"""Laws that every search, and what is best, must keep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise, permutations, product
+
+import pytest
+from block_graphs import cost, graph
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetsync.balance.profile import StepTime
+from hetsync.config.schema import SyncConfig
+from hetsync.emulation.cluster import Cluster, DeviceGroup, Link
+from hetsync.plan.evaluate import Evaluator, Training
+from hetsync.plan.placement import Placement, Replica, Stage, as_plan_file, place
+from hetsync.plan.plan_file import ModelIdentity
+from hetsync.plan.search.driver import Budget, Driver
+from hetsync.plan.search.objective import Weights
+from hetsync.plan.search.partitions import best_partitions
+from hetsync.plan.search.registry import ARMS_OF_BEST, SEARCHES
+from hetsync.plan.search.search import Problem
+
+DIAMONDS = [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4), (3, 5), (4, 6), (5, 6)]
+
+
+def problem(costs, seconds, edges=None, link=None, batch=64, memory_gib=1.0, delay=4, **given_):
+    devices = tuple(DeviceGroup(f"d{index}", memory_gib=memory_gib) for index in range(len(seconds)))
+    evaluator = Evaluator(
+        graph([f"b{index}" for index in range(len(costs))], edges),
+        costs,
+        Cluster("x", "s", devices, link or Link()),
+        [StepTime(0.0, one) for one in seconds],
+        Training(batch, SyncConfig(delay_bound=delay)),
+    )
+    return Problem(evaluator, given_.pop("micro_batches", (1, 4)), **given_)
+
+
+def run(name, asked, *words, **named):
+    driver = Driver(asked, *words, **named)
+    driver.run(name)
+    return driver
+
+
+def diamonds(**given_):
+    costs = [cost(1 + index % 3, 2.0, output=10 * index) for index in range(7)]
+    return problem(costs, (1.0, 2.0, 4.0), DIAMONDS, Link(0.01, 1e4), **given_)
+
+
+@pytest.mark.parametrize("most", [1, 2, 17, 60])
+@pytest.mark.parametrize("name", [*SEARCHES, "best"])
+def test_the_budget_is_kept_to_the_evaluation(name, most, monkeypatch):
+    calls, evaluate = [], Evaluator.evaluate
+
+    def counted(self, placement):
+        calls.append(placement)
+        return evaluate(self, placement)
+
+    monkeypatch.setattr(Evaluator, "evaluate", counted)
+    driver = run(name, diamonds(), budget=Budget(most))
+    assert len(calls) == driver.evaluations <= most
+    assert sum(arm.evaluations for arm in driver.arms) == driver.evaluations - 1  # and the reference's
+    if name == "random":
+        assert driver.evaluations == most
+
+
+@pytest.mark.parametrize("name", [*SEARCHES, "best"])
+def test_no_seconds_are_no_search(name):
+    assert run(name, diamonds(), budget=Budget(10**6, 0.0)).arms == []
+
+
+@pytest.mark.parametrize("name", [*SEARCHES, "best"])
+def test_a_seed_decides_everything(name):
+    found = [run(name, diamonds(), budget=Budget(80), seed=3).found() for _ in range(2)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("weights", [Weights(), Weights(1, 1, 1)])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_best_is_no_worse_than_any_search(weights, seed):
+    best = run("best", diamonds(), weights, Budget(400), seed)
+    assert [arm.method for arm in best.arms] == list(ARMS_OF_BEST)
+    for name in set(SEARCHES) - {"random", "mincut"}:
+        assert best.found().objective <= run(name, diamonds(), weights, Budget(400), seed).found().objective * (
+            1 + 1e-9
+        )
+    assert best.found().objective == min(arm.best.objective for arm in best.arms)
+    assert best.found().objective >= best.bound
+
+
+@pytest.mark.parametrize("name", ["contiguous", "exact", "list", "local", "mincut", "best"])
+def test_plans_of_every_rank_are_a_jobs(name):
+    """What the runtime checks of a plan before it trains."""
+    asked = replace(diamonds(), every_rank=name in ("exact", "local", "best"))
+    found = run(name, asked, budget=Budget(200)).found()
+    model = ModelIdentity("m", "0" * 64)
+    plan = as_plan_file(found.placement, asked.evaluator.graph, 64, model)
+    assert place(plan, asked.evaluator.graph) == found.placement
+    asked.evaluator.check_hosts(found.placement)
+    asked.evaluator.check_memory(found.costs)
+    if asked.every_rank:
+        plan.check_job(3, 64, "m", "0" * 64)
+
+
+def test_a_lone_replica_of_every_rank_is_found_by_exact():
+    """A device of almost no speed, that has to have blocks all the same."""
+    asked = problem([cost()] * 4, (1.0, 1e6), replicas=((0, 1),), every_rank=True)
+    assert sorted(run("exact", asked).found().placement.ranks) == [0, 1]
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 50)), min_size=2, max_size=6), st.integers(1, 4))
+@settings(max_examples=8)
+def test_on_equal_devices_with_fast_links_nothing_beats_data(blocks, ranks):
+    costs = [cost(forward, weight=weight) for forward, weight in blocks]
+    asked = problem(costs, [1.0] * ranks, batch=ranks * 16)
+    best, data = (run(name, asked, budget=Budget(150)) for name in ("best", "data"))
+    assert best.found().objective == pytest.approx(data.found().objective)
+    assert best.found().objective == pytest.approx(best.bound)
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(1, 5), st.integers(0, 40))
+@settings(max_examples=6)
+def test_times_that_are_all_longer_change_the_seconds_only(blocks, factor, carried):
+    """Of links as well."""
+    costs = [cost(one, output=carried) for one in blocks]
+    seconds = (1.0, 2.0, 2.0)
+    found = [
+        run("best", problem(costs, [one * by for one in seconds], link=Link(0.5 * by, 100 / by)), budget=Budget(120))
+        for by in (1, factor)
+    ]
+    less, more = (driver.found() for driver in found)
+    assert more.objective == pytest.approx(less.objective)
+    assert more.costs.step_seconds == pytest.approx(factor * less.costs.step_seconds)
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.permutations([1.0, 1.0, 3.0, 3.0]))
+@settings(max_examples=12)
+def test_the_order_of_devices_changes_nothing(blocks, seconds):
+    """They are of other names, so of other classes, though equal."""
+    costs = [cost(one, output=40) for one in blocks]
+    ordered, other = (problem(costs, one, link=Link(0.1, 100.0)) for one in ([1.0, 1.0, 3.0, 3.0], seconds))
+    assert run("exact", other).found().objective == pytest.approx(run("exact", ordered).found().objective)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 99)), min_size=2, max_size=6), st.sampled_from([1, 2, 8]))
+@settings(max_examples=40)
+def test_more_memory_and_bandwidth_never_make_exact_worse(blocks, times):
+    costs = [cost(forward, output=size, weight=size) for forward, size in blocks]
+    chain = {"replicas": ((0, 1, 2),), "micro_batches": (4,)}
+    found = []
+    for memory, bandwidth in ((1, 100.0), (1, 100.0 * times), (times, 100.0)):
+        memory_gib = memory * 6000 * 4 / 2**30
+        asked = problem(costs, (1.0, 2.0, 3.0), link=Link(0.1, bandwidth), memory_gib=memory_gib, **chain)
+        found.append(run("exact", asked).best.costs)
+    if found[0].feasible:
+        assert all(one.step_seconds <= found[0].step_seconds * (1 + 1e-9) for one in found)
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=4))
+@settings(max_examples=6)
+def test_exact_finds_the_best_partition_into_replicas(blocks):
+    """Of all that trying every partition, order and cut finds; memory holds the whole model nowhere, links are free."""
+    weight = 2**20
+    costs = [cost(one, output=0, saved=0, weight=weight) for one in blocks]
+    memory_gib = (8 * weight * max(1, len(blocks) - 1) + 100) / 0.9 / 2**30
+    asked = problem(costs, (1.0, 1.0, 3.0, 3.0), batch=960, memory_gib=memory_gib, delay=None, micro_batches=(4,))
+    tried = [asked.evaluator.evaluate(placement) for placement in all_plans(len(blocks), 4, 4)]
+    least = min(costs.step_seconds for costs in tried if costs.feasible)
+    assert run("exact", asked).found().costs.step_seconds <= least * 1.01  # shares are whole samples
+
+
+def all_plans(blocks, ranks, number):
+    """Up to two replicas of one or two ranks each: more cannot be where each needs two."""
+    chains = {
+        chosen: [
+            Replica(tuple(Stage((r,), tuple(range(*b))) for r, b in zip(chosen, bounds, strict=True)), None, number)
+            for cut in combinations(range(1, blocks), len(chosen) - 1)
+            for bounds in [list(pairwise([0, *cut, blocks]))]
+        ]
+        for count in range(1, ranks + 1)
+        for chosen in permutations(range(ranks), count)
+    }
+    yield from (Placement((replica,)) for found in chains.values() for replica in found)
+    for one, other in product(chains, repeat=2):
+        if one < other and not set(one) & set(other):
+            yield from (Placement(pair) for pair in product(chains[one], chains[other]))
+
+
+def test_many_possible_replicas_are_left_to_other_searches():
+    """Seven devices that all differ have 128 subsets."""
+    few, many = (problem([cost()] * 3, [1.0 + rank for rank in range(ranks)], micro_batches=(1,)) for ranks in (3, 8))
+    assert len([*best_partitions(few)]) == 2
+    assert [*best_partitions(many)] == []
