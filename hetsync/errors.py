@@ -40,6 +40,13 @@ def complain(sentence: str) -> None:
         sys.stderr.flush()
 
 
+def announce(what: str) -> None:
+    """Say what is about to happen, on standard error: nothing is wrong."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{what}\n")
+        sys.stderr.flush()
+
+
 def brief(value: object) -> str:
     """A value as it stands in a sentence: long ones are cut."""
     text = str(value)

@@ -32,17 +32,20 @@ BUILT_IN = {
 
 def build_for(data: Data, name: str, options: Mapping[str, Any]) -> torch.nn.Module:
     """A model with a recipe's options, and with what else the data tells of itself (classes, vocabulary)."""
-    known = inspect.signature(_find(name)).parameters
-    return _build(name, options, {key: value for key, value in data.model_options.items() if key in known})
+    make = _find(name)
+    known = inspect.signature(make).parameters
+    return _build(name, make, options, {key: value for key, value in data.model_options.items() if key in known})
 
 
 def build(name: str, **options: Any) -> torch.nn.Module:
     """A model by its recipe name, or by the import path of a callable that returns one."""
-    return _build(name, options, {})
+    return _build(name, _find(name), options, {})
 
 
-def _build(name: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> torch.nn.Module:
-    model = call_with_options("model", _find(name), options, defaults)
+def _build(
+    name: str, make: Callable[..., Any], options: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> torch.nn.Module:
+    model = call_with_options("model", make, options, torch.nn.Module, defaults)
     if not isinstance(model, torch.nn.Module):
         raise UserError(f"model.name is {name}, which returned {type(model).__name__}: return a torch.nn.Module")
     return model

@@ -51,7 +51,7 @@ def build(name: str, options: Mapping[str, Any]) -> Data:
         raise UserError(f"data.name is {name}: use one of {known}, or package.module:name for your own")
     make = CATALOGUE[name].make if name in CATALOGUE else name
     try:
-        data = call_with_options("data", import_object("data.name", make), options)
+        data = call_with_options("data", import_object("data.name", make), options, Data)
     except OSError as error:
         raise UserError(f"data.name is {name}, which cannot be read: {error}; check data.options") from error
     if not isinstance(data, Data):

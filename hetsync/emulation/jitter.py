@@ -69,6 +69,8 @@ def _read_trace(jitter: TraceJitter) -> list[list[float]]:
         with open(jitter.path, encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file):
                 moment, seconds = float(row[jitter.time_column]), float(row[jitter.batch_time_column])
+                if not math.isfinite(moment + seconds):
+                    raise ValueError(f"{moment}, {seconds}")
                 records[row[jitter.worker_column]].append((moment, seconds))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the trace that jitter.path names: {error}") from error

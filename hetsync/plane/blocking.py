@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hetsync.plane import codec
 from hetsync.plane.base import LateError, named, wait_limit
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ class BlockingCollectives:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
-        data = pickle.dumps(value)
+        data = codec.dumps(value)
         if self._rank > 0:
             request = self._comm.Issend(data, dest=0)
             self._wait(request.Test, lambda: "rank 0")
-            return [pickle.loads(part) for part in self.broadcast(None)]
-        return [pickle.loads(part) for part in self.broadcast(self._collect(data))]
+            return [codec.loads(part) for part in self.broadcast(None)]
+        return [codec.loads(part) for part in self.broadcast(self._collect(data))]
 
     def _collect(self, own: bytes) -> list[bytes]:
         arrived: dict[int, bytes | bytearray] = {0: own}
@@ -51,14 +51,14 @@ class BlockingCollectives:
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
-        data = bytearray(pickle.dumps(value)) if self._rank == 0 else bytearray()
+        data = bytearray(codec.dumps(value)) if self._rank == 0 else bytearray()
         length = array("q", [len(data)])
         request = self._comm.Ibcast(length)
         self._wait(request.Test, lambda: "rank 0")
         data = data or bytearray(length[0])
         request = self._comm.Ibcast(data)
         self._wait(request.Test, lambda: "rank 0")
-        return pickle.loads(data)
+        return codec.loads(data)
 
     def _wait(self, done: Callable[[], bool], who: Callable[[], str]) -> None:
         wait_until(done, wait_limit(self._rank, self._timeout_seconds), who)

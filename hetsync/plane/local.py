@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 
+from hetsync.plane import codec
 from hetsync.plane.base import Channels, Handle, Messages, Plane, PlaneError, Residual, Sums, WireFormat
 from hetsync.plane.wire import decode, deliver, encode_sum, flat, round_trip
 
@@ -50,14 +50,14 @@ class LocalMessages(Messages):
     def send(self, message: Any, to: int) -> None:
         if to != 0:
             raise PlaneError(f"no rank {to} in a job of one rank")
-        self._messages.append(pickle.dumps(message))
+        self._messages.append(codec.dumps(message))
 
     def unread(self, to: int) -> bool:
         return bool(self._messages)
 
     def receive(self) -> Sequence[tuple[int, Any]]:
         arrived, self._messages = self._messages, []
-        return [(0, pickle.loads(message)) for message in arrived]
+        return [(0, codec.loads(message)) for message in arrived]
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]

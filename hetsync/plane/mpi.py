@@ -6,7 +6,6 @@ The only module that imports mpi4py; importing it initialises MPI.
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from hetsync.errors import UserError
+from hetsync.plane import codec
 from hetsync.plane.base import Channels, Messages, Plane, PlaneError, named
 from hetsync.plane.blocking import BlockingCollectives, wait_until
 from hetsync.plane.parcels import empty_parcel, packed
@@ -136,7 +136,7 @@ class MpiMessages(Messages):
         self._closed = False
 
     def send(self, message: Any, to: int) -> None:
-        data = pickle.dumps(message)
+        data = codec.dumps(message)
         with _plane_errors(f"sending from rank {self.rank} to {to}"):
             # Synchronous, so that a send that is done has arrived, and `close` leaves nothing on the way.
             self._outgoing.append((self._control.Issend([data, MPI.BYTE], dest=to), data, to))
@@ -154,7 +154,7 @@ class MpiMessages(Messages):
             # Only from the front: a small message must not overtake a large one of the same sender.
             while self._incoming and self._incoming[0][1].Test():
                 sender, _, data = self._incoming.popleft()
-                arrived.append((sender, pickle.loads(data)))
+                arrived.append((sender, codec.loads(data)))
         return arrived
 
     def _start_receives(self) -> None:

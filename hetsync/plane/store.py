@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hetsync.errors import cause
+from hetsync.plane import codec
 from hetsync.plane.base import Channels, LostError, Messages, named, wait_limit
 from hetsync.plane.blocking import wait_until
 from hetsync.plane.gloo_channels import GlooChannels
@@ -59,7 +59,7 @@ class StoreMessages(Messages):
     def send(self, message: Any, to: int) -> None:
         with _store_errors():
             key = f"message/{to}/{self._store.add(f'sent/{to}', 1)}"
-            self._store.set(key, pickle.dumps((self.rank, key, message)))  # type: ignore[arg-type]
+            self._store.set(key, codec.dumps((self.rank, key, message)))  # type: ignore[arg-type]
         self._last_sent[to] = key
 
     def unread(self, to: int) -> bool:
@@ -83,7 +83,7 @@ class StoreMessages(Messages):
         while True:
             number += 1
             try:
-                sender, key, message = pickle.loads(store.get(f"message/{self.rank}/{number}"))
+                sender, key, message = codec.loads(store.get(f"message/{self.rank}/{number}"))
             except RuntimeError as error:
                 self._lost = _lost(error)
                 return
@@ -146,22 +146,22 @@ class _Meetings:
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
         self._come()
-        data = pickle.dumps(value)
+        data = codec.dumps(value)
         lengths = self._all_gather(torch.tensor([len(data)]))
         sent = torch.zeros(int(lengths.max()), dtype=torch.uint8)
         sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = self._all_gather(sent).view(self._size, -1)
-        return [pickle.loads(bytes(part[:length].numpy())) for part, length in zip(parts, lengths, strict=True)]
+        return [codec.loads(bytes(part[:length].numpy())) for part, length in zip(parts, lengths, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
         self._come()
-        data = bytearray(pickle.dumps(value) if self._rank == 0 else b"")
+        data = bytearray(codec.dumps(value) if self._rank == 0 else b"")
         length = torch.tensor([len(data)])
         self._wait(self._group.broadcast([length]))
         told = torch.frombuffer(data, dtype=torch.uint8) if data else torch.zeros(int(length), dtype=torch.uint8)
         self._wait(self._group.broadcast([told]))
-        return pickle.loads(bytes(told.numpy()))
+        return codec.loads(bytes(told.numpy()))
 
     def end(self) -> None:
         """The last meeting. Nobody asks the store after it, which ends with rank 0's process or with torchrun."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 Record = dict[str, Any]
 
 BLOCK_BYTES = 2**22
+LARGEST = 2**53
 
 # Fields of the kinds that are shown; a record without them, or with others in their place, is somebody else's.
 NUMBERS = {
@@ -105,7 +105,7 @@ def _check(record: Any) -> None:
         kind, record = "accumulation", {**record, **record["decision"]}
     numbers = [record["at"], *(record[name] for name in NUMBERS.get(kind, ()))]
     perhaps = [record.get(name) for name in NUMBERS_OR_NULL.get(kind, ())]
-    if not all(map(math.isfinite, [*numbers, *(number for number in perhaps if number is not None)])):
-        raise ValueError("not finite")
+    if not all(abs(number) < LARGEST for number in [*numbers, *(number for number in perhaps if number is not None)]):
+        raise ValueError("not finite, or larger than a float counts")
     if not all(isinstance(text, str) for text in [kind, *(record[name] for name in TEXTS.get(kind, ()))]):
         raise TypeError("no text")

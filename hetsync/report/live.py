@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hetsync.report.lines import LineReader, Record
-from hetsync.report.run import read_summary, telemetry_of
+from hetsync.report.run import telemetry_of
+from hetsync.report.summary import read_summary
 
 WINDOW_SECONDS = 30.0  # of a rank's newest lines
 TAIL_BYTES = 2**17  # of a file: so much is read at first
@@ -84,7 +85,8 @@ class _Rank:
         written = self.path.stat().st_mtime if self.path.is_file() else now
         silent = 0.0 if over else max(0.0, now - written - max(map(_covered, self._recent), default=0.0))
         figures = _figures(tasks, self.profile)
-        stale = [r["staleness"] for r in self._recent if r["kind"] == "round" and r["staleness"] is not None]
+        told = [record.get("staleness") for record in self._recent if record["kind"] == "round"]
+        stale = [value for value in told if value is not None]
         place = ", ".join(filter(None, (self.profile.get("host"), self.profile.get("device"))))
         return Row(
             rank=self.rank,

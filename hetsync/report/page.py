@@ -134,8 +134,8 @@ def _section(seen: Seen, plots: dict[str, Figure], prefix: str) -> Section:
 
 
 def _about(run: Run) -> str:
-    summary, recipe = run.summary, run.recipe
-    model, data = (recipe.get(part, {}).get("name") for part in ("model", "data"))
+    summary = run.summary
+    model, data = (run.asked(part, "name", str) for part in ("model", "data"))
     ranks = summary.get("ranks", len(run.ranks))
     told = [
         f"{model} on {data}" if model and data else None,
@@ -165,16 +165,15 @@ def _tiles(run: Run, course: Course) -> list[Tile]:
     if "samples_per_second" in summary:
         tiles.insert(2, Tile("samples_per_second", "samples a second", f"{summary['samples_per_second']:,.1f}"))
     if staleness:
-        bound = summary["delay_bound"]
+        bound = summary.get("delay_bound")
         name = f"mean staleness in rounds, at most {staleness['max']} (D = {'none' if bound is None else bound})"
         tiles.append(Tile("staleness", name, f"{staleness['mean']:.2f}"))
     return tiles + [Tile(f"metric-{name}", name, f"{value:.4f}") for name, value in summary.get("metrics", {}).items()]
 
 
 def _samples(run: Run, course: Course) -> float:
-    if run.summary.get("status") in ("finished", "stopped"):
-        applied: int = run.summary["samples_applied"]
-        return applied
+    if run.summary.get("status") in ("finished", "stopped") and "samples_applied" in run.summary:
+        return float(run.summary["samples_applied"])
     return float(course.samples.sum())
 
 
@@ -280,8 +279,9 @@ def _ranks(run: Run) -> Table:
         tasks = lines.tasks
         seconds = max(run.seconds, 1e-9)
         parts = [tasks[f"{part}_seconds"].sum() / seconds for part in ("compute", "wait", "data")]
-        if rank in told and len(run.stretches) == 1:
-            parts = [told[rank][f"{part}_fraction"] for part in ("compute", "wait", "data")]
+        fractions = [profile.get(f"{part}_fraction") for part in ("compute", "wait", "data")]
+        if None not in fractions and len(run.stretches) == 1:
+            parts = fractions
         alone = profile.get("solo_samples_per_second")
         rows.append(
             [

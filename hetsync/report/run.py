@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,10 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hetsync.config.checks import fits
 from hetsync.config.yaml_files import read_yaml
 from hetsync.errors import UserError, brief
 from hetsync.files import RECIPE, SUMMARY
 from hetsync.report.lines import LineReader, Record
+from hetsync.report.summary import read_summary
 
 Columns = dict[str, NDArray[np.float64]]
 
@@ -100,8 +101,7 @@ class Run:
     def delay_bound(self) -> int | None:
         """At its start."""
         told = [record["delay_bound"] for lines in self.ranks.values() for record in lines.of("profile")]
-        asked = self.recipe.get("sync", {}).get("delay_bound", self.summary.get("delay_bound"))
-        return told[0] if told else asked
+        return told[0] if told else self.asked("sync", "delay_bound", int, self.summary.get("delay_bound"))
 
     @property
     def settings(self) -> list[Setting]:
@@ -123,8 +123,14 @@ class Run:
             return told
         if settings := self.settings:
             return settings[-1].accumulation
-        asked = self.recipe.get("sync", {}).get("accumulation", "auto")
-        return 1 if asked == "auto" else asked
+        found: int = self.asked("sync", "accumulation", int, 1)
+        return found
+
+    def asked(self, section: str, key: str, kind: type, otherwise: Any = None) -> Any:
+        """What the recipe says, where that is of the kind."""
+        of_section = self.recipe.get(section)
+        said = of_section.get(key) if isinstance(of_section, dict) else None
+        return said if fits(said, kind) else otherwise
 
     def stretch_at(self, second: float) -> int:
         return max(0, sum(stretch.begin <= second for stretch in self.stretches) - 1)
@@ -159,19 +165,6 @@ def telemetry_of(folder: Path) -> dict[int, Path]:
     if not found and not (folder / SUMMARY).is_file():
         raise UserError(f"{brief(folder)} holds no run: there is neither {SUMMARY} nor telemetry in it")
     return found
-
-
-def read_summary(folder: Path) -> dict[str, Any]:
-    """{} where there is none. UserError where it cannot be read."""
-    try:
-        found = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("it is no mapping")
-        return found
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {folder / SUMMARY}: {error}; remove it to look at the rest") from error
 
 
 class _Reading:

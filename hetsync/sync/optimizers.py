@@ -26,9 +26,11 @@ def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.op
         settings["weight_decay"] = config.weight_decay
     if kind is torch.optim.SGD:
         settings["momentum"] = config.momentum
-    optimizer = call_with_options("optimizer", kind, config.options, settings)
+    optimizer = call_with_options("optimizer", kind, config.options, torch.optim.Optimizer, settings)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(f"optimizer.name is {config.name}, which returned {type(optimizer).__name__}")
+        raise UserError(
+            f"optimizer.name is {config.name}, which returned {type(optimizer).__name__}: return an optimizer of torch"
+        )
     check_needs_no_closure(optimizer, f"optimizer.name is {config.name}")
     return optimizer
 

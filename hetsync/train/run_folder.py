@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
@@ -65,19 +66,42 @@ def _resumed(run: RunConfig, resume: Resume) -> Path | None:
 def working_folder(plane: Plane, run: RunConfig, resume: Path | None) -> Iterator[Path]:
     """Collective: rank 0's choice on every rank, which no other job may use meanwhile.
 
-    It is empty of earlier runs unless one is resumed; one that is made here and stays empty is removed again.
+    It is empty of earlier runs unless one is resumed; one that is made here and stays empty is removed again. Whoever
+    may write in it could forge what a job goes on from: other users may not, and UserError where they could before.
     """
     with contextlib.ExitStack() as held:
+        held.enter_context(_not_writable_for_others())
         yield decided_by_first(plane, lambda: held.enter_context(_held(run, resume)))
+
+
+@contextlib.contextmanager
+def _not_writable_for_others() -> Iterator[None]:
+    """Inside, whatever umask the user has: of each file that this process makes. The group's rights stay."""
+    before = os.umask(0o077)
+    os.umask(before | stat.S_IWOTH)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _check_protected(folder: Path) -> None:
+    if folder.stat().st_mode & stat.S_IWOTH:
+        raise UserError(
+            f"run folder {folder} can be written by every user of this machine, who could then forge its checkpoints:"
+            f" chmod -R o-w {folder}, or choose another"
+        )
 
 
 @contextlib.contextmanager
 def _held(run: RunConfig, resume: Path | None) -> Iterator[Path]:
     if resume is not None:
+        _check_protected(resume)
         with _locked(resume.resolve()):
             yield resume.resolve()
         return
     folder = _made(run)
+    _check_protected(folder)
     try:
         with _locked(folder):
             _check_unused(folder)

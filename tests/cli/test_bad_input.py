@@ -257,7 +257,11 @@ ALONE = {
         "optimizer.options is {'nesterov': True}, which .*SGD does not take: Nesterov momentum requires",
     ),
     "negative option": (["--model.options.channels", "-3"], r"options is \{'channels': -3\}, which .* does not take"),
-    "no function": (["--model.name", "math:pi"], "model.name is math:pi, which is a float: name a function or class"),
+    "no function": (["--model.name", "mine:RANK"], "model.name is mine:RANK, which is a int: name a function or class"),
+    "a shell": (
+        ["--model.name", "os:system", "--model.options.command", "touch acted"],
+        "model.name is os:system, which is of Python's standard library .*: name a function or class of your own",
+    ),
     "endless batch": (["--data.batch_size", "1e9"], "batch_size is 1000000000, but the training set has 1438 samples"),
     "pin of no rank": (["--sync.pins", "{5: 3}"], "sync.pins names rank 5, but the last is 0: remove it"),
     "pin over the batch": (["--sync.pins", "{0: 100}"], "sync.pins gives rank 0 100 samples: give it 0 to 64"),

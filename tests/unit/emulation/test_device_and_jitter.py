@@ -238,6 +238,7 @@ def test_a_trace_is_replayed_worker_by_worker_around_its_mean(trace):
         ("worker,time\n1,1", "has no column 'batch_time': set jitter's"),
         ("worker,time,batch_time\n1,1,x", "holds something that is no number"),
         ("worker,time,batch_time\n1,1", "holds something that is no number"),
+        ("worker,time,batch_time\n1,1,nan\n1,2,3", "holds something that is no number"),
         ("worker,time,batch_time", "needs records"),
         ("worker,time,batch_time\n1,1,0", "needs records with positive"),
     ],

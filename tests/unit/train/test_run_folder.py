@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +145,32 @@ def test_what_a_file_held_before_is_kept(tmp_path: Path) -> None:
         keep(path, text)
     held = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert held == {"recipe.yaml": "a", "recipe-1.yaml": "a", "recipe-2.yaml": "b", "recipe-3.yaml": "c"}
+
+
+def test_other_users_write_nothing_in_a_run_folder(tmp_path: Path, no_umask: None) -> None:
+    with working(tmp_path / "runs" / "run") as folder:
+        (folder / "summary.json").write_text("{}")
+        made = [tmp_path / "runs", *(tmp_path / "runs").rglob("*")]
+        assert {path.name: oct(path.stat().st_mode & 0o777) for path in made} == {
+            "runs": "0o775",
+            "run": "0o775",
+            "job.lock": "0o644",
+            "summary.json": "0o664",
+        }
+    (tmp_path / "after").touch()
+    assert (tmp_path / "after").stat().st_mode & 0o777 == 0o666, "the user's umask is back"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, resume: bool) -> None:
+    tmp_path.chmod(0o1777)
+    with pytest.raises(UserError, match=f"{tmp_path} can be written by every user.*: chmod -R o-w"):
+        working(tmp_path, resume).__enter__()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def no_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)

@@ -1,0 +1,1 @@
+"""Damaged inputs: each one works or is refused in a sentence, within seconds."""

@@ -1,0 +1,79 @@
+"""Values as they travel between ranks: pickled, and read with none of pickle's powers.
+
+Whoever reaches a rank's port could send it a pickle, and a pickle may name any function to be called. Here it may name
+what makes plain data and nothing else: records (dataclasses, named tuples, enumerations, mistakes of users) of modules
+that are loaded already, tensors, arrays, and a few types of Python's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import torch
+
+from hetsync.errors import UserError
+
+PLAIN = {
+    "builtins": ("bytearray", "complex", "frozenset", "range", "set", "slice"),
+    "collections": ("Counter", "OrderedDict", "defaultdict", "deque"),
+    "datetime": ("date", "datetime", "time", "timedelta", "timezone"),
+    "decimal": ("Decimal",),
+    "fractions": ("Fraction",),
+    "pathlib": ("Path", "PosixPath", "PurePath", "PurePosixPath"),
+    "torch": ("Size", "device"),
+    "torch._utils": ("_rebuild_parameter", "_rebuild_tensor_v2"),
+    "numpy": ("dtype", "ndarray"),
+    "numpy.core.multiarray": ("_reconstruct", "scalar"),  # numpy 1
+    "numpy._core.multiarray": ("_reconstruct", "scalar"),
+    "numpy.core.numeric": ("_frombuffer",),
+    "numpy._core.numeric": ("_frombuffer",),
+}
+FACTORIES = ("int", "float", "str", "bool", "list", "dict", "tuple")  # of a defaultdict, and how some types are named
+
+
+def dumps(value: Any) -> bytes:
+    return pickle.dumps(value)
+
+
+def loads(data: bytes | bytearray) -> Any:
+    """What `dumps` was given. UserError where that has objects of another class; none of its code is run."""
+    return _Decoder(io.BytesIO(data)).load()
+
+
+class _Decoder(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _admitted(module, name)
+
+
+@cache
+def _admitted(module: str, name: str) -> Any:
+    if (module, name) == ("torch.storage", "_load_from_bytes"):
+        return _storage  # torch's own would unpickle anything
+    loaded = sys.modules.get(module)
+    found = getattr(loaded, name, None)  # no dotted names: a record's methods are not it
+    if name in PLAIN.get(module, ()) or (module == "builtins" and name in FACTORIES):
+        return found
+    if isinstance(found, torch.dtype) or (isinstance(found, type) and found.__module__ == module and _is_record(found)):
+        return found
+    raise UserError(
+        f"a value of {module}.{name} does not travel between ranks: give numbers, text, tensors, dataclasses, named"
+        " tuples, or lists and dictionaries of these"
+    )
+
+
+def _is_record(kind: type) -> bool:
+    """A mistake is one: rank 0's is everybody's."""
+    named = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return named or dataclasses.is_dataclass(kind) or issubclass(kind, Enum | UserError)
+
+
+def _storage(content: bytes) -> Any:
+    load: Callable[..., Any] = torch.load
+    return load(io.BytesIO(content), weights_only=True)
