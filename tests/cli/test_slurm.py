@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,11 @@ def written(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def options(script: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def tool(name: str) -> str | None:
+    """A checker of the extra `test`."""
+    return shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
 # What it writes.
@@ -110,15 +116,14 @@ def test_scripts_are_clean(capsys: pytest.CaptureFixture[str], tmp_path: Path, c
     script = tmp_path / "job.sbatch"
     script.write_text(written(capsys, *SCRIPTS[case]))
     subprocess.run(["bash", "-n", script], check=True)
-    if shutil.which("shellcheck"):
-        done = subprocess.run(["shellcheck", script], capture_output=True, text=True, check=False)
-        assert done.stdout == ""
+    if (shellcheck := tool("shellcheck")) is not None:
+        assert subprocess.run([shellcheck, script], capture_output=True, text=True, check=False).stdout == ""
 
 
 def test_the_clones_script_is_clean() -> None:
-    if not shutil.which("shellcheck"):
+    if (shellcheck := tool("shellcheck")) is None:
         pytest.skip("shellcheck is not installed here")
-    words = ["shellcheck", "-x", "launch/slurm.sbatch"]
+    words = [shellcheck, "-x", "launch/slurm.sbatch"]
     assert subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout == ""
 
 
