@@ -10,7 +10,7 @@ from hetsync.cli import checkpoint, control, data, doctor, launch, plan, profile
 from hetsync.cli.shared import WordParser, add_verbs
 from hetsync.version import __version__
 
-COMMANDS = (train, launch, plan, profile, simulate, data, control, checkpoint, report, top, trace, doctor)
+COMMANDS = (train, plan, profile, simulate, data, control, checkpoint, report, top, trace, doctor, launch)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
