@@ -44,7 +44,8 @@ job='' asked=''
 trap 'asked=1; interrupted=1; [[ -z $job ]] || kill -USR1 "$job" 2>/dev/null || true' USR1
 
 if [[ -n $venv ]]; then
-    "$venv/bin/python" -c '' 2>/dev/null || fail "$venv has no Python that runs on $(hostname): make it where all nodes see it"
+    "$venv/bin/python" -c '' 2>/dev/null ||
+        fail "$venv has no Python that runs on $(hostname): make it where all nodes see it"
     export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH
 fi
 if [[ -n $run_dir ]]; then mkdir -p "$run_dir"; fi # that containers see it
