@@ -50,12 +50,13 @@ LABEL org.opencontainers.image.title="HetSync" \
       org.opencontainers.image.description="Delay-synchronised training of PyTorch models on clusters whose devices differ" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="0.1.0"
-# mpirun reaches other containers by ssh (launch/kubernetes); host keys in an image would be everybody's.
+# mpirun reaches other containers by ssh (launch/kubernetes, launch/docker); host keys in an image would be everybody's.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends openssh-client openssh-server python3 \
     && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_* \
     && useradd --create-home --uid 1000 hetsync \
-    && install -d -o hetsync -m 1777 /work /work/runs
+    && install -d -o hetsync -m 1777 /work /work/runs \
+    && install -d -o hetsync -m 700 /home/hetsync/.ssh
 COPY --from=build /opt/hetsync /opt/hetsync
 # Caches where any user may write: --user leaves one without a home.
 ENV PATH=/opt/hetsync/bin:$PATH PYTHONUNBUFFERED=1 XDG_CACHE_HOME=/work/.cache

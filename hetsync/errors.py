@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from hetsync.launchers import first_rank
 
-# Exit statuses of a job. The second line's are of one that has saved after a signal: launch/slurm.sbatch requeues on
+# Exit statuses of a job. The second line's are of one that has saved after a signal: hetsync/slurm/batch.sh requeues on
 # STOPPED, the others are what shells expect.
 INTERNAL_ERROR, USER_ERROR = 1, 2
 STOPPED, TERMINATED, INTERRUPTED, HUNG_UP = 85, 143, 130, 129

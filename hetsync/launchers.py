@@ -55,6 +55,11 @@ def _number(text: str | None) -> int:
     return int(text) if text is not None and text.isdigit() else 0
 
 
+def gpus_granted(environ: Mapping[str, str] = os.environ) -> int:
+    """GPUs of this node that SLURM has given to the job; 0 where it was asked for none, or is not there."""
+    return _number(environ.get("SLURM_GPUS_ON_NODE"))
+
+
 def first_rank() -> bool:
     """Is this rank 0, judged by what launchers tell (before MPI is there)?"""
     if launched_by_torch() > 1:

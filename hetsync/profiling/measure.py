@@ -26,6 +26,7 @@ from hetsync.data.workers import fetch
 from hetsync.emulation.cluster import Cluster
 from hetsync.emulation.device import affordable_rate, emulated_times
 from hetsync.errors import UserError, brief
+from hetsync.launchers import gpus_granted
 from hetsync.plane.base import Plane
 from hetsync.profiling.device import LEAST_SECONDS, Profiled, memory_cap, profile_step
 from hetsync.sync.optimizers import build_optimizer
@@ -60,9 +61,15 @@ def find_place(plane: Plane) -> Place:
 
 
 def choose_device(name: str, place: Place) -> torch.device:
-    """The rank's own device: `auto` takes the host's CUDA devices in turn, or the CPU."""
+    """The rank's own device: `auto` takes the host's CUDA devices in turn, or the CPU. UserError where there is none
+    such, or where `auto` would leave GPUs idle that the job was given."""
     if name not in ("auto", "cpu", "cuda") and not (name.startswith("cuda:") and name[5:].isdigit()):
         raise UserError(f"run.device is {name}: use auto, cpu, cuda or cuda:INDEX")
+    if name == "auto" and not torch.cuda.is_available() and (granted := gpus_granted()):
+        raise UserError(
+            f"run.device is auto, and SLURM has given this job {granted} GPUs of {place.host}, where torch"
+            f" {torch.__version__} finds none: install a torch for CUDA, look at nvidia-smi there, or give cpu"
+        )
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

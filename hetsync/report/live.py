@@ -174,7 +174,7 @@ class LiveRun:
 
     @property
     def _failed(self) -> bool:
-        return any(rank.ending for rank in self._ranks.values())
+        return self.summary.get("status") == "failed" or any(rank.ending for rank in self._ranks.values())
 
     @property
     def unreadable(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -136,9 +137,21 @@ class Evaluations:
             yield self._done.popleft()
 
 
-def check_callable(who: str, function: Any) -> None:
+def check_callable(who: str, function: Any, *arguments: Any) -> None:
+    """UserError for what cannot be called with the arguments, as far as its signature is known."""
     if not callable(function):
         raise UserError(f"{who} got a {type(function).__name__}: give a function")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some of C have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise UserError(
+            f"{who} got {name}{signature}, which does not take what it is called with ({error}): wrap it in a lambda"
+        ) from None
 
 
 def on_cpu(value: Any) -> Any:

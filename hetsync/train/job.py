@@ -353,7 +353,7 @@ class Job:
         Numbers, tensors and arrays, in lists and dictionaries, too, become means weighted by samples; metrics of
         torchmetrics are merged; `combine` gets the list of what the ranks have returned and does anything else.
         """
-        check_callable("job.evaluate", function)
+        check_callable("job.evaluate", function, *arguments)
         running = self._begin()
         self._loop.come_to_rest()
         part = running.evaluations.part_of(lambda: function(*arguments), running.session.shares)

@@ -133,7 +133,7 @@ class Preparation:
         """See `Job.on`."""
         if event not in EVENTS:
             raise UserError(f"job.on got {event!r}: use one of {', '.join(EVENTS)}")
-        check_callable("job.on", callback)
+        check_callable("job.on", callback, None)
         self.callbacks[event].append(callback)
 
     def rest_after_epochs(self, count: int) -> int:

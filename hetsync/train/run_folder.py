@@ -28,9 +28,11 @@ MOST_AT_ONCE = 1000  # jobs of one name that begin in one second
 
 
 class Status(StrEnum):
-    """A summary's `status`: of a job under way, or dead; of one that has saved to be resumed; of one at its end."""
+    """A summary's `status`: of a job under way, or killed; of one that an error has ended; of one that has saved to be
+    resumed; of one at its end."""
 
     RUNNING = "running"
+    FAILED = "failed"
     STOPPED = "stopped"
     FINISHED = "finished"
 
@@ -121,6 +123,14 @@ def status_of(folder: Path) -> str | None:
         return "unknown"
 
 
+def mark_failed(folder: Path) -> None:
+    """The summary of a run under way says that it has failed: by the rank that has, as its failure ends rank 0 too."""
+    if status_of(folder) == Status.RUNNING:
+        path = folder / SUMMARY
+        with contextlib.suppress(OSError, DiskError):  # the failure itself is what is to be told
+            write_atomically(path, json.dumps({**json.loads(path.read_text()), "status": Status.FAILED}, indent=1))
+
+
 def keep(path: Path, text: str) -> None:
     """Write a file; where it held something else, that stays beside it as NAME-1, NAME-2, ... DiskError."""
     before = path.read_text() if path.is_file() else text
@@ -162,8 +172,8 @@ def _made(run: RunConfig) -> Path:
 
 
 def _check_unused(folder: Path) -> None:
-    """A job that has died before it saved anything leaves nothing to go on with."""
-    if (folder / "checkpoints").exists() or status_of(folder) not in (None, Status.RUNNING):
+    """A job that has failed or died before it saved anything leaves nothing to go on with."""
+    if (folder / "checkpoints").exists() or status_of(folder) not in (None, Status.RUNNING, Status.FAILED):
         raise UserError(
             f"run folder {folder} holds a run already: choose another, or go on with --resume {folder} (in a script:"
             " resume='auto')"

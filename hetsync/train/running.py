@@ -33,7 +33,7 @@ from hetsync.train.evaluation import Evaluations, combined, named, record
 from hetsync.train.memory import slice_memory
 from hetsync.train.preparation import Preparation
 from hetsync.train.resumption import Standing, first_settings, kept_shares
-from hetsync.train.run_folder import Status
+from hetsync.train.run_folder import Status, mark_failed
 from hetsync.train.saving import Saver
 from hetsync.train.session import AtRest, Session
 from hetsync.train.speeds import assumed_profiles
@@ -416,6 +416,8 @@ class Running:
         """The job has failed; with `release` the model may be trained in another."""
         if self._saver is not None:
             self._saver.stop_timer()
+        if self.is_open and self.at.folder is not None:
+            mark_failed(self.at.folder)
         self.display.close(None)
         if release:
             self.session.release()

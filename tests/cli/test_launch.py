@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,14 @@ def build_horovod(path: str, **variables: str) -> subprocess.CompletedProcess[st
     return subprocess.run(
         words, env={**kept, "PATH": path, **variables}, capture_output=True, text=True, timeout=60, check=False
     )
+
+
+def tool(name: str) -> str:
+    """A checker of the extra `test`."""
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if found is None:
+        pytest.skip(f"{name} is not installed here")
+    return found
 
 
 def programs(folder: Path, *names: str) -> str:
@@ -185,3 +194,50 @@ def test_the_kubernetes_job_fits_the_image(manifest: dict[str, Any]) -> None:
     assert "COPY --from=build /opt/hetsync /opt/hetsync" in image
     port = worker["args"][worker["args"].index("-p") + 1]
     assert any(variable["value"].startswith(f"-p {port} ") for variable in launcher["env"])
+
+
+# Containers.
+
+
+@pytest.fixture(scope="module")
+def composition() -> dict[str, Any]:
+    read: dict[str, Any] = yaml.safe_load((ROOT / "launch" / "docker" / "compose.yaml").read_text(encoding="utf-8"))
+    return read
+
+
+def test_the_composition_keeps_to_the_schema_of_compose() -> None:
+    check = tool("check-jsonschema")
+    words = [check, "--builtin-schema", "vendor.compose-spec", "launch/docker/compose.yaml"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_composition_starts_a_rank_in_each_of_its_unequal_containers(composition: dict[str, Any]) -> None:
+    services = composition["services"]
+    words = services["launcher"]["entrypoint"]
+    hosts = dict(host.split(":") for host in words[words.index("--host") + 1].split(","))
+    assert set(hosts) == {name for name, service in services.items() if "cpus" in service}
+    assert len({services[name]["cpus"] for name in hosts}) == len(hosts)
+    assert int(words[words.index("-n") + 1]) == sum(map(int, hosts.values()))
+    program, *arguments = services["launcher"]["command"]
+    assert program == "/opt/hetsync/bin/hetsync-train"
+    config, *_ = train.parse(arguments)
+    mounts = [volume.split(":")[1] for volume in services["fast"]["volumes"]]
+    assert any(str(config.run.dir).startswith(f"{mount}/") for mount in mounts)
+
+
+def test_the_composition_fits_the_image(composition: dict[str, Any]) -> None:
+    image = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    services = composition["services"]
+    (keys,) = (volume.partition(":")[2] for volume in services["keys"]["volumes"])
+    assert f"install -d -o hetsync -m 700 {keys}" in image  # a new volume has the owner of what it covers
+    command = services["fast"]["command"]
+    port = command[command.index("-p") + 1]
+    assert services["launcher"]["environment"]["PRTE_MCA_plm_ssh_args"].startswith(f"-p {port} ")
+
+
+def test_the_image_is_clean() -> None:
+    done = subprocess.run(
+        [tool("hadolint"), "Dockerfile"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "")

@@ -174,14 +174,14 @@ def test_while_it_trains_a_run_says_so(run: Path) -> None:
     assert summary_of(run)["status"] == "finished"
 
 
-def test_a_run_that_failed_says_that_it_runs(run: Path) -> None:
+def test_a_run_that_failed_says_so(run: Path) -> None:
     assert train("--resume", "run", "--run.samples", 2 * SAMPLES, "--data.name", "mine:interrupted") == 1
-    assert summary_of(run)["status"] == "running"
+    assert summary_of(run)["status"] == "failed"
 
 
 def test_a_run_that_saved_nothing_may_be_begun_again(here: Path) -> None:
     words = ["--run.dir", "run", "--run.samples", SAMPLES]
     assert train(*words, "--data.name", "mine:interrupted") == 1
-    assert summary_of(here / "run")["status"] == "running"
+    assert summary_of(here / "run")["status"] == "failed"
     assert train(*words) == 0
     assert train(*words) == 2

@@ -125,7 +125,7 @@ def test_weights_that_are_not_finite_are_never_saved(bound: int, capsys: pytest.
     assert re.search(sentence, said)
     assert saved() == [640]
     assert torch.isfinite(torch.cat([t.flatten() for t in load_newest(Path("run")).model.values()])).all()
-    assert summary_of(Path("run"))["status"] == "running"
+    assert summary_of(Path("run"))["status"] == "failed"
 
 
 # Disks.
@@ -167,7 +167,7 @@ def test_a_last_checkpoint_that_cannot_be_written_fails_the_job(
     (said,) = re.findall("hetsync: .*", capsys.readouterr().err)
     assert re.search("cannot write the checkpoint .*640: .*No space left on device; free space", said)
     assert saved() == [320]
-    assert summary_of(Path("run"))["status"] == "running"
+    assert summary_of(Path("run"))["status"] == "failed"
 
 
 def test_training_goes_on_without_telemetry(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,6 +65,8 @@ def test_the_options_of_benchmarks_in_sentences(page: Path, folder: Path) -> Non
         "launch/mps 100,50 --sync.quorum many",
         "mpirun -n 12 hetsync-train --no.such.key 3",
         "sbatch --ntasks=12 launch/slurm.sbatch --run.checkpoint 3",
+        "hetsync launch slurm --nodes 2,gpu=3 -- hetsync-train digits",
+        "hetsync launch slurm --nodes 2 -- hetsync-train digits --run.checkpoint 3",
         "hetsync data check cifar10 somewhere --fast",
         "hetsync data chekc cifar10 somewhere",
         "python benchmarks/efficiency.py",
@@ -93,7 +95,11 @@ def mistake_in(words: list[str], folder: Path) -> str | None:
         case ["launch/horovod"]:
             return None
         case ["sbatch", *rest] if "launch/slurm.sbatch" in rest:
-            return _parsed(["hetsync-train", *rest[rest.index("launch/slurm.sbatch") + 1 :]], folder)
+            told = rest[rest.index("launch/slurm.sbatch") + 1 :]
+            return None if told[:1] == ["--"] else _parsed(["hetsync-train", *told], folder)
+        case ["hetsync", "launch", "slurm", *rest]:
+            status, said = _said(["hetsync", "launch", "slurm", "--dry-run", *rest], folder)
+            return said if status else None
         case ["mpirun", *rest]:
             starts = [index for index, word in enumerate(rest) if word in ("hetsync-train", "hetsync", "python")]
             return mistake_in(rest[starts[0] :], folder) if starts else f"{words} starts no program of ours"

@@ -14,12 +14,12 @@ export SLURM_CONF=$base/slurm.conf
 PATH=$PATH:/usr/sbin
 
 configure() {
-    local host
+    local host port=$((20000 + RANDOM % 10000)) # of a cluster of its own, beside others
     host=$(hostname -s)
     cat >"$SLURM_CONF" <<CONF
 ClusterName=lab
 SlurmctldHost=$host(127.0.0.1)
-SlurmctldPort=16817
+SlurmctldPort=$port
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -33,19 +33,27 @@ SlurmdLogFile=$base/log/slurmd-%n.log
 TmpFS=$base/tmp/%n
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
+GresTypes=gpu
+MailProg=/bin/true
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
 SlurmdParameters=config_overrides
-KillWait=10
+KillWait=3
 SlurmdTimeout=30
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
-NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=17001 CPUs=4 RealMemory=1000
-NodeName=n[2-3] NodeHostname=$host NodeAddr=127.0.0.1 Port=[17002-17003] CPUs=2 RealMemory=1000
+NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 1)) CPUs=4 RealMemory=1000 Feature=fast Gres=gpu:fast:2
+NodeName=n[2-3] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((port + 2))-$((port + 3))] CPUs=2 RealMemory=1000 Feature=slow Gres=gpu:slow:1
 PartitionName=low Nodes=ALL Default=YES State=UP PriorityTier=1 GraceTime=15 PreemptMode=REQUEUE
 PartitionName=high Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
+CONF
+    # As /dev/null: SLURM hands these GPUs out and binds them as it does real ones.
+    for device in 0 1; do mknod "$base/gpu$device" c 1 3; done
+    cat >"$base/gres.conf" <<CONF
+NodeName=n1 Name=gpu Type=fast File=$base/gpu[0-1]
+NodeName=n[2-3] Name=gpu Type=slow File=$base/gpu0
 CONF
 }
 
@@ -79,7 +87,7 @@ end() {
 down() {
     local file
     timeout 10 scancel --user=root 2>/dev/null || true
-    for _ in {1..20}; do
+    for _ in {1..6}; do
         [[ -n $(timeout 5 squeue --noheader 2>/dev/null) ]] || break
         sleep 0.5
     done

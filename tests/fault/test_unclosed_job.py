@@ -83,7 +83,7 @@ def test_an_exception_ends_all_ranks(tmp_path: Path, ranks: int) -> None:
     assert done.status == 1, done.story
     assert done.err.count("Traceback") == 1, done.story
     assert done.sentences == (["hetsync: rank 1: failed, so the job ends"] if ranks > 1 else [])
-    assert summary_of(tmp_path / "run")["status"] == "running"
+    assert summary_of(tmp_path / "run")["status"] == "failed"
     assert summary_of(tmp_path / "run")["samples_applied"] == 0
 
 
@@ -102,7 +102,7 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, ranks: int, in_loop: str, sen
     assert len(done.sentences) == 1, done.story
     assert sentence in done.sentences[0]
     assert "Traceback" not in done.err, done.story
-    assert summary_of(tmp_path / "run")["status"] == "running"
+    assert summary_of(tmp_path / "run")["status"] == "failed"
 
 
 @RANKS

@@ -19,6 +19,7 @@ from hetsync.data import Data
 from hetsync.data.random_state import untouched
 from hetsync.emulation.cluster import Link, load_cluster
 from hetsync.emulation.device import SHORTEST_SLICE_SECONDS
+from hetsync.errors import UserError
 from hetsync.plane.base import Handle, Plane, PlaneError
 from hetsync.plane.local import LocalPlane
 from hetsync.profiling import device as profiling
@@ -464,3 +465,16 @@ def test_hetsync_profile_measures_in_the_precision_of_the_recipe(monkeypatch):
     run = RunConfig(precision="bfloat16", device="cpu", profile_seconds=0.01)
     profile_cluster(LocalPlane(), Config(run=run, data=DataConfig(batch_size=8)))
     assert seen == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("name", "granted"), [("auto", "2"), ("cuda", "2"), ("cuda:0", None)])
+def test_gpus_that_a_job_was_given_are_not_left_idle(
+    monkeypatch: pytest.MonkeyPatch, name: str, granted: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    if granted is not None:
+        monkeypatch.setenv("SLURM_GPUS_ON_NODE", granted)
+    with pytest.raises(UserError, match=r"run.device is .*here.*cpu"):
+        take_device(name, Place("here", 0, 2))
+    assert take_device("cpu", Place("here", 0, 2)).type == "cpu"

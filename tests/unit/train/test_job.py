@@ -227,6 +227,8 @@ RESTS: dict[str, tuple[Act, str]] = {
     "the optimizer's step": (lambda script: script.optimizer.step(), "no batch is out"),
     "nothing": (lambda script: script.job.evaluate(lambda: None), "found nothing on any rank"),
     "no function": (lambda script: script.job.evaluate(3), "job.evaluate got a int"),  # type: ignore[arg-type]
+    "wants more": (lambda script: script.job.evaluate(lambda model: 1.0), r"\(model\), which .*missing.*'model'"),
+    "wants less": (lambda script: script.job.evaluate(lambda: 1.0, 3), "too many positional arguments"),
     "nan": (lambda script: script.job.keep_best(float("nan")), "job.keep_best got nan"),
     "text": (lambda script: script.job.keep_best("good"), "job.keep_best got good"),  # type: ignore[arg-type]
     "two numbers": (lambda script: script.job.keep_best(torch.zeros(2)), "job.keep_best got tensor"),  # type: ignore[arg-type]

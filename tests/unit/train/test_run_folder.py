@@ -20,7 +20,7 @@ import pytest
 from hetsync.config.schema import RunConfig
 from hetsync.errors import UserError
 from hetsync.plane.local import LocalPlane
-from hetsync.train.run_folder import LOCK, keep, working_folder
+from hetsync.train.run_folder import LOCK, keep, mark_failed, status_of, working_folder
 
 FORK = multiprocessing.get_context("fork")
 
@@ -174,3 +174,24 @@ def no_umask() -> Iterator[None]:
     before = os.umask(0)
     yield
     os.umask(before)
+
+
+@pytest.mark.parametrize(("before", "after"), [("running", "failed"), ("finished", "finished"), ("stopped", "stopped")])
+def test_only_a_run_under_way_fails(tmp_path: Path, before: str, after: str) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"status": before, "ranks": 2}))
+    mark_failed(tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"status": after, "ranks": 2}
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "3"])
+def test_a_failure_without_a_readable_summary_stays_what_it_is(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "summary.json").write_text(content)
+    mark_failed(tmp_path)
+    assert status_of(tmp_path) == (None if content is None else "unknown")
+
+
+def test_a_run_that_failed_before_it_saved_gives_its_folder_back(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"status": "failed"}')
+    with working(tmp_path) as folder:
+        assert folder == tmp_path.resolve()

@@ -1,0 +1,134 @@
+# shellcheck shell=bash
+# What every HetSync job under SLURM does. Set before:
+#
+#   program        the program of a rank and its arguments, an array
+#   run_dir        the run folder; empty where the program's is not known
+#   launcher       mpirun, or srun for an MPI that was built for the site's PMIx
+#   venv           the Python environment; nothing is ever installed into it here
+#   apptainer, pyxis   an image instead, one of them; empty otherwise
+#   max_restarts   a job that is requeued more often than this has failed
+#   max_crashes    so many in a row, without a checkpoint between them, are not mended by another start
+
+stopped=85 too_few_ranks=86 mistake=2 # hetsync/errors.py
+killed_by_usr1=138                    # a request that came before training had begun: nothing is lost
+crash_count=hetsync-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}.crashes
+
+say() { printf '%s: job %s: %s\n' "$(date '+%F %T')" "$SLURM_JOB_ID" "$*" >&2; }
+
+fail() {
+    say "$@"
+    rm -f "$crash_count"
+    exit 1
+}
+
+newest_checkpoint() { { compgen -G "$run_dir/checkpoints/samples-*" || true; } | sort | tail -n 1; }
+
+requeue() {
+    ((${SLURM_RESTART_COUNT:-0} < max_restarts)) || fail "$1, but was requeued $max_restarts times already"
+    say "$1, and requeued"
+    trap '' TERM # SLURM ends this script while it requeues the job
+    scontrol requeue "$SLURM_JOB_ID"
+    sleep 60
+}
+
+count_crash() {
+    local crashes=0 newest_then='' newest
+    newest=$(newest_checkpoint)
+    if [[ -e $crash_count ]]; then { read -r crashes && read -r newest_then; } <"$crash_count"; fi
+    if [[ $newest != "$newest_then" ]]; then crashes=0; fi
+    printf '%s\n' $((++crashes)) "$newest" >"$crash_count"
+    ((crashes < max_crashes)) || fail "crashed with status $1, $crashes times in a row without a new checkpoint"
+}
+
+job='' asked=''
+trap 'asked=1; interrupted=1; [[ -z $job ]] || kill -USR1 "$job" 2>/dev/null || true' USR1
+
+if [[ -n $venv ]]; then
+    "$venv/bin/python" -c '' 2>/dev/null ||
+        fail "$venv has no Python that runs on $(hostname): make it where all nodes see it"
+    export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH
+fi
+if [[ -n $run_dir ]]; then mkdir -p "$run_dir"; fi # that containers see it
+if [[ ${program[0]} == hetsync-train ]]; then
+    program+=(--run.dir "$run_dir")
+    if [[ -n $(newest_checkpoint) ]]; then program+=(--resume "$run_dir"); fi
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+
+# The ranks of a group of nodes, and with what cores; there are several in a heterogeneous job.
+of_group() {
+    local value=$1${SLURM_HET_SIZE:+_HET_GROUP_$2}
+    printf '%s' "${!value:-}"
+}
+
+ranks=0
+for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do ((ranks += $(of_group SLURM_NTASKS $group))); done
+
+by_mpirun() {
+    local flags=()
+    [[ -z ${SLURM_HET_SIZE:-} ]] || fail "mpirun reaches one group of nodes only: take srun as the launcher"
+    [[ -z ${SLURM_GPUS_PER_TASK:-} ]] ||
+        fail "--gpus-per-task would give all ranks of a node one GPU under mpirun: give --gpus-per-node, or take srun"
+    read -ra flags <<<"${MPIRUN_FLAGS:-}"
+    command=(mpirun -n "$ranks" "${flags[@]+"${flags[@]}"}")
+    if [[ $(mpirun --version 2>&1) == *"Open MPI"* ]]; then
+        command+=(--bind-to none --mca mpi_yield_when_idle 1)
+        if [[ $(id -u) == 0 ]]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
+    fi
+    command+=("${program[@]}")
+}
+
+by_srun() {
+    local group cpus seen=$PWD:$PWD${run_dir:+,$run_dir:$run_dir} options=(--mpi=pmix --kill-on-bad-exit=1) within=()
+    if [[ -n $pyxis ]]; then
+        options+=(--container-image="$pyxis" --container-mounts="$seen" --container-workdir="$PWD")
+    fi
+    # The prefix and the security mode let Open MPI from PyPI work with the site's PMIx; a site's own ignores them.
+    within=(env PMIX_SECURITY_MODE=native)
+    if [[ -n $venv && -x $venv/bin/mpirun ]]; then within+=(OPAL_PREFIX="$venv"); fi
+    if [[ -n $apptainer ]]; then within+=(apptainer exec --nv --bind "$seen" "$apptainer"); fi
+    command=(srun)
+    for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do
+        if ((group > 0)); then command+=(:); fi
+        if [[ -n ${SLURM_HET_SIZE:-} ]]; then command+=(--het-group="$group"); fi
+        cpus=$(of_group SLURM_CPUS_PER_TASK "$group") # which srun takes from nobody
+        command+=("${options[@]}" ${cpus:+--cpus-per-task="$cpus"} "${within[@]}" "${program[@]}")
+    done
+}
+
+case $launcher in
+    mpirun) by_mpirun ;;
+    srun) by_srun ;;
+    *) fail "the launcher is '$launcher'; it can be mpirun or srun" ;;
+esac
+
+[[ -z $asked ]] || requeue "stopped on request before its start"
+where=$SLURM_JOB_NODELIST${SLURM_HET_SIZE:+ and others}${run_dir:+, the run is in $run_dir}
+say "start ${SLURM_RESTART_COUNT:-0}, $ranks ranks on $where"
+"${command[@]}" &
+job=$!
+[[ -z $asked ]] || kill -USR1 "$job" 2>/dev/null || true # it came between the two lines above
+
+interrupted=1
+while [[ -n $interrupted ]]; do # a signal ends `wait`, and not the job
+    interrupted=
+    status=0
+    wait "$job" || status=$?
+done
+
+# mpirun returns 0 where a node is lost.
+if ((status == 0)) && [[ -n $run_dir ]] && ! grep -q '"status": "finished"' "$run_dir/summary.json" 2>/dev/null; then
+    status=1
+fi
+
+case $status in
+    0) rm -f "$crash_count" ;;
+    "$stopped" | "$killed_by_usr1") requeue "stopped on request" ;;
+    "$too_few_ranks") requeue "stopped, as too few ranks were left" ;;
+    "$mistake" | 129 | 130 | 143) rm -f "$crash_count" ;; # to be mended, or cancelled
+    *)
+        count_crash "$status"
+        requeue "crashed with status $status"
+        ;;
+esac
+exit "$status"

@@ -1,0 +1,307 @@
+"""`hetsync launch slurm`: what it writes and refuses, and what a job does, with stubs in the place of SLURM and MPI."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hetsync.cli.main import main
+from hetsync.slurm.script import seconds_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def written(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    main(["launch", "slurm", "--dry-run", *words])
+    return capsys.readouterr().out
+
+
+def options(script: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def tool(name: str) -> str | None:
+    """A checker of the extra `test`."""
+    return shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
+# What it writes.
+
+
+def test_one_kind_of_node_is_a_plain_job(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--nodes", "2,gpus=a100:4,cpus=8,memory=64G,partition=a,b,constraint=[x*1&y*1]", "--time", "1-0"]
+    asked = options(written(capsys, *words, "--sbatch=--account=mine"))
+    groups = ["--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--gpus-per-node=a100:4", "--cpus-per-task=8"]
+    assert asked[5:] == [
+        "--time=1-0",
+        *groups,
+        "--mem=64G",
+        "--partition=a,b",
+        '--constraint="[x*1&y*1]"',
+        "--account=mine",
+    ]
+    assert "--signal=B:USR1@60" in asked
+
+
+def test_several_kinds_are_components_of_one_job(capsys: pytest.CaptureFixture[str]) -> None:
+    script = written(capsys, "--nodes", "1,gpus=4", "--nodes", "2,ranks=3", "--time", "10")
+    first, second = " ".join(options(script)).split(" hetjob ")
+    assert "--nodes=1 --ntasks=4" in first
+    assert second == "--time=10 --nodes=2 --ntasks=6 --ntasks-per-node=3"
+    assert "launcher=srun" in script
+
+
+def test_a_sweep_has_a_job_for_each_combination(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--sweep", "sync.delay_bound=0,2", "--sweep", "sync.pins={0: 3},{0: 5}"]
+    script = written(capsys, "--nodes", "1", *words)
+    assert "--array=0-3" in options(script)
+    assert 'run_dir="$PWD"/runs/hetsync-"$SLURM_ARRAY_JOB_ID"/"$SLURM_ARRAY_TASK_ID"\n' in script
+    assert """    1) program+=(--sync.delay_bound 0 --sync.pins '{"0": 5}') ;;""" in script
+    assert """    2) program+=(--sync.delay_bound 2 --sync.pins '{"0": 3}') ;;""" in script
+
+
+def test_words_of_a_program_reach_it_as_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = written(
+        capsys, "--nodes", "1", "--run", str(tmp_path / "a $b"), "--", "python", "x.py", "it's", "--y=$HOME"
+    )
+    settings = script.partition("set -euo pipefail")[2].partition("launcher=")[0]
+    shown = subprocess.run(
+        ["bash", "-c", f'{settings}\nprintf "%s\\n" "${{program[@]}}" "$run_dir"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.splitlines() == ["python", "x.py", "it's", "--y=$HOME", str(tmp_path / "a $b")]
+
+
+@pytest.mark.parametrize(
+    ("saving", "lead"), [([0.5], 30), ([2.0, 40.25, 3.0], 121), ([1e6], 65535)], ids=["short", "longest", "bounded"]
+)
+def test_the_lead_is_what_saving_took(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, saving: list[float], lead: int
+) -> None:
+    lines = [{"kind": "rest", "at": float(at), "reason": "checkpoint", "seconds": s} for at, s in enumerate(saving)]
+    lines.append({"kind": "rest", "at": 99.0, "reason": "evaluation", "seconds": 5000.0})
+    (tmp_path / "telemetry").mkdir()
+    (tmp_path / "telemetry" / "rank-0000.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (tmp_path / "summary.json").write_text('{"ranks": 1, "delay_bound": 4}')
+    assert f"--signal=B:USR1@{lead}" in options(written(capsys, "--nodes", "1", "--lead-of", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"), [("90", 5400), ("1:30", 90), ("2:00:01", 7201), ("1-2", 93600), ("1-2:3:4", 93784)]
+)
+def test_times(time: str, seconds: int) -> None:
+    assert seconds_of(time) == seconds
+
+
+SCRIPTS = {
+    "plain": ["--nodes", "1"],
+    "unlike": ["--nodes", "1,gpus=2", "--nodes", "2", "--time", "5"],
+    "sweep": ["--nodes", "1", "--sweep", "sync.delay_bound=0,2"],
+    "apptainer": ["--nodes", "1", "--apptainer", "hetsync.sif", "--", "python", "a b.py"],
+    "pyxis": ["--nodes", "1", "--pyxis", "registry/hetsync", "--setup", "module load cuda"],
+}
+
+
+@pytest.mark.parametrize("case", SCRIPTS)
+def test_scripts_are_clean(capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str) -> None:
+    script = tmp_path / "job.sbatch"
+    script.write_text(written(capsys, *SCRIPTS[case]))
+    subprocess.run(["bash", "-n", script], check=True)
+    if (shellcheck := tool("shellcheck")) is not None:
+        assert subprocess.run([shellcheck, script], capture_output=True, text=True, check=False).stdout == ""
+
+
+def test_the_clones_script_is_clean() -> None:
+    if (shellcheck := tool("shellcheck")) is None:
+        pytest.skip("shellcheck is not installed here")
+    words = [shellcheck, "-x", "launch/slurm.sbatch"]
+    assert subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout == ""
+
+
+# What it refuses.
+
+MISTAKES: dict[str, tuple[Sequence[str], str]] = {
+    "no nodes": ([], "the following arguments are required: --nodes"),
+    "nodes": (["--nodes", "two"], "the number of nodes is 'two': give a number"),
+    "none": (["--nodes", "0"], "the number of nodes is '0'"),
+    "a key": (["--nodes", "2,gpu=1"], "there is no gpu (did you mean gpus?)"),
+    "gpus": (["--nodes", "2,gpus=many"], "gpus is 'many': give a number or KIND:NUMBER"),
+    "memory": (["--nodes", "2,memory=lots"], "memory is 'lots'"),
+    "constraint": (["--nodes", '2,constraint="; rm'], "constraint is "),
+    "time": (["--nodes", "1", "--time", "soon"], "--time is soon: give minutes"),
+    "too little time": (["--nodes", "1", "--time", "1"], "--time is 1, of which saving takes 60 s"),
+    "lead": (["--nodes", "1", "--lead", "0"], "--lead is 0: give 1 to 65535"),
+    "two leads": (["--nodes", "1", "--lead", "9", "--lead-of", "x"], "exclude each other"),
+    "lead of nothing": (["--nodes", "1", "--lead-of", "nowhere"], "there is no run folder nowhere"),
+    "name": (["--nodes", "1", "--name", "a b"], "--name is 'a b'"),
+    "crashes": (["--nodes", "1", "--max-crashes", "0"], "--max-crashes is 0: give 1 or more"),
+    "venv": (["--nodes", "1", "--venv", "nowhere"], "which has no bin/python"),
+    "two places": (["--nodes", "1", "--pyxis", "x", "--apptainer", "y"], "--apptainer and --pyxis exclude each other"),
+    "mpirun in images": (["--nodes", "1", "--launcher", "mpirun", "--pyxis", "x"], "--pyxis cannot have"),
+    "mpirun on two": (["--nodes", "1", "--nodes", "1", "--launcher", "mpirun"], "several --nodes cannot have"),
+    "sbatch": (["--nodes", "1", "--sbatch", "x"], "--sbatch is 'x': give an option"),
+    "lines": (["--nodes", "1", "--sbatch=--a\nrm -r"], "--sbatch is "),
+    "recipe": (["--nodes", "1", "--", "hetsync-train", "digitz"], "there is no recipe digitz (did you mean digits?)"),
+    "key": (["--nodes", "1", "--", "hetsync-train", "--sync.d", "3"], "there is no option --sync.d"),
+    "resume": (["--nodes", "1", "--", "hetsync-train", "--run.dir", "x", "--resume", "x"], "--resume x: there is no"),
+    "run": (["--nodes", "1", "--run", "x"], "give hetsync-train --run.dir x"),
+    "sweep": (["--nodes", "1", "--sweep", "sync.delay_bound"], "give KEY=VALUE,VALUE"),
+    "sweep's yaml": (["--nodes", "1", "--sweep", "sync.delay_bound=[1"], "give KEY=VALUE,VALUE"),
+    "sweep's key": (["--nodes", "1", "--sweep", "sync.delay=1,2"], "there is no option --sync.delay"),
+    "sweep's value": (["--nodes", "1", "--sweep", "sync.quorum=0.5,7"], "sync.quorum is 7"),
+    "sweep twice": (["--nodes", "1", "--sweep", "a=1", "--sweep", "a=2"], "is there twice"),
+    "large sweep": (["--nodes", "1", "--sweep", f"run.seed={','.join(map(str, range(1001)))}"], "makes 1001 jobs"),
+    "sweep of unlike nodes": (["--nodes", "1", "--nodes", "1", "--sweep", "run.seed=1,2"], "for one --nodes only"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str], case: str) -> None:
+    words, sentence = MISTAKES[case]
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "slurm", "--dry-run", *words])
+    out, said = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert sentence in said
+    assert len(said.splitlines()) == 1, said
+
+
+@pytest.mark.parametrize(("there", "sentence"), [(False, "there is no sbatch here"), (True, "Invalid partition")])
+def test_what_sbatch_says_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: bool, sentence: str
+) -> None:
+    if there:
+        program(tmp_path / "sbatch", "echo 'sbatch: error: Invalid partition name' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if there else str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "slurm", "--nodes", "1"])
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+# What a job does.
+
+
+def program(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+class Job:
+    """A job's script in an environment whose programs are stubs."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> None:
+        self.folder = folder
+        self.programs = folder / "env" / "bin"  # first in the job's PATH
+        self.programs.mkdir(parents=True)
+        for name, text in (("scontrol", f'echo "$@" >> {folder}/requeued'), ("sleep", ":"), ("python", ":")):
+            program(self.programs / name, text)
+        self.script = folder / "job"
+        self.script.write_text(written(capsys, "--nodes", "1", "--venv", str(folder / "env"), *words))
+
+    def start(self, ranks: str, restart: int = 0) -> tuple[int, str]:
+        """Its status, and what it says, where `ranks` is what mpirun does."""
+        asked = f'[[ $1 == --version ]] && exit\necho "mpirun $*" >> {self.folder}/calls'
+        program(self.programs / "mpirun", f"{asked}\n{ranks}")
+        told = {
+            "SLURM_JOB_ID": "7",
+            "SLURM_NTASKS": "2",
+            "SLURM_JOB_NODELIST": "n1",
+            "SLURM_RESTART_COUNT": str(restart),
+        }
+        words = ["bash", str(self.script)]
+        env = {**os.environ, **told}
+        done = subprocess.run(words, cwd=self.folder, env=env, capture_output=True, text=True, timeout=30, check=False)
+        return done.returncode, done.stderr
+
+    @property
+    def requeued(self) -> int:
+        path = self.folder / "requeued"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def checkpoint(self, samples: int) -> str:
+        """What makes one."""
+        return f"mkdir -p {self.folder}/runs/hetsync-7/checkpoints/samples-{samples:012d}"
+
+
+@pytest.mark.parametrize("status", [85, 86])
+def test_a_stopped_job_is_requeued_and_resumes(capsys: pytest.CaptureFixture[str], tmp_path: Path, status: int) -> None:
+    job = Job(capsys, tmp_path)
+    assert job.start(f"{job.checkpoint(5)}; exit {status}")[0] == status
+    assert job.requeued == 1
+    finish = f"""echo '{{"status": "finished"}}' > {tmp_path}/runs/hetsync-7/summary.json"""
+    assert job.start(finish, restart=1)[0] == 0
+    run = tmp_path / "runs" / "hetsync-7"
+    first, second = (tmp_path / "calls").read_text().splitlines()
+    assert first.endswith(f"mpirun -n 2 hetsync-train --run.dir {run}")
+    assert second.endswith(f"hetsync-train --run.dir {run} --resume {run}")
+    assert job.requeued == 1
+
+
+def test_restarts_have_a_limit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = Job(capsys, tmp_path, "--max-restarts", "2")
+    assert job.start("exit 85", restart=1)[0] == 85
+    status, said = job.start("exit 85", restart=2)
+    assert (status, job.requeued) == (1, 1)
+    assert "was requeued 2 times already" in said
+
+
+@pytest.mark.parametrize("status", [2, 130, 143])
+def test_a_mistake_and_a_cancelled_job_are_not_requeued(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, status: int
+) -> None:
+    job = Job(capsys, tmp_path)
+    assert job.start(f"exit {status}")[0] == status
+    assert job.requeued == 0
+
+
+def test_crashes_in_a_row_have_a_limit_and_a_checkpoint_between_counts_anew(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job = Job(capsys, tmp_path, "--max-crashes", "2")
+    assert job.start("exit 1")[0] == 1
+    assert job.start(f"{job.checkpoint(5)}; exit 139", restart=1)[0] == 139
+    assert job.start(f"{job.checkpoint(9)}; exit 1", restart=2)[0] == 1
+    assert job.requeued == 3
+    status, said = job.start("exit 1", restart=3)
+    assert (status, job.requeued) == (1, 3)
+    assert "2 times in a row without a new checkpoint" in said
+    assert not list(tmp_path.glob("*.crashes"))
+
+
+def test_a_lost_node_is_no_success(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """mpirun returns 0."""
+    job = Job(capsys, tmp_path)
+    status, said = job.start("exit 0")
+    assert (status, job.requeued) == (1, 1)
+    assert "crashed with status 1" in said
+
+
+def test_a_request_before_the_ranks_listen_loses_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = Job(capsys, tmp_path)
+    assert job.start("kill -USR1 $$")[0] == 138
+    assert job.requeued == 1
+
+
+def test_a_request_goes_on_to_the_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = Job(capsys, tmp_path)
+    ranks = "trap 'exit 85' USR1; kill -USR1 $PPID; for _ in {1..100}; do /bin/sleep 0.1; done"
+    assert job.start(ranks)[0] == 85
+    assert job.requeued == 1
+
+
+def test_an_environment_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = Job(capsys, tmp_path)
+    job.script.write_text(job.script.read_text().replace(f"venv={tmp_path}/env", f"venv={tmp_path}/gone"))
+    status, said = job.start("exit 0")
+    assert (status, job.requeued) == (1, 0)
+    assert f"{tmp_path}/gone has no Python that runs on" in said
