@@ -29,6 +29,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         parser.add_argument("--output", metavar="FILE", help="Where to write the plan.")
         parser.add_argument("--explain", metavar="PLAN", help="Show this plan instead of searching for one.")
         config, told = parse_recipe(parser, argv)
+        config.plan.check_unused("hetsync plan")
         output, shown = (None if path is None else Path(path) for path in (told.output, told.explain))
         # jsonargparse's positive numbers are of a type of their own, which YAML does not know.
         ranks, micro_batches = (None if number is None else int(number) for number in (told.ranks, told.micro_batches))
