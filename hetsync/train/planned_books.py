@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hetsync.balance.profile import RankProfile
 from hetsync.balance.shares import solo_rates
@@ -19,7 +18,15 @@ from hetsync.train.accounts import TrainingClock
 from hetsync.train.display import Shows, make_display
 from hetsync.train.evaluation import record
 from hetsync.train.run_folder import Status
-from hetsync.train.summary import JobFigures, RankFigures, RunFigures, first_summary, summarise
+from hetsync.train.summary import (
+    JobFigures,
+    PlanFigures,
+    PlannedRank,
+    RankFigures,
+    RunFigures,
+    first_summary,
+    summarise,
+)
 from hetsync.train.terminal import Progress
 from hetsync.train.trackers import Forgiven, trackers_of
 from hetsync.train.tracking import LOG_SECONDS
@@ -199,8 +206,8 @@ class Books:
         if self._at.folder is not None:
             write_atomically(self._at.folder / SUMMARY, json.dumps(summary, indent=1))
         self._display.close(summary)
-        plan = summary["plan"]
-        self.say(f"a step took {plan['measured_step_seconds']:.4g} s, predicted {plan['predicted_step_seconds']:.4g} s")
+        if (step := summary["plan"]["measured_step_seconds"]) is not None:
+            self.say(f"a step took {step:.4g} s; {self._assignment.costs.step_seconds:.4g} s were predicted")
         if status is Status.STOPPED:
             self.say(f"stopped and saved; go on with: hetsync-train --resume {self._at.folder}")
 
@@ -238,19 +245,17 @@ class Books:
             plan=self._plan_figures(steps),
         )
 
-    def _plan_figures(self, steps: int) -> dict[str, Any]:
-        plan, costs = self._assignment.plan, self._assignment.costs
-        return {
-            "path": str(plan.path),
-            "sha256": plan.sha256,
-            "replicas": [
-                [list(stage.ranks) for stage in replica.stages] for replica in self._assignment.placement.replicas
-            ],
-            "predicted_step_seconds": costs.step_seconds,
-            "measured_step_seconds": self.clock.seconds() / steps if steps else None,
-            "predicted_samples_per_second": costs.samples_per_second,
-            "bytes_per_sample": costs.bytes_per_sample,
-        }
+    def _plan_figures(self, steps: int) -> PlanFigures:
+        plan, costs, replicas = self._assignment.plan, self._assignment.costs, self._assignment.placement.replicas
+        return PlanFigures(
+            path=str(plan.path),
+            sha256=plan.sha256,
+            replicas=[[list(stage.ranks) for stage in replica.stages] for replica in replicas],
+            predicted_step_seconds=costs.step_seconds,
+            measured_step_seconds=self.clock.seconds() / steps if steps else None,
+            predicted_samples_per_second=costs.samples_per_second,
+            bytes_per_sample=costs.bytes_per_sample,
+        )
 
     def _rank_figures(self) -> RankFigures:
         rank, passes, seconds = self._rank, self._replica.passes, self.clock.seconds()
@@ -269,12 +274,12 @@ class Books:
             slices=passes.slices,
             real_seconds=passes.real_seconds,
             overruns=passes.overruns,
-            step_fraction=sum(self._assignment.parts_of_step(rank)),
-            planned={
-                "replica": index,
-                "stage": stage,
-                "idle_fraction": max(0.0, 1 - passes.seconds / seconds) if seconds else 0.0,
-                "activation_bytes_sent": self._replica.activation_bytes_sent,
-                "predicted_memory_bytes": self._assignment.costs.memory_bytes[rank],
-            },
+            planned=PlannedRank(
+                replica=index,
+                stage=stage,
+                step_fraction=sum(self._assignment.parts_of_step(rank)),
+                idle_fraction=max(0.0, 1 - passes.seconds / seconds) if seconds else 0.0,
+                activation_bytes_sent=self._replica.activation_bytes_sent,
+                predicted_memory_bytes=self._assignment.costs.memory_bytes[rank],
+            ),
         )
