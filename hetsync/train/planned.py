@@ -69,6 +69,9 @@ def train_planned(plane: Plane, config: Config, resume: Path | None, stop: StopS
         try:
             with writes:
                 return job.train(stop)
+        except Exception as failure:
+            job.books.failed(failure)
+            raise
         finally:
             job.close()
 
@@ -125,7 +128,7 @@ class Note(NamedTuple):
 
 
 class PlannedJob:
-    """One rank's part. All methods are collective."""
+    """One rank's part. Methods are collective where they do not say otherwise."""
 
     def __init__(self, at: Workplace, plan: GivenPlan, shows: Shows) -> None:
         """Build, measure, go on from where the run stands. Nothing is written.
@@ -444,10 +447,11 @@ class PlannedJob:
 
     def _end(self, caught: signal.Signals | None) -> int:
         stopped = caught is not None and self.books.applied < self.total
+        if self._channels is not None:
+            self._channels.close()
         self.books.close(Status.STOPPED if stopped else Status.FINISHED, self._weights_sha256)
         return STATUSES[caught] if caught is not None and stopped else 0
 
     def close(self) -> None:
-        """At any end, in order or not."""
+        """At any end, in order or not; on this rank alone."""
         self._loader.close()
-        self.books.give_up()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from hetsync.balance.profile import RankProfile
 from hetsync.balance.shares import solo_rates
+from hetsync.errors import one_sentence
 from hetsync.files import SUMMARY, write_atomically
 from hetsync.plan.assignment import Assignment
 from hetsync.replica.base import Replica
@@ -211,9 +212,12 @@ class Books:
         if status is Status.STOPPED:
             self.say(f"stopped and saved; go on with: hetsync-train --resume {self._at.folder}")
 
-    def give_up(self) -> None:
-        """The job has failed."""
+    def failed(self, failure: Exception) -> None:
+        """The job is about to end by this."""
+        error = one_sentence(f"{type(failure).__name__}: {failure}")
+        self._telemetry.record("failure", error=error)
         self._telemetry.close()
+        self._display.failed(error)
         self._display.close(None)
 
     def _job(self, status: Status) -> JobFigures:
