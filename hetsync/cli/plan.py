@@ -49,6 +49,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         parser.add_argument("--output", metavar="FILE", help="Where to write the plan.")
         parser.add_argument("--explain", metavar="PLAN", help="Show this plan instead of searching for one.")
         config, told = parse_recipe(parser, argv)
+        config.plan.check_unused("hetsync plan")
         output, shown = (None if path is None else Path(path) for path in (told.output, told.explain))
         if shown is not None:
             _refuse_unused(told)

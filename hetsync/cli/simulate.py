@@ -25,6 +25,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         parser.add_argument("--script", metavar="FILE", help="YAML list of slow-downs, leaves and joins.")
         parser.add_argument("--calibrate", metavar="RUN", help="Model progress as it was in this run folder.")
         config, told = parse_recipe(parser, argv)
+        config.plan.check_unused("hetsync simulate")
         from hetsync.cli.simulated_job import simulate  # loads torch
 
         paths = [None if path is None else Path(path) for path in (told.script, told.calibrate)]

@@ -67,6 +67,8 @@ def train(plane: Plane, config: Config, resume: Path | None, stop: StopSignal, s
     from hetsync.train.run_folder import recorded
     from hetsync.train.trainer import Trainer
 
+    if config.plan.file is not None:
+        return train_by_plan(plane, config, resume, stop, shows)
     try:
         again = "hetsync-train --resume {}"
         with Job(config, plane, resume=resume or False, stop=stop, show=shows, resume_by=again) as job:
@@ -82,3 +84,16 @@ def train(plane: Plane, config: Config, resume: Path | None, stop: StopSignal, s
     except StoppedByRequest as stopped:
         return stopped.status
     return 0
+
+
+def train_by_plan(plane: Plane, config: Config, resume: Path | None, stop: StopSignal, shows: Shows) -> int:
+    """Collective: the same by the recipe's plan."""
+    from hetsync.train.planned import train_planned
+    from hetsync.train.resumption import FinishedError
+
+    try:
+        return train_planned(plane, config, resume, stop, shows)
+    except FinishedError as finished:
+        if plane.rank == 0:
+            complain(str(finished))
+        return 0

@@ -20,7 +20,7 @@ from hetsync.errors import UserError, brief
 from hetsync.launchers import first_rank
 from hetsync.version import __version__
 
-SHORT_FORMS = {"--emulate": "--emulation.profile"}
+SHORT_FORMS = {"--emulate": "--emulation.profile", "--plan": "--plan.file"}
 
 jsonargparse.set_loader("hetsync", load_yaml, (yaml.YAMLError,))
 

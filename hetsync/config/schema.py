@@ -352,6 +352,23 @@ class EmulationConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """A plan: which ranks hold which part of the model.
+
+    Args:
+        file: Plan file, as `hetsync plan` writes it, that `hetsync-train` shall run; null gives every rank the whole
+            model. Short form: --plan.
+    """
+
+    file: str | None = None
+
+    def check_unused(self, command: str) -> None:
+        """UserError where a plan is named, for a command that runs none."""
+        if self.file is not None:
+            raise UserError(f"plan.file is {brief(self.file)}, but {command} runs no plan: leave plan.file out")
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole recipe.
 
@@ -365,6 +382,7 @@ class Config:
         sync: Synchronisation.
         control: What sets accumulation and delay bound while training runs.
         emulation: Emulated devices.
+        plan: Which ranks hold which part of the model.
     """
 
     run: RunConfig = field(default_factory=RunConfig)
@@ -376,6 +394,7 @@ class Config:
     sync: SyncConfig = field(default_factory=SyncConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
     emulation: EmulationConfig = field(default_factory=EmulationConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     def __post_init__(self) -> None:
         self.control.check_start(self.sync)

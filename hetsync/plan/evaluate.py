@@ -213,6 +213,11 @@ class Evaluator:
                 " micro-batches"
             )
 
+    def parts_of_step(self, replica: Replica) -> list[tuple[float, float]]:
+        """By stage, the parts that its forward and its backward passes have of a step of the whole model."""
+        figures = self._staged(replica).figures
+        return [(float(stage[FORWARD]), float(stage[BACKWARD])) for stage in figures]
+
     def held_bytes(self, weight_bytes: FloatOrArray, replicas: int) -> FloatOrArray:
         """Of weights, and of all that has their size: gradients, the optimizer's state, delayed mode's buffers."""
         delayed = replicas > 1 and self.training.sync.delay_bound != 0

@@ -164,7 +164,7 @@ class PlanFile:
 
         `weights_sha256` is `weights_digest` of the model.
         """
-        self._check_ranks(ranks)
+        self.check_ranks(ranks)
         if self.batch_size != batch_size:
             raise UserError(
                 f"batch_size is {self.batch_size}, but data.batch_size is {batch_size}, to which the shares must add "
@@ -180,7 +180,8 @@ class PlanFile:
                 f"{weights_sha256[:12]}…, so its weights have other names or shapes: plan for this model"
             )
 
-    def _check_ranks(self, ranks: int) -> None:
+    def check_ranks(self, ranks: int) -> None:
+        """UserError unless it has a place for each of so many ranks, and for no others."""
         for rank in self.ranks:
             if rank >= ranks:
                 raise UserError(f"it places rank {rank}, but the job has {ranks}: start {max(self.ranks) + 1} ranks")

@@ -17,6 +17,8 @@ from hetsync.plan.costs import Measured, block_costs
 from hetsync.plan.evaluate import Training
 from hetsync.plan.graph import BlockCost
 from hetsync.plan.plan_file import ModelIdentity, weights_digest
+from hetsync.plane.base import Messages, decided_by_first
+from hetsync.plane.local import LocalMessages
 from hetsync.profiling.measure import batch_of
 from hetsync.sync.optimizers import build_optimizer
 
@@ -33,21 +35,25 @@ class PlannableModel:
     training: Training
 
 
-def plannable_model(config: Config, built: Data, model: torch.nn.Module, ranks: int) -> PlannableModel:
+def plannable_model(
+    config: Config, built: Data, model: torch.nn.Module, ranks: int, messages: Messages | None = None
+) -> PlannableModel:
     """The recipe's model in blocks, with their costs: those in the user's cache, or measured now.
 
-    UserError where the recipe sets shares in a way that plans do not know.
+    With `messages` it is collective, and costs are rank 0's. UserError where the recipe sets shares in a way that plans
+    do not know.
     """
     _check_shares(config)
     model.train()
-    device = torch.device("cpu")
+    device = next(model.parameters()).device
     least, most = MEASURED_SAMPLES
     large = min(max(least, config.data.batch_size // ranks), most, len(built.train))  # type: ignore[arg-type]
     batches = {samples: batch_of(built, samples, device) for samples in (max(1, large // 2), large)}
     traced = cut(model, observed_call(model, built.loss, batches[large]))
     digest = weights_of(model)
     measured = Measured(model, traced, built.loss, batches)
-    costs = block_costs(measured, _costs_file(config.model.name, digest), config.run.profile_seconds)
+    path, seconds = _costs_file(config.model.name, digest), config.run.profile_seconds
+    costs = decided_by_first(messages or LocalMessages(), lambda: block_costs(measured, path, seconds))
     training = Training(config.data.batch_size, config.sync, optimizer_buffers(config, model))
     return PlannableModel(ModelIdentity(config.model.name, digest), traced, costs, training)
 

@@ -4,22 +4,38 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hetsync.plan.calls import Scored
+from hetsync.plan.schedule import micro_batch_sizes
+from hetsync.replica.passes import Passes
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """A part of a slice that goes through the model at once, and its samples."""
 
     batch: Any
     samples: int
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Collates samples to as many micro-batches, or to one for each where there are fewer."""
+
+    collate: Callable[[list[Any]], Any]
+    count: int
+
+    def __call__(self, samples: list[Any]) -> list[MicroBatch]:
+        found, first = [], 0
+        for size in micro_batch_sizes(len(samples), min(self.count, len(samples))):
+            found.append(MicroBatch(self.collate(samples[first : first + size]), size))
+            first += size
+        return found
 
 
 class Replica(ABC):
@@ -27,9 +43,13 @@ class Replica(ABC):
 
     Attributes:
         model: The whole model; what of it is not `held` may be out of date.
+        passes: Seconds of this rank's passes.
+        activation_bytes_sent: To other stages, gradients among them.
     """
 
     model: nn.Module
+    passes: Passes
+    activation_bytes_sent: int = 0
 
     @property
     @abstractmethod
@@ -51,6 +71,10 @@ class Replica(ABC):
     @abstractmethod
     def gather(self) -> None:
         """Bring the whole model up to date, on every rank."""
+
+    @abstractmethod
+    def merged(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        """What all ranks have by some keys, tensors and plain values, on the leader; elsewhere what this rank has."""
 
     def evaluate(self, metrics: Scored, batches: Iterable[Any]) -> dict[str, float]:
         """What metrics say of batches of this rank's own, summed, by the whole model. Leaves its mode as it was."""

@@ -23,6 +23,7 @@ from hetsync.plan.parts import RETURNED, Gradients, Pass, check_call, detached, 
 from hetsync.plan.schedule import schedules, stage_order
 from hetsync.plane.base import Channels
 from hetsync.replica.base import MicroBatch, Replica, scale_to, squared_norm
+from hetsync.replica.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -63,17 +64,28 @@ class StagedReplica(Replica):
         stages: Which stage is where; those after which no other comes in the graph compute the loss.
         rank: This rank.
         channels: Between the ranks; used by nobody else.
+        passes: Times this rank's.
 
     Raises:
         UserError: for a model that cannot be cut.
         graphlib.CycleError: where stages wait for each other.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, loss: Scored, stages: Stages, rank: int, channels: Channels) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: Cut,
+        loss: Scored,
+        stages: Stages,
+        rank: int,
+        channels: Channels,
+        passes: Passes | None = None,
+    ) -> None:
         if cut.traced is None:
             name = type(model).__name__
             raise UserError(f"{name} cannot be cut into stages: {cut.opaque[name]}: put all of it on one rank")
         self.model, self._loss, self._stages, self._channels = model, loss, stages, channels
+        self.passes = passes or Passes()
         self._traced, self._training = cut.traced, model.training
         self._edges = stages.edges(cut)
         self._stage = stages.ranks.index(rank)
@@ -100,7 +112,7 @@ class StagedReplica(Replica):
                 under_way[index], loss = self._forward(micro_batches[index], micro_batches[index].samples / samples)
                 total += loss
             else:
-                self._backward(under_way.pop(index))
+                self._backward(under_way.pop(index), micro_batches[index].samples)
         self._check_gradients()
         return self._told_by_last(total)
 
@@ -122,6 +134,17 @@ class StagedReplica(Replica):
                     state[name].copy_(tensor)
         self._channels.flush()
 
+    def merged(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        found, ranks = dict(values), self._stages.ranks
+        leader = ranks.index(min(ranks))
+        if self._stage == leader:
+            for stage, _ in self._others():
+                found |= self._receive(stage)
+        else:
+            self._send(values, leader)
+        self._channels.flush()
+        return found
+
     def _check_gradients(self) -> None:
         """What the loss computes besides calling the model must not take weights, which may be another stage's."""
         for name, parameter in self.model.named_parameters():
@@ -138,10 +161,11 @@ class StagedReplica(Replica):
         inputs: dict[str, Any] = {}
         for source in self._part.reads:
             inputs.update(self._receive(source))
-        under_way = Pass(self._part, call, inputs)
+        with self.passes.timed(micro_batch.samples, backward=False):
+            under_way = Pass(self._part, call, inputs)
+            loss = self._loss_of(under_way, micro_batch.batch, weight) if self._stage == self._last else 0.0
         for target, names in self._part.writes.items():
-            self._send({name: under_way.outputs[name] for name in names}, target)
-        loss = self._loss_of(under_way, micro_batch.batch, weight) if self._stage == self._last else 0.0
+            self.activation_bytes_sent += self._send({name: under_way.outputs[name] for name in names}, target)
         return under_way, loss
 
     def _loss_of(self, under_way: Pass, batch: Any, weight: float) -> float:
@@ -152,15 +176,17 @@ class StagedReplica(Replica):
         under_way.add_gradients(RETURNED, gradients_of(returned))
         return loss.item()
 
-    def _backward(self, under_way: Pass) -> None:
+    def _backward(self, under_way: Pass, samples: int) -> None:
         for target, names in self._part.writes.items():
             for name, gradients in zip(names, self._receive_gradients(target), strict=True):
                 under_way.add_gradients(name, gradients)
-        under_way.backward()
+        with self.passes.timed(samples, backward=True):
+            under_way.backward()
         for source, names in self._part.reads.items():
             self._send_gradients([under_way.gradients(name) for name in names], source)
 
-    def _send(self, values: Mapping[str, Any], stage: int) -> None:
+    def _send(self, values: Mapping[Any, Any], stage: int) -> int:
+        """Returns the bytes of tensors among them."""
         tensors: list[torch.Tensor] = []
 
         def stowed(value: Any) -> Any:
@@ -169,9 +195,11 @@ class StagedReplica(Replica):
                 return _Stowed(len(tensors) - 1, value.requires_grad)
             return _Device() if isinstance(value, torch.device) else value
 
-        self._channels.send(tree_map(stowed, dict(values)), tensors, self._stages.ranks[stage])
+        note = tree_map(stowed, dict(values))
+        self._channels.send(note, tensors, self._stages.ranks[stage])
+        return sum(tensor.nbytes for tensor in tensors)
 
-    def _receive(self, stage: int) -> dict[str, Any]:
+    def _receive(self, stage: int) -> dict[Any, Any]:
         note, tensors = self._channels.receive(self._stages.ranks[stage])
 
         def unstowed(value: Any) -> Any:
@@ -179,13 +207,14 @@ class StagedReplica(Replica):
                 return tensors[value.place].to(self._device).requires_grad_(value.requires_grad)
             return self._device if isinstance(value, _Device) else value
 
-        values: dict[str, Any] = tree_map(unstowed, note)
+        values: dict[Any, Any] = tree_map(unstowed, note)
         return values
 
     def _send_gradients(self, gradients: Sequence[Gradients], stage: int) -> None:
         note = [[gradient is not None for gradient in each] for each in gradients]
         tensors = [gradient for each in gradients for gradient in each if gradient is not None]
         self._channels.send(note, tensors, self._stages.ranks[stage])
+        self.activation_bytes_sent += sum(tensor.nbytes for tensor in tensors)
 
     def _receive_gradients(self, stage: int) -> list[Gradients]:
         note, tensors = self._channels.receive(self._stages.ranks[stage])

@@ -34,6 +34,31 @@ class JobFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlannedRank:
+    """What a rank has besides in a job by a plan. Its passes are `step_fraction` of each sample's step."""
+
+    replica: int
+    stage: int
+    step_fraction: float
+    idle_fraction: float  # of training; in no pass
+    activation_bytes_sent: int
+    predicted_memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFigures:
+    """A job's plan: what was predicted, and what came of it. `replicas`: the ranks of their stages."""
+
+    path: str
+    sha256: str
+    replicas: Sequence[Sequence[Sequence[int]]]
+    predicted_step_seconds: float
+    measured_step_seconds: float | None  # None: there was no step
+    predicted_samples_per_second: float
+    bytes_per_sample: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankFigures:
     """One rank's own. Seconds are those of its main thread; of a simulated rank, virtual ones."""
 
@@ -51,6 +76,7 @@ class RankFigures:
     bytes_sent: int = 0
     real_seconds: float = 0.0  # the host's, within slices
     overruns: int = 0
+    planned: PlannedRank | None = None
 
     def row(self) -> dict[str, Any]:
         """The rank's part of a summary."""
@@ -65,7 +91,7 @@ class RankFigures:
             "solo_samples_per_second": self.solo_samples_per_second,
             "solo_uncertainty": profile.uncertainty,
             "load_seconds_per_sample": profile.load_seconds_per_sample,
-            "device_samples_per_second": self.samples / max(1e-9, self.compute_seconds),
+            "device_samples_per_second": self._whole_samples / max(1e-9, self.compute_seconds),
             "train_seconds": self.train_seconds,
             "compute_fraction": self.compute_seconds / seconds,
             "wait_fraction": self.wait_seconds / seconds,
@@ -75,7 +101,13 @@ class RankFigures:
             "slices": self.slices,
             "real_seconds": self.real_seconds,
             "overruns": self.overruns,
+            **(asdict(self.planned) if self.planned is not None else {}),
         }
+
+    @property
+    def _whole_samples(self) -> float:
+        """Those whose whole steps would be as much work."""
+        return self.samples * (self.planned.step_fraction if self.planned is not None else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +126,7 @@ class RunFigures:
     control: Mapping[str, Any] | None = None  # what a controller beside the job did
     accumulation_changes: Sequence[AccumulationChange] = ()  # by rule
     landscape: Mapping[str, Any] | None = None  # of the simulated learner
+    plan: PlanFigures | None = None
     simulated: bool = False
 
 
@@ -135,5 +168,10 @@ def summarise(run: RunFigures) -> dict[str, Any]:
 
 def _of_one_kind(run: RunFigures) -> dict[str, Any]:
     """The keys that are there for some runs only."""
-    keys = {"control": run.control, "landscape": run.landscape, "simulated": run.simulated or None}
+    keys = {
+        "control": run.control,
+        "landscape": run.landscape,
+        "plan": asdict(run.plan) if run.plan is not None else None,
+        "simulated": run.simulated or None,
+    }
     return {key: value for key, value in keys.items() if value is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,7 @@ from pages import PAGES, ROOT, blocks, links
 
 from hetsync.balance.profile import RankProfile, StepTime
 from hetsync.sync.messages import Settings
-from hetsync.train.summary import JobFigures, RankFigures, RunFigures, summarise
+from hetsync.train.summary import JobFigures, PlanFigures, PlannedRank, RankFigures, RunFigures, summarise
 
 DOCS = ROOT / "docs"
 LONGEST_README = 100
@@ -186,6 +187,23 @@ def test_the_keys_of_summaries_are_explained() -> None:
         compute_seconds=8.0,
         wait_seconds=0.0,
         slices=10,
+        planned=PlannedRank(
+            replica=0,
+            stage=0,
+            step_fraction=1.0,
+            idle_fraction=0.0,
+            activation_bytes_sent=0,
+            predicted_memory_bytes=0,
+        ),
+    )
+    plan = PlanFigures(
+        path="plan.yaml",
+        sha256="",
+        replicas=[[[0]]],
+        predicted_step_seconds=1.0,
+        measured_step_seconds=1.0,
+        predicted_samples_per_second=8.0,
+        bytes_per_sample=0.0,
     )
     job = JobFigures(
         status="finished",
@@ -210,10 +228,11 @@ def test_the_keys_of_summaries_are_explained() -> None:
             wall_seconds=9.0,
             control={},
             landscape={},
+            plan=plan,
             simulated=True,
         )
     )
-    assert set(explained("summary.json")) == {*summary, *row.row()}
+    assert set(explained("summary.json")) == {*summary, *row.row(), *asdict(plan)}
 
 
 def test_the_kinds_of_telemetry_are_explained() -> None:

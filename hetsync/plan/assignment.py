@@ -1,0 +1,124 @@
+"""What a job runs of a plan: which part of it is whose, and what the evaluator says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hetsync.balance.profile import RankProfile
+from hetsync.config.schema import Config
+from hetsync.data import Data
+from hetsync.emulation.cluster import Cluster, DeviceGroup
+from hetsync.errors import UserError
+from hetsync.files import sha256_of
+from hetsync.plan.blocks import Cut
+from hetsync.plan.evaluate import Costs, Evaluator
+from hetsync.plan.placement import Placement, Replica, place
+from hetsync.plan.plan_file import PlanFile, mistakes_in, read_plan
+from hetsync.plan.recipe import plannable_model, weights_of
+from hetsync.plane.base import Messages, decided_by_first
+
+
+@dataclass(frozen=True)
+class GivenPlan:
+    """A plan file as a job was given it."""
+
+    path: Path
+    file: PlanFile
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A plan as a job runs it. `costs` are those that the evaluator predicts."""
+
+    plan: GivenPlan
+    cut: Cut
+    placement: Placement
+    evaluator: Evaluator
+    costs: Costs
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """Indices of a rank's replica, and of its stage in that."""
+        return next(
+            (index, number)
+            for index, replica in enumerate(self.placement.replicas)
+            for number, stage in enumerate(replica.stages)
+            if rank in stage.ranks
+        )
+
+    def replica_of(self, rank: int) -> Replica:
+        return self.placement.replicas[self.place_of(rank)[0]]
+
+    def parts_of_step(self, rank: int) -> tuple[float, float]:
+        """Of a whole step, what the forward and the backward passes of the rank's stage take."""
+        index, stage = self.place_of(rank)
+        return self.evaluator.parts_of_step(self.placement.replicas[index])[stage]
+
+
+def given_plan(path: Path, messages: Messages) -> GivenPlan:
+    """Collective: the plan that rank 0 reads. UserError where it cannot be, or is of other ranks than the job's."""
+
+    def read() -> GivenPlan:
+        plan = read_plan(path)
+        with mistakes_in(path):
+            plan.check_ranks(messages.size)
+            _check_runs(plan)
+        return GivenPlan(path, plan, sha256_of(path))
+
+    return decided_by_first(messages, read)
+
+
+def _check_runs(plan: PlanFile) -> None:
+    """UserError for forms that can be planned, and not be run yet."""
+    for index, replica in enumerate(plan.replicas):
+        for number, stage in enumerate(replica.stages):
+            if len(stage.ranks) > 1:
+                raise UserError(
+                    f"replicas[{index}].stages[{number}].ranks is {list(stage.ranks)}, and jobs do not run stages on"
+                    " several ranks yet: give each rank a stage or a replica of its own"
+                )
+
+
+def check_model(plan: GivenPlan, config: Config, model: torch.nn.Module, ranks: int) -> None:
+    """UserError where the plan is of another model or batch."""
+    with mistakes_in(plan.path):
+        plan.file.check_job(ranks, config.data.batch_size, config.model.name, weights_of(model))
+
+
+def assign(
+    plan: GivenPlan,
+    config: Config,
+    built: Data,
+    model: torch.nn.Module,
+    cluster: Cluster,
+    profiles: Sequence[RankProfile],
+    messages: Messages,
+) -> Assignment:
+    """Collective: the plan for this model and these ranks. UserError where they do not fit."""
+    plannable = plannable_model(config, built, model, messages.size, messages)
+    with mistakes_in(plan.path):
+        placement = place(plan.file, plannable.cut.graph)
+        times = [profile.time for profile in profiles]
+        evaluator = Evaluator(plannable.cut.graph, plannable.costs, cluster, times, plannable.training)
+        evaluator.check_hosts(placement)
+        placement = evaluator.with_shares(placement)
+        costs = evaluator.evaluate(placement)
+        evaluator.check_memory(costs)
+    return Assignment(plan, plannable.cut, placement, evaluator, costs)
+
+
+def real_cluster(profiles: Sequence[RankProfile]) -> Cluster:
+    """Ranks as they were measured, with links that cost nothing: these are not measured at a job's start."""
+    devices = tuple(DeviceGroup(f"rank {rank}", host=profile.host) for rank, profile in enumerate(profiles))
+    return Cluster("of this job", "measured at its start", devices)
+
+
+def without_limits(cluster: Cluster) -> Cluster:
+    """The cluster, with devices that hold any model whole."""
+    devices = tuple(dataclasses.replace(group, memory_gib=None) for group in cluster.devices)
+    return dataclasses.replace(cluster, devices=devices)

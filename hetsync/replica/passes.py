@@ -1,0 +1,86 @@
+"""How long a rank's forward and backward passes take: timed, or padded to those of an emulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic, sleep
+
+from hetsync.balance.profile import StepTime
+from hetsync.emulation.cluster import Slowdown, slowdown_factor
+from hetsync.emulation.device import OVERRUN_TOLERANCE
+from hetsync.emulation.jitter import JitterSampler
+
+
+class Passes:
+    """Attributes:
+    seconds: Of all passes.
+    real_seconds: Of these, computed by the real device.
+    slices: That have begun.
+    overruns: Slices in which a pass took longer than its emulated device would.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self.seconds = self.real_seconds = 0.0
+        self.slices = self.overruns = 0
+        self._clock = clock
+
+    def begin_slice(self, samples: int) -> None:
+        self.slices += 1
+
+    @contextmanager
+    def timed(self, samples: int, backward: bool) -> Iterator[None]:
+        """Around a pass of a micro-batch."""
+        began = self._clock()
+        yield
+        spent = self._clock() - began
+        self.real_seconds += spent
+        self.seconds += self._whole(began, spent, samples, backward)
+
+    def _whole(self, began: float, spent: float, samples: int, backward: bool) -> float:
+        """Returns once the pass is over; its seconds."""
+        return spent
+
+
+class EmulatedPasses(Passes):
+    """Each pass of n samples takes its part of the seconds of the device's whole step, times the slice's jitter.
+
+    A pass counts as begun earlier by as much as sleep ended late in the one before, as `EmulatedDevice` has it.
+    """
+
+    def __init__(
+        self,
+        time: StepTime,
+        parts: tuple[float, float],
+        jitter: JitterSampler = lambda: 1.0,
+        slowdowns: Sequence[Slowdown] = (),
+        clock: Callable[[], float] = monotonic,
+        sleep: Callable[[float], None] = sleep,
+    ) -> None:
+        """`parts` of a step: those of the forward and of the backward pass."""
+        super().__init__(clock)
+        self._time, self._parts = time, parts
+        self._jitter, self._slowdowns, self._sleep = jitter, tuple(slowdowns), sleep
+        self._samples_before = 0
+        self._factor = 1.0  # of this slice
+        self._overslept = 0.0
+        self._overrun = False  # in this slice
+
+    def begin_slice(self, samples: int) -> None:
+        super().begin_slice(samples)
+        self._factor = self._jitter() * slowdown_factor(self._slowdowns, self._samples_before)
+        self._samples_before += samples
+        self._overslept, self._overrun = 0.0, False
+
+    def _whole(self, began: float, spent: float, samples: int, backward: bool) -> float:
+        duration = self._parts[backward] * self._time.seconds(samples) * self._factor
+        left = duration - spent - self._overslept
+        self._overslept = 0.0
+        if left > 0:
+            due = self._clock() + left
+            self._sleep(left)
+            self._overslept = max(0.0, self._clock() - due)
+        elif spent > duration * (1 + OVERRUN_TOLERANCE) and not self._overrun:
+            self._overrun = True
+            self.overruns += 1
+        return duration

@@ -1,0 +1,457 @@
+"""A job by a plan: each rank trains its stage of a replica, slice by slice, and all ranks make each step together.
+
+Every rank has the batch, the schedule and the books, so that only activations, their gradients and a note a slice
+travel. What is saved is the whole model by its names, as any job saves it: a run goes on under another plan, or under
+none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from torch.utils.data import default_collate
+
+from hetsync import data, models
+from hetsync.balance.shares import apportion
+from hetsync.config.schema import Config
+from hetsync.data.evaluation import check_evaluation, evaluate_range, metrics_of
+from hetsync.data.ledger import Span, total_samples
+from hetsync.data.loader import Loader, Source
+from hetsync.data.random_state import seed_all
+from hetsync.errors import Trouble, UserError
+from hetsync.files import RECIPE, DiskError
+from hetsync.plan.assignment import GivenPlan, assign, check_model, given_plan
+from hetsync.plane.base import Plane
+from hetsync.replica.base import MicroBatch, MicroBatches
+from hetsync.replica.segments import SegmentSums, segments_of
+from hetsync.stop_signal import STATUSES, StopSignal
+from hetsync.sync.agreement import weights_sha256
+from hetsync.sync.milestones import CHECKPOINT, EPOCH, Milestone, Milestones, marks_every, rests_for
+from hetsync.sync.optimizer_state import state_by_place
+from hetsync.sync.optimizers import build_optimizer
+from hetsync.sync.steps import set_rates
+from hetsync.sync.tail import shared_buffers
+from hetsync.train import checkpoint
+from hetsync.train.best import Best, Patience
+from hetsync.train.display import Shows
+from hetsync.train.evaluation import RankParts
+from hetsync.train.parts import Parts
+from hetsync.train.planned_books import IN_STEP, Books
+from hetsync.train.planned_ranks import cluster_of, make_replica, measured, open_channels
+from hetsync.train.resumption import FinishedError, Standing
+from hetsync.train.run_folder import Status, opened_folder, recorded, status_of
+from hetsync.train.trainer import check_metrics
+from hetsync.train.workplace import Workplace, take_place
+
+
+def train_planned(plane: Plane, config: Config, resume: Path | None, stop: StopSignal, shows: Shows) -> int:
+    """Collective: one training job by the recipe's plan, from its recipe to its summary; returns the exit status.
+
+    FinishedError where there is nothing left to do.
+    """
+    assert config.plan.file is not None
+    plan = given_plan(Path(config.plan.file), plane)
+    check_settings(config, plan)
+    with opened_folder(plane, config.run, resume or False) as (folder, resumed):
+        loaded = checkpoint.load_agreed(folder, plane) if resumed else None
+        job = PlannedJob(take_place(config, plane, folder, loaded), plan, shows if plane.rank == 0 else "nothing")
+        recipe = yaml.safe_dump(asdict(config), sort_keys=False)
+        writes = recorded(folder / RECIPE, recipe, lambda: job.saved) if plane.rank == 0 else contextlib.nullcontext()
+        try:
+            with writes:
+                return job.train(stop)
+        except Exception as failure:
+            job.books.failed(failure)
+            raise
+        finally:
+            job.close()
+
+
+def check_settings(config: Config, plan: GivenPlan) -> None:
+    """UserError for what jobs by a plan cannot do."""
+    replicas, sync = len(plan.file.replicas), config.sync
+    if replicas > 1 and sync.delay_bound != 0:
+        bound = "null" if sync.delay_bound is None else sync.delay_bound
+        raise UserError(
+            f"sync.delay_bound is {bound}, and plan {plan.path} has {replicas} replicas, which jobs can only train in"
+            " step yet: give --sync.delay_bound 0, or a plan of one replica"
+        )
+    refused = {
+        "sync.accumulation": (sync.first_accumulation != 1, "raise micro_batches in the plan"),
+        "sync.wire": (sync.wire != "float32", "give float32"),
+        "sync.outer.name": (sync.outer.name != "identity", "give identity"),
+        "control.name": (config.control.name != "fixed", "give fixed"),
+        "ema.decay": (config.ema.decay is not None, "give null"),
+        "run.precision": (config.run.precision != "float32", "give float32"),
+        "run.compile": (config.run.compile, "give false"),
+    }
+    for key, (wanted, remedy) in refused.items():
+        if wanted:
+            value: Any = config
+            for name in key.split("."):
+                value = getattr(value, name)
+            raise UserError(f"{key} is {value}, which jobs by a plan (plan.file) do not know: {remedy}")
+
+
+@dataclass(frozen=True)
+class PlannedSlice:
+    """A slice of all replicas: `samples` from the stream's position `number`, and what the loader is to load of them.
+
+    `slices`: the spans of this rank's replica; none where it has no sample of a short slice. `rest` follows it.
+    """
+
+    number: int
+    samples: int
+    slices: Sequence[Sequence[Span]]
+    rest: Milestone | None
+
+    @property
+    def own_samples(self) -> int:
+        return sum(stop - start for spans in self.slices for start, stop in spans)
+
+
+class Note(NamedTuple):
+    """What a rank tells the others after a slice. `loss` is its replica's mean; `signal` asks for the end."""
+
+    loss: float
+    signal: signal.Signals | None
+    save: bool  # it is time to
+
+
+class PlannedJob:
+    """One rank's part. Methods are collective where they do not say otherwise."""
+
+    def __init__(self, at: Workplace, plan: GivenPlan, shows: Shows) -> None:
+        """Build, measure, go on from where the run stands. Nothing is written.
+
+        Raises:
+            UserError: Something in recipe or plan cannot work, or does not fit the run that is to be gone on with.
+            FinishedError: That run is at its end.
+        """
+        self.at, self.config, self.plane = at, at.config, at.plane
+        self.data = data.build(self.config.data.name, self.config.data.options)
+        data.check_batch_size(self.data, self.config.data.batch_size)
+        run = self.config.run
+        self.total = total_samples(run.samples, run.epochs, len(self.data.train))  # type: ignore[arg-type]
+        self._check_unfinished()
+        self.config.schedule.check(self.total)
+        self.model = models.build_for(self.data, self.config.model.name, self.config.model.options).to(at.device)
+        check_model(plan, self.config, self.model, self.plane.size)
+        self.optimizer = build_optimizer(self.config.optimizer, self.model)
+        stop = run.early_stop
+        self.patience = Patience(stop.metric, stop.mode, stop.patience)
+        self.parts = self._prepared()
+        self._start_alike()
+        profiles = measured(at, self.model, self.data, self.optimizer)
+        self.assignment = assign(
+            plan, self.config, self.data, self.model, cluster_of(at, profiles), profiles, self.plane
+        )
+        self._index = self.assignment.place_of(self.plane.rank)[0]
+        self._channels = open_channels(at)
+        self.replica = make_replica(at, self.assignment, self.model, self.data.loss, profiles, self._channels)
+        self._forget_others()
+        self._loader = self._make_loader()
+        check_metrics(self.config, check_evaluation(self.model, self.data))
+        self.books = Books(at, self.assignment, self.replica, profiles, self.total, shows)
+        self._sums = self._make_sums()
+        assert at.folder is not None
+        self._best = Best(at.folder)
+        self._unsaved = Trouble()
+        self.saved = False
+
+    # Making it.
+
+    def _check_unfinished(self) -> None:
+        loaded, folder = self.at.loaded, self.at.folder
+        if loaded is None:
+            return
+        marked = self.plane.rank == 0 and folder is not None and status_of(folder) == Status.FINISHED
+        marked = self.plane.broadcast_object(marked)
+        why = Standing.of(loaded.state).finished(loaded.progress.samples_applied, self.total, marked)
+        if why is not None:
+            raise FinishedError(why)
+
+    def _prepared(self) -> Parts:
+        """As a recipe's job without a plan prepares them: checkpoints of either are read by the other."""
+        parts, config = Parts(), self.config
+        parts.models.append(self.model)
+        parts.optimizers.append(self.optimizer)
+        parts.schedule(self.optimizer, partial(config.schedule.factor, total=self.total))
+        parts.register("early_stop", self.patience)
+        parts.check(self.at.device)
+        parts.make_rates(config.data.batch_size, None)
+        return parts
+
+    def _start_alike(self) -> None:
+        """With the checkpoint's weights and state, or with rank 0's first weights."""
+        loaded = self.at.loaded
+        if loaded is None:
+            state = {name: tensor.cpu() for name, tensor in self.model.state_dict().items()}
+            self.model.load_state_dict(self.plane.broadcast_object(state if self.plane.rank == 0 else None))
+            return
+        checkpoint.check_model(loaded, self.model)
+        if loaded.outer is not None:
+            raise UserError(
+                "the run was trained with sync.outer nesterov, which jobs by a plan do not know: resume it without a"
+                " plan (--plan null)"
+            )
+        if loaded.state:
+            self.parts.restore_roles(loaded.state)
+        checkpoint.restore(loaded, self.model, [self.optimizer])
+        if loaded.state:
+            self.parts.restore(loaded.state)
+
+    def _forget_others(self) -> None:
+        """The optimizer's state of weights that other stages hold is theirs."""
+        held = set(self.replica.parameters)
+        for weight in [weight for weight in self.optimizer.state if weight not in held]:
+            del self.optimizer.state[weight]
+
+    def _make_sums(self) -> SegmentSums | None:
+        placement = self.assignment.placement
+        if len(placement.replicas) == 1:
+            return None
+        assert self._channels is not None
+        segments = segments_of(placement, self.assignment.cut.graph)
+        return SegmentSums(segments, self.model, self.plane.rank, self._channels)
+
+    def _make_loader(self) -> Loader:
+        built, micro_batches = self.data, self.assignment.replica_of(self.plane.rank).micro_batches
+        source = Source(
+            dataset=built.train,
+            collate=MicroBatches(built.collate or default_collate, micro_batches),
+            costs=built.costs,
+            workers=self.config.data.workers,
+        )
+        run = self.config.run
+        return Loader(source, run.seed, self.at.device, run.timeout_seconds)
+
+    # When it rests, and when it evaluates: as a job without a plan does.
+
+    @property
+    def _judges(self) -> bool:
+        """Do all ranks rest for evaluations, which decide something?"""
+        run = self.config.run
+        return run.keep_best.metric is not None or run.early_stop.metric is not None
+
+    @property
+    def _judgement_due(self) -> bool:
+        """Has the run that this one goes on from ended before an evaluation could decide?"""
+        loaded = self.at.loaded
+        return self._judges and loaded is not None and Standing.of(loaded.state).lines_due
+
+    def _milestones(self) -> Milestones:
+        run = self.config.run
+        rests = {CHECKPOINT: marks_every(run.checkpoint_every, self.total)}
+        if self._judges:
+            rests[EPOCH] = marks_every(run.evaluate_every or self.total, self.total)
+        return rests_for(rests, self.total)
+
+    def _evaluation_due(self, before: int) -> bool:
+        """Has the last slice, which began after so many samples, come to a mark?"""
+        mark = marks_every(self.config.run.evaluate_every, self.total)(before)
+        return not self._judges and mark is not None and self.books.applied >= mark
+
+    def _slices(self) -> Iterator[PlannedSlice]:
+        """From where the run stands, up to its end."""
+        milestones, batch, applied = self._milestones(), self.config.data.batch_size, self.books.applied
+        while applied < self.total:
+            rest = milestones(applied)
+            samples = min(batch, rest.position - applied)
+            parts = self._parts_of(samples)
+            first = applied + sum(parts[: self._index])
+            own = [[(first, first + parts[self._index])]] if parts[self._index] else []
+            yield PlannedSlice(applied, samples, own, rest if applied + samples == rest.position else None)
+            applied += samples
+
+    def _parts_of(self, samples: int) -> list[int]:
+        """Of a slice, by replica."""
+        return list(apportion(samples, dict(enumerate(self.books.shares))).values())
+
+    # The loop.
+
+    def train(self, stop: StopSignal) -> int:
+        """Up to the last sample, or to where a signal or an evaluation ends it; the exit status."""
+        stop.listen(lambda: None)  # who has caught one says so after each slice
+        self.books.open()
+        self._saved_at = time.monotonic()
+        self._gather()
+        if self._judgement_due and self._judge(self._evaluated()):
+            return self._end(None)
+        self._go_on()
+        slices = self._slices()
+        coming = next(slices, None)
+        while coming is not None:
+            current, coming = coming, next(slices, None)
+            notes = self._run(current, coming, stop)
+            caught = next((note.signal for note in notes if note.signal is not None), None)
+            if self._rest(current, caught, any(note.save for note in notes)):
+                return self._end(caught)
+        return self._end(None)
+
+    def _run(self, current: PlannedSlice, coming: PlannedSlice | None, stop: StopSignal) -> list[Note]:
+        """One slice, and one step of all."""
+        books, passes = self.books, self.replica.passes
+        began, computed = time.monotonic(), passes.seconds
+        batches = list(self._loader.slices(current))
+        loaded = time.monotonic()
+        if coming is not None:
+            self._loader.prefetch(coming)
+        [rate, *_] = rates = self.parts.rates[0].at(current.number)
+        set_rates(self.optimizer, rates)
+        loss = self._step(batches[0] if batches else [], current)
+        notes: list[Note] = self.plane.gather_objects(Note(loss, stop.caught, self._save_due()))
+        computed = passes.seconds - computed
+        seconds = {"compute": computed, "data": loaded - began}
+        seconds["wait"] = max(0.0, time.monotonic() - began - sum(seconds.values()))
+        mean = self._mean_loss(notes, current)
+        books.slice_done(current.samples, current.own_samples, mean, rate, seconds)
+        return notes
+
+    def _step(self, micro_batches: Sequence[MicroBatch], current: PlannedSlice) -> float:
+        """Returns the mean loss of this rank's replica."""
+        if self._sums is not None:
+            self._sums.begin()
+        loss = 0.0
+        if micro_batches:
+            self.replica.passes.begin_slice(current.own_samples)
+            loss = self.replica.run(micro_batches)
+        if self._sums is not None:
+            self._sums.finish(current.own_samples / current.samples)
+        if self.config.optimizer.max_grad_norm is not None:
+            self.replica.clip_grad_norm(self.config.optimizer.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def _mean_loss(self, notes: Sequence[Note], current: PlannedSlice) -> float:
+        """Of all replicas. UserError where it is none any more."""
+        leaders = [replica.leader for replica in self.assignment.placement.replicas]
+        for leader in leaders:
+            if not math.isfinite(notes[leader].loss):
+                raise UserError(
+                    f"the loss became {notes[leader].loss} on rank {leader} after {self.books.applied} samples: lower"
+                    " optimizer.learning_rate or look at the data"
+                )
+        parts = zip(leaders, self._parts_of(current.samples), strict=True)
+        return sum(notes[leader].loss * part for leader, part in parts) / current.samples
+
+    # At rest.
+
+    def _rest(self, done: PlannedSlice, caught: signal.Signals | None, save: bool) -> bool:
+        """Save and evaluate where that is due; whether training ends here."""
+        final, reason = self.books.applied == self.total, done.rest.reason if done.rest else ""
+        ending = final or caught is not None
+        every = self.config.run.checkpoint_every
+        save |= ending or (every is not None and self.books.applied % every == 0)
+        judge = self._judges and (final or reason == EPOCH)
+        evaluate = final or judge or (caught is None and self._evaluation_due(done.number))
+        if not (save or evaluate or done.rest):
+            return False
+        began = self.books.clock.stop()
+        self._gather()
+        if save:
+            self._save(Standing(lines_due=judge), last=ending)
+        metrics = self._evaluated() if evaluate else {}
+        if judge and self._judge(metrics) and not ending:
+            self._save(Standing(ended=True), last=True)
+            ending = True
+        self.books.rested(reason or CHECKPOINT, began)
+        if not ending:
+            self._go_on()
+        return ending
+
+    def _go_on(self) -> None:
+        """Dropout and augmentation draw alike after a resume and in the uninterrupted run."""
+        seed_all(hash((self.config.run.seed, self.plane.rank, self.books.applied)) & (2**63 - 1))
+        self.books.clock.start()
+
+    def _gather(self) -> None:
+        """The whole model on every rank, the same on all."""
+        self.replica.gather()
+        set_rates(self.optimizer, self.parts.rates[0].owners(self.books.applied))
+        self._weights_sha256 = weights_sha256([*self.model.parameters(), *shared_buffers(self.model)])
+        told = self.plane.gather_objects(self._weights_sha256)
+        odd = [rank for rank, theirs in enumerate(told) if theirs != told[0]]
+        if odd:
+            raise RuntimeError(f"ranks {odd} hold other weights than rank 0 after {self.books.applied} samples")
+
+    def _save_due(self) -> bool:
+        """By time; rank 0 knows."""
+        longest = self.config.run.checkpoint_seconds
+        return self.plane.rank == 0 and longest is not None and time.monotonic() - self._saved_at >= longest
+
+    def _save(self, standing: Standing, last: bool) -> None:
+        """Training goes on without a checkpoint that cannot be written, unless it is the last. DiskError for that."""
+        if self._index == self.assignment.place_of(0)[0]:
+            optimizer_state = self.replica.merged(state_by_place([self.optimizer]))
+            if self.plane.rank == 0:
+                try:
+                    self._write(standing, optimizer_state)
+                    self.saved = True
+                except DiskError as error:
+                    if last:
+                        raise
+                    self._unsaved.tell(f"{error}; training goes on")
+        self.plane.barrier()
+        self._saved_at = time.monotonic()
+
+    def _write(self, standing: Standing, optimizer_state: dict[int, dict[str, Any]]) -> None:
+        assert self.at.folder is not None
+        books, frozen = self.books, {id(weight) for weight in self.model.parameters() if not weight.requires_grad}
+        progress = checkpoint.Progress(
+            samples_applied=books.applied,
+            version=books.steps,
+            ranks=len(books.shares),  # of which these are the shares: of replicas
+            shares=books.shares,
+            delay_bound=IN_STEP.delay_bound,
+            quorum=IN_STEP.quorum,
+            accumulation=IN_STEP.accumulation,
+            train_seconds=books.train_seconds,
+        )
+        whole = build_optimizer(self.config.optimizer, self.model)
+        whole.load_state_dict({**self.optimizer.state_dict(), "state": optimizer_state})
+        state = {**self.parts.state(frozen), **standing.state()}
+        keep = self.config.run.keep_checkpoints
+        checkpoint.save(self.at.folder / "checkpoints", progress, self.model, [whole], None, keep, state)
+
+    def _evaluated(self) -> dict[str, float]:
+        """Metrics of the whole test data, of which each rank looks at a part with the gathered model."""
+        count = len(self.data.test)  # type: ignore[arg-type]
+        part = RankParts(self.plane.rank, self.plane.size).of(count)
+        parts = self.plane.gather_objects(evaluate_range(self.model, self.data, part.start, part.stop))
+        metrics = metrics_of(self.data, parts, count) if count else {}
+        self.books.evaluated(metrics)
+        return metrics
+
+    def _judge(self, metrics: dict[str, float]) -> bool:
+        """Keep the best weights; whether training gains nothing any more."""
+        best, stop = self.config.run.keep_best, self.config.run.early_stop
+        if best.metric is not None and self._best.improves(metrics[best.metric], best.mode) and self.plane.rank == 0:
+            self._best.keep(metrics[best.metric], best.mode, self.books.applied, self.model)
+        if stop.metric is None or not self.patience.ends_with(metrics[stop.metric]):
+            return False
+        self.books.say(f"{stop.metric} has not got better for {stop.patience} evaluations: training ends")
+        return True
+
+    # The end.
+
+    def _end(self, caught: signal.Signals | None) -> int:
+        stopped = caught is not None and self.books.applied < self.total
+        if self._channels is not None:
+            self._channels.close()
+        self.books.close(Status.STOPPED if stopped else Status.FINISHED, self._weights_sha256)
+        return STATUSES[caught] if caught is not None and stopped else 0
+
+    def close(self) -> None:
+        """At any end, in order or not; on this rank alone."""
+        self._loader.close()

@@ -1,0 +1,289 @@
+"""What a job by a plan tells of itself: progress, telemetry, trackers' figures, and its summary."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hetsync.balance.profile import RankProfile
+from hetsync.balance.shares import solo_rates
+from hetsync.errors import one_sentence
+from hetsync.files import SUMMARY, write_atomically
+from hetsync.plan.assignment import Assignment
+from hetsync.replica.base import Replica
+from hetsync.sync.messages import Settings
+from hetsync.telemetry import Telemetry
+from hetsync.train.accounts import TrainingClock
+from hetsync.train.display import Shows, make_display
+from hetsync.train.evaluation import record
+from hetsync.train.run_folder import Status
+from hetsync.train.summary import (
+    JobFigures,
+    PlanFigures,
+    PlannedRank,
+    RankFigures,
+    RunFigures,
+    first_summary,
+    summarise,
+)
+from hetsync.train.terminal import Progress
+from hetsync.train.trackers import Forgiven, trackers_of
+from hetsync.train.tracking import LOG_SECONDS
+from hetsync.train.workplace import Workplace
+
+IN_STEP = Settings(delay_bound=0, quorum=1.0, accumulation=1)  # replicas wait for each other at each step
+
+
+@dataclass
+class Since:
+    """Since figures were logged last."""
+
+    applied: int
+    seconds: float = 0.0  # of training, at that time
+    loss_sum: float = 0.0  # over samples
+
+
+class Books:
+    """One rank's; rank 0 shows and writes.
+
+    Attributes:
+        applied, steps: Samples, and optimizer steps, of the run so far.
+        shares: Samples of each replica in a slice.
+        clock: Of training, by this process.
+        metrics: Of the last evaluation.
+    """
+
+    def __init__(
+        self,
+        at: Workplace,
+        assignment: Assignment,
+        replica: Replica,
+        profiles: Sequence[RankProfile],
+        total: int,
+        shows: Shows,
+    ) -> None:
+        self._at, self._assignment, self._replica, self._profiles = at, assignment, replica, profiles
+        self._rank, self._total = at.plane.rank, total
+        progress = at.loaded.progress if at.loaded is not None else None
+        self.applied = self._applied_before = progress.samples_applied if progress else 0
+        self.steps = self._steps_before = progress.version if progress else 0
+        self._seconds_before = progress.train_seconds if progress else 0.0
+        self.shares = tuple(each.share or 0 for each in assignment.placement.replicas)
+        self.clock = TrainingClock()
+        self.metrics: dict[str, float] = {}
+        self._solo = solo_rates(sum(self.shares), profiles)
+        self._data_seconds, self._samples = 0.0, 0  # of this rank
+        self._display = make_display(shows, total, self.applied)
+        path = None if at.folder is None else at.folder / "telemetry" / f"rank-{self._rank:04d}.jsonl"
+        self._telemetry = Telemetry(path)
+        self._trackers: list[Forgiven] = []
+        self._since = Since(self.applied)
+
+    @property
+    def own_share(self) -> int:
+        return self.shares[self._assignment.place_of(self._rank)[0]]
+
+    @property
+    def train_seconds(self) -> float:
+        """Of the run so far."""
+        return self._seconds_before + self.clock.seconds()
+
+    def open(self) -> None:
+        """Training is about to begin."""
+        at, folder = self._at, self._at.folder
+        profile = self._profiles[self._rank]
+        self._telemetry.record(
+            "profile",
+            host=profile.host,
+            device=profile.device,
+            share=self.own_share,
+            solo_samples_per_second=self._solo[self._rank],
+            solo_uncertainty=profile.uncertainty,
+            samples_applied=self.applied,
+            delay_bound=IN_STEP.delay_bound,
+            accumulation=IN_STEP.accumulation,
+        )
+        if self._rank != 0:
+            return
+        self._trackers = trackers_of(at.config.run.track, folder, self.applied)
+        if folder is not None:
+            write_atomically(folder / SUMMARY, json.dumps(first_summary(self._job(Status.RUNNING)), indent=1))
+            self.say(f"the run folder is {folder}")
+        self._display.ranks(self._profiles, [self._share_of(rank) for rank in range(at.plane.size)], self._solo)
+        costs = self._assignment.costs
+        self.say(
+            f"plan {self._assignment.plan.path}: {costs.step_seconds:.4g} s a step are predicted,"
+            f" {costs.samples_per_second:,.1f} samples/s"
+        )
+
+    def say(self, text: str) -> None:
+        self._display.say(text)
+
+    def _share_of(self, rank: int) -> int:
+        return self.shares[self._assignment.place_of(rank)[0]]
+
+    # While training runs.
+
+    def slice_done(
+        self, samples: int, own_samples: int, loss: float, rate: float, seconds: Mapping[str, float]
+    ) -> None:
+        """A step of all has been made on `samples`, `own_samples` of which went through this rank. `rate` is the
+        learning rate; `seconds` this rank's: compute, data, wait."""
+        self.applied += samples
+        self.steps += 1
+        self._samples += own_samples
+        self._data_seconds += seconds["data"]
+        self._telemetry.record(
+            "piece",
+            piece=self.steps - 1,
+            samples=own_samples,
+            slices=1,
+            version=self.steps,
+            **{f"{name}_seconds": round(value, 6) for name, value in seconds.items()},
+            loss=loss,
+        )
+        if self._rank != 0:
+            return
+        self._since.loss_sum += loss * samples
+        if self._display.due():
+            self._display.progress(self._moment(loss))
+        if self.clock.seconds() - self._since.seconds >= LOG_SECONDS:
+            self._log(rate)
+
+    def _moment(self, loss: float) -> Progress:
+        return Progress(
+            samples_applied=self.applied,
+            samples_expected=self._total,
+            already=self._applied_before,
+            seconds=self.clock.seconds(),
+            loss=loss,
+            staleness=0.0,
+            solo=sum(self._solo),
+            slowest=None,
+        )
+
+    def _log(self, rate: float | None = None) -> None:
+        since, seconds = self._since, self.clock.seconds()
+        if (samples := self.applied - since.applied) and seconds > since.seconds:
+            speed = samples / (seconds - since.seconds)
+            values = {
+                "train/loss": since.loss_sum / samples,
+                "speed/samples_per_second": speed,
+                "speed/efficiency": speed / sum(self._solo),
+                **({} if rate is None else {"train/learning_rate": rate}),
+            }
+            self._track(values)
+        self._since = Since(self.applied, seconds)
+
+    def _track(self, values: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.log(values, self.applied, self.train_seconds)
+
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        self.metrics = metrics
+        if self._rank == 0:
+            sentence = record(self._telemetry, self.applied, self.train_seconds, metrics)
+            self._track({f"evaluation/{name}": value for name, value in metrics.items()})
+            self._display.evaluated(sentence, self.applied, metrics)
+
+    def rested(self, reason: str, began: float) -> None:
+        """All ranks have been at rest since the moment `began`."""
+        self._telemetry.record("rest", reason=reason, seconds=round(time.monotonic() - began, 6))
+
+    # The end.
+
+    def close(self, status: Status, weights_sha256: str) -> None:
+        """Collective: the summary is written and shown."""
+        per_rank = self._at.plane.gather_objects(self._rank_figures())
+        self._telemetry.close()
+        if self._rank != 0:
+            return
+        self._log()
+        for tracker in self._trackers:
+            tracker.close()
+        summary = summarise(self._run_figures(status, per_rank, weights_sha256))
+        if self._at.folder is not None:
+            write_atomically(self._at.folder / SUMMARY, json.dumps(summary, indent=1))
+        self._display.close(summary)
+        if (step := summary["plan"]["measured_step_seconds"]) is not None:
+            self.say(f"a step took {step:.4g} s; {self._assignment.costs.step_seconds:.4g} s were predicted")
+        if status is Status.STOPPED:
+            self.say(f"stopped and saved; go on with: hetsync-train --resume {self._at.folder}")
+
+    def failed(self, failure: Exception) -> None:
+        """The job is about to end by this."""
+        error = one_sentence(f"{type(failure).__name__}: {failure}")
+        self._telemetry.record("failure", error=error)
+        self._telemetry.close()
+        self._display.failed(error)
+        self._display.close(None)
+
+    def _job(self, status: Status) -> JobFigures:
+        at = self._at
+        return JobFigures(
+            status=status,
+            ranks=at.plane.size,
+            plane=at.plane.described,
+            emulated=at.cluster is not None,
+            emulate=at.config.emulation.profile,
+            samples_applied=self.applied,
+            samples_expected=self._total,
+            shares=self.shares,
+            seed=at.config.run.seed,
+        )
+
+    def _run_figures(self, status: Status, per_rank: Sequence[RankFigures], weights_sha256: str) -> RunFigures:
+        steps = self.steps - self._steps_before
+        return RunFigures(
+            job=self._job(status),
+            per_rank=per_rank,
+            samples_before=self._applied_before,
+            rounds=self.steps,
+            staleness={0: steps * len(self.shares)},
+            settings=IN_STEP,
+            metrics=self.metrics,
+            anchor_sha256=weights_sha256,
+            wall_seconds=time.monotonic() - self._at.began,
+            plan=self._plan_figures(steps),
+        )
+
+    def _plan_figures(self, steps: int) -> PlanFigures:
+        plan, costs, replicas = self._assignment.plan, self._assignment.costs, self._assignment.placement.replicas
+        return PlanFigures(
+            path=str(plan.path),
+            sha256=plan.sha256,
+            replicas=[[list(stage.ranks) for stage in replica.stages] for replica in replicas],
+            predicted_step_seconds=costs.step_seconds,
+            measured_step_seconds=self.clock.seconds() / steps if steps else None,
+            predicted_samples_per_second=costs.samples_per_second,
+            bytes_per_sample=costs.bytes_per_sample,
+        )
+
+    def _rank_figures(self) -> RankFigures:
+        rank, passes, seconds = self._rank, self._replica.passes, self.clock.seconds()
+        index, stage = self._assignment.place_of(rank)
+        return RankFigures(
+            rank=rank,
+            profile=self._profiles[rank],
+            share=self.own_share,
+            samples=self._samples,
+            solo_samples_per_second=self._solo[rank],
+            train_seconds=seconds,
+            compute_seconds=passes.seconds,
+            wait_seconds=max(0.0, seconds - passes.seconds - self._data_seconds),
+            data_seconds=self._data_seconds,
+            bytes_sent=self._replica.activation_bytes_sent,
+            slices=passes.slices,
+            real_seconds=passes.real_seconds,
+            overruns=passes.overruns,
+            planned=PlannedRank(
+                replica=index,
+                stage=stage,
+                step_fraction=sum(self._assignment.parts_of_step(rank)),
+                idle_fraction=max(0.0, 1 - passes.seconds / seconds) if seconds else 0.0,
+                activation_bytes_sent=self._replica.activation_bytes_sent,
+                predicted_memory_bytes=self._assignment.costs.memory_bytes[rank],
+            ),
+        )

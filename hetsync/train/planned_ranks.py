@@ -1,0 +1,73 @@
+"""Who the ranks of a job by a plan are: how fast each is alone, what connects them, and the part that each runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hetsync.balance.profile import RankProfile
+from hetsync.data import Data
+from hetsync.emulation.channels import EmulatedChannels
+from hetsync.emulation.cluster import Cluster
+from hetsync.emulation.jitter import jitter_sampler
+from hetsync.plan.assignment import Assignment, real_cluster, without_limits
+from hetsync.plane.base import Channels
+from hetsync.profiling.measure import Subject, measure_ranks
+from hetsync.replica.base import Replica
+from hetsync.replica.passes import EmulatedPasses, Passes
+from hetsync.replica.staged import StagedReplica, Stages
+from hetsync.replica.whole import WholeReplica
+from hetsync.train.workplace import Workplace
+
+
+def measured(at: Workplace, model: torch.nn.Module, data: Data, optimizer: torch.optim.Optimizer) -> list[RankProfile]:
+    """Collective: what each rank reaches with the whole model, had it the memory."""
+    cluster = None if at.cluster is None else without_limits(at.cluster)
+    return measure_ranks(Subject(at.plane, at.config, model, data, at.place, [optimizer]), cluster)
+
+
+def cluster_of(at: Workplace, profiles: Sequence[RankProfile]) -> Cluster:
+    """That is emulated, or else of the ranks as they are."""
+    return real_cluster(profiles) if at.cluster is None else at.cluster
+
+
+def open_channels(at: Workplace) -> Channels | None:
+    """Collective: between the ranks, behind the links of an emulated cluster; None for a rank alone."""
+    if at.plane.size == 1:
+        return None
+    channels, cluster = at.plane.open_channels(), at.cluster
+    if cluster is None or (cluster.link is None and not cluster.links):
+        return channels
+    return EmulatedChannels(channels, partial(cluster.link_between, at.plane.rank))
+
+
+def make_replica(
+    at: Workplace,
+    assignment: Assignment,
+    model: torch.nn.Module,
+    loss: Callable[[torch.nn.Module, Any], torch.Tensor],
+    profiles: Sequence[RankProfile],
+    channels: Channels | None,
+) -> Replica:
+    """This rank's part in its replica. UserError for a model that cannot be cut as the plan does."""
+    planned = assignment.replica_of(at.plane.rank)
+    passes = _passes(at, assignment, profiles)
+    if len(planned.stages) == 1:
+        return WholeReplica(model, loss, passes)
+    assert channels is not None
+    stage_of = [planned.stage_of[block] for block in range(len(assignment.cut.graph.blocks))]
+    ranks = [stage.ranks[0] for stage in planned.stages]
+    stages = Stages(stage_of, ranks, [stage.in_flight for stage in planned.stages])
+    return StagedReplica(model, assignment.cut, loss, stages, at.plane.rank, channels, passes)
+
+
+def _passes(at: Workplace, assignment: Assignment, profiles: Sequence[RankProfile]) -> Passes:
+    if at.cluster is None:
+        return Passes()
+    rank, seed = at.plane.rank, at.config.run.seed
+    events = [event for event in at.cluster.events if event.rank == rank]
+    jitter = jitter_sampler(at.cluster.jitter, seed, rank)
+    return EmulatedPasses(profiles[rank].time, assignment.parts_of_step(rank), jitter, events)

@@ -1,0 +1,207 @@
+"""Jobs by a plan end where one process does, also when they are resumed under another plan or under none.
+
+mpirun -np N python -m pytest --with-mpi tests/mpi/test_planned.py
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import RANKS
+from safetensors.torch import load_file
+
+from hetsync.config.schedule import ScheduleConfig
+from hetsync.config.schema import (
+    Config,
+    DataConfig,
+    KeepBestConfig,
+    OptimizerConfig,
+    PlanConfig,
+    RunConfig,
+    SyncConfig,
+)
+from hetsync.errors import TERMINATED, UserError
+from hetsync.plane.base import Plane
+from hetsync.plane.local import LocalPlane
+from hetsync.stop_signal import StopSignal
+from hetsync.train import checkpoint
+from hetsync.train.job import Job
+from hetsync.train.planned import train_planned
+from hetsync.train.trainer import Trainer
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
+
+BATCH, EVERY, SAMPLES = 50, 170, 330  # slices before a rest and at the end are short ones
+
+
+def stage(rank: int, *blocks: str, in_flight: int | None = None) -> dict[str, Any]:
+    return {"ranks": [rank], "blocks": list(blocks), "in_flight": in_flight}
+
+
+PLANS: dict[tuple[str, int], list[dict[str, Any]]] = {
+    ("pipeline", 2): [
+        {"micro_batches": 3, "stages": [stage(1, "features", in_flight=3), stage(0, "classifier")]},
+    ],
+    ("pipeline", 4): [
+        {
+            "micro_batches": 4,
+            "stages": [
+                stage(3, "features.0"),
+                stage(1, "features.2"),
+                stage(0, "classifier.1"),
+                stage(2, "classifier.3"),
+            ],
+        },
+    ],
+    ("replicas", 2): [
+        {"share": 37, "micro_batches": 2, "stages": [stage(1, "*")]},
+        {"share": 13, "stages": [stage(0, "*")]},
+    ],
+    ("replicas", 4): [
+        {"share": 31, "micro_batches": 2, "stages": [stage(0, "features"), stage(2, "classifier")]},
+        {"share": 19, "micro_batches": 3, "stages": [stage(3, "features.0"), stage(1, "features.2", "classifier")]},
+    ],
+}
+
+
+class Asked(StopSignal):
+    """A signal that has come already."""
+
+    def __init__(self, caught: signal.Signals | None) -> None:
+        self.caught = caught
+
+    def listen(self, listener: object) -> None:
+        pass
+
+
+def recipe(folder: Path, optimizer: str = "sgd", clip: float | None = None, **run: Any) -> Config:
+    run = {"dir": str(folder), "samples": SAMPLES, "checkpoint_every": EVERY, "profile_seconds": 0.1, **run}
+    return Config(
+        run=RunConfig(**run),
+        data=DataConfig("digits", BATCH),
+        optimizer=OptimizerConfig(optimizer, 0.01, weight_decay=0.01, max_grad_norm=clip),
+        schedule=ScheduleConfig("cosine", warmup_samples=100),
+        sync=SyncConfig(0, rebalance=False),
+    )
+
+
+def by_plan(
+    plane: Plane, config: Config, kind: str, resume: bool = False, caught: signal.Signals | None = None, **more: Any
+) -> int:
+    """A job's exit status."""
+    assert config.run.dir is not None
+    path = Path(config.run.dir).parent / f"{kind}.yaml"
+    if plane.rank == 0:
+        content = {"format": 1, "batch_size": BATCH, "replicas": PLANS[kind, RANKS], **more}
+        path.write_text(yaml.safe_dump(content))
+    plane.barrier()
+    folder = Path(config.run.dir) if resume else None
+    return train_planned(plane, replace(config, plan=PlanConfig(str(path))), folder, Asked(caught), "nothing")
+
+
+def alone(plane: Plane, config: Config, resume: bool = False) -> None:
+    """The same recipe without a plan, on one process."""
+    if plane.rank == 0:
+        with Job(config, LocalPlane(), resume=resume, show="nothing") as job:
+            Trainer(config, job).train()
+    plane.barrier()
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state of the newest checkpoint."""
+    newest = checkpoint.complete(folder / "checkpoints")[-1]
+    assert newest.name.endswith(f"{SAMPLES:012d}")
+    return {**load_file(newest / checkpoint.MODEL), **load_file(newest / checkpoint.OPTIMIZER)}
+
+
+def assert_same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-5, atol=1e-5)  # Adam makes much of a rounding
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+@pytest.mark.parametrize(("kind", "optimizer", "clip"), [("pipeline", "sgd", 0.5), ("replicas", "adamw", None)])
+def test_it_ends_where_one_process_does(
+    plane: Plane, folder: Path, kind: str, optimizer: str, clip: float | None
+) -> None:
+    alone(plane, recipe(folder / "alone", optimizer, clip))
+    assert by_plan(plane, recipe(folder / "planned", optimizer, clip), kind) == 0
+    if plane.rank != 0:
+        return
+    assert_same(saved(folder / "planned"), saved(folder / "alone"))
+    found, wanted = summary_of(folder / "planned"), summary_of(folder / "alone")
+    assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-5)
+    assert found["samples_applied"] == SAMPLES
+    assert found["status"] == "finished"
+    assert found["shares"] == ([BATCH] if kind == "pipeline" else [replica["share"] for replica in PLANS[kind, RANKS]])
+    assert found["plan"]["measured_step_seconds"] > 0
+    assert found["plan"]["predicted_step_seconds"] > 0
+    places = {
+        each["ranks"][0]: (index, number)
+        for index, replica in enumerate(PLANS[kind, RANKS])
+        for number, each in enumerate(replica["stages"])
+    }
+    assert [(row["replica"], row["stage"]) for row in found["per_rank"]] == [places[rank] for rank in range(RANKS)]
+    sent = [row["activation_bytes_sent"] > 0 for row in found["per_rank"]]
+    assert sent == [len(PLANS[kind, RANKS][places[rank][0]]["stages"]) > 1 for rank in range(RANKS)]
+
+
+def test_it_goes_on_under_another_plan_and_under_none(plane: Plane, folder: Path) -> None:
+    """Stopped after its first slice; gone on with up to the middle; then by one process; and by a plan from there."""
+    config = recipe(folder / "run", "adamw", 0.5)
+    alone(plane, recipe(folder / "alone", "adamw", 0.5))
+    assert by_plan(plane, config, "pipeline", caught=signal.SIGTERM) == TERMINATED
+    if plane.rank == 0:
+        assert summary_of(folder / "run")["status"] == "stopped"
+        assert summary_of(folder / "run")["samples_applied"] == BATCH
+        shutil.copytree(folder / "run", folder / "none")
+    plane.barrier()
+
+    assert by_plan(plane, config, "replicas", resume=True) == 0
+    alone(plane, recipe(folder / "none", "adamw", 0.5), resume=True)
+    if plane.rank == 0:
+        assert_same(saved(folder / "run"), saved(folder / "alone"))
+        assert_same(saved(folder / "none"), saved(folder / "alone"))
+        middle = folder / "none" / "checkpoints"
+        shutil.rmtree(checkpoint.complete(middle)[-1])  # as if it had died after the one before
+        assert checkpoint.complete(middle)[-1].name.endswith(f"{EVERY:012d}")
+    plane.barrier()
+    assert by_plan(plane, recipe(folder / "none", "adamw", 0.5), "pipeline", resume=True) == 0
+    if plane.rank == 0:
+        assert_same(saved(folder / "none"), saved(folder / "alone"))
+
+
+def test_it_evaluates_on_its_way_and_keeps_the_best(plane: Plane, folder: Path) -> None:
+    run = {"evaluate_every": 100, "keep_best": KeepBestConfig("loss", "min")}
+    config = recipe(folder / "planned", **run)
+    alone(plane, recipe(folder / "alone", **run))
+    assert by_plan(plane, config, "pipeline") == 0
+    if plane.rank == 0:
+        best = [json.loads((folder / name / "best" / "best.json").read_text()) for name in ("planned", "alone")]
+        assert best[0].pop("value") == pytest.approx(best[1].pop("value"), rel=1e-5)
+        assert best[0] == best[1]
+        told = [
+            [line["samples_applied"] for line in map(json.loads, lines) if line["kind"] == "evaluation"]
+            for name in ("planned", "alone")
+            for lines in [(folder / name / "telemetry" / "rank-0000.jsonl").read_text().splitlines()]
+        ]
+        assert told[0] == told[1] == [100, 200, 300, SAMPLES]
+
+
+def test_another_models_plan_is_refused_on_every_rank(plane: Plane, folder: Path) -> None:
+    with pytest.raises(UserError, match=r"plan .*pipeline.yaml: model.name is resnet18, but the job's is digits_cnn"):
+        by_plan(plane, recipe(folder / "run"), "pipeline", model={"name": "resnet18"})

@@ -1,0 +1,77 @@
+"""Passes of a rank: their seconds, and those of an emulated device."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetsync.balance.profile import StepTime
+from hetsync.emulation.cluster import Slowdown
+from hetsync.replica.passes import EmulatedPasses, Passes
+
+
+class Clock:
+    """Goes on when told, and in sleeps, which end `late`."""
+
+    def __init__(self, late: float = 0.0) -> None:
+        self.now, self.late = 0.0, late
+        self.slept: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds + self.late
+
+
+def run(passes: Passes, clock: Clock, samples: int, backward: bool, real: float) -> None:
+    with passes.timed(samples, backward):
+        clock.now += real
+
+
+def test_real_passes_are_timed() -> None:
+    clock = Clock()
+    passes = Passes(clock)
+    passes.begin_slice(8)
+    run(passes, clock, 4, False, 0.5)
+    clock.now += 3.0
+    run(passes, clock, 4, True, 0.25)
+    assert (passes.seconds, passes.real_seconds, passes.slices, passes.overruns) == (0.75, 0.75, 1, 0)
+
+
+def test_emulated_passes_take_their_part_of_the_devices_step() -> None:
+    clock = Clock()
+    events = [Slowdown(0, factor=2.0, after_samples=8)]
+    passes = EmulatedPasses(StepTime(1.0, 0.5), (0.2, 0.4), iter([1.0, 3.0]).__next__, events, clock, clock.sleep)
+    passes.begin_slice(8)
+    run(passes, clock, 4, False, 0.1)  # 0.2 of 3 s
+    assert clock.now == pytest.approx(0.6)
+    run(passes, clock, 8, True, 0.1)  # 0.4 of 5 s
+    assert clock.now == pytest.approx(2.6)
+    passes.begin_slice(8)
+    run(passes, clock, 4, False, 0.1)  # three times as long by jitter, twice by an event
+    assert clock.now == pytest.approx(2.6 + 3.6)
+    assert passes.seconds == pytest.approx(clock.now)
+    assert passes.real_seconds == pytest.approx(0.3)
+    assert passes.overruns == 0
+
+
+def test_what_sleep_is_late_is_taken_off_the_next_pass() -> None:
+    clock = Clock(late=0.01)
+    passes = EmulatedPasses(StepTime(0.0, 1.0), (0.5, 0.5), clock=clock, sleep=clock.sleep)
+    passes.begin_slice(2)
+    for _ in range(10):
+        run(passes, clock, 1, False, 0.1)
+    assert clock.slept == pytest.approx([0.4, *[0.39] * 9])
+    assert clock.now == pytest.approx(5.01)
+
+
+def test_a_slice_whose_passes_take_too_long_is_counted_once() -> None:
+    clock = Clock()
+    passes = EmulatedPasses(StepTime(0.0, 1.0), (0.5, 0.5), clock=clock, sleep=clock.sleep)
+    for real in (0.6, 0.1, 0.9):
+        passes.begin_slice(2)
+        run(passes, clock, 1, False, real)
+        run(passes, clock, 1, True, real)
+    assert (passes.slices, passes.overruns) == (3, 2)
+    assert passes.seconds == pytest.approx(3.0)  # the emulated ones

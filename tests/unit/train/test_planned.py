@@ -1,0 +1,136 @@
+"""Jobs by a plan: what they refuse, and a job of one rank, which trains as one without a plan does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from hetsync.config.parser import recipe_of
+from hetsync.config.schema import Config
+from hetsync.errors import UserError
+from hetsync.plane.local import LocalPlane
+from hetsync.stop_signal import StopSignal
+from hetsync.train import checkpoint
+from hetsync.train.job import Job
+from hetsync.train.planned import train_planned
+from hetsync.train.resumption import FinishedError
+from hetsync.train.trainer import Trainer
+
+BATCH, SAMPLES = 50, 260
+ALONE = [{"micro_batches": 3, "stages": [{"ranks": [0], "blocks": ["*"]}]}]
+
+
+class Unasked(StopSignal):
+    """No signal comes; a test's process keeps its own handlers."""
+
+    def __init__(self) -> None:
+        self.caught = None
+
+    def listen(self, listener: object) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def recipe(tmp_path: Path, name: str = "planned", **sections: Any) -> Config:
+    run = {"dir": str(tmp_path / name), "samples": SAMPLES, "profile_seconds": 0.05, "checkpoint_every": 150}
+    given = {"data": {"batch_size": BATCH}, "sync": {"delay_bound": 0}, **sections}
+    return recipe_of({**given, "run": {**run, **sections.get("run", {})}})
+
+
+def run(tmp_path: Path, config: Config, replicas: list[dict[str, Any]], resume: Path | None = None) -> int:
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump({"format": 1, "batch_size": BATCH, "replicas": replicas}))
+    config = replace(config, plan=replace(config.plan, file=str(path)))
+    return train_planned(LocalPlane(), config, resume, Unasked(), "nothing")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("sync", "accumulation", 2),
+        ("sync", "wire", "int8"),
+        ("sync", "outer", {"name": "nesterov"}),
+        ("control", "name", "random"),
+        ("ema", "decay", 0.9),
+        ("run", "precision", "bfloat16"),
+        ("run", "compile", True),
+    ],
+)
+def test_what_jobs_by_a_plan_cannot_do_is_refused(section: str, key: str, value: Any, tmp_path: Path) -> None:
+    sections = {section: {key: value}}
+    if section == "control":
+        sections["sync"] = {"delay_bound": 4}
+    with pytest.raises(UserError, match=rf"^{section}\.{key}.* which jobs by a plan \(plan.file\) do not know: \w+"):
+        run(tmp_path, recipe(tmp_path, **sections), ALONE)
+    assert not (tmp_path / "planned").exists()
+
+
+TWO_RANKS = [{"stages": [{"ranks": [0], "blocks": ["features"]}, {"ranks": [1], "blocks": ["classifier"]}]}]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "sentence"),
+    [
+        (TWO_RANKS, "plan .*plan.yaml: it places rank 1, but the job has 1: start 2 ranks"),
+        ([{"stages": [{"ranks": [0], "blocks": ["features"]}]}], r"replicas\[0\] lacks block classifier.1 and 1 more"),
+        ([{"stages": [{"ranks": [0], "blocks": ["feature"]}]}], r"feature, which is no block .*did you mean features"),
+        ([{**ALONE[0], "micro_batches": 51}], "batch_size is 50, .* need 51 for their micro-batches"),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused(replicas: list[Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=sentence):
+        run(tmp_path, recipe(tmp_path), replicas)
+    assert not (tmp_path / "planned").exists()
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    newest = checkpoint.complete(folder / "checkpoints")[-1]
+    return {**load_file(newest / checkpoint.MODEL), **load_file(newest / checkpoint.OPTIMIZER)}
+
+
+def test_a_rank_alone_trains_as_without_a_plan(tmp_path: Path) -> None:
+    wanted = recipe(tmp_path, "alone")
+    with Job(wanted, LocalPlane(), show="nothing") as job:
+        Trainer(wanted, job).train()
+    config = recipe(tmp_path)
+    assert run(tmp_path, config, ALONE) == 0
+    found, expected = saved(tmp_path / "planned"), saved(tmp_path / "alone")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+
+    summary = json.loads((tmp_path / "planned" / "summary.json").read_text())
+    assert (summary["status"], summary["rounds"], summary["delay_bound"]) == ("finished", 6, 0)
+    assert summary["plan"]["replicas"] == [[[0]]]
+    assert summary["per_rank"][0]["step_fraction"] == pytest.approx(1.0)
+    with pytest.raises(FinishedError, match="finished after 260 samples"):
+        run(tmp_path, config, ALONE, resume=tmp_path / "planned")
+
+
+def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path) -> None:
+    config = recipe(tmp_path, optimizer={"learning_rate": 1e15})
+    with pytest.raises(UserError, match=r"the loss became (nan|inf) on rank 0 after .*: lower optimizer.learning_rate"):
+        run(tmp_path, config, ALONE)
+    lines = (tmp_path / "planned" / "telemetry" / "rank-0000.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["kind"] == "failure"
+
+
+def test_training_stops_early_and_resumes_as_ended(tmp_path: Path) -> None:
+    stop = {"metric": "loss", "mode": "max", "patience": 1}
+    run_section = {"evaluate_every": 100, "checkpoint_every": None, "early_stop": stop}
+    config = recipe(tmp_path, run=run_section, optimizer={"learning_rate": 0.001})  # the loss falls
+    assert run(tmp_path, config, ALONE) == 0
+    summary = json.loads((tmp_path / "planned" / "summary.json").read_text())
+    assert (summary["status"], summary["samples_applied"]) == ("finished", 200)
+    with pytest.raises(FinishedError, match="ended early after 200 samples"):
+        run(tmp_path, config, ALONE, resume=tmp_path / "planned")
