@@ -86,7 +86,7 @@ class Books:
     follows the machine's `standing` before it is reported.
 
     Args:
-        standing: what the coordinator knows beside tasks.
+        standings: what the coordinator knew beside tasks, oldest first: it may have been ahead by a round that is void.
         applied: spans of the sample stream.
         version: rounds booked.
         attempt: of the recovery that they come from; 0 at the start.
@@ -95,7 +95,7 @@ class Books:
         tasks: handed out and not applied, by rank, in their order; those of the dead and withdrawn among them.
     """
 
-    standing: Standing
+    standings: list[Standing]
     applied: list[Span] = field(default_factory=list)
     version: int = 0
     attempt: int = 0
@@ -110,7 +110,8 @@ class Books:
                     self.tasks.setdefault(notice.rank, []).append(notice.task)
                     self.next_task = max(self.next_task, notice.task.number + 1)
                 case Standing():
-                    self.standing = notice
+                    self.standings.append(notice)
+                    self._forget_standings()
 
     def land(self, landed: LandedRound) -> None:
         """Raises AssertionError where the sum and what was handed out do not match."""
@@ -124,11 +125,21 @@ class Books:
                 self.applied = merged([*self.applied, *spans_of(taken)])
                 self.samples_by_rank[rank] = self.samples_by_rank.get(rank, 0) + samples
         self.version = number + 1
+        self._forget_standings()
+
+    def standing(self, version: int) -> Standing:
+        """The newest that knows of no round from `version` on."""
+        return [standing for standing in self.standings if standing.version <= version][-1]
+
+    def _forget_standings(self) -> None:
+        """Rounds that have landed here are never void, so that older ones will not be asked for."""
+        while len(self.standings) > 1 and self.standings[1].version <= self.version:
+            self.standings.pop(0)
 
     def copy(self) -> Books:
         tasks = {rank: list(tasks) for rank, tasks in self.tasks.items()}
         return Books(
-            self.standing,
+            list(self.standings),
             list(self.applied),
             self.version,
             self.attempt,
@@ -167,7 +178,7 @@ class Report(NamedTuple):
         holding: what it has begun.
         at_rest: `newest` is a drain whose rest this rank has not come out of.
         evaluating: the round whose anchor it evaluates, or is still to evaluate.
-        requested: reasons for which it has asked for a rest that has not come.
+        requested: reasons for which it has asked for a rest that has not come; once too few were left, `TOO_FEW`.
         books: of a keeper.
     """
 
@@ -245,7 +256,8 @@ def decide(reports: Mapping[int, Report], last_ranks: int, least_ranks: int | No
     if books is not None:
         _give_up_tasks(books, {rank: kept_of(reports[rank].holding, version, rank in behind) for rank in survivors})
     action = Action.GO_ON if books is not None else Action.GO_BACK
-    if too_few(len(survivors), last_ranks, least_ranks) is not None:
+    ending = any(TOO_FEW in report.requested for report in reports.values())
+    if ending or too_few(len(survivors), last_ranks, least_ranks) is not None:
         action = Action.END
     at_rest = _drain(reports[level[0]]) is not None and all(reports[rank].at_rest for rank in level)
     return Decision(action, version, survivors, level[0], behind, at_rest, books)
@@ -257,7 +269,7 @@ def _newest_books(reports: Mapping[int, Report], newest: LandedRound | None, ver
     copies = [report.books for report in reports.values() if report.books is not None]
     if not copies:
         return None
-    books = max(copies, key=lambda copy: (copy.attempt, copy.version, copy.standing.version)).copy()
+    books = max(copies, key=lambda copy: (copy.attempt, copy.version, copy.standings[-1].version)).copy()
     if books.version < version:
         assert newest is not None
         books.land(newest)
@@ -307,10 +319,11 @@ def rebuilt(
     }
     held = {one.task.number: tuple(spans_of([one.task])) for holding in holdings.values() for one in unapplied(holding)}
     ledger = Ledger.restored(total, books.applied, held)
-    machine = RoundStateMachine(shares, books.standing.settings, ledger, milestones, decision.version, evaluations)
+    standing = books.standing(decision.version)
+    machine = RoundStateMachine(shares, standing.settings, ledger, milestones, decision.version, evaluations)
     machine.samples_by_rank.update(books.samples_by_rank)
     machine.resume(
-        books.standing,
+        standing,
         holdings,
         next_task=books.next_task,
         owed={rank: report.evaluating for rank, report in reports.items() if report.evaluating is not None},
