@@ -361,8 +361,10 @@ class RoundStateMachine:
         member = self._member(event.rank)
         member.withdrawn = True
         for state in member.unfinished:
-            self.ledger.give_back(state.task.number)
-            state.returned = True
+            own_round = state.task.synchronous_round
+            if own_round is None or own_round >= self.version:  # else it had no samples, and its round is booked
+                self.ledger.give_back(state.task.number)
+                state.returned = True
         if not any(state.task.synchronous_round is not None for state in member.unfinished):
             member.current = None
             member.queued.clear()
