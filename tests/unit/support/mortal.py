@@ -173,6 +173,7 @@ class World:
         self.mending = False
         self.lost = False  # all who kept the books have died
         self.entered: dict[int, set[int]] = {}  # who has come to the rest of a version
+        self.over: set[int] = set()  # versions whose rest somebody has come out of
         self.history: dict[int, list[Task]] = {}  # tasks of rounds that count
         self.anchors = {0: 0}  # by version
         self.evaluated: list[int] = []  # samples applied
@@ -311,6 +312,7 @@ class World:
 
     def _leave_rest(self, rank: Rank) -> None:
         drain = rank.newest.start
+        self.over.add(rank.landed)
         rank.resting = rank.at_rest = rank.draining = False
         rank.requested = [reason for reason in rank.requested if reason != drain.drain]
         rank.ended = drain.final or drain.drain == TOO_FEW
@@ -501,6 +503,7 @@ class World:
             rank.resting = False
             self.counts["rests broken off"] += 1
             if not decision.rest_again:
+                assert rank.landed in self.over, "not all had come to the rest"
                 rank.resting = True
                 self._leave_rest(rank)
         if rank.number == self.members[0]:
