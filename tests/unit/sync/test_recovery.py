@@ -26,7 +26,6 @@ from hetsync.sync.messages import (
     StartRound,
     Task,
     TaskFinished,
-    TaskStarted,
 )
 from hetsync.sync.milestones import CHECKPOINT, STOP, Milestone, marks_every, no_marks, rests_at
 from hetsync.sync.recovery import (
@@ -133,12 +132,9 @@ def test_a_round_waits_for_whoever_began_before_the_newest():
     """D = 1: what rank 1 computes, from version 2, must be in round 3."""
     books = Books([standing()], [(0, 20)], version=3)
     ready, late = Holding((HeldTask(task(7, 20, 24), 3),)), Holding(current=HeldTask(task(8, 24, 28), 2))
-    machine = going_on(report(0, holding=ready, books=books), report(1, holding=late))
-    first = machine.first_instructions()
-    assert not [one for one in first if isinstance(one, StartRound)]
-    following = next(one.task.number for one in first if one.rank == 1)
-    machine.handle(TaskFinished(1, 8, 4))
-    (start,) = [one for one in machine.handle(TaskStarted(1, following, 3)) if isinstance(one, StartRound)]
+    machine = going_on(report(0, holding=ready, books=books), report(1, holding=late), shares={0: 8, 1: 0})
+    assert not [one for one in machine.first_instructions() if isinstance(one, StartRound)]
+    (start,) = [one for one in machine.handle(TaskFinished(1, 8, 4)) if isinstance(one, StartRound)]
     assert start.number == 3
     assert start.contributors == {0, 1}
 
