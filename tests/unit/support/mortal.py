@@ -220,7 +220,9 @@ class World:
             assert moves, f"deadlock: {self.machine.waited_for()} are awaited, {self.machine._history}"
             move, argument = self.dice.choice(moves)
             move(argument)
-        if not self.lost:
+        if self.lost:
+            assert self.counts["deaths"] >= 3, "there are three copies of the books"
+        else:
             self._check_end()
 
     def _moves(self) -> list[tuple[Callable, object]]:

@@ -211,3 +211,15 @@ def test_keepers_are_the_lowest_ranks():
 
 def test_a_report_says_what_was_not_sent():
     assert still_to_tell([TaskFinished(0, 3, 4), DrainRequested(STOP)]) == []
+
+
+def test_what_was_asked_for_is_not_forgotten():
+    """By a survivor, by a controller, and for the time after a rest that begins anew."""
+    books = Books([standing(pending=Settings(0))], [(0, 20)], version=3)
+    machine = going_on(report(0, books=books), report(1, requested=(STOP,)))
+    assert machine.rests.next == Milestone(20, STOP)
+    assert machine.standing.pending == Settings(0)
+    after = Books([standing()._replace(rest=Milestone(50, STOP))], [(0, 50)], version=3)
+    machine = going_on(report(0, books=after, at_rest=True)._replace(newest=landed(drain=CHECKPOINT)))
+    assert machine.rests.next == Milestone(50, CHECKPOINT)
+    assert machine.rests.requested == (STOP,)
