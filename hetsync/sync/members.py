@@ -158,7 +158,6 @@ class Membership:
         member = self.members[rank]
         member.ready, member.current = ready, current
         member.floor = version if current is None else current.version
-        member.pace = version + len(ready) + (current is not None)
         self.set_activity(member, Activity.RESTING if current is None else Activity.COMPUTING)
         self.recount(rank)
         self.check_bound(rank, version)

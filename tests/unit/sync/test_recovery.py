@@ -223,3 +223,12 @@ def test_what_was_asked_for_is_not_forgotten():
     machine = going_on(report(0, books=after, at_rest=True)._replace(newest=landed(drain=CHECKPOINT)))
     assert machine.rests.next == Milestone(50, CHECKPOINT)
     assert machine.rests.requested == (STOP,)
+
+
+def test_at_a_quorum_of_one_nobody_counts_as_ahead_by_an_older_bound():
+    """D was lowered while the rank had four tasks that no round has taken: the round after them would wait for its next
+    task, and that for three rounds."""
+    books = Books([standing(settings=Settings(1, 1.0, 1))], [(0, 20)], version=3)
+    held = [HeldTask(task(number, at, at + 4)._replace(delay_bound=9), 3) for number, at in enumerate(range(20, 36, 4))]
+    machine = going_on(report(0, holding=Holding(tuple(held)), books=books))
+    assert max(one.task.not_before for one in machine.first_instructions() if isinstance(one, AssignTask)) <= 4
