@@ -250,3 +250,16 @@ def test_one_leaves_and_the_others_do_its_work(settings):
     cluster.run()
     assert machine.ledger.applied == 400
     assert machine.samples_by_rank[0] < machine.samples_by_rank[1]
+
+
+def test_a_rank_leaves_its_loop_while_its_part_of_a_complete_round_had_no_samples():
+    """A sum lacks nothing then, and its round is booked before anybody hears that the rank has left."""
+    machine = make_machine([4, 0], Settings(0), 8)
+    first, empty = [i.task for i in machine.first_instructions() if isinstance(i, AssignTask)][:2]
+    machine.handle(TaskStarted(0, first.number, 0))
+    machine.handle(TaskStarted(1, empty.number, 0))
+    machine.handle(RoundCompleted(0, samples=4))
+    machine.handle(RankWithdrew(1))
+    machine.handle(TaskFinished(1, empty.number, 0))
+    assert machine.version == 1
+    assert machine.ledger.applied == 4
