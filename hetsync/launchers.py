@@ -55,6 +55,12 @@ def _number(text: str | None) -> int:
     return int(text) if text is not None and text.isdigit() else 0
 
 
+def told_of_deaths(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether MPI tells survivors of a rank's death (ULFM, by `mpirun --with-ft ulfm`), instead of ending the job. Its
+    functions for that exist in any case."""
+    return environ.get("OMPI_MCA_mpi_ft_enable") in ("1", "true")
+
+
 def first_rank() -> bool:
     """Is this rank 0, judged by what launchers tell (before MPI is there)?"""
     if launched_by_torch() > 1:

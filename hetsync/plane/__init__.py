@@ -41,7 +41,7 @@ def _mpi(name: str, by_torch: int, timeout_seconds: float) -> Plane:
 
     messages = MpiMessages(timeout_seconds)
     _check_size(messages.size, ranks_started())
-    sums = _horovod_sums(messages) if name == "horovod" else MpiSums(timeout_seconds)
+    sums = _horovod_sums(messages) if name == "horovod" else MpiSums(messages.mpi, timeout_seconds)
     why = f"run.plane is {name}" if name != "auto" else "run.plane is auto, and an MPI launcher started the ranks"
     return ChosenPlane(messages, sums, name, why, timeout_seconds)
 
