@@ -8,7 +8,7 @@ So every sample counts exactly once an epoch by construction, and `check` proves
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 Span = tuple[int, int]
 
@@ -48,6 +48,23 @@ def split(spans: tuple[Span, ...], samples: int, slices: int) -> tuple[tuple[Spa
     return tuple([part for part in (*out, spans) if part])
 
 
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The same positions in as few spans as possible, in order."""
+    out: list[Span] = []
+    for start, stop in sorted(spans):
+        if out and start <= out[-1][1]:
+            out[-1] = out[-1][0], max(stop, out[-1][1])
+        elif start < stop:
+            out.append((start, stop))
+    return out
+
+
+def gaps(spans: Sequence[Span]) -> list[Span]:
+    """What lies between spans in order, and before the first."""
+    before = [0, *(stop for _, stop in spans)]
+    return [(stop, start) for stop, (start, _) in zip(before, spans, strict=False) if stop < start]
+
+
 class Ledger:
     """Books of one training run over stream positions [0, total)."""
 
@@ -60,6 +77,23 @@ class Ledger:
         self._cursor = applied
         self._returned: list[Span] = []
         self._held: dict[int, tuple[Span, ...]] = {}
+
+    @classmethod
+    def restored(cls, total: int, applied: Iterable[Span], held: Mapping[int, tuple[Span, ...]]) -> Ledger:
+        """Books made anew of what was applied and what tasks hold: the rest below the frontier goes out again.
+
+        Raises ValueError where a position would count twice.
+        """
+        ledger = cls(total)
+        known = [*applied, *(span for spans in held.values() for span in spans)]
+        whole = merged(known)
+        if length(whole) != length(known):
+            raise ValueError(f"positions count twice: applied {list(applied)}, held {dict(held)}")
+        ledger.applied = length(applied)
+        ledger._held = dict(held)
+        ledger._cursor = whole[-1][1] if whole else 0
+        ledger._returned = gaps(whole)
+        return ledger
 
     @property
     def frontier(self) -> int:

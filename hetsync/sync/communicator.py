@@ -29,7 +29,7 @@ from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.deltas import Snapshot
 from hetsync.sync.gradients import Gradients, Stage
 from hetsync.sync.lone import LoneGradients
-from hetsync.sync.messages import Alive, AssignTask, Instruction, NormMeasured, RoundCompleted, StartRound, Task
+from hetsync.sync.messages import Alive, AssignTask, NormMeasured, Notice, RoundCompleted, StartRound, Task
 from hetsync.sync.router import Router
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
 from hetsync.sync.tail import Tail
@@ -245,7 +245,7 @@ class Communicator:
             self._follow(instructions)
         return inbox.passed_on + len(inbox.events) + len(batches)
 
-    def _follow(self, instructions: Sequence[Instruction]) -> None:
+    def _follow(self, instructions: Sequence[Notice]) -> None:
         for instruction in instructions:
             if isinstance(instruction, AssignTask):
                 self._on_task(instruction.task)
@@ -253,8 +253,9 @@ class Communicator:
             for instruction in instructions:
                 if isinstance(instruction, AssignTask):
                     self._shared.worker.assign(instruction.task)
-                else:
+                elif isinstance(instruction, StartRound):
                     self._rounds.append(instruction)
+                    self._shared.worker.announce(instruction.number)
                     if instruction.synchronous and instruction.evaluate and not instruction.drain:
                         self._shared.marked.append(instruction.number)
             self._shared.changed.notify_all()
@@ -300,6 +301,7 @@ class Communicator:
         self._pending.begin_round()
         with self._shared.changed:
             self._shared.phase = Phase.TRAINING if start.drain is None else Phase.DRAINING
+            self._shared.worker.join(start.number)
         return self._synchronous_round(start) if start.synchronous else self._delayed_round(start)
 
     def _delayed_round(self, start: StartRound) -> Iterator[None]:

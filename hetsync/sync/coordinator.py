@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -20,16 +20,18 @@ from hetsync.sync.messages import (
     CapFound,
     Event,
     Instruction,
+    Notice,
     RankWithdrew,
     Settings,
     SettingsChanged,
     SharesChanged,
+    Standing,
     TaskFinished,
 )
 from hetsync.sync.milestones import Evaluation
 from hetsync.sync.state_machine import LEAST_TASKS_HELD, RoundStateMachine
 
-Send = Callable[[Mapping[int, Sequence[Instruction]]], None]
+Send = Callable[[Mapping[int, Sequence[Notice]]], None]
 """Delivers messages by rank."""
 
 Deliver = Callable[[Sequence[Instruction]], None]
@@ -199,13 +201,20 @@ def tasks_held_alone(task_seconds: float) -> int:
     return max(LEAST_TASKS_HELD, int(LONE_SECONDS_HELD / task_seconds))
 
 
-def as_messages(machine: RoundStateMachine, send: Send) -> Deliver:
-    """Sends one message a rank, in the order of the decisions."""
+def as_messages(machine: RoundStateMachine, send: Send, keepers: Collection[int] = ()) -> Deliver:
+    """Sends one message a rank, in the order of the decisions. `keepers` of the books (`recovery.py`) are told all
+    tasks, and what else the machine knows, before the round that comes after these."""
+    told: Standing | None = None
 
     def deliver(instructions: Sequence[Instruction]) -> None:
-        messages: dict[int, list[Instruction]] = defaultdict(list)
+        nonlocal told
+        messages: dict[int, list[Notice]] = defaultdict(list)
+        if keepers and instructions and told != (standing := machine.standing):
+            told = standing
+            messages |= {rank: [standing] for rank in keepers}
         for instruction in instructions:
-            for rank in [instruction.rank] if isinstance(instruction, AssignTask) else machine.members:
+            ranks = {instruction.rank, *keepers} if isinstance(instruction, AssignTask) else machine.members
+            for rank in ranks:
                 messages[rank].append(instruction)
         send(messages)
 

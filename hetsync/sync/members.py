@@ -153,6 +153,16 @@ class Membership:
         self._set_counts(rank, 0, 0)
         self.all_need_work()
 
+    def resume(self, rank: int, ready: list[TaskState], current: TaskState | None, version: int) -> None:
+        """A new member that has begun tasks, where rounds below `version` count."""
+        member = self.members[rank]
+        member.ready, member.current = ready, current
+        member.floor = version if current is None else current.version
+        member.pace = version + len(ready) + (current is not None)
+        self.set_activity(member, Activity.RESTING if current is None else Activity.COMPUTING)
+        self.recount(rank)
+        self.check_bound(rank, version)
+
     def set_share(self, rank: int, share: int) -> None:
         self.batch += share - self.members[rank].share
         self.members[rank].share = share

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hetsync.config.schema import SyncConfig
+from hetsync.sync.milestones import Milestone
 
 if TYPE_CHECKING:  # or else whoever reads messages would load torch: the controller's process begins a second later
     from hetsync.data.ledger import Span
@@ -60,6 +61,23 @@ class Task(NamedTuple):
     @property
     def samples(self) -> int:
         return sum([stop - start for spans in self.slices for start, stop in spans])
+
+
+class HeldTask(NamedTuple):
+    """A task that a rank has begun, from anchor version `version`; with `round`, part of what it gave to that one."""
+
+    task: Task
+    version: int
+    round: int | None = None
+
+
+class Holding(NamedTuple):
+    """What a rank has begun and knows of no landed round to hold: finished tasks, oldest first, and the one that it
+    computes. What is only queued is not in it."""
+
+    finished: tuple[HeldTask, ...] = ()
+    current: HeldTask | None = None
+    withdrawn: bool = False
 
 
 # Events: from a rank's engine to the coordinator.
@@ -221,7 +239,25 @@ class StartRound(NamedTuple):
     evaluate: bool = False
 
 
+class Standing(NamedTuple):
+    """For ranks that keep a copy of the books: what the coordinator knows beside tasks, with `version` rounds complete.
+
+    `pending` settings follow the next drain; rests for the `requested` reasons follow `rest`. From `evaluation` on, in
+    samples, an evaluation is due; one that is under way is due still. `staleness` are pairs of a staleness and the
+    number of tasks that were applied with it.
+    """
+
+    version: int
+    settings: Settings
+    rest: Milestone
+    evaluation: int | None = None
+    pending: Settings | None = None
+    requested: tuple[str, ...] = ()
+    staleness: tuple[tuple[int, int], ...] = ()
+
+
 Instruction = AssignTask | StartRound
+Notice = Instruction | Standing  # what a rank is told: who keeps a copy of the books, of others' tasks, too
 
 
 # What travels between ranks: each message is one of these.
@@ -236,13 +272,13 @@ class EventBatch(NamedTuple):
 class InstructionBatch(NamedTuple):
     """From the coordinator to one rank, in the order of the decisions."""
 
-    instructions: Sequence[Instruction]
+    instructions: Sequence[Notice]
 
 
 class GroupBatch(NamedTuple):
     """From the coordinator to a leader: what each rank of its group is to get."""
 
-    by_rank: Mapping[int, Sequence[Instruction]]
+    by_rank: Mapping[int, Sequence[Notice]]
 
 
 @dataclass(frozen=True)

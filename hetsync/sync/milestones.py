@@ -6,7 +6,7 @@ Pure data and books, like the state machine that keeps them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from typing import Any
 STOP = "stop requested"
 CHECKPOINT = "checkpoint"
 EPOCH = "end of an epoch"
+TOO_FEW = "too few ranks are left"
 
 Marks = Callable[[int], int | None]
 """The next marked stream position after one, if any is left."""
@@ -85,6 +86,21 @@ class Rests:
         if not self.bring_forward(frontier, reason):
             self._requested.append(reason)
 
+    @property
+    def requested(self) -> tuple[str, ...]:
+        """Reasons of rests that are to follow the next."""
+        return tuple(self._requested)
+
+    def resume(self, rest: Milestone, requested: Iterable[str]) -> None:
+        """Go on from what another has known."""
+        self.next, self._requested = rest, deque(requested)
+
+    def repeat(self, rest: Milestone) -> None:
+        """All have come to this rest, and are to come to it once more before they go on to the next."""
+        if self.next not in (rest, self._milestones(rest.position)):
+            self._requested.appendleft(self.next.reason)
+        self.next = rest
+
     def advance(self, position: int) -> None:
         """All ranks have come to rest at `position`."""
         self.next = Milestone(position, self._requested.popleft()) if self._requested else self._milestones(position)
@@ -111,6 +127,7 @@ class Snapshots:
     def __init__(self, marks: Marks, position: int) -> None:
         self.next = marks(position)  # the samples from which on one is due
         self._marks = marks
+        self._due_from = self.next  # what the newest one was due from
         self._round = -1  # none
         self._applied: int | None = None  # once the round is complete
         self._whole = True
@@ -121,8 +138,20 @@ class Snapshots:
         """Is the anchor to be evaluated after a round that brings the job to `reaches` samples or more?"""
         if self.next is None or reaches < self.next or self.awaited:
             return False
-        self.next = self._marks(reaches)
+        self._due_from, self.next = self.next, self._marks(reaches)
         return True
+
+    def due_from(self, at_drain: bool) -> int | None:
+        """What `next` would be if the one that is under way had not begun; `at_drain`: the newest is."""
+        return self._due_from if at_drain or (self._round >= 0 and self._whole) else self.next
+
+    def resume(self, due_from: int | None, owed: Mapping[int, int]) -> None:
+        """Go on where an evaluation is due from `due_from` on. Ranks, with its round, that are at one still end it
+        first, and nobody asks what they have found."""
+        self.next = due_from
+        if owed:
+            self.request(max(owed.values()), owed)
+            self._whole, self._applied = False, 0
 
     def request(self, number: int, ranks: Collection[int]) -> None:
         """The anchor of round `number` is to be evaluated by these ranks."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetsync.plane.base import Plane
-from hetsync.sync.messages import Alive, Event, EventBatch, GroupBatch, Instruction, InstructionBatch, Message, Probe
+from hetsync.sync.messages import Alive, Event, EventBatch, GroupBatch, InstructionBatch, Message, Notice, Probe
 
 GROUP = 64
 
@@ -22,7 +22,7 @@ GROUP = 64
 class Inbox:
     """What has arrived for this rank, message by message, and the number of messages that are for others."""
 
-    instructions: list[Sequence[Instruction]] = field(default_factory=list)
+    instructions: list[Sequence[Notice]] = field(default_factory=list)
     events: list[Sequence[Event]] = field(default_factory=list)
     signs: list[Probe | Alive] = field(default_factory=list)
     passed_on: int = 0
@@ -37,7 +37,7 @@ class Router:
         self._group = group or GROUP
         self._leader = self._leader_of(plane.rank)
         self._outgoing: list[Event] = []  # to rank 0, of this rank and of those whom it leads
-        self._own: deque[Sequence[Instruction]] = deque()  # from the coordinator, where it lives
+        self._own: deque[Sequence[Notice]] = deque()  # from the coordinator, where it lives
 
     def _leader_of(self, rank: int) -> int:
         return rank // self._group * self._group
@@ -51,9 +51,9 @@ class Router:
             self._plane.send(EventBatch(self._outgoing), 0 if leads else self._leader)
             self._outgoing = []
 
-    def send_instructions(self, by_rank: Mapping[int, Sequence[Instruction]]) -> None:
+    def send_instructions(self, by_rank: Mapping[int, Sequence[Notice]]) -> None:
         """From the coordinator, or from a leader to its group."""
-        groups: dict[int, dict[int, Sequence[Instruction]]] = defaultdict(dict)
+        groups: dict[int, dict[int, Sequence[Notice]]] = defaultdict(dict)
         for rank, instructions in by_rank.items():
             if rank == self._plane.rank:
                 self._own.append(instructions)
@@ -64,7 +64,7 @@ class Router:
         for leader, group in groups.items():
             self._plane.send(GroupBatch(group), leader)
 
-    def pop_own(self) -> Sequence[Sequence[Instruction]]:
+    def pop_own(self) -> Sequence[Sequence[Notice]]:
         """The instructions for this rank itself that `send_instructions` was given since the last call."""
         own, self._own = self._own, deque()
         return own

@@ -40,6 +40,7 @@ from hetsync.sync.messages import (
     DrainRequested,
     Evaluated,
     Event,
+    Holding,
     Instruction,
     RankJoined,
     RankLeft,
@@ -48,6 +49,7 @@ from hetsync.sync.messages import (
     Settings,
     SettingsChanged,
     SharesChanged,
+    Standing,
     StartRound,
     Task,
     TaskFinished,
@@ -116,6 +118,65 @@ class RoundStateMachine:
     def waited_for(self) -> list[int]:
         """Ranks whose next event would move the job on."""
         return [rank for rank, member in self.members.items() if member.working or rank in self.snapshots.awaited]
+
+    @property
+    def standing(self) -> Standing:
+        """What a copy of the books lacks."""
+        drain = any(under_way.start.drain and under_way.start.evaluate for under_way in self._rounds.values())
+        return Standing(
+            self.version,
+            self.settings,
+            self.rests.next,
+            self.snapshots.due_from(at_drain=drain),
+            self._pending_settings,
+            self.rests.requested,
+            tuple(sorted(self.staleness.items())),
+        )
+
+    def resume(
+        self,
+        standing: Standing,
+        holdings: Mapping[int, Holding],
+        *,
+        next_task: int,
+        owed: Mapping[int, int],
+        drained: StartRound | None,
+        rest_again: bool,
+    ) -> None:
+        """Before `first_instructions`: go on where another machine has stopped.
+
+        Args:
+            standing: what that one knew.
+            holdings: of the ranks, by rank; the ledger holds the samples of their tasks.
+            next_task: all earlier numbers may have been used.
+            owed: ranks that are still at an evaluation, with its round.
+            drained: the newest round, if it was a drain.
+            rest_again: its rest was not over: all come to it once more.
+        """
+        self._next_task = next_task
+        self._pending_settings = standing.pending
+        self.staleness = Counter(dict(standing.staleness))
+        for rank, holding in holdings.items():
+            self._resume_member(rank, holding)
+        self.rests.resume(standing.rest, standing.requested)
+        evaluation, following = standing.evaluation, self.snapshots.next
+        if drained is not None and rest_again:
+            assert drained.drain is not None
+            self.rests.repeat(Milestone(self.ledger.applied, drained.drain, drained.final))
+            evaluation = self.ledger.applied if drained.evaluate else evaluation
+        elif drained is not None and (drained.final or standing.version <= drained.number):
+            self._after_drain(drained)  # that machine did not know that it was complete
+            evaluation = following if drained.evaluate else evaluation
+        self.snapshots.resume(evaluation, owed)
+
+    def _resume_member(self, rank: int, holding: Holding) -> None:
+        member = self.members[rank]
+        ready = [TaskState(held.task, held.version) for held in holding.finished]
+        current = None if holding.current is None else TaskState(holding.current.task, holding.current.version)
+        if holding.withdrawn:
+            member.withdrawn = True
+            self._membership.set_share(rank, 0)
+        self._membership.resume(rank, ready, current, self.version)
 
     def first_instructions(self) -> list[Instruction]:
         """The first tasks, before any event."""
@@ -257,6 +318,9 @@ class RoundStateMachine:
         if self._all_withdrawn:
             self.ledger.abandon()
         self.ledger.check(self.ledger.applied if self._all_withdrawn else self.rests.next.position)
+        self._after_drain(started)
+
+    def _after_drain(self, started: StartRound) -> None:
         if self._pending_settings is not None:
             self._adopt(self._pending_settings)
         self._reset_pace()

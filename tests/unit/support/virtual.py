@@ -264,7 +264,7 @@ class VirtualCluster:
         if start.synchronous and not start.drain and rank in start.contributors:
             open_round.tasks[rank] = [self._tasks[stub.finished.task]]
         elif not start.synchronous and rank in start.contributors:
-            open_round.tasks[rank] = [self._tasks[number] for number, _ in stub.worker._finished]
+            open_round.tasks[rank] = [self._tasks[held.task.number] for held in stub.worker._finished]
             contributed, _ = stub.worker.contribute(start.number)
             self._report(rank, contributed)
         for task in (task for task in open_round.tasks.get(rank, []) if task.samples):
