@@ -164,6 +164,10 @@ class Loader:
         if not all(length(spans) <= self._at_once and self._order.knows(spans) for spans in task.slices):
             self._loading[task.number] = self._thread.submit(self._submit, task)
 
+    def drop(self, task: SlicedWork) -> None:
+        """The task will not be computed."""
+        self._loading.pop(task.number, None)
+
     def _submit(self, task: SlicedWork) -> deque[Future[Any]]:
         """Of each batch, in order; the first is on its way to the device."""
         coming = deque(self._fetcher.submit(self._order.indices(spans), self._seed_of(spans)) for spans in task.slices)

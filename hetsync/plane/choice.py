@@ -145,6 +145,7 @@ class ChosenPlane(Plane):
     def _take(self, use: Callable[[], None], why: str) -> None:
         try:
             use()
+            self.tolerant = self.messages.tolerant and self.sums.tolerant
         except UserError as mistake:
             why = f"no NCCL, as {mistake}"
         self.why += f"; {why}"

@@ -152,8 +152,13 @@ class MpiMembers:
             MPI.COMM_WORLD.Abort(code)
             os._exit(code)  # should MPI return
         telling = [self._tell_end(code, place) for place in range(len(self.ranks)) if place != self._comm.Get_rank()]
+
+        def told() -> bool:
+            self._heed_end_after_death()  # others may end the job, too, and wait for this rank
+            return all([_arrived(request) for request in telling])
+
         try:
-            wait_until(lambda: all([_arrived(request) for request in telling]), SECONDS_TO_TELL, lambda: "other ranks")
+            wait_until(told, SECONDS_TO_TELL, lambda: "other ranks")
         except LateError:
             # MPI would not tell them of a mere exit.
             os.kill(os.getpid(), signal.SIGKILL)

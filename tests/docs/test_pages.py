@@ -190,6 +190,7 @@ def test_the_keys_of_summaries_are_explained() -> None:
     job = JobFigures(
         status="finished",
         ranks=1,
+        ranks_at_start=1,
         plane="sums by MPI, messages by MPI (given)",
         emulated=True,
         emulate=None,
@@ -213,7 +214,7 @@ def test_the_keys_of_summaries_are_explained() -> None:
             simulated=True,
         )
     )
-    assert set(explained("summary.json")) == {*summary, *row.row()}
+    assert set(explained("summary.json")) == {*summary, *row.row(), "left_at_round"}  # of a rank that has died
 
 
 def test_the_kinds_of_telemetry_are_explained() -> None:
