@@ -157,7 +157,8 @@ def opened(name: str, arguments: Mapping[str, Any]) -> Plane:
     """The plane of this name, whose blocking calls wait as long as the arguments of `join` say."""
     seconds = arguments.get("timeout_seconds", RunConfig().timeout_seconds)
     usable = isinstance(seconds, int | float) and seconds > 0  # what is not is refused with the other arguments
-    return open_plane(name, float(seconds) if usable else RunConfig().timeout_seconds)
+    tolerate = bool(arguments.get("tolerate", True))
+    return open_plane(name, float(seconds) if usable else RunConfig().timeout_seconds, tolerate)
 
 
 def join_job(
@@ -172,6 +173,7 @@ def join_job(
     control: str | Mapping[str, Any] = "fixed",
     emulate: str | None = None,
     samples_per_second: float | None = None,
+    tolerate: Literal["auto"] | bool = "auto",
     **settings: Any,
 ) -> Job:
     """A job of the launcher's ranks.
@@ -185,6 +187,7 @@ def join_job(
         control: A controller's name, or keys of the recipe's `control`.
         emulate: A cluster profile to imitate, with `samples_per_second` of the whole emulated cluster.
         samples_per_second: See `emulate`.
+        tolerate: The recipe's `fault.tolerate`: whether the job goes on when a rank dies.
         settings: Keys of the recipe's `run` and `sync`, such as precision="bfloat16", checkpoint_seconds=300,
             delay_bound=0.
     """
@@ -195,6 +198,7 @@ def join_job(
             "sync": {name: value for name, value in settings.items() if name not in runs},
             "control": {"name": control} if isinstance(control, str) else dict(control),
             "emulation": {"profile": emulate, "samples_per_second": samples_per_second},
+            "fault": {"tolerate": tolerate},
         }
     )
     return Job(
@@ -297,7 +301,7 @@ RUN_KEYS = {field.name for field in dataclasses.fields(RunConfig)} - {
 SYNC_KEYS = {field.name for field in dataclasses.fields(SyncConfig)}
 
 
-SECTIONS = re.compile(r"\b(?:run|data|optimizer|emulation|sync)\.(\w+)")  # in front of a key
+SECTIONS = re.compile(r"\b(?:run|data|optimizer|emulation|sync|fault)\.(\w+)")  # in front of a key
 RENAMED = {"run.dir": "run", "emulation.profile": "emulate"}
 
 

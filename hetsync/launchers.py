@@ -60,6 +60,12 @@ def gpus_granted(environ: Mapping[str, str] = os.environ) -> int:
     return _number(environ.get("SLURM_GPUS_ON_NODE"))
 
 
+def told_of_deaths(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether MPI tells survivors of a rank's death (ULFM, by `mpirun --with-ft ulfm`), instead of ending the job. Its
+    functions for that exist in any case."""
+    return environ.get("OMPI_MCA_mpi_ft_enable") in ("1", "true")
+
+
 def first_rank() -> bool:
     """Is this rank 0, judged by what launchers tell (before MPI is there)?"""
     if launched_by_torch() > 1:

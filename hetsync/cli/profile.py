@@ -36,8 +36,8 @@ def main(argv: Sequence[str]) -> NoReturn:
         if given is not None and told.output is not None:
             raise UserError(f"--output is {told.output}, but --emulate {given} measures nothing: leave one of them out")
     if given is not None:
-        sys.exit(on_all_ranks(config.run, lambda plane: profile_given(plane, config, given)))
-    sys.exit(on_all_ranks(config.run, lambda plane: profile(plane, config, Path(told.output or OUTPUT))))
+        sys.exit(on_all_ranks(config, lambda plane: profile_given(plane, config, given)))
+    sys.exit(on_all_ranks(config, lambda plane: profile(plane, config, Path(told.output or OUTPUT))))
 
 
 def profile(plane: Plane, config: Config, output: Path) -> int:

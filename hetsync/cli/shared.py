@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hetsync.config.schema import RunConfig
+from hetsync.config.schema import Config
 from hetsync.errors import complain, did_you_mean, early_mistakes, end_early
 from hetsync.launchers import first_rank
 from hetsync.plane.ending import INTERRUPTED, end_job
@@ -50,12 +50,12 @@ def add_recipe_command(verbs: Verbs, name: str, what: str, main: Callable[[Seque
     parser.set_defaults(run=lambda told: main(told.words))
 
 
-def on_all_ranks(run: RunConfig, job: Callable[[Plane], int]) -> int:
+def on_all_ranks(config: Config, job: Callable[[Plane], int]) -> int:
     """Open the plane, run a rank's part, and see to it that no failure leaves other ranks waiting."""
     with early_mistakes():
         from hetsync.plane import open_plane
 
-        plane = open_plane(run.plane, run.timeout_seconds)
+        plane = open_plane(config.run.plane, config.run.timeout_seconds, bool(config.fault.tolerate))
     try:
         status = job(plane)
         plane.close()

@@ -26,6 +26,7 @@ def simulated_summary(
     job = JobFigures(
         status=Status.STOPPED if simulation.stopped else Status.FINISHED,
         ranks=len(scenario.ranks),
+        ranks_at_start=len(scenario.ranks),
         plane=None,
         emulated=True,
         emulate=config.emulation.profile,

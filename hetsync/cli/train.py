@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     stop = StopSignal()
     with early_mistakes():
         config, resume, shows = parse(sys.argv[1:] if argv is None else argv)
-    status = on_all_ranks(config.run, lambda plane: train(plane, config, resume, stop, shows))
+    status = on_all_ranks(config, lambda plane: train(plane, config, resume, stop, shows))
     stop.over()
     sys.exit(status)
 

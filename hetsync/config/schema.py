@@ -368,6 +368,18 @@ class PlanConfig:
             raise UserError(f"plan.file is {brief(self.file)}, but {command} runs no plan: leave plan.file out")
 
 
+class FaultConfig:
+    """What becomes of the job when something fails.
+
+    Args:
+        tolerate: Go on with the others when a rank other than 0 dies: auto (where that can be: delayed mode without a
+            controller, and an MPI that tells of deaths, by mpirun --with-ft ulfm), true (refuse to start elsewhere) or
+            false (end the job).
+    """
+
+    tolerate: Literal["auto"] | bool = "auto"
+
+
 @dataclass(frozen=True)
 class Config:
     """A whole recipe.
@@ -383,6 +395,7 @@ class Config:
         control: What sets accumulation and delay bound while training runs.
         emulation: Emulated devices.
         plan: Which ranks hold which part of the model.
+        fault: What becomes of the job when something fails.
     """
 
     run: RunConfig = field(default_factory=RunConfig)
@@ -395,6 +408,13 @@ class Config:
     control: ControlConfig = field(default_factory=ControlConfig)
     emulation: EmulationConfig = field(default_factory=EmulationConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    fault: FaultConfig = field(default_factory=FaultConfig)
 
     def __post_init__(self) -> None:
         self.control.check_start(self.sync)
+        if self.fault.tolerate is True and (self.sync.delay_bound == 0 or self.control.name != "fixed"):
+            why = "sync.delay_bound 0" if self.sync.delay_bound == 0 else f"control.name {self.control.name}"
+            raise UserError(
+                f"fault.tolerate is true, but with {why} a rank's death ends the job, which is then resumed: use"
+                " fault.tolerate auto, or delayed mode without a controller"
+            )

@@ -169,6 +169,10 @@ class Loader:
                 self._loading[task.number] = self._thread.submit(self._submit, task)
                 return
 
+    def drop(self, task: SlicedWork) -> None:
+        """The task will not be computed."""
+        self._loading.pop(task.number, None)
+
     def _submit(self, task: SlicedWork) -> deque[Future[Any]]:
         """Of each batch, in order; the first is on its way to the device."""
         coming = deque(self._fetcher.submit(self._order.indices(spans), self._seed_of(spans)) for spans in task.slices)

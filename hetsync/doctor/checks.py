@@ -116,10 +116,10 @@ def _maker(text: str) -> str | None:
 
 
 def check_fault_tolerance(facts: Facts) -> Finding:
-    """Under `--with-ft ulfm` MPI_Abort ends its caller only, and HetSync ends jobs by it."""
+    """Under `--with-ft ulfm` no launcher ends the others where a rank leaves by itself."""
     if facts.ulfm_in_force:
-        remedy = "leave out --with-ft ulfm: under it a rank that fails does not end the others"
-        return Finding("ULFM", Verdict.NOTE, "in force, and not used", remedy)
+        remedy = "leave out --with-ft ulfm where a script may fail before it joins: the others would wait for it"
+        return Finding("ULFM", Verdict.NOTE, "in force: in delayed mode the others go on when a rank dies", remedy)
     there = "there, and not in force" if facts.mpi.ulfm else "not there"
     return Finding("ULFM", Verdict.OK, f"{there}: the loss of a rank ends the job, which goes on by --resume")
 

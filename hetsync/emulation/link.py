@@ -114,6 +114,10 @@ class EmulatedLink(Plane):
         self._waiting.append(handle)
         return handle
 
+    def mend(self) -> None:
+        super().mend()
+        self._waiting.clear()
+
     def _now(self) -> float:
         """The time, after putting on the link what has become ready."""
         while self._waiting and self._waiting[0].inner.done():

@@ -14,23 +14,24 @@ if TYPE_CHECKING:
 PLANES = ("auto", "mpi", "torch", "horovod", "local")
 
 
-def open_plane(name: str, timeout_seconds: float = 600.0) -> Plane:
+def open_plane(name: str, timeout_seconds: float = 600.0, tolerate: bool = True) -> Plane:
     """The plane called by that name, or, for "auto", the one that fits how this process was started.
 
-    Collective, but for "local"; `timeout_seconds` bounds its blocking calls. Raises `UserError` for other names, where
+    Collective, but for "local"; `timeout_seconds` bounds its blocking calls. With `tolerate` a rank's death is
+    `MembersLost` where that can be. Raises `UserError` for other names, where
     a plane cannot be used, and where it would not reach all ranks that a launcher started.
     """
     if name not in PLANES:
         raise UserError(f"plane: {name!r} is unknown; choose one of {', '.join(PLANES)}")
     by_torch, by_mpi = launched_by_torch(), launched_by_mpi()
     if name == "torch" or (name == "auto" and by_torch > 1):
-        return _torch(name, by_torch, by_mpi, timeout_seconds)
+        return _torch(name, by_torch, by_mpi, timeout_seconds)  # which a death ends in any case
     if name in ("mpi", "horovod") or (name == "auto" and by_mpi):
-        return _mpi(name, by_torch, timeout_seconds)
+        return _mpi(name, by_torch, timeout_seconds, tolerate)
     return _local(name, max(by_torch, ranks_started()))
 
 
-def _mpi(name: str, by_torch: int, timeout_seconds: float) -> Plane:
+def _mpi(name: str, by_torch: int, timeout_seconds: float, tolerate: bool) -> Plane:
     if by_torch > 1:
         raise UserError(
             f"run.plane is {name}, but torchrun, or a launcher like it, started these {by_torch} ranks, of which MPI"
@@ -39,9 +40,9 @@ def _mpi(name: str, by_torch: int, timeout_seconds: float) -> Plane:
     from hetsync.plane.choice import ChosenPlane
     from hetsync.plane.mpi import MpiMessages, MpiSums
 
-    messages = MpiMessages(timeout_seconds)
+    messages = MpiMessages(timeout_seconds, tolerate)
     _check_size(messages.size, ranks_started())
-    sums = _horovod_sums(messages) if name == "horovod" else MpiSums(timeout_seconds)
+    sums = _horovod_sums(messages) if name == "horovod" else MpiSums(messages.mpi, timeout_seconds)
     why = f"run.plane is {name}" if name != "auto" else "run.plane is auto, and an MPI launcher started the ranks"
     return ChosenPlane(messages, sums, name, why, timeout_seconds)
 

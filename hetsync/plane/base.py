@@ -17,6 +17,12 @@ Failure. Anything that goes wrong raises `PlaneError`, from the call itself or f
 `LateError` from a blocking call that waited too long, `LostError` where a rank has gone. A plane never retries. How
 long a handle may take is the caller's business.
 
+Death. Where a plane is `tolerant`, a rank's death is `MembersLost`, at every other rank and in either thread: from
+whatever was under way and from every later call, until `mend`. That is called by one thread of each of those who are
+left, while the other is in no call. Afterwards nothing that was sent or posted before will arrive, or come to an end. A
+rank keeps the number that it started with; `members` are the ranks that are left, and whatever is collective is among
+them.
+
 Threads. `allreduce`, `send`, `unread`, `receive` and the handles' `done` are called from one thread (the communication
 thread); the blocking calls from another (the main thread), never two of them at once.
 """
@@ -45,6 +51,10 @@ class LateError(PlaneError):
 
 class LostError(PlaneError):
     """Another rank has gone, or what the ranks meet at."""
+
+
+class MembersLost(LostError):
+    """Another rank has gone, and those who are left can go on: see `Plane.mend`."""
 
 
 def wait_limit(rank: int, timeout_seconds: float) -> float:
@@ -104,8 +114,14 @@ class Channels(ABC):
 class Messages(ABC):
     """One rank's small messages to others, its blocking calls, and the end of the job."""
 
-    rank: int
-    size: int
+    rank: int  # the number that it started with
+    members: tuple[int, ...]  # the ranks that are left, ascending
+    tolerant = False  # is a death `MembersLost`?
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that are left."""
+        return len(self.members)
 
     @property
     @abstractmethod
@@ -130,7 +146,7 @@ class Messages(ABC):
 
     @abstractmethod
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
+        """The first member's value on every rank; rank 0's, while it lives."""
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
@@ -139,6 +155,11 @@ class Messages(ABC):
     @abstractmethod
     def open_channels(self) -> Channels:
         """Collective: tensors between single ranks. PlaneError where there is no other rank."""
+
+    def mend(self) -> None:
+        """After MembersLost, collective among those who are left: `members` are these now. A death meanwhile may be
+        MembersLost again."""
+        raise LostError(f"messages by {self.messages_by} do not go on after a rank has gone")
 
     @abstractmethod
     def abort(self, code: int) -> None:
@@ -156,6 +177,8 @@ class Sums(ABC):
     @abstractmethod
     def sums_by(self) -> str:
         """What carries them, for people to read."""
+
+    tolerant = False  # do they go on after a death?
 
     @property
     def moves(self) -> int:
@@ -178,6 +201,11 @@ class Sums(ABC):
         A float32 sum delivers all that is kept.
         """
 
+    def among(self, messages: Messages) -> Sums:
+        """New sums of the same kind among the members of messages that have been mended; collective. These ones must
+        be kept until then: what they sum may still be written to."""
+        raise LostError(f"sums by {self.sums_by} do not go on after a rank has gone")
+
     @abstractmethod
     def close(self) -> None:
         """Release everything; collective, and only after every handle is done. A second call does nothing."""
@@ -193,7 +221,8 @@ class Plane(Messages, Sums):
 
     def __init__(self, messages: Messages, sums: Sums) -> None:
         self.messages, self.sums = messages, sums
-        self.rank, self.size = messages.rank, messages.size
+        self.rank, self.members = messages.rank, messages.members
+        self.tolerant = messages.tolerant and sums.tolerant
 
     @property
     def messages_by(self) -> str:
@@ -234,6 +263,12 @@ class Plane(Messages, Sums):
 
     def open_channels(self) -> Channels:
         return self.messages.open_channels()
+
+    def mend(self) -> None:
+        self.messages.mend()
+        # Around another plane, which is both.
+        self.sums = self.messages if isinstance(self.messages, Plane) else self.sums.among(self.messages)
+        self.members = self.messages.members
 
     def abort(self, code: int) -> None:
         self.messages.abort(code)
@@ -287,11 +322,11 @@ def made_by_all(messages: Messages, make: Callable[[], Told]) -> Told:
 def meet(plane: Plane, what: str, value: Any = None) -> list[Any]:
     """Collective: everybody's values. UserError where ranks have come to different calls."""
     told = plane.gather_objects((what, value))
-    for rank, (theirs, _) in enumerate(told):
+    for rank, (theirs, _) in zip(plane.members, told, strict=True):
         if theirs != told[0][0]:
             raise UserError(
-                f"rank {rank} came to {theirs} while rank 0 came to {told[0][0]}: all ranks must call the same, in"
-                " the same order (not within a condition on the rank)"
+                f"rank {rank} came to {theirs} while rank {plane.members[0]} came to {told[0][0]}: all ranks must call"
+                " the same, in the same order (not within a condition on the rank)"
             )
     return [value for _, value in told]
 

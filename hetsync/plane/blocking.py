@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hetsync.plane import codec
@@ -19,19 +19,26 @@ LONGEST_SLEEP_SECONDS = 2e-3
 
 
 class BlockingCollectives:
-    """All ranks meet at rank 0, which knows who has come; on a communicator that nobody else uses."""
+    """All ranks meet at the first of them, which knows who has come; on a communicator that nobody else uses.
 
-    def __init__(self, comm: MPI.Intracomm, timeout_seconds: float) -> None:
+    `ranks` are named in place of MPI's numbers. `look` is called again and again while a rank waits.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, ranks: Sequence[int], timeout_seconds: float, look: Callable[[], None]
+    ) -> None:
         self._comm = comm
-        self._rank, self._size = comm.Get_rank(), comm.Get_size()
+        self._ranks = ranks
+        self._place, self._size = comm.Get_rank(), comm.Get_size()
         self._timeout_seconds = timeout_seconds
+        self._look = look
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
         data = codec.dumps(value)
-        if self._rank > 0:
+        if self._place > 0:
             request = self._comm.Issend(data, dest=0)
-            self._wait(request.Test, lambda: "rank 0")
+            self._wait(request.Test, self._first)
             return [codec.loads(part) for part in self.broadcast(None)]
         return [codec.loads(part) for part in self.broadcast(self._collect(data))]
 
@@ -46,22 +53,29 @@ class BlockingCollectives:
                 arrived[status.Get_source()] = data
             return len(arrived) == self._size
 
-        self._wait(all_here, lambda: named([r for r in range(self._size) if r not in arrived]))
-        return [bytes(arrived[rank]) for rank in range(self._size)]
+        self._wait(all_here, lambda: named(self._ranks[p] for p in range(self._size) if p not in arrived))
+        return [bytes(arrived[place]) for place in range(self._size)]
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
-        data = bytearray(codec.dumps(value)) if self._rank == 0 else bytearray()
+        """The first rank's value on every rank."""
+        data = bytearray(codec.dumps(value)) if self._place == 0 else bytearray()
         length = array("q", [len(data)])
         request = self._comm.Ibcast(length)
-        self._wait(request.Test, lambda: "rank 0")
+        self._wait(request.Test, self._first)
         data = data or bytearray(length[0])
         request = self._comm.Ibcast(data)
-        self._wait(request.Test, lambda: "rank 0")
+        self._wait(request.Test, self._first)
         return codec.loads(data)
 
     def _wait(self, done: Callable[[], bool], who: Callable[[], str]) -> None:
-        wait_until(done, wait_limit(self._rank, self._timeout_seconds), who)
+        def looked() -> bool:
+            self._look()
+            return done()
+
+        wait_until(looked, wait_limit(self._place, self._timeout_seconds), who)
+
+    def _first(self) -> str:
+        return named(self._ranks[:1])
 
 
 def wait_until(done: Callable[[], bool], limit_seconds: float, who: Callable[[], str]) -> None:

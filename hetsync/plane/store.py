@@ -44,7 +44,7 @@ class StoreMessages(Messages):
     messages_by = "torch's store"
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.rank, self.members = rendezvous.rank, tuple(range(rendezvous.size))
         self._store = rendezvous.connect()
         self._rendezvous = rendezvous  # its server lives as long as the messages
         self._last_sent: dict[int, str] = {}

@@ -280,7 +280,7 @@ def _ranks(run: Run) -> Table:
         seconds = max(run.seconds, 1e-9)
         parts = [tasks[f"{part}_seconds"].sum() / seconds for part in ("compute", "wait", "data")]
         fractions = [profile.get(f"{part}_fraction") for part in ("compute", "wait", "data")]
-        if None not in fractions and len(run.stretches) == 1:
+        if None not in fractions and len(run.stretches) == 1:  # not of one that has died
             parts = fractions
         alone = profile.get("solo_samples_per_second")
         rows.append(
@@ -295,7 +295,8 @@ def _ranks(run: Run) -> Table:
                 f"{lines.rounds['seconds'].sum() / seconds:.1%}",
             ]
         )
-    note = "" if rows and len(rows) == run.summary.get("ranks", len(rows)) else "Not every rank has left its telemetry."
+    started = run.summary.get("ranks_at_start", run.summary.get("ranks", len(rows)))
+    note = "" if rows and len(rows) == started else "Not every rank has left its telemetry."
     return Table("ranks", "Ranks", heads, rows, numbers=heads[3:], note=note)
 
 

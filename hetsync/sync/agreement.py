@@ -97,8 +97,8 @@ class Agreement:
         everyones = self._plane.gather_objects(mine)
         if all(digest == everyones[0][0] for digest, _ in everyones):
             return False
-        odd = [rank for rank, (digest, _) in enumerate(everyones) if digest != everyones[0][0]]
-        if any(everyones[rank][1] == everyones[0][1] for rank in odd):
+        odd = [place for place, (digest, _) in enumerate(everyones) if digest != everyones[0][0]]
+        if any(everyones[place][1] == everyones[0][1] for place in odd):
             raise AnchorMismatchError(self._difference(values, odd, version))
         self._take_over(values, odd, version)
         return True

@@ -19,17 +19,32 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from hetsync.plane.base import Handle, Plane, Residual, WireFormat
+from hetsync.plane.base import Handle, LostError, MembersLost, Plane, Residual, WireFormat
 from hetsync.plane.ending import end_job
 from hetsync.plane.wire import encoded_bytes
 from hetsync.sync.coordinator import Coordinator
-from hetsync.sync.deltas import Snapshot
+from hetsync.sync.deltas import Deltas, Snapshot
 from hetsync.sync.gradients import Gradients, Stage
-from hetsync.sync.lone import LoneGradients
-from hetsync.sync.messages import Alive, AssignTask, NormMeasured, Notice, RoundCompleted, StartRound, Task
+from hetsync.sync.lone import LoneDeltas, LoneGradients
+from hetsync.sync.mending import Anchor, Mending, Recovered
+from hetsync.sync.messages import (
+    Alive,
+    AssignTask,
+    CapFound,
+    DrainRequested,
+    NormMeasured,
+    Notice,
+    RoundCompleted,
+    SettingsChanged,
+    StartRound,
+    Task,
+    TaskStarted,
+)
+from hetsync.sync.recovery import Action, Books, LandedRound, Report, decide
 from hetsync.sync.router import Router
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
 from hetsync.sync.tail import Tail
@@ -59,6 +74,26 @@ def poll_seconds(
 def squared_norm(tensor: torch.Tensor) -> float:
     """Of a flat tensor."""
     return float(tensor.dot(tensor))
+
+
+@dataclass(frozen=True)
+class Death:
+    """Of a rank that the others have survived. `activity` is what it did, as far as rank 0 knew. It was noticed so many
+    seconds after it had last begun a task; `recovered_seconds` after that the others went on, from `round`. Of its
+    samples so many go out again."""
+
+    rank: int
+    round: int
+    activity: str
+    noticed_seconds: float
+    recovered_seconds: float
+    samples_returned: int
+
+
+def first_books(coordinator: Coordinator) -> Books:
+    """Before the first task."""
+    machine = coordinator.machine
+    return Books([machine.standing], [(0, machine.ledger.applied)], machine.version)
 
 
 class PendingCollectives:
@@ -91,6 +126,11 @@ class PendingCollectives:
     def under_way(self) -> bool:
         return bool(self._under_way)
 
+    def drop(self) -> None:
+        """They will not come to an end: a rank has gone."""
+        self._under_way.clear()
+        self._measured.clear()
+
     def poll(self) -> bool:
         """Are all complete? What was posted moves on only when it is polled."""
         return not self._under_way or all([handle.done() for handle in self._under_way])
@@ -117,22 +157,33 @@ class Communicator:
         router: Router,
         coordinator: Coordinator | None,
         on_task: Callable[[Task], None],
+        on_dropped: Callable[[Task], None],
+        on_death: Callable[[Death], None],
         telemetry: Telemetry,
     ) -> None:
-        """`coordinator` on rank 0. `on_task` is called with each task as soon as it is known, outside the lock."""
+        """`coordinator` on rank 0. `on_task` is called with each task as soon as it is known, outside the lock, and
+        `on_dropped` with those of them that will not be computed, since a rank has gone; `on_death` on rank 0."""
         self._plane = plane
         self._options = options
         self._shared = shared
         self._router = router
         self._coordinator = coordinator
         self._on_task = on_task
+        self._on_dropped = on_dropped
+        self._on_death = on_death
         self._telemetry = telemetry
         self._rounds: deque[StartRound] = deque()  # to be joined, in order
         self._collective: Iterator[None] | None = None  # under way: a round, or a request of the main thread
         self._pending = PendingCollectives(plane, options.measure_norms)  # of that collective
+        self._keeps_going = plane.tolerant and plane.size > 1  # after a death, where that can be
+        self._books = first_books(coordinator) if self._keeps_going and coordinator is not None else None
+        self._newest: LandedRound | None = None  # that has landed here, in delayed mode
+        self._requested: list[str] = []  # rests that this rank has asked for, and that have not come
+        self._synchronous = False  # was the last round?
+        self._heard: dict[int, float] = {}  # moments of the ranks' last events, on rank 0
         version = None if coordinator is None else lambda: coordinator.machine.version
         self._watchdog = Watchdog(plane, version, options.timeout_seconds)
-        self.started = False
+        self.started = self.has_thread = False
         self._thread = threading.Thread(None, single_threaded(self._run), "hetsync-communication", daemon=True)
 
     # For the main thread.
@@ -143,7 +194,8 @@ class Communicator:
 
     def start(self) -> None:
         self.started = True
-        if self._plane.size > 1:
+        self.has_thread = self._plane.size > 1
+        if self.has_thread:
             self._thread.start()
         elif self._coordinator is not None:
             self._coordinator.start()
@@ -179,7 +231,11 @@ class Communicator:
         while shared.main_thread is not MainThread.STOPPED:
             shared.wake.clear()
             shared.polls += 1
-            moved = self.poll()
+            try:
+                moved = self.poll()
+            except MembersLost as lost:
+                self._recover(lost)
+                moved = True
             now = time.monotonic()
             news_at = now if moved else news_at
             seconds = self._sleep_seconds(now - news_at)
@@ -239,6 +295,8 @@ class Communicator:
             self._watchdog.answer(sign, self._sign)
         for events in inbox.events:
             assert self._coordinator is not None
+            began = [event.rank for event in events if isinstance(event, TaskStarted)]
+            self._heard |= dict.fromkeys(began, time.monotonic())
             self._coordinator.handle(events)
         batches = [*inbox.instructions, *self._router.pop_own()]
         for instructions in batches:
@@ -246,6 +304,9 @@ class Communicator:
         return inbox.passed_on + len(inbox.events) + len(batches)
 
     def _follow(self, instructions: Sequence[Notice]) -> None:
+        if self._books is not None:
+            self._books.follow(instructions)
+            instructions = [notice for notice in instructions if self._is_own(notice)]
         for instruction in instructions:
             if isinstance(instruction, AssignTask):
                 self._on_task(instruction.task)
@@ -260,10 +321,15 @@ class Communicator:
                         self._shared.marked.append(instruction.number)
             self._shared.changed.notify_all()
 
+    def _is_own(self, notice: Notice) -> bool:
+        """Is it for this rank, and not for the copy of the books that it keeps?"""
+        return not isinstance(notice, AssignTask) or notice.rank == self._plane.rank
+
     def _flush(self) -> int:
         """Send what is in the outbox; returns how many events."""
         outbox = self._shared.outbox
         events = [outbox.popleft() for _ in range(len(outbox))]
+        self._requested += [event.reason for event in events if isinstance(event, DrainRequested)]
         if self._coordinator is None:
             self._router.send_events(events)
         elif events:
@@ -299,6 +365,7 @@ class Communicator:
 
     def _begin_round(self, start: StartRound) -> Iterator[None]:
         self._pending.begin_round()
+        self._synchronous = start.synchronous
         with self._shared.changed:
             self._shared.phase = Phase.TRAINING if start.drain is None else Phase.DRAINING
             self._shared.worker.join(start.number)
@@ -326,12 +393,22 @@ class Communicator:
         yield from self._sum_tail(deltas.tail)
         with shared.changed, shared.order:
             deltas.apply_sum()
+            self._note_landed(start, deltas)
             if start.drain:
                 deltas.reset_to_anchor()
                 shared.worker.version = start.number + 1
             elif start.evaluate:
                 shared.snapshot = deltas.snapshot(start.number)
+                shared.evaluating = start.number
         yield from self._complete_round(start, began, staleness)
+
+    def _note_landed(self, start: StartRound, deltas: Deltas | LoneDeltas) -> None:
+        if isinstance(deltas, Deltas) and self._keeps_going:
+            self._newest = LandedRound(start, deltas.samples_given())
+            if self._books is not None:
+                self._books.land(self._newest)
+        if start.drain is not None:
+            self._requested.clear()
 
     def _synchronous_round(self, start: StartRound) -> Iterator[None]:
         shared = self._shared
@@ -410,3 +487,101 @@ class Communicator:
             with shared.changed:
                 shared.drained, shared.phase = start, Phase.RESTING
                 shared.changed.notify_all()
+
+    # A death.
+
+    def _recover(self, lost: MembersLost) -> None:
+        """Go on with those who are left. Raises LostError where that cannot be."""
+        began = time.monotonic()
+        self._require_recoverable(lost)
+        before = self._plane.members
+        mending = Mending(
+            self._plane,
+            self._report,
+            lambda reports: decide(reports, len(before)),
+            self._anchor,
+            self._options.timeout_seconds,
+        )
+        recovered = mending.run()
+        if recovered.decision.action is not Action.GO_ON:
+            left = len(recovered.decision.survivors)
+            raise LostError(f"{left} of {len(before)} ranks are left, which is no more than half of them")
+        self._rounds.clear()
+        self._collective = None
+        self._pending.drop()
+        self._tell_deaths(before, began, recovered)
+        self._go_on(recovered)
+
+    def _require_recoverable(self, lost: MembersLost) -> None:
+        """What is done at a rest cannot begin anew, nor can a synchronous round."""
+        shared = self._shared
+        synchronous = self._synchronous or shared.worker.synchronous
+        controlled = self._options.measure_norms  # by what has seen the machine that is to be made anew
+        if synchronous or controlled or shared.phase is Phase.RESTING or not self._keeps_going:
+            raise LostError(str(lost)) from lost
+
+    def _report(self) -> Report:
+        shared = self._shared
+        with shared.changed:
+            told = [shared.outbox.popleft() for _ in range(len(shared.outbox))]
+            self._requested += [event.reason for event in told if isinstance(event, DrainRequested)]
+            shared.outbox.extend(event for event in told if isinstance(event, SettingsChanged | CapFound))
+            holding = shared.worker.holding()
+            if self._books is not None and self._coordinator is not None:
+                for notices in self._router.pop_own():
+                    self._books.follow(notices)
+                self._books.follow([self._coordinator.machine.standing])
+            return Report(
+                self._plane.rank,
+                shared.landed,
+                holding,
+                self._newest,
+                evaluating=shared.evaluating,
+                requested=tuple(self._requested),
+                books=self._books,
+            )
+
+    def _anchor(self) -> Anchor:
+        with self._shared.changed, self._shared.order:
+            deltas = self._shared.delayed_mode()
+            assert isinstance(deltas, Deltas)
+            return Anchor(deltas.anchor, deltas.velocity, tuple(deltas.tail.travel))
+
+    def _tell_deaths(self, before: Sequence[int], began: float, recovered: Recovered) -> None:
+        if self._books is None or self._coordinator is None:
+            return
+        decision, now = recovered.decision, time.monotonic()
+        newest = recovered.reports[decision.donor].newest
+        landed = newest.samples if newest is not None and self._books.version < decision.version else {}
+        for rank in sorted(set(before).difference(decision.survivors)):
+            held = sum(task.samples for task in self._books.tasks.get(rank, ()))
+            death = Death(
+                rank=rank,
+                round=decision.version,
+                activity=self._coordinator.machine.members[rank].activity.name.lower(),
+                noticed_seconds=round(began - self._heard.get(rank, began), 6),
+                recovered_seconds=round(now - began, 6),
+                samples_returned=held - landed.get(rank, 0),
+            )
+            self._on_death(death)
+
+    def _go_on(self, recovered: Recovered) -> None:
+        shared, decision = self._shared, recovered.decision
+        behind = self._plane.rank in decision.behind
+        with shared.changed, shared.order:
+            dropped = shared.worker.recover(decision.version, behind).dropped
+            if isinstance(shared.deltas, Deltas):
+                if recovered.adopted is not None:
+                    shared.deltas.catch_up(*recovered.adopted)
+                else:
+                    shared.deltas.take_back()
+            shared.landed, shared.phase = decision.version, Phase.TRAINING
+            shared.changed.notify_all()
+        self._router.begin_anew(recovered.early)
+        self._watchdog.moved()
+        for task in dropped:
+            self._on_dropped(task)
+        if self._coordinator is not None:
+            assert decision.books is not None
+            self._books = decision.books
+            self._coordinator.go_on(decision, recovered.reports)

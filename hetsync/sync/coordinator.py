@@ -29,6 +29,7 @@ from hetsync.sync.messages import (
     TaskFinished,
 )
 from hetsync.sync.milestones import Evaluation
+from hetsync.sync.recovery import Decision, Report
 from hetsync.sync.state_machine import LEAST_TASKS_HELD, RoundStateMachine
 
 Send = Callable[[Mapping[int, Sequence[Notice]]], None]
@@ -37,6 +38,9 @@ Send = Callable[[Mapping[int, Sequence[Notice]]], None]
 Deliver = Callable[[Sequence[Instruction]], None]
 """Delivers instructions, each to the ranks that it is for, in order."""
 
+
+Rebuild = Callable[[Decision, Mapping[int, Report], Mapping[int, int]], tuple[RoundStateMachine, Deliver]]
+"""The machine by what survivors of a death have agreed on, their reports and their shares, and what delivers for it."""
 
 LONE_SECONDS_HELD = 0.04  # of tasks, as long as a rank alone then takes to see a signal
 MOST_TASKS_HELD = 8
@@ -63,11 +67,12 @@ class Coordinator:
         on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
         rule: AccumulationRule | None = None,
         on_accumulation: Callable[[AccumulationChange], None] = lambda change: None,
+        rebuild: Rebuild | None = None,
     ) -> None:
         """`rebalance`: shares follow the smoothed speeds. `rule`: K follows what rounds cost, until somebody sets it.
 
         `on_evaluation` is called with what all ranks together have found at a snapshot, `on_accumulation` with what the
-        rule has changed.
+        rule has changed. `rebuild` makes the machine anew after a death.
         """
         self.machine = machine
         self.settings = machine.settings  # asked for last; a change of mode comes into force only at a drain
@@ -81,12 +86,29 @@ class Coordinator:
         self._on_evaluation = on_evaluation
         self._rule = rule
         self._on_accumulation = on_accumulation
+        self._rebuild = rebuild
         self._batch = machine.batch  # B
         self._reconsider_from = machine.version + LEAST_OBSERVATIONS  # the version that shares are reconsidered at
 
     def start(self) -> None:
         """Hand out the first tasks."""
         self._deliver(self.machine.first_instructions())
+
+    def go_on(self, decision: Decision, reports: Mapping[int, Report]) -> None:
+        """After a death, as survivors have agreed: B is sliced anew, and their tasks are handed out."""
+        assert self._rebuild is not None
+        shares = {rank: self.machine.members[rank].share for rank in decision.survivors}
+        working = {rank: share for rank, share in shares.items() if not reports[rank].holding.withdrawn}
+        for rank in set(self.machine.members).difference(shares):
+            self.speeds.forget(rank)
+        if self._rebalance:
+            shares |= self._sliced_anew(working)
+        self.machine, self._deliver = self._rebuild(decision, reports, shares)
+        self.settings = self.machine.settings
+        self._reconsider_from = self.machine.version + LEAST_OBSERVATIONS
+        if self._rule is not None:
+            self._rule.restart(self.machine.version)
+        self.start()
 
     def handle(self, events: Sequence[Event]) -> None:
         """Events of some ranks; those of one in its order."""
@@ -181,12 +203,17 @@ class Coordinator:
         """The others compute a withdrawn rank's samples of each batch, so that it stays one of B, as far as their
         memory and pins let them. In delayed mode a rank's slices are its own, and so are its steps."""
         working = {rank: member.share for rank, member in self.machine.members.items() if not member.withdrawn}
-        caps, pins = self.speeds.limits(ranks := list(working))
+        shares = self._sliced_anew(working)
+        return [] if shares == working else self.machine.handle(SharesChanged(shares))
+
+    def _sliced_anew(self, shares: dict[int, int]) -> dict[int, int]:
+        """B among these ranks, whose shares come to less, as far as their memory and pins let them."""
+        caps, pins = self.speeds.limits(ranks := list(shares))
         total = min(self._batch, self._most(caps, pins))
-        if total <= sum(working.values()):
-            return []
-        shares = rebalanced(tuple(working.values()), self.speeds.times(ranks), total, caps, pins)
-        return self.machine.handle(SharesChanged(dict(zip(ranks, shares, strict=True))))
+        if total <= sum(shares.values()):
+            return shares
+        parts = rebalanced(tuple(shares.values()), self.speeds.times(ranks), total, caps, pins)
+        return dict(zip(ranks, parts, strict=True))
 
     def _most(self, caps: Sequence[int | None], pins: Mapping[int, int]) -> int:
         """Samples of a slice that these ranks can take together."""

@@ -19,8 +19,8 @@ somebody needs w or `flight`: most often the main thread, which moves it into w 
 operation go over one segment, which stays in the cache, before the next. X is made of S in place, and the two buffers
 change roles. P and X that hold nothing are marked `empty`, and never read or cleared.
 
-The main thread calls `adopt`, `finish`, `apply`, `reset_to_anchor`; the communication thread `pack`, `apply_sum`.
-The caller holds one lock around each call.
+The main thread calls `adopt`, `finish`, `apply`, `reset_to_anchor`; the communication thread `pack`, `apply_sum`, and
+after a death `take_back`, `catch_up`. The caller holds one lock around each call.
 """
 
 from __future__ import annotations
@@ -100,8 +100,11 @@ class Deltas:
         weights: Sequence[torch.Tensor],
         outer: Nesterov | None = None,
         buffers: Sequence[torch.Tensor] = (),
+        rank: int = 0,
+        ranks_counted: int = 0,
     ) -> None:
-        """Local `weights` and float `buffers`, in the same order on every rank; `outer` acts on weights only."""
+        """Local `weights` and float `buffers`, in the same order on every rank; `outer` acts on weights only. Of
+        `ranks_counted` each round tells who has given how many samples; this is `rank`."""
         self._local = [tensor.detach() for tensor in [*weights, *buffers]]
         self._exact = all(tensor.dtype is torch.float32 for tensor in self._local)
         self._outer = outer
@@ -114,8 +117,9 @@ class Deltas:
         self._anchor, self._pending, self._flight, self._correction = (
             Buffer(self._local, self._runs) for _ in range(4)
         )
-        # The outer optimizer wants to know the samples of a round.
-        self.tail = Tail(int(outer is not None), self._flight.tensors[len(weights) :], device)
+        # The outer optimizer wants to know the samples of a round, and a recovery whose they are.
+        self._own_count = slice(rank, rank + 1) if ranks_counted else slice(None)
+        self.tail = Tail(ranks_counted or int(outer is not None), self._flight.tensors[len(weights) :], device)
         self.residual = Residual()  # what rounding took from the sums of weights
         self._steps = 0
         self._samples = 0
@@ -235,7 +239,8 @@ class Deltas:
             self._rounded = wire != "float32"
             if self._rounded:
                 torch.div(round_trip(addend, wire), self._weight, out=pending.values[: self._weights])
-        self.tail.counts.fill_(self._samples if contribute else 0)
+        self.tail.counts.zero_()
+        self.tail.counts[self._own_count] = self._samples if contribute else 0
         if contribute:
             self.packed = (self._samples, self._steps)
             self._samples = self._steps = 0
@@ -255,7 +260,7 @@ class Deltas:
             return False
         flight, pending, correction = self._flight, self._pending, self._correction
         if self._outer is not None:
-            self._outer(flight.values[: self._weights], float(self.tail.counts))
+            self._outer(flight.values[: self._weights], float(self.tail.counts.sum()))
         own = self._in_flight and not self._folded and not pending.empty
         for index, (w, s, p, x) in enumerate(
             zip(self._anchor.segments, flight.segments, pending.segments, correction.segments, strict=True)
@@ -272,6 +277,56 @@ class Deltas:
         self.tail.changes = self._flight.tensors[self._first_buffer :]
         self._arrived = self._in_flight = self._folded = False
         return True
+
+    @property
+    def velocity(self) -> torch.Tensor | None:
+        """The outer optimizer's, if it has one."""
+        return None if self._outer is None else self._outer.velocity
+
+    def samples_given(self) -> dict[int, int]:
+        """By rank, in the round whose sum has come in last, where ranks are counted."""
+        return {rank: int(samples) for rank, samples in enumerate(self.tail.counts.tolist()) if samples}
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Our contribution that is under way was to a round that does not count: it is progress that no round has
+        taken. What rounding took from the sums so far is given up: shards are other ranks' now."""
+        self._land()
+        self.residual = Residual()
+        if not self._in_flight:
+            return
+        if self._folded and not self._correction.empty:
+            pending, correction = self._pending, self._correction
+            if pending.empty:
+                pending.values.zero_()
+            pending.values.sub_(correction.values)
+            pending.empty, correction.empty = False, True
+        samples, steps = self.packed
+        self._samples += samples
+        self._steps += steps
+        self._in_flight = self._folded = False
+
+    @torch.no_grad()
+    def catch_up(self, anchor: torch.Tensor, velocity: torch.Tensor | None, travel: Sequence[int]) -> None:
+        """A round has landed on others, with our contribution if one is under way, and not here: w and X move as they
+        would have, to this `anchor`, which another rank has sent; `travel` is its `tail.travel`."""
+        self._land()
+        self.residual = Residual()
+        anchor = anchor.to(self._anchor.values.device)
+        pending, correction = self._pending, self._correction
+        change = anchor - self._anchor.values
+        if not correction.empty:
+            change += correction.values
+        if self._in_flight and not self._folded and not pending.empty:
+            change -= pending.values
+            pending.empty = True
+        correction.values.copy_(change)
+        correction.empty = False
+        self._anchor.values.copy_(anchor)
+        if self._outer is not None:
+            self._outer.velocity = None if velocity is None else velocity.to(anchor.device, copy=True)
+        self.tail.travel = list(travel)
+        self._in_flight = self._folded = False
 
     @contextmanager
     def showing(self, weights: torch.Tensor) -> Iterator[None]:

@@ -16,13 +16,13 @@ import torch
 
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane, StalledError
-from hetsync.sync.communicator import SHORTEST_POLL_SECONDS, Communicator
+from hetsync.sync.communicator import SHORTEST_POLL_SECONDS, Communicator, Death
 from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Nesterov, Snapshot
 from hetsync.sync.device_order import device_order
 from hetsync.sync.gradients import Gradients
 from hetsync.sync.lone import LoneGradients
-from hetsync.sync.messages import Event, StartRound, Task
+from hetsync.sync.messages import Evaluated, Event, StartRound, Task
 from hetsync.sync.router import Router
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
 from hetsync.sync.tail import shared_buffers
@@ -84,12 +84,16 @@ class Engine:
         outer: Nesterov | None = None,
         pace: Callable[[float], None] = lambda fraction: None,
         on_task: Callable[[Task], None] = lambda task: None,
+        on_dropped: Callable[[Task], None] = lambda task: None,
+        on_death: Callable[[Death], None] = lambda death: None,
         telemetry: Telemetry | None = None,
         version: int = 0,
         stages: Callable[[], Sequence[Sequence[torch.nn.Parameter]]] = lambda: (),
     ) -> None:
         """`coordinator` makes rank 0's; `on_task` is called with each task as soon as it is known (to load its data),
-        from the communication thread. `stages` tells the parameters of each optimizer, in the order of their steps."""
+        from the communication thread, and `on_dropped` with those that are not to be computed after all, as another
+        rank has died: `on_death` tells rank 0 of that. `stages` tells the parameters of each optimizer, in the order of
+        their steps."""
         self.worker = Worker(plane.rank, version)
         self.timer = MainThreadTimer()
         router = Router(plane)
@@ -100,7 +104,9 @@ class Engine:
         self._pace = pace
         self._stages = stages
         one = plane.size == 1
-        self._shared = SharedState(self.worker, outer, alone=one and not options.measure_norms, one_thread=one)
+        alone = one and not options.measure_norms
+        counted = plane.size if plane.tolerant and not alone else 0
+        self._shared = SharedState(self.worker, outer, alone, one_thread=one, ranks_counted=counted)
         self._communicator = Communicator(
             plane,
             options,
@@ -108,6 +114,8 @@ class Engine:
             router=router,
             coordinator=self.coordinator,
             on_task=on_task,
+            on_dropped=on_dropped,
+            on_death=on_death,
             telemetry=telemetry or Telemetry(None),
         )
         self._missed_seconds = 0.0  # without a poll, while the main thread waited
@@ -300,6 +308,8 @@ class Engine:
 
     def report(self, event: Event) -> None:
         """Tell the coordinator, from any thread but not from a signal handler."""
+        if isinstance(event, Evaluated):
+            self._shared.evaluating = None
         self._shared.outbox.append(event)
         self._shared.wake.set()
 
@@ -362,7 +372,7 @@ class Engine:
         """
         shared = self._shared
         assert shared.main_thread is not MainThread.STOPPED  # the communication thread would never end
-        if self._plane.size == 1:
+        if not self._communicator.has_thread:
             with self.timer.working:
                 if not self._communicator.poll():
                     time.sleep(SHORTEST_POLL_SECONDS)

@@ -8,6 +8,7 @@ ranks, rank 0 leads all, and nothing is passed on.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,11 +37,20 @@ class Router:
         self._plane = plane
         self._group = group or GROUP
         self._leader = self._leader_of(plane.rank)
+        self._early: Sequence[tuple[int, Message]] = ()  # have come already
         self._outgoing: list[Event] = []  # to rank 0, of this rank and of those whom it leads
         self._own: deque[Sequence[Notice]] = deque()  # from the coordinator, where it lives
 
     def _leader_of(self, rank: int) -> int:
-        return rank // self._group * self._group
+        members = self._plane.members
+        return members[bisect(members, rank - 1) // self._group * self._group]
+
+    def begin_anew(self, early: Sequence[tuple[int, Message]]) -> None:
+        """Members are others now, and what was on its way is void; `early` has come since."""
+        self._leader = self._leader_of(self._plane.rank)
+        self._early = early
+        self._outgoing = []
+        self._own.clear()
 
     def send_events(self, events: Sequence[Event]) -> None:
         """To the coordinator, from a rank without one. Call it at every poll, also without events: those of others may
@@ -73,7 +83,8 @@ class Router:
         """Takes in what has arrived, and passes on what is not for this rank."""
         inbox = Inbox()
         message: Message
-        for _, message in self._plane.receive():
+        early, self._early = self._early, ()
+        for _, message in [*early, *self._plane.receive()]:
             match message:
                 case InstructionBatch():
                     inbox.instructions.append(message.instructions)

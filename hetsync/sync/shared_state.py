@@ -87,9 +87,16 @@ class SumRequest(NamedTuple):
 
 
 class SharedState:
-    def __init__(self, worker: Worker, outer: Nesterov | None, alone: bool = False, one_thread: bool = False) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        outer: Nesterov | None,
+        alone: bool = False,
+        one_thread: bool = False,
+        ranks_counted: int = 0,
+    ) -> None:
         """`alone`: no other rank is there, and nobody wants to know what sums hold. `one_thread`: the main thread
-        polls."""
+        polls. `ranks_counted`: see `Deltas`."""
         # The lock; notified when the main thread may have something to go on with. Under it change the fields below
         # and all weights outside an inner step. Deltas are used without it where the other thread cannot touch what
         # is used: at a rest, and while a snapshot is shown (`Deltas.showing`).
@@ -101,6 +108,7 @@ class SharedState:
         self.phase = Phase.TRAINING  # RESTING is ended by the main thread, all else is the other's
         self.snapshot: Snapshot | None = None  # to be evaluated
         self.drained: StartRound | None = None  # the drain that has landed, until the main thread takes it
+        self.evaluating: int | None = None  # the round of the snapshot that is still to be reported on
         self.marked: deque[int] = deque()  # synchronous rounds to be evaluated that have not landed
         self.failure: BaseException | None = None  # of the communication thread
 
@@ -123,6 +131,7 @@ class SharedState:
         self.buffers: Sequence[torch.Tensor] = ()
         self._outer = outer
         self.alone = alone
+        self._ranks_counted = ranks_counted
 
     def delayed_mode(self) -> Deltas | LoneDeltas:
         """Under the lock. Deltas are made when delayed mode begins: until then all ranks' weights are the anchor."""
@@ -130,5 +139,5 @@ class SharedState:
             self.deltas = LoneDeltas(self.weights, self.buffers)
         elif self.deltas is None:
             with self.order:
-                self.deltas = Deltas(self.weights, self._outer, self.buffers)
+                self.deltas = Deltas(self.weights, self._outer, self.buffers, self.worker.rank, self._ranks_counted)
         return self.deltas

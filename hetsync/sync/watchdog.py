@@ -45,13 +45,13 @@ class Watchdog:
                 raise StalledError(f"no word from rank 0 for {self._limit_seconds:.0f} s")
         elif self._probed_at is None:
             self._probed_at, self._signs = now, {0: sign}
-            for rank in range(1, self._plane.size):
+            for rank in self._plane.members[1:]:
                 self._plane.send(Probe(), rank)
         elif now > self._probed_at + PROBE_SECONDS:
             raise StalledError(self._report(self._version()))
 
     def _report(self, version: int) -> str:
-        silent = [rank for rank in range(self._plane.size) if rank not in self._signs]
+        silent = [rank for rank in self._plane.members if rank not in self._signs]
         last = max(sign.joined for sign in self._signs.values())
         late = [rank for rank, sign in sorted(self._signs.items()) if sign.joined < last]
         computing = [rank for rank, sign in sorted(self._signs.items()) if not sign.waiting]

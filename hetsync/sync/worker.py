@@ -45,6 +45,12 @@ class Worker:
         return self._current
 
     @property
+    def synchronous(self) -> bool:
+        """Does it hold a task of a synchronous round?"""
+        held = [*self._tasks, *([] if self._current is None else [self._current])]
+        return any(task.synchronous_round is not None for task in held)
+
+    @property
     def unapplied(self) -> int:
         """Finished tasks whose rounds are not complete."""
         return len(self._finished) + len(self._in_flight)

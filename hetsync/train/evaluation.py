@@ -108,7 +108,7 @@ class Evaluations:
     def part_of(self, function: Callable[[], Any], shares: Sequence[int]) -> Part:
         """What the function finds on this rank's part: in evaluation mode, without gradients, drawing alike each
         time."""
-        self._parts.shares = [1] * len(shares) if self._equal else shares
+        self._parts.shares = [min(1, share) for share in shares] if self._equal else shares
         if self._loaders and not any(len(loader) for loader in self._loaders):
             return Part(None, 0)
         before = sum(loader.seen for loader in self._loaders)

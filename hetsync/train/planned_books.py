@@ -225,6 +225,7 @@ class Books:
         return JobFigures(
             status=status,
             ranks=at.plane.size,
+            ranks_at_start=at.plane.size,
             plane=at.plane.described,
             emulated=at.cluster is not None,
             emulate=at.config.emulation.profile,

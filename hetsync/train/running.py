@@ -37,7 +37,7 @@ from hetsync.train.run_folder import Status, mark_failed
 from hetsync.train.saving import Saver
 from hetsync.train.session import AtRest, Session
 from hetsync.train.speeds import assumed_profiles
-from hetsync.train.summary import JobFigures, RankFigures, RunFigures, first_summary, summarise
+from hetsync.train.summary import JobFigures, LostRank, RankFigures, RunFigures, first_summary, summarise
 from hetsync.train.tasks import Trained
 from hetsync.train.terminal import Display, Progress, Silence
 from hetsync.train.terms import ControlFactory, Terms
@@ -102,6 +102,7 @@ class Running:
         self._seconds_before = self._progress.train_seconds if self._progress else 0.0  # of training
         self._round = -1  # that callbacks have been told of
         self._settings_told: Settings | None = None
+        self._deaths_told = 0
         self.profiles = self._profiles()
         self._solo = solo_rates(loader.batch_size, self.profiles) if self._is_measured else None
         rank, folder = at.plane.rank, at.folder
@@ -262,6 +263,7 @@ class Running:
         if coordinator is not None:
             if self.display.due():
                 self.display.progress(self._moment(coordinator))
+            self._tell_deaths()
             if coordinator.settings is not self._settings_told:
                 self._tell_settings(coordinator.settings)
             if self.prepared.callbacks.get("round") and coordinator.machine.version > self._round + 1:
@@ -291,6 +293,15 @@ class Running:
             bound = "none" if settings.delay_bound == NO_BOUND else settings.delay_bound
             self.display.say(f"from now on accumulation {settings.accumulation}, delay bound {bound}")
         self._settings_told = settings
+
+    def _tell_deaths(self) -> None:
+        deaths = self.session.deaths
+        for death, _ in deaths[self._deaths_told :]:
+            self.display.say(
+                f"rank {death.rank} ({self.profiles[death.rank].host}) has died in round {death.round}:"
+                f" {self.plane.size} ranks go on, and its {death.samples_returned} samples go out again"
+            )
+        self._deaths_told = len(deaths)
 
     def _take_evaluations(self) -> None:
         for applied, seconds, metrics in self.evaluations.take():
@@ -391,6 +402,7 @@ class Running:
         session.meet(THE_END)
         if self._saver is not None:
             self._saver.stop_timer()
+        self._tell_deaths()
         figures = self._run_figures()
         if self.tracking is not None:
             self.tracking.log_figures()
@@ -428,6 +440,7 @@ class Running:
         return JobFigures(
             status=status,
             ranks=self.plane.size,
+            ranks_at_start=len(self.profiles),
             plane=self.plane.described,
             emulated=self.at.cluster is not None,
             emulate=self.config.emulation.profile,
@@ -446,6 +459,7 @@ class Running:
         return RunFigures(
             job=self._job_figures(Status.STOPPED if session.stopping else Status.FINISHED),
             per_rank=per_rank,
+            lost=self._lost_ranks(session.coordinator),
             samples_before=session.terms.applied,
             rounds=session.version,
             staleness=session.coordinator.machine.staleness,
@@ -456,6 +470,19 @@ class Running:
             control=session.control.summary() if session.control is not None else None,
             accumulation_changes=session.accumulation_changes,
         )
+
+    def _lost_ranks(self, coordinator: Coordinator) -> list[LostRank]:
+        return [
+            LostRank(
+                death=death,
+                profile=self.profiles[death.rank],
+                samples=coordinator.machine.samples_by_rank[death.rank],
+                solo_samples_per_second=None if self._solo is None else self._solo[death.rank],
+                train_seconds=seconds,
+                compute_seconds=coordinator.device_seconds[death.rank],
+            )
+            for death, seconds in self.session.deaths
+        ]
 
     def _rank_figures(self) -> RankFigures:
         session, rank, totals, engine = self.session, self.plane.rank, self.session.totals, self.session.engine

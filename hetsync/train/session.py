@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,12 +27,14 @@ from hetsync.data.random_state import seed_all
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane, meet
 from hetsync.sync.accumulation import AccumulationChange, AccumulationRule
-from hetsync.sync.coordinator import Coordinator, Send, as_messages
+from hetsync.sync.communicator import Death
+from hetsync.sync.coordinator import Coordinator, Deliver, Send, as_messages
 from hetsync.sync.deltas import Snapshot, make_outer
 from hetsync.sync.engine import Engine
 from hetsync.sync.messages import DrainRequested, Evaluated, Settings, SettingsChanged, StartRound, Task, settings_of
 from hetsync.sync.milestones import STOP, Evaluation
 from hetsync.sync.model_tensors import ModelTensors
+from hetsync.sync.recovery import Decision, Report, rebuilt
 from hetsync.sync.shared_state import EngineOptions
 from hetsync.sync.state_machine import RoundStateMachine
 from hetsync.telemetry import Telemetry
@@ -80,6 +82,7 @@ class Session:
         self.totals = RankTotals()
         self.control: JobControl | None = None  # on rank 0, where there is one
         self.accumulation_changes: list[AccumulationChange] = []  # on rank 0, by rule
+        self.deaths: list[tuple[Death, float]] = []  # on rank 0, and the seconds of training before each
         self.outer = make_outer(sync, terms.batch_size)
         self._begin_at(sync)
         self._sync = sync
@@ -136,6 +139,8 @@ class Session:
             outer=self.outer,
             pace=self._device.pace,
             on_task=self._loader.prefetch,
+            on_dropped=self._loader.drop,
+            on_death=self._on_death,
             telemetry=self._telemetry,
             version=terms.version,
             stages=lambda: [steps.weights for steps in self.tasks.steps],
@@ -152,20 +157,33 @@ class Session:
             self.control = self._make_control(ControlledJob(machine, self.seconds_training, self._telemetry))
         rebalance = sync.rebalance and sync.shares == "speed"
         ruled = sync.accumulation == "auto" and self.control is None and self.plane.size > 1
+        keepers = (0,) if self.plane.tolerant and self.plane.size > 1 else ()
+
+        def rebuild(
+            decision: Decision, reports: Mapping[int, Report], shares: Mapping[int, int]
+        ) -> tuple[RoundStateMachine, Deliver]:
+            made = rebuilt(decision, reports, shares, terms.total_samples, terms.milestones, terms.evaluations)
+            return made, as_messages(made, send, keepers)
+
         return Coordinator(
             machine,
             speeds,
-            as_messages(machine, send),
+            as_messages(machine, send, keepers),
             rebalance,
             self.control,
             self._report,
             AccumulationRule(terms.version) if ruled else None,
             self._on_accumulation,
+            rebuild,
         )
 
     def _on_accumulation(self, change: AccumulationChange) -> None:
         self.accumulation_changes.append(change)
         self.record("accumulation", **asdict(change))
+
+    def _on_death(self, death: Death) -> None:
+        self.deaths.append((death, self.seconds_training()))
+        self.record("death", **asdict(death))
 
     @property
     def under_way(self) -> bool:
@@ -323,10 +341,16 @@ class Session:
         began = self._stop_clock()
         self._snapshot_seconds = self.totals.train_seconds - (began - snapshot.made_at)
         with self.engine.showing(snapshot), torch.random.fork_rng(devices=[]):
-            sums = self._scorer.score(self.shares)
+            sums = self._scorer.score(self._shares_left)
         ended = self._clock.start()
         self.record("score", round=snapshot.round, seconds=round(ended - began, 6))
         self.engine.report(Evaluated(self.plane.rank, snapshot.round, sums))
+
+    @property
+    def _shares_left(self) -> tuple[int, ...]:
+        """Those of ranks that have gone are 0."""
+        members = self.plane.members
+        return tuple(share if rank in members else 0 for rank, share in enumerate(self.shares))
 
     def _report(self, evaluation: Evaluation) -> None:
         self._scorer.report(evaluation, self._snapshot_seconds)
@@ -388,9 +412,11 @@ class Session:
         if self.coordinator is None:
             return None
         machine = self.coordinator.machine
-        members = machine.members.values()
         # Those of ranks whose loops have ended are 0 now, and are no measure of their speed.
-        shares = self.shares if any(member.withdrawn for member in members) else tuple(m.share for m in members)
+        if any(member.withdrawn for member in machine.members.values()):
+            shares = self._shares_left
+        else:
+            shares = tuple(machine.members[n].share if n in machine.members else 0 for n in range(len(self.shares)))
         return machine.ledger.applied, machine.settings, shares
 
     def _seed_ranks(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from hetsync.balance.profile import RankProfile
 from hetsync.sync.accumulation import AccumulationChange
+from hetsync.sync.communicator import Death
 from hetsync.sync.messages import NO_BOUND, Settings
 from hetsync.sync.observation import mean_staleness
 from hetsync.train.efficiency import report_card
@@ -24,6 +25,7 @@ class JobFigures:
 
     status: Status
     ranks: int
+    ranks_at_start: int
     plane: str | None  # None: simulated
     emulated: bool
     emulate: str | None
@@ -111,11 +113,51 @@ class RankFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LostRank:
+    """A rank that has died, by what rank 0 knows: of its part in the job, and of how the others went on."""
+
+    death: Death
+    profile: RankProfile
+    samples: int  # applied
+    solo_samples_per_second: float | None
+    train_seconds: float  # of the job, before
+    compute_seconds: float
+
+    def row(self) -> dict[str, Any]:
+        """Its part of a summary."""
+        return {
+            "rank": self.death.rank,
+            "host": self.profile.host,
+            "device": self.profile.device,
+            "emulated": self.profile.emulated,
+            "share": 0,
+            "samples": self.samples,
+            "solo_samples_per_second": self.solo_samples_per_second,
+            "solo_uncertainty": self.profile.uncertainty,
+            "device_samples_per_second": self.samples / max(1e-9, self.compute_seconds),
+            "train_seconds": self.train_seconds,
+            "left_at_round": self.death.round,
+        }
+
+    def row_over(self, seconds: float) -> dict[str, Any]:
+        """The same, with its speeds in the mean over a job of so many seconds."""
+        part = min(1.0, self.train_seconds / max(1e-9, seconds))
+        row = self.row()
+        speeds = ("solo_samples_per_second", "device_samples_per_second")
+        return {**row, **{key: None if row[key] is None else part * row[key] for key in speeds}}
+
+    def failure(self) -> dict[str, Any]:
+        """Its entry among a summary's failures."""
+        return {**asdict(self.death), "host": self.profile.host, "kind": "died", "action": "went on"}
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunFigures:
     """What a run has come to."""
 
     job: JobFigures
     per_rank: Sequence[RankFigures]
+    lost: Sequence[LostRank] = ()
     samples_before: int = 0  # applied by the jobs that this one goes on from
     rounds: int
     staleness: Mapping[int, int]  # tasks by their staleness
@@ -139,13 +181,14 @@ def summarise(run: RunFigures) -> dict[str, Any]:
     """What `summary.json` holds; docs/reference.md explains every key."""
     ranks, settings = run.per_rank, run.settings
     rows = [figures.row() for figures in ranks]
+    lost = sorted(run.lost, key=lambda lost: lost.death.rank)
     seconds = max(figures.train_seconds for figures in ranks)
     rate = (run.job.samples_applied - run.samples_before) / seconds if seconds else 0.0
     return {
         **first_summary(run.job),
         **_of_one_kind(run),
         "samples_per_second": rate,
-        **report_card(rate, rows),
+        **report_card(rate, [*rows, *(rank.row_over(seconds) for rank in lost)]),
         "rounds": run.rounds,
         "staleness": {
             "mean": mean_staleness(run.staleness),
@@ -162,7 +205,8 @@ def summarise(run: RunFigures) -> dict[str, Any]:
         "wall_seconds": run.wall_seconds,
         "overrun_fraction": sum(rank.overruns for rank in ranks) / max(1, sum(rank.slices for rank in ranks)),
         "real_compute_cores": sum(rank.real_seconds for rank in ranks) / max(1e-9, seconds),
-        "per_rank": rows,
+        "failures": [rank.failure() for rank in run.lost],
+        "per_rank": sorted([*rows, *(rank.row() for rank in lost)], key=lambda row: row["rank"]),
     }
 
 

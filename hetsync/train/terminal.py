@@ -207,7 +207,7 @@ class Terminal:
     def _summarise(self, summary: Mapping[str, Any]) -> None:
         rates = [rank["solo_samples_per_second"] for rank in summary["per_rank"]]
         metrics = "  ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items())
-        waiter = max(summary["per_rank"], key=lambda rank: rank["wait_fraction"])
+        waiter = max(summary["per_rank"], key=lambda rank: rank.get("wait_fraction", 0.0))
         place = ", ".join(filter(None, (waiter["host"], waiter["device"])))
         staleness, control = summary["staleness"], summary.get("control")
         bound = _range(control["delay_bound"]) if control else summary["delay_bound"]

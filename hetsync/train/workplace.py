@@ -11,6 +11,7 @@ import torch
 from hetsync.config.schema import Config
 from hetsync.data.random_state import seed_all
 from hetsync.emulation.cluster import Cluster, load_cluster
+from hetsync.errors import UserError
 from hetsync.plane.base import Plane
 from hetsync.profiling.measure import Place, find_place, limit_threads, take_device
 from hetsync.train import checkpoint
@@ -47,6 +48,11 @@ def take_place(config: Config, plane: Plane, folder: Path | None, loaded: checkp
     limit_threads(place, cluster is not None)
     device = take_device(config.run.device, place)
     plane.settle(device)
+    if config.fault.tolerate is True and not plane.tolerant:
+        raise UserError(
+            f"fault.tolerate is true, but a rank's death ends jobs with {plane.described}: start the ranks with"
+            " mpirun --with-ft ulfm of Open MPI 5, with run.plane mpi, or use fault.tolerate auto"
+        )
     seed_all(config.run.seed)
     return Workplace(
         config=config, plane=plane, folder=folder, loaded=loaded, cluster=cluster, place=place, device=device

@@ -55,7 +55,7 @@ def horovod_plane() -> Plane:
     return Plane(messages, HorovodSums(messages))
 
 
-def mixed_plane(flat_sums: Callable[[Messages], Sums]) -> Plane:
+def mixed_plane(flat_sums: Callable[[MpiMessages], Sums]) -> Plane:
     """Two kinds of ranks, even and odd, joined by Gloo where devices would be by NCCL."""
     messages = MpiMessages()
     ranks = range(messages.size)
@@ -80,7 +80,9 @@ BACKENDS: dict[str, Callable[[], Plane]] = {
     "emulated-link around torch": lambda: EmulatedLink(torch_plane(), latency_seconds=1e-3, bytes_per_second=1e10),
     "faulty": lambda: FaultyPlane(MpiPlane(), ()),
     **(
-        {"local": LocalPlane} if MPI.COMM_WORLD.Get_size() == 1 else {"mixed": lambda: mixed_plane(lambda _: MpiSums())}
+        {"local": LocalPlane}
+        if MPI.COMM_WORLD.Get_size() == 1
+        else {"mixed": lambda: mixed_plane(lambda world: MpiSums(world.mpi))}
     ),
 }
 

@@ -80,7 +80,7 @@ def test_a_rank_that_sends_nothing_is_named(kind: str) -> None:
     messages = MpiMessages()
     rendezvous = rendezvous_by_messages(messages, 30)
     group = open_gloo(rendezvous.connect(), "late", messages.rank, messages.size, 30)
-    late = MpiChannels(0.2) if kind == "mpi" else GlooChannels(group, 0.2)
+    late = MpiChannels(messages.mpi, 0.2) if kind == "mpi" else GlooChannels(group, 0.2)
     if messages.rank == 0:
         with pytest.raises(LateError, match="for rank 1"):
             late.receive(1)

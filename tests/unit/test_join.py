@@ -236,7 +236,7 @@ def test_weights_that_become_nan_near_the_end_end_no_job_well(capsys: pytest.Cap
 def test_the_planes_wait_is_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = []
 
-    def opened(name: str, timeout_seconds: float) -> LocalPlane:
+    def opened(name: str, timeout_seconds: float, tolerate: bool) -> LocalPlane:
         waits.append(timeout_seconds)
         return LocalPlane()
 

@@ -26,7 +26,7 @@ class _FourRanks(LocalPlane):
 
     def __init__(self) -> None:
         super().__init__()
-        self.size = 4
+        self.members = tuple(range(4))
         self.handles: list[_Ready] = []
 
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:

@@ -199,7 +199,7 @@ class Among(LocalMessages):
     def __init__(self, *others: DeviceOf) -> None:
         super().__init__()
         self.others = others
-        self.size = 1 + len(others)
+        self.members = tuple(range(1 + len(others)))
 
     def gather_objects(self, value: object) -> list[object]:
         return [value, *self.others]

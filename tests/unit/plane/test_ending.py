@@ -17,7 +17,7 @@ class OneOfTwo(LocalPlane):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rank, self.size = 1, 2
+        self.rank, self.members = 1, (0, 1)
 
     def abort(self, code: int) -> None:
         raise Ended(code)

@@ -88,7 +88,7 @@ def test_cores_are_divided_among_those_who_share_them(affinities, threads, monke
     class Gathering(LocalPlane):
         def __init__(self):
             super().__init__()
-            self.size = len(affinities)
+            self.members = tuple(range(len(affinities)))
 
         def gather_objects(self, value):
             return [(value[0], cores) for cores in affinities]

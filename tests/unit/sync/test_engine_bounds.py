@@ -22,7 +22,7 @@ class DeafPlane(LocalPlane):
 
     def __init__(self) -> None:
         super().__init__()
-        self.size = 2
+        self.members = 0, 1
         self.deaf, self.hangs, self.over = threading.Event(), threading.Event(), threading.Event()
 
     def receive(self) -> Sequence[tuple[int, Any]]:

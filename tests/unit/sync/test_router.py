@@ -26,8 +26,8 @@ class Wires:
 class Wire:
     """A plane as far as the router sees it."""
 
-    def __init__(self, rank: int, wires: Wires, dice: random.Random) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, members: tuple[int, ...], wires: Wires, dice: random.Random) -> None:
+        self.rank, self.members = rank, members
         self._wires = wires
         self._dice = dice
 
@@ -51,7 +51,8 @@ class Wire:
 
 def make_routers(ranks: int, group: int, seed: int = 0) -> tuple[list[Router], Wires]:
     wires, dice = Wires(), random.Random(seed)
-    return [Router(Wire(rank, wires, dice), group) for rank in range(ranks)], wires  # type: ignore[arg-type]
+    members = tuple(range(ranks))
+    return [Router(Wire(rank, members, wires, dice), group) for rank in members], wires  # type: ignore[arg-type]
 
 
 def give(rank: int, number: int) -> AssignTask:

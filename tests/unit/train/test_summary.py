@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from hetsync.balance.profile import RankProfile, StepTime
+from hetsync.sync.communicator import Death
 from hetsync.sync.messages import NO_BOUND, Settings
-from hetsync.train.summary import JobFigures, RankFigures, RunFigures, first_summary, summarise
+from hetsync.train.summary import JobFigures, LostRank, RankFigures, RunFigures, first_summary, summarise
 
 JOB = JobFigures(
     status="finished",
     ranks=2,
+    ranks_at_start=2,
     plane="sums by MPI, messages by MPI (given)",
     emulated=False,
     emulate=None,
@@ -78,3 +80,34 @@ def test_staleness_is_counted_in_tasks() -> None:
 @pytest.mark.parametrize(("bound", "told"), [(0, 0), (4, 4), (NO_BOUND, None)])
 def test_no_bound_is_null(bound: int, told: int | None) -> None:
     assert summarise(replace(RUN, settings=Settings(bound)))["delay_bound"] == told
+
+
+def test_a_rank_that_has_died_counts_for_the_time_it_was_there() -> None:
+    death = Death(
+        rank=2,
+        round=3,
+        activity="computing",
+        noticed_seconds=0.1,
+        recovered_seconds=0.02,
+        samples_returned=8,
+    )
+    lost = LostRank(
+        death=death,
+        profile=RankProfile("device", "lost", StepTime(0.0, 0.01)),
+        samples=400,
+        solo_samples_per_second=100.0,
+        train_seconds=5.0,
+        compute_seconds=4.0,
+    )
+    summary = summarise(replace(RUN, job=replace(JOB, ranks_at_start=3), lost=[lost]))
+    assert (summary["ranks"], summary["ranks_at_start"]) == (2, 3)
+    assert summary["solo_samples_per_second_sum"] == 225.0, "a quarter of the job's 20 s"
+    assert summary["efficiency"] == 150.0 / 225.0
+    assert summary["failures"] == [
+        {**asdict(death), "host": "lost", "kind": "died", "action": "went on"},
+    ]
+    assert [row["rank"] for row in summary["per_rank"]] == [0, 1, 2]
+    gone = summary["per_rank"][2]
+    assert (gone["left_at_round"], gone["samples"], gone["share"]) == (3, 400, 0)
+    assert gone["solo_samples_per_second"] == 100.0
+    assert "wait_fraction" not in gone, "nobody has measured it"

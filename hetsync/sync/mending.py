@@ -1,0 +1,139 @@
+"""Carries a recovery (`recovery.py`) out on one rank, in its communication thread: the plane is mended, survivors
+agree, and who is behind is sent what it lacks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from hetsync.plane.base import LostError, MembersLost, Plane, StalledError, named, wait_limit
+from hetsync.sync.recovery import Agreed, CatchUp, Decision, GoOn, Ready, Recovery, Report, Send, Stage
+
+POLL_SECONDS = 1e-3
+PART_VALUES = 1 << 24  # of an anchor in one message
+
+
+class Anchor(NamedTuple):
+    """What a rank that is behind takes over: the anchor and the outer optimizer's velocity, if there is one, both flat,
+    and which buffers travel."""
+
+    values: torch.Tensor
+    velocity: torch.Tensor | None
+    travel: tuple[int, ...]
+
+
+class AnchorPart(NamedTuple):
+    """Of an anchor's values, then of its velocity's. The last one tells how many values are the anchor's, and which
+    buffers travel."""
+
+    values: torch.Tensor
+    last: tuple[int, tuple[int, ...]] | None = None
+
+
+def parts_of(anchor: Anchor) -> list[AnchorPart]:
+    """The messages that it goes in."""
+    whole = [anchor.values] if anchor.velocity is None else [anchor.values, anchor.velocity]
+    # Copies: what is sent must not be the whole memory that a part is a view of.
+    parts = [part.cpu().clone() for tensor in whole for part in tensor.detach().split(PART_VALUES)]
+    return [*map(AnchorPart, parts[:-1]), AnchorPart(parts[-1], (anchor.values.numel(), anchor.travel))]
+
+
+def whole_of(parts: Sequence[AnchorPart]) -> Anchor | None:
+    """What has come in these messages; None while some lack."""
+    if not parts or parts[-1].last is None:
+        return None
+    (size, travel), values = parts[-1].last, torch.cat([part.values for part in parts])
+    return Anchor(values[:size], values[size:] if values.numel() > size else None, travel)
+
+
+@dataclass
+class Recovered:
+    """What all have agreed on. `reports` on rank 0. `early` messages have come from ranks that have gone on already."""
+
+    decision: Decision
+    reports: Mapping[int, Report]
+    adopted: Anchor | None = None
+    early: list[tuple[int, Any]] = field(default_factory=list)
+
+
+class Mending:
+    """One rank's part, from MembersLost on. A death meanwhile begins it anew."""
+
+    def __init__(
+        self,
+        plane: Plane,
+        report: Callable[[], Report],
+        decide: Callable[[Mapping[int, Report]], Decision],
+        give: Callable[[], Anchor],
+        timeout_seconds: float,
+    ) -> None:
+        """`report` tells what this rank holds by now, `give` its anchor; `decide` is asked on rank 0."""
+        self._plane = plane
+        self._report = report
+        self._decide = decide
+        self._give = give
+        self._limit_seconds = wait_limit(plane.rank, timeout_seconds)
+
+    def run(self) -> Recovered:
+        """Until all can go on. LostError where they cannot, StalledError where a survivor says nothing."""
+        while True:
+            try:
+                before = self._plane.members
+                self._plane.mend()
+                if self._plane.members == before:
+                    raise LostError("the plane has failed, though nobody has gone")
+                if 0 not in self._plane.members:
+                    raise LostError("rank 0 has gone, which kept the books")
+                return self._attempt()
+            except MembersLost:
+                continue
+
+    def _attempt(self) -> Recovered:
+        recovery = Recovery(self._report(), self._plane.members, self._decide)
+        steps = deque(recovery.begin())
+        parts: list[AnchorPart] = []
+        early: list[tuple[int, Any]] = []
+        deadline = time.monotonic() + self._limit_seconds
+        while True:
+            while steps:
+                match steps.popleft():
+                    case Send(to=to, message=message):
+                        self._plane.send(message, to)
+                    case CatchUp(donor=donor, behind=behind):
+                        self._hand_over(donor, behind)
+                    case GoOn(decision=decision):
+                        return Recovered(decision, recovery.reports, whole_of(parts), early)
+            for sender, message in self._plane.receive():
+                if isinstance(message, AnchorPart):
+                    parts.append(message)
+                elif isinstance(message, Report | Decision | Ready | Agreed):
+                    steps += recovery.handle(message)
+                else:
+                    early.append((sender, message))
+            # The donor may have been faster than the decision's own message.
+            if parts and parts[-1].last is not None and recovery.stage is Stage.CATCHING_UP:
+                steps += recovery.caught_up()
+            if not steps:
+                self._wait(recovery, deadline)
+
+    def _hand_over(self, donor: int, behind: tuple[int, ...]) -> None:
+        if donor == self._plane.rank:
+            for part in parts_of(self._give()):
+                for rank in behind:
+                    self._plane.send(part, rank)
+
+    def _wait(self, recovery: Recovery, deadline: float) -> None:
+        if time.monotonic() > deadline:
+            told = recovery.reports or self._plane.members[1:]  # rank 0 knows
+            silent = [rank for rank in self._plane.members if rank not in told]
+            raise StalledError(
+                f"after a rank had gone, the others waited {self._limit_seconds:.0f} s for"
+                f" {named(silent) if silent else 'each other'}"
+            )
+        time.sleep(POLL_SECONDS)

@@ -1,0 +1,98 @@
+"""Delayed mode's tensors after a death: contributions to a round that does not count, and a round that has landed on
+others only. Progress is of small integers, so that float32 is exact.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from hetsync.sync.deltas import Deltas, Nesterov
+
+SIZE, BATCH = 6, 4
+SHARE = 2  # of each of two ranks
+
+
+class Rank:
+    def __init__(self, number: int, dtype: torch.dtype = torch.float32, outer: Nesterov | None = None) -> None:
+        self.weights = torch.zeros(SIZE, dtype=dtype)
+        self.deltas = Deltas([self.weights], outer, rank=number, ranks_counted=2)
+        self.given = torch.zeros(SIZE)  # all progress, as it moves the anchor
+        self.waiting = 0  # finished tasks in no round
+
+    def finish(self, progress: int) -> None:
+        self.deltas.apply()
+        step = torch.arange(SIZE) % 3 * float(progress)
+        self.weights += step
+        self.given += step * SHARE / BATCH
+        assert self.deltas.finish(SHARE, 1) < float("inf")
+        self.waiting += 1
+
+    def pack(self) -> torch.Tensor:
+        addend = self.deltas.pack(self.waiting > 0, BATCH, "float32")
+        self.waiting = 0
+        return addend
+
+
+def summed(ranks: list[Rank], addends: list[torch.Tensor]) -> None:
+    total = addends[0] + addends[1]
+    counts = ranks[0].deltas.tail.flat + ranks[1].deltas.tail.flat
+    for rank, addend in zip(ranks, addends, strict=True):
+        addend.copy_(total)
+        rank.deltas.tail.flat.copy_(counts)
+        rank.deltas.tail.unpack()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_is_lost_or_counted_twice_in_rounds_that_do_not_count(seed: int) -> None:
+    """Nor in rounds that one rank takes over from the other. Tasks are finished before a sum, and beside it."""
+    chance = random.Random(seed)
+    ranks = [Rank(0), Rank(1)]
+    for _ in range(60):
+        for rank in ranks:
+            for _ in range(chance.randrange(3)):
+                rank.finish(chance.randint(-4, 4) * 2)
+        before = [rank.waiting for rank in ranks]
+        addends = [rank.pack() for rank in ranks]
+        for rank in ranks:
+            for _ in range(chance.randrange(3)):
+                rank.finish(chance.randint(-4, 4) * 2)
+        match chance.choice(["lands", "void", "one behind"]):
+            case "lands":
+                summed(ranks, addends)
+                for rank in ranks:
+                    rank.deltas.apply_sum()
+                assert ranks[0].deltas.samples_given() == {n: SHARE * b for n, b in enumerate(before) if b}
+            case "void":
+                for rank, addend, tasks in zip(ranks, addends, before, strict=True):
+                    addend.fill_(torch.nan)  # whatever a sum half-way has left there
+                    rank.deltas.take_back()
+                    rank.waiting += tasks
+            case "one behind":
+                summed(ranks, addends)
+                ranks[0].deltas.apply_sum()
+                addends[1].fill_(torch.nan)
+                ranks[1].deltas.catch_up(ranks[0].deltas.anchor.clone(), None, ())
+        assert torch.equal(ranks[0].deltas.anchor, ranks[1].deltas.anchor)
+    summed(ranks, [rank.pack() for rank in ranks])
+    for rank in ranks:
+        rank.deltas.apply_sum()
+        rank.deltas.reset_to_anchor()
+        assert torch.equal(rank.weights, ranks[0].given + ranks[1].given)
+
+
+def test_who_catches_up_takes_over_the_outer_velocity() -> None:
+    ranks = [Rank(n, outer=Nesterov(1.0, 0.5, 2 * SHARE)) for n in range(2)]
+    for _ in range(2):
+        for rank in ranks:
+            rank.finish(4)
+        summed(ranks, [rank.pack() for rank in ranks])
+        ranks[0].deltas.apply_sum()
+        anchor = ranks[0].deltas.anchor
+        ranks[1].deltas.catch_up(anchor, ranks[0].deltas.velocity, ())
+    assert ranks[0].deltas.velocity is not None
+    assert torch.equal(ranks[0].deltas.velocity, ranks[1].deltas.velocity)
+    assert ranks[0].deltas.velocity is not ranks[1].deltas.velocity
+    assert torch.equal(ranks[0].deltas.anchor, ranks[1].deltas.anchor)
