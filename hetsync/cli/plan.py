@@ -39,8 +39,8 @@ def main(argv: Sequence[str]) -> NoReturn:
         parser.add_argument("--ranks", type=PositiveInt, help="Ranks; null takes one for each device of the profile.")
         parser.add_argument("--replicas", help="Ranks of each replica, such as '0,2;1,3', in the order of its stages.")
         parser.add_argument("--micro-batches", metavar="M", help="Of each replica; auto or null tries powers of two.")
-        known = "best, contiguous, data, exact, list, local, mincut, random or single"
-        parser.add_argument("--search", help=f"{known}; null takes best.")
+        known = "best, contiguous, data, exact, hierarchical, hierarchical-multi, list, local, mincut, ppo-time, random"
+        parser.add_argument("--search", help=f"{known}, single, tapp or trinity; null takes best.")
         parser.add_argument("--evaluations", type=PositiveInt, help="Plans to be tried, at most; null takes 1000.")
         parser.add_argument("--seconds", type=PositiveFloat, help="For the search, of this process; null is no limit.")
         parser.add_argument("--weights", metavar="T,C,M", help="Of time, bytes and memory; null takes 1,0,0.")
