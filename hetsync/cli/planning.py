@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hetsync.config.schema import Config
+from hetsync.data import check_batch_size
 from hetsync.emulation.cluster import Cluster, load_cluster
 from hetsync.errors import INTERRUPTED, UserError, complain
 from hetsync.plan.evaluate import Evaluator
@@ -180,11 +181,7 @@ def _prepared(config: Config, cluster: Cluster, ranks: int) -> tuple[PlannableMo
     torch.set_num_threads(1)  # as emulated ranks
     times = [profile.time for profile in profiles(config, cluster, ranks)]
     built, model = build(config)
-    if (samples := len(built.train)) < config.data.batch_size:  # type: ignore[arg-type]
-        raise UserError(
-            f"data.batch_size is {config.data.batch_size}, but {config.data.name} has {samples} samples, which cannot"
-            f" give one batch: give at most {samples}"
-        )
+    check_batch_size(built, config.data.batch_size)
     plannable = plannable_model(config, built, model, ranks)
     return plannable, Evaluator(plannable.cut.graph, plannable.costs, cluster, times, plannable.training)
 

@@ -147,7 +147,7 @@ def test_help_names_all_searches(capsys: pytest.CaptureFixture[str]) -> None:
         (["--emulate", "three.yaml", "--weights", "fast"], "--weights is fast: give three numbers by commas"),
         (["--emulate", "three.yaml", "--groups", "2"], "--groups is 2, but a replica may have 3 ranks"),
         (["--emulate", "three.yaml", "--search", "data", "--replicas", "0,1;2"], "--replicas is 0,1;2, but the plan"),
-        (["--emulate", "three.yaml", "--data.batch_size", "9000"], "data.batch_size is 9000, but digits has"),
+        (["--emulate", "three.yaml", "--data.batch_size", "9000"], "data.batch_size is 9000, but the training set has"),
         (["--emulate", "three.yaml", "--replicas", "0,1;x"], "--replicas is 0,1;x: give ranks by commas"),
         (["--emulate", "three.yaml", "--replicas", "0,1"], "--replicas lacks rank 2 of 3: add it, or give --ranks 2"),
         (["--emulate", "three.yaml", "--replicas", "0,1;1,2"], "--replicas has rank 1 2 times"),
