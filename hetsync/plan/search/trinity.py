@@ -53,7 +53,7 @@ class Trinity(Conversation):
         the problem says that none may be."""
         random = np.random.default_rng(seed)
         super().__init__(problem, seed, start)
-        self._learner = Ppo(deepcopy(policy) if policy is not None else untrained(seed), random)
+        self.learner = Ppo(deepcopy(policy) if policy is not None else untrained(seed), random)
         self._replicas = _devices_of(problem, start)
         self.require_group_each()
         self._features = Features(problem, self._replicas)
@@ -76,7 +76,7 @@ class Trinity(Conversation):
             steps.append(step)
             rewards.append(np.repeat(np.clip(gains, least, 1.0), len(self._replicas)))
             plans = [new if new.cost < plan.cost else plan for plan, new in zip(plans, after, strict=True)]
-        self._learner.learn(steps, np.array(rewards, dtype=np.float32))
+        self.learner.learn(steps, np.array(rewards, dtype=np.float32))
         self._best = min([self._best, *plans], key=lambda plan: plan.cost)
 
     def _decide(self, plans: Sequence[_Plan], backwards: bool) -> Step:
@@ -91,7 +91,7 @@ class Trinity(Conversation):
             self._pace_figures(np.concatenate([plan.paces for plan in plans])),
         )
         masks = Masks(self._features, devices, replicas, self.problem.every_rank)
-        return self._learner.decide(inputs, masks, devices, backwards)
+        return self.learner.decide(inputs, masks, devices, backwards)
 
     def _decided(self, step: Step) -> list[tuple[Indices, Indices]]:
         count = len(self._replicas)

@@ -7,6 +7,7 @@ from graphlib import CycleError
 
 import numpy as np
 import pytest
+import torch
 from block_graphs import cost, graph
 
 from hetsync.balance.profile import StepTime
@@ -17,6 +18,9 @@ from hetsync.plan.schedule import stage_order
 from hetsync.plan.search.driver import Budget, Driver
 from hetsync.plan.search.features import Features
 from hetsync.plan.search.masks import Masks
+from hetsync.plan.search.placement_policy import untrained
+from hetsync.plan.search.policy_file import Specification, load_policy, save_policy
+from hetsync.plan.search.pretraining import pretrain
 from hetsync.plan.search.registry import make_search
 from hetsync.plan.search.search import Problem
 
@@ -154,3 +158,30 @@ def _may(devices, group, pairs, features):
     except CycleError:
         return False
     return True
+
+
+def test_a_policy_is_learned_written_and_begun_with(tmp_path):
+    said = []
+    for name in ("one", "two"):
+        pretrain(tmp_path / name, 5, 7, "the command", said.append)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert said[-1].startswith("5 updates: ")
+    policy = load_policy(tmp_path / "one")
+    trained = make_search("trinity", problem(), 0, None, policy).learner.policy.state_dict()
+    assert all(torch.equal(trained[name], tensor) for name, tensor in policy.state_dict().items())
+    assert trained["choice.weight"].abs().sum() > 0  # 0 in an untrained one
+
+
+def test_policies_that_see_other_things_are_refused(tmp_path):
+    policy, path = untrained(0), tmp_path / "policy"
+    with pytest.raises(UserError, match="does not exist: make one by hetsync plan --pretrain"):
+        load_policy(path)
+    save_policy(path, policy, Specification(policy.width, "c", 0, 1, (), features_version=99))
+    with pytest.raises(UserError, match="sees version 99 of the features of plans, this HetSync version 1"):
+        load_policy(path)
+    save_policy(path, policy, Specification(policy.width + 1, "c", 0, 1, ()))
+    with pytest.raises(UserError, match="holds other layers than its width of 65 says"):
+        load_policy(path)
+    path.write_bytes(b"no tensors")
+    with pytest.raises(UserError, match="is no policy for plans"):
+        load_policy(path)
