@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +26,9 @@ SEARCHING = [
     "weights",
     "seed",
     "groups",
-    "output",
+    "policy",
 ]
+DEFAULT_STEPS = 400
 
 
 def add_to(verbs: Verbs) -> None:
@@ -39,20 +41,31 @@ def main(argv: Sequence[str]) -> NoReturn:
         parser.add_argument("--ranks", type=PositiveInt, help="Ranks; null takes one for each device of the profile.")
         parser.add_argument("--replicas", help="Ranks of each replica, such as '0,2;1,3', in the order of its stages.")
         parser.add_argument("--micro-batches", metavar="M", help="Of each replica; auto or null tries powers of two.")
-        known = "best, contiguous, data, exact, list, local, mincut, random or single"
-        parser.add_argument("--search", help=f"{known}; null takes best.")
+        known = "best, contiguous, data, exact, hierarchical, hierarchical-multi, list, local, mincut, ppo-time, random"
+        parser.add_argument("--search", help=f"{known}, single, tapp or trinity; null takes best.")
         parser.add_argument("--evaluations", type=PositiveInt, help="Plans to be tried, at most; null takes 1000.")
         parser.add_argument("--seconds", type=PositiveFloat, help="For the search, of this process; null is no limit.")
         parser.add_argument("--weights", metavar="T,C,M", help="Of time, bytes and memory; null takes 1,0,0.")
         parser.add_argument("--seed", type=NonNegativeInt, help="Of what searches draw; null takes 0.")
         parser.add_argument("--groups", type=PositiveInt, help="Into which blocks are contracted; null takes 64.")
         parser.add_argument("--output", metavar="FILE", help="Where to write the plan.")
+        parser.add_argument(
+            "--policy", metavar="FILE", help="What trinity and ppo-time begin with; null: from nothing."
+        )
+        parser.add_argument("--pretrain", action="store_true", help="Learn a policy, on random models and clusters.")
+        parser.add_argument("--steps", type=PositiveInt, help="Updates of --pretrain; null takes 400.")
         parser.add_argument("--explain", metavar="PLAN", help="Show this plan instead of searching for one.")
         config, told = parse_recipe(parser, argv)
         config.plan.check_unused("hetsync plan")
         output, shown = (None if path is None else Path(path) for path in (told.output, told.explain))
-        if shown is not None:
-            _refuse_unused(told)
+        if told.pretrain:
+            _refuse_beside("--pretrain", told, [name for name in (*SEARCHING, "explain") if name != "seed"])
+            _pretrain(told, output, shlex.join(["hetsync", "plan", *argv]))
+            status = 0
+        elif told.steps is not None:
+            raise UserError(f"--steps is {told.steps}, but only --pretrain takes it: leave it out, or add --pretrain")
+        elif shown is not None:
+            _refuse_beside("--explain", told, [*SEARCHING, "output"])
             from hetsync.cli import planning  # loads torch
 
             planning.explain(config, shown)
@@ -82,15 +95,29 @@ def _search(config: Config, told: Namespace, output: Path | None) -> int:
         weights,
         int(told.seed or 0),
         groups,
+        None if told.policy is None else Path(told.policy),
     )
     return planning.plan(config, request, output)
 
 
-def _refuse_unused(told: Namespace) -> None:
-    for name in (*SEARCHING, "output"):
+def _pretrain(told: Namespace, output: Path | None, command: str) -> None:
+    if output is None:
+        raise UserError("--pretrain learns a policy, but --output does not say where to write it: give it")
+    import torch
+
+    from hetsync.plan.search.pretraining import pretrain
+
+    torch.set_num_threads(1)  # the network is small, and its sums shall not depend on the machine
+    steps = DEFAULT_STEPS if told.steps is None else int(told.steps)
+    pretrain(output, steps, int(told.seed or 0), command, lambda line: print(line, flush=True))
+    print(f"wrote {output}")
+
+
+def _refuse_beside(option: str, told: Namespace, names: Sequence[str]) -> None:
+    does = {"--explain": "shows a plan as it is", "--pretrain": "learns on random models and clusters"}[option]
+    for name in names:
         if (value := told[name]) is not None:
-            option = "--" + name.replace("_", "-")
-            raise UserError(f"{option} is {value}, but --explain shows a plan as it is: leave one of them out")
+            raise UserError(f"--{name.replace('_', '-')} is {value}, but {option} {does}: leave one of them out")
 
 
 def parse_replicas(text: str) -> tuple[tuple[int, ...], ...]:

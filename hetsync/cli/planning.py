@@ -22,6 +22,8 @@ from hetsync.plan.plan_file import SearchRecord, TriedSearch, mistakes_in, read_
 from hetsync.plan.recipe import PlannableModel, plannable_model
 from hetsync.plan.search.driver import Budget, Driver, Found
 from hetsync.plan.search.objective import Weights, check_weights, figures_of
+from hetsync.plan.search.placement_policy import PlacementPolicy
+from hetsync.plan.search.policy_file import load_policy
 from hetsync.plan.search.registry import arms_of
 from hetsync.plan.search.search import MOST_GROUPS, Problem, micro_batch_numbers
 from hetsync.simulate.recipe import build, profiles
@@ -43,11 +45,19 @@ class Request:
     weights: tuple[float, ...] | None
     seed: int
     groups: int | None
+    policy: Path | None
 
 
 def plan(config: Config, request: Request, output: Path | None) -> int:
     """Search, say what was found, and write it; interrupted, the best so far. The exit status."""
-    arms_of(request.search)  # before anything that takes long
+    arms, policy = arms_of(request.search), None  # before anything that takes long
+    if request.policy is not None:
+        if not {"trinity", "ppo-time"} & set(arms):
+            raise UserError(
+                f"--policy is {request.policy}, but --search {request.search} learns from nothing or not at all: leave"
+                " it out, or choose trinity, ppo-time or best"
+            )
+        policy = load_policy(request.policy)
     weights = Weights() if request.weights is None else check_weights(request.weights)
     cluster = _cluster(config)
     ranks = request.ranks or cluster.size
@@ -58,7 +68,7 @@ def plan(config: Config, request: Request, output: Path | None) -> int:
     model, evaluator = _prepared(config, cluster, ranks)
     numbers = micro_batch_numbers(request.micro_batches, config.data.batch_size, len(request.replicas or (0,)))
     problem = Problem(evaluator, numbers, request.replicas, groups, every_rank=output is not None)
-    driver, interrupted = _searched(problem, weights, request)
+    driver, interrupted = _searched(problem, weights, request, policy)
     found, graph = driver.found(), model.cut.graph
     costs = predicted(found.costs)
     record = _recorded(driver, found, weights)
@@ -77,11 +87,15 @@ def plan(config: Config, request: Request, output: Path | None) -> int:
     return 0
 
 
-def _searched(problem: Problem, weights: Weights, request: Request) -> tuple[Driver, bool]:
+def _searched(
+    problem: Problem, weights: Weights, request: Request, policy: PlacementPolicy | None
+) -> tuple[Driver, bool]:
     """And whether it was interrupted, with a plan that fits; without one KeyboardInterrupt goes on."""
     budget = Budget(request.evaluations, request.seconds)
     with Console(stderr=True, highlight=False).status("search") as line:
-        driver = Driver(problem, weights, budget, request.seed, lambda driver: line.update(_told_so_far(driver)))
+        driver = Driver(
+            problem, weights, budget, request.seed, lambda driver: line.update(_told_so_far(driver)), policy
+        )
         try:
             driver.run(request.search)
         except KeyboardInterrupt:

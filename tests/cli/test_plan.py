@@ -76,13 +76,13 @@ def test_a_plan_is_found_written_and_shown(place: Path, capsys: pytest.CaptureFi
 
 def test_best_is_the_default_and_tells_of_every_search(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--emulate", "three.yaml", *RATES, "--weights", "1,1,0", "--seed", "3", "--output", "plan.yaml"]
-    assert plan(*words, "--evaluations", "60") == 0
+    assert plan(*words, "--evaluations", "300") == 0
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
     written = yaml.safe_load((place / "plan.yaml").read_text())["search"]
     assert [one["method"] for one in written["tried"]] == list(ARMS_OF_BEST)
     assert set(ARMS_OF_BEST) <= {row[0] for row in table if row}
     assert written["objective"] == min(one["objective"] for one in written["tried"])
-    assert written["evaluations"] == 1 + sum(one["evaluations"] for one in written["tried"]) <= 60
+    assert written["evaluations"] == 1 + sum(one["evaluations"] for one in written["tried"]) <= 300
     assert written["seed"] == 3
     assert any(row[0] == "break-even" for row in table if row)
 
@@ -155,6 +155,10 @@ def test_help_names_all_searches(capsys: pytest.CaptureFixture[str]) -> None:
         (["--emulate", "three.yaml", "--search", "exct"], "there is no search exct"),
         (["--emulate", "three.yaml", "--sync.shares", "equal"], "sync.shares is equal, but a plan has shares"),
         (["--emulate", "three.yaml", "--search", "single", "--output", "p"], "leaves rank 1 without blocks"),
+        (["--pretrain"], "--pretrain learns a policy, but --output does not say where"),
+        (["--pretrain", "--output", "p", "--search", "exact"], "--search is exact, but --pretrain learns"),
+        (["--steps", "4"], "--steps is 4, but only --pretrain takes it"),
+        (["--search", "exact", "--policy", "p"], "--policy is p, but --search exact learns from nothing or not at all"),
         (["--explain", "p", "--search", "nonsense"], "--search is nonsense, but --explain shows a plan as it is"),
         (["--explain", "p", "--search", "contiguous"], "--search is contiguous, but --explain shows"),
         (["--explain", "p", "--output", "never.yaml"], "--output is never.yaml, but --explain shows"),

@@ -11,6 +11,7 @@ from hetsync.plan.evaluate import Costs, Evaluator
 from hetsync.plan.placement import Placement
 from hetsync.plan.search.list_schedule import list_placement
 from hetsync.plan.search.objective import Weights, objective
+from hetsync.plan.search.placement_policy import PlacementPolicy
 from hetsync.plan.search.plain import whole
 from hetsync.plan.search.registry import arms_of, make_search
 from hetsync.plan.search.search import Problem, Scored
@@ -66,9 +67,13 @@ class Driver:
         budget: Budget = Budget(),
         seed: int = 0,
         watch: Callable[[Driver], None] = lambda driver: None,
+        policy: PlacementPolicy | None = None,
     ) -> None:
-        """UserError where no device can hold some block, and where memory has a weight but no device a limit."""
+        """`policy`: what Trinity's searches begin with.
+
+        UserError where no device can hold some block, and where memory has a weight but no device a limit."""
         self.problem, self.budget, self.seed = problem, budget, seed
+        self._policy = policy
         self.arms: list[Arm] = []
         self.best: Scored | None = None
         self.evaluations = 0
@@ -124,7 +129,7 @@ class Driver:
     def _run(self, arm: Arm) -> None:
         begun = self.seconds
         try:
-            search = make_search(arm.method, self.problem, self.seed, self.fitting)
+            search = make_search(arm.method, self.problem, self.seed, self.fitting, self._policy)
             while not self._spent() and (proposed := search.propose()):
                 search.hear([self._score(arm, one) for one in proposed[: self._evaluations_left()]])
                 self._watch(self)

@@ -5,25 +5,34 @@ from __future__ import annotations
 from hetsync.errors import UserError, did_you_mean
 from hetsync.plan.search.contiguous import Contiguous
 from hetsync.plan.search.exact import Exact
+from hetsync.plan.search.hierarchical import Hierarchical, HierarchicalMulti
 from hetsync.plan.search.list_schedule import ListSchedule
 from hetsync.plan.search.local import Local
 from hetsync.plan.search.mincut import MinCut
+from hetsync.plan.search.placement_policy import PlacementPolicy
 from hetsync.plan.search.plain import Data, Single
 from hetsync.plan.search.random_search import Random
 from hetsync.plan.search.search import Problem, Scored, Search
+from hetsync.plan.search.tapp import Tapp
+from hetsync.plan.search.trinity import PpoTime, Trinity
 
 SEARCHES: dict[str, type[Search]] = {
     "contiguous": Contiguous,
     "data": Data,
     "exact": Exact,
+    "hierarchical": Hierarchical,
+    "hierarchical-multi": HierarchicalMulti,
     "list": ListSchedule,
     "local": Local,
     "mincut": MinCut,
+    "ppo-time": PpoTime,
     "random": Random,
     "single": Single,
+    "tapp": Tapp,
+    "trinity": Trinity,
 }
 BEST = "best"
-ARMS_OF_BEST = ("data", "single", "contiguous", "list", "exact", "local")  # in turn, each from the best of those before
+ARMS_OF_BEST = ("data", "single", "contiguous", "list", "exact", "local", "trinity")  # each from the best before
 
 
 def arms_of(name: str) -> tuple[str, ...]:
@@ -36,6 +45,10 @@ def arms_of(name: str) -> tuple[str, ...]:
     return (name,)
 
 
-def make_search(name: str, problem: Problem, seed: int = 0, start: Scored | None = None) -> Search:
-    """UserError where it cannot search this problem."""
-    return SEARCHES[name](problem, seed, start)
+def make_search(
+    name: str, problem: Problem, seed: int = 0, start: Scored | None = None, policy: PlacementPolicy | None = None
+) -> Search:
+    """`policy`: what Trinity's searches begin with; None is an untrained one. UserError where it cannot search this
+    problem."""
+    search = SEARCHES[name]
+    return search(problem, seed, start, policy) if issubclass(search, Trinity) else search(problem, seed, start)

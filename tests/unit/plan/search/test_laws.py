@@ -81,7 +81,7 @@ def test_a_seed_decides_everything(name):
 def test_best_is_no_worse_than_any_search(weights, seed):
     best = run("best", diamonds(), weights, Budget(400), seed)
     assert [arm.method for arm in best.arms] == list(ARMS_OF_BEST)
-    for name in set(SEARCHES) - {"random", "mincut"}:
+    for name in set(ARMS_OF_BEST) - {"trinity"}:  # which in `best` begins elsewhere than alone
         assert best.found().objective <= run(name, diamonds(), weights, Budget(400), seed).found().objective * (
             1 + 1e-9
         )

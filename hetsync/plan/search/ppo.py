@@ -1,0 +1,145 @@
+"""Proximal policy optimisation (Schulman et al. 2017) of a policy that improves assignments.
+
+The action is a device for every group, and a pace. Their probabilities multiply; each one's ratio is clipped by itself,
+as the product of 64 would leave the trust region at once. All share the step's advantage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hetsync.plan.search.features import Floats, Indices
+from hetsync.plan.search.masks import Masks
+from hetsync.plan.search.placement_policy import PlacementPolicy
+
+CLIP = 0.2
+EPOCHS = 4
+ENTROPY = 0.01
+VALUE = 0.5
+DISCOUNT = 0.95
+LEARNING_RATE = 3e-3
+MOST_NORM = 1.0
+LEAST_SPREAD = 0.01  # of advantages: what is less is noise
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Of the policy: N assignments."""
+
+    groups: torch.Tensor
+    joined: torch.Tensor
+    devices: torch.Tensor
+    pairs: torch.Tensor
+    paces: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """N decisions. `masks` (N, G, D): devices that could be chosen; `log_probabilities` (N, G + 1), the pace's last."""
+
+    inputs: Inputs
+    masks: torch.Tensor
+    devices: torch.Tensor
+    paces: torch.Tensor
+    log_probabilities: torch.Tensor
+    values: torch.Tensor
+
+
+class Ppo:
+    """A policy, and what makes it better."""
+
+    def __init__(self, policy: PlacementPolicy, random: np.random.Generator) -> None:
+        self.policy, self._random = policy, random
+        self._optimizer = torch.optim.Adam(policy.parameters(), LEARNING_RATE)
+
+    @torch.no_grad()
+    def decide(self, inputs: Inputs, masks: Masks, devices: Indices, backwards: bool) -> Step:
+        """Sampled devices and paces. Groups are decided in their order or backwards, each as masks then allow."""
+        logits_NGD, pace_logits_NK, values_N = self._outputs(inputs)
+        paces = self._sampled(pace_logits_NK.numpy(), np.ones(pace_logits_NK.shape, dtype=bool))
+        devices = devices.copy()
+        allowed_NGD = np.ones(logits_NGD.shape, dtype=bool)
+        groups = range(devices.shape[1])
+        for group in reversed(groups) if backwards else groups:
+            allowed_NGD[:, group] = masks.allowed(group)
+            devices[:, group] = self._sampled(logits_NGD[:, group].numpy(), allowed_NGD[:, group])
+            masks.put(group, devices[:, group])
+        step = (torch.from_numpy(allowed_NGD), torch.from_numpy(devices), torch.from_numpy(paces))
+        log_probabilities, _ = _chosen(logits_NGD, pace_logits_NK, *step)
+        return Step(inputs, *step, log_probabilities, values_N)
+
+    def learn(self, steps: Sequence[Step], rewards: npt.NDArray[np.float32]) -> None:
+        """From episodes of `steps` with rewards (steps, N)."""
+        returns = np.zeros_like(rewards)
+        following = np.zeros(rewards.shape[1], np.float32)
+        for index in reversed(range(len(steps))):
+            following = rewards[index] + DISCOUNT * following
+            returns[index] = following
+        returns_T = torch.from_numpy(returns)
+        advantages_T = returns_T - torch.stack([step.values for step in steps])
+        advantages_T = advantages_T / (advantages_T.std() + LEAST_SPREAD)
+        step = _together(steps)
+        for _ in range(EPOCHS):
+            self._optimizer.zero_grad()
+            self._loss(step, returns_T.flatten(), advantages_T.flatten()).backward()
+            torch.nn.utils.clip_grad_norm_(self.policy.parameters(), MOST_NORM)
+            self._optimizer.step()
+
+    def _loss(self, step: Step, returned: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        logits_NGD, pace_logits_NK, values_N = self._outputs(step.inputs)
+        log_probabilities, entropy = _chosen(logits_NGD, pace_logits_NK, step.masks, step.devices, step.paces)
+        ratio = (log_probabilities - step.log_probabilities).exp()
+        clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+        gain = torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None]).sum(1).mean()
+        return -gain - ENTROPY * entropy + VALUE * (values_N - returned).square().mean()
+
+    def _outputs(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self.policy(
+            inputs.groups, inputs.joined, inputs.devices, inputs.pairs, inputs.paces
+        )
+        return found
+
+    def _sampled(self, logits: Floats, allowed: npt.NDArray[np.bool_]) -> Indices:
+        """One a row (Gumbel's trick)."""
+        noise = self._random.gumbel(size=logits.shape)
+        chosen: Indices = np.where(allowed, logits + noise, -np.inf).argmax(1)
+        return chosen
+
+
+def _together(steps: Sequence[Step]) -> Step:
+    first = steps[0].inputs
+    inputs = Inputs(
+        first.groups,
+        first.joined,
+        torch.cat([step.inputs.devices for step in steps]),
+        torch.cat([step.inputs.pairs for step in steps]),
+        torch.cat([step.inputs.paces for step in steps]),
+    )
+    return Step(
+        inputs,
+        torch.cat([step.masks for step in steps]),
+        torch.cat([step.devices for step in steps]),
+        torch.cat([step.paces for step in steps]),
+        torch.cat([step.log_probabilities for step in steps]),
+        torch.cat([step.values for step in steps]),
+    )
+
+
+def _chosen(
+    logits_NGD: torch.Tensor,
+    pace_logits_NK: torch.Tensor,
+    masks: torch.Tensor,
+    devices: torch.Tensor,
+    paces: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities (N, G + 1) of what was chosen, and the mean entropy."""
+    groups = logits_NGD.masked_fill(~masks, -1e9).log_softmax(2)
+    pace = pace_logits_NK.log_softmax(1)
+    entropy = -(groups.exp() * groups).sum(2).mean() - (pace.exp() * pace).sum(1).mean()
+    both = [groups.gather(2, devices[:, :, None]).squeeze(2), pace.gather(1, paces[:, None])]
+    return torch.cat(both, 1), entropy

@@ -1,0 +1,187 @@
+"""Searches that learn: deterministic by seed, within masks, and good where it is easy to be."""
+
+from __future__ import annotations
+
+import random
+from graphlib import CycleError
+
+import numpy as np
+import pytest
+import torch
+from block_graphs import cost, graph
+
+from hetsync.balance.profile import StepTime
+from hetsync.emulation.cluster import Cluster, DeviceGroup, Link
+from hetsync.errors import UserError
+from hetsync.plan.evaluate import Evaluator, Training
+from hetsync.plan.schedule import stage_order
+from hetsync.plan.search.driver import Budget, Driver
+from hetsync.plan.search.features import Features
+from hetsync.plan.search.masks import Masks
+from hetsync.plan.search.placement_policy import untrained
+from hetsync.plan.search.policy_file import Specification, load_policy, save_policy
+from hetsync.plan.search.pretraining import pretrain
+from hetsync.plan.search.registry import make_search
+from hetsync.plan.search.search import Problem
+
+LEARNED = ["hierarchical", "hierarchical-multi", "ppo-time", "tapp", "trinity"]
+GIB = 2**30
+
+
+def problem(blocks=8, times=(1.0, 1.0), edges=None, memory_bytes=None, weight=400, numbers=(1, 4), **options):
+    groups = tuple(
+        DeviceGroup(f"d{rank}", memory_gib=None if memory_bytes is None else memory_bytes[rank] / GIB)
+        for rank in range(len(times))
+    )
+    names = [f"b{index}" for index in range(blocks)]
+    evaluator = Evaluator(
+        graph(names, edges),
+        [cost(weight=weight)] * blocks,
+        Cluster("x", "s", groups, Link(0.0, 1e9)),
+        [StepTime(0.0, seconds) for seconds in times],
+        Training(32),
+    )
+    return Problem(evaluator, numbers, **options)
+
+
+def searched(name, asked, evaluations=200, seed=0):
+    driver = Driver(asked, budget=Budget(evaluations), seed=seed)
+    driver.run(name)
+    return driver
+
+
+def proposals(name, asked, lots, seed):
+    driver = Driver(asked)
+    search = make_search(name, asked, seed)
+    found = []
+    for _ in range(lots):
+        proposed = search.propose()
+        found.append(list(proposed))
+        search.hear([driver._score(_Arm(), placement) for placement in proposed])
+    return found
+
+
+class _Arm:
+    best, evaluations = None, 0
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_seed_gives_the_same_proposals_and_another_gives_others(name):
+    first, again, other = (proposals(name, problem(), 4, seed) for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_two_equal_devices_each_get_half_of_a_chain(name):
+    found = searched(name, problem(numbers=(4,), replicas=((0, 1),)), 400).found()
+    assert [len(stage.blocks) for stage in found.placement.replicas[0].stages] == [4, 4]
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_nothing_is_proposed_for_ever(name):
+    """One block on one device: one plan for each number of micro-batches, and for Trinity one with all in flight."""
+    driver = searched(name, problem(1, (1.0,)))
+    assert driver.arms[0].evaluations <= 3
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_two_replicas_are_placed_on_their_own_ranks(name):
+    asked = problem(6, (1.0, 1.0, 2.0), replicas=((0, 2), (1,)))
+    first, second = searched(name, asked, 60).found().placement.replicas
+    assert {rank for stage in first.stages for rank in stage.ranks} <= {0, 2}
+    assert [stage.ranks for stage in second.stages] == [(1,)]
+
+
+@pytest.mark.parametrize("name", ["ppo-time", "tapp", "trinity"])
+def test_every_rank_has_blocks_where_it_must(name):
+    asked = problem(6, (1.0, 9.0, 50.0), every_rank=True, replicas=((0, 1, 2),))
+    for lot in proposals(name, asked, 3, 0):
+        assert all(len(placement.ranks) == 3 for placement in lot)
+
+
+@pytest.mark.parametrize("name", ["ppo-time", "tapp", "trinity"])
+def test_more_ranks_than_groups_are_refused_where_each_must_have_one(name):
+    with pytest.raises(UserError, match="has 3 ranks, but the model has 2 groups of blocks"):
+        make_search(name, problem(2, (1.0, 1.0, 1.0), every_rank=True, replicas=((0, 1, 2),)))
+
+
+def test_what_does_not_fit_is_left_and_then_never_proposed():
+    """The fastest device has room for a part: an untrained policy begins there, and moves away what it may not hold."""
+    found = searched("trinity", problem(times=(1.0, 4.0), memory_bytes=(12_000, 10**6), replicas=((0, 1),))).found()
+    assert found.costs.feasible
+    assert len(found.placement.ranks) == 2
+
+
+def test_trinity_begins_with_the_plan_that_is_known_and_never_ends_worse():
+    asked = problem(12, (1.0, 2.0, 3.0), numbers=(8,), replicas=((0, 1, 2),))
+    driver = Driver(asked, budget=Budget(150))
+    driver.run("exact")
+    known = driver.fitting
+    search = make_search("trinity", asked, 0, known)
+    assert search._first()[0].tolist()[0] == [
+        index for index, stage in enumerate(known.placement.replicas[0].stages) for _ in stage.blocks
+    ]
+    driver.run("trinity")
+    assert driver.found().objective <= known.objective
+
+
+def test_masks_are_those_of_trying():
+    """By the order of stages and the bytes that are left, for random graphs, in random orders."""
+    for seed in range(60):
+        drawn = random.Random(seed)
+        blocks, ranks = drawn.randrange(2, 9), drawn.randrange(1, 5)
+        pairs = [(a, b) for a in range(blocks) for b in range(a + 1, blocks) if drawn.random() < 0.4]
+        asked = problem(blocks, (1.0,) * ranks, pairs, memory_bytes=[drawn.choice((8_000, 10**6))] * ranks)
+        features = Features(asked, [[(rank,) for rank in range(ranks)]])
+        devices = np.zeros((3, blocks), dtype=np.int64)
+        masks = Masks(features, devices, np.zeros(3, dtype=np.int64), all_used=False)
+        for group in [*range(blocks), *(drawn.randrange(blocks) for _ in range(20))]:
+            allowed = masks.allowed(group)
+            for row, device in np.ndindex(3, ranks):
+                changed = devices[row].copy()
+                changed[group] = device
+                stays = device == devices[row, group]
+                assert allowed[row, device] == (stays or _may(changed, group, pairs, features))
+            chosen = np.array([drawn.choice(np.flatnonzero(row).tolist()) for row in allowed])
+            masks.put(group, chosen)
+            devices[:, group] = chosen
+
+
+def _may(devices, group, pairs, features):
+    on = devices == devices[group]
+    if features.need_bytes[on].sum() > features.limit_bytes[0, devices[group]]:
+        return False
+    edges = {(devices[a], devices[b]) for a, b in pairs if devices[a] != devices[b]}
+    try:
+        stage_order(features.count, edges)
+    except CycleError:
+        return False
+    return True
+
+
+def test_a_policy_is_learned_written_and_begun_with(tmp_path):
+    said = []
+    for name in ("one", "two"):
+        pretrain(tmp_path / name, 5, 7, "the command", said.append)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert said[-1].startswith("5 updates: ")
+    policy = load_policy(tmp_path / "one")
+    trained = make_search("trinity", problem(), 0, None, policy).learner.policy.state_dict()
+    assert all(torch.equal(trained[name], tensor) for name, tensor in policy.state_dict().items())
+    assert trained["choice.weight"].abs().sum() > 0  # 0 in an untrained one
+
+
+def test_policies_that_see_other_things_are_refused(tmp_path):
+    policy, path = untrained(0), tmp_path / "policy"
+    with pytest.raises(UserError, match="does not exist: make one by hetsync plan --pretrain"):
+        load_policy(path)
+    save_policy(path, policy, Specification(policy.width, "c", 0, 1, (), features_version=99))
+    with pytest.raises(UserError, match="sees version 99 of the features of plans, this HetSync version 1"):
+        load_policy(path)
+    save_policy(path, policy, Specification(policy.width + 1, "c", 0, 1, ()))
+    with pytest.raises(UserError, match="holds other layers than its width of 65 says"):
+        load_policy(path)
+    path.write_bytes(b"no tensors")
+    with pytest.raises(UserError, match="is no policy for plans"):
+        load_policy(path)
