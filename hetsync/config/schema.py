@@ -368,6 +368,7 @@ class PlanConfig:
             raise UserError(f"plan.file is {brief(self.file)}, but {command} runs no plan: leave plan.file out")
 
 
+@dataclass(frozen=True)
 class FaultConfig:
     """What becomes of the job when something fails.
 
