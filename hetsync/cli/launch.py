@@ -224,7 +224,7 @@ def submit(script: str) -> None:
             "there is no sbatch here: start this where jobs are submitted, or give --dry-run for the script"
         )
     # What a job around this one has set would count as this job's.
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     kept = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
     done = subprocess.run([sbatch], input=script, env=outside | kept, capture_output=True, text=True, check=False)
     if done.returncode:

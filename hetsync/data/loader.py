@@ -143,7 +143,7 @@ class SlicedWork(Protocol):
 
 class Loader:
     """A rank's slices. Loads a task as soon as the rank is given it, which is one task ahead of its use (a rank alone:
-    up to seven short ones). Its first batch goes to the device at once, the others one slice ahead.
+    up to fifteen short ones). Its first batch goes to the device at once, the others one slice ahead.
 
     A batch may take `timeout_seconds`.
     """

@@ -35,12 +35,12 @@ class BlockingCollectives:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
-        data = codec.dumps(value)
+        data, own = codec.dumps_own(value)
         if self._place > 0:
             request = self._comm.Issend(data, dest=0)
             self._wait(request.Test, self._first)
-            return [codec.loads(part) for part in self.broadcast(None)]
-        return [codec.loads(part) for part in self.broadcast(self._collect(data))]
+            return [codec.loads(part, own) for part in self.broadcast(None)]
+        return [codec.loads(part, own) for part in self.broadcast(self._collect(data))]
 
     def _collect(self, own: bytes) -> list[bytes]:
         arrived: dict[int, bytes | bytearray] = {0: own}

@@ -2,7 +2,8 @@
 
 Whoever reaches a rank's port could send it a pickle, and a pickle may name any function to be called. Here it may name
 what makes plain data and nothing else: records (dataclasses, named tuples, enumerations, mistakes of users) of modules
-that are loaded already, tensors, arrays, and a few types of Python's own.
+that are loaded already, tensors, arrays, and a few types of Python's own. Where all ranks give a value at once, those
+of the others may also name what this rank's own does: a user's metric is of the same class on every rank.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import dataclasses
 import io
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import cache
+from types import BuiltinFunctionType, FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -27,28 +29,59 @@ PLAIN = {
     "decimal": ("Decimal",),
     "fractions": ("Fraction",),
     "pathlib": ("Path", "PosixPath", "PurePath", "PurePosixPath"),
+    "pathlib._local": ("Path", "PosixPath", "PurePath", "PurePosixPath"),  # Python 3.13
     "torch": ("Size", "device"),
-    "torch._utils": ("_rebuild_parameter", "_rebuild_tensor_v2"),
+    "torch._utils": ("_rebuild_parameter", "_rebuild_tensor_v2", "_rebuild_tensor_v3"),
     "numpy": ("dtype", "ndarray"),
     "numpy.core.multiarray": ("_reconstruct", "scalar"),  # numpy 1
     "numpy._core.multiarray": ("_reconstruct", "scalar"),
     "numpy.core.numeric": ("_frombuffer",),
     "numpy._core.numeric": ("_frombuffer",),
 }
+NOTHING: Mapping[tuple[str, str], Any] = MappingProxyType({})
 FACTORIES = ("int", "float", "str", "bool", "list", "dict", "tuple")  # of a defaultdict, and how some types are named
+
+
+Names = Mapping[tuple[str, str], Any]  # classes and functions by module and name
 
 
 def dumps(value: Any) -> bytes:
     return pickle.dumps(value)
 
 
-def loads(data: bytes | bytearray) -> Any:
-    """What `dumps` was given. UserError where that has objects of another class; none of its code is run."""
-    return _Decoder(io.BytesIO(data)).load()
+def dumps_own(value: Any) -> tuple[bytes, Names]:
+    """The same, and the classes and functions that this names."""
+    data = io.BytesIO()
+    encoder = _Encoder(data)
+    encoder.dump(value)
+    return data.getvalue(), encoder.named
+
+
+def loads(data: bytes | bytearray, own: Names = NOTHING) -> Any:
+    """What `dumps` was given. UserError where that has objects of another class, unless this rank's `own` value has,
+    too; none of its code is run."""
+    return _Decoder(data, own).load()
+
+
+class _Encoder(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.named: dict[tuple[str, str], Any] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type | FunctionType | BuiltinFunctionType):
+            self.named[value.__module__, value.__qualname__] = value
+        return NotImplemented
 
 
 class _Decoder(pickle.Unpickler):
+    def __init__(self, data: bytes | bytearray, own: Names) -> None:
+        super().__init__(io.BytesIO(data))
+        self._own = own
+
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._own and module != "torch.storage":
+            return self._own[module, name]
         return _admitted(module, name)
 
 
@@ -58,13 +91,13 @@ def _admitted(module: str, name: str) -> Any:
         return _storage  # torch's own would unpickle anything
     loaded = sys.modules.get(module)
     found = getattr(loaded, name, None)  # no dotted names: a record's methods are not it
-    if name in PLAIN.get(module, ()) or (module == "builtins" and name in FACTORIES):
+    if found is not None and (name in PLAIN.get(module, ()) or (module == "builtins" and name in FACTORIES)):
         return found
     if isinstance(found, torch.dtype) or (isinstance(found, type) and found.__module__ == module and _is_record(found)):
         return found
     raise UserError(
-        f"a value of {module}.{name} does not travel between ranks: give numbers, text, tensors, dataclasses, named"
-        " tuples, or lists and dictionaries of these"
+        f"a value of {module}.{name} does not travel between ranks: give numbers, text, tensors, dataclasses and named"
+        " tuples of modules that all ranks import, or lists and dictionaries of these"
     )
 
 

@@ -126,6 +126,7 @@ class MpiMembers:
             comm = cast(MPI.Intracomm, comm.Shrink())
             comm.Set_errhandler(MPI.ERRORS_RETURN)
             try:
+                self._heed_end_after_death()  # it may have come meanwhile, and would be lost
                 left = self._group_ranks(comm.Get_group())
                 return MpiMembers(comm, left, self.tolerant)
             except MPI.Exception:

@@ -146,12 +146,12 @@ class _Meetings:
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
         self._come()
-        data = codec.dumps(value)
+        data, own = codec.dumps_own(value)
         lengths = self._all_gather(torch.tensor([len(data)]))
         sent = torch.zeros(int(lengths.max()), dtype=torch.uint8)
         sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = self._all_gather(sent).view(self._size, -1)
-        return [codec.loads(bytes(part[:length].numpy())) for part, length in zip(parts, lengths, strict=True)]
+        return [codec.loads(bytes(part[:length].numpy()), own) for part, length in zip(parts, lengths, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every rank."""

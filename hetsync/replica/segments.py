@@ -87,13 +87,6 @@ class SegmentSums:
         changes = [(buffer - self._before[buffer]) * weight for buffer in buffers]
         return torch.cat([there, *(each.flatten().float().cpu() for each in (*gradients, *changes))])
 
-    def _summed(self, holders: tuple[int, ...], flat: torch.Tensor) -> torch.Tensor:
-        for holder in holders[1:]:
-            flat += self._channels.receive(holder)[1][0]
-        for holder in holders[1:]:
-            self._channels.send(None, [flat], holder)
-        return flat
-
     def _unpack(self, holders: tuple[int, ...], flat: torch.Tensor) -> None:
         weights, buffers = self._weights[holders], self._buffers[holders]
         there, *values = flat.split([len(weights), *(each.numel() for each in (*weights, *buffers))])

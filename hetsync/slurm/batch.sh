@@ -9,7 +9,7 @@
 #   max_restarts   a job that is requeued more often than this has failed
 #   max_crashes    so many in a row, without a checkpoint between them, are not mended by another start
 
-stopped=85 too_few_ranks=86 mistake=2 # hetsync/errors.py
+stopped=85 mistake=2  # hetsync/errors.py
 killed_by_usr1=138                    # a request that came before training had begun: nothing is lost
 crash_count=hetsync-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}.crashes
 
@@ -27,7 +27,8 @@ requeue() {
     ((${SLURM_RESTART_COUNT:-0} < max_restarts)) || fail "$1, but was requeued $max_restarts times already"
     say "$1, and requeued"
     trap '' TERM # SLURM ends this script while it requeues the job
-    scontrol requeue "$SLURM_JOB_ID"
+    # The number of an array's last task is also the whole array's.
+    scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
     sleep 60
 }
 
@@ -37,7 +38,7 @@ count_crash() {
     if [[ -e $crash_count ]]; then { read -r crashes && read -r newest_then; } <"$crash_count"; fi
     if [[ $newest != "$newest_then" ]]; then crashes=0; fi
     printf '%s\n' $((++crashes)) "$newest" >"$crash_count"
-    ((crashes < max_crashes)) || fail "crashed with status $1, $crashes times in a row without a new checkpoint"
+    ((crashes < max_crashes)) || fail "crashed with status $1, $crashes times in a row${run_dir:+ without a new checkpoint}"
 }
 
 job='' asked=''
@@ -45,12 +46,12 @@ trap 'asked=1; interrupted=1; [[ -z $job ]] || kill -USR1 "$job" 2>/dev/null || 
 
 if [[ -n $venv ]]; then
     "$venv/bin/python" -c '' 2>/dev/null ||
-        fail "$venv has no Python that runs on $(hostname): make it where all nodes see it"
+        fail "$venv has no Python that runs on $(hostname): make it by launch/environment, or give another, where all nodes see it"
     export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH
 fi
-if [[ -n $run_dir ]]; then mkdir -p "$run_dir"; fi # that containers see it
+if [[ -n $run_dir ]]; then (umask o-w && mkdir -p "$run_dir"); fi # that containers see it
 if [[ ${program[0]} == hetsync-train ]]; then
-    program+=(--run.dir "$run_dir")
+    program=(hetsync-train --run.dir "$run_dir" "${program[@]:1}")
     if [[ -n $(newest_checkpoint) ]]; then program+=(--resume "$run_dir"); fi
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
@@ -118,13 +119,16 @@ done
 
 # mpirun returns 0 where a node is lost.
 if ((status == 0)) && [[ -n $run_dir ]] && ! grep -q '"status": "finished"' "$run_dir/summary.json" 2>/dev/null; then
+    say "ended with 0, but $run_dir/summary.json says of no finished run"
     status=1
 fi
 
 case $status in
     0) rm -f "$crash_count" ;;
-    "$stopped" | "$killed_by_usr1") requeue "stopped on request" ;;
-    "$too_few_ranks") requeue "stopped, as too few ranks were left" ;;
+    "$stopped" | "$killed_by_usr1")
+        rm -f "$crash_count"
+        requeue "stopped on request"
+        ;;
     "$mistake" | 129 | 130 | 143) rm -f "$crash_count" ;; # to be mended, or cancelled
     *)
         count_crash "$status"

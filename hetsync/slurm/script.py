@@ -144,9 +144,16 @@ class BatchJob:
 
 def script_of(job: BatchJob) -> str:
     """The whole script: what it asks for, its settings, and what every job does."""
-    lines = ["#!/usr/bin/env bash", "# Written by hetsync launch slurm.", *_head(job), "set -euo pipefail", ""]
+    lines = [
+        "#!/usr/bin/env bash",
+        "# Written by hetsync launch slurm.",
+        *_head(job),
+        *job.setup,
+        "set -euo pipefail",
+        "",
+    ]
     body = (files("hetsync.slurm") / "batch.sh").read_text(encoding="utf-8")
-    return "\n".join([*lines, *job.setup, *_settings(job), *_swept(job), "", body])
+    return "\n".join([*lines, *_settings(job), *_swept(job), "", body])
 
 
 def _head(job: BatchJob) -> Iterator[str]:

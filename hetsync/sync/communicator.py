@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -91,9 +91,10 @@ class Death:
 
 
 def first_books(coordinator: Coordinator) -> Books:
-    """Before the first task."""
+    """Before the first task, and at a rest."""
     machine = coordinator.machine
-    return Books([machine.standing], [(0, machine.ledger.applied)], machine.version)
+    applied = [(0, machine.ledger.applied)]
+    return Books([machine.standing], applied, machine.version, samples_by_rank=dict(machine.samples_by_rank))
 
 
 class PendingCollectives:
@@ -305,7 +306,9 @@ class Communicator:
 
     def _follow(self, instructions: Sequence[Notice]) -> None:
         if self._books is not None:
-            self._books.follow(instructions)
+            synchronous = any(isinstance(told, StartRound) and told.synchronous for told in instructions)
+            if not synchronous:  # see `_renew_books`
+                self._books.follow(instructions)
             instructions = [notice for notice in instructions if self._is_own(notice)]
         for instruction in instructions:
             if isinstance(instruction, AssignTask):
@@ -369,6 +372,7 @@ class Communicator:
         with self._shared.changed:
             self._shared.phase = Phase.TRAINING if start.drain is None else Phase.DRAINING
             self._shared.worker.join(start.number)
+            self._shared.changed.notify_all()  # a task may start that was not to be in this round
         return self._synchronous_round(start) if start.synchronous else self._delayed_round(start)
 
     def _delayed_round(self, start: StartRound) -> Iterator[None]:
@@ -484,11 +488,17 @@ class Communicator:
         if start.drain:
             while self._coordinator is not None and self._coordinator.machine.version <= start.number:
                 yield  # until every `Contributed` is in: the books must be closed before anybody reads them
+            self._renew_books(start)
             with shared.changed:
                 shared.drained, shared.phase = start, Phase.RESTING
                 shared.changed.notify_all()
 
     # A death.
+
+    def _renew_books(self, drain: StartRound) -> None:
+        """A death in synchronous mode ends the job, so that nobody keeps its books; they are those of delayed mode."""
+        if drain.synchronous and self._books is not None and self._coordinator is not None:
+            self._books = replace(first_books(self._coordinator), attempt=self._books.attempt)
 
     def _recover(self, lost: MembersLost) -> None:
         """Go on with those who are left. Raises LostError where that cannot be."""
@@ -517,7 +527,9 @@ class Communicator:
         shared = self._shared
         synchronous = self._synchronous or shared.worker.synchronous
         controlled = self._options.measure_norms  # by what has seen the machine that is to be made anew
-        if synchronous or controlled or shared.phase is Phase.RESTING or not self._keeps_going:
+        # What 16-bit weights could not take over yet is lost where a contribution returns.
+        rounded = isinstance(shared.deltas, Deltas) and not shared.deltas.exact
+        if synchronous or controlled or rounded or shared.phase is Phase.RESTING or not self._keeps_going:
             raise LostError(str(lost)) from lost
 
     def _report(self) -> Report:

@@ -42,8 +42,8 @@ Deliver = Callable[[Sequence[Instruction]], None]
 Rebuild = Callable[[Decision, Mapping[int, Report], Mapping[int, int]], tuple[RoundStateMachine, Deliver]]
 """The machine by what survivors of a death have agreed on, their reports and their shares, and what delivers for it."""
 
-LONE_SECONDS_HELD = 0.04  # of tasks, as long as a rank alone then takes to see a signal
-MOST_TASKS_HELD = 8
+LONE_SECONDS_HELD = 0.08  # of tasks, as long as a rank alone then takes to see a signal
+MOST_TASKS_HELD = 16
 
 
 class Control(Protocol):
@@ -101,8 +101,7 @@ class Coordinator:
         working = {rank: share for rank, share in shares.items() if not reports[rank].holding.withdrawn}
         for rank in set(self.machine.members).difference(shares):
             self.speeds.forget(rank)
-        if self._rebalance:
-            shares |= self._sliced_anew(working)
+        shares |= self._sliced_anew(working)
         self.machine, self._deliver = self._rebuild(decision, reports, shares)
         self.settings = self.machine.settings
         self._reconsider_from = self.machine.version + LEAST_OBSERVATIONS

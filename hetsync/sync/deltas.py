@@ -106,7 +106,7 @@ class Deltas:
         """Local `weights` and float `buffers`, in the same order on every rank; `outer` acts on weights only. Of
         `ranks_counted` each round tells who has given how many samples; this is `rank`."""
         self._local = [tensor.detach() for tensor in [*weights, *buffers]]
-        self._exact = all(tensor.dtype is torch.float32 for tensor in self._local)
+        self.exact = all(tensor.dtype is torch.float32 for tensor in self._local)
         self._outer = outer
         self._weights = sum(tensor.numel() for tensor in weights)  # values
         self._first_buffer = len(weights)
@@ -191,20 +191,20 @@ class Deltas:
     def apply(self) -> bool:
         """u ← u + X, between two inner steps; False while that would hide progress in flight."""
         if self._land(self._add):
-            self._correction.empty = self._exact
+            self._correction.empty = self.exact
             return True
         if self._folded:
             return False
         if not self._correction.empty:
             for index in range(len(self._runs)):
                 self._add(index, self._correction)
-            self._correction.empty = self._exact
+            self._correction.empty = self.exact
         return True
 
     def _add(self, index: int, change: Buffer) -> None:
         """u ← u + change. What 16-bit weights cannot hold stays in it, or the next P would take it back from all."""
         run, pieces = self._runs[index], change.pieces[index]
-        if self._exact:
+        if self.exact:
             torch._foreach_add_(run, pieces)
         else:
             torch._foreach_add_(pieces, run)

@@ -134,7 +134,6 @@ class LoneGradients:
             if not self._slices_left:
                 self.close()
 
-    @torch.no_grad()
     def flush(self, samples: int, number: int | None = None, scaled: bool = False, computed: bool = True) -> float:
         """Returns something finite where all gradients up to this stage are."""
         self.samples = samples

@@ -203,7 +203,7 @@ def still_to_tell(events: Iterable[Event]) -> list[Event]:
 class Action(Enum):
     GO_ON = auto()
     GO_BACK = auto()  # to the newest checkpoint, in place: nobody is left who kept the books
-    END = auto()  # too few are left: drain, save where the books are there, and end with status 86
+    END = auto()  # too few are left: drain, save where the books are there, and end
 
 
 class Decision(NamedTuple):
@@ -239,10 +239,7 @@ def too_few(ranks: int, last_ranks: int, least_ranks: int | None) -> str | None:
     if ranks >= least:
         return None
     why = f"fault.least_ranks is {least}" if least_ranks is not None else f"more than half of {last_ranks} must be"
-    return (
-        f"{ranks} of {last_ranks} ranks are left, and {why}: the job ends with status 86; go on with --resume, or set"
-        f" fault.least_ranks to {ranks}"
-    )
+    return f"{ranks} of {last_ranks} ranks are left, and {why}: the job ends; go on with --resume"
 
 
 def decide(reports: Mapping[int, Report], last_ranks: int, least_ranks: int | None = None) -> Decision:

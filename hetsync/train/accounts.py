@@ -88,10 +88,11 @@ class TaskInWork:
 
 
 def one_number(loss: torch.Tensor | float) -> torch.Tensor | float:
-    """A loss as a detached copy, which stays as it is, without waiting for the device. UserError where it is not one
-    number."""
+    """A loss as a number, or as a detached copy, which stays as it is, where that would wait for the device. UserError
+    where it is not one number."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return loss.detach().clone()
+        loss = loss.detach()
+        return float(loss) if loss.is_cpu else loss.clone()
     if isinstance(loss, int | float):
         return float(loss)
     what = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"that is a {type(loss).__name__}"

@@ -142,7 +142,7 @@ def check_callable(who: str, function: Any, *arguments: Any) -> None:
     if not callable(function):
         raise UserError(f"{who} got a {type(function).__name__}: give a function")
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)  # a wrapper may supply arguments
     except (TypeError, ValueError):  # some of C have none
         return
     try:

@@ -18,7 +18,7 @@ from hetsync.telemetry import Telemetry
 from hetsync.train.accounts import TrainingClock
 from hetsync.train.display import Shows, make_display
 from hetsync.train.evaluation import record
-from hetsync.train.run_folder import Status
+from hetsync.train.run_folder import Status, mark_failed
 from hetsync.train.summary import (
     JobFigures,
     PlanFigures,
@@ -218,6 +218,8 @@ class Books:
         self._telemetry.record("failure", error=error)
         self._telemetry.close()
         self._display.failed(error)
+        if self._rank == 0 and self._at.folder is not None:
+            mark_failed(self._at.folder)
         self._display.close(None)
 
     def _job(self, status: Status) -> JobFigures:

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from hetsync.config.schema import RunConfig
-from hetsync.errors import UserError, brief
+from hetsync.errors import UserError, brief, complain
 from hetsync.files import SUMMARY, DiskError, write_atomically
 from hetsync.plane.base import Plane, decided_by_first
 
@@ -89,10 +90,24 @@ def _not_writable_for_others() -> Iterator[None]:
 
 def _check_protected(folder: Path) -> None:
     if folder.stat().st_mode & stat.S_IWOTH:
+        if _ignores_modes(folder):
+            complain(
+                f"run folder {folder} is on a file system without permissions: whoever can write there can forge it"
+            )
+            return
         raise UserError(
             f"run folder {folder} can be written by every user of this machine, who could then forge its checkpoints:"
             f" chmod -R o-w {folder}, or choose another"
         )
+
+
+def _ignores_modes(folder: Path) -> bool:
+    """File systems of other kinds than Unix's (vfat, CIFS, some of containers) show one mode for all."""
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as probe:  # made for its owner alone
+            return bool(os.stat(probe).st_mode & stat.S_IWOTH)
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

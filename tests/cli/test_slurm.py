@@ -218,7 +218,8 @@ class Job:
             "SLURM_JOB_NODELIST": "n1",
             "SLURM_RESTART_COUNT": str(restart),
         }
-        words = ["bash", str(self.script)]
+        # Jobs in this process may have left it ignoring requests, and so what it starts.
+        words = ["env", "--default-signal=USR1", "bash", str(self.script)]
         env = {**os.environ, **told}
         done = subprocess.run(words, cwd=self.folder, env=env, capture_output=True, text=True, timeout=30, check=False)
         return done.returncode, done.stderr

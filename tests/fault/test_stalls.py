@@ -19,7 +19,7 @@ JOB = """
 import os, signal, sys, time
 from training import train
 from hetsync.cli.shared import on_all_ranks
-from hetsync.config.schema import RunConfig, SyncConfig
+from hetsync.config.schema import Config, SyncConfig
 from hetsync.plane.faulty import FaultyPlane, Stall
 from hetsync.train.terms import NoEvaluation
 
@@ -69,7 +69,7 @@ def job(plane):
     )
     return 0
 
-sys.exit(on_all_ranks(RunConfig(), job))
+sys.exit(on_all_ranks(Config(), job))
 """.replace("LIMIT", str(LIMIT))
 
 
@@ -118,7 +118,7 @@ EXIT = """
 import sys
 from training import train
 from hetsync.cli.shared import on_all_ranks
-from hetsync.config.schema import RunConfig, SyncConfig
+from hetsync.config.schema import Config, SyncConfig
 
 bound, code = int(sys.argv[1]), eval(sys.argv[2])
 
@@ -130,7 +130,7 @@ def job(plane):
     train(plane, SyncConfig(bound, 0.25, rebalance=False), samples=100000, on_slice=on_slice, timeout_seconds=600)
     return 0
 
-sys.exit(on_all_ranks(RunConfig(), job))
+sys.exit(on_all_ranks(Config(), job))
 """
 
 

@@ -65,6 +65,22 @@ def test_objects_are_gathered_in_rank_order(plane: Plane) -> None:
     assert plane.gather_objects(values[plane.rank]) == values
 
 
+class Metric:
+    """Of a user's own, with a function of its module's."""
+
+    def __init__(self, values: list[int]) -> None:
+        self.values, self.merge = values, doubled
+
+
+def doubled(values: list[int]) -> list[int]:
+    return values * 2
+
+
+def test_objects_of_a_class_that_all_ranks_give_are_gathered(plane: Plane) -> None:
+    told = [each["metric"] for each in plane.gather_objects({"metric": Metric([plane.rank])})]
+    assert [metric.merge(metric.values) for metric in told] == [[rank, rank] for rank in range(plane.size)]
+
+
 def test_rank_0_broadcasts(plane: Plane) -> None:
     assert plane.broadcast_object(("rank", plane.rank)) == ("rank", 0)
     assert plane.broadcast_object(None) is None

@@ -145,7 +145,7 @@ def test_a_job_computes_on_all_cores_and_loads_and_talks_on_one() -> None:
 def test_a_rank_among_others_talks_on_one_core() -> None:
     watched = Watched()
     plane = WatchedPlane(watched)
-    plane.size = 2
+    plane.members = (0, 1)
     engine = Engine(plane, torch.nn.Linear(3, 1), EngineOptions(4))
     engine.start()
     deadline = time.monotonic() + 10

@@ -115,3 +115,12 @@ def test_nothing_is_imported_for_a_message() -> None:
         codec.loads(b"cantigravity\nRecord\n.")
     with pytest.raises(UserError, match="does not travel"):
         codec.loads(b"\x80\x04\x8c\x0bdataclasses\x8c\x0esys.modules.os\x93.")
+
+
+def test_what_a_rank_names_itself_may_come_from_others() -> None:
+    theirs, named = codec.dumps_own({"mine": Other()})
+    assert isinstance(codec.loads(theirs, named)["mine"], Other)
+    with pytest.raises(UserError, match=r"test_codec\.Other does not travel"):
+        codec.loads(theirs)
+    with pytest.raises(UserError, match="does not travel"):
+        codec.loads(pickle.dumps(Acts(os.getpid)), named)

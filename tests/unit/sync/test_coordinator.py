@@ -81,7 +81,7 @@ class Office:
         return [member.share for member in self.machine.members.values()]
 
 
-@pytest.mark.parametrize(("seconds", "tasks"), [(0.0, 8), (0.005, 8), (0.006, 6), (0.019, 2), (5.0, 2)])
+@pytest.mark.parametrize(("seconds", "tasks"), [(0.0, 16), (0.005, 16), (0.006, 13), (0.03, 2), (5.0, 2)])
 def test_a_rank_alone_holds_as_many_tasks_as_take_a_moment(seconds, tasks):
     assert tasks_held_alone(seconds) == tasks
 

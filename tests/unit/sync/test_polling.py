@@ -107,5 +107,7 @@ def _communicator(main_thread: MainThread, phase: Phase, delayed: bool) -> commu
         router=Router(plane),
         coordinator=None,
         on_task=lambda task: None,
+        on_dropped=lambda task: None,
+        on_death=lambda death: None,
         telemetry=Telemetry(None),
     )

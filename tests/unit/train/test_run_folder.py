@@ -20,6 +20,7 @@ import pytest
 from hetsync.config.schema import RunConfig
 from hetsync.errors import UserError
 from hetsync.plane.local import LocalPlane
+from hetsync.train import run_folder
 from hetsync.train.run_folder import LOCK, keep, mark_failed, status_of, working_folder
 
 FORK = multiprocessing.get_context("fork")
@@ -167,6 +168,16 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, resume: bool)
     with pytest.raises(UserError, match=f"{tmp_path} can be written by every user.*: chmod -R o-w"):
         working(tmp_path, resume).__enter__()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_without_permissions_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(run_folder, "_ignores_modes", lambda folder: True)
+    with working(tmp_path):
+        pass
+    assert "is on a file system without permissions" in capsys.readouterr().err
 
 
 @pytest.fixture
