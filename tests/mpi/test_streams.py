@@ -19,7 +19,7 @@ from hetsync.train.job import Job, StoppedByRequest
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
 
-BATCH, SAMPLES = 12, 150
+BATCH, SAMPLES = 12, 450
 BOUNDS = pytest.mark.parametrize("bound", [0, 4])
 
 
@@ -126,7 +126,7 @@ def test_a_stream_that_ends_early_is_one_sentence(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as ended:
         train_alone(Numbers(70))
     assert ended.value.code == 2
-    assert "the training data has 70 samples, but 150 are to be read" in capsys.readouterr().err
+    assert "the training data has 70 samples, but 450 are to be read" in capsys.readouterr().err
 
 
 def train_alone(data: Numbers) -> None:
