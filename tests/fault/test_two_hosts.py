@@ -99,9 +99,12 @@ def test_profile_measures_the_link(lab: Path, tmp_path: Path) -> None:
 
 def test_sums_between_hosts_are_not_in_place(lab: Path, tmp_path: Path) -> None:
     """Where MPI would send everything through one rank; tests/mpi/test_mpi_plane.py has those on one host."""
-    told = "from hetsync.plane.mpi import MpiSums; sums = MpiSums(); print([lane.copies for lane in sums._lanes])"
     script = tmp_path / "told.py"
-    script.write_text(told)
+    script.write_text(
+        "from hetsync.plane.mpi import MpiSums\n"
+        "from hetsync.plane.mpi_members import MpiMembers\n"
+        "print([lane.copies for lane in MpiSums(MpiMembers.of_world(tolerant=False))._lanes])\n"
+    )
     done = _ended([str(lab / "mpirun"), "-np", "2", sys.executable, str(script)], tmp_path)
     assert done.out.splitlines() == 2 * ["[True, True]"], done.story
 
