@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -11,7 +12,7 @@ from hetsync.balance.profile import RankProfile
 from hetsync.balance.shares import choose_shares
 from hetsync.cli.simulated_job import LARGEST_TABLE
 from hetsync.config.schema import Config, SyncConfig
-from hetsync.emulation.cluster import Cluster, Link
+from hetsync.emulation.cluster import Cluster, Link, PairLink
 from hetsync.simulate.gain import Gain
 
 UNCERTAIN = 0.1  # of a speed: beyond, another measurement would say something else
@@ -24,6 +25,7 @@ def show(config: Config, cluster: Cluster, profiles: Sequence[RankProfile], gain
     else:
         console.print(f"{len(profiles):,} ranks, too many to show one by one")
     console.print(link_sentence(cluster.link, len(profiles)))
+    console.print(*links_sentences(cluster.links), sep="\n", end="\n" if cluster.links else "")
     console.print(_ways(config.sync, gain))
     console.print(*gain_sentences(cluster, profiles, gain), sep="\n")
 
@@ -49,8 +51,25 @@ def link_sentence(link: Link | None, ranks: int) -> str:
         return "link: free"
     if link.compute_fraction is not None:
         return f"link: a round takes {link.compute_fraction:g} of a slice's time"
-    rate = "unlimited" if link.bytes_per_second is None else f"{link.bytes_per_second / 1e6:,.1f} MB/s a rank"
-    return f"link: {link.latency_seconds * 1e3:.3f} ms a sum, {rate}"
+    a_rank = "" if link.bytes_per_second is None else " a rank"
+    return f"link: {link.latency_seconds * 1e3:.3f} ms a sum, {_rate(link)}{a_rank}"
+
+
+def links_sentences(links: Sequence[PairLink]) -> list[str]:
+    """Between two ranks, the slowest first; of many the slowest only."""
+    slowest = sorted(links, key=lambda pair: (pair.bytes_per_second or math.inf, -pair.latency_seconds))
+    lines = [f"  {_where(pair)}: {pair.latency_seconds * 1e3:.3f} ms, {_rate(pair.link)}" for pair in slowest]
+    left = len(lines) - LARGEST_TABLE
+    return lines if left <= 0 else [*lines[:LARGEST_TABLE], f"  {left:,} others are faster"]
+
+
+def _where(pair: PairLink) -> str:
+    one, other = pair.between
+    return f"within {one}" if one == other else f"between {one} and {other}"
+
+
+def _rate(link: Link) -> str:
+    return "unlimited" if link.bytes_per_second is None else f"{link.bytes_per_second / 1e6:,.1f} MB/s"
 
 
 def _ways(sync: SyncConfig, gain: Gain) -> Table:

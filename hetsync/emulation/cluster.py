@@ -276,10 +276,13 @@ class Cluster:
         return next((pair.link for pair in self.links if pair.joins(*groups)), self.link or Link())
 
     def ring_link(self, ranks: Sequence[int]) -> Link:
-        """What an allreduce of these ranks travels on: the slowest of the links between neighbours in the ring."""
+        """What an allreduce of these ranks travels on: the slowest of the links between neighbours in the ring. That of
+        all ranks is no faster than `link`, by which `hetsync profile` measures it."""
         if not self.links or len(ranks) == 1:
             return self.link or Link()
         links = [self.link_between(*pair) for pair in pairwise([*ranks, ranks[0]])]
+        if self.link is not None and len(ranks) == self.size:
+            links.append(self.link)
         bandwidths = [link.bytes_per_second for link in links if link.bytes_per_second is not None]
         return Link(max(link.latency_seconds for link in links), min(bandwidths, default=None))
 

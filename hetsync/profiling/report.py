@@ -18,6 +18,7 @@ from hetsync.emulation.cluster import Cluster, DeviceGroup
 from hetsync.plane.base import Plane
 from hetsync.profiling.interconnect import measure_interconnect
 from hetsync.profiling.measure import Subject, autocast, find_place, limit_threads, measure_ranks, take_device
+from hetsync.profiling.topology import measure_links
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def profile_cluster(plane: Plane, config: Config) -> ProfiledCluster:
         f"measured by hetsync profile: {plane.size} ranks on {', '.join(hosts)}, model {config.model.name},"
         f" batch {config.data.batch_size} in slices of {', '.join(map(str, shares))}"
     )
-    cluster = Cluster(config.run.name, source, groups, measure_interconnect(plane))
+    links = measure_links(plane, [profile.host for profile in profiles])
+    cluster = Cluster(config.run.name, source, groups, measure_interconnect(plane), links=links)
     return ProfiledCluster(cluster, profiles, model)
 
 
@@ -73,15 +75,17 @@ def group_devices(
     memory_gib: Sequence[float | None],
 ) -> tuple[DeviceGroup, ...]:
     """Neighbouring ranks with like devices as one group, of their mean time; the slowest has speed 1 in its slices,
-    where ranks reach these `rates`."""
+    where ranks reach these `rates`. Of several hosts each has groups of its own."""
     ranks = zip(profiles, rates, memory_gib, strict=True)
+    several = len({profile.host for profile in profiles}) > 1
     groups, group_rates = [], []
-    for (name, memory), listed in groupby(ranks, key=lambda rank: (rank[0].device, rank[2])):
+    for (name, memory, host), listed in groupby(ranks, key=lambda rank: (rank[0].device, rank[2], rank[0].host)):
         members = [(profile, rate) for profile, rate, _ in listed]
         group_rates.append(fmean(rate for _, rate in members))
         fixed, each = _mean_time(members)
-        group = DeviceGroup(name, len(members), 1.0, memory, {model_name: round(1 / each, 2)}, round(fixed, 6))
-        groups.append(group)
+        rate_of = {model_name: round(1 / each, 2)}
+        at = host if several else None
+        groups.append(DeviceGroup(name, len(members), 1.0, memory, rate_of, round(fixed, 6), at))
     slowest = min(group_rates)
     return tuple(
         replace(group, speed=round(rate / slowest, 3)) for group, rate in zip(groups, group_rates, strict=True)

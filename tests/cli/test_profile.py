@@ -10,8 +10,8 @@ import torch
 
 from hetsync.balance.profile import RankProfile, StepTime
 from hetsync.cli import main as cli
-from hetsync.cli.profile_report import gain_sentences, link_sentence
-from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, LognormalJitter, load_cluster
+from hetsync.cli.profile_report import gain_sentences, link_sentence, links_sentences
+from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, LognormalJitter, PairLink, load_cluster
 from hetsync.simulate.gain import Gain
 
 
@@ -61,6 +61,14 @@ def test_links_in_words() -> None:
     assert link_sentence(None, 4) == link_sentence(Link(0.1), 1) == "link: free"
     assert link_sentence(Link(0.002, 125e6), 4) == "link: 2.000 ms a sum, 125.0 MB/s a rank"
     assert link_sentence(Link(0.002), 4) == "link: 2.000 ms a sum, unlimited"
+
+
+def test_links_by_pair_the_slowest_first() -> None:
+    pairs = [PairLink(("a", "a"), 1e-6, 1e10), PairLink(("a", "b"), 1e-3, 1e8)]
+    slow, fast = links_sentences(pairs)
+    assert slow == "  between a and b: 1.000 ms, 100.0 MB/s"
+    assert fast == "  within a: 0.001 ms, 10,000.0 MB/s"
+    assert links_sentences(20 * pairs)[-1] == "  8 others are faster"
 
 
 def test_what_the_answer_leaves_out() -> None:

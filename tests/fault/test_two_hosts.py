@@ -95,6 +95,10 @@ def test_profile_measures_the_link(lab: Path, tmp_path: Path) -> None:
     profile = yaml.safe_load((tmp_path / "cluster.yaml").read_text())
     assert "2 ranks on h0, h1" in profile["source"]
     assert 0 < profile["link"]["bytes_per_second"] < BYTES_PER_SECOND, "no faster than the link is"
+    (between,) = profile["links"]
+    assert between["between"] == ["h0", "h1"]
+    assert 0 < between["bytes_per_second"] < 1.1 * BYTES_PER_SECOND
+    assert [group["host"] for group in profile["devices"]] == ["h0", "h1"]
 
 
 def test_sums_between_hosts_are_not_in_place(lab: Path, tmp_path: Path) -> None:

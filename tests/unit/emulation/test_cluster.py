@@ -226,6 +226,7 @@ def test_links_by_pair(pair, link):
 
 def test_an_allreduce_takes_the_slowest_link_of_its_ring():
     assert TWO_HOSTS.ring_link(range(5)) == Link(0.2, 50.0)
+    assert replace(TWO_HOSTS, link=Link(0.3, 40.0)).ring_link(range(5)) == Link(0.3, 40.0)
     assert TWO_HOSTS.ring_link([0, 1, 2]) == Link()
     assert TWO_HOSTS.ring_link([3]) == Link(1e-3, 1e6)
     assert replace(TWO_HOSTS, links=()).ring_link(range(5)) == Link(1e-3, 1e6)

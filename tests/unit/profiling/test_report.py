@@ -48,3 +48,9 @@ def test_the_slowest_group_has_speed_1():
 def test_samples_that_seem_to_cost_nothing_still_have_a_rate():
     (group,) = grouped([StepTime(0.1, 0.0)], ["a"])
     assert (group.fixed_seconds, group.samples_per_second) == (0.0, {"cnn": 500.0})
+
+
+def test_each_of_several_hosts_has_groups_of_its_own():
+    profiles = [RankProfile("a", host, StepTime(0.0, 0.01)) for host in ("h0", "h0", "h1")]
+    groups = group_devices("cnn", profiles, [100.0] * 3, [None] * 3)
+    assert [(group.host, group.count) for group in groups] == [("h0", 2), ("h1", 1)]
