@@ -39,7 +39,15 @@ from hetsync.simulate.simulation import Simulation
 
 CLUSTERS = ("v100-p100-k80", "heavy-jitter")
 Arm = tuple[int, float, int | Literal["auto"]]  # D, q, K
-ARMS: tuple[Arm, ...] = ((4, 0.25, 1), (8, 0.25, 1), (16, 0.25, 1), (16, 0.5, 1), (16, 0.75, 1), (16, 0.5, 2))
+ARMS: tuple[Arm, ...] = (
+    (4, 0.25, 1),
+    (4, 0.5, 1),
+    (8, 0.25, 1),
+    (16, 0.25, 1),
+    (16, 0.5, 1),
+    (16, 0.75, 1),
+    (16, 0.5, 2),
+)
 LINKS = (3.0, 6.0, 12.0)  # slices that a round's sum takes
 LINKED_ARMS: tuple[Arm, ...] = (
     (4, 0.25, 1),
@@ -137,6 +145,7 @@ def trained(cell: Cell) -> dict[str, Any]:
 
 SETTINGS = {
     "D = 4, q = 0.25, K = 1": SyncConfig(4, 0.25, 1),
+    "D = 4, q = 0.5, K = 1": SyncConfig(4, 0.5, 1),
     "D = 16, q = 0.5, K = 1": SyncConfig(16, 0.5, 1),
     "D = 16, q = 0.5, auto": SyncConfig(16, 0.5, "auto"),
     "the same, bfloat16": SyncConfig(16, 0.5, "auto", wire="bfloat16"),

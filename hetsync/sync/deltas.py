@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -88,6 +88,16 @@ class Buffer:
         self.pieces = [views(segment, run) for segment, run in zip(self.segments, local_runs, strict=True)]
 
 
+class Scratch:
+    """A segment's memory with each segment's views: what is written there and used at once never leaves the cache."""
+
+    def __init__(self, local_runs: Sequence[Sequence[torch.Tensor]], device: torch.device) -> None:
+        sizes = [sum(piece.numel() for piece in run) for run in local_runs]
+        values = torch.empty(max(sizes), dtype=torch.float32, device=device)
+        self.segments = [values[:size] for size in sizes]
+        self.pieces = [views(segment, run) for segment, run in zip(self.segments, local_runs, strict=True)]
+
+
 def views(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Of `flat`, with the shapes of these tensors."""
     parts = flat.split([tensor.numel() for tensor in tensors])
@@ -117,6 +127,9 @@ class Deltas:
         self._anchor, self._pending, self._flight, self._correction = (
             Buffer(self._local, self._runs) for _ in range(4)
         )
+        # Where a segment is all of the model, as on a GPU, it would be a fifth buffer.
+        cached = device.type == "cpu" and len(self._runs) > 1
+        self._scratch = Scratch(self._runs, device) if self.exact and cached else None
         # The outer optimizer wants to know the samples of a round, and a recovery whose they are.
         self._own_count = slice(rank, rank + 1) if ranks_counted else slice(None)
         self.tail = Tail(ranks_counted or int(outer is not None), self._flight.tensors[len(weights) :], device)
@@ -190,7 +203,7 @@ class Deltas:
     @torch.no_grad()
     def apply(self) -> bool:
         """u ← u + X, between two inner steps; False while that would hide progress in flight."""
-        if self._land(self._add):
+        if self._land(taken_over=True):
             self._correction.empty = self.exact
             return True
         if self._folded:
@@ -201,7 +214,7 @@ class Deltas:
             self._correction.empty = self.exact
         return True
 
-    def _add(self, index: int, change: Buffer) -> None:
+    def _add(self, index: int, change: Buffer | Scratch) -> None:
         """u ← u + change. What 16-bit weights cannot hold stays in it, or the next P would take it back from all."""
         run, pieces = self._runs[index], change.pieces[index]
         if self.exact:
@@ -253,24 +266,35 @@ class Deltas:
         self._arrived = True
 
     @torch.no_grad()
-    def _land(self, then: Callable[[int, Buffer], None] = lambda index, change: None) -> bool:
-        """w ← w + S and X ← X + S − P, if a sum S has arrived, and True then. `then` is called with each run of the
-        new X while that is in the cache."""
+    def _land(self, taken_over: bool = False) -> bool:
+        """w ← w + S and X ← X + S − P, if a sum S has arrived, and True then. With `taken_over` u takes each run of the
+        new X over while that is in the cache, where it may stay: what X then holds besides is not to be read."""
         if not self._arrived:
             return False
         flight, pending, correction = self._flight, self._pending, self._correction
         if self._outer is not None:
             self._outer(flight.values[: self._weights], float(self.tail.counts.sum()))
         own = self._in_flight and not self._folded and not pending.empty
-        for index, (w, s, p, x) in enumerate(
-            zip(self._anchor.segments, flight.segments, pending.segments, correction.segments, strict=True)
+        change: Buffer | Scratch = flight
+        if taken_over and self._scratch is not None and (own or not correction.empty):
+            change = self._scratch
+        for index, (w, s, p, x, to) in enumerate(
+            zip(
+                self._anchor.segments,
+                flight.segments,
+                pending.segments,
+                correction.segments,
+                change.segments,
+                strict=True,
+            )
         ):
             w += s
             if not correction.empty:
-                s += x
+                s = torch.add(s, x, out=to)
             if own:
-                s -= p
-            then(index, flight)
+                torch.sub(s, p, out=to)
+            if taken_over:
+                self._add(index, change)
         flight.empty = False
         pending.empty |= own
         self._flight, self._correction = correction, flight

@@ -316,10 +316,11 @@ def test_settle_while_a_contribution_flies_is_an_error():
 
 
 def storages(at_least):
+    """Bytes by where they begin."""
     gc.collect()
     tensors = (t for t in gc.get_objects() if type(t) is torch.Tensor)
-    found = {(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors}
-    return {pointer for pointer, size in found if size >= at_least}
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return {pointer: size for pointer, size in found.items() if size >= at_least}
 
 
 @pytest.mark.parametrize("outer", [None, Nesterov(0.7, 0.9, BATCH)])
@@ -334,7 +335,19 @@ def test_four_buffers_of_the_parameters_size_and_one_for_the_outer_optimizer(out
         deltas.finish(4, 1)
         deltas.apply_sum()
         deltas.apply()
-    assert len(storages(size) - before) == 4 + (outer is not None)
+    assert len(storages(size).keys() - before.keys()) == 4 + (outer is not None)
+
+
+def test_beside_the_four_there_is_a_segment_at_most():
+    local, most = [torch.zeros(300, 7), torch.zeros(900)], 300
+    before = storages(4 * most // 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deltas_module, "CPU_SEGMENT", most)
+        deltas = Deltas(local)
+    made = [size for pointer, size in storages(4 * most // 2).items() if pointer not in before]
+    scratch, *buffers = sorted(made)
+    assert buffers == [deltas.buffer_bytes // 4] * 4
+    assert scratch <= 4 * most
 
 
 def test_runs_are_cut_where_memory_of_the_flat_order_is_whole():
