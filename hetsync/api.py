@@ -174,6 +174,7 @@ def join_job(
     emulate: str | None = None,
     samples_per_second: float | None = None,
     tolerate: Literal["auto"] | bool = "auto",
+    least_ranks: int | None = None,
     **settings: Any,
 ) -> Job:
     """A job of the launcher's ranks.
@@ -187,7 +188,7 @@ def join_job(
         control: A controller's name, or keys of the recipe's `control`.
         emulate: A cluster profile to imitate, with `samples_per_second` of the whole emulated cluster.
         samples_per_second: See `emulate`.
-        tolerate: The recipe's `fault.tolerate`: whether the job goes on when a rank dies.
+        tolerate, least_ranks: The recipe's `fault`: whether the job goes on when a rank dies, and with how many.
         settings: Keys of the recipe's `run` and `sync`, such as precision="bfloat16", checkpoint_seconds=300,
             delay_bound=0.
     """
@@ -198,7 +199,7 @@ def join_job(
             "sync": {name: value for name, value in settings.items() if name not in runs},
             "control": {"name": control} if isinstance(control, str) else dict(control),
             "emulation": {"profile": emulate, "samples_per_second": samples_per_second},
-            "fault": {"tolerate": tolerate},
+            "fault": {"tolerate": tolerate, "least_ranks": least_ranks},
         }
     )
     return Job(

@@ -373,12 +373,18 @@ class FaultConfig:
     """What becomes of the job when something fails.
 
     Args:
-        tolerate: Go on with the others when a rank other than 0 dies: auto (where that can be: delayed mode without a
-            controller, and an MPI that tells of deaths, by mpirun --with-ft ulfm), true (refuse to start elsewhere) or
-            false (end the job).
+        tolerate: Go on with the others when a rank dies: auto (where that can be: without a controller, and with an MPI
+            that tells of deaths, by mpirun --with-ft ulfm), true (refuse to start elsewhere) or false (end the job).
+        least_ranks: With fewer ranks left the job saves and ends with status 86; null takes more than half of the last
+            ranks.
     """
 
     tolerate: Literal["auto"] | bool = "auto"
+    least_ranks: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.least_ranks is not None:
+            at_least("fault.least_ranks", self.least_ranks, 1)
 
 
 @dataclass(frozen=True)
@@ -413,9 +419,8 @@ class Config:
 
     def __post_init__(self) -> None:
         self.control.check_start(self.sync)
-        if self.fault.tolerate is True and (self.sync.delay_bound == 0 or self.control.name != "fixed"):
-            why = "sync.delay_bound 0" if self.sync.delay_bound == 0 else f"control.name {self.control.name}"
+        if self.fault.tolerate is True and self.control.name != "fixed":
             raise UserError(
-                f"fault.tolerate is true, but with {why} a rank's death ends the job, which is then resumed: use"
-                " fault.tolerate auto, or delayed mode without a controller"
+                f"fault.tolerate is true, but with control.name {self.control.name} a rank's death ends the job, which"
+                " is then resumed: use fault.tolerate auto, or control.name fixed"
             )

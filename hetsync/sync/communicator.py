@@ -18,11 +18,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
+from hetsync.errors import complain
 from hetsync.plane.base import Handle, LostError, MembersLost, Plane, Residual, WireFormat
 from hetsync.plane.ending import end_job
 from hetsync.plane.wire import encoded_bytes
@@ -30,7 +32,7 @@ from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.deltas import Deltas, Snapshot
 from hetsync.sync.gradients import Gradients, Stage
 from hetsync.sync.lone import LoneDeltas, LoneGradients
-from hetsync.sync.mending import Anchor, Mending, Recovered
+from hetsync.sync.mending import Anchor, Mending, Part, Recovered, parts_of, parts_of_state
 from hetsync.sync.messages import (
     Alive,
     AssignTask,
@@ -44,7 +46,8 @@ from hetsync.sync.messages import (
     Task,
     TaskStarted,
 )
-from hetsync.sync.recovery import Action, Books, LandedRound, Report, decide
+from hetsync.sync.milestones import TOO_FEW
+from hetsync.sync.recovery import Action, Books, Death, Decision, LandedRound, Report, decide, too_few
 from hetsync.sync.router import Router
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
 from hetsync.sync.tail import Tail
@@ -74,27 +77,6 @@ def poll_seconds(
 def squared_norm(tensor: torch.Tensor) -> float:
     """Of a flat tensor."""
     return float(tensor.dot(tensor))
-
-
-@dataclass(frozen=True)
-class Death:
-    """Of a rank that the others have survived. `activity` is what it did, as far as rank 0 knew. It was noticed so many
-    seconds after it had last begun a task; `recovered_seconds` after that the others went on, from `round`. Of its
-    samples so many go out again."""
-
-    rank: int
-    round: int
-    activity: str
-    noticed_seconds: float
-    recovered_seconds: float
-    samples_returned: int
-
-
-def first_books(coordinator: Coordinator) -> Books:
-    """Before the first task, and at a rest."""
-    machine = coordinator.machine
-    applied = [(0, machine.ledger.applied)]
-    return Books([machine.standing], applied, machine.version, samples_by_rank=dict(machine.samples_by_rank))
 
 
 class PendingCollectives:
@@ -161,9 +143,14 @@ class Communicator:
         on_dropped: Callable[[Task], None],
         on_death: Callable[[Death], None],
         telemetry: Telemetry,
+        state: Callable[[], Mapping[str, Any]],
+        books: Books | None,
+        succeed: Callable[[], Coordinator],
     ) -> None:
-        """`coordinator` on rank 0. `on_task` is called with each task as soon as it is known, outside the lock, and
-        `on_dropped` with those of them that will not be computed, since a rank has gone; `on_death` on rank 0."""
+        """`coordinator` on rank 0; `succeed` makes one here, once all lower ranks have died. `books` are those of a
+        keeper. `on_task` is called with each task as soon as it is known, outside the lock, and `on_dropped` with those
+        of them that will not be computed, since a rank has gone, of which `on_death` tells. `state`: all that this
+        rank's steps have made, for one that is behind."""
         self._plane = plane
         self._options = options
         self._shared = shared
@@ -173,21 +160,32 @@ class Communicator:
         self._on_dropped = on_dropped
         self._on_death = on_death
         self._telemetry = telemetry
+        self._state = state
         self._rounds: deque[StartRound] = deque()  # to be joined, in order
         self._collective: Iterator[None] | None = None  # under way: a round, or a request of the main thread
         self._pending = PendingCollectives(plane, options.measure_norms)  # of that collective
         self._keeps_going = plane.tolerant and plane.size > 1  # after a death, where that can be
-        self._books = first_books(coordinator) if self._keeps_going and coordinator is not None else None
-        self._newest: LandedRound | None = None  # that has landed here, in delayed mode
+        self._books = books if self._keeps_going else None
+        self._succeed = succeed
+        self._deaths: dict[int, Death] = {}
+        self._newest: LandedRound | None = None  # that has landed here, where deaths are survived
         self._requested: list[str] = []  # rests that this rank has asked for, and that have not come
-        self._synchronous = False  # was the last round?
         self._heard: dict[int, float] = {}  # moments of the ranks' last events, on rank 0
-        version = None if coordinator is None else lambda: coordinator.machine.version
-        self._watchdog = Watchdog(plane, version, options.timeout_seconds)
+        self._watchdog = self._make_watchdog()
         self.started = self.has_thread = False
         self._thread = threading.Thread(None, single_threaded(self._run), "hetsync-communication", daemon=True)
 
+    def _make_watchdog(self) -> Watchdog:
+        hosted = self._coordinator
+        version = None if hosted is None else lambda: hosted.machine.version
+        return Watchdog(self._plane, version, self._options.timeout_seconds)
+
     # For the main thread.
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """On the first member."""
+        return self._coordinator
 
     def use(self, gradients: Gradients | LoneGradients) -> None:
         """Before the start, or at rest."""
@@ -306,9 +304,7 @@ class Communicator:
 
     def _follow(self, instructions: Sequence[Notice]) -> None:
         if self._books is not None:
-            synchronous = any(isinstance(told, StartRound) and told.synchronous for told in instructions)
-            if not synchronous:  # see `_renew_books`
-                self._books.follow(instructions)
+            self._books.follow(instructions)
             instructions = [notice for notice in instructions if self._is_own(notice)]
         for instruction in instructions:
             if isinstance(instruction, AssignTask):
@@ -368,7 +364,6 @@ class Communicator:
 
     def _begin_round(self, start: StartRound) -> Iterator[None]:
         self._pending.begin_round()
-        self._synchronous = start.synchronous
         with self._shared.changed:
             self._shared.phase = Phase.TRAINING if start.drain is None else Phase.DRAINING
             self._shared.worker.join(start.number)
@@ -406,11 +401,13 @@ class Communicator:
                 shared.evaluating = start.number
         yield from self._complete_round(start, began, staleness)
 
-    def _note_landed(self, start: StartRound, deltas: Deltas | LoneDeltas) -> None:
-        if isinstance(deltas, Deltas) and self._keeps_going:
-            self._newest = LandedRound(start, deltas.samples_given())
+    def _note_landed(self, start: StartRound, summed: Deltas | LoneDeltas | Gradients | LoneGradients | None) -> None:
+        if self._keeps_going:
+            given = summed.samples_given() if isinstance(summed, Deltas | Gradients) else {}
+            self._newest = LandedRound(start, given)
             if self._books is not None:
                 self._books.land(self._newest)
+        self._shared.at_rest = start.drain is not None
         if start.drain is not None:
             self._requested.clear()
 
@@ -418,15 +415,21 @@ class Communicator:
         shared = self._shared
         began = time.monotonic()
         if start.drain:
+            if self._keeps_going:  # as any round: nobody has landed this one before all have landed that before
+                self._pending.post(torch.zeros(1), "float32", in_norms=False)
+                yield from self._pending.wait()
             with shared.changed:
                 shared.deltas = None
                 shared.worker.version = start.number + 1
+                self._note_landed(start, None)
         else:
             for stage in self._gradients.stages:
                 yield from self._sum_stage(stage, start)
-            if start.evaluate:  # the main thread makes its step before it asks for its next task
-                with shared.changed:
-                    shared.snapshot = Snapshot(shared.marked.popleft(), time.monotonic())
+            with shared.changed:
+                self._note_landed(start, self._gradients)
+                if start.evaluate:  # the main thread makes its step before it asks for its next task
+                    shared.evaluating = shared.marked.popleft()
+                    shared.snapshot = Snapshot(shared.evaluating, time.monotonic())
         yield from self._complete_round(start, began, 0, None if start.drain else self._gradients.summed_samples)
 
     def _sum_stage(self, stage: Stage, start: StartRound) -> Iterator[None]:
@@ -447,7 +450,7 @@ class Communicator:
                 self._shared.changed.notify_all()
 
     def _until_released(self) -> Iterator[None]:
-        while not self._gradients.released():
+        while self._shared.void or not self._gradients.released():
             self._pending.poll()
             yield
 
@@ -488,53 +491,66 @@ class Communicator:
         if start.drain:
             while self._coordinator is not None and self._coordinator.machine.version <= start.number:
                 yield  # until every `Contributed` is in: the books must be closed before anybody reads them
-            self._renew_books(start)
             with shared.changed:
                 shared.drained, shared.phase = start, Phase.RESTING
                 shared.changed.notify_all()
 
     # A death.
 
-    def _renew_books(self, drain: StartRound) -> None:
-        """A death in synchronous mode ends the job, so that nobody keeps its books; they are those of delayed mode."""
-        if drain.synchronous and self._books is not None and self._coordinator is not None:
-            self._books = replace(first_books(self._coordinator), attempt=self._books.attempt)
-
     def _recover(self, lost: MembersLost) -> None:
         """Go on with those who are left. Raises LostError where that cannot be."""
+        going_on = False
+        while not going_on:
+            try:
+                self._recover_once(lost)
+                going_on = True
+            except MembersLost as another:  # while the first tasks were handed out
+                lost = another
+
+    def _recover_once(self, lost: MembersLost) -> None:
         began = time.monotonic()
         self._require_recoverable(lost)
         before = self._plane.members
         mending = Mending(
             self._plane,
             self._report,
-            lambda reports: decide(reports, len(before)),
-            self._anchor,
+            lambda reports: self._decided(reports, before, began),
+            self._given,
             self._options.timeout_seconds,
         )
         recovered = mending.run()
-        if recovered.decision.action is not Action.GO_ON:
-            left = len(recovered.decision.survivors)
-            raise LostError(f"{left} of {len(before)} ranks are left, which is no more than half of them")
+        decision = recovered.decision
+        leads = self._plane.rank == decision.survivors[0]
+        if decision.action is Action.GO_BACK or (leads and decision.books is None):
+            raise LostError("all ranks that kept the books have gone, so nobody knows what has been applied")
+        if decision.action is Action.END and TOO_FEW not in self._requested:
+            self._requested.append(TOO_FEW)
+            if leads:
+                complain(too_few(len(decision.survivors), len(before), self._options.least_ranks) or TOO_FEW)
         self._rounds.clear()
         self._collective = None
         self._pending.drop()
-        self._tell_deaths(before, began, recovered)
         self._go_on(recovered)
+        for death in decision.deaths:
+            if death.rank not in self._deaths:
+                self._deaths[death.rank] = replace(death, recovered_seconds=round(time.monotonic() - began, 6))
+                self._on_death(self._deaths[death.rank])
 
     def _require_recoverable(self, lost: MembersLost) -> None:
-        """What is done at a rest cannot begin anew, nor can a synchronous round."""
         shared = self._shared
-        synchronous = self._synchronous or shared.worker.synchronous
+        # Who has made the first of several steps of a round cannot take it back; who takes over a step has another
+        # scale than the others.
+        bound = shared.deltas is None and (len(self._gradients.stages) > 1 or self._options.scaled)
         controlled = self._options.measure_norms  # by what has seen the machine that is to be made anew
         # What 16-bit weights could not take over yet is lost where a contribution returns.
         rounded = isinstance(shared.deltas, Deltas) and not shared.deltas.exact
-        if synchronous or controlled or rounded or shared.phase is Phase.RESTING or not self._keeps_going:
+        if bound or controlled or rounded or not self._keeps_going:
             raise LostError(str(lost)) from lost
 
     def _report(self) -> Report:
         shared = self._shared
         with shared.changed:
+            shared.recovering = True
             told = [shared.outbox.popleft() for _ in range(len(shared.outbox))]
             self._requested += [event.reason for event in told if isinstance(event, DrainRequested)]
             shared.outbox.extend(event for event in told if isinstance(event, SettingsChanged | CapFound))
@@ -548,52 +564,86 @@ class Communicator:
                 shared.landed,
                 holding,
                 self._newest,
+                at_rest=shared.at_rest,
                 evaluating=shared.evaluating,
                 requested=tuple(self._requested),
                 books=self._books,
             )
 
-    def _anchor(self) -> Anchor:
-        with self._shared.changed, self._shared.order:
-            deltas = self._shared.delayed_mode()
-            assert isinstance(deltas, Deltas)
-            return Anchor(deltas.anchor, deltas.velocity, tuple(deltas.tail.travel))
+    def _given(self) -> Sequence[Part] | None:
+        shared = self._shared
+        with shared.changed, shared.order:
+            if isinstance(deltas := shared.deltas, Deltas):
+                return parts_of(Anchor(deltas.anchor, deltas.velocity, tuple(deltas.tail.travel)))
+            # The step of the newest round is made, and the main thread does nothing to the weights meanwhile.
+            if shared.worker.version < shared.landed or shared.main_thread is not MainThread.WAITING:
+                return None
+            assert isinstance(self._gradients, Gradients)
+            buffers, travel = self._gradients.shared_buffers.cpu(), list(self._gradients.tail.travel)
+            return parts_of_state({**self._state(), "shared buffers": buffers, "travel": travel})
 
-    def _tell_deaths(self, before: Sequence[int], began: float, recovered: Recovered) -> None:
-        if self._books is None or self._coordinator is None:
-            return
-        decision, now = recovered.decision, time.monotonic()
-        newest = recovered.reports[decision.donor].newest
-        landed = newest.samples if newest is not None and self._books.version < decision.version else {}
-        for rank in sorted(set(before).difference(decision.survivors)):
-            held = sum(task.samples for task in self._books.tasks.get(rank, ()))
-            death = Death(
+    def _decided(self, reports: Mapping[int, Report], before: Sequence[int], began: float) -> Decision:
+        """Asked on the first of the survivors."""
+        decision = decide(reports, len(before), self._options.least_ranks)
+        newest, version = decision.newest, decision.version
+        landed = newest.samples if newest is not None and self._books_version < version else {}
+        tasks = {} if self._books is None else self._books.tasks
+        deaths = dict(self._deaths)
+        for rank in sorted(set(before).difference(decision.survivors, deaths)):
+            held = sum(task.samples for task in tasks.get(rank, ()))
+            known = self._coordinator is not None and self._coordinator.machine.members[rank]
+            deaths[rank] = Death(
                 rank=rank,
-                round=decision.version,
-                activity=self._coordinator.machine.members[rank].activity.name.lower(),
+                round=version,
+                activity=known.activity.name.lower() if known else "unknown",
                 noticed_seconds=round(began - self._heard.get(rank, began), 6),
-                recovered_seconds=round(now - began, 6),
+                recovered_seconds=0.0,  # not yet
                 samples_returned=held - landed.get(rank, 0),
             )
-            self._on_death(death)
+        return decision._replace(deaths=tuple(deaths.values()))
+
+    @property
+    def _books_version(self) -> int:
+        return 0 if self._books is None else self._books.version
 
     def _go_on(self, recovered: Recovered) -> None:
         shared, decision = self._shared, recovered.decision
         behind = self._plane.rank in decision.behind
         with shared.changed, shared.order:
+            computes = shared.worker.current
             dropped = shared.worker.recover(decision.version, behind).dropped
-            if isinstance(shared.deltas, Deltas):
-                if recovered.adopted is not None:
-                    shared.deltas.catch_up(*recovered.adopted)
-                else:
-                    shared.deltas.take_back()
-            shared.landed, shared.phase = decision.version, Phase.TRAINING
+            shared.void |= computes is not None and shared.worker.current is None
+            if isinstance(recovered.adopted, Anchor):
+                assert isinstance(shared.deltas, Deltas)
+                shared.deltas.catch_up(*recovered.adopted)
+            elif isinstance(shared.deltas, Deltas):
+                shared.deltas.take_back()
+            else:
+                shared.adopted = recovered.adopted
+                shared.marked.clear()
+                assert isinstance(self._gradients, Gradients)
+                self._gradients.begin_anew()
+            shared.landed, self._newest = decision.version, decision.newest
+            self._go_on_at_rest(decision)
+            shared.requests.clear()
+            shared.recovering = False
+            shared.recoveries += 1
             shared.changed.notify_all()
         self._router.begin_anew(recovered.early)
-        self._watchdog.moved()
         for task in dropped:
             self._on_dropped(task)
-        if self._coordinator is not None:
-            assert decision.books is not None
-            self._books = decision.books
+        self._books = decision.books
+        if self._plane.leads:
+            if self._coordinator is None:
+                self._coordinator = self._succeed()
             self._coordinator.go_on(decision, recovered.reports)
+        self._watchdog = self._make_watchdog()
+
+    def _go_on_at_rest(self, decision: Decision) -> None:
+        """Whoever comes out of a rest has done all of it, as has everybody else."""
+        shared = self._shared
+        taken = shared.phase is Phase.RESTING and shared.drained is None  # by the main thread
+        shared.rest_again = taken and decision.rest_again
+        if decision.rest_again or not taken:
+            shared.phase, shared.drained = Phase.TRAINING, None
+        shared.at_rest = False

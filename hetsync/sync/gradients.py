@@ -149,13 +149,17 @@ class Gradients:
         overlap: bool = True,
         groups: Sequence[Sequence[torch.nn.Parameter]] = (),
         leave: Callable[[], None] = lambda: None,
+        rank: int = 0,
+        ranks_counted: int = 0,
     ) -> None:
         """`pace(fraction)` holds an emulated device back to its time; `wake` tells that a bucket is released.
 
         Without `overlap` nothing is released before a task's last slice is over. `groups`: the parameters of each
         optimizer, in the order of their steps; the model's others belong to the last. `leave` is called by the thread
-        that has filled a bucket or a tail, before that is released (`DeviceOrder.leave`).
+        that has filled a bucket or a tail, before that is released (`DeviceOrder.leave`). Of `ranks_counted` each round
+        tells who has given how many samples; this is `rank`.
         """
+        self._rank, self._ranks_counted = rank, ranks_counted
         self._buffers = shared_buffers(model)
         device = next(model.parameters()).device
         count = sum(buffer.numel() for buffer in self._buffers)
@@ -195,7 +199,8 @@ class Gradients:
             mine = [parameter for parameter in trained if place.get(parameter, last) == number]
             buckets = make_buckets(mine, bucket_bytes)
             changes = self._buffer_views(self._changes) if number == last else []
-            self.stages.append(Stage(buckets, len(self.buckets), Tail(len(mine) + 3, changes, device)))
+            counted = self._ranks_counted if number == last else 0
+            self.stages.append(Stage(buckets, len(self.buckets), Tail(len(mine) + counted + 3, changes, device)))
             self.buckets += buckets
         self._where = {
             parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket.parameters
@@ -323,7 +328,10 @@ class Gradients:
                 break
             used = [count for bucket in self.buckets[stage.first : stage.stop] for count in bucket.used]
             steps = self._flushed == number
-            stage.tail.counts.copy_(torch.tensor([*used, steps, computed and not steps, samples]))
+            given = [0] * self._ranks_counted if stage is self.stages[-1] else []
+            if given:
+                given[self._rank] = samples
+            stage.tail.counts.copy_(torch.tensor([*used, *given, steps, computed and not steps, samples]))
             stage.tail.pack()
             self._flushed += 1
             self._leave()
@@ -351,6 +359,38 @@ class Gradients:
         self._listening = False
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._buffer_views(self._shared))
+
+    def give_up(self) -> None:
+        """The task's round is void, or its step has been another rank's: forget all of it. Nobody fetches meanwhile."""
+        self.discard()
+        while self.released():
+            pass
+        self._totals.clear()
+        self._next = self._flushed = 0
+        self._collected = len(self.stages)  # what the loop still brings is no matter of any task
+
+    def begin_anew(self) -> None:
+        """Members are others now. What rounding took from the sums so far is given up: shards are other ranks' now."""
+        for bucket in self.buckets:
+            bucket.residual = Residual()
+
+    def samples_given(self) -> dict[int, int]:
+        """By rank, in the round whose sums have come in last, where ranks are counted."""
+        counts = self.tail.counts[:-3].tolist()[-self._ranks_counted :]
+        return {rank: int(samples) for rank, samples in enumerate(counts) if samples}
+
+    @property
+    def shared_buffers(self) -> torch.Tensor:
+        """The values, flat, that all ranks shared when the last round had landed."""
+        return self._shared
+
+    @torch.no_grad()
+    def take_over_buffers(self, shared: torch.Tensor, travel: Sequence[int]) -> None:
+        """From a rank on which another round has landed; `travel` is its `tail.travel`."""
+        self._shared.copy_(shared)
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._buffer_views(self._shared))
+        self.tail.travel = list(travel)
 
     @property
     def summed_samples(self) -> int:

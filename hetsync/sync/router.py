@@ -57,8 +57,9 @@ class Router:
         wait here."""
         self._outgoing += events
         leads = self._leader == self._plane.rank
-        if self._outgoing and not (leads and self._plane.unread(0)):
-            self._plane.send(EventBatch(self._outgoing), 0 if leads else self._leader)
+        first = self._plane.members[0]
+        if self._outgoing and not (leads and self._plane.unread(first)):
+            self._plane.send(EventBatch(self._outgoing), first if leads else self._leader)
             self._outgoing = []
 
     def send_instructions(self, by_rank: Mapping[int, Sequence[Notice]]) -> None:
@@ -88,7 +89,7 @@ class Router:
             match message:
                 case InstructionBatch():
                     inbox.instructions.append(message.instructions)
-                case EventBatch() if self._plane.rank == 0:
+                case EventBatch() if self._plane.leads:
                     inbox.events.append(message.events)
                 case EventBatch():
                     self._outgoing += message.events

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,8 @@ from hetsync.sync.worker import Worker
 class EngineOptions:
     """`batch` is B, samples of one slice of all ranks; `timeout_seconds` bounds every wait for other ranks. With
     `measure_norms` the norms of what ranks put into sums are told (`NormMeasured`, `RoundCompleted`). `on_host`: the
-    model is computed by the cores that the communication thread takes, too."""
+    model is computed by the cores that the communication thread takes, too. `scaled`: losses are, as float16 wants.
+    `least_ranks`: see `fault.least_ranks`."""
 
     batch: int
     wire: WireFormat = "float32"
@@ -36,6 +37,8 @@ class EngineOptions:
     timeout_seconds: float = 600.0
     measure_norms: bool = False
     on_host: bool = False
+    scaled: bool = False
+    least_ranks: int | None = None
 
 
 class MainThread(Enum):
@@ -109,6 +112,12 @@ class SharedState:
         self.snapshot: Snapshot | None = None  # to be evaluated
         self.drained: StartRound | None = None  # the drain that has landed, until the main thread takes it
         self.evaluating: int | None = None  # the round of the snapshot that is still to be reported on
+        self.at_rest = False  # a drain has landed, and the main thread has not come out of its rest
+        self.recovering = False  # the rank has reported what it holds, and survivors have not agreed yet
+        self.recoveries = 0  # from deaths, by the communication thread
+        self.rest_again = False  # the rest that the main thread is at has been broken off, and all come to it once more
+        self.void = False  # the main thread is still to give up a synchronous task, whose gradients nobody fetches
+        self.adopted: Mapping[str, Any] | None = None  # by another rank's step: the main thread's to take over
         self.marked: deque[int] = deque()  # synchronous rounds to be evaluated that have not landed
         self.failure: BaseException | None = None  # of the communication thread
 
@@ -131,7 +140,7 @@ class SharedState:
         self.buffers: Sequence[torch.Tensor] = ()
         self._outer = outer
         self.alone = alone
-        self._ranks_counted = ranks_counted
+        self.ranks_counted = ranks_counted
 
     def delayed_mode(self) -> Deltas | LoneDeltas:
         """Under the lock. Deltas are made when delayed mode begins: until then all ranks' weights are the anchor."""
@@ -139,5 +148,5 @@ class SharedState:
             self.deltas = LoneDeltas(self.weights, self.buffers)
         elif self.deltas is None:
             with self.order:
-                self.deltas = Deltas(self.weights, self._outer, self.buffers, self.worker.rank, self._ranks_counted)
+                self.deltas = Deltas(self.weights, self._outer, self.buffers, self.worker.rank, self.ranks_counted)
         return self.deltas

@@ -33,7 +33,7 @@ class Watchdog:
             self._signs[message.rank] = message
         else:
             self.moved()  # rank 0 lives
-            self._plane.send(sign, 0)
+            self._plane.send(sign, self._plane.members[0])
 
     def check(self, sign: Alive) -> None:
         """Nothing happened this time. Raises StalledError when that has lasted too long."""
@@ -42,9 +42,9 @@ class Watchdog:
             return
         if self._version is None:
             if sign.waiting:
-                raise StalledError(f"no word from rank 0 for {self._limit_seconds:.0f} s")
+                raise StalledError(f"no word from {named(self._plane.members[:1])} for {self._limit_seconds:.0f} s")
         elif self._probed_at is None:
-            self._probed_at, self._signs = now, {0: sign}
+            self._probed_at, self._signs = now, {self._plane.rank: sign}
             for rank in self._plane.members[1:]:
                 self._plane.send(Probe(), rank)
         elif now > self._probed_at + PROBE_SECONDS:

@@ -64,6 +64,7 @@ class TaskInWork:
     stepped: set[int] = field(default_factory=set)
     collected: set[int] = field(default_factory=set)
     going_on: bool = False  # it computes on sums that it has waited for
+    void: bool = False  # a rank has died, and no step is due any more
     losses: list[tuple[torch.Tensor | float, int]] = field(default_factory=list)  # means, of so many samples
     synchronous: bool = field(init=False)
 

@@ -25,6 +25,7 @@ from hetsync.plane.base import Plane, decided_by_first
 Resume = bool | Literal["auto"] | Path
 
 LOCK = "job.lock"
+SECONDS_TO_LET_GO = 5.0  # of a lock, for processes that a dead rank had started
 MOST_AT_ONCE = 1000  # jobs of one name that begin in one second
 
 
@@ -193,6 +194,22 @@ def _check_unused(folder: Path) -> None:
             f"run folder {folder} holds a run already: choose another, or go on with --resume {folder} (in a script:"
             " resume='auto')"
         )
+
+
+@contextlib.contextmanager
+def taken_over(folder: Path) -> Iterator[None]:
+    """Inside, the folder is held by a rank whose predecessor has died. UserError where another job was faster."""
+    with contextlib.ExitStack() as held:
+        deadline = time.monotonic() + SECONDS_TO_LET_GO
+        while True:
+            try:
+                held.enter_context(_locked(folder))
+                break
+            except UserError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+        yield
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +34,7 @@ from hetsync.train.evaluation import Evaluations, combined, named, record
 from hetsync.train.memory import slice_memory
 from hetsync.train.preparation import Preparation
 from hetsync.train.resumption import Standing, first_settings, kept_shares
-from hetsync.train.run_folder import Status, mark_failed
+from hetsync.train.run_folder import Status, mark_failed, taken_over
 from hetsync.train.saving import Saver
 from hetsync.train.session import AtRest, Session
 from hetsync.train.speeds import assumed_profiles
@@ -55,12 +56,12 @@ class Shown:
     """What is told of a job while it runs, and to whom.
 
     Args:
-        here: How progress and summary are told on this rank.
+        shows: How the first rank tells progress and summary.
         track: What gets figures.
         resume_by: What goes on with a stopped run, {} being its folder.
     """
 
-    here: Shows
+    shows: Shows
     track: Tracked
     resume_by: str
 
@@ -103,6 +104,8 @@ class Running:
         self._round = -1  # that callbacks have been told of
         self._settings_told: Settings | None = None
         self._deaths_told = 0
+        self._leading = False
+        self._held = ExitStack()  # the run folder, where the rank that did has died
         self.profiles = self._profiles()
         self._solo = solo_rates(loader.batch_size, self.profiles) if self._is_measured else None
         rank, folder = at.plane.rank, at.folder
@@ -176,6 +179,7 @@ class Running:
             telemetry=self.telemetry,
             timeout_seconds=config.run.timeout_seconds,
             make_control=self._start_control(),
+            least_ranks=config.fault.least_ranks,
             scorer=self.evaluations if self.prepared.evaluation is not None else None,
             memory=None if self._is_measured else slice_memory(self.plane, at.place, self._device),
         )
@@ -217,23 +221,42 @@ class Running:
     def open(self, stop: StopSignal | None) -> None:
         """Training is about to begin: from now on signals save and stop, and there is something on disk."""
         at, self.is_open = self.at, True
-        self.display = make_display(self._shown.here, self.total, self.session.terms.applied)
         if stop is not None:
             stop.listen(self.session.request_stop)
         if at.folder is not None:
             self._saver = Saver(self.session, at.folder, self.config.run, self._seconds_before)
-            if self.plane.rank == 0:
+            if self.plane.leads:
                 write_atomically(at.folder / SUMMARY, json.dumps(first_summary(self._job_figures()), indent=1))
             self._saver.start_timer()
+        if self.plane.leads:
+            self._lead()
+        if at.folder is not None:
             self.display.say(f"the run folder is {at.folder}")
         self._tell_profile()
         if self.plane.size > 1:
             self.display.say(self.plane.described)
         self.display.ranks(self.profiles, self.session.shares, self._solo)
-        trackers = trackers_of(self._shown.track, at.folder, self.session.terms.applied)
-        if trackers and self.plane.rank == 0:
+
+    def _lead(self) -> None:
+        """The first rank tells and tracks."""
+        coordinator = self.session.coordinator
+        assert coordinator is not None
+        self._leading = True
+        self.display = make_display(self._shown.shows, self.total, self.session.terms.applied)
+        trackers = trackers_of(self._shown.track, self.at.folder, coordinator.machine.ledger.applied)
+        if trackers:
             solo = None if self._solo is None else sum(self._solo)
             self.tracking = Tracking(trackers, self.session, solo, self._device, self._seconds_before)
+
+    def _succeed(self) -> None:
+        """Once all ranks before this one have died it is the first, and holds the run folder."""
+        if self._leading or self.session.coordinator is None:
+            return
+        if self.at.folder is not None:
+            self._held.enter_context(taken_over(self.at.folder))
+        self._lead()
+        if self._saver is not None:
+            self._saver.start_timer()
 
     def _tell_profile(self) -> None:
         """To telemetry: who looks on while the job runs has no summary yet."""
@@ -259,6 +282,7 @@ class Running:
         return self._saver is not None and self._saver.saved
 
     def between_batches(self) -> None:
+        self._succeed()
         coordinator = self.session.coordinator
         if coordinator is not None:
             if self.display.due():
@@ -315,7 +339,7 @@ class Running:
         self._tell("evaluation", metrics)
 
     def _tell(self, event: str, value: Any) -> None:
-        if self.plane.rank == 0:
+        if self.plane.leads:
             for callback in self.prepared.callbacks.get(event, ()):
                 callback(value)
 
@@ -334,6 +358,7 @@ class Running:
         """Collective: save and evaluate where that is due."""
         session, every = self.session, self.config.run.checkpoint_every
         self._resting = True
+        self._succeed()
         self._share_scale()
         self._take_evaluations()
         self.over |= rest.final or session.stopping
@@ -343,6 +368,10 @@ class Running:
         if rest.evaluation_due and self.prepared.evaluation is not None:
             part = self.evaluations.score(session.shares)
             self.evaluated(named(combined(self.plane.gather_objects(part), self.prepared.evaluation[2])))
+
+    def break_off_rest(self) -> None:
+        """A rank has died, and the rest begins anew."""
+        self._resting = self.over = self._saved_last = False
 
     def _share_scale(self) -> None:
         """Collective. Ranks that have stepped on their own, or have missed a step for want of samples, have scales of
@@ -369,7 +398,7 @@ class Running:
     def evaluated(self, metrics: dict[str, float]) -> None:
         """At rest, with the same metrics on all ranks."""
         self.evaluations.metrics = metrics
-        if self.plane.rank == 0:
+        if self.plane.leads:
             self._show_evaluation(self.session.applied, self.session.totals.train_seconds, metrics)
 
     # Leaving, and the end.
@@ -402,6 +431,7 @@ class Running:
         session.meet(THE_END)
         if self._saver is not None:
             self._saver.stop_timer()
+        self._succeed()
         self._tell_deaths()
         figures = self._run_figures()
         if self.tracking is not None:
@@ -416,6 +446,7 @@ class Running:
             self.display.say(f"stopped and saved; go on with: {self._shown.resume_by.format(at.folder)}")
         if summary is not None:
             self._tell("end", summary)
+        self._held.close()
 
     def failed(self, failure: BaseException) -> None:
         """The job is about to end by this."""
@@ -431,6 +462,7 @@ class Running:
         if self.is_open and self.at.folder is not None:
             mark_failed(self.at.folder)
         self.display.close(None)
+        self._held.close()
         if release:
             self.session.release()
 
@@ -453,7 +485,8 @@ class Running:
     def _run_figures(self) -> RunFigures | None:
         """Collective, at rest; on rank 0."""
         session = self.session
-        per_rank = self.plane.gather_objects(self._rank_figures())
+        told = session.meet("the figures of the run", self._rank_figures())
+        per_rank = [figures for figures in told if figures.rank in self.plane.members]
         if session.coordinator is None:
             return None
         return RunFigures(
@@ -479,7 +512,8 @@ class Running:
                 samples=coordinator.machine.samples_by_rank[death.rank],
                 solo_samples_per_second=None if self._solo is None else self._solo[death.rank],
                 train_seconds=seconds,
-                compute_seconds=coordinator.device_seconds[death.rank],
+                # Of all its samples rank 0 alone has heard.
+                compute_seconds=coordinator.device_seconds[death.rank] if self.plane.rank == 0 else 0.0,
             )
             for death, seconds in self.session.deaths
         ]

@@ -12,9 +12,9 @@ from typing import Any
 
 from hetsync.balance.profile import RankProfile
 from hetsync.sync.accumulation import AccumulationChange
-from hetsync.sync.communicator import Death
 from hetsync.sync.messages import NO_BOUND, Settings
 from hetsync.sync.observation import mean_staleness
+from hetsync.sync.recovery import Death
 from hetsync.train.efficiency import report_card
 from hetsync.train.run_folder import Status
 
@@ -134,7 +134,7 @@ class LostRank:
             "samples": self.samples,
             "solo_samples_per_second": self.solo_samples_per_second,
             "solo_uncertainty": self.profile.uncertainty,
-            "device_samples_per_second": self.samples / max(1e-9, self.compute_seconds),
+            "device_samples_per_second": self.samples / self.compute_seconds if self.compute_seconds else None,
             "train_seconds": self.train_seconds,
             "left_at_round": self.death.round,
         }

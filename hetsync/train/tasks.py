@@ -14,6 +14,7 @@ from hetsync.balance.device import Device
 from hetsync.data.ledger import length
 from hetsync.data.loader import Loader
 from hetsync.errors import UserError
+from hetsync.plane.base import LostError
 from hetsync.sync.engine import Engine
 from hetsync.sync.messages import CapFound, Task
 from hetsync.sync.model_tensors import ModelTensors
@@ -75,6 +76,7 @@ class TaskRunner:
         self.work: TaskInWork | None = None
         self.left = False
         self.was_stepped = False
+        self._adds_up = False  # has the loop left a slice of a synchronous task without a step?
         self._scaler = trained.scaler
         self._scaled = trained.scaler is not None and trained.scaler.is_enabled()
         self._device = device
@@ -89,6 +91,9 @@ class TaskRunner:
         """The loop is left: what it has computed counts, as far as it is whole or has left for other ranks."""
         self.left, work = True, self.work
         if work is None:
+            return
+        if self._is_void(work):
+            self._drop(work)
             return
         others_have_it = self._engine.has_released or bool(work.synchronous and work.last and work.collected)
         if work.out and (work.stepped or others_have_it):
@@ -111,10 +116,39 @@ class TaskRunner:
                 self._memory.begin_slice()
             self._device.begin_slice(work.slice_samples)
             yield batch
+            if self._is_void(work):
+                self._drop(work)
+                return
             self._check_steps(work)
             if work.out:
                 self.close_slice(work)
         self.finish(work)
+
+    def _is_void(self, work: TaskInWork) -> bool:
+        """After a rank's death a synchronous task may be no more to be finished. Then there are no gradients any more,
+        as in a slice in which no step is due."""
+        if work.synchronous and not work.void and self._engine.is_void:
+            if work.out:
+                self._pause(work)
+            self._give_up(work)
+        return work.void
+
+    def _give_up(self, work: TaskInWork) -> None:
+        if self._adds_up:
+            raise LostError(
+                "a rank has gone while the loop adds gradients up over batches, which at sync.delay_bound 0 are lost"
+                " with the round: go on with --resume (in a script: resume='auto')"
+            )
+        work.void = True
+        if self._engine.give_up(work.task):
+            self._totals.samples += work.task.samples
+            self._totals.since_rest += work.task.samples
+            self._totals.loop_steps += 1
+
+    def _drop(self, work: TaskInWork) -> None:
+        self.work, work.out = None, False
+        self.tensors.restore()
+        self._device.take_seconds()
 
     def _check_steps(self, work: TaskInWork) -> None:
         """The loop has asked for the next batch."""
@@ -134,7 +168,7 @@ class TaskRunner:
     def step_is_due(self) -> bool:
         """In the slice that is out; in synchronous mode only a task's last slice ends with a step."""
         work = self.slice_out("step")
-        return work.last or not work.synchronous
+        return not work.void and (work.last or not work.synchronous)
 
     def collect(self, number: int) -> bool:
         """Before anything is done with an optimizer's gradients: now they are those of its step, in synchronous mode
@@ -143,6 +177,8 @@ class TaskRunner:
         Raises UserError in synchronous mode where gradients were changed before: they were not summed over ranks yet.
         """
         work = self.slice_out("step")
+        if self._is_void(work):
+            return False
         due = work.last or not work.synchronous
         if number in work.collected:
             return due
@@ -163,6 +199,9 @@ class TaskRunner:
             for stage in range(number + 1):
                 self._engine.take(work.task, stage)
             self._engine.reduce(work.task, number, self._scaled)
+            if self._engine.is_void:
+                self._give_up(work)
+                return False
             self._device.begin_step()
             work.going_on = True
         work.collected.add(number)
@@ -228,6 +267,8 @@ class TaskRunner:
         work.out = False
         work.slices_left -= 1
         self.tensors.restore()
+        if work.void:
+            return
         if not (work.synchronous and work.last):
             self._device.end_slice()
         else:
@@ -242,10 +283,15 @@ class TaskRunner:
         task = work.task
         samples = task.samples
         if work.synchronous:
+            if not work.stepped and not self.left and task.slices:
+                self._adds_up = True
             if work.stepped and (not self.left or len(work.stepped) == len(self.steps)):
                 self._totals.loop_steps += 1
             if not self._engine.is_collected(len(self.steps) - 1):
                 self._finish_round(work)
+                if work.void:
+                    self._drop(work)
+                    return
         seconds, loss_sum = self._device.take_seconds(), work.loss_sum
         self._engine.finish(task, seconds, loss_sum)
         totals, waited = self._totals, self._engine.timer.wait_seconds
@@ -270,6 +316,9 @@ class TaskRunner:
         """The loop has left sums to be taken: it adds gradients up over slices, or it has been left."""
         computed = bool(work.task.slices) and not self.left
         samples = self._engine.reduce(work.task, scaled=self._scaled, computed=computed)
+        if self._engine.is_void:
+            self._give_up(work)
+            return
         if not self.left or not samples or self._scaled:
             return
         self._device.begin_step()
