@@ -146,19 +146,12 @@ print(f"rank {job.rank} has ended", flush=True)
 """
 
 
-@pytest.mark.parametrize("bound", [0, 4])
 @pytest.mark.parametrize(
-    "deaths",
+    ("bound", "deaths"),
     [
         # In turns, each time the first that is left or another: of six, rank 4 is left.
-        [
-            [5, "draining", 1],
-            [0, "writing", 8],
-            [1, "evaluating", 4],
-            [3, "saving", 5],
-            [2, "training", 100],
-        ],
-        [[0, "training", 20], [1, "training", 20], [3, "recovering", 1], [2, "evaluating", 6]],
+        (0, [[5, "draining", 1], [0, "writing", 8], [1, "evaluating", 4], [3, "saving", 5], [2, "training", 100]]),
+        (4, [[0, "training", 20], [1, "training", 20], [3, "recovering", 1], [2, "evaluating", 6]]),
     ],
 )
 def test_a_script_survives_deaths_at_any_moment(tmp_path: Path, bound: int, deaths: list[list[Any]]) -> None:
