@@ -57,6 +57,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         parser.add_argument("--explain", metavar="PLAN", help="Show this plan instead of searching for one.")
         config, told = parse_recipe(parser, argv)
         config.plan.check_unused("hetsync plan")
+        config.fault.check_uninjected("hetsync plan")
         output, shown = (None if path is None else Path(path) for path in (told.output, told.explain))
         if told.pretrain:
             _refuse_beside("--pretrain", told, [name for name in (*SEARCHING, "explain") if name != "seed"])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hetsync.config.checks import at_least
+from hetsync.config.faults import FaultConfig
 from hetsync.config.schedule import ScheduleConfig
 from hetsync.errors import UserError, brief, did_you_mean
 
@@ -366,19 +367,6 @@ class PlanConfig:
         """UserError where a plan is named, for a command that runs none."""
         if self.file is not None:
             raise UserError(f"plan.file is {brief(self.file)}, but {command} runs no plan: leave plan.file out")
-
-
-@dataclass(frozen=True)
-class FaultConfig:
-    """What becomes of the job when something fails.
-
-    Args:
-        tolerate: Go on with the others when a rank other than 0 dies: auto (where that can be: delayed mode without a
-            controller, and an MPI that tells of deaths, by mpirun --with-ft ulfm), true (refuse to start elsewhere) or
-            false (end the job).
-    """
-
-    tolerate: Literal["auto"] | bool = "auto"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ Completion. Nothing here blocks except `gather_objects`, `broadcast_object`, `ba
 sleep while they wait: a waiting rank must not burn the core that its device's host thread needs.
 
 Failure. Anything that goes wrong raises `PlaneError`, from the call itself or from the handle's `done`;
-`LateError` from a blocking call that waited too long, `LostError` where a rank has gone. A plane never retries. How
+`LateError` from a blocking call that waited too long, `LostError` where a rank has gone, `DamagedError` where a message
+is not what was sent. A plane never retries. How
 long a handle may take is the caller's business.
 
 Death. Where a plane is `tolerant`, a rank's death is `MembersLost`, at every other rank and in either thread: from
@@ -55,6 +56,10 @@ class LostError(PlaneError):
 
 class MembersLost(LostError):
     """Another rank has gone, and those who are left can go on: see `Plane.mend`."""
+
+
+class DamagedError(PlaneError):
+    """What has arrived is not what was sent."""
 
 
 def wait_limit(rank: int, timeout_seconds: float) -> float:

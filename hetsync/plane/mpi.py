@@ -154,7 +154,7 @@ class MpiMessages(Messages):
             # Only from the front: a small message must not overtake a large one of the same sender.
             while self._incoming and self._incoming[0][1].Test():
                 sender, _, data = self._incoming.popleft()
-                arrived.append((sender, codec.loads(data)))
+                arrived.append((sender, codec.loads(data, sender=sender)))
         return arrived
 
     def _start_receives(self) -> None:

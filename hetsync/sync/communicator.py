@@ -63,6 +63,8 @@ LONGEST_IDLE_POLL_SECONDS = 16e-3
 
 COMPLETE = object()  # where a collective has nothing more to wait for
 
+Around = Callable[[StartRound, Iterator[None]], Iterator[None]]  # what happens beside a round's steps
+
 
 def poll_seconds(
     quiet_seconds: float, fraction: float, longest: float, shortest: float = SHORTEST_POLL_SECONDS
@@ -161,9 +163,11 @@ class Communicator:
         on_dropped: Callable[[Task], None],
         on_death: Callable[[Death], None],
         telemetry: Telemetry,
+        around: Around = lambda start, steps: steps,
     ) -> None:
         """`coordinator` on rank 0. `on_task` is called with each task as soon as it is known, outside the lock, and
-        `on_dropped` with those of them that will not be computed, since a rank has gone; `on_death` on rank 0."""
+        `on_dropped` with those of them that will not be computed, since a rank has gone; `on_death` on rank 0.
+        `around` is given the steps of each round."""
         self._plane = plane
         self._options = options
         self._shared = shared
@@ -172,6 +176,7 @@ class Communicator:
         self._on_task = on_task
         self._on_dropped = on_dropped
         self._on_death = on_death
+        self._around = around
         self._telemetry = telemetry
         self._rounds: deque[StartRound] = deque()  # to be joined, in order
         self._collective: Iterator[None] | None = None  # under way: a round, or a request of the main thread
@@ -373,7 +378,7 @@ class Communicator:
             self._shared.phase = Phase.TRAINING if start.drain is None else Phase.DRAINING
             self._shared.worker.join(start.number)
             self._shared.changed.notify_all()  # a task may start that was not to be in this round
-        return self._synchronous_round(start) if start.synchronous else self._delayed_round(start)
+        return self._around(start, (self._synchronous_round if start.synchronous else self._delayed_round)(start))
 
     def _delayed_round(self, start: StartRound) -> Iterator[None]:
         shared = self._shared

@@ -16,7 +16,7 @@ import torch
 
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane, StalledError
-from hetsync.sync.communicator import SHORTEST_POLL_SECONDS, Communicator, Death
+from hetsync.sync.communicator import SHORTEST_POLL_SECONDS, Around, Communicator, Death
 from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Nesterov, Snapshot
 from hetsync.sync.device_order import device_order
@@ -86,14 +86,15 @@ class Engine:
         on_task: Callable[[Task], None] = lambda task: None,
         on_dropped: Callable[[Task], None] = lambda task: None,
         on_death: Callable[[Death], None] = lambda death: None,
+        around: Around = lambda start, steps: steps,
         telemetry: Telemetry | None = None,
         version: int = 0,
         stages: Callable[[], Sequence[Sequence[torch.nn.Parameter]]] = lambda: (),
     ) -> None:
         """`coordinator` makes rank 0's; `on_task` is called with each task as soon as it is known (to load its data),
         from the communication thread, and `on_dropped` with those that are not to be computed after all, as another
-        rank has died: `on_death` tells rank 0 of that. `stages` tells the parameters of each optimizer, in the order of
-        their steps."""
+        rank has died: `on_death` tells rank 0 of that. `around` is given the steps of each round. `stages` tells the
+        parameters of each optimizer, in the order of their steps."""
         self.worker = Worker(plane.rank, version)
         self.timer = MainThreadTimer()
         router = Router(plane)
@@ -116,6 +117,7 @@ class Engine:
             on_task=on_task,
             on_dropped=on_dropped,
             on_death=on_death,
+            around=around,
             telemetry=telemetry or Telemetry(None),
         )
         self._missed_seconds = 0.0  # without a poll, while the main thread waited

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from hetsync.balance.profile import RankProfile
 from hetsync.balance.shares import choose_shares, makespan, solo_rates
+from hetsync.config.faults import When
 from hetsync.control.process import ControlProcess
 from hetsync.data import Data
 from hetsync.emulation.device import make_device
 from hetsync.emulation.link import behind_link
 from hetsync.errors import UserError, one_sentence
 from hetsync.files import SUMMARY, write_atomically
+from hetsync.plane.base import Plane
 from hetsync.profiling.measure import Subject, measure_ranks
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.coordinator import Coordinator
@@ -30,6 +33,7 @@ from hetsync.train import checkpoint
 from hetsync.train.control_factory import control_factory
 from hetsync.train.display import Shows, make_display
 from hetsync.train.evaluation import Evaluations, combined, named, record
+from hetsync.train.injection import InjectedDevice, Injection, require_struck
 from hetsync.train.memory import slice_memory
 from hetsync.train.preparation import Preparation
 from hetsync.train.resumption import Standing, first_settings, kept_shares
@@ -108,6 +112,8 @@ class Running:
         rank, folder = at.plane.rank, at.folder
         self.timer = make_device(at.cluster, rank, self.profiles[rank].time, at.config.run.seed, self._device)
         self.telemetry = Telemetry(None if folder is None else folder / "telemetry" / f"rank-{rank:04d}.jsonl")
+        faults = self.config.fault.injected()
+        self._injection = Injection(faults, self.plane, self.model) if faults else None
         self.evaluations = Evaluations(
             parts=prepared.rank_parts,
             model=self.model,
@@ -116,11 +122,16 @@ class Running:
             # Emulated devices evaluate at the speed of the machine: by shares, fast ranks would be out of training for
             # longer than slow ones.
             equal=at.cluster is not None,
+            before=self._injecting("evaluation"),
         )
         if prepared.evaluation is not None:
             self.evaluations.use(*prepared.evaluation[1:])
         self.session = self._make_session()
         self.leaving = self._leaving()
+
+    def _injecting(self, when: When) -> Callable[[], None]:
+        """What is to be called at such a moment."""
+        return (lambda: None) if self._injection is None else partial(self._injection.at, when)
 
     @property
     def _device(self) -> torch.device:
@@ -160,8 +171,10 @@ class Running:
         shares = kept_shares(config, self._progress, self.plane.size)
         shares = shares or choose_shares(config.sync, config.data.batch_size, self.profiles)
         slice_seconds = makespan(shares, [profile.time for profile in self.profiles])
+        injection = self._injection
+        plane: Plane = self.plane if injection is None else injection.plane
         session = Session(
-            plane=behind_link(self.plane, at.cluster, 4 * travelling_values(self.model), slice_seconds),
+            plane=behind_link(plane, at.cluster, 4 * travelling_values(self.model), slice_seconds),
             trained=Trained(
                 model=self.model,
                 optimizers=self.prepared.parts.optimizers,
@@ -172,12 +185,13 @@ class Running:
             source=self.source,
             sync=config.sync,
             terms=self._make_terms(shares),
-            device=self.timer,
+            device=self.timer if injection is None else InjectedDevice(self.timer, injection),
             telemetry=self.telemetry,
             timeout_seconds=config.run.timeout_seconds,
             make_control=self._start_control(),
             scorer=self.evaluations if self.prepared.evaluation is not None else None,
             memory=None if self._is_measured else slice_memory(self.plane, at.place, self._device),
+            around=injection.around if injection is not None else lambda start, steps: steps,
         )
         loaded = at.loaded
         if loaded is not None and session.outer is not None and loaded.outer is not None:
@@ -221,7 +235,8 @@ class Running:
         if stop is not None:
             stop.listen(self.session.request_stop)
         if at.folder is not None:
-            self._saver = Saver(self.session, at.folder, self.config.run, self._seconds_before)
+            before = (lambda: None) if self._injection is None else self._injection.checkpoint
+            self._saver = Saver(self.session, at.folder, self.config.run, self._seconds_before, before)
             if self.plane.rank == 0:
                 write_atomically(at.folder / SUMMARY, json.dumps(first_summary(self._job_figures()), indent=1))
             self._saver.start_timer()
@@ -400,6 +415,7 @@ class Running:
         if session.applied < self.total and not session.stopping and not self._saved_last:
             self._save(Standing(ended=True), last=True)  # all ranks have ended it at a rest
         session.meet(THE_END)
+        waiting = [] if self._injection is None else self.plane.gather_objects(self._injection.never_struck())
         if self._saver is not None:
             self._saver.stop_timer()
         self._tell_deaths()
@@ -416,6 +432,10 @@ class Running:
             self.display.say(f"stopped and saved; go on with: {self._shown.resume_by.format(at.folder)}")
         if summary is not None:
             self._tell("end", summary)
+        if self._injection is not None and self.plane.rank == self.plane.members[0]:  # whose word ends the others
+            require_struck(
+                self.config.fault.injected(), [each for some in waiting for each in some], self.plane.members
+            )
 
     def failed(self, failure: BaseException) -> None:
         """The job is about to end by this."""

@@ -24,14 +24,17 @@ class Saver:
         run_folder: Path,
         run: RunConfig,
         seconds_before: float,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
-        """`seconds_before`: of training, by the jobs that this one goes on from."""
+        """`seconds_before`: of training, by the jobs that this one goes on from. `before` is called before each
+        checkpoint, on all ranks."""
         self.saved = False
         self._session = session
         self._folder = run_folder / "checkpoints"
         self._keep = run.keep_checkpoints
         self._interval_seconds = run.checkpoint_seconds
         self._seconds_before = seconds_before
+        self._before = before
         self._unsaved = Trouble()
         self._alarm: threading.Timer | None = None
 
@@ -54,14 +57,15 @@ class Saver:
         DiskError for the last one.
         """
         self.stop_timer()
-        if self._session.plane.rank == 0:
-            try:
+        try:
+            self._before()
+            if self._session.plane.rank == 0:
                 self._write(state())
                 self.saved = True
-            except DiskError as error:
-                if last:
-                    raise
-                self._unsaved.tell(f"{error}; training goes on")
+        except DiskError as error:
+            if last:
+                raise
+            self._unsaved.tell(f"{error}; training goes on")
         self._session.plane.barrier()
         if not last:
             self.start_timer()

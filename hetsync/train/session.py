@@ -27,7 +27,7 @@ from hetsync.data.random_state import seed_all
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane, meet
 from hetsync.sync.accumulation import AccumulationChange, AccumulationRule
-from hetsync.sync.communicator import Death
+from hetsync.sync.communicator import Around, Death
 from hetsync.sync.coordinator import Coordinator, Deliver, Send, as_messages
 from hetsync.sync.deltas import Snapshot, make_outer
 from hetsync.sync.engine import Engine
@@ -70,10 +70,12 @@ class Session:
         make_control: ControlFactory | None = None,
         scorer: Scorer | None = None,
         memory: SliceMemory | None = None,
+        around: Around = lambda start, steps: steps,
     ) -> None:
         """Collective. The model's weights may differ between ranks: all start from rank 0's.
 
-        What rank 0's `make_control` makes may change the settings while the job runs; the session closes it.
+        What rank 0's `make_control` makes may change the settings while the job runs; the session closes it. `around`
+        is given the steps of each round.
         """
         self.plane = plane
         self.model = trained.model
@@ -88,6 +90,7 @@ class Session:
         self._sync = sync
         self._device = device
         self._make_control = make_control
+        self._around = around
         self._scorer = scorer or NoEvaluation()
         self._telemetry = telemetry or Telemetry(None)
         self._clock = TrainingClock()
@@ -141,6 +144,7 @@ class Session:
             on_task=self._loader.prefetch,
             on_dropped=self._loader.drop,
             on_death=self._on_death,
+            around=self._around,
             telemetry=self._telemetry,
             version=terms.version,
             stages=lambda: [steps.weights for steps in self.tasks.steps],
