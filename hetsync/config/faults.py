@@ -78,6 +78,9 @@ class FaultConfig:
         tolerate: Go on with the others when a rank other than 0 dies: auto (where that can be: delayed mode without a
             controller, and an MPI that tells of deaths, by mpirun --with-ft ulfm), true (refuse to start elsewhere) or
             false (end the job).
+        not_finite: Gradients that are not finite end the job (stop), or are left out before they are in any round, and
+            their samples go out once more (skip): the job ends where the same samples spoil gradients again, and names
+            them. rollback is refused yet.
         inject: Faults to put into the job, to see what becomes of it, each {kind: die, rank: 3, round: 40, when:
             during}. Kinds are die, stop (with `seconds`, or for ever), slow (`factor`), exit, raise, memory,
             not_finite, corrupt and drop (a message), delay (`seconds`) and disk_full; `when` is before, during (the
@@ -86,9 +89,15 @@ class FaultConfig:
     """
 
     tolerate: Literal["auto"] | bool = "auto"
+    not_finite: Literal["stop", "skip", "rollback"] = "stop"
     inject: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if self.not_finite == "rollback":
+            raise UserError(
+                "fault.not_finite is rollback, which cannot be done while a job runs yet: use skip, or stop and go on"
+                " from the newest checkpoint by --resume with a lower optimizer.learning_rate"
+            )
         self.injected()
 
     def injected(self) -> tuple[InjectedFault, ...]:

@@ -401,6 +401,11 @@ class Config:
 
     def __post_init__(self) -> None:
         self.control.check_start(self.sync)
+        if self.fault.not_finite != "stop" and self.control.name != "fixed":
+            raise UserError(
+                f"fault.not_finite is {self.fault.not_finite}, but control.name is {self.control.name}, which would"
+                " take what is left out for progress: use stop, or control.name fixed"
+            )
         if self.fault.tolerate is True and (self.sync.delay_bound == 0 or self.control.name != "fixed"):
             why = "sync.delay_bound 0" if self.sync.delay_bound == 0 else f"control.name {self.control.name}"
             raise UserError(

@@ -42,6 +42,7 @@ from hetsync.sync.messages import (
     SettingsChanged,
     StartRound,
     Task,
+    TaskDropped,
     TaskStarted,
 )
 from hetsync.sync.recovery import Action, Books, LandedRound, Report, decide
@@ -322,6 +323,8 @@ class Communicator:
             for instruction in instructions:
                 if isinstance(instruction, AssignTask):
                     self._shared.worker.assign(instruction.task)
+                elif isinstance(instruction, TaskDropped):
+                    self._shared.worker.drop(instruction.task)
                 elif isinstance(instruction, StartRound):
                     self._rounds.append(instruction)
                     self._shared.worker.announce(instruction.number)
@@ -331,7 +334,7 @@ class Communicator:
 
     def _is_own(self, notice: Notice) -> bool:
         """Is it for this rank, and not for the copy of the books that it keeps?"""
-        return not isinstance(notice, AssignTask) or notice.rank == self._plane.rank
+        return not isinstance(notice, AssignTask | TaskDropped) or notice.rank == self._plane.rank
 
     def _flush(self) -> int:
         """Send what is in the outbox; returns how many events."""
@@ -432,7 +435,10 @@ class Communicator:
             if start.evaluate:  # the main thread makes its step before it asks for its next task
                 with shared.changed:
                     shared.snapshot = Snapshot(shared.marked.popleft(), time.monotonic())
-        yield from self._complete_round(start, began, 0, None if start.drain else self._gradients.summed_samples)
+        samples = None if start.drain else self._gradients.summed_samples
+        yield from self._complete_round(
+            start, began, 0, samples, samples is not None and self._gradients.sum_is_spoiled
+        )
 
     def _sum_stage(self, stage: Stage, start: StartRound) -> Iterator[None]:
         gradients, wire = self._gradients, self._options.wire
@@ -479,7 +485,12 @@ class Communicator:
         request.done.set()
 
     def _complete_round(
-        self, start: StartRound, began: float, staleness: int | None, samples: int | None = None
+        self,
+        start: StartRound,
+        began: float,
+        staleness: int | None,
+        samples: int | None = None,
+        spoiled: bool = False,
     ) -> Iterator[None]:
         shared = self._shared
         with shared.changed:
@@ -489,7 +500,7 @@ class Communicator:
         seconds = round(time.monotonic() - began, 6)
         self._telemetry.record("round", round=start.number, seconds=seconds, staleness=staleness)
         if self._coordinator is not None:  # a sum is no rank's event: it passes by the outbox
-            self._coordinator.handle([RoundCompleted(start.number, self._pending.sums_norm, samples)])
+            self._coordinator.handle([RoundCompleted(start.number, self._pending.sums_norm, samples, spoiled)])
         if start.drain:
             while self._coordinator is not None and self._coordinator.machine.version <= start.number:
                 yield  # until every `Contributed` is in: the books must be closed before anybody reads them

@@ -19,8 +19,8 @@ somebody needs w or `flight`: most often the main thread, which moves it into w 
 operation go over one segment, which stays in the cache, before the next. X is made of S in place, and the two buffers
 change roles. P and X that hold nothing are marked `empty`, and never read or cleared.
 
-The main thread calls `adopt`, `finish`, `apply`, `reset_to_anchor`; the communication thread `pack`, `apply_sum`, and
-after a death `take_back`, `catch_up`. The caller holds one lock around each call.
+The main thread calls `adopt`, `finish`, `undo`, `apply`, `reset_to_anchor`; the communication thread `pack`,
+`apply_sum`, and after a death `take_back`, `catch_up`. The caller holds one lock around each call.
 """
 
 from __future__ import annotations
@@ -186,6 +186,24 @@ class Deltas:
         self._steps += steps
         pending.empty = not math.isfinite(total)
         return total
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """u ← w + P − X: what the task that is open has done is given up, whatever u is now."""
+        self._land()
+        pending, correction = self._pending, self._correction
+        for run, w, p, x in zip(self._runs, self._anchor.pieces, pending.pieces, correction.pieces, strict=True):
+            values = [piece.clone() for piece in w]
+            if not pending.empty:
+                torch._foreach_add_(values, p)
+            if not correction.empty:
+                torch._foreach_sub_(values, x)
+            torch._foreach_copy_(run, values)
+            if not self.exact:  # what u cannot hold stays in X
+                if correction.empty:
+                    torch._foreach_zero_(x)
+                torch._foreach_add_(x, torch._foreach_sub(values, [piece.float() for piece in run]))
+        correction.empty &= self.exact
 
     @torch.no_grad()
     def apply(self) -> bool:

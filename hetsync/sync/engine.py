@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hetsync.data.ledger import Span
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane, StalledError
 from hetsync.sync.communicator import SHORTEST_POLL_SECONDS, Around, Communicator, Death
@@ -22,7 +23,8 @@ from hetsync.sync.deltas import Nesterov, Snapshot
 from hetsync.sync.device_order import device_order
 from hetsync.sync.gradients import Gradients
 from hetsync.sync.lone import LoneGradients
-from hetsync.sync.messages import Evaluated, Event, StartRound, Task
+from hetsync.sync.messages import Evaluated, Event, StartRound, Task, TaskSpoiled
+from hetsync.sync.recovery import spans_of
 from hetsync.sync.router import Router
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
 from hetsync.sync.tail import shared_buffers
@@ -107,7 +109,7 @@ class Engine:
         one = plane.size == 1
         alone = one and not options.measure_norms
         counted = plane.size if plane.tolerant and not alone else 0
-        self._shared = SharedState(self.worker, outer, alone, one_thread=one, ranks_counted=counted)
+        self._shared = SharedState(self.worker, outer, alone, one, counted, options.skips)
         self._communicator = Communicator(
             plane,
             options,
@@ -137,7 +139,7 @@ class Engine:
         shared.buffers = shared_buffers(self._model)
         self._gradients: Gradients | LoneGradients
         if shared.alone:
-            self._gradients = LoneGradients(self._model, shared.wake.set, self._stages())
+            self._gradients = LoneGradients(self._model, shared.wake.set, self._stages(), options.skips)
         else:
             self._gradients = Gradients(
                 self._model,
@@ -147,6 +149,7 @@ class Engine:
                 options.overlap,
                 self._stages(),
                 shared.order.leave,
+                options.skips,
             )
         self._gradients.adopt_buffers()
         self._communicator.use(self._gradients)
@@ -230,15 +233,18 @@ class Engine:
         the mean over the round's samples (None: all, and it steps none). What is `scaled` may be infinite. `computed`:
         has the loop had a slice of the task?
 
-        Returns the number of samples: 0 where all ranks have withdrawn, and there are no gradients.
+        Returns the number of samples: 0 where all ranks have withdrawn, and there are no gradients. There are none,
+        either, where the round is spoiled.
         """
         assert task.synchronous_round is not None
         gradients, shared = self._gradients, self._shared
         last = len(gradients.stages) - 1
         total = gradients.flush(task.samples, stage, scaled, computed)
         stage = last if stage is None else stage
-        if not scaled:
-            require_finite(total, self._plane.rank, task.position)
+        if not scaled and not math.isfinite(total):
+            if not self._options.skips:
+                require_finite(total, self._plane.rank, task.position)
+            shared.outbox.append(TaskSpoiled(self._plane.rank, task.number, tuple(spans_of([task]))))
         if not shared.alone:  # or they are whole
             with shared.changed, self.timer.waiting:
                 while shared.landed <= task.synchronous_round and (stage == last or shared.stages_summed <= stage):
@@ -261,7 +267,23 @@ class Engine:
                 self.worker.version = task.synchronous_round + 1
             now = self._kept_from_computing()
             (work, waits), self._told = self._told or now, now
-            shared.outbox.append(self.worker.finish_task(seconds, loss_sum, now[0] - work, now[1] - waits))
+            finished = self.worker.finish_task(seconds, loss_sum, now[0] - work, now[1] - waits)
+            if self.is_spoiled(task):
+                finished = finished._replace(samples=0, loss_sum=0.0)
+            shared.outbox.append(finished)
+
+    def is_spoiled(self, task: Task) -> bool:
+        """Synchronous mode: does the task's round bring nothing, as some of it was not finite?"""
+        return task.synchronous_round is not None and self._gradients.spoiled
+
+    def give_up(self, task: Task, spans: Sequence[Span]) -> None:
+        """Delayed mode: the task is computed, and was not finite in slices of these spans. It is undone."""
+        shared = self._shared
+        with shared.changed, self.timer.working:
+            with shared.order:
+                shared.delayed_mode().undo()
+            shared.outbox.append(self.worker.spoil_task(tuple(spans)))
+        shared.wake.set()
 
     @property
     def has_released(self) -> bool:

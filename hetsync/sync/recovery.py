@@ -45,7 +45,9 @@ from hetsync.sync.messages import (
     Standing,
     StartRound,
     Task,
+    TaskDropped,
     TaskFinished,
+    TaskSpoiled,
     TaskStarted,
 )
 from hetsync.sync.milestones import TOO_FEW, Marks, Milestones
@@ -109,6 +111,9 @@ class Books:
                 case AssignTask():
                     self.tasks.setdefault(notice.rank, []).append(notice.task)
                     self.next_task = max(self.next_task, notice.task.number + 1)
+                case TaskDropped():
+                    tasks = self.tasks.get(notice.rank, [])
+                    self.tasks[notice.rank] = [task for task in tasks if task.number != notice.task]
                 case Standing():
                     self.standings.append(notice)
                     self._forget_standings()
@@ -192,7 +197,16 @@ class Report(NamedTuple):
     books: Books | None = None
 
 
-SUPERSEDED = (TaskStarted, TaskFinished, Contributed, NormMeasured, Evaluated, RankWithdrew, DrainRequested)
+SUPERSEDED = (
+    TaskStarted,
+    TaskFinished,
+    TaskSpoiled,
+    Contributed,
+    NormMeasured,
+    Evaluated,
+    RankWithdrew,
+    DrainRequested,
+)
 
 
 def still_to_tell(events: Iterable[Event]) -> list[Event]:

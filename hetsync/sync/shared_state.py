@@ -27,7 +27,8 @@ from hetsync.sync.worker import Worker
 class EngineOptions:
     """`batch` is B, samples of one slice of all ranks; `timeout_seconds` bounds every wait for other ranks. With
     `measure_norms` the norms of what ranks put into sums are told (`NormMeasured`, `RoundCompleted`). `on_host`: the
-    model is computed by the cores that the communication thread takes, too."""
+    model is computed by the cores that the communication thread takes, too. `skips`: what is not finite is left out of
+    rounds."""
 
     batch: int
     wire: WireFormat = "float32"
@@ -36,6 +37,7 @@ class EngineOptions:
     timeout_seconds: float = 600.0
     measure_norms: bool = False
     on_host: bool = False
+    skips: bool = False
 
 
 class MainThread(Enum):
@@ -94,9 +96,10 @@ class SharedState:
         alone: bool = False,
         one_thread: bool = False,
         ranks_counted: int = 0,
+        skips: bool = False,
     ) -> None:
         """`alone`: no other rank is there, and nobody wants to know what sums hold. `one_thread`: the main thread
-        polls. `ranks_counted`: see `Deltas`."""
+        polls. `ranks_counted`: see `Deltas`; `skips`: see `EngineOptions`."""
         # The lock; notified when the main thread may have something to go on with. Under it change the fields below
         # and all weights outside an inner step. Deltas are used without it where the other thread cannot touch what
         # is used: at a rest, and while a snapshot is shown (`Deltas.showing`).
@@ -132,11 +135,12 @@ class SharedState:
         self._outer = outer
         self.alone = alone
         self._ranks_counted = ranks_counted
+        self._skips = skips
 
     def delayed_mode(self) -> Deltas | LoneDeltas:
         """Under the lock. Deltas are made when delayed mode begins: until then all ranks' weights are the anchor."""
         if self.deltas is None and self.alone and self._outer is None:
-            self.deltas = LoneDeltas(self.weights, self.buffers)
+            self.deltas = LoneDeltas(self.weights, self.buffers, self._skips)
         elif self.deltas is None:
             with self.order:
                 self.deltas = Deltas(self.weights, self._outer, self.buffers, self.worker.rank, self._ranks_counted)

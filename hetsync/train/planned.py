@@ -93,6 +93,7 @@ def check_settings(config: Config, plan: GivenPlan) -> None:
         "ema.decay": (config.ema.decay is not None, "give null"),
         "run.precision": (config.run.precision != "float32", "give float32"),
         "run.compile": (config.run.compile, "give false"),
+        "fault.not_finite": (config.fault.not_finite != "stop", "give stop"),
         "fault.inject": (bool(config.fault.inject), "leave it out"),
     }
     for key, (wanted, remedy) in refused.items():

@@ -41,7 +41,7 @@ from hetsync.train.run_folder import Status, mark_failed
 from hetsync.train.saving import Saver
 from hetsync.train.session import AtRest, Session
 from hetsync.train.speeds import assumed_profiles
-from hetsync.train.summary import JobFigures, LostRank, RankFigures, RunFigures, first_summary, summarise
+from hetsync.train.summary import JobFigures, LeftOut, LostRank, RankFigures, RunFigures, first_summary, summarise
 from hetsync.train.tasks import Trained
 from hetsync.train.terminal import Display, Progress, Silence
 from hetsync.train.terms import ControlFactory, Terms
@@ -106,7 +106,7 @@ class Running:
         self._seconds_before = self._progress.train_seconds if self._progress else 0.0  # of training
         self._round = -1  # that callbacks have been told of
         self._settings_told: Settings | None = None
-        self._deaths_told = 0
+        self._deaths_told = self._left_out_told = 0
         self.profiles = self._profiles()
         self._solo = solo_rates(loader.batch_size, self.profiles) if self._is_measured else None
         rank, folder = at.plane.rank, at.folder
@@ -191,6 +191,7 @@ class Running:
             make_control=self._start_control(),
             scorer=self.evaluations if self.prepared.evaluation is not None else None,
             memory=None if self._is_measured else slice_memory(self.plane, at.place, self._device),
+            skips=config.fault.not_finite == "skip",
             around=injection.around if injection is not None else lambda start, steps: steps,
         )
         loaded = at.loaded
@@ -279,6 +280,7 @@ class Running:
             if self.display.due():
                 self.display.progress(self._moment(coordinator))
             self._tell_deaths()
+            self._tell_left_out()
             if coordinator.settings is not self._settings_told:
                 self._tell_settings(coordinator.settings)
             if self.prepared.callbacks.get("round") and coordinator.machine.version > self._round + 1:
@@ -317,6 +319,14 @@ class Running:
                 f" {self.plane.size} ranks go on, and its {death.samples_returned} samples go out again"
             )
         self._deaths_told = len(deaths)
+
+    def _tell_left_out(self) -> None:
+        for rank, number, samples in self.session.left_out[self._left_out_told :]:
+            self.display.say(
+                f"gradients were not finite on rank {rank} ({self.profiles[rank].host}) in round {number}: they are"
+                f" left out, and {samples} samples go out once more"
+            )
+            self._left_out_told += 1
 
     def _take_evaluations(self) -> None:
         for applied, seconds, metrics in self.evaluations.take():
@@ -419,6 +429,7 @@ class Running:
         if self._saver is not None:
             self._saver.stop_timer()
         self._tell_deaths()
+        self._tell_left_out()
         figures = self._run_figures()
         if self.tracking is not None:
             self.tracking.log_figures()
@@ -480,6 +491,10 @@ class Running:
             job=self._job_figures(Status.STOPPED if session.stopping else Status.FINISHED),
             per_rank=per_rank,
             lost=self._lost_ranks(session.coordinator),
+            left_out=[
+                LeftOut(rank=rank, host=self.profiles[rank].host, round=number, samples=samples)
+                for rank, number, samples in session.left_out
+            ],
             samples_before=session.terms.applied,
             rounds=session.version,
             staleness=session.coordinator.machine.staleness,

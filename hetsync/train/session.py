@@ -21,7 +21,7 @@ from hetsync.balance.device import Device
 from hetsync.balance.shares import choose_shares
 from hetsync.balance.speed_tracker import Speeds
 from hetsync.config.schema import SyncConfig
-from hetsync.data.ledger import Ledger
+from hetsync.data.ledger import Ledger, Span, common
 from hetsync.data.loader import Loader, Source
 from hetsync.data.random_state import seed_all
 from hetsync.errors import UserError
@@ -31,7 +31,16 @@ from hetsync.sync.communicator import Around, Death
 from hetsync.sync.coordinator import Coordinator, Deliver, Send, as_messages
 from hetsync.sync.deltas import Snapshot, make_outer
 from hetsync.sync.engine import Engine
-from hetsync.sync.messages import DrainRequested, Evaluated, Settings, SettingsChanged, StartRound, Task, settings_of
+from hetsync.sync.messages import (
+    DrainRequested,
+    Evaluated,
+    Settings,
+    SettingsChanged,
+    StartRound,
+    Task,
+    TaskSpoiled,
+    settings_of,
+)
 from hetsync.sync.milestones import STOP, Evaluation
 from hetsync.sync.model_tensors import ModelTensors
 from hetsync.sync.recovery import Decision, Report, rebuilt
@@ -43,6 +52,8 @@ from hetsync.train.memory import SliceMemory
 from hetsync.train.rest import CommonState, not_finite
 from hetsync.train.tasks import TaskRunner, Trained
 from hetsync.train.terms import ControlFactory, ControlledJob, JobControl, NoEvaluation, Scorer, Terms
+
+MOST_NAMED = 32  # samples in a sentence
 
 
 @dataclass(frozen=True)
@@ -71,11 +82,12 @@ class Session:
         scorer: Scorer | None = None,
         memory: SliceMemory | None = None,
         around: Around = lambda start, steps: steps,
+        skips: bool = False,
     ) -> None:
         """Collective. The model's weights may differ between ranks: all start from rank 0's.
 
         What rank 0's `make_control` makes may change the settings while the job runs; the session closes it. `around`
-        is given the steps of each round.
+        is given the steps of each round. `skips`: gradients that are not finite are left out of rounds.
         """
         self.plane = plane
         self.model = trained.model
@@ -85,12 +97,16 @@ class Session:
         self.control: JobControl | None = None  # on rank 0, where there is one
         self.accumulation_changes: list[AccumulationChange] = []  # on rank 0, by rule
         self.deaths: list[tuple[Death, float]] = []  # on rank 0, and the seconds of training before each
+        self.left_out: list[tuple[int, int, int]] = []  # on rank 0: rank, round, and samples that went out once more
         self.outer = make_outer(sync, terms.batch_size)
         self._begin_at(sync)
         self._sync = sync
         self._device = device
         self._make_control = make_control
         self._around = around
+        self._skips = skips
+        self._check_skipping()
+        self._spoiled: list[Span] = []  # positions that have brought what is not finite, on rank 0
         self._scorer = scorer or NoEvaluation()
         self._telemetry = telemetry or Telemetry(None)
         self._clock = TrainingClock()
@@ -106,11 +122,20 @@ class Session:
             totals=self.totals,
             record=self.record,
             memory=memory,
+            skips=skips,
         )
         self._common = CommonState(plane, self.model, self.optimizers, trained.averages, self.engine)
         self._snapshot_seconds = 0.0  # of training, when the newest snapshot was made
         self._under_way = False  # slices have begun, and the job has not come to its end
         self._rest_began: float | None = None  # the moment, while all ranks are at rest
+
+    def _check_skipping(self) -> None:
+        if self._skips and self.settings.synchronous and len(self.optimizers) > 1:
+            raise UserError(
+                f"fault.not_finite is skip, but at sync.delay_bound 0 the loop has {len(self.optimizers)} optimizers,"
+                " of which one has stepped before the other's gradients are known: use stop, or a delay bound of 1 or"
+                " more"
+            )
 
     def _begin_at(self, sync: SyncConfig) -> None:
         """What is known at rest, as it is before the first slice."""
@@ -137,6 +162,7 @@ class Session:
                 timeout_seconds=timeout_seconds,
                 measure_norms=controlled,
                 on_host=self._device.on_host,
+                skips=self._skips,
             ),
             coordinator=self._make_coordinator if plane.rank == 0 else None,
             outer=self.outer,
@@ -179,11 +205,33 @@ class Session:
             AccumulationRule(terms.version) if ruled else None,
             self._on_accumulation,
             rebuild,
+            self._on_spoiled,
         )
 
     def _on_accumulation(self, change: AccumulationChange) -> None:
         self.accumulation_changes.append(change)
         self.record("accumulation", **asdict(change))
+
+    def _on_spoiled(self, event: TaskSpoiled) -> None:
+        """In rank 0's communication thread. UserError where samples have spoiled gradients before."""
+        if again := common(event.spans, self._spoiled):
+            found = self._loader.indices(again)
+            named = ", ".join(map(str, found[:MOST_NAMED])) + (" and others" if len(found) > MOST_NAMED else "")
+            raise UserError(
+                f"gradients were not finite for the second time with these samples of the data set, on rank"
+                f" {event.rank} now: {named}; look at them, or lower optimizer.learning_rate"
+            )
+        self._spoiled += event.spans
+        assert self.coordinator is not None
+        machine = self.coordinator.machine
+        work = machine.members[event.rank].current
+        assert work is not None
+        own_round = work.task.synchronous_round
+        number = machine.version if own_round is None else own_round
+        known = own_round is not None and any(round_ == number for _, round_, _ in self.left_out)
+        samples = work.samples if own_round is None else 0 if known else work.task.round_samples
+        self.left_out.append((event.rank, number, samples))
+        self.record("left_out", rank=event.rank, round=number, samples=samples)
 
     def _on_death(self, death: Death) -> None:
         self.deaths.append((death, self.seconds_training()))

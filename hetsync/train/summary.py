@@ -152,12 +152,37 @@ class LostRank:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """What was not finite on a rank, and is in no round: so many samples went out once more."""
+
+    rank: int
+    host: str
+    round: int
+    samples: int
+
+    def failure(self) -> dict[str, Any]:
+        """Its entry among a summary's failures. It is looked at before a round could wait for it."""
+        return {
+            "rank": self.rank,
+            "host": self.host,
+            "kind": "not_finite",
+            "round": self.round,
+            "activity": "computing",
+            "noticed_seconds": None,
+            "recovered_seconds": None,
+            "samples_returned": self.samples,
+            "action": "left out",
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunFigures:
     """What a run has come to."""
 
     job: JobFigures
     per_rank: Sequence[RankFigures]
     lost: Sequence[LostRank] = ()
+    left_out: Sequence[LeftOut] = ()
     samples_before: int = 0  # applied by the jobs that this one goes on from
     rounds: int
     staleness: Mapping[int, int]  # tasks by their staleness
@@ -205,7 +230,10 @@ def summarise(run: RunFigures) -> dict[str, Any]:
         "wall_seconds": run.wall_seconds,
         "overrun_fraction": sum(rank.overruns for rank in ranks) / max(1, sum(rank.slices for rank in ranks)),
         "real_compute_cores": sum(rank.real_seconds for rank in ranks) / max(1e-9, seconds),
-        "failures": [rank.failure() for rank in run.lost],
+        "failures": sorted(
+            [*(rank.failure() for rank in run.lost), *(left.failure() for left in run.left_out)],
+            key=lambda failure: failure["round"],
+        ),
         "per_rank": sorted([*rows, *(rank.row() for rank in lost)], key=lambda row: row["rank"]),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,15 @@ from typing import Any
 import torch
 
 from hetsync.balance.device import Device
-from hetsync.data.ledger import length
+from hetsync.data.ledger import Span, length
 from hetsync.data.loader import Loader
 from hetsync.errors import UserError
 from hetsync.sync.engine import Engine
+from hetsync.sync.lone import total_of
 from hetsync.sync.messages import CapFound, Task
 from hetsync.sync.model_tensors import ModelTensors
 from hetsync.sync.rates import Rates
+from hetsync.sync.recovery import spans_of
 from hetsync.sync.steps import Steps
 from hetsync.train.accounts import RankTotals, TaskInWork
 from hetsync.train.memory import SliceMemory
@@ -64,9 +67,10 @@ class TaskRunner:
         totals: RankTotals,
         record: Callable[..., None],
         memory: SliceMemory | None,
+        skips: bool = False,
     ) -> None:
         """`totals` are kept, and `record` is told of each task. `memory` tells how many samples fit, where that is not
-        known."""
+        known. `skips`: what is not finite is left out of rounds."""
         self.steps = [
             Steps(each, rates, max_grad_norm, batch_size, partial(self._before, n), partial(self._after, n))
             for n, (each, rates) in enumerate(zip(trained.optimizers, trained.rates, strict=True))
@@ -83,6 +87,8 @@ class TaskRunner:
         self._totals = totals
         self._record = record
         self._memory = memory
+        self._skips = skips
+        self._slice: Sequence[Span] = ()  # that is out, or was last
         self._data_before = self._waited_before = 0.0  # seconds in all, up to the last task's end
 
     def settle(self) -> None:
@@ -105,6 +111,7 @@ class TaskRunner:
             began = time.monotonic()
             batch = next(batches)
             self._totals.data_seconds += time.monotonic() - began
+            self._slice = spans
             work.open_slice(length(spans))
             self._engine.open_slice(task, work.slice_samples, work.last)
             if self._memory is not None:
@@ -149,6 +156,8 @@ class TaskRunner:
         self.tensors.restore()
         if not work.synchronous:
             self._check_gradients(number)
+            if self._skips and not self._scaled:
+                self._leave_out(number, work)
         elif self._engine.is_collected(number):
             raise UserError(
                 "with sync.delay_bound 0 each optimizer makes one step a slice, in the order in which they were given"
@@ -174,6 +183,14 @@ class TaskRunner:
                 if weight.grad is not None:
                     return
         raise UserError("step found no gradient: call loss.backward() on a loss of this model before it")
+
+    def _leave_out(self, number: int, work: TaskInWork) -> None:
+        """Gradients that are not finite: the optimizer steps over weights that have none, and its state stays good."""
+        optimizer = self.steps[number].optimizer
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if not math.isfinite(total_of(weight.grad for weight in weights if weight.grad is not None)):
+            work.spoiled += self._slice
+            optimizer.zero_grad(set_to_none=True)
 
     def _before(self, number: int) -> None:
         """The optimizer is about to step, whoever told it to."""
@@ -247,7 +264,14 @@ class TaskRunner:
             if not self._engine.is_collected(len(self.steps) - 1):
                 self._finish_round(work)
         seconds, loss_sum = self._device.take_seconds(), work.loss_sum
+        if self._skips and not work.synchronous and not math.isfinite(loss_sum):
+            work.spoiled += spans_of([task]) if not work.spoiled else []
+        if work.spoiled:
+            self._engine.give_up(task, work.spoiled)
+            return
         self._engine.finish(task, seconds, loss_sum)
+        if self._engine.is_spoiled(task):
+            return
         totals, waited = self._totals, self._engine.timer.wait_seconds
         totals.compute_seconds += seconds
         totals.tasks += 1

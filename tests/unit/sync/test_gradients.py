@@ -343,10 +343,41 @@ def test_the_tail_holds_the_buffers_that_change():
     gradients = gradients_of(model)
     for sent in (2, 10):  # at first, whether they have changed; then running mean and variance
         backward(model, gradients, *batch(4), [4])
-        assert gradients.tail.flat.numel() == len(list(model.parameters())) + 3 + sent
+        assert gradients.tail.flat.numel() == len(list(model.parameters())) + 4 + sent
         allreduce([gradients], "int8")
         gradients.collect()
         model.zero_grad()
+
+
+def test_a_spoiled_round_brings_nothing_to_anybody_and_the_next_one_is_whole():
+    """Whoever's gradients are nan, and however the wire rounds."""
+    for wire in ("float32", "int8"):
+        models = [net(norm=True), net(norm=True)]
+        everyones = [Gradients(model, 64, lambda fraction: None, lambda: None, skips=True) for model in models]
+        for gradients in everyones:
+            gradients.adopt_buffers()
+        before = [buffer.clone() for buffer in models[0].buffers()]
+        for spoiled in (True, False):
+            for number, (model, gradients) in enumerate(zip(models, everyones, strict=True)):
+                inputs, labels = batch(4, number)
+                backward(model, gradients, inputs * torch.nan if spoiled and number else inputs, labels, [4])
+            allreduce(everyones, wire)
+            assert [gradients.sum_is_spoiled for gradients in everyones] == [spoiled, spoiled]
+            for model, gradients in zip(models, everyones, strict=True):
+                assert gradients.collect() == 8
+                assert gradients.spoiled == spoiled
+                assert all(
+                    (p.grad is None) == (spoiled or p is model.unused)
+                    for p in gradients._where
+                    if p is not model.sometimes
+                )
+                floats = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+                assert all(buffer.isfinite().all() for buffer in floats)
+                if spoiled:
+                    kept = [buffer for buffer in before if buffer.is_floating_point()]
+                    assert all(torch.equal(a, b) for a, b in zip(floats, kept, strict=True))
+        grads = [[p.grad for p in model.parameters() if p.grad is not None] for model in models]
+        assert all(a.isfinite().all() and torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 def test_a_round_leaves_nothing_behind_for_the_next():
