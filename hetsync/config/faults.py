@@ -81,6 +81,12 @@ class FaultConfig:
         not_finite: Gradients that are not finite end the job (stop), or are left out before they are in any round, and
             their samples go out once more (skip): the job ends where the same samples spoil gradients again, and names
             them. rollback is refused yet.
+        silent_seconds: A rank that gives no sign of life for so many seconds is excluded, and killed by another of its
+            host, where the others go on after a death; null never. Ranks that compute, compile, profile or load give
+            signs of life beside that.
+        slow: A rank whose last three tasks each took `slow_factor` times its own median is waited for (wait), or
+            excluded in the same way (exclude).
+        slow_factor: See `slow`.
         inject: Faults to put into the job, to see what becomes of it, each {kind: die, rank: 3, round: 40, when:
             during}. Kinds are die, stop (with `seconds`, or for ever), slow (`factor`), exit, raise, memory,
             not_finite, corrupt and drop (a message), delay (`seconds`) and disk_full; `when` is before, during (the
@@ -90,6 +96,11 @@ class FaultConfig:
 
     tolerate: Literal["auto"] | bool = "auto"
     not_finite: Literal["stop", "skip", "rollback"] = "stop"
+    # Long: who is killed by mistake does not come back, and who hangs costs this much once. A storage that hangs for a
+    # minute or two, or C code that keeps Python's lock, is no rank that hangs.
+    silent_seconds: float | None = 300.0
+    slow: Literal["wait", "exclude"] = "wait"
+    slow_factor: float = 10.0
     inject: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -98,6 +109,10 @@ class FaultConfig:
                 "fault.not_finite is rollback, which cannot be done while a job runs yet: use skip, or stop and go on"
                 " from the newest checkpoint by --resume with a lower optimizer.learning_rate"
             )
+        at_least("fault.silent_seconds", self.silent_seconds, 1)
+        at_least("fault.slow_factor", self.slow_factor, 1, above=True)
+        if self.slow == "exclude" and self.tolerate is False:
+            raise UserError("fault.slow is exclude, but fault.tolerate is false: use wait, or let the others go on")
         self.injected()
 
     def injected(self) -> tuple[InjectedFault, ...]:

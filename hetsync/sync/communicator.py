@@ -15,8 +15,10 @@ rounds it draws the longest sleep anyway.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +38,7 @@ from hetsync.sync.messages import (
     AssignTask,
     CapFound,
     DrainRequested,
+    Event,
     NormMeasured,
     Notice,
     RoundCompleted,
@@ -43,11 +46,13 @@ from hetsync.sync.messages import (
     StartRound,
     Task,
     TaskDropped,
+    TaskFinished,
     TaskStarted,
 )
 from hetsync.sync.recovery import Action, Books, LandedRound, Report, decide
 from hetsync.sync.router import Router
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
+from hetsync.sync.slowness import SlowRanks
 from hetsync.sync.tail import Tail
 from hetsync.sync.watchdog import Watchdog
 from hetsync.telemetry import Telemetry
@@ -83,7 +88,7 @@ def squared_norm(tensor: torch.Tensor) -> float:
 class Death:
     """Of a rank that the others have survived. `activity` is what it did, as far as rank 0 knew. It was noticed so many
     seconds after it had last begun a task; `recovered_seconds` after that the others went on, from `round`. Of its
-    samples so many go out again."""
+    samples so many go out again. `cause`: it died, or was excluded, as it was silent or slow."""
 
     rank: int
     round: int
@@ -91,6 +96,7 @@ class Death:
     noticed_seconds: float
     recovered_seconds: float
     samples_returned: int
+    cause: str = "died"
 
 
 def first_books(coordinator: Coordinator) -> Books:
@@ -189,7 +195,9 @@ class Communicator:
         self._synchronous = False  # was the last round?
         self._heard: dict[int, float] = {}  # moments of the ranks' last events, on rank 0
         version = None if coordinator is None else lambda: coordinator.machine.version
-        self._watchdog = Watchdog(plane, version, options.timeout_seconds)
+        silent_seconds = options.silent_seconds if self._keeps_going else None
+        self.watchdog = Watchdog(plane, version, options.timeout_seconds, silent_seconds)
+        self._slow = None if options.slow_factor is None or coordinator is None else SlowRanks(options.slow_factor)
         self.started = self.has_thread = False
         self._thread = threading.Thread(None, single_threaded(self._run), "hetsync-communication", daemon=True)
 
@@ -256,15 +264,16 @@ class Communicator:
         it where it would wait: nobody else is waited for, and two threads would take each other's processor."""
         moved = self._receive() + self._flush() + self._proceed() > 0
         self._watch(moved)
+        self.watchdog.watch_silence(self._outlives_deaths)
         return moved
 
     def _watch(self, moved: bool) -> None:
         shared = self._shared
         resting = shared.phase is Phase.RESTING and self._collective is None
         if moved or resting or shared.main_thread is MainThread.EVALUATING:
-            self._watchdog.moved()
+            self.watchdog.moved()
         else:
-            self._watchdog.check(self._sign)
+            self.watchdog.check(self._sign)
 
     def _sleep_seconds(self, quiet_seconds: float) -> float:
         shared = self._shared
@@ -277,10 +286,14 @@ class Communicator:
             return 0.0
         return poll_seconds(quiet_seconds, fraction, longest, shortest)
 
-    @property
     def _sign(self) -> Alive:
-        waiting = self._shared.main_thread is MainThread.WAITING
-        return Alive(self._plane.rank, self._shared.landed + (self._collective is not None), waiting)
+        shared = self._shared
+        doing, joined = shared.main_thread, shared.landed + (self._collective is not None)
+        activity = "at rest" if shared.phase is Phase.RESTING else doing.name.lower()
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = "" if frame is None else "".join(traceback.format_stack(frame))
+        seconds = time.monotonic() - shared.acted_at
+        return Alive(self._plane.rank, joined, doing is MainThread.WAITING, activity, seconds, stack)
 
     def _fail(self, failure: BaseException) -> None:
         """Let the main thread end the job with the failure; if it cannot (it computes, or hangs), end it here."""
@@ -299,11 +312,13 @@ class Communicator:
         """Take in what arrived; returns how much of it is news (signs of life are not)."""
         inbox = self._router.receive()
         for sign in inbox.signs:
-            self._watchdog.answer(sign, self._sign)
+            self.watchdog.answer(sign, self._sign)
         for events in inbox.events:
             assert self._coordinator is not None
             began = [event.rank for event in events if isinstance(event, TaskStarted)]
             self._heard |= dict.fromkeys(began, time.monotonic())
+            self.watchdog.heard(event.rank for event in events if isinstance(event, TaskStarted | TaskFinished))
+            self._exclude_slow(events)
             self._coordinator.handle(events)
         batches = [*inbox.instructions, *self._router.pop_own()]
         for instructions in batches:
@@ -511,6 +526,24 @@ class Communicator:
 
     # A death.
 
+    def _outlives_deaths(self) -> bool:
+        """Would the others go on if a rank died now?"""
+        try:
+            self._require_recoverable(MembersLost())
+        except LostError:
+            return False
+        return True
+
+    def _exclude_slow(self, events: Sequence[Event]) -> None:
+        if self._slow is None or self._coordinator is None:
+            return
+        for event in events:
+            if isinstance(event, TaskFinished) and event.samples and event.rank in self._coordinator.machine.members:
+                work = self._coordinator.machine.members[event.rank].current
+                slices = 1 if work is None else len(work.task.slices)
+                if self._slow.observe(event.rank, event.seconds / slices) and self._outlives_deaths():
+                    self.watchdog.exclude(event.rank, "slow")
+
     def _renew_books(self, drain: StartRound) -> None:
         """A death in synchronous mode ends the job, so that nobody keeps its books; they are those of delayed mode."""
         if drain.synchronous and self._books is not None and self._coordinator is not None:
@@ -590,6 +623,7 @@ class Communicator:
                 noticed_seconds=round(began - self._heard.get(rank, began), 6),
                 recovered_seconds=round(now - began, 6),
                 samples_returned=held - landed.get(rank, 0),
+                cause=self.watchdog.excluded.get(rank, "died"),
             )
             self._on_death(death)
 
@@ -606,7 +640,7 @@ class Communicator:
             shared.landed, shared.phase = decision.version, Phase.TRAINING
             shared.changed.notify_all()
         self._router.begin_anew(recovered.early)
-        self._watchdog.moved()
+        self.watchdog.moved()
         for task in dropped:
             self._on_dropped(task)
         if self._coordinator is not None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 
 from hetsync.data.ledger import Span
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane, StalledError
+from hetsync.processes import Process
 from hetsync.sync.communicator import SHORTEST_POLL_SECONDS, Around, Communicator, Death
 from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Nesterov, Snapshot
@@ -30,6 +32,8 @@ from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedSt
 from hetsync.sync.tail import shared_buffers
 from hetsync.sync.worker import Worker
 from hetsync.telemetry import Telemetry
+
+NOBODY: Mapping[int, Process] = MappingProxyType({})
 
 
 class Stopwatch:
@@ -125,8 +129,9 @@ class Engine:
         self._missed_seconds = 0.0  # without a poll, while the main thread waited
         self._told: tuple[float, float] | None = None  # of `_kept_from_computing`, with the last task since a rest
 
-    def start(self) -> None:
-        """Call once, on every rank, with identical weights: what travels depends on them."""
+    def start(self, processes: Mapping[int, Process] = NOBODY) -> None:
+        """Call once, on every rank, with identical weights: what travels depends on them. `processes` of all ranks."""
+        self._communicator.watchdog.processes = processes
         self._shared.order = device_order(next(self._model.parameters()).device)
         self._take_stock()
         self._shared.order.leave()
@@ -204,6 +209,7 @@ class Engine:
             shared.stages_summed = 0
             self._gradients.open_task()
         shared.outbox.append(started)
+        shared.acted_at = time.monotonic()
         shared.wake.set()
         return task
 
@@ -256,6 +262,7 @@ class Engine:
     def finish(self, task: Task, seconds: float, loss_sum: float) -> None:
         """The task is computed; `seconds` of device time, `loss_sum` over its samples."""
         shared = self._shared
+        shared.acted_at = time.monotonic()
         with shared.changed, self.timer.working:
             if task.synchronous_round is None:
                 assert shared.deltas is not None
@@ -316,7 +323,7 @@ class Engine:
         """Inside, the model holds the snapshot's weights. No drain begins before this rank has reported its part, so
         nothing else touches local weights meanwhile."""
         shared = self._shared
-        shared.main_thread = MainThread.EVALUATING
+        shared.main_thread, shared.acted_at = MainThread.EVALUATING, time.monotonic()
         try:
             if snapshot.weights is None:
                 yield

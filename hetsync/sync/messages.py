@@ -317,14 +317,41 @@ class Probe:
 
 @dataclass(frozen=True)
 class Alive:
-    """The rank's communication thread runs and has joined all rounds below `joined`; does its main thread wait?"""
+    """The rank's communication thread runs and has joined all rounds below `joined`; does its main thread wait? What it
+    does has lasted for so many seconds, and it is there in Python."""
 
     rank: int
     joined: int
     waiting: bool
+    activity: str = ""
+    seconds: float = 0.0
+    stack: str = ""
 
 
-Message = EventBatch | InstructionBatch | GroupBatch | Probe | Alive
+@dataclass(frozen=True)
+class Look:
+    """Rank 0 asks a peer on its host what a silent rank does."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The peer's answer: the process's state, and its stacks where it could write them."""
+
+    rank: int
+    state: str
+    stack: str
+
+
+@dataclass(frozen=True)
+class Exclude:
+    """Rank 0 has a rank ended by a peer on its host."""
+
+    rank: int
+
+
+Message = EventBatch | InstructionBatch | GroupBatch | Probe | Alive | Look | Seen | Exclude
 
 
 def settings_of(sync: SyncConfig) -> Settings:

@@ -14,7 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetsync.plane.base import Plane
-from hetsync.sync.messages import Alive, Event, EventBatch, GroupBatch, InstructionBatch, Message, Notice, Probe
+from hetsync.sync.messages import (
+    Alive,
+    Event,
+    EventBatch,
+    Exclude,
+    GroupBatch,
+    InstructionBatch,
+    Look,
+    Message,
+    Notice,
+    Probe,
+    Seen,
+)
 
 GROUP = 64
 
@@ -25,7 +37,7 @@ class Inbox:
 
     instructions: list[Sequence[Notice]] = field(default_factory=list)
     events: list[Sequence[Event]] = field(default_factory=list)
-    signs: list[Probe | Alive] = field(default_factory=list)
+    signs: list[Probe | Alive | Look | Seen | Exclude] = field(default_factory=list)
     passed_on: int = 0
 
 
@@ -96,7 +108,7 @@ class Router:
                 case GroupBatch():
                     self.send_instructions(message.by_rank)
                     inbox.passed_on += 1
-                case Probe() | Alive():
+                case Probe() | Alive() | Look() | Seen() | Exclude():
                     inbox.signs.append(message)
                 case _:
                     raise AssertionError(f"rank {self._plane.rank} has got a {type(message).__name__}")

@@ -7,6 +7,7 @@ may interrupt the main thread anywhere, also while it holds a lock: it takes non
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ class EngineOptions:
     """`batch` is B, samples of one slice of all ranks; `timeout_seconds` bounds every wait for other ranks. With
     `measure_norms` the norms of what ranks put into sums are told (`NormMeasured`, `RoundCompleted`). `on_host`: the
     model is computed by the cores that the communication thread takes, too. `skips`: what is not finite is left out of
-    rounds."""
+    rounds. A rank that gives no sign of life for `silent_seconds`, or (`slow_factor`) takes so many times as long as it
+    did, is excluded, where the others outlive that; None: never."""
 
     batch: int
     wire: WireFormat = "float32"
@@ -38,6 +40,8 @@ class EngineOptions:
     measure_norms: bool = False
     on_host: bool = False
     skips: bool = False
+    silent_seconds: float | None = None
+    slow_factor: float | None = None
 
 
 class MainThread(Enum):
@@ -126,6 +130,7 @@ class SharedState:
         # Without it, too: written by one thread in one step, and the other may read the old value once more.
         self.main_thread = MainThread.COMPUTING  # written by the main thread
         self.failure_raised = False  # by the main thread
+        self.acted_at = time.monotonic()  # by the main thread: the last moment at which it began or ended a task
         self.polls = 0  # by the communication thread: it does not hang
 
         # Set before the communication thread starts. `order` is entered wherever both threads touch tensors.

@@ -191,7 +191,7 @@ class Running:
             make_control=self._start_control(),
             scorer=self.evaluations if self.prepared.evaluation is not None else None,
             memory=None if self._is_measured else slice_memory(self.plane, at.place, self._device),
-            skips=config.fault.not_finite == "skip",
+            fault=config.fault,
             around=injection.around if injection is not None else lambda start, steps: steps,
         )
         loaded = at.loaded

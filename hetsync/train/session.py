@@ -20,12 +20,13 @@ import torch
 from hetsync.balance.device import Device
 from hetsync.balance.shares import choose_shares
 from hetsync.balance.speed_tracker import Speeds
-from hetsync.config.schema import SyncConfig
+from hetsync.config.schema import FaultConfig, SyncConfig
 from hetsync.data.ledger import Ledger, Span, common
 from hetsync.data.loader import Loader, Source
 from hetsync.data.random_state import seed_all
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane, meet
+from hetsync.processes import Stacks
 from hetsync.sync.accumulation import AccumulationChange, AccumulationRule
 from hetsync.sync.communicator import Around, Death
 from hetsync.sync.coordinator import Coordinator, Deliver, Send, as_messages
@@ -82,12 +83,13 @@ class Session:
         scorer: Scorer | None = None,
         memory: SliceMemory | None = None,
         around: Around = lambda start, steps: steps,
-        skips: bool = False,
+        fault: FaultConfig | None = None,
     ) -> None:
         """Collective. The model's weights may differ between ranks: all start from rank 0's.
 
         What rank 0's `make_control` makes may change the settings while the job runs; the session closes it. `around`
-        is given the steps of each round. `skips`: gradients that are not finite are left out of rounds.
+        is given the steps of each round. `fault`: what becomes of gradients that are not finite, and of ranks that are
+        silent or slow; None ends the job.
         """
         self.plane = plane
         self.model = trained.model
@@ -104,7 +106,8 @@ class Session:
         self._device = device
         self._make_control = make_control
         self._around = around
-        self._skips = skips
+        self._fault = fault or FaultConfig(silent_seconds=None)
+        self._skips = self._fault.not_finite == "skip"
         self._check_skipping()
         self._spoiled: list[Span] = []  # positions that have brought what is not finite, on rank 0
         self._scorer = scorer or NoEvaluation()
@@ -122,9 +125,10 @@ class Session:
             totals=self.totals,
             record=self.record,
             memory=memory,
-            skips=skips,
+            skips=self._skips,
         )
         self._common = CommonState(plane, self.model, self.optimizers, trained.averages, self.engine)
+        self._stacks: Stacks | None = None  # once slices have begun
         self._snapshot_seconds = 0.0  # of training, when the newest snapshot was made
         self._under_way = False  # slices have begun, and the job has not come to its end
         self._rest_began: float | None = None  # the moment, while all ranks are at rest
@@ -163,6 +167,8 @@ class Session:
                 measure_norms=controlled,
                 on_host=self._device.on_host,
                 skips=self._skips,
+                silent_seconds=self._fault.silent_seconds,
+                slow_factor=self._fault.slow_factor if self._fault.slow == "exclude" else None,
             ),
             coordinator=self._make_coordinator if plane.rank == 0 else None,
             outer=self.outer,
@@ -291,8 +297,9 @@ class Session:
         self._seed_ranks()
         self._common.share_first_weights()
         self.tasks.tensors = ModelTensors(self.model, self.optimizers)  # as the engine finds them
-        self.plane.barrier()
-        self.engine.start()
+        self._stacks = Stacks()
+        told = self.plane.gather_objects(self._stacks.process)
+        self.engine.start(dict(zip(self.plane.members, told, strict=True)))
         self._under_way = True
         self._clock.start()
         for steps in self.tasks.steps:
@@ -486,6 +493,8 @@ class Session:
         """The end, regular or not: nothing of this job runs on, and nobody is waited for."""
         self._end_rest()
         self.engine.stop()
+        if self._stacks is not None:
+            self._stacks.close()
         for steps in self.tasks.steps:
             steps.close(self.applied)
         if self.control is not None:

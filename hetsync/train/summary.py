@@ -148,7 +148,9 @@ class LostRank:
 
     def failure(self) -> dict[str, Any]:
         """Its entry among a summary's failures."""
-        return {**asdict(self.death), "host": self.profile.host, "kind": "died", "action": "went on"}
+        told = asdict(self.death)
+        kind = told.pop("cause")
+        return {**told, "host": self.profile.host, "kind": kind, "action": "went on"}
 
 
 @dataclass(frozen=True, kw_only=True)
