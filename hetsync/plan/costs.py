@@ -130,7 +130,7 @@ class _Run:
     def warm_up(self) -> None:
         """A round whose bytes count, and not its seconds."""
         self._run_whole()
-        with _saved_bytes(self._what.model) as saved:
+        with saved_bytes(self._what.model) as saved:
             if self._parts:
                 self._run_blocks(saved)
             else:
@@ -192,7 +192,7 @@ class _Run:
 
 
 @contextmanager
-def _saved_bytes(model: nn.Module) -> Iterator[list[int]]:
+def saved_bytes(model: nn.Module) -> Iterator[list[int]]:
     """Fills the list with the bytes of each storage that autograd saves inside; those of weights and buffers not."""
     saved: list[int] = []
     known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}

@@ -20,6 +20,7 @@ from hetsync.balance.shares import speed_shares
 from hetsync.config.schema import SyncConfig
 from hetsync.emulation.cluster import Cluster
 from hetsync.errors import UserError
+from hetsync.plan.division import parts_by_speed
 from hetsync.plan.graph import BATCH, BlockCost, BlockGraph
 from hetsync.plan.pipeline import Send, Worker, end_times
 from hetsync.plan.placement import Placement, Replica
@@ -134,7 +135,8 @@ class Evaluator:
                 f"cluster profile {cluster.name}: link.compute_fraction is {cluster.link.compute_fraction}, by which "
                 "nobody can tell how long activations take: give bytes_per_second"
             )
-        self.graph, self.cluster, self.times, self.training = graph, cluster, tuple(times), training
+        self.graph, self.block_costs, self.cluster = graph, tuple(costs), cluster
+        self.times, self.training = tuple(times), training
         self.figures = _figures(costs, training.batch_size / len(times))
         self.output_bytes = np.array([cost.output_bytes for cost in costs], dtype=float)
         inner = [(edge.source, edge.target) for edge in graph.edges if edge.source != BATCH]
@@ -304,7 +306,7 @@ class Evaluator:
             return (size,)
         key = (ranks, size)
         if key not in self._parts:
-            self._parts[key] = speed_shares([self.times[rank] for rank in ranks], size)
+            self._parts[key] = parts_by_speed([self.times[rank] for rank in ranks], size)
         return self._parts[key]
 
     def _seconds(self, staged: _Staged, stage: int, rank: int, samples: int, backward: bool) -> float:

@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import yaml
 from torch.utils.data import default_collate
 
 from hetsync import data, models
 from hetsync.balance.shares import apportion
 from hetsync.config.schema import Config
-from hetsync.data.evaluation import check_evaluation, evaluate_range, metrics_of
+from hetsync.data.evaluation import check_evaluation, metrics_of
 from hetsync.data.ledger import Span, total_samples
 from hetsync.data.loader import Loader, Source
 from hetsync.data.random_state import seed_all
@@ -157,14 +158,17 @@ class PlannedJob:
         )
         self._index = self.assignment.place_of(self.plane.rank)[0]
         self._channels = open_channels(at)
-        self.replica = make_replica(at, self.assignment, self.model, self.data.loss, profiles, self._channels)
+        self.replica = make_replica(at, self.assignment, self.model, self.data, profiles, self._channels)
         self._forget_others()
         self._loader = self._make_loader()
         check_metrics(self.config, check_evaluation(self.model, self.data))
         self.books = Books(at, self.assignment, self.replica, profiles, self.total, shows)
         self._sums = self._make_sums()
+        self.replica.release()
         assert at.folder is not None
         self._best = Best(at.folder)
+        self._whole: torch.nn.Module | None = None  # at rest, on rank 0
+        self._weights_sha256 = ""  # there, too
         self._unsaved = Trouble()
         self.saved = False
 
@@ -211,7 +215,10 @@ class PlannedJob:
             self.parts.restore(loaded.state)
 
     def _forget_others(self) -> None:
-        """The optimizer's state of weights that other stages hold is theirs."""
+        """The optimizer's state of weights that other stages hold is theirs; so is that of a checkpoint."""
+        if self.at.loaded is not None:
+            self.at.loaded.model.clear()
+            self.at.loaded.optimizer.clear()
         held = set(self.replica.parameters)
         for weight in [weight for weight in self.optimizer.state if weight not in held]:
             del self.optimizer.state[weight]
@@ -225,10 +232,11 @@ class PlannedJob:
         return SegmentSums(segments, self.model, self.plane.rank, self._channels)
 
     def _make_loader(self) -> Loader:
-        built, micro_batches = self.data, self.assignment.replica_of(self.plane.rank).micro_batches
+        built, rank = self.data, self.plane.rank
+        micro_batches, division = self.assignment.replica_of(rank).micro_batches, self.assignment.division_of(rank)
         source = Source(
             dataset=built.train,
-            collate=MicroBatches(built.collate or default_collate, micro_batches),
+            collate=MicroBatches(built.collate or default_collate, micro_batches, division),
             costs=built.costs,
             workers=self.config.data.workers,
         )
@@ -301,7 +309,7 @@ class PlannedJob:
     def _run(self, current: PlannedSlice, coming: PlannedSlice | None, stop: StopSignal) -> list[Note]:
         """One slice, and one step of all."""
         books, passes = self.books, self.replica.passes
-        began, computed = time.monotonic(), passes.seconds
+        began, computed, through = time.monotonic(), passes.seconds, passes.samples
         batches = list(self._loader.slices(current))
         loaded = time.monotonic()
         if coming is not None:
@@ -314,7 +322,7 @@ class PlannedJob:
         seconds = {"compute": computed, "data": loaded - began}
         seconds["wait"] = max(0.0, time.monotonic() - began - sum(seconds.values()))
         mean = self._mean_loss(notes, current)
-        books.slice_done(current.samples, current.own_samples, mean, rate, seconds)
+        books.slice_done(current.samples, passes.samples - through, mean, rate, seconds)
         return notes
 
     def _step(self, micro_batches: Sequence[MicroBatch], current: PlannedSlice) -> float:
@@ -326,7 +334,8 @@ class PlannedJob:
             self.replica.passes.begin_slice(current.own_samples)
             loss = self.replica.run(micro_batches)
         if self._sums is not None:
-            self._sums.finish(current.own_samples / current.samples)
+            # Each rank of a stage has the gradient of the whole replica.
+            self._sums.finish(current.own_samples / current.samples / self.assignment.ranks_beside(self.plane.rank))
         if self.config.optimizer.max_grad_norm is not None:
             self.replica.clip_grad_norm(self.config.optimizer.max_grad_norm)
         self.optimizer.step()
@@ -372,18 +381,27 @@ class PlannedJob:
 
     def _go_on(self) -> None:
         """Dropout and augmentation draw alike after a resume and in the uninterrupted run."""
+        self._whole = None
         seed_all(hash((self.config.run.seed, self.plane.rank, self.books.applied)) & (2**63 - 1))
         self.books.clock.start()
 
     def _gather(self) -> None:
-        """The whole model on every rank, the same on all."""
-        self.replica.gather()
+        """The whole model on rank 0; its holders have each weight the same."""
         set_rates(self.optimizer, self.parts.rates[0].owners(self.books.applied))
-        self._weights_sha256 = weights_sha256([*self.model.parameters(), *shared_buffers(self.model)])
-        told = self.plane.gather_objects(self._weights_sha256)
-        odd = [rank for rank, theirs in enumerate(told) if theirs != told[0]]
-        if odd:
-            raise RuntimeError(f"ranks {odd} hold other weights than rank 0 after {self.books.applied} samples")
+        shared = {id(buffer) for buffer in shared_buffers(self.model)}
+        digests = {
+            name: weights_sha256([tensor])
+            for name, tensor in self.replica.held.items()
+            if isinstance(tensor, torch.nn.Parameter) or id(tensor) in shared
+        }
+        first: dict[str, str] = {}
+        for rank, told in enumerate(self.plane.gather_objects(digests)):
+            for name, digest in told.items():
+                if first.setdefault(name, digest) != digest:
+                    raise RuntimeError(f"rank {rank} holds another {name} after {self.books.applied} samples")
+        self._whole = self.replica.whole({0})
+        if self._whole is not None:
+            self._weights_sha256 = weights_sha256([*self._whole.parameters(), *shared_buffers(self._whole)])
 
     def _save_due(self) -> bool:
         """By time; rank 0 knows."""
@@ -407,6 +425,7 @@ class PlannedJob:
 
     def _write(self, standing: Standing, optimizer_state: dict[int, dict[str, Any]]) -> None:
         assert self.at.folder is not None
+        assert self._whole is not None
         books, frozen = self.books, {id(weight) for weight in self.model.parameters() if not weight.requires_grad}
         progress = checkpoint.Progress(
             samples_applied=books.applied,
@@ -418,17 +437,17 @@ class PlannedJob:
             accumulation=IN_STEP.accumulation,
             train_seconds=books.train_seconds,
         )
-        whole = build_optimizer(self.config.optimizer, self.model)
+        whole = build_optimizer(self.config.optimizer, self._whole)
         whole.load_state_dict({**self.optimizer.state_dict(), "state": optimizer_state})
         state = {**self.parts.state(frozen), **standing.state()}
         keep = self.config.run.keep_checkpoints
-        checkpoint.save(self.at.folder / "checkpoints", progress, self.model, [whole], None, keep, state)
+        checkpoint.save(self.at.folder / "checkpoints", progress, self._whole, [whole], None, keep, state)
 
     def _evaluated(self) -> dict[str, float]:
-        """Metrics of the whole test data, of which each rank looks at a part with the gathered model."""
+        """Metrics of the whole test data, of which each replica looks at a part."""
         count = len(self.data.test)  # type: ignore[arg-type]
-        part = RankParts(self.plane.rank, self.plane.size).of(count)
-        parts = self.plane.gather_objects(evaluate_range(self.model, self.data, part.start, part.stop))
+        part = RankParts(self._index, len(self.books.shares)).of(count)
+        parts = self.plane.gather_objects(self.replica.evaluate(self.data, part.start, part.stop))
         metrics = metrics_of(self.data, parts, count) if count else {}
         self.books.evaluated(metrics)
         return metrics
@@ -436,8 +455,9 @@ class PlannedJob:
     def _judge(self, metrics: dict[str, float]) -> bool:
         """Keep the best weights; whether training gains nothing any more."""
         best, stop = self.config.run.keep_best, self.config.run.early_stop
-        if best.metric is not None and self._best.improves(metrics[best.metric], best.mode) and self.plane.rank == 0:
-            self._best.keep(metrics[best.metric], best.mode, self.books.applied, self.model)
+        found = None if best.metric is None else metrics[best.metric]
+        if found is not None and self._best.improves(found, best.mode) and self._whole is not None:
+            self._best.keep(found, best.mode, self.books.applied, self._whole)
         if stop.metric is None or not self.patience.ends_with(metrics[stop.metric]):
             return False
         self.books.say(f"{stop.metric} has not got better for {stop.patience} evaluations: training ends")
@@ -449,6 +469,7 @@ class PlannedJob:
         stopped = caught is not None and self.books.applied < self.total
         if self._channels is not None:
             self._channels.close()
+        self.books.memory_bytes = self.replica.memory.bytes(self.optimizer)
         self.books.close(Status.STOPPED if stopped else Status.FINISHED, self._weights_sha256)
         return STATUSES[caught] if caught is not None and stopped else 0
 

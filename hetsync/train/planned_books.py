@@ -53,6 +53,7 @@ class Books:
         shares: Samples of each replica in a slice.
         clock: Of training, by this process.
         metrics: Of the last evaluation.
+        memory_bytes: What this rank has needed.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Books:
         self.shares = tuple(each.share or 0 for each in assignment.placement.replicas)
         self.clock = TrainingClock()
         self.metrics: dict[str, float] = {}
+        self.memory_bytes = 0
         self._solo = solo_rates(sum(self.shares), profiles)
         self._data_seconds, self._samples = 0.0, 0  # of this rank
         self._display = make_display(shows, total, self.applied)
@@ -83,7 +85,7 @@ class Books:
 
     @property
     def own_share(self) -> int:
-        return self.shares[self._assignment.place_of(self._rank)[0]]
+        return self._assignment.share_of(self._rank)
 
     @property
     def train_seconds(self) -> float:
@@ -111,7 +113,8 @@ class Books:
         if folder is not None:
             write_atomically(folder / SUMMARY, json.dumps(first_summary(self._job(Status.RUNNING)), indent=1))
             self.say(f"the run folder is {folder}")
-        self._display.ranks(self._profiles, [self._share_of(rank) for rank in range(at.plane.size)], self._solo)
+        shares = [self._assignment.share_of(rank) for rank in range(at.plane.size)]
+        self._display.ranks(self._profiles, shares, self._solo)
         costs = self._assignment.costs
         self.say(
             f"plan {self._assignment.plan.path}: {costs.step_seconds:.4g} s a step are predicted,"
@@ -120,9 +123,6 @@ class Books:
 
     def say(self, text: str) -> None:
         self._display.say(text)
-
-    def _share_of(self, rank: int) -> int:
-        return self.shares[self._assignment.place_of(rank)[0]]
 
     # While training runs.
 
@@ -262,6 +262,7 @@ class Books:
             measured_step_seconds=self.clock.seconds() / steps if steps else None,
             predicted_samples_per_second=costs.samples_per_second,
             bytes_per_sample=costs.bytes_per_sample,
+            communication_fraction=self._assignment.communication_fraction,
         )
 
     def _rank_figures(self) -> RankFigures:
@@ -287,6 +288,7 @@ class Books:
                 step_fraction=sum(self._assignment.parts_of_step(rank)),
                 idle_fraction=max(0.0, 1 - passes.seconds / seconds) if seconds else 0.0,
                 activation_bytes_sent=self._replica.activation_bytes_sent,
+                memory_bytes=self.memory_bytes,
                 predicted_memory_bytes=self._assignment.costs.memory_bytes[rank],
             ),
         )

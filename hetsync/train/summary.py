@@ -44,6 +44,7 @@ class PlannedRank:
     step_fraction: float
     idle_fraction: float  # of training; in no pass
     activation_bytes_sent: int
+    memory_bytes: int
     predicted_memory_bytes: int
 
 
@@ -58,6 +59,7 @@ class PlanFigures:
     measured_step_seconds: float | None  # None: there was no step
     predicted_samples_per_second: float
     bytes_per_sample: float
+    communication_fraction: float  # of the predicted step, that which faster links would save
 
 
 @dataclass(frozen=True, kw_only=True)
