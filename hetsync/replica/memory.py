@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hetsync.plan.blocks import state_of
-from hetsync.plan.costs import saved_bytes
+from hetsync.plan.costs import bytes_of, storages_saved
 
 WATCHED_SLICES = 2  # by the second, the optimizer's state and the gradients are there
 
@@ -32,9 +32,9 @@ class Memory:
         if self._slices == WATCHED_SLICES:
             yield
             return
-        with saved_bytes(self._model) as saved:
+        with storages_saved(self._model) as saved:
             yield
-        self._in_flight[micro_batch] = sum(saved)
+        self._in_flight[micro_batch] = sum(bytes_of(saved).values())
         self._saved = max(self._saved, sum(self._in_flight.values()))
 
     def freed(self, micro_batch: int) -> None:
