@@ -21,11 +21,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
-from hetsync.plane.base import Handle, LostError, MembersLost, Plane, Residual, WireFormat
+from hetsync.plane.base import LostError, MembersLost, Plane, WireFormat
 from hetsync.plane.ending import end_job
-from hetsync.plane.wire import encoded_bytes
+from hetsync.sync.collectives import PendingCollectives
 from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.deltas import Deltas, Snapshot
 from hetsync.sync.gradients import Gradients, Stage
@@ -71,11 +69,6 @@ def poll_seconds(
     return min(longest, max(shortest, fraction * quiet_seconds))
 
 
-def squared_norm(tensor: torch.Tensor) -> float:
-    """Of a flat tensor."""
-    return float(tensor.dot(tensor))
-
-
 @dataclass(frozen=True)
 class Death:
     """Of a rank that the others have survived. `activity` is what it did, as far as rank 0 knew. It was noticed so many
@@ -95,55 +88,6 @@ def first_books(coordinator: Coordinator) -> Books:
     machine = coordinator.machine
     applied = [(0, machine.ledger.applied)]
     return Books([machine.standing], applied, machine.version, samples_by_rank=dict(machine.samples_by_rank))
-
-
-class PendingCollectives:
-    """The collectives of one round: posted one after the other, awaited together."""
-
-    def __init__(self, plane: Plane, measure_norms: bool = False) -> None:
-        """With `measure_norms` the squared norms of addends are known, and on rank 0 those of the sums."""
-        self.bytes_sent = 0
-        self.addends_norm = 0.0  # of this round's addends so far, squared
-        self.sums_norm = 0.0  # of its sums that are in
-        self._plane = plane
-        self._measure_norms = measure_norms
-        self._under_way: list[Handle] = []
-        self._measured: list[torch.Tensor] = []
-
-    def begin_round(self) -> None:
-        self.addends_norm = self.sums_norm = 0.0
-
-    def post(
-        self, tensor: torch.Tensor, wire: WireFormat, residual: Residual | None = None, in_norms: bool = True
-    ) -> None:
-        """Sum a flat float32 tensor over all ranks, in place, in the order of posting."""
-        if self._measure_norms and in_norms:
-            self.addends_norm += squared_norm(tensor)
-            self._measured.append(tensor)
-        self.bytes_sent += encoded_bytes(tensor.numel(), wire)
-        self._under_way.append(self._plane.allreduce(tensor, wire, residual))
-
-    @property
-    def under_way(self) -> bool:
-        return bool(self._under_way)
-
-    def drop(self) -> None:
-        """They will not come to an end: a rank has gone."""
-        self._under_way.clear()
-        self._measured.clear()
-
-    def poll(self) -> bool:
-        """Are all complete? What was posted moves on only when it is polled."""
-        return not self._under_way or all([handle.done() for handle in self._under_way])
-
-    def wait(self) -> Iterator[None]:
-        """Yields until all are complete."""
-        while not self.poll():
-            yield
-        if self._plane.rank == 0 and self._measured:
-            self.sums_norm += sum(map(squared_norm, self._measured))
-        self._measured.clear()
-        self._under_way.clear()
 
 
 class Communicator:
