@@ -156,6 +156,11 @@ class Messages(ABC):
     def open_channels(self) -> Channels:
         """Collective: tensors between single ranks. PlaneError where there is no other rank."""
 
+    def open_sums(self, ranks: Sequence[int]) -> Sums:
+        """Collective among these ranks, of which this is one: sums over them, beside those of all. PlaneError where
+        these messages have none."""
+        raise PlaneError(f"messages by {self.messages_by} open no sums over {named(ranks)}")
+
     def mend(self) -> None:
         """After MembersLost, collective among those who are left: `members` are these now. A death meanwhile may be
         MembersLost again."""
@@ -263,6 +268,9 @@ class Plane(Messages, Sums):
 
     def open_channels(self) -> Channels:
         return self.messages.open_channels()
+
+    def open_sums(self, ranks: Sequence[int]) -> Sums:
+        return self.messages.open_sums(ranks)
 
     def mend(self) -> None:
         self.messages.mend()

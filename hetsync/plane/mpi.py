@@ -181,6 +181,9 @@ class MpiMessages(Messages):
     def open_channels(self) -> Channels:
         return MpiChannels(self.mpi, self._timeout_seconds)
 
+    def open_sums(self, ranks: Sequence[int]) -> Sums:
+        return MpiSums(self.mpi, self._timeout_seconds, ranks)
+
     # A death.
 
     def mend(self) -> None:

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from hetsync.errors import cause
 from hetsync.plane import codec
-from hetsync.plane.base import Channels, LostError, Messages, named, wait_limit
+from hetsync.plane.base import Channels, LostError, Messages, Sums, named, wait_limit
 from hetsync.plane.blocking import wait_until
 from hetsync.plane.gloo_channels import GlooChannels
-from hetsync.plane.groups import completion_of, open_gloo
+from hetsync.plane.groups import completion_of, gloo_sums, open_gloo
 from hetsync.plane.rendezvous import Rendezvous
 
 SECONDS_TO_TELL = 0.2
@@ -105,6 +105,10 @@ class StoreMessages(Messages):
         self._channels += 1
         name = f"channels {self._channels}"
         return GlooChannels(open_gloo(self._store, name, self.rank, self.size, timeout), timeout)
+
+    def open_sums(self, ranks: Sequence[int]) -> Sums:
+        name = f"sums of {','.join(map(str, ranks))} "
+        return gloo_sums(self._store, name, self.rank, ranks, self._rendezvous.timeout_seconds)
 
     def abort(self, code: int) -> NoReturn:
         with contextlib.suppress(LostError):

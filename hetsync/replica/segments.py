@@ -28,6 +28,23 @@ def segments_of(placement: Placement, graph: BlockGraph) -> Segments:
     return found
 
 
+def sum_over(holders: tuple[int, ...], addend: torch.Tensor, rank: int, channels: Channels) -> torch.Tensor:
+    """Of flat tensors on the host, by all holders together; the same bits on each."""
+    others = [holder for holder in holders if holder != rank]
+    shards = addend.tensor_split(len(holders))
+    for holder, shard in zip(holders, shards, strict=True):
+        if holder != rank:
+            channels.send(None, [shard], holder)
+    own = shards[holders.index(rank)]
+    addends = [own if holder == rank else channels.receive(holder)[1][0] for holder in holders]
+    total = torch.stack(addends).sum(dim=0)
+    for holder in others:
+        channels.send(None, [total], holder)
+    found = torch.cat([total if holder == rank else channels.receive(holder)[1][0] for holder in holders])
+    channels.flush()
+    return found
+
+
 class SegmentSums:
     """One rank's part. Both methods are for all ranks of all replicas together."""
 

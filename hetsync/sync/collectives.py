@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
-from hetsync.plane.base import Handle, Plane, Residual, WireFormat
+from hetsync.plane.base import Handle, Plane, Residual, Sums, WireFormat
 from hetsync.plane.wire import encoded_bytes
+from hetsync.sync.tail import Tail
+
+
+class Part(Protocol):
+    """Of what a round sums: its `tail` beside its addend. `sums` carries it where the job's plane does not."""
+
+    tail: Tail
+    residual: Residual
+
+    @property
+    def sums(self) -> Sums | None: ...
 
 
 def squared_norm(tensor: torch.Tensor) -> float:
@@ -32,14 +44,19 @@ class PendingCollectives:
         self.addends_norm = self.sums_norm = 0.0
 
     def post(
-        self, tensor: torch.Tensor, wire: WireFormat, residual: Residual | None = None, in_norms: bool = True
+        self,
+        tensor: torch.Tensor,
+        wire: WireFormat,
+        residual: Residual | None = None,
+        in_norms: bool = True,
+        sums: Sums | None = None,
     ) -> None:
-        """Sum a flat float32 tensor over all ranks, in place, in the order of posting."""
+        """Sum a flat float32 tensor over all ranks, or by `sums`, in place, in the order of posting."""
         if self._measure_norms and in_norms:
             self.addends_norm += squared_norm(tensor)
             self._measured.append(tensor)
         self.bytes_sent += encoded_bytes(tensor.numel(), wire)
-        self._under_way.append(self._plane.allreduce(tensor, wire, residual))
+        self._under_way.append((sums or self._plane).allreduce(tensor, wire, residual))
 
     @property
     def under_way(self) -> bool:
@@ -62,3 +79,17 @@ class PendingCollectives:
             self.sums_norm += sum(map(squared_norm, self._measured))
         self._measured.clear()
         self._under_way.clear()
+
+    def post_addends(self, parts: Sequence[Part], addends: Sequence[torch.Tensor], wire: WireFormat) -> None:
+        for part, addend in zip(parts, addends, strict=True):
+            if addend.numel():
+                self.post(addend, wire, part.residual, sums=part.sums)
+
+    def sum_tails(self, tails: Sequence[tuple[Tail, Sums | None]]) -> Iterator[None]:
+        """Until all that a round sums is in."""
+        while tails:
+            for tail, sums in tails:
+                if tail.flat.numel():
+                    self.post(tail.flat, "float32", in_norms=False, sums=sums)
+            yield from self.wait()
+            tails = [(tail, sums) for tail, sums in tails if tail.flat.numel() and tail.unpack()]

@@ -21,12 +21,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hetsync.plane.base import LostError, MembersLost, Plane, WireFormat
+from hetsync.plane.base import LostError, MembersLost, Plane, Sums, WireFormat
 from hetsync.plane.ending import end_job
 from hetsync.sync.collectives import PendingCollectives
 from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.deltas import Deltas, Snapshot
 from hetsync.sync.gradients import Gradients, Stage
+from hetsync.sync.log import Coming, Joined, Landed
 from hetsync.sync.lone import LoneDeltas, LoneGradients
 from hetsync.sync.mending import Anchor, Mending, Recovered
 from hetsync.sync.messages import (
@@ -44,6 +45,7 @@ from hetsync.sync.messages import (
 )
 from hetsync.sync.recovery import Action, Books, LandedRound, Report, decide
 from hetsync.sync.router import Router
+from hetsync.sync.segmented import SegmentedDeltas
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
 from hetsync.sync.tail import Tail
 from hetsync.sync.watchdog import Watchdog
@@ -67,6 +69,29 @@ def poll_seconds(
 ) -> float:
     """Until the next poll, after so many seconds without news."""
     return min(longest, max(shortest, fraction * quiet_seconds))
+
+
+def pause_seconds(shared: SharedState, summing: bool, quiet_seconds: float) -> float:
+    """The same on a rank that does what `shared` says, and has sums under way or not; 0 says to yield."""
+    waiting = shared.main_thread is MainThread.WAITING
+    longest = LONGEST_COLLECTIVE_POLL_SECONDS if summing else LONGEST_IDLE_POLL_SECONDS
+    fraction = POLL_FRACTION_WAITING if waiting else POLL_FRACTION_COMPUTING
+    calm = shared.deltas is not None and not waiting and shared.phase is not Phase.RESTING
+    shortest = SHORTEST_DELAYED_POLL_SECONDS if calm else SHORTEST_POLL_SECONDS
+    if waiting and summing and fraction * quiet_seconds < shortest:
+        return 0.0
+    return poll_seconds(quiet_seconds, fraction, longest, shortest)
+
+
+def hand_over(failure: BaseException, shared: SharedState, plane: Plane) -> None:
+    """Let the main thread end the job with the failure; if it cannot (it computes, or hangs), end it here."""
+    with shared.changed:
+        shared.failure, deadline = failure, time.monotonic() + GRACE_SECONDS
+        shared.changed.notify_all()
+    while not shared.failure_raised and shared.main_thread is not MainThread.STOPPED:
+        if time.monotonic() > deadline:
+            end_job(plane, failure)
+        time.sleep(0.05)
 
 
 @dataclass(frozen=True)
@@ -166,7 +191,7 @@ class Communicator:
             with self._shared.order.beside():
                 self._poll_on()
         except BaseException as failure:
-            self._fail(failure)
+            hand_over(failure, self._shared, self._plane)
 
     def _poll_on(self) -> None:
         shared = self._shared
@@ -205,31 +230,12 @@ class Communicator:
             self._watchdog.check(self._sign)
 
     def _sleep_seconds(self, quiet_seconds: float) -> float:
-        shared = self._shared
-        waiting = shared.main_thread is MainThread.WAITING
-        longest = LONGEST_COLLECTIVE_POLL_SECONDS if self._pending.under_way else LONGEST_IDLE_POLL_SECONDS
-        fraction = POLL_FRACTION_WAITING if waiting else POLL_FRACTION_COMPUTING
-        calm = shared.deltas is not None and not waiting and shared.phase is not Phase.RESTING
-        shortest = SHORTEST_DELAYED_POLL_SECONDS if calm else SHORTEST_POLL_SECONDS
-        if waiting and self._pending.under_way and fraction * quiet_seconds < shortest:
-            return 0.0
-        return poll_seconds(quiet_seconds, fraction, longest, shortest)
+        return pause_seconds(self._shared, self._pending.under_way, quiet_seconds)
 
     @property
     def _sign(self) -> Alive:
         waiting = self._shared.main_thread is MainThread.WAITING
         return Alive(self._plane.rank, self._shared.landed + (self._collective is not None), waiting)
-
-    def _fail(self, failure: BaseException) -> None:
-        """Let the main thread end the job with the failure; if it cannot (it computes, or hangs), end it here."""
-        shared = self._shared
-        with shared.changed:
-            shared.failure, deadline = failure, time.monotonic() + GRACE_SECONDS
-            shared.changed.notify_all()
-        while not shared.failure_raised and shared.main_thread is not MainThread.STOPPED:
-            if time.monotonic() > deadline:
-                end_job(self._plane, failure)
-            time.sleep(0.05)
 
     # Messages.
 
@@ -246,7 +252,9 @@ class Communicator:
         batches = [*inbox.instructions, *self._router.pop_own()]
         for instructions in batches:
             self._follow(instructions)
-        return inbox.passed_on + len(inbox.events) + len(batches)
+        heard, requests = self._shared.followers.receive()
+        self._shared.outbox.extend(requests)
+        return inbox.passed_on + len(inbox.events) + len(batches) + heard
 
     def _follow(self, instructions: Sequence[Notice]) -> None:
         if self._books is not None:
@@ -257,6 +265,7 @@ class Communicator:
         for instruction in instructions:
             if isinstance(instruction, AssignTask):
                 self._on_task(instruction.task)
+                self._shared.followers.tell(Coming(instruction.task))
         with self._shared.changed:
             for instruction in instructions:
                 if isinstance(instruction, AssignTask):
@@ -281,6 +290,7 @@ class Communicator:
             self._router.send_events(events)
         elif events:
             self._coordinator.handle(events)
+        self._shared.followers.send()
         return len(events)
 
     # Collectives.
@@ -332,15 +342,18 @@ class Communicator:
                 shared.outbox.append(contributed)
             with shared.order:
                 gives = contribute or (start.drain is not None and deltas.take_leftover())
-                addend = deltas.pack(gives, self._options.batch, wire)
-        if addend.numel():
-            self._pending.post(addend, wire, deltas.residual)
+                addends = [part.pack(gives, self._options.batch, wire) for part in deltas.parts]
+            shared.followers.tell(Joined(start, contribute))
+        self._pending.post_addends(deltas.parts, addends, wire)
         if contribute:
             self._report_norm(start, *deltas.packed)
         self._flush()
-        yield from self._sum_tail(deltas.tail)
+        yield from self._sum_tails(*((part.tail, part.sums) for part in deltas.parts))
+        while not shared.followers.have_summed(start.number):
+            yield
         with shared.changed, shared.order:
             deltas.apply_sum()
+            shared.followers.tell(Landed(start))
             self._note_landed(start, deltas)
             if start.drain:
                 deltas.reset_to_anchor()
@@ -350,7 +363,7 @@ class Communicator:
                 shared.evaluating = start.number
         yield from self._complete_round(start, began, staleness)
 
-    def _note_landed(self, start: StartRound, deltas: Deltas | LoneDeltas) -> None:
+    def _note_landed(self, start: StartRound, deltas: Deltas | LoneDeltas | SegmentedDeltas) -> None:
         if isinstance(deltas, Deltas) and self._keeps_going:
             self._newest = LandedRound(start, deltas.samples_given())
             if self._books is not None:
@@ -384,7 +397,7 @@ class Communicator:
         last = stage is gradients.stages[-1]
         if last:
             self._report_norm(start, gradients.samples, 0)
-        yield from self._sum_tail(stage.tail)
+        yield from self._sum_tails((stage.tail, None))
         if not last:
             with self._shared.changed:
                 self._shared.stages_summed += 1
@@ -395,15 +408,10 @@ class Communicator:
             self._pending.poll()
             yield
 
-    def _sum_tail(self, tail: Tail) -> Iterator[None]:
+    def _sum_tails(self, *tails: tuple[Tail, Sums | None]) -> Iterator[None]:
         """Until the round's sums are all in."""
-        self._shared.order.follow()  # whoever packed it
-        more = True
-        while more:
-            if tail.flat.numel():
-                self._pending.post(tail.flat, "float32", in_norms=False)
-            yield from self._pending.wait()
-            more = bool(tail.flat.numel()) and tail.unpack()
+        self._shared.order.follow()  # whoever packed them
+        yield from self._pending.sum_tails(tails)
         self._shared.order.leave()
 
     def _report_norm(self, start: StartRound, samples: int, steps: int) -> None:

@@ -36,7 +36,7 @@ import torch
 
 from hetsync.config.schema import SyncConfig
 from hetsync.errors import UserError
-from hetsync.plane.base import Residual, WireFormat
+from hetsync.plane.base import Residual, Sums, WireFormat
 from hetsync.plane.wire import round_trip
 from hetsync.sync.tail import Tail
 
@@ -95,6 +95,8 @@ def views(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 class Deltas:
+    sums: Sums | None = None  # over those who hold these tensors, where these are not all ranks
+
     def __init__(
         self,
         weights: Sequence[torch.Tensor],
@@ -131,6 +133,11 @@ class Deltas:
         self._folded = False  # ... and has moved from P into X
         self._arrived = False  # `flight` is a sum, which w and X have not taken over yet
         self.adopt()
+
+    @property
+    def parts(self) -> Sequence[Deltas]:
+        """What is summed each by itself."""
+        return (self,)
 
     @property
     def buffer_bytes(self) -> int:

@@ -21,9 +21,11 @@ from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Nesterov, Snapshot
 from hetsync.sync.device_order import device_order
 from hetsync.sync.gradients import Gradients
+from hetsync.sync.log import Applied, Began, Closed, Finished, Followers
 from hetsync.sync.lone import LoneGradients
 from hetsync.sync.messages import Evaluated, Event, StartRound, Task
 from hetsync.sync.router import Router
+from hetsync.sync.segmented import Segment
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
 from hetsync.sync.tail import shared_buffers
 from hetsync.sync.worker import Worker
@@ -89,11 +91,14 @@ class Engine:
         telemetry: Telemetry | None = None,
         version: int = 0,
         stages: Callable[[], Sequence[Sequence[torch.nn.Parameter]]] = lambda: (),
+        segments: Sequence[Segment] = (),
+        followers: Followers | None = None,
     ) -> None:
         """`coordinator` makes rank 0's; `on_task` is called with each task as soon as it is known (to load its data),
         from the communication thread, and `on_dropped` with those that are not to be computed after all, as another
         rank has died: `on_death` tells rank 0 of that. `stages` tells the parameters of each optimizer, in the order of
-        their steps."""
+        their steps. Of a replica on several ranks the engine is its leader's, with the `segments` that this rank holds,
+        for delayed mode only."""
         self.worker = Worker(plane.rank, version)
         self.timer = MainThreadTimer()
         router = Router(plane)
@@ -106,7 +111,10 @@ class Engine:
         one = plane.size == 1
         alone = one and not options.measure_norms
         counted = plane.size if plane.tolerant and not alone else 0
-        self._shared = SharedState(self.worker, outer, alone, one_thread=one, ranks_counted=counted)
+        self._shared = SharedState(
+            self.worker, outer, alone, one_thread=one, ranks_counted=counted, segments=segments, followers=followers
+        )
+        self._delayed_only = bool(segments)
         self._communicator = Communicator(
             plane,
             options,
@@ -134,7 +142,7 @@ class Engine:
         shared.weights = [p for p in self._model.parameters() if p.requires_grad]
         shared.buffers = shared_buffers(self._model)
         self._gradients: Gradients | LoneGradients
-        if shared.alone:
+        if shared.alone or self._delayed_only:  # no gradient travels
             self._gradients = LoneGradients(self._model, shared.wake.set, self._stages())
         else:
             self._gradients = Gradients(
@@ -199,6 +207,7 @@ class Engine:
             shared.stages_summed = 0
             self._gradients.open_task()
         shared.outbox.append(started)
+        shared.followers.tell(Began(task))
         shared.wake.set()
         return task
 
@@ -222,6 +231,7 @@ class Engine:
             return
         with self._shared.changed, self.timer.working:
             self._apply()
+            self._shared.followers.tell(Closed())
 
     def reduce(self, task: Task, stage: int | None = None, scaled: bool = False, computed: bool = True) -> int:
         """Synchronous mode, in the task's last slice: gradients up to this stage's, which the loop steps next, become
@@ -254,6 +264,7 @@ class Engine:
                 self._apply()
                 with shared.order:
                     total = shared.deltas.finish(task.samples, len(task.slices))
+                shared.followers.tell(Finished(task.number))
                 require_finite(total, self._plane.rank, task.position)
             else:
                 self.worker.version = task.synchronous_round + 1
@@ -286,6 +297,7 @@ class Engine:
         with shared.order:
             if shared.deltas.apply():
                 self.worker.version = shared.landed
+                shared.followers.tell(Applied(shared.landed))
 
     @contextmanager
     def showing(self, snapshot: Snapshot) -> Iterator[None]:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from hetsync.errors import UserError
-from hetsync.plane.base import Residual, WireFormat
+from hetsync.plane.base import Residual, Sums, WireFormat
 from hetsync.sync.deltas import Snapshot
 from hetsync.sync.gradients import CHANGED, Arrivals, Bucket, Stage
 from hetsync.sync.tail import Tail
@@ -197,6 +197,8 @@ class LoneDeltas:
     on several ranks, and a loop that is left may drop them half-way.
     """
 
+    sums: Sums | None = None
+
     def __init__(self, weights: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor] = ()) -> None:
         """As those of `Deltas`."""
         self._weights = list(weights)
@@ -207,6 +209,10 @@ class LoneDeltas:
         self.tail = Tail(0, [], self._local[0].device)
         self.residual = Residual()
         self.packed = (0, 0)
+
+    @property
+    def parts(self) -> Sequence[LoneDeltas]:
+        return (self,)
 
     @property
     def anchor(self) -> torch.Tensor:

@@ -18,8 +18,10 @@ import torch
 from hetsync.plane.base import WireFormat
 from hetsync.sync.deltas import Deltas, Nesterov, Snapshot
 from hetsync.sync.device_order import DeviceOrder
+from hetsync.sync.log import Followers
 from hetsync.sync.lone import LoneDeltas
 from hetsync.sync.messages import Event, StartRound
+from hetsync.sync.segmented import Segment, SegmentedDeltas
 from hetsync.sync.worker import Worker
 
 
@@ -94,15 +96,18 @@ class SharedState:
         alone: bool = False,
         one_thread: bool = False,
         ranks_counted: int = 0,
+        segments: Sequence[Segment] = (),
+        followers: Followers | None = None,
     ) -> None:
         """`alone`: no other rank is there, and nobody wants to know what sums hold. `one_thread`: the main thread
-        polls. `ranks_counted`: see `Deltas`."""
+        polls. `ranks_counted`: see `Deltas`. `segments` that this rank holds, where replicas are on several ranks,
+        and the `followers` of a leader."""
         # The lock; notified when the main thread may have something to go on with. Under it change the fields below
         # and all weights outside an inner step. Deltas are used without it where the other thread cannot touch what
         # is used: at a rest, and while a snapshot is shown (`Deltas.showing`).
         self.changed = NoLock() if one_thread else threading.Condition()
         self.worker = worker
-        self.deltas: Deltas | LoneDeltas | None = None  # None in synchronous mode
+        self.deltas: Deltas | LoneDeltas | SegmentedDeltas | None = None  # None in synchronous mode
         self.landed = worker.version  # rounds complete here
         self.stages_summed = 0  # of the synchronous round that this rank computes; zeroed by the main thread
         self.phase = Phase.TRAINING  # RESTING is ended by the main thread, all else is the other's
@@ -132,10 +137,15 @@ class SharedState:
         self._outer = outer
         self.alone = alone
         self._ranks_counted = ranks_counted
+        self._segments = segments
+        self.followers = followers or Followers()
 
-    def delayed_mode(self) -> Deltas | LoneDeltas:
+    def delayed_mode(self) -> Deltas | LoneDeltas | SegmentedDeltas:
         """Under the lock. Deltas are made when delayed mode begins: until then all ranks' weights are the anchor."""
-        if self.deltas is None and self.alone and self._outer is None:
+        if self.deltas is None and self._segments:
+            with self.order:
+                self.deltas = SegmentedDeltas(self._segments)
+        elif self.deltas is None and self.alone and self._outer is None:
             self.deltas = LoneDeltas(self.weights, self.buffers)
         elif self.deltas is None:
             with self.order:

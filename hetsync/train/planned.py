@@ -1,8 +1,9 @@
-"""A job by a plan: each rank trains its stage of a replica, slice by slice, and all ranks make each step together.
+"""A job by a plan: each rank trains its stage of a replica, slice by slice, and all ranks make each step together, or
+replicas train on their own, up to D rounds apart (`planned_delayed.py`).
 
-Every rank has the batch, the schedule and the books, so that only activations, their gradients and a note a slice
-travel. What is saved is the whole model by its names, as any job saves it: a run goes on under another plan, or under
-none.
+In step every rank has the batch, the schedule and the books, so that only activations, their gradients and a note a
+slice travel. What is saved is the whole model by its names, as any job saves it: a run goes on under another plan, or
+under none.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from hetsync.replica.base import MicroBatch, MicroBatches
 from hetsync.replica.segments import SegmentSums, segments_of
 from hetsync.stop_signal import STATUSES, StopSignal
 from hetsync.sync.agreement import weights_sha256
+from hetsync.sync.messages import settings_of
 from hetsync.sync.milestones import CHECKPOINT, EPOCH, Milestone, Milestones, marks_every, rests_for
 from hetsync.sync.optimizer_state import state_by_place
 from hetsync.sync.optimizers import build_optimizer
@@ -46,6 +48,7 @@ from hetsync.train.display import Shows
 from hetsync.train.evaluation import RankParts
 from hetsync.train.parts import Parts
 from hetsync.train.planned_books import IN_STEP, Books
+from hetsync.train.planned_delayed import DelayedReplicas
 from hetsync.train.planned_ranks import cluster_of, make_replica, measured, open_channels
 from hetsync.train.resumption import FinishedError, Standing
 from hetsync.train.run_folder import Status, opened_folder, recorded, status_of
@@ -78,13 +81,7 @@ def train_planned(plane: Plane, config: Config, resume: Path | None, stop: StopS
 
 def check_settings(config: Config, plan: GivenPlan) -> None:
     """UserError for what jobs by a plan cannot do."""
-    replicas, sync = len(plan.file.replicas), config.sync
-    if replicas > 1 and sync.delay_bound != 0:
-        bound = "null" if sync.delay_bound is None else sync.delay_bound
-        raise UserError(
-            f"sync.delay_bound is {bound}, and plan {plan.path} has {replicas} replicas, which jobs can only train in"
-            " step yet: give --sync.delay_bound 0, or a plan of one replica"
-        )
+    sync = config.sync
     refused = {
         "sync.accumulation": (sync.first_accumulation != 1, "raise micro_batches in the plan"),
         "sync.wire": (sync.wire != "float32", "give float32"),
@@ -161,7 +158,8 @@ class PlannedJob:
         self._forget_others()
         self._loader = self._make_loader()
         check_metrics(self.config, check_evaluation(self.model, self.data))
-        self.books = Books(at, self.assignment, self.replica, profiles, self.total, shows)
+        settings = settings_of(self.config.sync) if self._delayed else IN_STEP
+        self.books = Books(at, self.assignment, self.replica, profiles, self.total, shows, settings)
         self._sums = self._make_sums()
         assert at.folder is not None
         self._best = Best(at.folder)
@@ -218,7 +216,7 @@ class PlannedJob:
 
     def _make_sums(self) -> SegmentSums | None:
         placement = self.assignment.placement
-        if len(placement.replicas) == 1:
+        if len(placement.replicas) == 1 or self._delayed:
             return None
         assert self._channels is not None
         segments = segments_of(placement, self.assignment.cut.graph)
@@ -234,6 +232,11 @@ class PlannedJob:
         )
         run = self.config.run
         return Loader(source, run.seed, self.at.device, run.timeout_seconds)
+
+    @property
+    def _delayed(self) -> bool:
+        """Do replicas train on their own between rests? One replica has nobody to be apart from."""
+        return len(self.assignment.placement.replicas) > 1 and self.config.sync.delay_bound != 0
 
     # When it rests, and when it evaluates: as a job without a plan does.
 
@@ -251,9 +254,10 @@ class PlannedJob:
 
     def _milestones(self) -> Milestones:
         run = self.config.run
-        rests = {CHECKPOINT: marks_every(run.checkpoint_every, self.total)}
-        if self._judges:
+        rests = {}
+        if self._judges or self._delayed:  # where they meet, checkpoints are due by their own mark, too
             rests[EPOCH] = marks_every(run.evaluate_every or self.total, self.total)
+        rests[CHECKPOINT] = marks_every(run.checkpoint_every, self.total)
         return rests_for(rests, self.total)
 
     def _evaluation_due(self, before: int) -> bool:
@@ -281,12 +285,15 @@ class PlannedJob:
 
     def train(self, stop: StopSignal) -> int:
         """Up to the last sample, or to where a signal or an evaluation ends it; the exit status."""
-        stop.listen(lambda: None)  # who has caught one says so after each slice
+        stop.listen(lambda: None)  # who has caught one says so after each slice, or at the rest that it asks for
         self.books.open()
         self._saved_at = time.monotonic()
         self._gather()
         if self._judgement_due and self._judge(self._evaluated()):
             return self._end(None)
+        return self._train_delayed(stop) if self._delayed else self._train_in_step(stop)
+
+    def _train_in_step(self, stop: StopSignal) -> int:
         self._go_on()
         slices = self._slices()
         coming = next(slices, None)
@@ -297,6 +304,31 @@ class PlannedJob:
             if self._rest(current, caught, any(note.save for note in notes)):
                 return self._end(caught)
         return self._end(None)
+
+    def _train_delayed(self, stop: StopSignal) -> int:
+        assert self._channels is not None
+        replicas = DelayedReplicas(
+            self.at,
+            self.assignment,
+            self.replica,
+            self.optimizer,
+            self.parts.rates[0],
+            self._loader,
+            self._channels,
+            self.books,
+            self._milestones(),
+            self.total,
+            self._save_due,
+        )
+        self._go_on()
+        for rest in replicas.rests(stop):
+            told = self.plane.gather_objects(stop.caught)
+            caught = next((signal for signal in told if signal is not None), None)
+            done = PlannedSlice(rest.before, rest.applied - rest.before, [], Milestone(rest.applied, rest.reason))
+            if self._rest(done, caught, save=rest.reason == CHECKPOINT):
+                replicas.close()
+                return self._end(caught)
+        raise AssertionError("the last rest ends training")
 
     def _run(self, current: PlannedSlice, coming: PlannedSlice | None, stop: StopSignal) -> list[Note]:
         """One slice, and one step of all."""
@@ -413,9 +445,9 @@ class PlannedJob:
             version=books.steps,
             ranks=len(books.shares),  # of which these are the shares: of replicas
             shares=books.shares,
-            delay_bound=IN_STEP.delay_bound,
-            quorum=IN_STEP.quorum,
-            accumulation=IN_STEP.accumulation,
+            delay_bound=books.settings.delay_bound,
+            quorum=books.settings.quorum,
+            accumulation=books.settings.accumulation,
             train_seconds=books.train_seconds,
         )
         whole = build_optimizer(self.config.optimizer, self.model)

@@ -13,7 +13,8 @@ from hetsync.errors import one_sentence
 from hetsync.files import SUMMARY, write_atomically
 from hetsync.plan.assignment import Assignment
 from hetsync.replica.base import Replica
-from hetsync.sync.messages import Settings
+from hetsync.sync.messages import NO_BOUND, Settings, Task
+from hetsync.sync.observation import mean_staleness
 from hetsync.telemetry import Telemetry
 from hetsync.train.accounts import TrainingClock
 from hetsync.train.display import Shows, make_display
@@ -53,6 +54,8 @@ class Books:
         shares: Samples of each replica in a slice.
         clock: Of training, by this process.
         metrics: Of the last evaluation.
+        staleness: Contributions by their staleness, of this process.
+        round_bytes_sent, runtime_cpu_seconds: Of this rank's rounds in delayed mode, as far as they are known.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Books:
         profiles: Sequence[RankProfile],
         total: int,
         shows: Shows,
+        settings: Settings = IN_STEP,
     ) -> None:
         self._at, self._assignment, self._replica, self._profiles = at, assignment, replica, profiles
         self._rank, self._total = at.plane.rank, total
@@ -73,6 +77,9 @@ class Books:
         self.shares = tuple(each.share or 0 for each in assignment.placement.replicas)
         self.clock = TrainingClock()
         self.metrics: dict[str, float] = {}
+        self.settings = settings
+        self.staleness: Mapping[int, int] = {}
+        self.round_bytes_sent, self.runtime_cpu_seconds = 0, 0.0
         self._solo = solo_rates(sum(self.shares), profiles)
         self._data_seconds, self._samples = 0.0, 0  # of this rank
         self._display = make_display(shows, total, self.applied)
@@ -102,8 +109,8 @@ class Books:
             solo_samples_per_second=self._solo[self._rank],
             solo_uncertainty=profile.uncertainty,
             samples_applied=self.applied,
-            delay_bound=IN_STEP.delay_bound,
-            accumulation=IN_STEP.accumulation,
+            delay_bound=None if self.settings.delay_bound == NO_BOUND else self.settings.delay_bound,
+            accumulation=self.settings.accumulation,
         )
         if self._rank != 0:
             return
@@ -133,6 +140,7 @@ class Books:
         learning rate; `seconds` this rank's: compute, data, wait."""
         self.applied += samples
         self.steps += 1
+        self.staleness = {0: (self.steps - self._steps_before) * len(self.shares)}
         self._samples += own_samples
         self._data_seconds += seconds["data"]
         self._telemetry.record(
@@ -152,14 +160,47 @@ class Books:
         if self.clock.seconds() - self._since.seconds >= LOG_SECONDS:
             self._log(rate)
 
-    def _moment(self, loss: float) -> Progress:
+    def task_done(self, task: Task, version: int, loss: float, seconds: Mapping[str, float]) -> None:
+        """Delayed mode: this rank's replica has computed a task, with this mean loss, on weights that have seen
+        `version`; `seconds` as above."""
+        self._samples += task.samples
+        self._data_seconds += seconds["data"]
+        self._telemetry.record(
+            "piece",
+            piece=task.number,
+            samples=task.samples,
+            slices=len(task.slices),
+            version=version,
+            **{f"{name}_seconds": round(value, 6) for name, value in seconds.items()},
+            loss=loss,
+        )
+
+    def progress(self, applied: int, loss: float | None, rate: float, staleness: Mapping[int, int]) -> None:
+        """Delayed mode, on rank 0 between tasks: so much is applied, and `loss` is the mean since the last call."""
+        if loss is not None:
+            self._since.loss_sum += loss * (applied - self.applied)
+        self.applied, self.staleness = applied, staleness
+        if self._display.due():
+            self._display.progress(self._moment(loss))
+        if self.clock.seconds() - self._since.seconds >= LOG_SECONDS:
+            self._log(rate)
+
+    def come_to_rest(self, applied: int, rounds: int, staleness: Mapping[int, int]) -> None:
+        """Delayed mode: training has halted with so many samples applied in all, by so many rounds."""
+        self.applied, self.steps, self.staleness = applied, rounds, staleness
+
+    @property
+    def telemetry(self) -> Telemetry:
+        return self._telemetry
+
+    def _moment(self, loss: float | None) -> Progress:
         return Progress(
             samples_applied=self.applied,
             samples_expected=self._total,
             already=self._applied_before,
             seconds=self.clock.seconds(),
             loss=loss,
-            staleness=0.0,
+            staleness=mean_staleness(self.staleness),
             solo=sum(self._solo),
             slowest=None,
         )
@@ -238,21 +279,28 @@ class Books:
         )
 
     def _run_figures(self, status: Status, per_rank: Sequence[RankFigures], weights_sha256: str) -> RunFigures:
-        steps = self.steps - self._steps_before
         return RunFigures(
             job=self._job(status),
             per_rank=per_rank,
             samples_before=self._applied_before,
             rounds=self.steps,
-            staleness={0: steps * len(self.shares)},
-            settings=IN_STEP,
+            staleness=self.staleness,
+            settings=self.settings,
             metrics=self.metrics,
             anchor_sha256=weights_sha256,
             wall_seconds=time.monotonic() - self._at.began,
-            plan=self._plan_figures(steps),
+            plan=self._plan_figures(),
         )
 
-    def _plan_figures(self, steps: int) -> PlanFigures:
+    @property
+    def _steps_made(self) -> float:
+        """By this process; in delayed mode as many as its samples are batches."""
+        if self.settings.synchronous:
+            return self.steps - self._steps_before
+        return (self.applied - self._applied_before) / sum(self.shares)
+
+    def _plan_figures(self) -> PlanFigures:
+        steps = self._steps_made
         plan, costs, replicas = self._assignment.plan, self._assignment.costs, self._assignment.placement.replicas
         return PlanFigures(
             path=str(plan.path),
@@ -277,7 +325,8 @@ class Books:
             compute_seconds=passes.seconds,
             wait_seconds=max(0.0, seconds - passes.seconds - self._data_seconds),
             data_seconds=self._data_seconds,
-            bytes_sent=self._replica.activation_bytes_sent,
+            bytes_sent=self._replica.activation_bytes_sent + self.round_bytes_sent,
+            runtime_cpu_seconds=self.runtime_cpu_seconds,
             slices=passes.slices,
             real_seconds=passes.real_seconds,
             overruns=passes.overruns,

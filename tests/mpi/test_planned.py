@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,9 @@ class Asked(StopSignal):
     def __init__(self, caught: signal.Signals | None) -> None:
         self.caught = caught
 
-    def listen(self, listener: object) -> None:
-        pass
+    def listen(self, listener: Callable[[], None]) -> None:
+        if self.caught is not None:
+            listener()
 
 
 def recipe(folder: Path, optimizer: str = "sgd", clip: float | None = None, **run: Any) -> Config:
