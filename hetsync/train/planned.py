@@ -8,8 +8,10 @@ none.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import signal
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -344,6 +346,26 @@ class PlannedJob:
                 )
         parts = zip(leaders, self._parts_of(current.samples), strict=True)
         return sum(notes[leader].loss * part for leader, part in parts) / current.samples
+
+    def rehearse(self, steps: int) -> float:
+        """Collective: the median of the seconds of so many steps, after one that warms up. Nothing is written, and the
+        job has ended."""
+        self._gather()
+        self._go_on()
+        slices = list(itertools.islice(self._slices(), steps + 1))
+        seconds = []
+        for current, coming in zip(slices, [*slices[1:], None], strict=True):
+            self.plane.barrier()
+            began = time.monotonic()
+            batches = list(self._loader.slices(current))
+            if coming is not None:
+                self._loader.prefetch(coming)
+            self._step(batches[0] if batches else [], current)
+            self.plane.barrier()
+            seconds.append(time.monotonic() - began)
+        if self._channels is not None:
+            self._channels.close()
+        return statistics.median(seconds[1:] or seconds)
 
     # At rest.
 
