@@ -15,7 +15,7 @@ from hetsync.cli.shared import Verbs, add_recipe_command, on_all_ranks, on_one_p
 from hetsync.config.parser import make_parser, parse_recipe
 from hetsync.config.schema import Config
 from hetsync.errors import UserError, brief
-from hetsync.launchers import ranks_started
+from hetsync.launchers import launched_by_torch, ranks_started
 
 SEARCHING = [
     "ranks",
@@ -83,6 +83,12 @@ def _search(config: Config, told: Namespace, output: Path | None) -> int:
     replicas = None if told.replicas is None else parse_replicas(told.replicas)
     micro_batches = None if told.micro_batches is None else parse_micro_batches(told.micro_batches)
     weights = None if told.weights is None else parse_weights(told.weights)
+    alone = ranks_started() == 1 and launched_by_torch() < 2
+    if told.measure and alone:
+        raise UserError(
+            "--measure runs plans on their ranks, and there is one: start hetsync plan under mpirun, a rank for each"
+            " device"
+        )
     from hetsync.cli import planning  # loads torch
 
     # jsonargparse's positive numbers are of types of their own, which YAML does not know.
@@ -101,7 +107,7 @@ def _search(config: Config, told: Namespace, output: Path | None) -> int:
         groups,
         None if told.policy is None else Path(told.policy),
     )
-    if config.emulation.profile is not None and not told.measure and ranks_started() == 1:
+    if alone:
         return planning.plan(config, request, output)
     from hetsync.cli.planning_ranks import plan_on_ranks
 

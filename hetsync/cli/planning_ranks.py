@@ -58,12 +58,6 @@ def _checked(ranks: int, config: Config, request: Request, measure: bool) -> Ter
     terms, profile = terms_of(request), config.emulation.profile
     devices = ranks if profile is None else load_cluster(profile).size
     here = profile is None or measure
-    if here and ranks == 1:
-        what = "--measure runs plans" if measure else "plan needs a cluster"
-        raise UserError(
-            f"{what}{', which one rank cannot' if measure else ''}: start hetsync plan under mpirun, a rank for each"
-            f" device{'' if measure else ', or name a cluster profile by --emulate'}"
-        )
     if here and request.ranks not in (None, ranks):
         raise UserError(f"--ranks is {request.ranks}, but the job has {ranks}: leave it out, or start as many")
     if ranks > devices:
