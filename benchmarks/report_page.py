@@ -2,7 +2,7 @@
 
     python -m benchmarks.report_page [--run FOLDER ...]
 
-Without --run of two simulated runs: 64 ranks, and an hour of eight. A browser is Chromium with playwright (extra `test`).
+Without --run of two simulated runs: 64 ranks, and an hour of eight. Needs Chromium, and playwright of the extra `test`.
 """
 
 from __future__ import annotations

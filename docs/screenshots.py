@@ -2,8 +2,8 @@
 
     python docs/screenshots.py [--run RUN] [TERMINAL.txt ...]
 
-The page of a run folder, and what terminals have shown (kept with its colours: `tmux capture-pane -ep`), each as a picture
-of its file's name. Needs playwright, of the extra `test`, and Chromium.
+The page of a run folder, and what terminals have shown (kept with its colours: `tmux capture-pane -ep`), each as a
+picture of its file's name. Needs playwright, of the extra `test`, and Chromium.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hetsync.report.page import page_of
 IMAGES = Path(__file__).parent / "images"
 LARGEST_BYTES = 150_000
 SHOTS = {"report.png": (1100, 900, "light"), "report-phone.png": (390, 800, "dark")}
-TERMINAL = """<body style="margin: 0"><pre style="display: inline-block; margin: 0; padding: 14px 18px; color: {foreground};
-background: {background}; font: 13px/1.4 'DejaVu Sans Mono', monospace">{code}</pre></body>"""
+TERMINAL = """<body style="margin: 0"><pre style="display: inline-block; margin: 0; padding: 14px 18px;
+color: {foreground}; background: {background}; font: 13px/1.4 'DejaVu Sans Mono', monospace">{code}</pre></body>"""
 
 
 def shoot_page(browser: Any, run: Path) -> None:
@@ -48,7 +48,7 @@ def shoot_page(browser: Any, run: Path) -> None:
 def shoot_terminal(browser: Any, told: Path) -> None:
     console = Console(record=True, width=200, file=io.StringIO())
     console.print(Text.from_ansi(told.read_text(encoding="utf-8").rstrip()), soft_wrap=True)
-    shown = browser.new_page(device_scale_factor=1.5)
+    shown = browser.new_page(device_scale_factor=1.25)
     shown.set_content(console.export_html(theme=MONOKAI, inline_styles=True, code_format=TERMINAL))
     image = IMAGES / f"{told.stem}.png"
     shown.locator("pre").screenshot(path=image)

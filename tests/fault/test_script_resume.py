@@ -21,7 +21,7 @@ from jobs import ROOT, SECONDS, Done, finished, kill, mpirun, started, summary_o
 from test_kill_and_resume import kill_rank_1, newest, process_of_rank
 
 RANKS = 2
-KILLS = int(os.environ.get("HETSYNC_TEST_KILLS", 3))
+KILLS = int(os.environ.get("HETSYNC_TEST_KILLS", 2))
 EPOCHS, EPOCH_SAMPLES = KILLS + 1, 1200  # each kill comes about half an epoch after the one before
 JOB_SECONDS = SECONDS + 20 * KILLS  # this machine may be busy with others
 SAMPLES = EPOCHS * EPOCH_SAMPLES
