@@ -13,7 +13,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from enum import StrEnum
+from enum import Enum
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +28,7 @@ LOCK = "job.lock"
 MOST_AT_ONCE = 1000  # jobs of one name that begin in one second
 
 
-class Status(StrEnum):
+class Status(str, Enum):
     """A summary's `status`: of a job under way, or killed; of one that an error has ended; of one that has saved to be
     resumed; of one at its end."""
 
@@ -36,6 +36,9 @@ class Status(StrEnum):
     FAILED = "failed"
     STOPPED = "stopped"
     FINISHED = "finished"
+
+    def __str__(self) -> str:  # as StrEnum, which Python 3.10 has not
+        return str(self.value)
 
 
 @contextlib.contextmanager
