@@ -1,30 +1,40 @@
-"""Takes the pictures of the guide: `python docs/screenshots.py RUN`, of a run folder, into docs/images.
+"""Takes the pictures of the guide, into docs/images:
 
-Needs playwright, of the extra `test`, and Chromium.
+    python docs/screenshots.py [--run RUN] [TERMINAL.txt ...]
+
+The page of a run folder, and what terminals have shown (kept with its colours: `tmux capture-pane -ep`), each as a
+picture of its file's name. Needs playwright, of the extra `test`, and Chromium.
 """
 
 from __future__ import annotations
 
+import argparse
+import io
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import sync_playwright
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
 
 from hetsync.report.page import page_of
 
 IMAGES = Path(__file__).parent / "images"
 LARGEST_BYTES = 150_000
 SHOTS = {"report.png": (1100, 900, "light"), "report-phone.png": (390, 800, "dark")}
+TERMINAL = """<body style="margin: 0"><pre style="display: inline-block; margin: 0; padding: 14px 18px;
+color: {foreground}; background: {background}; font: 13px/1.4 'DejaVu Sans Mono', monospace">{code}</pre></body>"""
 
 
-def take(run: Path) -> None:
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
+def shoot_page(browser: Any, run: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
         page.write_text(page_of([run]), encoding="utf-8")
-        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for name, (width, height, scheme) in SHOTS.items():
             shown = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
             shown.goto(page.as_uri())
@@ -32,13 +42,43 @@ def take(run: Path) -> None:
             shown.wait_for_function("Bokeh.documents.every(each => each.is_idle)", timeout=60_000)
             shown.wait_for_timeout(500)
             shown.screenshot(path=IMAGES / name)
-            size = (IMAGES / name).stat().st_size
-            if size > LARGEST_BYTES:
-                sys.exit(f"{name} has {size} bytes: show less, for at most {LARGEST_BYTES}")
-            print(f"{IMAGES / name}: {size} bytes")
+            check(IMAGES / name)
+
+
+def shoot_terminal(browser: Any, told: Path) -> None:
+    console = Console(record=True, width=200, file=io.StringIO())
+    console.print(Text.from_ansi(told.read_text(encoding="utf-8").rstrip()), soft_wrap=True)
+    shown = browser.new_page(device_scale_factor=1.25)
+    shown.set_content(console.export_html(theme=MONOKAI, inline_styles=True, code_format=TERMINAL))
+    image = IMAGES / f"{told.stem}.png"
+    shown.locator("pre").screenshot(path=image)
+    check(image)
+
+
+def check(image: Path) -> None:
+    size = image.stat().st_size
+    if size > LARGEST_BYTES:
+        sys.exit(f"{image.name} has {size} bytes: show less, for at most {LARGEST_BYTES}")
+    print(f"{image}: {size} bytes")
+
+
+def take(run: Path | None, terminals: Sequence[Path]) -> None:
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        sys.exit("there is no Chromium: install it (apt install chromium)")
+    IMAGES.mkdir(exist_ok=True)
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        if run is not None:
+            shoot_page(browser, run)
+        for told in terminals:
+            shoot_terminal(browser, told)
         browser.close()
 
 
 if __name__ == "__main__":
-    IMAGES.mkdir(exist_ok=True)
-    take(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path)
+    parser.add_argument("terminals", metavar="TERMINAL.txt", type=Path, nargs="*")
+    told = parser.parse_args()
+    take(told.run, told.terminals)

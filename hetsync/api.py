@@ -29,7 +29,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal, overload
 
 import torch
@@ -61,6 +61,8 @@ from hetsync.train.speeds import assumed_profiles
 from hetsync.train.tasks import Trained
 from hetsync.train.terms import Terms
 from hetsync.train.trackers import Tracked
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class JoinedSession(Session):
@@ -174,6 +176,8 @@ def join_job(
     emulate: str | None = None,
     samples_per_second: float | None = None,
     tolerate: Literal["auto"] | bool = "auto",
+    least_ranks: int | None = None,
+    fault: Mapping[str, Any] = NOTHING,
     **settings: Any,
 ) -> Job:
     """A job of the launcher's ranks.
@@ -187,7 +191,8 @@ def join_job(
         control: A controller's name, or keys of the recipe's `control`.
         emulate: A cluster profile to imitate, with `samples_per_second` of the whole emulated cluster.
         samples_per_second: See `emulate`.
-        tolerate: The recipe's `fault.tolerate`: whether the job goes on when a rank dies.
+        tolerate, least_ranks: The recipe's `fault`: whether the job goes on when a rank dies, and with how many.
+        fault: Other keys of the recipe's `fault`.
         settings: Keys of the recipe's `run` and `sync`, such as precision="bfloat16", checkpoint_seconds=300,
             delay_bound=0.
     """
@@ -198,7 +203,7 @@ def join_job(
             "sync": {name: value for name, value in settings.items() if name not in runs},
             "control": {"name": control} if isinstance(control, str) else dict(control),
             "emulation": {"profile": emulate, "samples_per_second": samples_per_second},
-            "fault": {"tolerate": tolerate},
+            "fault": {"tolerate": tolerate, "least_ranks": least_ranks, **fault},
         }
     )
     return Job(

@@ -16,6 +16,7 @@ from hetsync.launchers import first_rank
 # STOPPED, the others are what shells expect.
 INTERNAL_ERROR, USER_ERROR = 1, 2
 STOPPED, TERMINATED, INTERRUPTED, HUNG_UP = 85, 143, 130, 129
+TOO_FEW_LEFT = 86  # of one that has saved since too few ranks are left: requeued like STOPPED
 
 LONGEST_SHOWN = 100  # characters of a value
 LONGEST_SENTENCE = 1000  # characters

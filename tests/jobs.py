@@ -58,7 +58,7 @@ def mpirun(ranks: int) -> list[str]:
 
 def command(*words: str | Path | float, ranks: int | None = None) -> list[str]:
     """`hetsync-train` with these arguments, under mpirun where `ranks` are given. Devices are looked at briefly."""
-    train = [program("hetsync-train"), "--run.profile_seconds", "0.3"]
+    train = [program("hetsync-train"), "--run.profile_seconds", "0.1"]
     return [*(mpirun(ranks) if ranks is not None else []), *train, *map(str, words)]
 
 

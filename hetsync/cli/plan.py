@@ -1,4 +1,4 @@
-"""`hetsync plan`, on one process."""
+"""`hetsync plan`: on one process, or under a launcher on the ranks that are there."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import NoReturn
 from jsonargparse import Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
-from hetsync.cli.shared import Verbs, add_recipe_command, on_one_process
+from hetsync.cli.shared import Verbs, add_recipe_command, on_all_ranks, on_one_process
 from hetsync.config.parser import make_parser, parse_recipe
 from hetsync.config.schema import Config
 from hetsync.errors import UserError, brief
+from hetsync.launchers import launched_by_torch, ranks_started
 
 SEARCHING = [
     "ranks",
@@ -27,6 +28,7 @@ SEARCHING = [
     "seed",
     "groups",
     "policy",
+    "measure",
 ]
 DEFAULT_STEPS = 400
 
@@ -37,7 +39,8 @@ def add_to(verbs: Verbs) -> None:
 
 def main(argv: Sequence[str]) -> NoReturn:
     with on_one_process():
-        parser = make_parser("hetsync plan", "Place the recipe's model on the cluster that --emulate names.")
+        what = "Place the recipe's model on the cluster that --emulate names, or under mpirun on the job's own ranks."
+        parser = make_parser("hetsync plan", what)
         parser.add_argument("--ranks", type=PositiveInt, help="Ranks; null takes one for each device of the profile.")
         parser.add_argument("--replicas", help="Ranks of each replica, such as '0,2;1,3', in the order of its stages.")
         parser.add_argument("--micro-batches", metavar="M", help="Of each replica; auto or null tries powers of two.")
@@ -50,13 +53,15 @@ def main(argv: Sequence[str]) -> NoReturn:
         parser.add_argument("--groups", type=PositiveInt, help="Into which blocks are contracted; null takes 64.")
         parser.add_argument("--output", metavar="FILE", help="Where to write the plan.")
         parser.add_argument(
-            "--policy", metavar="FILE", help="What trinity and ppo-time begin with; null: from nothing."
+            "--policy", metavar="FILE", help="What trinity and ppo-time begin with, or shipped; null: from nothing."
         )
+        parser.add_argument("--measure", action="store_true", help="Under mpirun: run the five best, take the fastest.")
         parser.add_argument("--pretrain", action="store_true", help="Learn a policy, on random models and clusters.")
         parser.add_argument("--steps", type=PositiveInt, help="Updates of --pretrain; null takes 400.")
         parser.add_argument("--explain", metavar="PLAN", help="Show this plan instead of searching for one.")
         config, told = parse_recipe(parser, argv)
         config.plan.check_unused("hetsync plan")
+        config.fault.check_uninjected("hetsync plan")
         output, shown = (None if path is None else Path(path) for path in (told.output, told.explain))
         if told.pretrain:
             _refuse_beside("--pretrain", told, [name for name in (*SEARCHING, "explain") if name != "seed"])
@@ -79,6 +84,12 @@ def _search(config: Config, told: Namespace, output: Path | None) -> int:
     replicas = None if told.replicas is None else parse_replicas(told.replicas)
     micro_batches = None if told.micro_batches is None else parse_micro_batches(told.micro_batches)
     weights = None if told.weights is None else parse_weights(told.weights)
+    alone = ranks_started() == 1 and launched_by_torch() < 2
+    if told.measure and alone:
+        raise UserError(
+            "--measure runs plans on their ranks, and there is one: start hetsync plan under mpirun, a rank for each"
+            " device"
+        )
     from hetsync.cli import planning  # loads torch
 
     # jsonargparse's positive numbers are of types of their own, which YAML does not know.
@@ -97,7 +108,11 @@ def _search(config: Config, told: Namespace, output: Path | None) -> int:
         groups,
         None if told.policy is None else Path(told.policy),
     )
-    return planning.plan(config, request, output)
+    if alone:
+        return planning.plan(config, request, output)
+    from hetsync.cli.planning_ranks import plan_on_ranks
+
+    return on_all_ranks(config, lambda plane: plan_on_ranks(plane, config, request, output, told.measure))
 
 
 def _pretrain(told: Namespace, output: Path | None, command: str) -> None:
@@ -116,7 +131,7 @@ def _pretrain(told: Namespace, output: Path | None, command: str) -> None:
 def _refuse_beside(option: str, told: Namespace, names: Sequence[str]) -> None:
     does = {"--explain": "shows a plan as it is", "--pretrain": "learns on random models and clusters"}[option]
     for name in names:
-        if (value := told[name]) is not None:
+        if (value := told[name]) is not None and value is not False:
             raise UserError(f"--{name.replace('_', '-')} is {value}, but {option} {does}: leave one of them out")
 
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -18,7 +19,7 @@ from hetsync.errors import INTERRUPTED, UserError, complain
 from hetsync.plan.evaluate import Evaluator
 from hetsync.plan.explain import predicted, told_costs, told_reasons, told_search, told_stages, told_timeline
 from hetsync.plan.placement import as_plan_file, place
-from hetsync.plan.plan_file import SearchRecord, TriedSearch, mistakes_in, read_plan, write_plan
+from hetsync.plan.plan_file import PlanFile, SearchRecord, TriedSearch, mistakes_in, read_plan, write_plan
 from hetsync.plan.recipe import PlannableModel, plannable_model
 from hetsync.plan.search.driver import Budget, Driver, Found
 from hetsync.plan.search.objective import Weights, check_weights, figures_of
@@ -48,9 +49,27 @@ class Request:
     policy: Path | None
 
 
+class Terms(NamedTuple):
+    """What a request asks of a search, read and found to be possible."""
+
+    weights: Weights
+    policy: PlacementPolicy | None
+
+
 def plan(config: Config, request: Request, output: Path | None) -> int:
     """Search, say what was found, and write it; interrupted, the best so far. The exit status."""
-    arms, policy = arms_of(request.search), None  # before anything that takes long
+    terms = terms_of(request)  # before anything that takes long
+    cluster = _cluster(config)
+    ranks = request.ranks or cluster.size
+    check_request(request, cluster.size, ranks, config.data.batch_size)
+    model, evaluator = prepared(config, cluster, ranks)
+    driver, interrupted = search(request, terms, evaluator, every_rank=output is not None)
+    return tell(config, request, driver, model, output, interrupted)
+
+
+def terms_of(request: Request) -> Terms:
+    """UserError for an unknown search, weights that weigh nothing, a policy that cannot be begun with."""
+    arms, policy = arms_of(request.search), None
     if request.policy is not None:
         if not {"trinity", "ppo-time"} & set(arms):
             raise UserError(
@@ -58,23 +77,52 @@ def plan(config: Config, request: Request, output: Path | None) -> int:
                 " it out, or choose trinity, ppo-time or best"
             )
         policy = load_policy(request.policy)
-    weights = Weights() if request.weights is None else check_weights(request.weights)
-    cluster = _cluster(config)
-    ranks = request.ranks or cluster.size
-    _check_size(request, cluster.size, config.data.batch_size)
+    return Terms(Weights() if request.weights is None else check_weights(request.weights), policy)
+
+
+def check_request(request: Request, devices: int, ranks: int, batch_size: int) -> None:
+    """UserError where it does not fit so many devices, ranks and samples."""
+    _check_size(request, devices, batch_size)
     if request.replicas is not None:
         _check_replicas(request.replicas, ranks)
-    groups = _groups(request, ranks)
-    model, evaluator = _prepared(config, cluster, ranks)
-    numbers = micro_batch_numbers(request.micro_batches, config.data.batch_size, len(request.replicas or (0,)))
-    problem = Problem(evaluator, numbers, request.replicas, groups, every_rank=output is not None)
-    driver, interrupted = _searched(problem, weights, request, policy)
-    found, graph = driver.found(), model.cut.graph
-    costs = predicted(found.costs)
-    record = _recorded(driver, found, weights)
-    file = as_plan_file(found.placement, graph, config.data.batch_size, model.identity, costs, record)
-    print(f"{request.search}: the best of {driver.evaluations} plans for {len(graph.blocks)} blocks on {ranks} ranks")
-    print(*told_stages(file), *told_costs(costs), sep="\n")
+    _groups(request, ranks)
+
+
+def search(request: Request, terms: Terms, evaluator: Evaluator, every_rank: bool) -> tuple[Driver, bool]:
+    """And whether it was interrupted, with a plan that fits; without one KeyboardInterrupt goes on."""
+    ranks, replicas = len(evaluator.times), len(request.replicas or (0,))
+    numbers = micro_batch_numbers(request.micro_batches, evaluator.training.batch_size, replicas)
+    problem = Problem(evaluator, numbers, request.replicas, _groups(request, ranks), every_rank)
+    budget = Budget(request.evaluations, request.seconds)
+    with Console(stderr=True, highlight=False).status("search") as line:
+        driver = Driver(
+            problem, terms.weights, budget, request.seed, lambda it: line.update(_told_so_far(it)), terms.policy
+        )
+        try:
+            driver.run(request.search)
+        except KeyboardInterrupt:
+            if driver.fitting is None:
+                raise
+            return driver, True
+    return driver, False
+
+
+def tell(
+    config: Config,
+    request: Request,
+    driver: Driver,
+    model: PlannableModel,
+    output: Path | None,
+    interrupted: bool,
+    place: int = 0,
+) -> int:
+    """Say what was found, and write the plan of this place among the best; the exit status."""
+    found, ranks = driver.found(place), len(driver.problem.ranks)
+    file = plan_file_of(config, driver, model, found)
+    assert file.predicted is not None
+    blocks = len(model.cut.graph.blocks)
+    print(f"{request.search}: the best of {driver.evaluations} plans for {blocks} blocks on {ranks} ranks")
+    print(*told_stages(file), *told_costs(file.predicted), sep="\n")
     _tell_tried(driver)
     print(_break_even(driver, found))
     if output is not None:
@@ -87,22 +135,10 @@ def plan(config: Config, request: Request, output: Path | None) -> int:
     return 0
 
 
-def _searched(
-    problem: Problem, weights: Weights, request: Request, policy: PlacementPolicy | None
-) -> tuple[Driver, bool]:
-    """And whether it was interrupted, with a plan that fits; without one KeyboardInterrupt goes on."""
-    budget = Budget(request.evaluations, request.seconds)
-    with Console(stderr=True, highlight=False).status("search") as line:
-        driver = Driver(
-            problem, weights, budget, request.seed, lambda driver: line.update(_told_so_far(driver)), policy
-        )
-        try:
-            driver.run(request.search)
-        except KeyboardInterrupt:
-            if driver.fitting is None:
-                raise
-            return driver, True
-    return driver, False
+def plan_file_of(config: Config, driver: Driver, model: PlannableModel, found: Found) -> PlanFile:
+    record = _recorded(driver, found)
+    costs = predicted(found.costs)
+    return as_plan_file(found.placement, model.cut.graph, config.data.batch_size, model.identity, costs, record)
 
 
 def _told_so_far(driver: Driver) -> str:
@@ -112,7 +148,7 @@ def _told_so_far(driver: Driver) -> str:
     return f"{driver.arms[-1].method}: {driver.evaluations} evaluations, {found}"
 
 
-def _recorded(driver: Driver, found: Found, weights: Weights) -> SearchRecord:
+def _recorded(driver: Driver, found: Found) -> SearchRecord:
     """What the plan file says of the search, to five digits."""
 
     def short(value: float) -> float:
@@ -132,7 +168,7 @@ def _recorded(driver: Driver, found: Found, weights: Weights) -> SearchRecord:
         evaluations=driver.evaluations,
         seconds=short(driver.seconds),
         seed=driver.seed,
-        weights=tuple(short(weight) for weight in weights),
+        weights=tuple(short(weight) for weight in driver.objective.weights),
         objective=short(found.objective),
         bound=short(driver.bound),
         gap=None if driver.gap is None else short(driver.gap),
@@ -181,7 +217,7 @@ def explain(config: Config, path: Path) -> None:
         return
     with mistakes_in(path):
         ranks = max(file.ranks) + 1
-        model, evaluator = _prepared(config, _cluster(config), ranks)
+        model, evaluator = prepared(config, _cluster(config), ranks)
         file.check_job(ranks, config.data.batch_size, config.model.name, model.identity.weights_sha256 or "")
         placement = place(file, model.cut.graph)
         evaluator.check_hosts(placement)
@@ -191,7 +227,7 @@ def explain(config: Config, path: Path) -> None:
     print(*told_reasons(evaluator, placement), sep="\n")
 
 
-def _prepared(config: Config, cluster: Cluster, ranks: int) -> tuple[PlannableModel, Evaluator]:
+def prepared(config: Config, cluster: Cluster, ranks: int) -> tuple[PlannableModel, Evaluator]:
     torch.set_num_threads(1)  # as emulated ranks
     times = [profile.time for profile in profiles(config, cluster, ranks)]
     built, model = build(config)
@@ -202,12 +238,15 @@ def _prepared(config: Config, cluster: Cluster, ranks: int) -> tuple[PlannableMo
 
 def _cluster(config: Config) -> Cluster:
     if config.emulation.profile is None:
-        raise UserError("plan needs a cluster: name its profile by --emulate")
+        raise UserError(
+            "plan needs a cluster: name its profile by --emulate, or start hetsync plan under mpirun, a rank for each"
+            " device"
+        )
     return load_cluster(config.emulation.profile)
 
 
 def _groups(request: Request, ranks: int) -> int:
-    """Never fewer than a replica's ranks, each of which may need one."""
+    """Never fewer than a replica's ranks, each of which may need one. UserError where the request says so."""
     least = max(map(len, request.replicas)) if request.replicas else ranks
     if request.groups is None:
         return max(MOST_GROUPS, least)

@@ -32,6 +32,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         parser.add_argument("--output", metavar="FILE", help=f"Where to write the profile; null takes {OUTPUT}.")
         config, told = parse_recipe(parser, argv)
         config.plan.check_unused("hetsync profile")
+        config.fault.check_uninjected("hetsync profile")
         given = config.emulation.profile
         if given is not None and told.output is not None:
             raise UserError(f"--output is {told.output}, but --emulate {given} measures nothing: leave one of them out")

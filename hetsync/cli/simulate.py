@@ -26,6 +26,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         parser.add_argument("--calibrate", metavar="RUN", help="Model progress as it was in this run folder.")
         config, told = parse_recipe(parser, argv)
         config.plan.check_unused("hetsync simulate")
+        config.fault.check_uninjected("hetsync simulate")
         from hetsync.cli.simulated_job import simulate  # loads torch
 
         paths = [None if path is None else Path(path) for path in (told.script, told.calibrate)]

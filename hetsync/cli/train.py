@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,7 +75,9 @@ def train(plane: Plane, config: Config, resume: Path | None, stop: StopSignal, s
             # Refuses what cannot work; writes nothing but a controller's log.
             trainer = Trainer(config, job)
             assert job.folder is not None
-            recipe, path = yaml.safe_dump(asdict(config), sort_keys=False), job.folder / RECIPE
+            # A resumed run meets no fault of before once more.
+            kept = replace(config, fault=replace(config.fault, inject=[]))
+            recipe, path = yaml.safe_dump(asdict(kept), sort_keys=False), job.folder / RECIPE
             with recorded(path, recipe, lambda: job.saved) if job.is_main else contextlib.nullcontext():
                 trainer.train()
     except FinishedError as finished:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hetsync.config.checks import at_least
+from hetsync.config.faults import FaultConfig
 from hetsync.config.schedule import ScheduleConfig
 from hetsync.errors import UserError, brief, did_you_mean
 
@@ -369,19 +370,6 @@ class PlanConfig:
 
 
 @dataclass(frozen=True)
-class FaultConfig:
-    """What becomes of the job when something fails.
-
-    Args:
-        tolerate: Go on with the others when a rank other than 0 dies: auto (where that can be: delayed mode without a
-            controller, and an MPI that tells of deaths, by mpirun --with-ft ulfm), true (refuse to start elsewhere) or
-            false (end the job).
-    """
-
-    tolerate: Literal["auto"] | bool = "auto"
-
-
-@dataclass(frozen=True)
 class Config:
     """A whole recipe.
 
@@ -413,9 +401,13 @@ class Config:
 
     def __post_init__(self) -> None:
         self.control.check_start(self.sync)
-        if self.fault.tolerate is True and (self.sync.delay_bound == 0 or self.control.name != "fixed"):
-            why = "sync.delay_bound 0" if self.sync.delay_bound == 0 else f"control.name {self.control.name}"
+        if self.fault.not_finite != "stop" and self.control.name != "fixed":
             raise UserError(
-                f"fault.tolerate is true, but with {why} a rank's death ends the job, which is then resumed: use"
-                " fault.tolerate auto, or delayed mode without a controller"
+                f"fault.not_finite is {self.fault.not_finite}, but control.name is {self.control.name}, which would"
+                " take what is left out for progress: use stop, or control.name fixed"
+            )
+        if self.fault.tolerate is True and self.control.name != "fixed":
+            raise UserError(
+                f"fault.tolerate is true, but with control.name {self.control.name} a rank's death ends the job, which"
+                " is then resumed: use fault.tolerate auto, or control.name fixed"
             )

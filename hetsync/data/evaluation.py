@@ -27,12 +27,17 @@ def evaluate_range(model: torch.nn.Module, data: Data, first: int, stop: int) ->
     device = next(model.parameters()).device
     sums: dict[str, float] = {}
     with evaluating(model), set_aside(device, seed=0):
-        for start in range(first, stop, EVALUATION_BATCH):
-            indices = list(range(start, min(stop, start + EVALUATION_BATCH)))
-            batch = to_device(_fetch_test(data, indices), device)
+        for batch in test_batches(data, first, stop, device):
             for name, value in numbers("data.metrics", data.metrics(model, batch)).items():
                 sums[name] = sums.get(name, 0.0) + value
     return sums
+
+
+def test_batches(data: Data, first: int, stop: int, device: torch.device) -> Iterator[Any]:
+    """Of test samples [first, stop)."""
+    for start in range(first, stop, EVALUATION_BATCH):
+        indices = list(range(start, min(stop, start + EVALUATION_BATCH)))
+        yield to_device(_fetch_test(data, indices), device)
 
 
 def metrics_of(data: Data, parts: Sequence[Mapping[str, float]], samples: int) -> dict[str, float]:

@@ -62,6 +62,12 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     return out
 
 
+def common(spans: Iterable[Span], others: Sequence[Span]) -> list[Span]:
+    """Positions that are in both."""
+    pairs = [(max(a, c), min(b, d)) for a, b in spans for c, d in others]
+    return merged([(start, stop) for start, stop in pairs if start < stop])
+
+
 def gaps(spans: Sequence[Span]) -> list[Span]:
     """What lies between spans in order, and before the first."""
     before = [0, *(stop for _, stop in spans)]

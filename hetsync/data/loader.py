@@ -169,6 +169,10 @@ class Loader:
                 self._loading[task.number] = self._thread.submit(self._submit, task)
                 return
 
+    def indices(self, spans: Iterable[Span]) -> list[int]:
+        """Into the data set, at some positions of the stream."""
+        return self._order.indices(spans)
+
     def drop(self, task: SlicedWork) -> None:
         """The task will not be computed."""
         self._loading.pop(task.number, None)

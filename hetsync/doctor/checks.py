@@ -119,7 +119,7 @@ def check_fault_tolerance(facts: Facts) -> Finding:
     """Under `--with-ft ulfm` no launcher ends the others where a rank leaves by itself."""
     if facts.ulfm_in_force:
         remedy = "leave out --with-ft ulfm where a script may fail before it joins: the others would wait for it"
-        return Finding("ULFM", Verdict.NOTE, "in force: in delayed mode the others go on when a rank dies", remedy)
+        return Finding("ULFM", Verdict.NOTE, "in force: the others go on when a rank dies", remedy)
     there = "there, and not in force" if facts.mpi.ulfm else "not there"
     return Finding("ULFM", Verdict.OK, f"{there}: the loss of a rank ends the job, which goes on by --resume")
 

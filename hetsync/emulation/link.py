@@ -11,7 +11,7 @@ import torch
 
 from hetsync.emulation.cluster import Cluster, Link
 from hetsync.errors import UserError
-from hetsync.plane.base import Channels, Handle, Plane, Residual, WireFormat
+from hetsync.plane.base import Channels, Handle, Plane, Residual, Sums, WireFormat
 from hetsync.plane.wire import encoded_bytes
 
 
@@ -63,6 +63,62 @@ class _LinkHandle(Handle):
 
     def done(self) -> bool:
         return self._link._now() >= self.due
+
+
+class EmulatedSums(Sums):
+    """Sums over some ranks that take, on top of their own time, that of a link: `seconds` of so many bytes.
+
+    A rank's `way` carries one at a time, whatever the ranks are with which it sums; those of one rank share it. A
+    transfer starts when all its ranks have joined, as in `EmulatedLink`.
+    """
+
+    def __init__(
+        self,
+        sums: Sums,
+        seconds: Callable[[int], float],
+        way: Way,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sums, self._seconds, self._way, self._clock = sums, seconds, way, clock
+
+    @property
+    def sums_by(self) -> str:
+        return self._sums.sums_by
+
+    @property
+    def moves(self) -> int:
+        return self._sums.moves
+
+    @property
+    def failed(self) -> bool:
+        return self._sums.failed
+
+    def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
+        seconds = self._seconds(encoded_bytes(tensor.numel(), wire))
+        return _WayHandle(self._sums.allreduce(tensor, wire, residual), seconds, self._way, self._clock)
+
+    def close(self) -> None:
+        self._sums.close()
+
+
+@dataclass
+class Way:
+    """Of one rank, to those with which it sums."""
+
+    busy_until: float = -math.inf
+
+
+class _WayHandle(Handle):
+    def __init__(self, inner: Handle, seconds: float, way: Way, clock: Callable[[], float]) -> None:
+        self._inner, self._seconds, self._way, self._clock = inner, seconds, way, clock
+        self._due: float | None = None  # once all ranks have joined
+
+    def done(self) -> bool:
+        if self._due is None:
+            if not self._inner.done():
+                return False
+            self._due = self._way.busy_until = max(self._clock(), self._way.busy_until) + self._seconds
+        return self._clock() >= self._due
 
 
 class EmulatedLink(Plane):

@@ -13,13 +13,14 @@ from hetsync.balance.profile import RankProfile
 from hetsync.config.schema import Config
 from hetsync.data import Data
 from hetsync.emulation.cluster import Cluster, DeviceGroup
-from hetsync.errors import UserError
 from hetsync.files import sha256_of
 from hetsync.plan.blocks import Cut
+from hetsync.plan.division import Division
 from hetsync.plan.evaluate import Costs, Evaluator
 from hetsync.plan.placement import Placement, Replica, place
 from hetsync.plan.plan_file import PlanFile, mistakes_in, read_plan
 from hetsync.plan.recipe import plannable_model, weights_of
+from hetsync.plan.schedule import micro_batch_sizes
 from hetsync.plane.base import Messages, decided_by_first
 
 
@@ -42,6 +43,14 @@ class Assignment:
     evaluator: Evaluator
     costs: Costs
 
+    @property
+    def communication_fraction(self) -> float:
+        """Part of a step that would be saved if links cost nothing."""
+        one = self.evaluator
+        free = dataclasses.replace(one.cluster, link=None, links=())
+        costs = Evaluator(one.graph, one.block_costs, free, one.times, one.training).evaluate(self.placement)
+        return 1 - costs.step_seconds / self.costs.step_seconds
+
     def place_of(self, rank: int) -> tuple[int, int]:
         """Indices of a rank's replica, and of its stage in that."""
         return next(
@@ -53,6 +62,21 @@ class Assignment:
 
     def replica_of(self, rank: int) -> Replica:
         return self.placement.replicas[self.place_of(rank)[0]]
+
+    def ranks_beside(self, rank: int) -> int:
+        """That share its stage, itself among them."""
+        replica, stage = self.place_of(rank)
+        return len(self.placement.replicas[replica].stages[stage].ranks)
+
+    def division_of(self, rank: int) -> Division:
+        """Of micro-batches among the ranks of a rank's replica."""
+        return Division([stage.ranks for stage in self.replica_of(rank).stages], self.evaluator.times)
+
+    def share_of(self, rank: int) -> int:
+        """Samples of a slice that go through a rank."""
+        replica, (_, stage) = self.replica_of(rank), self.place_of(rank)
+        sizes = micro_batch_sizes(replica.share or 0, replica.micro_batches)
+        return self.division_of(rank).share(stage, rank, sizes)
 
     def parts_of_step(self, rank: int) -> tuple[float, float]:
         """Of a whole step, what the forward and the backward passes of the rank's stage take."""
@@ -67,21 +91,9 @@ def given_plan(path: Path, messages: Messages) -> GivenPlan:
         plan = read_plan(path)
         with mistakes_in(path):
             plan.check_ranks(messages.size)
-            _check_runs(plan)
         return GivenPlan(path, plan, sha256_of(path))
 
     return decided_by_first(messages, read)
-
-
-def _check_runs(plan: PlanFile) -> None:
-    """UserError for forms that can be planned, and not be run yet."""
-    for index, replica in enumerate(plan.replicas):
-        for number, stage in enumerate(replica.stages):
-            if len(stage.ranks) > 1:
-                raise UserError(
-                    f"replicas[{index}].stages[{number}].ranks is {list(stage.ranks)}, and jobs do not run stages on"
-                    " several ranks yet: give each rank a stage or a replica of its own"
-                )
 
 
 def check_model(plan: GivenPlan, config: Config, model: torch.nn.Module, ranks: int) -> None:

@@ -135,7 +135,7 @@ class _Blocks:
 
     def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
         self._model, self._graph = model, graph
-        self._tensors = _state(model)
+        self._tensors = state_of(model)
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         self._begun: list[tuple[str, str, tuple[str, ...]]] = []  # name, kind, state
         self._of: dict[fx.Node, int] = {}
@@ -170,11 +170,7 @@ class _Blocks:
 
     def _state_of(self, node: fx.Node) -> tuple[str, ...]:
         """Names of the weights and buffers that a call reads."""
-        if node.op == "call_module":
-            module = self._model.get_submodule(str(node.target))
-            tensors: list[Any] = [*module.parameters(), *module.buffers()]
-        else:
-            tensors = [_attribute(self._model, read) for read in node.all_input_nodes if read.op == "get_attr"]
+        tensors = tensors_read(self._model, node)
         return tuple(dict.fromkeys(self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names))
 
     def _name(self, node: fx.Node, state: tuple[str, ...]) -> str:
@@ -217,6 +213,14 @@ class _Blocks:
                 yield {self._of[each] for each in (changed, node, *changed.users) if self._of.get(each, BATCH) != BATCH}
 
 
+def tensors_read(model: nn.Module, node: fx.Node) -> list[Any]:
+    """Weights and buffers that a call reads, and constants that only the trace has."""
+    if node.op == "call_module":
+        module = model.get_submodule(str(node.target))
+        return [*module.parameters(), *module.buffers()]
+    return [_attribute(model, read) for read in node.all_input_nodes if read.op == "get_attr"]
+
+
 def _draws(node: fx.Node) -> bool:
     """Whether a function's name says that it draws random numbers."""
     return any(word in _function_name(node) for word in DRAWING)
@@ -244,7 +248,7 @@ def _edges(graph: fx.Graph, block_of: Mapping[fx.Node, int]) -> tuple[Edge, ...]
     return tuple(Edge(source, target) for source, target in sorted(pairs))
 
 
-def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers, each under the first of its names."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
@@ -263,7 +267,7 @@ def _block(name: str, kind: str, state: Mapping[str, torch.Tensor]) -> Block:
 
 
 def _one_block(model: nn.Module) -> BlockGraph:
-    return BlockGraph((_block(WHOLE, type(model).__name__, _state(model)),), (Edge(BATCH, 0),))
+    return BlockGraph((_block(WHOLE, type(model).__name__, state_of(model)),), (Edge(BATCH, 0),))
 
 
 def _require_equal(model: nn.Module, traced: nn.Module, call: inspect.BoundArguments) -> None:

@@ -12,7 +12,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
+from hetsync.data.random_state import untouched
 from hetsync.errors import UserError
 
 Scored = Callable[[torch.nn.Module, Any], Any]  # a loss, or metrics: of a model and a batch
@@ -48,6 +51,39 @@ def observed_call(model: torch.nn.Module, scored: Scored, batch: Any) -> inspect
         return calls[0]
     name = getattr(scored, "__qualname__", repr(scored))
     raise UserError(f"{name} never calls the model it is given: on several ranks it must call model(...) once")
+
+
+def weight_used(model: torch.nn.Module, scored: Scored, batch: Any) -> str | None:
+    """Name of a weight that `scored` computes with itself, besides calling the model; None where there is none.
+
+    It calls both on the batch, and leaves the model as it was. UserError where the model is called twice, or never.
+    """
+    call = observed_call(model, scored, batch)
+    with untouched(model), torch.no_grad():
+        returned = model(*call.args, **call.kwargs)
+        with _Watching(model) as watching:
+            scored(stand_in(model, lambda *_, **__: returned), batch)
+    return watching.seen
+
+
+class _Watching(TorchFunctionMode):
+    """Attributes:
+    seen: Name of a weight of the model that has been computed with.
+    """
+
+    # What asks for no value of it.
+    HARMLESS = tuple(getattr(torch.Tensor, name).__get__ for name in ("device", "dtype", "shape", "is_cuda", "ndim"))
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.seen: str | None = None
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self.HARMLESS:
+            used = (self._names.get(id(value)) for value in tree_leaves((args, kwargs)))
+            self.seen = self.seen or next((name for name in used if name is not None), None)
+        return func(*args, **(kwargs or {}))
 
 
 def _once(forward: Callable[..., Any]) -> Callable[..., Any]:

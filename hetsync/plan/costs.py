@@ -109,6 +109,7 @@ def measure(what: Measured, budget_seconds: float = 10.0, clock: Clock = time.pe
             output_bytes=math.ceil(largest.output_bytes[number] / sizes[1]),
             saved_bytes=math.ceil(largest.saved_bytes[number] / sizes[1]),
             weight_bytes=block.weight_bytes,
+            received_bytes=math.ceil(largest.received_bytes[number] / sizes[1]),
         )
         for number, block in enumerate(what.cut.graph.blocks)
     )
@@ -125,17 +126,17 @@ class _Run:
         self._call = observed_call(what.model, what.loss, batch)
         self._whole: tuple[Seconds, Seconds] = ([], [])
         self._blocks: list[tuple[Seconds, Seconds]] = [([], []) for _ in blocks]
-        self.output_bytes, self.saved_bytes = [0 for _ in blocks], [0 for _ in blocks]
+        self.output_bytes, self.saved_bytes, self.received_bytes = ([0 for _ in blocks] for _ in range(3))
 
     def warm_up(self) -> None:
         """A round whose bytes count, and not its seconds."""
         self._run_whole()
-        with _saved_bytes(self._what.model) as saved:
+        with storages_saved(self._what.model) as saved:
             if self._parts:
                 self._run_blocks(saved)
             else:
                 self._run_whole()
-                self.saved_bytes = [sum(saved)]
+                self.saved_bytes = [sum(bytes_of(saved).values())]
         for forward, backward in (self._whole, *self._blocks):
             forward.clear()
             backward.clear()
@@ -160,7 +161,7 @@ class _Run:
         with self._timed(backward):
             loss.backward()
 
-    def _run_blocks(self, saved: list[int] | None = None) -> None:
+    def _run_blocks(self, saved: list[torch.UntypedStorage] | None = None) -> None:
         values: dict[str, Any] = {}
         passes: list[Pass] = []
         for number, part in enumerate(self._parts):
@@ -170,7 +171,9 @@ class _Run:
                 passes.append(Pass(part, self._call, read))
             values.update(passes[-1].outputs)
             if saved is not None:
-                self.saved_bytes[number] = sum(saved[before:])
+                own, earlier = bytes_of(saved[before:]), bytes_of(saved[:before])
+                self.saved_bytes[number] = sum(own[address] for address in own.keys() - earlier.keys())
+                self.received_bytes[number] = sum(own[address] for address in own.keys() & earlier.keys())
                 self.output_bytes[number] = _bytes(list(passes[-1].outputs.values())[:-1])
         returned = detached(values[RETURNED])
         self._what.loss(stand_in(self._what.model, lambda *_, **__: returned), self._batch).backward()
@@ -192,22 +195,24 @@ class _Run:
 
 
 @contextmanager
-def _saved_bytes(model: nn.Module) -> Iterator[list[int]]:
-    """Fills the list with the bytes of each storage that autograd saves inside; those of weights and buffers not."""
-    saved: list[int] = []
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    kept: list[torch.UntypedStorage] = []  # an address stays one storage's
+def storages_saved(model: nn.Module) -> Iterator[list[torch.UntypedStorage]]:
+    """Fills the list with what autograd saves inside, as often as it does; without the model's weights and buffers."""
+    saved: list[torch.UntypedStorage] = []
+    held = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            known.add(storage.data_ptr())
-            kept.append(storage)
-            saved.append(storage.nbytes())
+        if storage.data_ptr() not in held:
+            saved.append(storage)  # which keeps it: an address stays one storage's
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
+
+
+def bytes_of(storages: Sequence[torch.UntypedStorage]) -> dict[int, int]:
+    """By address, so that each counts once."""
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def _bytes(values: Any) -> int:
@@ -233,6 +238,7 @@ def _key(what: Measured) -> str:
                 {samples: _shapes(batch) for samples, batch in what.batches.items()},
                 gpu_name(device) if device.type == "cuda" else platform.machine(),
                 platform.node(),
+                [each.name for each in fields(BlockCost)],
                 torch.get_num_threads(),
                 torch.__version__,
             ]

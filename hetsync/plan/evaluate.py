@@ -20,6 +20,7 @@ from hetsync.balance.shares import speed_shares
 from hetsync.config.schema import SyncConfig
 from hetsync.emulation.cluster import Cluster
 from hetsync.errors import UserError
+from hetsync.plan.division import parts_by_speed
 from hetsync.plan.graph import BATCH, BlockCost, BlockGraph
 from hetsync.plan.pipeline import Send, Worker, end_times
 from hetsync.plan.placement import Placement, Replica
@@ -98,6 +99,7 @@ class _Staged:
     replica: Replica
     figures: Array  # summed over its blocks: the columns of Evaluator's figures
     sample_bytes: Mapping[tuple[int, int], float]  # between two stages, a sample's
+    received_bytes: Array  # by stage: a sample's of these, which backward needs
     in_flight: tuple[int, ...]
 
 
@@ -134,9 +136,11 @@ class Evaluator:
                 f"cluster profile {cluster.name}: link.compute_fraction is {cluster.link.compute_fraction}, by which "
                 "nobody can tell how long activations take: give bytes_per_second"
             )
-        self.graph, self.cluster, self.times, self.training = graph, cluster, tuple(times), training
+        self.graph, self.block_costs, self.cluster = graph, tuple(costs), cluster
+        self.times, self.training = tuple(times), training
         self.figures = _figures(costs, training.batch_size / len(times))
         self.output_bytes = np.array([cost.output_bytes for cost in costs], dtype=float)
+        self._needed_bytes = np.array([cost.received_bytes for cost in costs], dtype=float)
         inner = [(edge.source, edge.target) for edge in graph.edges if edge.source != BATCH]
         self._sources, self._targets = np.array(inner, dtype=int).reshape(-1, 2).T
         self._sinks = sorted(set(range(len(costs))) - {source for source, _ in inner})
@@ -232,7 +236,19 @@ class Evaluator:
         in_flight = bounded_in_flight(
             len(replica.stages), sample_bytes, replica.micro_batches, [stage.in_flight for stage in replica.stages]
         )
-        return _Staged(replica, member @ self.figures, sample_bytes, in_flight)
+        received = self._received_bytes(stage_of, sample_bytes, len(replica.stages))
+        return _Staged(replica, member @ self.figures, sample_bytes, received, in_flight)
+
+    def _received_bytes(
+        self, stage_of: npt.NDArray[Any], sample_bytes: Mapping[tuple[int, int], float], stages: int
+    ) -> Array:
+        """By stage, what its blocks save that others have made; what several of them need comes once."""
+        entered = np.unique(self._targets[stage_of[self._sources] != stage_of[self._targets]])
+        needed: Array = np.bincount(stage_of[entered], self._needed_bytes[entered], stages).astype(float)
+        for stage in range(stages):
+            came = sum(size for (_, target), size in sample_bytes.items() if target == stage)
+            needed[stage] = min(needed[stage], came)
+        return needed
 
     def _sample_bytes(self, stage_of: npt.NDArray[Any], stages: int) -> dict[tuple[int, int], float]:
         """Between stages: a block's output goes to each stage once, however many of its blocks need it."""
@@ -304,7 +320,7 @@ class Evaluator:
             return (size,)
         key = (ranks, size)
         if key not in self._parts:
-            self._parts[key] = speed_shares([self.times[rank] for rank in ranks], size)
+            self._parts[key] = parts_by_speed([self.times[rank] for rank in ranks], size)
         return self._parts[key]
 
     def _seconds(self, staged: _Staged, stage: int, rank: int, samples: int, backward: bool) -> float:
@@ -363,7 +379,7 @@ class Evaluator:
             largest = max(micro_batch_sizes(share, one.replica.micro_batches))
             for index, stage in enumerate(one.replica.stages):
                 held = self.held_bytes(float(one.figures[index, WEIGHTS]), len(staged))
-                saved = float(one.figures[index, SAVED]) * one.in_flight[index]
+                saved = float(one.figures[index, SAVED] + one.received_bytes[index]) * one.in_flight[index]
                 for rank, part in zip(stage.ranks, self._split(stage.ranks, largest), strict=True):
                     found[rank] = int(held + saved * part)
         return dict(sorted(found.items()))

@@ -67,6 +67,8 @@ class BlockCost:
         output_bytes: A sample's, of what the edges out of the block carry: once to each rank that needs it.
         saved_bytes: A sample's, of what backward needs from forward.
         weight_bytes: Of its parameters and float buffers.
+        received_bytes: A sample's, of what backward needs that blocks before have saved: there once more where these
+            are on another rank.
     """
 
     forward_seconds: float
@@ -76,6 +78,7 @@ class BlockCost:
     output_bytes: int
     saved_bytes: int
     weight_bytes: int
+    received_bytes: int = 0
 
 
 def _require_once(what: str, names: list[str]) -> None:

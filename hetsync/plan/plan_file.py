@@ -148,6 +148,11 @@ class PlanFile:
                 f"the shares {', '.join(map(str, shares))} add up to {given}, but batch_size is {self.batch_size}: "
                 "make them equal, or leave a share out"
             )
+        if not given and sum(open_ones) > self.batch_size:
+            raise UserError(
+                f"batch_size is {self.batch_size}, and the replicas need {sum(open_ones)} for their micro-batches, a "
+                "sample of each for every rank of a stage: lower micro_batches, or raise batch_size"
+            )
         if given + sum(open_ones) > self.batch_size:
             raise UserError(
                 f"batch_size is {self.batch_size}, of which {given} are given as shares, and the other replicas need "

@@ -14,14 +14,15 @@ Completion. Nothing here blocks except `gather_objects`, `broadcast_object`, `ba
 sleep while they wait: a waiting rank must not burn the core that its device's host thread needs.
 
 Failure. Anything that goes wrong raises `PlaneError`, from the call itself or from the handle's `done`;
-`LateError` from a blocking call that waited too long, `LostError` where a rank has gone. A plane never retries. How
+`LateError` from a blocking call that waited too long, `LostError` where a rank has gone, `DamagedError` where a message
+is not what was sent. A plane never retries. How
 long a handle may take is the caller's business.
 
 Death. Where a plane is `tolerant`, a rank's death is `MembersLost`, at every other rank and in either thread: from
 whatever was under way and from every later call, until `mend`. That is called by one thread of each of those who are
-left, while the other is in no call. Afterwards nothing that was sent or posted before will arrive, or come to an end. A
-rank keeps the number that it started with; `members` are the ranks that are left, and whatever is collective is among
-them.
+left, and waits until the other is in no call, which knows of it once it calls `heed`. Afterwards nothing that was sent
+or posted before will arrive, or come to an end. A rank keeps the number that it started with; `members` are the ranks
+that are left, and whatever is collective is among them.
 
 Threads. `allreduce`, `send`, `unread`, `receive` and the handles' `done` are called from one thread (the communication
 thread); the blocking calls from another (the main thread), never two of them at once.
@@ -55,6 +56,10 @@ class LostError(PlaneError):
 
 class MembersLost(LostError):
     """Another rank has gone, and those who are left can go on: see `Plane.mend`."""
+
+
+class DamagedError(PlaneError):
+    """What has arrived is not what was sent."""
 
 
 def wait_limit(rank: int, timeout_seconds: float) -> float:
@@ -124,6 +129,11 @@ class Messages(ABC):
         return len(self.members)
 
     @property
+    def leads(self) -> bool:
+        """Is this the first of the ranks that are left: rank 0, while it lives?"""
+        return self.rank == self.members[0]
+
+    @property
     @abstractmethod
     def messages_by(self) -> str:
         """What carries them, for people to read."""
@@ -156,10 +166,18 @@ class Messages(ABC):
     def open_channels(self) -> Channels:
         """Collective: tensors between single ranks. PlaneError where there is no other rank."""
 
+    def open_sums(self, ranks: Sequence[int]) -> Sums:
+        """Collective among these ranks, of which this is one: sums over them, beside those of all. PlaneError where
+        these messages have none."""
+        raise PlaneError(f"messages by {self.messages_by} open no sums over {named(ranks)}")
+
     def mend(self) -> None:
         """After MembersLost, collective among those who are left: `members` are these now. A death meanwhile may be
-        MembersLost again."""
+        MembersLost again. Blocking calls raise MembersLost until `heed`."""
         raise LostError(f"messages by {self.messages_by} do not go on after a rank has gone")
+
+    def heed(self) -> None:  # noqa: B027 - most are never mended
+        """The main thread knows that members are others now: its next blocking call is among these."""
 
     @abstractmethod
     def abort(self, code: int) -> None:
@@ -264,11 +282,17 @@ class Plane(Messages, Sums):
     def open_channels(self) -> Channels:
         return self.messages.open_channels()
 
+    def open_sums(self, ranks: Sequence[int]) -> Sums:
+        return self.messages.open_sums(ranks)
+
     def mend(self) -> None:
         self.messages.mend()
         # Around another plane, which is both.
         self.sums = self.messages if isinstance(self.messages, Plane) else self.sums.among(self.messages)
         self.members = self.messages.members
+
+    def heed(self) -> None:
+        self.messages.heed()
 
     def abort(self, code: int) -> None:
         self.messages.abort(code)
@@ -294,7 +318,7 @@ class Plane(Messages, Sums):
 def decided_by_first(messages: Messages, decide: Callable[[], Told]) -> Told:
     """Collective: what `decide` returns on rank 0, on every rank; or its UserError, raised on every rank."""
     told: Told | UserError | None = None
-    if messages.rank == 0:
+    if messages.leads:
         try:
             told = decide()
         except UserError as mistake:
@@ -321,11 +345,12 @@ def made_by_all(messages: Messages, make: Callable[[], Told]) -> Told:
 
 def meet(plane: Plane, what: str, value: Any = None) -> list[Any]:
     """Collective: everybody's values. UserError where ranks have come to different calls."""
+    members = plane.members  # a death later on changes them
     told = plane.gather_objects((what, value))
-    for rank, (theirs, _) in zip(plane.members, told, strict=True):
+    for rank, (theirs, _) in zip(members, told, strict=True):
         if theirs != told[0][0]:
             raise UserError(
-                f"rank {rank} came to {theirs} while rank {plane.members[0]} came to {told[0][0]}: all ranks must call"
+                f"rank {rank} came to {theirs} while rank {members[0]} came to {told[0][0]}: all ranks must call"
                 " the same, in the same order (not within a condition on the rank)"
             )
     return [value for _, value in told]

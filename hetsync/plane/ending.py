@@ -48,7 +48,8 @@ def _verdict(failure: BaseException) -> tuple[int, str | None]:
     """Exit status, and what to say in place of a traceback."""
     import torch
 
-    from hetsync.plane.base import LateError, LostError, StalledError
+    from hetsync.plane.base import DamagedError, LateError, LostError, StalledError
+    from hetsync.plane.faulty import NeverStruckError
 
     if isinstance(failure, UserError):
         return USER_ERROR, str(failure)
@@ -59,7 +60,9 @@ def _verdict(failure: BaseException) -> tuple[int, str | None]:
         )
     if isinstance(failure, torch.cuda.OutOfMemoryError):
         return USER_ERROR, "out of GPU memory: lower batch_size, or this rank's share by sync.pins (in a script: pins=)"
-    if isinstance(failure, StalledError | LateError | LostError):
+    if isinstance(failure, MemoryError) or "can't allocate memory" in str(failure):  # torch has no class for it on CPUs
+        return USER_ERROR, "out of memory: lower batch_size, or this rank's share by sync.pins (in a script: pins=)"
+    if isinstance(failure, StalledError | LateError | LostError | DamagedError | NeverStruckError):
         return INTERNAL_ERROR, str(failure)
     if isinstance(failure, KeyboardInterrupt):
         return INTERRUPTED, "interrupted"
@@ -71,8 +74,10 @@ def end_loop(plane: Plane, failure: BaseException) -> None:
 
     Raises SystemExit for such a mistake; returns where the failure is to be raised again.
     """
+    from hetsync.plane.faulty import NeverStruckError
+
     if plane.size > 1:
         end_job(plane, failure)
-    if isinstance(failure, UserError):
+    if isinstance(failure, UserError | NeverStruckError):
         complain(one_sentence(str(failure)))
-        raise SystemExit(USER_ERROR) from failure
+        raise SystemExit(USER_ERROR if isinstance(failure, UserError) else INTERNAL_ERROR) from failure

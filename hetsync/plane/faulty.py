@@ -1,4 +1,4 @@
-"""Faults on order, for tests: each is addressed by rank and by count, and records that it fired."""
+"""Faults on order: each is addressed by rank and by count, and records that it fired."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from typing import Any
 import torch
 
 from hetsync.plane.base import Handle, Plane, Residual, WireFormat
+from hetsync.plane.codec import Encoded, dumps
+
+
+class NeverStruckError(RuntimeError):
+    """A fault was to strike, and its moment has not come: the job has shown nothing."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Strikes `rank` at its `nth` collective (for `Drop`: its nth message), counted from 0."""
+    """Strikes `rank` at its `nth` collective (`Drop` and `Damage`: its nth message), counted from 0."""
 
     rank: int
     nth: int
@@ -33,6 +38,14 @@ class Delay(Fault):
 @dataclass(frozen=True)
 class Drop(Fault):
     """The message is never delivered."""
+
+
+@dataclass(frozen=True)
+class Damage(Fault):
+    """The message arrives with a bit flipped."""
+
+
+OF_MESSAGES = (Drop, Damage)
 
 
 @dataclass(frozen=True)
@@ -81,12 +94,15 @@ class FaultyPlane(Plane):
         self.fired: list[Fault] = []
         self._faults = [fault for fault in faults if fault.rank == self.rank]
         self._clock = clock
-        self._collectives = 0
-        self._messages = 0
+        self.collectives = self.sent = 0  # posted, and messages sent, so far
+
+    def add(self, fault: Fault) -> None:
+        """One more, from now on."""
+        self._faults.append(fault)
 
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
-        struck = [f for f in self._faults if f.nth == self._collectives and not isinstance(f, Drop)]
-        self._collectives += 1
+        struck = [f for f in self._faults if f.nth == self.collectives and not isinstance(f, OF_MESSAGES)]
+        self.collectives += 1
         for fault in struck:
             self._fire(fault)
             if isinstance(fault, Kill):
@@ -102,13 +118,21 @@ class FaultyPlane(Plane):
         return handle
 
     def send(self, message: Any, to: int) -> None:
-        dropped = [f for f in self._faults if f.nth == self._messages and isinstance(f, Drop)]
-        self._messages += 1
-        for fault in dropped:
+        struck = [f for f in self._faults if f.nth == self.sent and isinstance(f, OF_MESSAGES)]
+        self.sent += 1
+        for fault in struck:
             self._fire(fault)
-        if not dropped:
-            super().send(message, to)
+        if any(isinstance(fault, Drop) for fault in struck):
+            return
+        super().send(damaged(message) if struck else message, to)
 
     def _fire(self, fault: Fault) -> None:
         self.fired.append(fault)
         print(f"fault fired: {fault}", file=sys.stderr, flush=True)
+
+
+def damaged(message: Any) -> Encoded:
+    """As it arrives where a bit of it has flipped on its way."""
+    data = bytearray(dumps(message))
+    data[len(data) // 2] ^= 1
+    return Encoded(data)

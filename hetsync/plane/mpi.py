@@ -5,15 +5,17 @@ Only this module and `mpi_members.py` import mpi4py; importing them initialises 
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 
 from hetsync.errors import UserError
 from hetsync.plane import codec
-from hetsync.plane.base import Channels, Messages, Plane, PlaneError, Sums, named
+from hetsync.plane.base import Channels, MembersLost, Messages, Plane, PlaneError, Sums, named
 from hetsync.plane.blocking import BlockingCollectives, wait_until
 
 # Before mpi4py, whose absence it explains.
@@ -121,6 +123,8 @@ class MpiMessages(Messages):
         _require_threads()
         self._timeout_seconds = timeout_seconds
         self._closed = False
+        self._one_call = threading.Lock()  # held by a blocking call, and while members change
+        self._unheeded = False
         self._meet(MpiMembers.of_world(tolerate))
         self.rank, self.tolerant = self.mpi.rank, self.mpi.tolerant
 
@@ -154,7 +158,7 @@ class MpiMessages(Messages):
             # Only from the front: a small message must not overtake a large one of the same sender.
             while self._incoming and self._incoming[0][1].Test():
                 sender, _, data = self._incoming.popleft()
-                arrived.append((sender, codec.loads(data)))
+                arrived.append((sender, codec.loads(data, sender=sender)))
         return arrived
 
     def _start_receives(self) -> None:
@@ -170,21 +174,38 @@ class MpiMessages(Messages):
 
     # Blocking calls.
 
+    @contextmanager
+    def _meeting_of_all(self, what: str) -> Iterator[BlockingCollectives]:
+        with self._one_call:
+            if self._unheeded:
+                raise MembersLost("another rank has gone")
+            with self.mpi.errors(what):
+                yield self._meeting
+
     def gather_objects(self, value: Any) -> list[Any]:
-        with self.mpi.errors(f"gathering objects on rank {self.rank}"):
-            return self._meeting.gather(value)
+        with self._meeting_of_all(f"gathering objects on rank {self.rank}") as meeting:
+            return meeting.gather(value)
 
     def broadcast_object(self, value: Any) -> Any:
-        with self.mpi.errors(f"broadcasting an object to rank {self.rank}"):
-            return self._meeting.broadcast(value)
+        with self._meeting_of_all(f"broadcasting an object to rank {self.rank}") as meeting:
+            return meeting.broadcast(value)
 
     def open_channels(self) -> Channels:
         return MpiChannels(self.mpi, self._timeout_seconds)
 
+    def open_sums(self, ranks: Sequence[int]) -> Sums:
+        return MpiSums(self.mpi, self._timeout_seconds, ranks)
+
     # A death.
 
     def mend(self) -> None:
-        self._meet(self.mpi.mended())
+        self.mpi.revoke()  # a call of the other thread comes to its end
+        with self._one_call:
+            self._unheeded = True
+            self._meet(self.mpi.mended())
+
+    def heed(self) -> None:
+        self._unheeded = False
 
     # The end.
 

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from hetsync.errors import cause
 from hetsync.plane import codec
-from hetsync.plane.base import Channels, LostError, Messages, named, wait_limit
+from hetsync.plane.base import Channels, DamagedError, LostError, Messages, Sums, named, wait_limit
 from hetsync.plane.blocking import wait_until
 from hetsync.plane.gloo_channels import GlooChannels
-from hetsync.plane.groups import completion_of, open_gloo
+from hetsync.plane.groups import completion_of, gloo_sums, open_gloo
 from hetsync.plane.rendezvous import Rendezvous
 
 SECONDS_TO_TELL = 0.2
@@ -50,7 +50,7 @@ class StoreMessages(Messages):
         self._last_sent: dict[int, str] = {}
         self._arrived: deque[tuple[int, str, Any]] = deque()
         self._meetings = _Meetings(self._store, self.rank, self.size, rendezvous.timeout_seconds)
-        self._lost: LostError | None = None
+        self._lost: LostError | DamagedError | None = None
         self._closed = False
         self._channels = 0  # opened so far
         self._listener = threading.Thread(None, self._listen, "hetsync-messages", (rendezvous.connect(),), daemon=True)
@@ -59,7 +59,8 @@ class StoreMessages(Messages):
     def send(self, message: Any, to: int) -> None:
         with _store_errors():
             key = f"message/{to}/{self._store.add(f'sent/{to}', 1)}"
-            self._store.set(key, codec.dumps((self.rank, key, message)))  # type: ignore[arg-type]
+            whole = message if isinstance(message, codec.Encoded) else (self.rank, key, message)
+            self._store.set(key, codec.dumps(whole))  # type: ignore[arg-type]
         self._last_sent[to] = key
 
     def unread(self, to: int) -> bool:
@@ -84,6 +85,9 @@ class StoreMessages(Messages):
             number += 1
             try:
                 sender, key, message = codec.loads(store.get(f"message/{self.rank}/{number}"))
+            except DamagedError as damaged:
+                self._lost = damaged
+                return
             except RuntimeError as error:
                 self._lost = _lost(error)
                 return
@@ -105,6 +109,10 @@ class StoreMessages(Messages):
         self._channels += 1
         name = f"channels {self._channels}"
         return GlooChannels(open_gloo(self._store, name, self.rank, self.size, timeout), timeout)
+
+    def open_sums(self, ranks: Sequence[int]) -> Sums:
+        name = f"sums of {','.join(map(str, ranks))} "
+        return gloo_sums(self._store, name, self.rank, ranks, self._rendezvous.timeout_seconds)
 
     def abort(self, code: int) -> NoReturn:
         with contextlib.suppress(LostError):

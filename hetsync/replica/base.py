@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from hetsync.plan.calls import Scored
+from hetsync.data import Data
+from hetsync.plan.blocks import state_of
+from hetsync.plan.division import WHOLE, Division
 from hetsync.plan.schedule import micro_batch_sizes
+from hetsync.replica.memory import Memory
 from hetsync.replica.passes import Passes
 
 
-class MicroBatch(NamedTuple):
-    """A part of a slice that goes through the model at once, and its samples."""
+class Piece(NamedTuple):
+    """What goes through the model at once, and its samples."""
 
     batch: Any
     samples: int
+
+
+class MicroBatch(NamedTuple):
+    """What goes through the stages together: in one piece, or in several where ranks share a stage."""
+
+    pieces: Sequence[Piece]
+
+    @property
+    def samples(self) -> int:
+        return sum(piece.samples for piece in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -29,27 +43,38 @@ class MicroBatches:
 
     collate: Callable[[list[Any]], Any]
     count: int
+    division: Division = WHOLE
 
     def __call__(self, samples: list[Any]) -> list[MicroBatch]:
-        found, first = [], 0
+        coming, found = iter(samples), []
         for size in micro_batch_sizes(len(samples), min(self.count, len(samples))):
-            found.append(MicroBatch(self.collate(samples[first : first + size]), size))
-            first += size
+            pieces = [(list(islice(coming, part)), part) for part in self.division.pieces(size)]
+            found.append(MicroBatch([Piece(self.collate(taken), part) for taken, part in pieces]))
         return found
 
 
 class Replica(ABC):
-    """One rank's part in a replica. All methods but `held` are for all its ranks together, in the same order.
+    """One rank's part in a replica. Its methods, but for `release`, are for all its ranks together, in the same order.
 
     Attributes:
-        model: The whole model; what of it is not `held` may be out of date.
+        model: The whole model; what of it is not `held` may be out of date, or released.
         passes: Seconds of this rank's passes.
-        activation_bytes_sent: To other stages, gradients among them.
+        memory: What they need.
     """
 
-    model: nn.Module
-    passes: Passes
-    activation_bytes_sent: int = 0
+    def __init__(self, model: nn.Module, passes: Passes | None) -> None:
+        self.model = model
+        self.passes = passes or Passes()
+        self.memory = Memory(model)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def activation_bytes_sent(self) -> int:
+        """To other stages, gradients among them."""
+        return 0
 
     @property
     @abstractmethod
@@ -69,26 +94,21 @@ class Replica(ABC):
         """Scale the gradients of all weights, wherever they are, to a norm of at most `greatest`; the norm before."""
 
     @abstractmethod
-    def gather(self) -> None:
-        """Bring the whole model up to date, on every rank."""
+    def release(self) -> None:
+        """Give the memory back of what is not held. From now on the model can be run through its replica only."""
+
+    @abstractmethod
+    def whole(self, ranks: Collection[int]) -> nn.Module | None:
+        """The model with all its weights up to date, in the host's memory, on those of the replica's ranks that are
+        named; elsewhere None. To be read only: what is held need not be a copy."""
 
     @abstractmethod
     def merged(self, values: Mapping[int, Any]) -> dict[int, Any]:
         """What all ranks have by some keys, tensors and plain values, on the leader; elsewhere what this rank has."""
 
-    def evaluate(self, metrics: Scored, batches: Iterable[Any]) -> dict[str, float]:
-        """What metrics say of batches of this rank's own, summed, by the whole model. Leaves its mode as it was."""
-        self.gather()
-        training = self.model.training
-        self.model.eval()
-        sums: Counter[str] = Counter()
-        try:
-            with torch.no_grad():
-                for batch in batches:
-                    sums.update(metrics(self.model, batch))
-        finally:
-            self.model.train(training)
-        return dict(sums)
+    @abstractmethod
+    def evaluate(self, data: Data, first: int, stop: int) -> dict[str, float]:
+        """This rank's part of the sums of the metrics over test samples [first, stop), which its ranks share."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -96,10 +116,11 @@ class Replica(ABC):
         return [tensor for tensor in self.held.values() if isinstance(tensor, nn.Parameter)]
 
 
-def squared_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """Of their gradients, in double precision."""
+def squared_norms(parameters: Iterable[nn.Parameter]) -> list[float]:
+    """Of each of their gradients, in double precision. Added up exactly (`math.fsum`) they have one sum, however the
+    model is cut: replicas that clip alike step alike."""
     norms = [parameter.grad.double().norm() for parameter in parameters if parameter.grad is not None]
-    return float(torch.stack(norms).square().sum()) if norms else 0.0
+    return list(torch.stack(norms).square().tolist()) if norms else []
 
 
 def scale_to(parameters: Iterable[nn.Parameter], norm: float, greatest: float) -> None:
@@ -108,3 +129,19 @@ def scale_to(parameters: Iterable[nn.Parameter], norm: float, greatest: float) -
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(factor)
+
+
+def copy_on_host(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """The model with these parameters and buffers, by their names; those on the host are not copied."""
+    placed: dict[int, Any] = {}
+    for name, tensor in state_of(model).items():
+        value = tensors[name].detach().cpu()
+        is_weight = isinstance(tensor, nn.Parameter)
+        placed[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_weight else value
+    return deepcopy(model, placed)
+
+
+def own_part(first: int, stop: int, ranks: Sequence[int], rank: int) -> tuple[int, int]:
+    """Of samples [first, stop), those of a rank: as many as of every other."""
+    begin, end = (first + (stop - first) * place // len(ranks) for place in (ranks.index(rank), ranks.index(rank) + 1))
+    return begin, end

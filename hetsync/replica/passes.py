@@ -16,13 +16,14 @@ class Passes:
     """Attributes:
     seconds: Of all passes.
     real_seconds: Of these, computed by the real device.
+    samples: That have gone forward.
     slices: That have begun.
     overruns: Slices in which a pass took longer than its emulated device would.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self.seconds = self.real_seconds = 0.0
-        self.slices = self.overruns = 0
+        self.samples = self.slices = self.overruns = 0
         self._clock = clock
 
     def begin_slice(self, samples: int) -> None:
@@ -30,10 +31,14 @@ class Passes:
 
     @contextmanager
     def timed(self, samples: int, backward: bool) -> Iterator[None]:
-        """Around a pass of a micro-batch."""
+        """Around a pass of so many samples of a micro-batch; where there are none, nothing passes."""
+        if not samples:
+            yield
+            return
         began = self._clock()
         yield
         spent = self._clock() - began
+        self.samples += 0 if backward else samples
         self.real_seconds += spent
         self.seconds += self._whole(began, spent, samples, backward)
 

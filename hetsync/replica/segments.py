@@ -1,4 +1,5 @@
-"""Sums over replicas that make each step together: of each tensor over its holders, one of every replica.
+"""Sums of each tensor over its holders: of every replica, where they make each step together, or of a stage that
+several ranks share.
 
 A segment is what has the same holders. Each of them adds up a shard of it, in the order of replicas, and tells the
 others the sum: so all hold the same bits, and as many bytes travel as in a ring.
@@ -16,20 +17,38 @@ from hetsync.plan.placement import Placement
 from hetsync.plane.base import Channels
 from hetsync.sync.tail import shared_buffers
 
-Segments = Mapping[tuple[int, ...], Sequence[str]]  # names of tensors, by their holders in the order of replicas
+Segments = Mapping[tuple[int, ...], Sequence[str]]  # names of tensors, by their holders
 
 
 def segments_of(placement: Placement, graph: BlockGraph) -> Segments:
-    """Of a model's float tensors."""
+    """Of a model's float tensors; holders are in the order of replicas."""
     found: dict[tuple[int, ...], list[str]] = {}
     for number, block in enumerate(graph.blocks):
-        holders = tuple(replica.stages[replica.stage_of[number]].ranks[0] for replica in placement.replicas)
+        stages = [replica.stages[replica.stage_of[number]] for replica in placement.replicas]
+        holders = tuple(rank for stage in stages for rank in stage.ranks)
         found.setdefault(holders, []).extend(block.parameters)
     return found
 
 
+def sum_over(holders: tuple[int, ...], addend: torch.Tensor, rank: int, channels: Channels) -> torch.Tensor:
+    """Of flat tensors on the host, by all holders together; the same bits on each."""
+    others = [holder for holder in holders if holder != rank]
+    shards = addend.tensor_split(len(holders))
+    for holder, shard in zip(holders, shards, strict=True):
+        if holder != rank:
+            channels.send(None, [shard], holder)
+    own = shards[holders.index(rank)]
+    addends = [own if holder == rank else channels.receive(holder)[1][0] for holder in holders]
+    total = torch.stack(addends).sum(dim=0)
+    for holder in others:
+        channels.send(None, [total], holder)
+    found = torch.cat([total if holder == rank else channels.receive(holder)[1][0] for holder in holders])
+    channels.flush()
+    return found
+
+
 class SegmentSums:
-    """One rank's part. Both methods are for all ranks of all replicas together."""
+    """One rank's part. Both methods are for all holders together."""
 
     def __init__(self, segments: Segments, model: nn.Module, rank: int, channels: Channels) -> None:
         weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -50,12 +69,14 @@ class SegmentSums:
         self._before = {buffer: buffer.clone() for each in self._buffers.values() for buffer in each}
 
     @torch.no_grad()
-    def finish(self, weight: float) -> None:
-        """Gradients become their sum, and buffers move by that of their changes, each times its replica's `weight`.
+    def finish(self, weight: float, of_buffers: float | None = None) -> None:
+        """Gradients become their sum, and buffers move by that of their changes, each times its holder's `weight`;
+        `of_buffers` is that of changes, where it is another.
 
-        A gradient that no replica has stays None.
+        A gradient that no holder has stays None.
         """
-        shards = {holders: self._packed(holders, weight).tensor_split(len(holders)) for holders in self._weights}
+        weights = (weight, weight if of_buffers is None else of_buffers)
+        shards = {holders: self._packed(holders, *weights).tensor_split(len(holders)) for holders in self._weights}
         for holders, own in shards.items():
             self._tell(holders, dict(zip(holders, own, strict=True)))
         sums = {holders: self._sum_of_own_shard(holders, own) for holders, own in shards.items()}
@@ -79,12 +100,12 @@ class SegmentSums:
         addends = [own if holder == self._rank else self._from(holder) for holder in holders]
         return torch.stack(addends).sum(dim=0)
 
-    def _packed(self, holders: tuple[int, ...], weight: float) -> torch.Tensor:
+    def _packed(self, holders: tuple[int, ...], weight: float, of_buffers: float) -> torch.Tensor:
         """Whether there are gradients, the gradients, and what buffers have changed by."""
         weights, buffers = self._weights[holders], self._buffers[holders]
         there = torch.tensor([float(each.grad is not None) for each in weights])
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad * weight for each in weights]
-        changes = [(buffer - self._before[buffer]) * weight for buffer in buffers]
+        changes = [(buffer - self._before[buffer]) * of_buffers for buffer in buffers]
         return torch.cat([there, *(each.flatten().float().cpu() for each in (*gradients, *changes))])
 
     def _unpack(self, holders: tuple[int, ...], flat: torch.Tensor) -> None:

@@ -1,29 +1,36 @@
-"""A replica cut into stages, each on a rank of its own, through which micro-batches go one behind the other.
+"""A replica cut into stages, each on one rank or several, through which micro-batches go one behind the other.
 
-Every rank has the batch; only what stages compute for each other travels. From one stage to another there are values of
-micro-batches in their order, the other way their gradients: so who receives knows what comes next, and nothing has to
-be told apart. At the end of a slice the last stage tells the loss.
+Every rank has the batch; only what stages compute for each other travels. From one rank to another there are values of
+pieces of micro-batches in their order, the other way their gradients: so who receives knows what comes next, and
+nothing has to be told apart. At the end of a slice the last stage tells the loss, and ranks that share a stage add up
+their gradients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from hetsync.balance.profile import StepTime
+from hetsync.data import Data
+from hetsync.data.evaluation import evaluate_range
 from hetsync.errors import UserError
-from hetsync.plan.blocks import Cut
+from hetsync.plan.blocks import Cut, state_of
 from hetsync.plan.calls import Scored, observed_call, stand_in
-from hetsync.plan.parts import RETURNED, Gradients, Pass, check_call, detached, gradients_of, split
+from hetsync.plan.division import Division
+from hetsync.plan.parts import RETURNED, Pass, check_call, detached, gradients_of, split
 from hetsync.plan.schedule import schedules, stage_order
 from hetsync.plane.base import Channels
-from hetsync.replica.base import MicroBatch, Replica, scale_to, squared_norm
+from hetsync.replica.base import MicroBatch, Replica, copy_on_host, own_part, scale_to, squared_norms
+from hetsync.replica.exchange import Exchange
+from hetsync.replica.lockstep import Lockstep, samples_of
 from hetsync.replica.passes import Passes
+from hetsync.replica.scores import StagedScores, stages_of_blocks
 
 
 @dataclass(frozen=True)
@@ -34,17 +41,28 @@ class Stages:
         stage_of: Stages of the blocks, by block.
         ranks: Ranks of the stages, by stage; no rank twice.
         in_flight: Most micro-batches whose forward ran and whose backward has not, by stage; None is 1F1B's.
+        times: Of all ranks, by rank; none are needed where each stage has one.
     """
 
     stage_of: Sequence[int]
-    ranks: Sequence[int]
+    ranks: Sequence[Sequence[int]]
     in_flight: Sequence[int | None]
+    times: Sequence[StepTime] = ()
 
     def __post_init__(self) -> None:
-        if set(self.stage_of) != set(range(len(self.ranks))) or len(set(self.ranks)) < len(self.ranks):
+        all_ranks = self.all_ranks
+        if set(self.stage_of) != set(range(len(self.ranks))) or len(set(all_ranks)) < len(all_ranks):
             raise ValueError(f"stages {sorted(set(self.stage_of))} on ranks {list(self.ranks)}")
         if len(self.in_flight) != len(self.ranks):
             raise ValueError(f"{len(self.in_flight)} limits in flight for {len(self.ranks)} stages")
+
+    @property
+    def all_ranks(self) -> list[int]:
+        return [rank for ranks in self.ranks for rank in ranks]
+
+    @property
+    def division(self) -> Division:
+        return Division(self.ranks, self.times)
 
     def edges(self, cut: Cut) -> set[tuple[int, int]]:
         """Between stages."""
@@ -65,6 +83,8 @@ class StagedReplica(Replica):
         rank: This rank.
         channels: Between the ranks; used by nobody else.
         passes: Times this rank's.
+        scoring: The model's forward outside of training, if metrics do nothing with the model but call it: they are
+            computed through the stages then, else by the whole model.
 
     Raises:
         UserError: for a model that cannot be cut.
@@ -80,68 +100,103 @@ class StagedReplica(Replica):
         rank: int,
         channels: Channels,
         passes: Passes | None = None,
+        scoring: Cut | None = None,
     ) -> None:
         if cut.traced is None:
             name = type(model).__name__
             raise UserError(f"{name} cannot be cut into stages: {cut.opaque[name]}: put all of it on one rank")
-        self.model, self._loss, self._stages, self._channels = model, loss, stages, channels
-        self.passes = passes or Passes()
+        super().__init__(model, passes)
+        self._loss, self._stages, self._channels = loss, stages, channels
+        self._exchange = Exchange(channels, self.device)
         self._traced, self._training = cut.traced, model.training
         self._edges = stages.edges(cut)
-        self._stage = stages.ranks.index(rank)
+        self._rank, self._division = rank, stages.division
+        self._stage = next(stage for stage, ranks in enumerate(stages.ranks) if rank in ranks)
         self._last = stage_order(len(stages.ranks), self._edges)[-1]
         parts = split(model, cut.traced, stages.stage_of, self._last)
         self._part = parts[self._stage]
         # What the model returns may go from a stage to the last one past all others.
         self._edges |= {(source, stage) for stage, part in enumerate(parts) for source in part.reads}
         self._owner = _owners(model, cut, stages, [part.module for part in parts])
+        self._lockstep = Lockstep(self._division, self._stage, rank, list(self.held), model, channels)
+        self._scores: StagedScores | None = None
+        if scoring is not None:
+            blocks = {block.name: stage for block, stage in zip(cut.graph.blocks, stages.stage_of, strict=True)}
+            stage_of = stages_of_blocks(model, scoring, self._owner, blocks)
+            if stage_of is not None:
+                self._scores = StagedScores(model, scoring, stage_of, self._first_ranks, rank, self._exchange)
 
     @property
     def held(self) -> Mapping[str, torch.Tensor]:
-        return {name: tensor for name, tensor in _state(self.model).items() if self._owner[name] == self._stage}
+        return {name: tensor for name, tensor in state_of(self.model).items() if self._owner[name] == self._stage}
+
+    @property
+    def activation_bytes_sent(self) -> int:
+        return self._exchange.bytes_sent
+
+    def release(self) -> None:
+        """What this rank's operations read it keeps: buffers, and what is held."""
+        needed = {id(tensor) for tensor in (*self.held.values(), *self._part.module.parameters())}
+        for parameter in self.model.parameters():
+            if id(parameter) not in needed:
+                parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> float:
         if self.model.training != self._training:
             raise ValueError("the model was cut in another mode than it is in now")
         work = schedules(len(self._stages.ranks), self._edges, len(micro_batches), self._stages.in_flight)
         samples = sum(each.samples for each in micro_batches)
-        under_way: dict[int, Pass] = {}
+        under_way: dict[int, dict[int, Pass]] = {}
         total = 0.0
+        self._lockstep.begin()
         for kind, index in work[self._stage]:
             if kind == "forward":
-                under_way[index], loss = self._forward(micro_batches[index], micro_batches[index].samples / samples)
+                with self.memory.saving(index):
+                    under_way[index], loss = self._forward(micro_batches[index], samples)
                 total += loss
             else:
-                self._backward(under_way.pop(index), micro_batches[index].samples)
+                self._backward(under_way.pop(index), micro_batches[index])
+                self.memory.freed(index)
+        self.memory.end_slice()
         self._check_gradients()
-        return self._told_by_last(total)
+        total = self._told_by_last(total)
+        self._lockstep.finish(micro_batches)
+        self._channels.flush()
+        return total
 
     def clip_grad_norm(self, greatest: float) -> float:
-        norm = math.sqrt(sum(self._gathered(squared_norm(self.parameters))))
+        squares = self._gathered(squared_norms(self.parameters))
+        norm = math.sqrt(math.fsum(square for each in squares for square in each))
         scale_to(self.parameters, norm, greatest)
         return norm
 
-    def gather(self) -> None:
-        state = _state(self.model)
-        own = list(self.held.values())
-        for _, rank in self._others():
-            self._channels.send(None, own, rank)
-        with torch.no_grad():
+    def whole(self, ranks: Collection[int]) -> nn.Module | None:
+        own, first = self.held, self._rank == self._lockstep.ranks[0]
+        for rank in ranks:
+            if first and rank in self._stages.all_ranks and rank not in self._lockstep.ranks:
+                self._channels.send(None, list(own.values()), rank)
+        tensors = dict(own)
+        if self._rank in ranks:
             for stage, rank in self._others():
-                _, tensors = self._channels.receive(rank)
-                names = [name for name in state if self._owner[name] == stage]
-                for name, tensor in zip(names, tensors, strict=True):
-                    state[name].copy_(tensor)
+                names = [name for name in self._owner if self._owner[name] == stage]
+                tensors.update(zip(names, self._channels.receive(rank)[1], strict=True))
         self._channels.flush()
+        return copy_on_host(self.model, tensors) if self._rank in ranks else None
+
+    def evaluate(self, data: Data, first: int, stop: int) -> dict[str, float]:
+        if self._scores is not None:
+            return self._scores.sums(data, first, stop)
+        model = self.whole(self._stages.all_ranks)
+        assert model is not None
+        return evaluate_range(model, data, *own_part(first, stop, self._stages.all_ranks, self._rank))
 
     def merged(self, values: Mapping[int, Any]) -> dict[int, Any]:
-        found, ranks = dict(values), self._stages.ranks
-        leader = ranks.index(min(ranks))
-        if self._stage == leader:
-            for stage, _ in self._others():
-                found |= self._receive(stage)
-        else:
-            self._send(values, leader)
+        found, leader = dict(values), min(self._stages.all_ranks)
+        if self._rank == leader:
+            for _, rank in self._others():
+                found |= self._exchange.receive(rank)
+        elif self._rank == self._lockstep.ranks[0] and leader not in self._lockstep.ranks:
+            self._exchange.send(values, leader)
         self._channels.flush()
         return found
 
@@ -149,24 +204,36 @@ class StagedReplica(Replica):
         """What the loss computes besides calling the model must not take weights, which may be another stage's."""
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None and self._owner[name] != self._stage:
-                holder = self._stages.ranks[self._owner[name]]
+                holder = self._stages.ranks[self._owner[name]][0]
                 raise UserError(
                     f"the loss computes with {name} itself, which rank {holder} holds: let the model's forward return"
                     " what the loss needs"
                 )
 
-    def _forward(self, micro_batch: MicroBatch, weight: float) -> tuple[Pass, float]:
-        call = observed_call(self.model, self._loss, micro_batch.batch)
-        check_call(call, self._traced)
-        inputs: dict[str, Any] = {}
-        for source in self._part.reads:
-            inputs.update(self._receive(source))
-        with self.passes.timed(micro_batch.samples, backward=False):
-            under_way = Pass(self._part, call, inputs)
-            loss = self._loss_of(under_way, micro_batch.batch, weight) if self._stage == self._last else 0.0
-        for target, names in self._part.writes.items():
-            self.activation_bytes_sent += self._send({name: under_way.outputs[name] for name in names}, target)
+    def _forward(self, micro_batch: MicroBatch, samples: int) -> tuple[dict[int, Pass], float]:
+        """Passes of its own pieces by their places, and its part of the loss, which is weighted by the slice's
+        `samples`."""
+        own, ways = self._lockstep.own(micro_batch), self._ways(micro_batch)
+        calls, inputs = {}, {}
+        for place, piece in own:
+            calls[place], inputs[place] = observed_call(self.model, self._loss, piece.batch), dict[str, Any]()
+            check_call(calls[place], self._traced)
+            for source in self._part.reads:
+                inputs[place].update(self._exchange.receive(ways[source][place]))
+        under_way, loss = dict[int, Pass](), 0.0
+        with self.passes.timed(samples_of(own), backward=False):
+            for place, piece in own:
+                one = under_way[place] = Pass(self._part, calls[place], inputs[place])
+                if self._stage == self._last:
+                    loss += self._loss_of(one, piece.batch, piece.samples / samples)
+        for place, one in under_way.items():
+            for target, names in self._part.writes.items():
+                self._exchange.send({name: one.outputs[name] for name in names}, ways[target][place])
         return under_way, loss
+
+    def _ways(self, micro_batch: MicroBatch) -> list[tuple[int, ...]]:
+        """By stage, the ranks that compute the pieces."""
+        return [self._division.owners(stage, micro_batch.samples) for stage in range(len(self._stages.ranks))]
 
     def _loss_of(self, under_way: Pass, batch: Any, weight: float) -> float:
         """Weighted; its gradient is that of what the model returns."""
@@ -176,92 +243,50 @@ class StagedReplica(Replica):
         under_way.add_gradients(RETURNED, gradients_of(returned))
         return loss.item()
 
-    def _backward(self, under_way: Pass, samples: int) -> None:
-        for target, names in self._part.writes.items():
-            for name, gradients in zip(names, self._receive_gradients(target), strict=True):
-                under_way.add_gradients(name, gradients)
-        with self.passes.timed(samples, backward=True):
-            under_way.backward()
-        for source, names in self._part.reads.items():
-            self._send_gradients([under_way.gradients(name) for name in names], source)
-
-    def _send(self, values: Mapping[Any, Any], stage: int) -> int:
-        """Returns the bytes of tensors among them."""
-        tensors: list[torch.Tensor] = []
-
-        def stowed(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                tensors.append(value)
-                return _Stowed(len(tensors) - 1, value.requires_grad)
-            return _Device() if isinstance(value, torch.device) else value
-
-        note = tree_map(stowed, dict(values))
-        self._channels.send(note, tensors, self._stages.ranks[stage])
-        return sum(tensor.nbytes for tensor in tensors)
-
-    def _receive(self, stage: int) -> dict[Any, Any]:
-        note, tensors = self._channels.receive(self._stages.ranks[stage])
-
-        def unstowed(value: Any) -> Any:
-            if isinstance(value, _Stowed):
-                return tensors[value.place].to(self._device).requires_grad_(value.requires_grad)
-            return self._device if isinstance(value, _Device) else value
-
-        values: dict[Any, Any] = tree_map(unstowed, note)
-        return values
-
-    def _send_gradients(self, gradients: Sequence[Gradients], stage: int) -> None:
-        note = [[gradient is not None for gradient in each] for each in gradients]
-        tensors = [gradient for each in gradients for gradient in each if gradient is not None]
-        self._channels.send(note, tensors, self._stages.ranks[stage])
-        self.activation_bytes_sent += sum(tensor.nbytes for tensor in tensors)
-
-    def _receive_gradients(self, stage: int) -> list[Gradients]:
-        note, tensors = self._channels.receive(self._stages.ranks[stage])
-        arrived = iter(tensors)
-        return [[next(arrived).to(self._device) if there else None for there in each] for each in note]
+    def _backward(self, under_way: Mapping[int, Pass], micro_batch: MicroBatch) -> None:
+        ways = self._ways(micro_batch)
+        for place, one in under_way.items():
+            for target, names in self._part.writes.items():
+                for name, gradients in zip(names, self._exchange.receive_gradients(ways[target][place]), strict=True):
+                    one.add_gradients(name, gradients)
+        with self.passes.timed(samples_of(self._lockstep.own(micro_batch)), backward=True):
+            for one in under_way.values():
+                one.backward()
+        for place, one in under_way.items():
+            for source, names in self._part.reads.items():
+                self._exchange.send_gradients([one.gradients(name) for name in names], ways[source][place])
 
     def _told_by_last(self, loss: float) -> float:
-        """The loss of the last stage, which alone knows it; and all that was sent has arrived."""
+        """The sum of what the ranks of the last stage have of the loss, which they alone know."""
+        told, last = {self._rank: loss}, self._stages.ranks[self._last]
         if self._stage == self._last:
-            for _, rank in self._others():
+            for rank in self._other_ranks():
                 self._channels.send(loss, [], rank)
-        else:
-            loss, _ = self._channels.receive(self._stages.ranks[self._last])
-        self._channels.flush()
-        return loss
+        for rank in last:
+            if rank != self._rank:
+                told[rank], _ = self._channels.receive(rank)
+        return sum(told[rank] for rank in last)
 
-    def _gathered(self, value: float) -> list[float]:
-        """Every stage's, on every rank in the same order: sums of them have the same bits."""
-        for _, rank in self._others():
-            self._channels.send(value, [], rank)
+    def _gathered(self, value: list[float]) -> list[list[float]]:
+        """Every stage's, on every rank."""
+        if self._rank == self._lockstep.ranks[0]:
+            for rank in self._other_ranks():
+                if rank not in self._lockstep.ranks:
+                    self._channels.send(value, [], rank)
         told = {stage: self._channels.receive(rank)[0] for stage, rank in self._others()}
         self._channels.flush()
         return [told.get(stage, value) for stage in range(len(self._stages.ranks))]
 
     def _others(self) -> list[tuple[int, int]]:
-        return [(stage, rank) for stage, rank in enumerate(self._stages.ranks) if stage != self._stage]
+        """The other stages, and the first rank of each, which speaks for it."""
+        return [(stage, ranks[0]) for stage, ranks in enumerate(self._stages.ranks) if stage != self._stage]
 
     @property
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
+    def _first_ranks(self) -> list[int]:
+        return [ranks[0] for ranks in self._stages.ranks]
 
-
-@dataclass(frozen=True)
-class _Stowed:
-    """Where a tensor was among the values of a note."""
-
-    place: int
-    requires_grad: bool
-
-
-@dataclass(frozen=True)
-class _Device:
-    """A device among the values: the receiver's own."""
-
-
-def _state(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    def _other_ranks(self) -> list[int]:
+        return [rank for rank in self._stages.all_ranks if rank != self._rank]
 
 
 def _owners(model: nn.Module, cut: Cut, stages: Stages, modules: Sequence[nn.Module]) -> dict[str, int]:
@@ -270,4 +295,4 @@ def _owners(model: nn.Module, cut: Cut, stages: Stages, modules: Sequence[nn.Mod
         name: stage for block, stage in zip(cut.graph.blocks, stages.stage_of, strict=True) for name in block.parameters
     }
     reading = {id(buffer): stage for stage, module in enumerate(modules) for buffer in module.buffers()}
-    return {name: owners.get(name, reading.get(id(tensor), 0)) for name, tensor in _state(model).items()}
+    return {name: owners.get(name, reading.get(id(tensor), 0)) for name, tensor in state_of(model).items()}

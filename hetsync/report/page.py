@@ -238,9 +238,12 @@ def _evaluations(run: Run) -> list[dict[str, Any]]:
 
 
 def _metrics(run: Run) -> list[str]:
-    """Names of those with something to draw: infinities have no place."""
+    """Names of those with a course to draw: infinities have no place, and a single evaluation is told by tiles."""
     known = ("kind", "at", "samples_applied", "train_seconds")
-    told = ((name, value) for record in _evaluations(run) for name, value in record.items() if name not in known)
+    evaluations = _evaluations(run)
+    if len(evaluations) < 2:
+        return []
+    told = ((name, value) for record in evaluations for name, value in record.items() if name not in known)
     return sorted({name for name, value in told if _drawable(value)})
 
 

@@ -98,7 +98,7 @@ class Communicator:
         for instruction in instructions:
             if isinstance(instruction, AssignTask):
                 self._router.assign(self._ranks.present[instruction.rank], instruction.task)
-            else:
+            elif isinstance(instruction, StartRound):
                 self.draining = self.draining or instruction.drain is not None
                 start = self._start_synchronous if instruction.synchronous else self._start_delayed
                 start(instruction)

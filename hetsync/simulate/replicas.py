@@ -21,7 +21,7 @@ from hetsync.plane.base import Residual, WireFormat
 from hetsync.plane.wire import decode, deliver, encode_sum, round_trip
 from hetsync.simulate.learner import Learner
 from hetsync.sync.agreement import weights_sha256
-from hetsync.sync.communicator import squared_norm
+from hetsync.sync.collectives import squared_norm
 from hetsync.sync.deltas import Deltas, make_outer
 from hetsync.sync.engine import require_finite
 from hetsync.sync.gradients import Gradients

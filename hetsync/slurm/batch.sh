@@ -8,8 +8,10 @@
 #   apptainer, pyxis   an image instead, one of them; empty otherwise
 #   max_restarts   a job that is requeued more often than this has failed
 #   max_crashes    so many in a row, without a checkpoint between them, are not mended by another start
+#
+# TOLERATE in the environment: the others go on when a rank dies (mpirun of Open MPI 5).
 
-stopped=85 mistake=2  # hetsync/errors.py
+stopped=85 too_few=86 mistake=2       # hetsync/errors.py
 killed_by_usr1=138                    # a request that came before training had begun: nothing is lost
 crash_count=hetsync-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}.crashes
 
@@ -71,6 +73,9 @@ by_mpirun() {
     [[ -z ${SLURM_GPUS_PER_TASK:-} ]] ||
         fail "--gpus-per-task would give all ranks of a node one GPU under mpirun: give --gpus-per-node, or take srun"
     read -ra flags <<<"${MPIRUN_FLAGS:-}"
+    if [[ -n ${TOLERATE:-} ]]; then
+        flags+=(--with-ft ulfm --mca pml ob1 --mca mpi_preconnect_mpi 1 --prtemca state_base_recoverable 1)
+    fi
     command=(mpirun -n "$ranks" "${flags[@]+"${flags[@]}"}")
     if [[ $(mpirun --version 2>&1) == *"Open MPI"* ]]; then
         command+=(--bind-to none --mca mpi_yield_when_idle 1)
@@ -80,6 +85,7 @@ by_mpirun() {
 }
 
 by_srun() {
+    [[ -z ${TOLERATE:-} ]] || fail "under srun a rank's death ends the job: take mpirun as the launcher, or leave TOLERATE empty"
     local group cpus seen=$PWD:$PWD${run_dir:+,$run_dir:$run_dir} options=(--mpi=pmix --kill-on-bad-exit=1) within=()
     if [[ -n $pyxis ]]; then
         options+=(--container-image="$pyxis" --container-mounts="$seen" --container-workdir="$PWD")
@@ -128,6 +134,10 @@ case $status in
     "$stopped" | "$killed_by_usr1")
         rm -f "$crash_count"
         requeue "stopped on request"
+        ;;
+    "$too_few")
+        rm -f "$crash_count"
+        requeue "saved with too few ranks left"
         ;;
     "$mistake" | 129 | 130 | 143) rm -f "$crash_count" ;; # to be mended, or cancelled
     *)

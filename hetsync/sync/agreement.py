@@ -117,6 +117,11 @@ class Agreement:
         told = {name: value.cpu() for name, value in values.items()} if ranks[0] == self._plane.rank else None
         theirs = self._plane.gather_objects(told)[ranks[0]]
         assert theirs is not None
+        self.adopt(values, theirs)
+
+    @torch.no_grad()
+    def adopt(self, values: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+        """Another rank's in place of these."""
         for name, value in theirs.items():
             if name not in values:  # of an optimizer that has not stepped here
                 _, place, key = name.split(".", 2)
@@ -137,7 +142,7 @@ class Agreement:
 
     @torch.no_grad()
     def _take_over(self, values: Mapping[str, torch.Tensor], odd: list[int], version: int) -> None:
-        first = self._plane.rank == 0
+        first = self._plane.leads
         theirs = self._plane.broadcast_object({name: v.cpu() for name, v in values.items()} if first else None)
         differences = self._plane.gather_objects(_greatest_difference(values, theirs))
         if max(differences) > TOLERANCE:

@@ -15,38 +15,49 @@ rounds it draws the longest sleep anyway.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from hetsync.plane.base import Handle, LostError, MembersLost, Plane, Residual, WireFormat
+from hetsync.errors import complain
+from hetsync.plane.base import LostError, MembersLost, Plane, Sums, WireFormat
 from hetsync.plane.ending import end_job
-from hetsync.plane.wire import encoded_bytes
+from hetsync.sync.collectives import PendingCollectives
 from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.deltas import Deltas, Snapshot
 from hetsync.sync.gradients import Gradients, Stage
+from hetsync.sync.log import Coming, Joined, Landed
 from hetsync.sync.lone import LoneDeltas, LoneGradients
-from hetsync.sync.mending import Anchor, Mending, Recovered
+from hetsync.sync.mending import Anchor, Mending, Part, Recovered, parts_of, parts_of_state
 from hetsync.sync.messages import (
     Alive,
     AssignTask,
     CapFound,
     DrainRequested,
+    Event,
     NormMeasured,
     Notice,
     RoundCompleted,
     SettingsChanged,
     StartRound,
     Task,
+    TaskDropped,
+    TaskFinished,
     TaskStarted,
 )
-from hetsync.sync.recovery import Action, Books, LandedRound, Report, decide
+from hetsync.sync.milestones import TOO_FEW
+from hetsync.sync.recovery import Action, Books, Death, Decision, LandedRound, Report, decide, too_few
 from hetsync.sync.router import Router
+from hetsync.sync.segmented import SegmentedDeltas
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
+from hetsync.sync.slowness import SlowRanks
 from hetsync.sync.tail import Tail
 from hetsync.sync.watchdog import Watchdog
 from hetsync.telemetry import Telemetry
@@ -63,6 +74,8 @@ LONGEST_IDLE_POLL_SECONDS = 16e-3
 
 COMPLETE = object()  # where a collective has nothing more to wait for
 
+Around = Callable[[StartRound, Iterator[None]], Iterator[None]]  # what happens beside a round's steps
+
 
 def poll_seconds(
     quiet_seconds: float, fraction: float, longest: float, shortest: float = SHORTEST_POLL_SECONDS
@@ -71,79 +84,27 @@ def poll_seconds(
     return min(longest, max(shortest, fraction * quiet_seconds))
 
 
-def squared_norm(tensor: torch.Tensor) -> float:
-    """Of a flat tensor."""
-    return float(tensor.dot(tensor))
+def pause_seconds(shared: SharedState, summing: bool, quiet_seconds: float) -> float:
+    """The same on a rank that does what `shared` says, and has sums under way or not; 0 says to yield."""
+    waiting = shared.main_thread is MainThread.WAITING
+    longest = LONGEST_COLLECTIVE_POLL_SECONDS if summing else LONGEST_IDLE_POLL_SECONDS
+    fraction = POLL_FRACTION_WAITING if waiting else POLL_FRACTION_COMPUTING
+    calm = shared.deltas is not None and not waiting and shared.phase is not Phase.RESTING
+    shortest = SHORTEST_DELAYED_POLL_SECONDS if calm else SHORTEST_POLL_SECONDS
+    if waiting and summing and fraction * quiet_seconds < shortest:
+        return 0.0
+    return poll_seconds(quiet_seconds, fraction, longest, shortest)
 
 
-@dataclass(frozen=True)
-class Death:
-    """Of a rank that the others have survived. `activity` is what it did, as far as rank 0 knew. It was noticed so many
-    seconds after it had last begun a task; `recovered_seconds` after that the others went on, from `round`. Of its
-    samples so many go out again."""
-
-    rank: int
-    round: int
-    activity: str
-    noticed_seconds: float
-    recovered_seconds: float
-    samples_returned: int
-
-
-def first_books(coordinator: Coordinator) -> Books:
-    """Before the first task, and at a rest."""
-    machine = coordinator.machine
-    applied = [(0, machine.ledger.applied)]
-    return Books([machine.standing], applied, machine.version, samples_by_rank=dict(machine.samples_by_rank))
-
-
-class PendingCollectives:
-    """The collectives of one round: posted one after the other, awaited together."""
-
-    def __init__(self, plane: Plane, measure_norms: bool = False) -> None:
-        """With `measure_norms` the squared norms of addends are known, and on rank 0 those of the sums."""
-        self.bytes_sent = 0
-        self.addends_norm = 0.0  # of this round's addends so far, squared
-        self.sums_norm = 0.0  # of its sums that are in
-        self._plane = plane
-        self._measure_norms = measure_norms
-        self._under_way: list[Handle] = []
-        self._measured: list[torch.Tensor] = []
-
-    def begin_round(self) -> None:
-        self.addends_norm = self.sums_norm = 0.0
-
-    def post(
-        self, tensor: torch.Tensor, wire: WireFormat, residual: Residual | None = None, in_norms: bool = True
-    ) -> None:
-        """Sum a flat float32 tensor over all ranks, in place, in the order of posting."""
-        if self._measure_norms and in_norms:
-            self.addends_norm += squared_norm(tensor)
-            self._measured.append(tensor)
-        self.bytes_sent += encoded_bytes(tensor.numel(), wire)
-        self._under_way.append(self._plane.allreduce(tensor, wire, residual))
-
-    @property
-    def under_way(self) -> bool:
-        return bool(self._under_way)
-
-    def drop(self) -> None:
-        """They will not come to an end: a rank has gone."""
-        self._under_way.clear()
-        self._measured.clear()
-
-    def poll(self) -> bool:
-        """Are all complete? What was posted moves on only when it is polled."""
-        return not self._under_way or all([handle.done() for handle in self._under_way])
-
-    def wait(self) -> Iterator[None]:
-        """Yields until all are complete."""
-        while not self.poll():
-            yield
-        if self._plane.rank == 0 and self._measured:
-            self.sums_norm += sum(map(squared_norm, self._measured))
-        self._measured.clear()
-        self._under_way.clear()
+def hand_over(failure: BaseException, shared: SharedState, plane: Plane) -> None:
+    """Let the main thread end the job with the failure; if it cannot (it computes, or hangs), end it here."""
+    with shared.changed:
+        shared.failure, deadline = failure, time.monotonic() + GRACE_SECONDS
+        shared.changed.notify_all()
+    while not shared.failure_raised and shared.main_thread is not MainThread.STOPPED:
+        if time.monotonic() > deadline:
+            end_job(plane, failure)
+        time.sleep(0.05)
 
 
 class Communicator:
@@ -161,9 +122,15 @@ class Communicator:
         on_dropped: Callable[[Task], None],
         on_death: Callable[[Death], None],
         telemetry: Telemetry,
+        state: Callable[[], Mapping[str, Any]],
+        books: Books | None,
+        succeed: Callable[[], Coordinator],
+        around: Around = lambda start, steps: steps,
     ) -> None:
-        """`coordinator` on rank 0. `on_task` is called with each task as soon as it is known, outside the lock, and
-        `on_dropped` with those of them that will not be computed, since a rank has gone; `on_death` on rank 0."""
+        """`coordinator` on rank 0; `succeed` makes one here, once all lower ranks have died. `books` are those of a
+        keeper. `on_task` is called with each task as soon as it is known, outside the lock, and `on_dropped` with those
+        of them that will not be computed, since a rank has gone, of which `on_death` tells. `around` is given the steps
+        of each round. `state`: all that this rank's steps have made, for one that is behind."""
         self._plane = plane
         self._options = options
         self._shared = shared
@@ -172,22 +139,36 @@ class Communicator:
         self._on_task = on_task
         self._on_dropped = on_dropped
         self._on_death = on_death
+        self._around = around
         self._telemetry = telemetry
+        self._state = state
         self._rounds: deque[StartRound] = deque()  # to be joined, in order
         self._collective: Iterator[None] | None = None  # under way: a round, or a request of the main thread
         self._pending = PendingCollectives(plane, options.measure_norms)  # of that collective
         self._keeps_going = plane.tolerant and plane.size > 1  # after a death, where that can be
-        self._books = first_books(coordinator) if self._keeps_going and coordinator is not None else None
-        self._newest: LandedRound | None = None  # that has landed here, in delayed mode
+        self._books = books if self._keeps_going else None
+        self._succeed = succeed
+        self._deaths: dict[int, Death] = {}
+        self._newest: LandedRound | None = None  # that has landed here, where deaths are survived
         self._requested: list[str] = []  # rests that this rank has asked for, and that have not come
-        self._synchronous = False  # was the last round?
         self._heard: dict[int, float] = {}  # moments of the ranks' last events, on rank 0
-        version = None if coordinator is None else lambda: coordinator.machine.version
-        self._watchdog = Watchdog(plane, version, options.timeout_seconds)
+        self.watchdog = self._make_watchdog()
+        self._slow = None if options.slow_factor is None else SlowRanks(options.slow_factor)
         self.started = self.has_thread = False
         self._thread = threading.Thread(None, single_threaded(self._run), "hetsync-communication", daemon=True)
 
+    def _make_watchdog(self) -> Watchdog:
+        hosted = self._coordinator
+        version = None if hosted is None else lambda: hosted.machine.version
+        silent_seconds = self._options.silent_seconds if self._keeps_going else None
+        return Watchdog(self._plane, version, self._options.timeout_seconds, silent_seconds)
+
     # For the main thread.
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """On the first member."""
+        return self._coordinator
 
     def use(self, gradients: Gradients | LoneGradients) -> None:
         """Before the start, or at rest."""
@@ -222,7 +203,7 @@ class Communicator:
             with self._shared.order.beside():
                 self._poll_on()
         except BaseException as failure:
-            self._fail(failure)
+            hand_over(failure, self._shared, self._plane)
 
     def _poll_on(self) -> None:
         shared = self._shared
@@ -250,42 +231,28 @@ class Communicator:
         it where it would wait: nobody else is waited for, and two threads would take each other's processor."""
         moved = self._receive() + self._flush() + self._proceed() > 0
         self._watch(moved)
+        self.watchdog.watch_silence(self._outlives_deaths)
         return moved
 
     def _watch(self, moved: bool) -> None:
         shared = self._shared
         resting = shared.phase is Phase.RESTING and self._collective is None
         if moved or resting or shared.main_thread is MainThread.EVALUATING:
-            self._watchdog.moved()
+            self.watchdog.moved()
         else:
-            self._watchdog.check(self._sign)
+            self.watchdog.check(self._sign)
 
     def _sleep_seconds(self, quiet_seconds: float) -> float:
-        shared = self._shared
-        waiting = shared.main_thread is MainThread.WAITING
-        longest = LONGEST_COLLECTIVE_POLL_SECONDS if self._pending.under_way else LONGEST_IDLE_POLL_SECONDS
-        fraction = POLL_FRACTION_WAITING if waiting else POLL_FRACTION_COMPUTING
-        calm = shared.deltas is not None and not waiting and shared.phase is not Phase.RESTING
-        shortest = SHORTEST_DELAYED_POLL_SECONDS if calm else SHORTEST_POLL_SECONDS
-        if waiting and self._pending.under_way and fraction * quiet_seconds < shortest:
-            return 0.0
-        return poll_seconds(quiet_seconds, fraction, longest, shortest)
+        return pause_seconds(self._shared, self._pending.under_way, quiet_seconds)
 
-    @property
     def _sign(self) -> Alive:
-        waiting = self._shared.main_thread is MainThread.WAITING
-        return Alive(self._plane.rank, self._shared.landed + (self._collective is not None), waiting)
-
-    def _fail(self, failure: BaseException) -> None:
-        """Let the main thread end the job with the failure; if it cannot (it computes, or hangs), end it here."""
         shared = self._shared
-        with shared.changed:
-            shared.failure, deadline = failure, time.monotonic() + GRACE_SECONDS
-            shared.changed.notify_all()
-        while not shared.failure_raised and shared.main_thread is not MainThread.STOPPED:
-            if time.monotonic() > deadline:
-                end_job(self._plane, failure)
-            time.sleep(0.05)
+        doing, joined = shared.main_thread, shared.landed + (self._collective is not None)
+        activity = "at rest" if shared.phase is Phase.RESTING else doing.name.lower()
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = "" if frame is None else "".join(traceback.format_stack(frame))
+        seconds = time.monotonic() - shared.acted_at
+        return Alive(self._plane.rank, joined, doing is MainThread.WAITING, activity, seconds, stack)
 
     # Messages.
 
@@ -293,30 +260,35 @@ class Communicator:
         """Take in what arrived; returns how much of it is news (signs of life are not)."""
         inbox = self._router.receive()
         for sign in inbox.signs:
-            self._watchdog.answer(sign, self._sign)
+            self.watchdog.answer(sign, self._sign)
         for events in inbox.events:
             assert self._coordinator is not None
             began = [event.rank for event in events if isinstance(event, TaskStarted)]
             self._heard |= dict.fromkeys(began, time.monotonic())
+            self.watchdog.heard(event.rank for event in events if isinstance(event, TaskStarted | TaskFinished))
+            self._exclude_slow(events)
             self._coordinator.handle(events)
         batches = [*inbox.instructions, *self._router.pop_own()]
         for instructions in batches:
             self._follow(instructions)
-        return inbox.passed_on + len(inbox.events) + len(batches)
+        heard, requests = self._shared.followers.receive()
+        self._shared.outbox.extend(requests)
+        return inbox.passed_on + len(inbox.events) + len(batches) + heard
 
     def _follow(self, instructions: Sequence[Notice]) -> None:
         if self._books is not None:
-            synchronous = any(isinstance(told, StartRound) and told.synchronous for told in instructions)
-            if not synchronous:  # see `_renew_books`
-                self._books.follow(instructions)
+            self._books.follow(instructions)
             instructions = [notice for notice in instructions if self._is_own(notice)]
         for instruction in instructions:
             if isinstance(instruction, AssignTask):
                 self._on_task(instruction.task)
+                self._shared.followers.tell(Coming(instruction.task))
         with self._shared.changed:
             for instruction in instructions:
                 if isinstance(instruction, AssignTask):
                     self._shared.worker.assign(instruction.task)
+                elif isinstance(instruction, TaskDropped):
+                    self._shared.worker.drop(instruction.task)
                 elif isinstance(instruction, StartRound):
                     self._rounds.append(instruction)
                     self._shared.worker.announce(instruction.number)
@@ -326,7 +298,7 @@ class Communicator:
 
     def _is_own(self, notice: Notice) -> bool:
         """Is it for this rank, and not for the copy of the books that it keeps?"""
-        return not isinstance(notice, AssignTask) or notice.rank == self._plane.rank
+        return not isinstance(notice, AssignTask | TaskDropped) or notice.rank == self._plane.rank
 
     def _flush(self) -> int:
         """Send what is in the outbox; returns how many events."""
@@ -337,6 +309,7 @@ class Communicator:
             self._router.send_events(events)
         elif events:
             self._coordinator.handle(events)
+        self._shared.followers.send()
         return len(events)
 
     # Collectives.
@@ -368,12 +341,11 @@ class Communicator:
 
     def _begin_round(self, start: StartRound) -> Iterator[None]:
         self._pending.begin_round()
-        self._synchronous = start.synchronous
         with self._shared.changed:
             self._shared.phase = Phase.TRAINING if start.drain is None else Phase.DRAINING
             self._shared.worker.join(start.number)
             self._shared.changed.notify_all()  # a task may start that was not to be in this round
-        return self._synchronous_round(start) if start.synchronous else self._delayed_round(start)
+        return self._around(start, (self._synchronous_round if start.synchronous else self._delayed_round)(start))
 
     def _delayed_round(self, start: StartRound) -> Iterator[None]:
         shared = self._shared
@@ -388,15 +360,18 @@ class Communicator:
                 shared.outbox.append(contributed)
             with shared.order:
                 gives = contribute or (start.drain is not None and deltas.take_leftover())
-                addend = deltas.pack(gives, self._options.batch, wire)
-        if addend.numel():
-            self._pending.post(addend, wire, deltas.residual)
+                addends = [part.pack(gives, self._options.batch, wire) for part in deltas.parts]
+            shared.followers.tell(Joined(start, contribute))
+        self._pending.post_addends(deltas.parts, addends, wire)
         if contribute:
             self._report_norm(start, *deltas.packed)
         self._flush()
-        yield from self._sum_tail(deltas.tail)
+        yield from self._sum_tails(*((part.tail, part.sums) for part in deltas.parts))
+        while not shared.followers.have_summed(start.number):
+            yield
         with shared.changed, shared.order:
             deltas.apply_sum()
+            shared.followers.tell(Landed(start))
             self._note_landed(start, deltas)
             if start.drain:
                 deltas.reset_to_anchor()
@@ -406,11 +381,17 @@ class Communicator:
                 shared.evaluating = start.number
         yield from self._complete_round(start, began, staleness)
 
-    def _note_landed(self, start: StartRound, deltas: Deltas | LoneDeltas) -> None:
-        if isinstance(deltas, Deltas) and self._keeps_going:
-            self._newest = LandedRound(start, deltas.samples_given())
+    def _note_landed(
+        self,
+        start: StartRound,
+        summed: Deltas | LoneDeltas | SegmentedDeltas | Gradients | LoneGradients | None,
+    ) -> None:
+        if self._keeps_going:
+            given = summed.samples_given() if isinstance(summed, Deltas | Gradients) else {}
+            self._newest = LandedRound(start, given)
             if self._books is not None:
                 self._books.land(self._newest)
+        self._shared.at_rest = start.drain is not None
         if start.drain is not None:
             self._requested.clear()
 
@@ -418,16 +399,24 @@ class Communicator:
         shared = self._shared
         began = time.monotonic()
         if start.drain:
+            if self._keeps_going:  # as any round: nobody has landed this one before all have landed that before
+                self._pending.post(torch.zeros(1), "float32", in_norms=False)
+                yield from self._pending.wait()
             with shared.changed:
                 shared.deltas = None
                 shared.worker.version = start.number + 1
+                self._note_landed(start, None)
         else:
             for stage in self._gradients.stages:
                 yield from self._sum_stage(stage, start)
-            if start.evaluate:  # the main thread makes its step before it asks for its next task
-                with shared.changed:
-                    shared.snapshot = Snapshot(shared.marked.popleft(), time.monotonic())
-        yield from self._complete_round(start, began, 0, None if start.drain else self._gradients.summed_samples)
+            with shared.changed:
+                self._note_landed(start, self._gradients)
+                if start.evaluate:  # the main thread makes its step before it asks for its next task
+                    shared.evaluating = shared.marked.popleft()
+                    shared.snapshot = Snapshot(shared.evaluating, time.monotonic())
+        samples = None if start.drain else self._gradients.summed_samples
+        spoiled = samples is not None and self._gradients.sum_is_spoiled
+        yield from self._complete_round(start, began, 0, samples, spoiled)
 
     def _sum_stage(self, stage: Stage, start: StartRound) -> Iterator[None]:
         gradients, wire = self._gradients, self._options.wire
@@ -440,26 +429,21 @@ class Communicator:
         last = stage is gradients.stages[-1]
         if last:
             self._report_norm(start, gradients.samples, 0)
-        yield from self._sum_tail(stage.tail)
+        yield from self._sum_tails((stage.tail, None))
         if not last:
             with self._shared.changed:
                 self._shared.stages_summed += 1
                 self._shared.changed.notify_all()
 
     def _until_released(self) -> Iterator[None]:
-        while not self._gradients.released():
+        while self._shared.void or not self._gradients.released():
             self._pending.poll()
             yield
 
-    def _sum_tail(self, tail: Tail) -> Iterator[None]:
+    def _sum_tails(self, *tails: tuple[Tail, Sums | None]) -> Iterator[None]:
         """Until the round's sums are all in."""
-        self._shared.order.follow()  # whoever packed it
-        more = True
-        while more:
-            if tail.flat.numel():
-                self._pending.post(tail.flat, "float32", in_norms=False)
-            yield from self._pending.wait()
-            more = bool(tail.flat.numel()) and tail.unpack()
+        self._shared.order.follow()  # whoever packed them
+        yield from self._pending.sum_tails(tails)
         self._shared.order.leave()
 
     def _report_norm(self, start: StartRound, samples: int, steps: int) -> None:
@@ -474,7 +458,12 @@ class Communicator:
         request.done.set()
 
     def _complete_round(
-        self, start: StartRound, began: float, staleness: int | None, samples: int | None = None
+        self,
+        start: StartRound,
+        began: float,
+        staleness: int | None,
+        samples: int | None = None,
+        spoiled: bool = False,
     ) -> Iterator[None]:
         shared = self._shared
         with shared.changed:
@@ -484,57 +473,88 @@ class Communicator:
         seconds = round(time.monotonic() - began, 6)
         self._telemetry.record("round", round=start.number, seconds=seconds, staleness=staleness)
         if self._coordinator is not None:  # a sum is no rank's event: it passes by the outbox
-            self._coordinator.handle([RoundCompleted(start.number, self._pending.sums_norm, samples)])
+            self._coordinator.handle([RoundCompleted(start.number, self._pending.sums_norm, samples, spoiled)])
         if start.drain:
             while self._coordinator is not None and self._coordinator.machine.version <= start.number:
                 yield  # until every `Contributed` is in: the books must be closed before anybody reads them
-            self._renew_books(start)
             with shared.changed:
                 shared.drained, shared.phase = start, Phase.RESTING
                 shared.changed.notify_all()
 
     # A death.
 
-    def _renew_books(self, drain: StartRound) -> None:
-        """A death in synchronous mode ends the job, so that nobody keeps its books; they are those of delayed mode."""
-        if drain.synchronous and self._books is not None and self._coordinator is not None:
-            self._books = replace(first_books(self._coordinator), attempt=self._books.attempt)
+    def _outlives_deaths(self) -> bool:
+        """Would the others go on if a rank died now?"""
+        try:
+            self._require_recoverable(MembersLost())
+        except LostError:
+            return False
+        return True
+
+    def _exclude_slow(self, events: Sequence[Event]) -> None:
+        if self._slow is None or self._coordinator is None:
+            return
+        for event in events:
+            if isinstance(event, TaskFinished) and event.samples and event.rank in self._coordinator.machine.members:
+                work = self._coordinator.machine.members[event.rank].current
+                slices = 1 if work is None else len(work.task.slices)
+                if self._slow.observe(event.rank, event.seconds / slices) and self._outlives_deaths():
+                    self.watchdog.exclude(event.rank, "slow")
 
     def _recover(self, lost: MembersLost) -> None:
         """Go on with those who are left. Raises LostError where that cannot be."""
+        going_on = False
+        while not going_on:
+            try:
+                self._recover_once(lost)
+                going_on = True
+            except MembersLost as another:  # while the first tasks were handed out
+                lost = another
+
+    def _recover_once(self, lost: MembersLost) -> None:
         began = time.monotonic()
         self._require_recoverable(lost)
         before = self._plane.members
         mending = Mending(
             self._plane,
             self._report,
-            lambda reports: decide(reports, len(before)),
-            self._anchor,
+            lambda reports: self._decided(reports, before, began),
+            self._given,
             self._options.timeout_seconds,
         )
         recovered = mending.run()
-        if recovered.decision.action is not Action.GO_ON:
-            left = len(recovered.decision.survivors)
-            raise LostError(f"{left} of {len(before)} ranks are left, which is no more than half of them")
+        decision = recovered.decision
+        leads = self._plane.rank == decision.survivors[0]
+        if decision.action is Action.GO_BACK or (leads and decision.books is None):
+            raise LostError("all ranks that kept the books have gone, so nobody knows what has been applied")
+        if decision.action is Action.END and TOO_FEW not in self._requested:
+            self._requested.append(TOO_FEW)
+            if leads:
+                complain(too_few(len(decision.survivors), len(before), self._options.least_ranks) or TOO_FEW)
         self._rounds.clear()
         self._collective = None
         self._pending.drop()
-        self._tell_deaths(before, began, recovered)
         self._go_on(recovered)
+        for death in decision.deaths:
+            if death.rank not in self._deaths:
+                self._deaths[death.rank] = replace(death, recovered_seconds=round(time.monotonic() - began, 6))
+                self._on_death(self._deaths[death.rank])
 
     def _require_recoverable(self, lost: MembersLost) -> None:
-        """What is done at a rest cannot begin anew, nor can a synchronous round."""
         shared = self._shared
-        synchronous = self._synchronous or shared.worker.synchronous
+        # Who has made the first of several steps of a round cannot take it back; who takes over a step has another
+        # scale than the others.
+        bound = shared.deltas is None and (len(self._gradients.stages) > 1 or self._options.scaled)
         controlled = self._options.measure_norms  # by what has seen the machine that is to be made anew
         # What 16-bit weights could not take over yet is lost where a contribution returns.
         rounded = isinstance(shared.deltas, Deltas) and not shared.deltas.exact
-        if synchronous or controlled or rounded or shared.phase is Phase.RESTING or not self._keeps_going:
+        if bound or controlled or rounded or not self._keeps_going:
             raise LostError(str(lost)) from lost
 
     def _report(self) -> Report:
         shared = self._shared
         with shared.changed:
+            shared.recovering = True
             told = [shared.outbox.popleft() for _ in range(len(shared.outbox))]
             self._requested += [event.reason for event in told if isinstance(event, DrainRequested)]
             shared.outbox.extend(event for event in told if isinstance(event, SettingsChanged | CapFound))
@@ -548,52 +568,88 @@ class Communicator:
                 shared.landed,
                 holding,
                 self._newest,
+                at_rest=shared.at_rest,
                 evaluating=shared.evaluating,
                 requested=tuple(self._requested),
                 books=self._books,
             )
 
-    def _anchor(self) -> Anchor:
-        with self._shared.changed, self._shared.order:
-            deltas = self._shared.delayed_mode()
-            assert isinstance(deltas, Deltas)
-            return Anchor(deltas.anchor, deltas.velocity, tuple(deltas.tail.travel))
+    def _given(self) -> Sequence[Part] | None:
+        shared = self._shared
+        with shared.changed, shared.order:
+            if isinstance(deltas := shared.deltas, Deltas):
+                return parts_of(Anchor(deltas.anchor, deltas.velocity, tuple(deltas.tail.travel)))
+            # The step of the newest round is made, and the main thread does nothing to the weights meanwhile.
+            if shared.worker.version < shared.landed or shared.main_thread is not MainThread.WAITING:
+                return None
+            assert isinstance(self._gradients, Gradients)
+            buffers, travel = self._gradients.shared_buffers.cpu(), list(self._gradients.tail.travel)
+            return parts_of_state({**self._state(), "shared buffers": buffers, "travel": travel})
 
-    def _tell_deaths(self, before: Sequence[int], began: float, recovered: Recovered) -> None:
-        if self._books is None or self._coordinator is None:
-            return
-        decision, now = recovered.decision, time.monotonic()
-        newest = recovered.reports[decision.donor].newest
-        landed = newest.samples if newest is not None and self._books.version < decision.version else {}
-        for rank in sorted(set(before).difference(decision.survivors)):
-            held = sum(task.samples for task in self._books.tasks.get(rank, ()))
-            death = Death(
+    def _decided(self, reports: Mapping[int, Report], before: Sequence[int], began: float) -> Decision:
+        """Asked on the first of the survivors."""
+        decision = decide(reports, len(before), self._options.least_ranks)
+        newest, version = decision.newest, decision.version
+        landed = newest.samples if newest is not None and self._books_version < version else {}
+        tasks = {} if self._books is None else self._books.tasks
+        deaths = dict(self._deaths)
+        for rank in sorted(set(before).difference(decision.survivors, deaths)):
+            held = sum(task.samples for task in tasks.get(rank, ()))
+            known = self._coordinator is not None and self._coordinator.machine.members[rank]
+            deaths[rank] = Death(
                 rank=rank,
-                round=decision.version,
-                activity=self._coordinator.machine.members[rank].activity.name.lower(),
+                round=version,
+                activity=known.activity.name.lower() if known else "unknown",
                 noticed_seconds=round(began - self._heard.get(rank, began), 6),
-                recovered_seconds=round(now - began, 6),
+                recovered_seconds=0.0,  # not yet
                 samples_returned=held - landed.get(rank, 0),
+                cause=self.watchdog.excluded.get(rank, "died"),
             )
-            self._on_death(death)
+        return decision._replace(deaths=tuple(deaths.values()))
+
+    @property
+    def _books_version(self) -> int:
+        return 0 if self._books is None else self._books.version
 
     def _go_on(self, recovered: Recovered) -> None:
         shared, decision = self._shared, recovered.decision
         behind = self._plane.rank in decision.behind
         with shared.changed, shared.order:
+            computes = shared.worker.current
             dropped = shared.worker.recover(decision.version, behind).dropped
-            if isinstance(shared.deltas, Deltas):
-                if recovered.adopted is not None:
-                    shared.deltas.catch_up(*recovered.adopted)
-                else:
-                    shared.deltas.take_back()
-            shared.landed, shared.phase = decision.version, Phase.TRAINING
+            shared.void |= computes is not None and shared.worker.current is None
+            if isinstance(recovered.adopted, Anchor):
+                assert isinstance(shared.deltas, Deltas)
+                shared.deltas.catch_up(*recovered.adopted)
+            elif isinstance(shared.deltas, Deltas):
+                shared.deltas.take_back()
+            else:
+                shared.adopted = recovered.adopted
+                shared.marked.clear()
+                assert isinstance(self._gradients, Gradients)
+                self._gradients.begin_anew()
+            shared.landed, self._newest = decision.version, decision.newest
+            self._go_on_at_rest(decision)
+            shared.requests.clear()
+            shared.recovering = False
+            shared.recoveries += 1
             shared.changed.notify_all()
         self._router.begin_anew(recovered.early)
-        self._watchdog.moved()
         for task in dropped:
             self._on_dropped(task)
-        if self._coordinator is not None:
-            assert decision.books is not None
-            self._books = decision.books
+        self._books = decision.books
+        if self._plane.leads:
+            if self._coordinator is None:
+                self._coordinator = self._succeed()
             self._coordinator.go_on(decision, recovered.reports)
+        processes, self.watchdog = self.watchdog.processes, self._make_watchdog()
+        self.watchdog.processes = processes
+
+    def _go_on_at_rest(self, decision: Decision) -> None:
+        """Whoever comes out of a rest has done all of it, as has everybody else."""
+        shared = self._shared
+        taken = shared.phase is Phase.RESTING and shared.drained is None  # by the main thread
+        shared.rest_again = taken and decision.rest_again
+        if decision.rest_again or not taken:
+            shared.phase, shared.drained = Phase.TRAINING, None
+        shared.at_rest = False

@@ -16,7 +16,6 @@ from hetsync.balance.speed_tracker import LEAST_OBSERVATIONS, Speeds
 from hetsync.errors import UserError
 from hetsync.sync.accumulation import AccumulationChange, AccumulationRule
 from hetsync.sync.messages import (
-    AssignTask,
     CapFound,
     Event,
     Instruction,
@@ -26,7 +25,9 @@ from hetsync.sync.messages import (
     SettingsChanged,
     SharesChanged,
     Standing,
+    StartRound,
     TaskFinished,
+    TaskSpoiled,
 )
 from hetsync.sync.milestones import Evaluation
 from hetsync.sync.recovery import Decision, Report
@@ -68,11 +69,13 @@ class Coordinator:
         rule: AccumulationRule | None = None,
         on_accumulation: Callable[[AccumulationChange], None] = lambda change: None,
         rebuild: Rebuild | None = None,
+        on_spoiled: Callable[[TaskSpoiled], None] = lambda spoiled: None,
     ) -> None:
         """`rebalance`: shares follow the smoothed speeds. `rule`: K follows what rounds cost, until somebody sets it.
 
         `on_evaluation` is called with what all ranks together have found at a snapshot, `on_accumulation` with what the
-        rule has changed. `rebuild` makes the machine anew after a death.
+        rule has changed. `rebuild` makes the machine anew after a death. `on_spoiled` is told what has been left out,
+        and ends the job where that is too much.
         """
         self.machine = machine
         self.settings = machine.settings  # asked for last; a change of mode comes into force only at a drain
@@ -87,6 +90,7 @@ class Coordinator:
         self._rule = rule
         self._on_accumulation = on_accumulation
         self._rebuild = rebuild
+        self._on_spoiled = on_spoiled
         self._batch = machine.batch  # B
         self._reconsider_from = machine.version + LEAST_OBSERVATIONS  # the version that shares are reconsidered at
 
@@ -120,6 +124,8 @@ class Coordinator:
             elif isinstance(event, SettingsChanged):
                 self.settings = event.settings
                 self._rule = None
+            elif isinstance(event, TaskSpoiled):
+                self._on_spoiled(event)
             elif isinstance(event, RankWithdrew):
                 self.speeds.forget(event.rank)
             if self._control is not None:
@@ -239,7 +245,7 @@ def as_messages(machine: RoundStateMachine, send: Send, keepers: Collection[int]
             told = standing
             messages |= {rank: [standing] for rank in keepers}
         for instruction in instructions:
-            ranks = {instruction.rank, *keepers} if isinstance(instruction, AssignTask) else machine.members
+            ranks = machine.members if isinstance(instruction, StartRound) else {instruction.rank, *keepers}
             for rank in ranks:
                 messages[rank].append(instruction)
         send(messages)

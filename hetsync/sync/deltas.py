@@ -19,8 +19,8 @@ somebody needs w or `flight`: most often the main thread, which moves it into w 
 operation go over one segment, which stays in the cache, before the next. X is made of S in place, and the two buffers
 change roles. P and X that hold nothing are marked `empty`, and never read or cleared.
 
-The main thread calls `adopt`, `finish`, `apply`, `reset_to_anchor`; the communication thread `pack`, `apply_sum`, and
-after a death `take_back`, `catch_up`. The caller holds one lock around each call.
+The main thread calls `adopt`, `finish`, `undo`, `apply`, `reset_to_anchor`; the communication thread `pack`,
+`apply_sum`, and after a death `take_back`, `catch_up`. The caller holds one lock around each call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import torch
 
 from hetsync.config.schema import SyncConfig
 from hetsync.errors import UserError
-from hetsync.plane.base import Residual, WireFormat
+from hetsync.plane.base import Residual, Sums, WireFormat
 from hetsync.plane.wire import round_trip
 from hetsync.sync.tail import Tail
 
@@ -105,6 +105,8 @@ def views(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 class Deltas:
+    sums: Sums | None = None  # over those who hold these tensors, where these are not all ranks
+
     def __init__(
         self,
         weights: Sequence[torch.Tensor],
@@ -144,6 +146,11 @@ class Deltas:
         self._folded = False  # ... and has moved from P into X
         self._arrived = False  # `flight` is a sum, which w and X have not taken over yet
         self.adopt()
+
+    @property
+    def parts(self) -> Sequence[Deltas]:
+        """What is summed each by itself."""
+        return (self,)
 
     @property
     def buffer_bytes(self) -> int:
@@ -199,6 +206,24 @@ class Deltas:
         self._steps += steps
         pending.empty = not math.isfinite(total)
         return total
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """u ← w + P − X: what the task that is open has done is given up, whatever u is now."""
+        self._land()
+        pending, correction = self._pending, self._correction
+        for run, w, p, x in zip(self._runs, self._anchor.pieces, pending.pieces, correction.pieces, strict=True):
+            values = [piece.clone() for piece in w]
+            if not pending.empty:
+                torch._foreach_add_(values, p)
+            if not correction.empty:
+                torch._foreach_sub_(values, x)
+            torch._foreach_copy_(run, values)
+            if not self.exact:  # what u cannot hold stays in X
+                if correction.empty:
+                    torch._foreach_zero_(x)
+                torch._foreach_add_(x, torch._foreach_sub(values, [piece.float() for piece in run]))
+        correction.empty &= self.exact
 
     @torch.no_grad()
     def apply(self) -> bool:

@@ -9,25 +9,34 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
+from hetsync.data.ledger import Span
 from hetsync.errors import UserError
-from hetsync.plane.base import Plane, StalledError
-from hetsync.sync.communicator import SHORTEST_POLL_SECONDS, Communicator, Death
+from hetsync.plane.base import MembersLost, Plane, StalledError
+from hetsync.processes import Process
+from hetsync.sync.communicator import SHORTEST_POLL_SECONDS, Around, Communicator
 from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Nesterov, Snapshot
 from hetsync.sync.device_order import device_order
 from hetsync.sync.gradients import Gradients
+from hetsync.sync.log import Applied, Began, Closed, Finished, Followers
 from hetsync.sync.lone import LoneGradients
-from hetsync.sync.messages import Evaluated, Event, StartRound, Task
+from hetsync.sync.messages import Evaluated, Event, StartRound, Task, TaskSpoiled
+from hetsync.sync.recovery import Books, Death, spans_of
 from hetsync.sync.router import Router
+from hetsync.sync.segmented import Segment, SegmentedDeltas
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
 from hetsync.sync.tail import shared_buffers
 from hetsync.sync.worker import Worker
 from hetsync.telemetry import Telemetry
+
+NOBODY: Mapping[int, Process] = MappingProxyType({})
 
 
 class Stopwatch:
@@ -81,48 +90,69 @@ class Engine:
         options: EngineOptions,
         *,
         coordinator: Callable[[Send], Coordinator] | None = None,
+        books: Books | None = None,
         outer: Nesterov | None = None,
         pace: Callable[[float], None] = lambda fraction: None,
         on_task: Callable[[Task], None] = lambda task: None,
         on_dropped: Callable[[Task], None] = lambda task: None,
         on_death: Callable[[Death], None] = lambda death: None,
+        around: Around = lambda start, steps: steps,
         telemetry: Telemetry | None = None,
         version: int = 0,
         stages: Callable[[], Sequence[Sequence[torch.nn.Parameter]]] = lambda: (),
+        state: Callable[[], Mapping[str, Any]] = lambda: {},
+        take_state: Callable[[Mapping[str, Any]], None] = lambda state: None,
+        segments: Sequence[Segment] = (),
+        followers: Followers | None = None,
     ) -> None:
-        """`coordinator` makes rank 0's; `on_task` is called with each task as soon as it is known (to load its data),
+        """`coordinator` makes that of the first member: rank 0's, and another's once those below it have died. `books`:
+        those of a keeper (`recovery.py`). `on_task` is called with each task as soon as it is known (to load its data),
         from the communication thread, and `on_dropped` with those that are not to be computed after all, as another
-        rank has died: `on_death` tells rank 0 of that. `stages` tells the parameters of each optimizer, in the order of
-        their steps."""
+        rank has died: `on_death` tells of that. `around` is given the steps of each round. `stages` tells the
+        parameters of each optimizer, in the order of their steps. `state` tells all that these have made, for a rank
+        that is behind at a death and takes it over by `take_state`. Of a replica on several ranks the engine is its
+        leader's, with the `segments` that this rank holds, for delayed mode only."""
         self.worker = Worker(plane.rank, version)
         self.timer = MainThreadTimer()
         router = Router(plane)
-        self.coordinator = coordinator(router.send_instructions) if coordinator else None
+
+        def succeed() -> Coordinator:
+            assert coordinator is not None
+            return coordinator(router.send_instructions)
+
         self._plane = plane
         self._options = options
         self._model = model
         self._pace = pace
         self._stages = stages
+        self._take_state = take_state
+        self._recoveries = 0  # that the main thread knows of
         one = plane.size == 1
         alone = one and not options.measure_norms
         counted = plane.size if plane.tolerant and not alone else 0
-        self._shared = SharedState(self.worker, outer, alone, one_thread=one, ranks_counted=counted)
+        self._shared = SharedState(self.worker, outer, alone, one, counted, options.skips, segments, followers)
+        self._delayed_only = bool(segments)
         self._communicator = Communicator(
             plane,
             options,
             self._shared,
             router=router,
-            coordinator=self.coordinator,
+            coordinator=succeed() if coordinator is not None and plane.leads else None,
             on_task=on_task,
             on_dropped=on_dropped,
             on_death=on_death,
+            around=around,
             telemetry=telemetry or Telemetry(None),
+            state=state,
+            books=books,
+            succeed=succeed,
         )
         self._missed_seconds = 0.0  # without a poll, while the main thread waited
         self._told: tuple[float, float] | None = None  # of `_kept_from_computing`, with the last task since a rest
 
-    def start(self) -> None:
-        """Call once, on every rank, with identical weights: what travels depends on them."""
+    def start(self, processes: Mapping[int, Process] = NOBODY) -> None:
+        """Call once, on every rank, with identical weights: what travels depends on them. `processes` of all ranks."""
+        self._communicator.watchdog.processes = processes
         self._shared.order = device_order(next(self._model.parameters()).device)
         self._take_stock()
         self._shared.order.leave()
@@ -134,8 +164,8 @@ class Engine:
         shared.weights = [p for p in self._model.parameters() if p.requires_grad]
         shared.buffers = shared_buffers(self._model)
         self._gradients: Gradients | LoneGradients
-        if shared.alone:
-            self._gradients = LoneGradients(self._model, shared.wake.set, self._stages())
+        if shared.alone or self._delayed_only:  # no gradient travels
+            self._gradients = LoneGradients(self._model, shared.wake.set, self._stages(), options.skips)
         else:
             self._gradients = Gradients(
                 self._model,
@@ -145,6 +175,9 @@ class Engine:
                 options.overlap,
                 self._stages(),
                 shared.order.leave,
+                self._plane.rank,
+                shared.ranks_counted,
+                options.skips,
             )
         self._gradients.adopt_buffers()
         self._communicator.use(self._gradients)
@@ -167,6 +200,8 @@ class Engine:
                     self._gradients.adopt_buffers()
             while True:
                 self._raise_failure()
+                self._heed()
+                self._take_over()
                 if shared.snapshot is not None:
                     shared.order.follow()
                     snapshot, shared.snapshot = shared.snapshot, None
@@ -199,6 +234,8 @@ class Engine:
             shared.stages_summed = 0
             self._gradients.open_task()
         shared.outbox.append(started)
+        shared.acted_at = time.monotonic()
+        shared.followers.tell(Began(task))
         shared.wake.set()
         return task
 
@@ -222,44 +259,103 @@ class Engine:
             return
         with self._shared.changed, self.timer.working:
             self._apply()
+            self._shared.followers.tell(Closed())
 
     def reduce(self, task: Task, stage: int | None = None, scaled: bool = False, computed: bool = True) -> int:
         """Synchronous mode, in the task's last slice: gradients up to this stage's, which the loop steps next, become
         the mean over the round's samples (None: all, and it steps none). What is `scaled` may be infinite. `computed`:
         has the loop had a slice of the task?
 
-        Returns the number of samples: 0 where all ranks have withdrawn, and there are no gradients.
+        Returns the number of samples: 0 where all have withdrawn, or the task is void, and there are no gradients.
+        There are none, either, where the round is spoiled.
         """
         assert task.synchronous_round is not None
         gradients, shared = self._gradients, self._shared
+        if self.is_void:
+            return 0
         last = len(gradients.stages) - 1
         total = gradients.flush(task.samples, stage, scaled, computed)
         stage = last if stage is None else stage
-        if not scaled:
-            require_finite(total, self._plane.rank, task.position)
+        if not scaled and not math.isfinite(total):
+            if not self._options.skips:
+                require_finite(total, self._plane.rank, task.position)
+            shared.outbox.append(TaskSpoiled(self._plane.rank, task.number, tuple(spans_of([task]))))
         if not shared.alone:  # or they are whole
             with shared.changed, self.timer.waiting:
                 while shared.landed <= task.synchronous_round and (stage == last or shared.stages_summed <= stage):
                     self._raise_failure()
+                    if shared.void:
+                        return 0
                     self._wait(shared.changed.wait)
+        if self.is_void:
+            return 0
         with shared.order:
             return gradients.collect(stage)
+
+    @property
+    def is_void(self) -> bool:
+        """Has a rank died, so that the synchronous task that is computed is no more to be finished, but given up?"""
+        return self._shared.void
+
+    def give_up(self, task: Task) -> bool:
+        """A void task's gradients are gone. True where its round counts, and its step has been taken over from another
+        rank; otherwise its samples come again."""
+        shared = self._shared
+        assert task.synchronous_round is not None
+        with shared.changed:
+            assert isinstance(self._gradients, Gradients)
+            with shared.order:
+                self._gradients.give_up()
+            shared.void = False
+            self._take_over()
+            return self.worker.version > task.synchronous_round
+
+    def _take_over(self) -> None:
+        """What another rank's step has made, where this one was behind at a death."""
+        shared = self._shared
+        state, shared.adopted = shared.adopted, None
+        if state is not None:
+            assert isinstance(self._gradients, Gradients)
+            with shared.order:
+                self._take_state(state)
+                self._gradients.take_over_buffers(state["shared buffers"], state["travel"])
+            self.worker.version = shared.landed
 
     def finish(self, task: Task, seconds: float, loss_sum: float) -> None:
         """The task is computed; `seconds` of device time, `loss_sum` over its samples."""
         shared = self._shared
+        shared.acted_at = time.monotonic()
         with shared.changed, self.timer.working:
             if task.synchronous_round is None:
                 assert shared.deltas is not None
                 self._apply()
                 with shared.order:
                     total = shared.deltas.finish(task.samples, len(task.slices))
+                shared.followers.tell(Finished(task.number))
                 require_finite(total, self._plane.rank, task.position)
             else:
                 self.worker.version = task.synchronous_round + 1
             now = self._kept_from_computing()
             (work, waits), self._told = self._told or now, now
-            shared.outbox.append(self.worker.finish_task(seconds, loss_sum, now[0] - work, now[1] - waits))
+            finished = self.worker.finish_task(seconds, loss_sum, now[0] - work, now[1] - waits)
+            if self.is_spoiled(task):
+                finished = finished._replace(samples=0, loss_sum=0.0)
+            shared.outbox.append(finished)
+
+    def is_spoiled(self, task: Task) -> bool:
+        """Synchronous mode: does the task's round bring nothing, as some of it was not finite?"""
+        return task.synchronous_round is not None and self._gradients.spoiled
+
+    def leave_out(self, task: Task, spans: Sequence[Span]) -> None:
+        """Delayed mode: the task is computed, and was not finite in slices of these spans. It is undone."""
+        shared = self._shared
+        with shared.changed, self.timer.working:
+            with shared.order:
+                deltas = shared.delayed_mode()
+                assert not isinstance(deltas, SegmentedDeltas), "jobs by a plan skip nothing"
+                deltas.undo()
+            shared.outbox.append(self.worker.spoil_task(tuple(spans)))
+        shared.wake.set()
 
     @property
     def has_released(self) -> bool:
@@ -286,13 +382,14 @@ class Engine:
         with shared.order:
             if shared.deltas.apply():
                 self.worker.version = shared.landed
+                shared.followers.tell(Applied(shared.landed))
 
     @contextmanager
     def showing(self, snapshot: Snapshot) -> Iterator[None]:
         """Inside, the model holds the snapshot's weights. No drain begins before this rank has reported its part, so
         nothing else touches local weights meanwhile."""
         shared = self._shared
-        shared.main_thread = MainThread.EVALUATING
+        shared.main_thread, shared.acted_at = MainThread.EVALUATING, time.monotonic()
         try:
             if snapshot.weights is None:
                 yield
@@ -317,15 +414,54 @@ class Engine:
         """The same from a signal handler: it takes no lock, and the event leaves with the next poll."""
         self._shared.outbox.append(event)
 
+    # A death, while the main thread meets others at a rest.
+
+    def _heed(self) -> None:
+        if self._shared.recoveries != self._recoveries:
+            self._recoveries = self._shared.recoveries
+            self._plane.heed()
+
+    def _check_members(self) -> None:
+        if self._shared.recoveries != self._recoveries:
+            raise MembersLost("another rank has gone")
+
+    def recover(self) -> bool:
+        """After MembersLost in the main thread: wait until those who are left go on. True where the rest that this rank
+        is at has been broken off: `next_work` comes to it once more."""
+        shared = self._shared
+        with shared.changed:
+            while shared.recoveries == self._recoveries:
+                self._raise_failure()
+                self._wait(shared.changed.wait)
+            self._heed()
+            again, shared.rest_again = shared.rest_again, False
+            return again
+
+    def end_rest(self) -> bool:
+        """All have done what there was to do at a rest. True where this has been broken off after all."""
+        shared = self._shared
+        with shared.changed:
+            while shared.recovering:
+                self._raise_failure()
+                self._wait(shared.changed.wait)
+            if shared.recoveries == self._recoveries:
+                shared.at_rest = False
+                return False
+        return self.recover()
+
     # At rest, and the end.
 
     def allreduce(self, tensor: torch.Tensor) -> None:
         """Sum a flat float32 tensor over all ranks, which must all be at rest at the same drain."""
         done = threading.Event()
-        self._shared.order.leave()
-        self._shared.requests.append(SumRequest(tensor, done))
+        shared = self._shared
+        shared.order.leave()
+        with shared.changed:
+            self._check_members()
+            shared.requests.append(SumRequest(tensor, done))
         while not done.is_set():
             self._raise_failure()
+            self._check_members()
             self._wait(done.wait)
 
     def adopt(self) -> None:
@@ -348,6 +484,15 @@ class Engine:
             raise self._hung
         if self._communicator.started:
             self._gradients.close()
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """On the first member."""
+        return self._communicator.coordinator
+
+    @property
+    def started(self) -> bool:
+        return self._communicator.started
 
     @property
     def bytes_sent(self) -> int:

@@ -128,7 +128,7 @@ class Arrivals:
 
 class Stage:
     """What one optimizer steps on: buckets [first, stop) of all, and a tail with counts: uses of each parameter, ranks
-    that step, ranks that could and do not, samples."""
+    that step, ranks that could and do not, ranks whose gradients are not finite, samples."""
 
     def __init__(self, buckets: Sequence[Bucket], first: int, tail: Tail):
         self.first, self.stop = first, first + len(buckets)
@@ -149,13 +149,19 @@ class Gradients:
         overlap: bool = True,
         groups: Sequence[Sequence[torch.nn.Parameter]] = (),
         leave: Callable[[], None] = lambda: None,
+        rank: int = 0,
+        ranks_counted: int = 0,
+        skips: bool = False,
     ) -> None:
         """`pace(fraction)` holds an emulated device back to its time; `wake` tells that a bucket is released.
 
         Without `overlap` nothing is released before a task's last slice is over. `groups`: the parameters of each
         optimizer, in the order of their steps; the model's others belong to the last. `leave` is called by the thread
-        that has filled a bucket or a tail, before that is released (`DeviceOrder.leave`).
+        that has filled a bucket or a tail, before that is released (`DeviceOrder.leave`). Of `ranks_counted` each round
+        tells who has given how many samples; this is `rank`. `skips`: a round with gradients that are not finite
+        completes, and brings nothing.
         """
+        self._rank, self._ranks_counted = rank, ranks_counted
         self._buffers = shared_buffers(model)
         device = next(model.parameters()).device
         count = sum(buffer.numel() for buffer in self._buffers)
@@ -165,6 +171,8 @@ class Gradients:
         self._pace = pace
         self._wake = wake
         self._leave = leave
+        self._skips = skips
+        self.spoiled = False  # has the round of this task brought nothing?
         self._overlap = overlap  # no more, once a slice has had several gradients for a parameter
         self._shown = False  # that a slice has one gradient a parameter
         self._arrivals = Arrivals()  # in this slice
@@ -195,7 +203,8 @@ class Gradients:
             mine = [parameter for parameter in trained if place.get(parameter, last) == number]
             buckets = make_buckets(mine, bucket_bytes)
             changes = self._buffer_views(self._changes) if number == last else []
-            self.stages.append(Stage(buckets, len(self.buckets), Tail(len(mine) + 3, changes, device)))
+            counted = self._ranks_counted if number == last else 0
+            self.stages.append(Stage(buckets, len(self.buckets), Tail(len(mine) + counted + 4, changes, device)))
             self.buckets += buckets
         self._where = {
             parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket.parameters
@@ -305,7 +314,8 @@ class Gradients:
         none), whose gradients have been taken. `computed`: has the loop had a slice of the task?
 
         Returns a sum over them. If it is not finite, nor are they, and the tail stays, so that the round cannot
-        complete anywhere; unless they are `scaled`, whose infinities make all ranks skip the step.
+        complete anywhere; unless they are `scaled`, whose infinities make all ranks skip the step, or the tail tells
+        all ranks to leave the round out.
         """
         self.samples = samples
         total = 0.0
@@ -319,11 +329,16 @@ class Gradients:
             if self._totals:
                 total += float(torch.stack(self._totals).sum())
             self._totals.clear()
-            if not scaled and not math.isfinite(total):
+            spoiled = not scaled and not math.isfinite(total)
+            if spoiled and not self._skips:
                 break
             used = [count for bucket in self.buckets[stage.first : stage.stop] for count in bucket.used]
             steps = self._flushed == number
-            stage.tail.counts.copy_(torch.tensor([*used, steps, computed and not steps, samples]))
+            given = [0] * self._ranks_counted if stage is self.stages[-1] else []
+            if given:
+                given[self._rank] = samples
+            counts = [*used, *given, steps, computed and not steps, spoiled, samples]
+            stage.tail.counts.copy_(torch.tensor(counts))
             stage.tail.pack()
             self._flushed += 1
             self._leave()
@@ -352,10 +367,49 @@ class Gradients:
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._buffer_views(self._shared))
 
+    def give_up(self) -> None:
+        """The task's round is void, or its step has been another rank's: forget all of it. Nobody fetches meanwhile."""
+        self.discard()
+        while self.released():
+            pass
+        self._totals.clear()
+        self._next = self._flushed = 0
+        self._collected = len(self.stages)  # what the loop still brings is no matter of any task
+
+    def begin_anew(self) -> None:
+        """Members are others now. What rounding took from the sums so far is given up: shards are other ranks' now."""
+        for bucket in self.buckets:
+            bucket.residual = Residual()
+
+    def samples_given(self) -> dict[int, int]:
+        """By rank, in the round whose sums have come in last, where ranks are counted; none where it brings nothing."""
+        if self.sum_is_spoiled:
+            return {}
+        counts = self.tail.counts[:-4].tolist()[-self._ranks_counted :]
+        return {rank: int(samples) for rank, samples in enumerate(counts) if samples}
+
+    @property
+    def shared_buffers(self) -> torch.Tensor:
+        """The values, flat, that all ranks shared when the last round had landed."""
+        return self._shared
+
+    @torch.no_grad()
+    def take_over_buffers(self, shared: torch.Tensor, travel: Sequence[int]) -> None:
+        """From a rank on which another round has landed; `travel` is its `tail.travel`."""
+        self._shared.copy_(shared)
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._buffer_views(self._shared))
+        self.tail.travel = list(travel)
+
     @property
     def summed_samples(self) -> int:
         """Of the round whose tail was unpacked last."""
         return int(self.tail.counts[-1])
+
+    @property
+    def sum_is_spoiled(self) -> bool:
+        """Was anything in that round not finite?"""
+        return bool(self.tail.counts[-2])
 
     def released(self) -> bool:
         """Has the next bucket (or, after a stage's last, its tail) been released? Counts it as fetched if so."""
@@ -379,12 +433,14 @@ class Gradients:
     def collect(self, number: int | None = None) -> int:
         """Sums up to this stage's (None: the last's) are in: set the gradients, means over the round's samples; with
         the last, buffers take their means. Returns how many samples there were: none where all ranks have withdrawn.
+        Of a spoiled round there are no gradients, and buffers are what they were.
 
         Raises UserError on all ranks where some step and others do not.
         """
         samples = 0
         for stage in self.stages[self._collected : len(self.stages) if number is None else number + 1]:
-            *used, step, skip, samples = map(int, stage.tail.counts.tolist())
+            *used, step, skip, spoiled, samples = map(int, stage.tail.counts.tolist())
+            self.spoiled |= spoiled > 0
             if step and skip:
                 raise UserError(
                     f"the loops of {step} ranks step an optimizer and those of {skip} do not, but at sync.delay_bound 0"
@@ -393,12 +449,16 @@ class Gradients:
                 )
             for bucket in self.buckets[stage.first : stage.stop]:
                 for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                    parameter.grad = view.div(samples).to(parameter.dtype) if used.pop(0) else None
+                    any_used = used.pop(0) and not self.spoiled
+                    parameter.grad = view.div(samples).to(parameter.dtype) if any_used else None
                 bucket.clear()
+                if self.spoiled:  # so is what rounding has taken from it
+                    bucket.lost, bucket.residual = None, Residual()
             self._collected += 1
         if self._collected == len(self.stages):
             if self._buffers and samples:
-                self._shared.add_(self._changes, alpha=1 / samples)
+                if not self.spoiled:
+                    self._shared.add_(self._changes, alpha=1 / samples)
                 torch._foreach_copy_(self._buffers, self._buffer_views(self._shared))
             self._next = self._flushed = 0
         return samples
@@ -406,6 +466,7 @@ class Gradients:
     def open_task(self) -> None:
         """The next slices are another round's."""
         self._collected = 0
+        self.spoiled = False
         if not self._hooks:
             self._hooks = self._listen()
 

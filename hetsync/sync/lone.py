@@ -15,10 +15,10 @@ from contextlib import contextmanager
 import torch
 
 from hetsync.errors import UserError
-from hetsync.plane.base import Residual, WireFormat
+from hetsync.plane.base import Residual, Sums, WireFormat
 from hetsync.sync.deltas import Snapshot
 from hetsync.sync.gradients import CHANGED, Arrivals, Bucket, Stage
-from hetsync.sync.tail import Tail
+from hetsync.sync.tail import Tail, shared_buffers
 
 WATCHED_SLICES = 8  # a loop that changes gradients where it must not does so from the beginning
 CHECKED_TASKS = 16  # the first, and one in so many: weights that are not finite stay so
@@ -49,6 +49,7 @@ class LoneGradients:
         model: torch.nn.Module,
         wake: Callable[[], None],
         groups: Sequence[Sequence[torch.nn.Parameter]] = (),
+        skips: bool = False,
     ) -> None:
         """Arguments as those of `Gradients`."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -60,10 +61,16 @@ class LoneGradients:
         self.samples = 0  # of the task that was flushed last
         self._trained = trained
         self._finite = FiniteCheck()
+        self._skips = skips
+        self._buffers = shared_buffers(model) if skips else []
+        self._kept = [buffer.clone() for buffer in self._buffers]  # before the task
         self._wake = wake
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}  # over a task's slices, weighted by samples
-        self._released: deque[int] = deque()  # samples of stages that were flushed, and not fetched yet
-        self._fetched = 0  # samples of the stage that was fetched last
+        self._released: deque[tuple[int, bool]] = (
+            deque()
+        )  # stages that were flushed, and not fetched yet: samples, spoiled
+        self._fetched = 0, False  # the stage that was fetched last
+        self.spoiled = False  # is the task?
         self._flushed = self._collected = 0  # stages
         self._taken: set[int] = set()
         self._slice_samples = 0
@@ -90,7 +97,10 @@ class LoneGradients:
     def open_task(self) -> None:
         self._collected = self._flushed = 0
         self._single = True  # so far
-        self._checked = self._finite.due()
+        self.spoiled = False
+        self._checked = self._skips or self._finite.due()
+        if self._buffers:
+            torch._foreach_copy_(self._kept, self._buffers)
         if self._slices_left and not self._hooks:
             self._watch()
 
@@ -143,18 +153,29 @@ class LoneGradients:
                 mine = (self._sums.get(p, p.grad) for p in self._parameters[place])
                 total += total_of(gradient for gradient in mine if gradient is not None)
                 if not math.isfinite(total):
-                    break
+                    if not self._skips:
+                        break
+                    self.spoiled = True
             self._flushed += 1
-            self._released.append(samples)
+            self._released.append((samples, self.spoiled))
             self._wake()
         return total
 
     def collect(self, number: int | None = None) -> int:
         for place in range(self._collected, len(self.stages) if number is None else number + 1):
-            if self._sums:
+            if self.spoiled:
+                self._drop()
+            elif self._sums:
                 self._take_mean(place)
             self._collected += 1
         return self.samples
+
+    def _drop(self) -> None:
+        self._sums.clear()
+        for parameter in self._trained:
+            parameter.grad = None
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._kept)
 
     @torch.no_grad()
     def _take_mean(self, place: int) -> None:
@@ -178,7 +199,11 @@ class LoneGradients:
 
     @property
     def summed_samples(self) -> int:
-        return self._fetched
+        return self._fetched[0]
+
+    @property
+    def sum_is_spoiled(self) -> bool:
+        return self._fetched[1]
 
     def released(self) -> bool:
         if not self._released:
@@ -197,16 +222,25 @@ class LoneDeltas:
     on several ranks, and a loop that is left may drop them half-way.
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor] = ()) -> None:
-        """As those of `Deltas`."""
+    sums: Sums | None = None
+
+    def __init__(
+        self, weights: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor] = (), skips: bool = False
+    ) -> None:
+        """As those of `Deltas`; `skips`: tasks may be undone."""
         self._weights = list(weights)
         self._local = [tensor.detach() for tensor in [*weights, *buffers]]
         self._before: list[torch.Tensor] | None = None  # the task that is computed
         self._batch = 0
+        self._skips = skips
         self._finite = FiniteCheck()
         self.tail = Tail(0, [], self._local[0].device)
         self.residual = Residual()
         self.packed = (0, 0)
+
+    @property
+    def parts(self) -> Sequence[LoneDeltas]:
+        return (self,)
 
     @property
     def anchor(self) -> torch.Tensor:
@@ -220,7 +254,7 @@ class LoneDeltas:
         """They are the anchor."""
 
     def open_task(self, slices: int, samples: int, batch: int) -> None:
-        whole = slices == 1 and samples == batch
+        whole = slices == 1 and samples == batch and not self._skips
         self._before = None if whole else [tensor.clone() for tensor in self._local]
         self._batch = batch
 
@@ -231,6 +265,9 @@ class LoneDeltas:
                 tensor.copy_(before.lerp(tensor, samples / (steps * self._batch)))
         self._before = None
         return total_of(self._weights) if self._finite.due() else 0.0
+
+    def undo(self) -> None:
+        self.drop_task()
 
     def apply(self) -> bool:
         return True

@@ -99,6 +99,12 @@ class RankState:
         self.pace = (version if self.pace is None else self.pace) + 1
         return max(0, self.pace - 1 - delay_bound)
 
+    def come_sooner(self) -> None:
+        """A task of this rank is in no round after all; as `Worker.drop`."""
+        for state in self.queued:
+            state.task = state.task.sooner
+        self.pace = None if self.pace is None else self.pace - 1
+
     def unapplied(self) -> dict[int, TaskState]:
         """By number. A synchronous task is in its round from the start, and applied with it."""
         own = [state for state in self.unfinished if state.task.synchronous_round is None]
@@ -118,6 +124,7 @@ class Round:
     samples: int = 0
     summed: bool = False
     summed_samples: int | None = None
+    spoiled: bool = False  # its sum was not finite: what was handed out for it goes out again
 
 
 class Membership:

@@ -28,6 +28,15 @@ class Anchor(NamedTuple):
     travel: tuple[int, ...]
 
 
+class StatePart(NamedTuple):
+    """Of what a rank that is behind takes over in synchronous mode, by name: weights, buffers, optimizer state. One of
+    these is the last."""
+
+    name: str
+    value: Any
+    last: bool = False
+
+
 class AnchorPart(NamedTuple):
     """Of an anchor's values, then of its velocity's. The last one tells how many values are the anchor's, and which
     buffers travel."""
@@ -44,21 +53,35 @@ def parts_of(anchor: Anchor) -> list[AnchorPart]:
     return [*map(AnchorPart, parts[:-1]), AnchorPart(parts[-1], (anchor.values.numel(), anchor.travel))]
 
 
-def whole_of(parts: Sequence[AnchorPart]) -> Anchor | None:
+Part = AnchorPart | StatePart
+Adopted = Anchor | Mapping[str, Any]
+
+
+def parts_of_state(state: Mapping[str, Any]) -> list[StatePart]:
+    """The messages that it goes in."""
+    *names, last = state
+    return [*(StatePart(name, state[name]) for name in names), StatePart(last, state[last], last=True)]
+
+
+def whole_of(parts: Sequence[Part]) -> Adopted | None:
     """What has come in these messages; None while some lack."""
-    if not parts or parts[-1].last is None:
+    if not parts or not parts[-1].last:
         return None
-    (size, travel), values = parts[-1].last, torch.cat([part.values for part in parts])
+    if isinstance(parts[-1], StatePart):
+        return {part.name: part.value for part in parts if isinstance(part, StatePart)}
+    size, travel = parts[-1].last
+    values = torch.cat([part.values for part in parts if isinstance(part, AnchorPart)])
     return Anchor(values[:size], values[size:] if values.numel() > size else None, travel)
 
 
 @dataclass
 class Recovered:
-    """What all have agreed on. `reports` on rank 0. `early` messages have come from ranks that have gone on already."""
+    """What all have agreed on. `reports` on the first survivor. `early` messages have come from
+    ranks that have gone on already."""
 
     decision: Decision
     reports: Mapping[int, Report]
-    adopted: Anchor | None = None
+    adopted: Adopted | None = None
     early: list[tuple[int, Any]] = field(default_factory=list)
 
 
@@ -70,10 +93,11 @@ class Mending:
         plane: Plane,
         report: Callable[[], Report],
         decide: Callable[[Mapping[int, Report]], Decision],
-        give: Callable[[], Anchor],
+        give: Callable[[], Sequence[Part] | None],
         timeout_seconds: float,
     ) -> None:
-        """`report` tells what this rank holds by now, `give` its anchor; `decide` is asked on rank 0."""
+        """`report` tells what this rank holds by now; `give` what those behind take over, None while its main thread is
+        still to make the step of the newest round; `decide` is asked on the first survivor."""
         self._plane = plane
         self._report = report
         self._decide = decide
@@ -88,8 +112,6 @@ class Mending:
                 self._plane.mend()
                 if self._plane.members == before:
                     raise LostError("the plane has failed, though nobody has gone")
-                if 0 not in self._plane.members:
-                    raise LostError("rank 0 has gone, which kept the books")
                 return self._attempt()
             except MembersLost:
                 continue
@@ -97,7 +119,8 @@ class Mending:
     def _attempt(self) -> Recovered:
         recovery = Recovery(self._report(), self._plane.members, self._decide)
         steps = deque(recovery.begin())
-        parts: list[AnchorPart] = []
+        parts: list[Part] = []
+        owed: tuple[int, ...] = ()  # ranks that wait for what this one gives
         early: list[tuple[int, Any]] = []
         deadline = time.monotonic() + self._limit_seconds
         while True:
@@ -106,31 +129,30 @@ class Mending:
                     case Send(to=to, message=message):
                         self._plane.send(message, to)
                     case CatchUp(donor=donor, behind=behind):
-                        self._hand_over(donor, behind)
+                        owed = behind if donor == self._plane.rank else ()
                     case GoOn(decision=decision):
                         return Recovered(decision, recovery.reports, whole_of(parts), early)
             for sender, message in self._plane.receive():
-                if isinstance(message, AnchorPart):
+                if isinstance(message, AnchorPart | StatePart):
                     parts.append(message)
                 elif isinstance(message, Report | Decision | Ready | Agreed):
                     steps += recovery.handle(message)
                 else:
                     early.append((sender, message))
             # The donor may have been faster than the decision's own message.
-            if parts and parts[-1].last is not None and recovery.stage is Stage.CATCHING_UP:
+            if parts and parts[-1].last and recovery.stage is Stage.CATCHING_UP:
                 steps += recovery.caught_up()
+            if owed and (given := self._give()) is not None:
+                for part in given:
+                    for rank in owed:
+                        self._plane.send(part, rank)
+                owed = ()
             if not steps:
                 self._wait(recovery, deadline)
 
-    def _hand_over(self, donor: int, behind: tuple[int, ...]) -> None:
-        if donor == self._plane.rank:
-            for part in parts_of(self._give()):
-                for rank in behind:
-                    self._plane.send(part, rank)
-
     def _wait(self, recovery: Recovery, deadline: float) -> None:
         if time.monotonic() > deadline:
-            told = recovery.reports or self._plane.members[1:]  # rank 0 knows
+            told = recovery.reports or self._plane.members[1:]  # the first knows
             silent = [rank for rank in self._plane.members if rank not in told]
             raise StalledError(
                 f"after a rank had gone, the others waited {self._limit_seconds:.0f} s for"

@@ -59,6 +59,11 @@ class Task(NamedTuple):
     share: int = 0
 
     @property
+    def sooner(self) -> Task:
+        """The same where one of the rank's tasks before it is in no round: with q = 1 its round would not come."""
+        return self._replace(not_before=max(0, self.not_before - 1))
+
+    @property
     def samples(self) -> int:
         total = 0
         for spans in self.slices:
@@ -111,6 +116,16 @@ class TaskFinished(NamedTuple):
     wait_seconds: float = 0.0
 
 
+class TaskSpoiled(NamedTuple):
+    """The task has brought numbers that are not finite, in slices of these spans. In delayed mode it is over, and
+    undone; the rank starts another once it has been told `TaskDropped`. A synchronous one goes on, since its round's
+    sum tells all ranks."""
+
+    rank: int
+    task: int
+    spans: tuple[Span, ...]
+
+
 class Contributed(NamedTuple):
     """The rank's contribution to a round holds every task that it finished up to and including `task`."""
 
@@ -139,11 +154,13 @@ class NormMeasured(NamedTuple):
 
 class RoundCompleted(NamedTuple):
     """The round's sum has arrived on rank 0; its squared norm, where norms are asked for. In synchronous mode it is of
-    `samples`: fewer than were handed out for it where a rank has withdrawn."""
+    `samples`: fewer than were handed out for it where a rank has withdrawn. `spoiled`: some of it was not finite, so
+    that nobody has stepped on it, and its samples go out again."""
 
     round: int
     squared_norm: float = 0.0
     samples: int | None = None
+    spoiled: bool = False
 
 
 class Evaluated(NamedTuple):
@@ -202,6 +219,7 @@ class RankJoined:
 Event = (
     TaskStarted
     | TaskFinished
+    | TaskSpoiled
     | Contributed
     | CapFound
     | NormMeasured
@@ -224,6 +242,13 @@ class AssignTask(NamedTuple):
 
     rank: int
     task: Task
+
+
+class TaskDropped(NamedTuple):
+    """The rank's spoiled task is in no round, as all who keep the books know before the round to come."""
+
+    rank: int
+    task: int
 
 
 class StartRound(NamedTuple):
@@ -260,7 +285,7 @@ class Standing(NamedTuple):
     staleness: tuple[tuple[int, int], ...] = ()
 
 
-Instruction = AssignTask | StartRound
+Instruction = AssignTask | TaskDropped | StartRound
 Notice = Instruction | Standing  # what a rank is told: who keeps a copy of the books, of others' tasks, too
 
 
@@ -292,14 +317,41 @@ class Probe:
 
 @dataclass(frozen=True)
 class Alive:
-    """The rank's communication thread runs and has joined all rounds below `joined`; does its main thread wait?"""
+    """The rank's communication thread runs and has joined all rounds below `joined`; does its main thread wait? What it
+    does has lasted for so many seconds, and it is there in Python."""
 
     rank: int
     joined: int
     waiting: bool
+    activity: str = ""
+    seconds: float = 0.0
+    stack: str = ""
 
 
-Message = EventBatch | InstructionBatch | GroupBatch | Probe | Alive
+@dataclass(frozen=True)
+class Look:
+    """Rank 0 asks a peer on its host what a silent rank does."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The peer's answer: the process's state, and its stacks where it could write them."""
+
+    rank: int
+    state: str
+    stack: str
+
+
+@dataclass(frozen=True)
+class Exclude:
+    """Rank 0 has a rank ended by a peer on its host."""
+
+    rank: int
+
+
+Message = EventBatch | InstructionBatch | GroupBatch | Probe | Alive | Look | Seen | Exclude
 
 
 def settings_of(sync: SyncConfig) -> Settings:

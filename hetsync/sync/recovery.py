@@ -45,7 +45,9 @@ from hetsync.sync.messages import (
     Standing,
     StartRound,
     Task,
+    TaskDropped,
     TaskFinished,
+    TaskSpoiled,
     TaskStarted,
 )
 from hetsync.sync.milestones import TOO_FEW, Marks, Milestones
@@ -109,6 +111,9 @@ class Books:
                 case AssignTask():
                     self.tasks.setdefault(notice.rank, []).append(notice.task)
                     self.next_task = max(self.next_task, notice.task.number + 1)
+                case TaskDropped():
+                    tasks = self.tasks.get(notice.rank, [])
+                    self.tasks[notice.rank] = [task for task in tasks if task.number != notice.task]
                 case Standing():
                     self.standings.append(notice)
                     self._forget_standings()
@@ -192,12 +197,37 @@ class Report(NamedTuple):
     books: Books | None = None
 
 
-SUPERSEDED = (TaskStarted, TaskFinished, Contributed, NormMeasured, Evaluated, RankWithdrew, DrainRequested)
+SUPERSEDED = (
+    TaskStarted,
+    TaskFinished,
+    TaskSpoiled,
+    Contributed,
+    NormMeasured,
+    Evaluated,
+    RankWithdrew,
+    DrainRequested,
+)
 
 
 def still_to_tell(events: Iterable[Event]) -> list[Event]:
     """Of what a rank had not sent when it reported, what the report does not say."""
     return [event for event in events if not isinstance(event, SUPERSEDED)]
+
+
+@dataclass(frozen=True)
+class Death:
+    """Of a rank that the others have survived. `activity` is what it did, as far as the rank knew that decided: nothing
+    ("unknown") where rank 0 died, and was noticed at once. Others were noticed so many seconds after they had last
+    begun a task; `recovered_seconds` after that the others went on, from `round`. `samples_returned` go out again.
+    `cause`: it died, or was excluded, as it was silent or slow."""
+
+    rank: int
+    round: int
+    activity: str
+    noticed_seconds: float
+    recovered_seconds: float
+    samples_returned: int
+    cause: str = "died"
 
 
 class Action(Enum):
@@ -216,6 +246,8 @@ class Decision(NamedTuple):
         rest_again: the newest round is a drain whose rest nobody has come out of: all break it off and come to it once
             more, by another drain. Otherwise who is still at it comes out, since all have done their part.
         books: for keepers, where these are not lost.
+        newest: the last round that counts, where there was one.
+        deaths: all that have been survived, as far as the first survivor knows.
     """
 
     action: Action
@@ -225,6 +257,8 @@ class Decision(NamedTuple):
     behind: tuple[int, ...] = ()
     rest_again: bool = False
     books: Books | None = None
+    newest: LandedRound | None = None
+    deaths: tuple[Death, ...] = ()
 
 
 def least_to_go_on(least_ranks: int | None, last_ranks: int) -> int:
@@ -257,7 +291,7 @@ def decide(reports: Mapping[int, Report], last_ranks: int, least_ranks: int | No
     if ending or too_few(len(survivors), last_ranks, least_ranks) is not None:
         action = Action.END
     at_rest = _drain(reports[level[0]]) is not None and all(reports[rank].at_rest for rank in level)
-    return Decision(action, version, survivors, level[0], behind, at_rest, books)
+    return Decision(action, version, survivors, level[0], behind, at_rest, books, reports[level[0]].newest)
 
 
 def _newest_books(reports: Mapping[int, Report], newest: LandedRound | None, version: int) -> Books | None:

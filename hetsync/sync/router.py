@@ -14,7 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetsync.plane.base import Plane
-from hetsync.sync.messages import Alive, Event, EventBatch, GroupBatch, InstructionBatch, Message, Notice, Probe
+from hetsync.sync.messages import (
+    Alive,
+    Event,
+    EventBatch,
+    Exclude,
+    GroupBatch,
+    InstructionBatch,
+    Look,
+    Message,
+    Notice,
+    Probe,
+    Seen,
+)
 
 GROUP = 64
 
@@ -25,7 +37,7 @@ class Inbox:
 
     instructions: list[Sequence[Notice]] = field(default_factory=list)
     events: list[Sequence[Event]] = field(default_factory=list)
-    signs: list[Probe | Alive] = field(default_factory=list)
+    signs: list[Probe | Alive | Look | Seen | Exclude] = field(default_factory=list)
     passed_on: int = 0
 
 
@@ -57,8 +69,9 @@ class Router:
         wait here."""
         self._outgoing += events
         leads = self._leader == self._plane.rank
-        if self._outgoing and not (leads and self._plane.unread(0)):
-            self._plane.send(EventBatch(self._outgoing), 0 if leads else self._leader)
+        first = self._plane.members[0]
+        if self._outgoing and not (leads and self._plane.unread(first)):
+            self._plane.send(EventBatch(self._outgoing), first if leads else self._leader)
             self._outgoing = []
 
     def send_instructions(self, by_rank: Mapping[int, Sequence[Notice]]) -> None:
@@ -88,7 +101,7 @@ class Router:
             match message:
                 case InstructionBatch():
                     inbox.instructions.append(message.instructions)
-                case EventBatch() if self._plane.rank == 0:
+                case EventBatch() if self._plane.leads:
                     inbox.events.append(message.events)
                 case EventBatch():
                     self._outgoing += message.events
@@ -96,7 +109,7 @@ class Router:
                 case GroupBatch():
                     self.send_instructions(message.by_rank)
                     inbox.passed_on += 1
-                case Probe() | Alive():
+                case Probe() | Alive() | Look() | Seen() | Exclude():
                     inbox.signs.append(message)
                 case _:
                     raise AssertionError(f"rank {self._plane.rank} has got a {type(message).__name__}")

@@ -7,19 +7,22 @@ may interrupt the main thread anywhere, also while it holds a lock: it takes non
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from hetsync.plane.base import WireFormat
 from hetsync.sync.deltas import Deltas, Nesterov, Snapshot
 from hetsync.sync.device_order import DeviceOrder
+from hetsync.sync.log import Followers
 from hetsync.sync.lone import LoneDeltas
 from hetsync.sync.messages import Event, StartRound
+from hetsync.sync.segmented import Segment, SegmentedDeltas
 from hetsync.sync.worker import Worker
 
 
@@ -27,7 +30,10 @@ from hetsync.sync.worker import Worker
 class EngineOptions:
     """`batch` is B, samples of one slice of all ranks; `timeout_seconds` bounds every wait for other ranks. With
     `measure_norms` the norms of what ranks put into sums are told (`NormMeasured`, `RoundCompleted`). `on_host`: the
-    model is computed by the cores that the communication thread takes, too."""
+    model is computed by the cores that the communication thread takes, too. `scaled`: losses are, as float16 wants.
+    `least_ranks`: see `fault.least_ranks`. `skips`: what is not finite is left out of rounds. A rank that gives no sign
+    of life for `silent_seconds`, or (`slow_factor`) takes so many times as long as it did, is excluded, where the
+    others outlive that; None: never."""
 
     batch: int
     wire: WireFormat = "float32"
@@ -36,6 +42,11 @@ class EngineOptions:
     timeout_seconds: float = 600.0
     measure_norms: bool = False
     on_host: bool = False
+    scaled: bool = False
+    least_ranks: int | None = None
+    skips: bool = False
+    silent_seconds: float | None = None
+    slow_factor: float | None = None
 
 
 class MainThread(Enum):
@@ -94,21 +105,31 @@ class SharedState:
         alone: bool = False,
         one_thread: bool = False,
         ranks_counted: int = 0,
+        skips: bool = False,
+        segments: Sequence[Segment] = (),
+        followers: Followers | None = None,
     ) -> None:
         """`alone`: no other rank is there, and nobody wants to know what sums hold. `one_thread`: the main thread
-        polls. `ranks_counted`: see `Deltas`."""
+        polls. `ranks_counted`: see `Deltas`; `skips`: see `EngineOptions`. `segments` that this rank holds, where
+        replicas are on several ranks, and the `followers` of a leader."""
         # The lock; notified when the main thread may have something to go on with. Under it change the fields below
         # and all weights outside an inner step. Deltas are used without it where the other thread cannot touch what
         # is used: at a rest, and while a snapshot is shown (`Deltas.showing`).
         self.changed = NoLock() if one_thread else threading.Condition()
         self.worker = worker
-        self.deltas: Deltas | LoneDeltas | None = None  # None in synchronous mode
+        self.deltas: Deltas | LoneDeltas | SegmentedDeltas | None = None  # None in synchronous mode
         self.landed = worker.version  # rounds complete here
         self.stages_summed = 0  # of the synchronous round that this rank computes; zeroed by the main thread
         self.phase = Phase.TRAINING  # RESTING is ended by the main thread, all else is the other's
         self.snapshot: Snapshot | None = None  # to be evaluated
         self.drained: StartRound | None = None  # the drain that has landed, until the main thread takes it
         self.evaluating: int | None = None  # the round of the snapshot that is still to be reported on
+        self.at_rest = False  # a drain has landed, and the main thread has not come out of its rest
+        self.recovering = False  # the rank has reported what it holds, and survivors have not agreed yet
+        self.recoveries = 0  # from deaths, by the communication thread
+        self.rest_again = False  # the rest that the main thread is at has been broken off, and all come to it once more
+        self.void = False  # the main thread is still to give up a synchronous task, whose gradients nobody fetches
+        self.adopted: Mapping[str, Any] | None = None  # by another rank's step: the main thread's to take over
         self.marked: deque[int] = deque()  # synchronous rounds to be evaluated that have not landed
         self.failure: BaseException | None = None  # of the communication thread
 
@@ -123,6 +144,7 @@ class SharedState:
         # Without it, too: written by one thread in one step, and the other may read the old value once more.
         self.main_thread = MainThread.COMPUTING  # written by the main thread
         self.failure_raised = False  # by the main thread
+        self.acted_at = time.monotonic()  # by the main thread: the last moment at which it began or ended a task
         self.polls = 0  # by the communication thread: it does not hang
 
         # Set before the communication thread starts. `order` is entered wherever both threads touch tensors.
@@ -131,13 +153,19 @@ class SharedState:
         self.buffers: Sequence[torch.Tensor] = ()
         self._outer = outer
         self.alone = alone
-        self._ranks_counted = ranks_counted
+        self.ranks_counted = ranks_counted
+        self._skips = skips
+        self._segments = segments
+        self.followers = followers or Followers()
 
-    def delayed_mode(self) -> Deltas | LoneDeltas:
+    def delayed_mode(self) -> Deltas | LoneDeltas | SegmentedDeltas:
         """Under the lock. Deltas are made when delayed mode begins: until then all ranks' weights are the anchor."""
-        if self.deltas is None and self.alone and self._outer is None:
-            self.deltas = LoneDeltas(self.weights, self.buffers)
+        if self.deltas is None and self._segments:
+            with self.order:
+                self.deltas = SegmentedDeltas(self._segments)
+        elif self.deltas is None and self.alone and self._outer is None:
+            self.deltas = LoneDeltas(self.weights, self.buffers, self._skips)
         elif self.deltas is None:
             with self.order:
-                self.deltas = Deltas(self.weights, self._outer, self.buffers, self.worker.rank, self._ranks_counted)
+                self.deltas = Deltas(self.weights, self._outer, self.buffers, self.worker.rank, self.ranks_counted)
         return self.deltas

@@ -52,7 +52,9 @@ from hetsync.sync.messages import (
     Standing,
     StartRound,
     Task,
+    TaskDropped,
     TaskFinished,
+    TaskSpoiled,
     TaskStarted,
 )
 from hetsync.sync.milestones import Marks, Milestone, Milestones, Rests, Snapshots, no_marks
@@ -191,6 +193,8 @@ class RoundStateMachine:
                 self._on_task_started(event)
             case TaskFinished():
                 self._on_task_finished(event)
+            case TaskSpoiled():
+                return [*self._on_task_spoiled(event), *self._decide()]
             case Contributed():
                 self._on_contributed(event)
             case RoundCompleted():
@@ -243,6 +247,20 @@ class RoundStateMachine:
         self._membership.needs_work.add(event.rank)
         self._move(member, self._cause_of_finish(member))
 
+    def _on_task_spoiled(self, event: TaskSpoiled) -> list[Instruction]:
+        member = self._member(event.rank)
+        state = member.current
+        if state is None or state.task.number != event.task:
+            raise self._error(f"rank {event.rank} spoiled another task")
+        if state.task.synchronous_round is not None:  # goes on; its round's sum will be told as spoiled
+            return []
+        member.current = None
+        self.ledger.give_back(event.task)
+        self._membership.all_need_work()
+        member.come_sooner()
+        self._move(member, self._cause_of_finish(member))
+        return [TaskDropped(event.rank, event.task)]
+
     def _cause_of_finish(self, member: RankState) -> Cause:
         if not member.queued:
             return Cause.FINISHED_NOTHING_QUEUED
@@ -274,6 +292,7 @@ class RoundStateMachine:
             raise self._error("no such round")
         self._rounds[event.round].summed = True
         self._rounds[event.round].summed_samples = event.samples
+        self._rounds[event.round].spoiled = event.spoiled
         self._complete_rounds()
 
     def _complete_rounds(self) -> None:
@@ -283,7 +302,7 @@ class RoundStateMachine:
             self.version += 1
             for rank, member in self.members.items():
                 if member.in_flight:
-                    self._book(rank, member, over.start)
+                    self._book(rank, member, over)
                 if member.activity is Activity.BLOCKED and member.may_start_next(self.version):
                     self._move(member, Cause.RELEASED)
                     member.floor = self.version
@@ -302,13 +321,18 @@ class RoundStateMachine:
         states = [state for member in self.members.values() for state in member.in_flight if state.returned]
         return sum(state.samples for state in states if state.task.synchronous_round == synchronous_round)
 
-    def _book(self, rank: int, member: RankState, started: StartRound) -> None:
+    def _book(self, rank: int, member: RankState, over: Round) -> None:
+        started = over.start
         in_flight, member.in_flight = member.in_flight, []
         for state in in_flight:
             if state.task.synchronous_round not in (None, started.number):
                 member.in_flight.append(state)
                 continue
             if state.returned:
+                continue
+            if over.spoiled:
+                self.ledger.give_back(state.task.number)
+                self._membership.all_need_work()
                 continue
             self.ledger.book(state.task.number)
             if started.synchronous and state.samples:

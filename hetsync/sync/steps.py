@@ -149,6 +149,11 @@ class Steps:
         """To the norm that is meant for a batch; returns what it was."""
         return torch.nn.utils.clip_grad_norm_(weights, max_norm * self._noise, **options)
 
+    @property
+    def greatest_norm(self) -> float | None:
+        """Of this task's gradients, over which they are clipped."""
+        return None if self._max_grad_norm is None else self._max_grad_norm * self._noise
+
     def step(self) -> None:
         """One step along the gradients that are there, which are then gone."""
         if self._max_grad_norm is not None:

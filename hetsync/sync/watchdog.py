@@ -1,57 +1,159 @@
-"""Nobody waits without a bound: who is late is asked, and named."""
+"""Nobody waits without a bound: who is late is asked, and named; who gives no sign of life may be excluded."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
+from hetsync.errors import announce
 from hetsync.plane.base import Plane, StalledError, named, wait_limit
-from hetsync.sync.messages import Alive, Probe
+from hetsync.processes import Process
+from hetsync.sync.messages import Alive, Exclude, Look, Probe, Seen
 
 PROBE_SECONDS = 2.0  # to answer a probe
+LONGEST_GAP_SECONDS = 1.0  # between two looks: a longer one is this process's own, and nobody else's silence
+LISTEN_SECONDS = 0.2
+PROBES = 4  # in the time after which a rank is excluded
+
+Sign = Probe | Alive | Look | Seen | Exclude
 
 
 class Watchdog:
     """The clock over one rank's communication thread. Rank 0 finds out who is late."""
 
-    def __init__(self, plane: Plane, version: Callable[[], int] | None, timeout_seconds: float) -> None:
-        """`version`, where the coordinator is: the number of rounds that are complete there."""
+    def __init__(
+        self,
+        plane: Plane,
+        version: Callable[[], int] | None,
+        timeout_seconds: float,
+        silent_seconds: float | None = None,
+    ) -> None:
+        """`version`, where the coordinator is: the number of rounds that are complete there. After `silent_seconds`
+        without a sign of life a rank is excluded, where the others go on without it."""
+        self.processes: Mapping[int, Process] = {}  # of all ranks
+        self.excluded: dict[int, str] = {}  # by this rank's word, and why
         self._plane = plane
         self._version = version
         self._limit_seconds = wait_limit(plane.rank, timeout_seconds) + (0 if version is not None else PROBE_SECONDS)
-        self._moved_at = time.monotonic()
+        self._silence = Silence(silent_seconds) if version is not None and silent_seconds is not None else None
+        self._listened_at = self._moved_at = time.monotonic()
         self._probed_at: float | None = None
+        self._looked_at: float | None = None
         self._signs: dict[int, Alive] = {}
+        self._seen: dict[int, Seen] = {}
 
     def moved(self) -> None:
         """Something happened, or nothing need happen now."""
-        self._moved_at, self._probed_at = time.monotonic(), None
+        self._moved_at, self._probed_at, self._looked_at = time.monotonic(), None, None
 
-    def answer(self, message: Probe | Alive, sign: Alive) -> None:
-        """Rank 0 asks for signs of life, the others give theirs."""
-        if isinstance(message, Alive):
-            self._signs[message.rank] = message
-        else:
-            self.moved()  # rank 0 lives
-            self._plane.send(sign, 0)
+    def heard(self, ranks: Iterable[int]) -> None:
+        """Of these, something else than an answer."""
+        if self._silence is not None:
+            self._silence.heard(ranks)
 
-    def check(self, sign: Alive) -> None:
+    def answer(self, message: Sign, sign: Callable[[], Alive]) -> None:
+        """Rank 0 asks for signs of life, and what peers see of each other; the others answer."""
+        match message:
+            case Alive():
+                self._signs[message.rank] = message
+                self.heard([message.rank])
+            case Seen():
+                self._seen[message.rank] = message
+            case Probe():
+                self.moved()  # rank 0 lives
+                self._plane.send(sign(), self._plane.members[0])
+            case Look():
+                self._plane.send(self._look(message.rank), self._plane.members[0])
+            case Exclude():
+                self.processes[message.rank].kill()
+
+    def check(self, sign: Callable[[], Alive]) -> None:
         """Nothing happened this time. Raises StalledError when that has lasted too long."""
         now = time.monotonic()
         if now < self._moved_at + self._limit_seconds:
             return
         if self._version is None:
-            if sign.waiting:
-                raise StalledError(f"no word from rank 0 for {self._limit_seconds:.0f} s")
+            if (mine := sign()).waiting:
+                first = self._plane.members[0]
+                told = self._told_of(first, mine)
+                raise StalledError(f"no word from {named([first])} for {self._limit_seconds:.0f} s{told}")
         elif self._probed_at is None:
-            self._probed_at, self._signs = now, {0: sign}
+            self._probed_at, self._signs, self._seen = now, {self._plane.rank: sign()}, {}
             for rank in self._plane.members[1:]:
                 self._plane.send(Probe(), rank)
-        elif now > self._probed_at + PROBE_SECONDS:
+        elif now > self._probed_at + PROBE_SECONDS and self._looked_at is None:
+            self._looked_at = now
+            for rank in self._silent():
+                self._ask_a_peer(rank)
+        elif self._looked_at is not None and (not self._awaits_peers() or now > self._looked_at + PROBE_SECONDS):
             raise StalledError(self._report(self._version()))
 
+    def _silent(self) -> list[int]:
+        return [rank for rank in self._plane.members if rank not in self._signs]
+
+    def _awaits_peers(self) -> bool:
+        return any(rank not in self._seen and self._peer_of(rank) is not None for rank in self._silent())
+
+    # Peers.
+
+    def _peer_of(self, rank: int) -> int | None:
+        """A rank that shares its host, and lives as far as this rank knows; best this one."""
+        if rank not in self.processes:
+            return None
+        host = self.processes[rank].host
+        lives = [peer for peer in self._plane.members if peer != rank and peer in self._alive()]
+        ours = [peer for peer in lives if self.processes[peer].host == host]
+        return self._plane.rank if self._plane.rank in ours else next(iter(ours), None)
+
+    def _alive(self) -> set[int]:
+        """As far as this rank knows: who has answered just now, or need not."""
+        if self._probed_at is not None or self._silence is None:
+            return {self._plane.rank, *self._signs}
+        return set(self._plane.members) - self._silence.silent
+
+    def _ask_a_peer(self, rank: int) -> None:
+        peer = self._peer_of(rank)
+        if peer == self._plane.rank:
+            self._seen[rank] = self._look(rank)
+        elif peer is not None:
+            self._plane.send(Look(rank), peer)
+
+    def _look(self, rank: int) -> Seen:
+        process = self.processes[rank]
+        return Seen(rank, process.state, process.stack())
+
+    # Exclusion.
+
+    def watch_silence(self, may_exclude: Callable[[], bool]) -> None:
+        """Call often. Asks those who have said nothing for long, and excludes who does not answer either."""
+        now = time.monotonic()
+        if self._silence is None or now < self._listened_at + LISTEN_SECONDS:
+            return
+        self._listened_at = now
+        others = [rank for rank in self._plane.members if rank != self._plane.rank and rank not in self.excluded]
+        for rank in self._silence.to_be_asked(now, others):
+            self._plane.send(Probe(), rank)
+        for rank in self._silence.too_long(others):
+            if may_exclude():
+                self.exclude(rank, "silent")
+
+    def exclude(self, rank: int, why: str) -> None:
+        """End it by a peer on its host, as the others then go on without it; nothing where it has none."""
+        peer = self._peer_of(rank)
+        if peer is None or rank in self.excluded:
+            return
+        self.excluded[rank] = why
+        process = self.processes[rank]
+        announce(f"hetsync: rank {rank} (process {process.pid} on {process.host.split()[0]}) is {why}: it is excluded")
+        if peer == self._plane.rank:
+            process.kill()
+        else:
+            self._plane.send(Exclude(rank), peer)
+
+    # Last words.
+
     def _report(self, version: int) -> str:
-        silent = [rank for rank in self._plane.members if rank not in self._signs]
+        silent = self._silent()
         last = max(sign.joined for sign in self._signs.values())
         late = [rank for rank, sign in sorted(self._signs.items()) if sign.joined < last]
         computing = [rank for rank, sign in sorted(self._signs.items()) if not sign.waiting]
@@ -62,4 +164,67 @@ class Watchdog:
             report += f"; {named(late)} has not joined it"
         if computing:
             report += f"; still on its task or its evaluation: {named(computing)}"
-        return report + " (raise run.timeout_seconds if the work takes that long)"
+        report += " (raise run.timeout_seconds if the work takes that long)"
+        return report + "".join(self._told_of(rank) for rank in sorted({*silent, *late, *computing}))
+
+    def _told_of(self, rank: int, mine: Alive | None = None) -> str:
+        """Of one who is late: where it is and what it does. Its whole stack goes to standard error."""
+        sign = self._signs.get(rank) if mine is None else None
+        if rank not in self.processes:
+            return ""
+        process = self.processes[rank]
+        told = f"; rank {rank}: process {process.pid} on {process.host.split()[0]}"
+        if sign is not None:
+            told, stack = f"{told}, {sign.activity} for {sign.seconds:.0f} s", sign.stack
+        else:
+            if mine is not None and self._peer_of(rank) == self._plane.rank:
+                self._seen[rank] = self._look(rank)
+            seen = self._seen.get(rank)
+            told, stack = (told, "") if seen is None else (f"{told}, which {_STATES[seen.state]}", seen.stack)
+        if stack:
+            announce(f"rank {rank} was at\n{stack.rstrip()}")
+        return told
+
+
+_STATES = {"runs": "runs", "stopped": "is stopped", "gone": "has gone"}
+
+
+class Silence:
+    """For how long others have given no sign of life. Pure: moments come in.
+
+    Its clock stands still where it is not asked: what this process has missed is nobody else's silence.
+    """
+
+    def __init__(self, limit_seconds: float) -> None:
+        self._limit = limit_seconds
+        self._looked_at: float | None = None
+        self._now = 0.0  # seconds that have been looked at
+        self._heard: dict[int, float] = {}
+        self._asked: dict[int, float] = {}
+
+    def heard(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._heard[rank] = self._now
+            self._asked.pop(rank, None)
+
+    def to_be_asked(self, moment: float, ranks: Iterable[int]) -> list[int]:
+        """Of these, who has said nothing for a part of the limit, and has not been asked since."""
+        if self._looked_at is not None:
+            self._now += min(LONGEST_GAP_SECONDS, moment - self._looked_at)
+        self._looked_at = moment
+        late = []
+        for rank in ranks:
+            last = max(self._heard.setdefault(rank, self._now), self._asked.get(rank, 0.0))
+            if self._now > last + self._limit / PROBES:
+                self._asked[rank] = self._now
+                late.append(rank)
+        return late
+
+    def too_long(self, ranks: Iterable[int]) -> list[int]:
+        """Of these, who has been silent for the limit, although asked."""
+        return [rank for rank in ranks if rank in self._asked and self._now > self._heard[rank] + self._limit]
+
+    @property
+    def silent(self) -> set[int]:
+        """Who has been asked, and has not answered yet."""
+        return set(self._asked)

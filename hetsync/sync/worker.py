@@ -5,9 +5,21 @@ simulator share it.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from hetsync.sync.messages import Contributed, HeldTask, Holding, RankWithdrew, Task, TaskFinished, TaskStarted
+from hetsync.sync.messages import (
+    Contributed,
+    HeldTask,
+    Holding,
+    RankWithdrew,
+    Task,
+    TaskFinished,
+    TaskSpoiled,
+    TaskStarted,
+)
+
+if TYPE_CHECKING:
+    from hetsync.data.ledger import Span
 
 
 class Returned(NamedTuple):
@@ -33,6 +45,7 @@ class Worker:
         self._started_from = version
         self._withdrawn = False
         self._recovering = False
+        self._spoiled: int | None = None  # a task that others may take for one that counts
 
     @property
     def upcoming(self) -> Task | None:
@@ -85,7 +98,7 @@ class Worker:
 
     def may_start(self) -> bool:
         """A rank runs at most D contributions ahead, and starts from no version that the state machine has excluded."""
-        if self._current is not None or not self._tasks or self._recovering:
+        if self._current is not None or not self._tasks or self._recovering or self._spoiled is not None:
             return False
         task = self._tasks[0]
         if task.synchronous_round is not None:
@@ -108,6 +121,22 @@ class Worker:
             self._finished.append(HeldTask(task, self._started_from))
         return TaskFinished(self.rank, task.number, task.samples, seconds, loss_sum, work_seconds, wait_seconds)
 
+    def spoil_task(self, spans: tuple[Span, ...]) -> TaskSpoiled:
+        """The current task of delayed mode is given up. No other starts before all who keep the books know (`drop`):
+        of what a round holds they see nothing but samples."""
+        assert self._current is not None
+        task, self._current = self._current, None
+        self._spoiled = task.number
+        return TaskSpoiled(self.rank, task.number, spans)
+
+    def drop(self, number: int) -> None:
+        """They will, before the round that comes after those announced so far."""
+        if number == self._spoiled:
+            self._spoiled = None
+        self._tasks = deque(task.sooner for task in self._tasks)
+        if self._joined < self._announced:
+            self._after |= {task.number: self._announced for task in self._tasks}
+
     def contribute(self, round_number: int) -> tuple[Contributed, int]:
         """All that is finished goes into a round; with the staleness of the oldest of it."""
         taken, self._finished = self._finished, []
@@ -123,6 +152,10 @@ class Worker:
     def holding(self) -> Holding:
         """What the rank has begun. Until `recover` it starts no other task, but may finish its current one."""
         self._recovering = True
+        self._spoiled = None  # nobody takes it for held any more; one from now on is told after the recovery
+        return self._held()
+
+    def _held(self) -> Holding:
         current = None if self._current is None else HeldTask(self._current, self._started_from)
         return Holding((*self._in_flight, *self._finished), current, self._withdrawn)
 
@@ -130,7 +163,7 @@ class Worker:
         """All have agreed that the rounds below `version` count and no other: the inverse of `contribute` for those
         that are void. `behind`: the rank has adopted the anchor of one who had landed them all. Where its local weights
         are that anchor (D = 0, or the round was a drain), the caller sets `version`."""
-        kept = kept_of(self.holding(), version, behind)
+        kept = kept_of(self._held(), version, behind)
         void = any(held.round is not None and held.round >= version for held in self._in_flight)
         dropped = [*self._tasks]
         if self._current is not None and kept.current is None:

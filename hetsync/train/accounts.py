@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hetsync.data.ledger import Span
 from hetsync.errors import UserError
 from hetsync.sync.messages import Task
 
@@ -53,7 +54,7 @@ class TaskInWork:
     """A task that this rank computes, slice by slice.
 
     `stepped` are the optimizers that have made their step in the slice that is out, by number, `collected` those whose
-    gradients are ready for it.
+    gradients are ready for it. `spoiled` are spans of slices whose gradients were not finite, and have moved nothing.
     """
 
     task: Task
@@ -64,7 +65,9 @@ class TaskInWork:
     stepped: set[int] = field(default_factory=set)
     collected: set[int] = field(default_factory=set)
     going_on: bool = False  # it computes on sums that it has waited for
+    void: bool = False  # a rank has died, and no step is due any more
     losses: list[tuple[torch.Tensor | float, int]] = field(default_factory=list)  # means, of so many samples
+    spoiled: list[Span] = field(default_factory=list)
     synchronous: bool = field(init=False)
 
     def __post_init__(self) -> None:

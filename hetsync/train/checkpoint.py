@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,9 +75,11 @@ def save(
     outer: torch.Tensor | None,
     keep: int,
     state: Mapping[str, Any] | None = None,
+    agree: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write a checkpoint of a job at rest, from one rank; then remove all but the newest `keep`. `state`: what else
-    there is to go on from, nested dictionaries and lists of tensors and plain values.
+    there is to go on from, nested dictionaries and lists of tensors and plain values. `agree` is called before it
+    becomes one: where it raises, there is none.
 
     A sound one that is there already, of as many samples, stays: replacing it could not be done in one step.
 
@@ -106,6 +108,7 @@ def save(
         for file in building.iterdir():
             flush_to_disk(file)
         flush_to_disk(building)
+        agree()
         shutil.rmtree(target, ignore_errors=True)
         building.rename(target)
         flush_to_disk(folder)

@@ -87,9 +87,11 @@ class Evaluations:
         loaders: Sequence[EvaluationLoader],
         averages: Sequence[torch.nn.Module] = (),
         equal: bool = False,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Parts are as large as shares are, or `equal`."""
+        """Parts are as large as shares are, or `equal`. `before` is called before each."""
         self._equal = equal
+        self._before = before
         self.metrics: dict[str, float] = {}
         self._parts = parts
         self._model = torch.nn.ModuleList([model, *averages])  # whatever an evaluation may look at
@@ -108,6 +110,7 @@ class Evaluations:
     def part_of(self, function: Callable[[], Any], shares: Sequence[int]) -> Part:
         """What the function finds on this rank's part: in evaluation mode, without gradients, drawing alike each
         time."""
+        self._before()
         self._parts.shares = [min(1, share) for share in shares] if self._equal else shares
         if self._loaders and not any(len(loader) for loader in self._loaders):
             return Part(None, 0)

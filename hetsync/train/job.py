@@ -35,7 +35,7 @@ from hetsync.train import checkpoint
 from hetsync.train.alike import data_described, parts_described, require_alike, settings_described
 from hetsync.train.best import Best, Mode, comparable
 from hetsync.train.display import Shows
-from hetsync.train.evaluation import Combine, EvaluationLoader, check_callable, combined, named, on_cpu
+from hetsync.train.evaluation import Combine, EvaluationLoader, Part, check_callable, combined, named, on_cpu
 from hetsync.train.loop import Loop, StoppedByRequest
 from hetsync.train.parts import Factor
 from hetsync.train.preparation import Loss, Preparation
@@ -97,7 +97,7 @@ class Job:
                 loaded = checkpoint.load_agreed(self.folder, plane) if resumed else None
             check_trackers(track, self.folder)
             check_trackers(config.run.track, self.folder)
-            self._shown = Shown(show if self.is_main else "nothing", [*config.run.track, *track], resume_by)
+            self._shown = Shown(show, [*config.run.track, *track], resume_by)
             self._best = Best(self.folder) if self.folder is not None else None
             self._at = take_place(config, plane, self.folder, loaded)
             self._held = held.pop_all()  # until the end
@@ -110,12 +110,13 @@ class Job:
 
     @property
     def is_main(self) -> bool:
-        return self.rank == 0
+        """Is this rank 0, or, once that has died, the first of those that are left?"""
+        return self.plane.leads
 
     def print(self, *values: Any, **named: Any) -> None:
-        """On rank 0 only. Where progress is shown, below what is shown."""
+        """On the main rank only. Where progress is shown, below what is shown."""
         if self.is_main:
-            if named or self._running is None or self._shown.here == "nothing":
+            if named or self._running is None or self._shown.shows == "nothing":
                 print(*values, **named)
             else:
                 self._running.display.say(" ".join(map(str, values)))
@@ -356,10 +357,19 @@ class Job:
         check_callable("job.evaluate", function, *arguments)
         running = self._begin()
         self._loop.come_to_rest()
-        part = running.evaluations.part_of(lambda: function(*arguments), running.session.shares)
-        result = combined(running.session.meet("job.evaluate", part), combine)
+        result = combined(self._parts_of(lambda: function(*arguments)), combine)
         running.evaluated(named(result))
         return result
+
+    def _parts_of(self, function: Callable[[], Any]) -> list[Part]:
+        """Of all ranks: once more where one has died before its own was known."""
+        running = self._begin()
+        while True:
+            members = self.plane.members
+            part = running.evaluations.part_of(function, running.session.shares_left)
+            told = running.session.meet("job.evaluate", (members, part))
+            if all(len(theirs) == len(told) for theirs, _ in told):
+                return [part for _, part in told]
 
     def gather(self, value: Any) -> list[Any]:
         """Collective, before the loop or at rest: every rank's value, in their order. Tensors come on the CPU."""
@@ -381,7 +391,7 @@ class Job:
         better = self._best.improves(value := told[0], mode)
         if better and self.is_main:
             self._best.keep(value, mode, running.session.applied, running.session.model if model is None else model)
-        self.plane.barrier()
+        running.session.meet("job.keep_best has kept them")
         return better
 
     def stop(self) -> None:

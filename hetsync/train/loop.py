@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from hetsync.errors import STOPPED, UserError
+from hetsync.errors import STOPPED, TOO_FEW_LEFT, UserError
 from hetsync.stop_signal import STATUSES, StopSignal
+from hetsync.sync.milestones import TOO_FEW
 from hetsync.train.preparation import Preparation
 from hetsync.train.resumption import Standing
 from hetsync.train.running import Running
@@ -17,7 +18,7 @@ from hetsync.train.session import AtRest
 
 
 class StoppedByRequest(SystemExit):
-    """The job has saved and stopped, as a signal asked it to."""
+    """The job has saved and stopped, as a signal asked it to, or since too few ranks are left."""
 
     def __init__(self, status: int) -> None:
         """`status`: the process's."""
@@ -131,22 +132,35 @@ class Loop:
     # Rests.
 
     def rest(self, rest: AtRest) -> bool:
-        """All ranks are at rest: save, evaluate. True where the script's own lines come next."""
+        """All ranks are at rest: save, evaluate. True where the script's own lines come next; False also where a rank
+        has died, and the course comes to this rest once more."""
         running, every = self._begin(), self._prepared.interval_samples
         applied = running.session.applied
         at_intervals_end = every is not None and (rest.final or applied % every == 0) and applied != self._lines_at
-        if at_intervals_end or rest.final:
-            running.check_steps()
         ended = rest.final and applied < running.total  # all loops have
-        running.rest(rest, Standing(ended, lines_due=at_intervals_end))
+        status = STOPPED
+
+        def work() -> None:
+            nonlocal status
+            if at_intervals_end or rest.final:
+                running.check_steps()
+            running.rest(rest, Standing(ended, lines_due=at_intervals_end))
+            if running.session.stopping:
+                status = self._status(running)
+
+        if not running.session.at_rest(work):
+            running.break_off_rest()
+            return False
         if running.session.stopping:
-            raise StoppedByRequest(self._status(running))
+            raise StoppedByRequest(status)
         if at_intervals_end:
             self._lines_at = applied
         return running.over or at_intervals_end
 
     def _status(self, running: Running) -> int:
         """Collective: the exit status of a job that was asked to stop, by a signal to any of its ranks or otherwise."""
+        if running.session.rest_reason == TOO_FEW:
+            return TOO_FEW_LEFT
         mine = self._stop.caught if self._stop is not None else None
         caught = [number for number in running.plane.gather_objects(mine) if number is not None]
         return STATUSES[caught[0]] if caught else STOPPED

@@ -1,15 +1,18 @@
-"""A job by a plan: each rank trains its stage of a replica, slice by slice, and all ranks make each step together.
+"""A job by a plan: each rank trains its stage of a replica, slice by slice, and all ranks make each step together, or
+replicas train on their own, up to D rounds apart (`planned_delayed.py`).
 
-Every rank has the batch, the schedule and the books, so that only activations, their gradients and a note a slice
-travel. What is saved is the whole model by its names, as any job saves it: a run goes on under another plan, or under
-none.
+In step every rank has the batch, the schedule and the books, so that only activations, their gradients and a note a
+slice travel. What is saved is the whole model by its names, as any job saves it: a run goes on under another plan, or
+under none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import signal
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,13 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import yaml
 from torch.utils.data import default_collate
 
 from hetsync import data, models
 from hetsync.balance.shares import apportion
 from hetsync.config.schema import Config
-from hetsync.data.evaluation import check_evaluation, evaluate_range, metrics_of
+from hetsync.data.evaluation import check_evaluation, metrics_of
 from hetsync.data.ledger import Span, total_samples
 from hetsync.data.loader import Loader, Source
 from hetsync.data.random_state import seed_all
@@ -35,6 +39,7 @@ from hetsync.replica.base import MicroBatch, MicroBatches
 from hetsync.replica.segments import SegmentSums, segments_of
 from hetsync.stop_signal import STATUSES, StopSignal
 from hetsync.sync.agreement import weights_sha256
+from hetsync.sync.messages import settings_of
 from hetsync.sync.milestones import CHECKPOINT, EPOCH, Milestone, Milestones, marks_every, rests_for
 from hetsync.sync.optimizer_state import state_by_place
 from hetsync.sync.optimizers import build_optimizer
@@ -46,6 +51,7 @@ from hetsync.train.display import Shows
 from hetsync.train.evaluation import RankParts
 from hetsync.train.parts import Parts
 from hetsync.train.planned_books import IN_STEP, Books
+from hetsync.train.planned_delayed import DelayedReplicas
 from hetsync.train.planned_ranks import cluster_of, make_replica, measured, open_channels
 from hetsync.train.resumption import FinishedError, Standing
 from hetsync.train.run_folder import Status, opened_folder, recorded, status_of
@@ -78,12 +84,14 @@ def train_planned(plane: Plane, config: Config, resume: Path | None, stop: StopS
 
 def check_settings(config: Config, plan: GivenPlan) -> None:
     """UserError for what jobs by a plan cannot do."""
-    replicas, sync = len(plan.file.replicas), config.sync
-    if replicas > 1 and sync.delay_bound != 0:
+    sync = config.sync
+    stages = [stage for replica in plan.file.replicas for stage in replica.stages]
+    shared = next((stage.ranks for stage in stages if len(stage.ranks) > 1), None)
+    if shared is not None and len(plan.file.replicas) > 1 and sync.delay_bound != 0:
         bound = "null" if sync.delay_bound is None else sync.delay_bound
         raise UserError(
-            f"sync.delay_bound is {bound}, and plan {plan.path} has {replicas} replicas, which jobs can only train in"
-            " step yet: give --sync.delay_bound 0, or a plan of one replica"
+            f"sync.delay_bound is {bound}, and plan {plan.path} has several replicas of which one has a stage on ranks"
+            f" {list(shared)}, which jobs can only train in step yet: give --sync.delay_bound 0, or a rank a stage"
         )
     refused = {
         "sync.accumulation": (sync.first_accumulation != 1, "raise micro_batches in the plan"),
@@ -93,6 +101,8 @@ def check_settings(config: Config, plan: GivenPlan) -> None:
         "ema.decay": (config.ema.decay is not None, "give null"),
         "run.precision": (config.run.precision != "float32", "give float32"),
         "run.compile": (config.run.compile, "give false"),
+        "fault.not_finite": (config.fault.not_finite != "stop", "give stop"),
+        "fault.inject": (bool(config.fault.inject), "leave it out"),
     }
     for key, (wanted, remedy) in refused.items():
         if wanted:
@@ -157,14 +167,18 @@ class PlannedJob:
         )
         self._index = self.assignment.place_of(self.plane.rank)[0]
         self._channels = open_channels(at)
-        self.replica = make_replica(at, self.assignment, self.model, self.data.loss, profiles, self._channels)
+        self.replica = make_replica(at, self.assignment, self.model, self.data, profiles, self._channels)
         self._forget_others()
         self._loader = self._make_loader()
         check_metrics(self.config, check_evaluation(self.model, self.data))
-        self.books = Books(at, self.assignment, self.replica, profiles, self.total, shows)
+        settings = settings_of(self.config.sync) if self._delayed else IN_STEP
+        self.books = Books(at, self.assignment, self.replica, profiles, self.total, shows, settings)
         self._sums = self._make_sums()
+        self.replica.release()
         assert at.folder is not None
         self._best = Best(at.folder)
+        self._whole: torch.nn.Module | None = None  # at rest, on rank 0
+        self._weights_sha256 = ""  # there, too
         self._unsaved = Trouble()
         self.saved = False
 
@@ -211,29 +225,38 @@ class PlannedJob:
             self.parts.restore(loaded.state)
 
     def _forget_others(self) -> None:
-        """The optimizer's state of weights that other stages hold is theirs."""
+        """The optimizer's state of weights that other stages hold is theirs; so is that of a checkpoint."""
+        if self.at.loaded is not None:
+            self.at.loaded.model.clear()
+            self.at.loaded.optimizer.clear()
         held = set(self.replica.parameters)
         for weight in [weight for weight in self.optimizer.state if weight not in held]:
             del self.optimizer.state[weight]
 
     def _make_sums(self) -> SegmentSums | None:
         placement = self.assignment.placement
-        if len(placement.replicas) == 1:
+        if len(placement.replicas) == 1 or self._delayed:
             return None
         assert self._channels is not None
         segments = segments_of(placement, self.assignment.cut.graph)
         return SegmentSums(segments, self.model, self.plane.rank, self._channels)
 
     def _make_loader(self) -> Loader:
-        built, micro_batches = self.data, self.assignment.replica_of(self.plane.rank).micro_batches
+        built, rank = self.data, self.plane.rank
+        micro_batches, division = self.assignment.replica_of(rank).micro_batches, self.assignment.division_of(rank)
         source = Source(
             dataset=built.train,
-            collate=MicroBatches(built.collate or default_collate, micro_batches),
+            collate=MicroBatches(built.collate or default_collate, micro_batches, division),
             costs=built.costs,
             workers=self.config.data.workers,
         )
         run = self.config.run
         return Loader(source, run.seed, self.at.device, run.timeout_seconds)
+
+    @property
+    def _delayed(self) -> bool:
+        """Do replicas train on their own between rests? One replica has nobody to be apart from."""
+        return len(self.assignment.placement.replicas) > 1 and self.config.sync.delay_bound != 0
 
     # When it rests, and when it evaluates: as a job without a plan does.
 
@@ -251,9 +274,10 @@ class PlannedJob:
 
     def _milestones(self) -> Milestones:
         run = self.config.run
-        rests = {CHECKPOINT: marks_every(run.checkpoint_every, self.total)}
-        if self._judges:
+        rests = {}
+        if self._judges or self._delayed:  # where they meet, checkpoints are due by their own mark, too
             rests[EPOCH] = marks_every(run.evaluate_every or self.total, self.total)
+        rests[CHECKPOINT] = marks_every(run.checkpoint_every, self.total)
         return rests_for(rests, self.total)
 
     def _evaluation_due(self, before: int) -> bool:
@@ -281,12 +305,15 @@ class PlannedJob:
 
     def train(self, stop: StopSignal) -> int:
         """Up to the last sample, or to where a signal or an evaluation ends it; the exit status."""
-        stop.listen(lambda: None)  # who has caught one says so after each slice
+        stop.listen(lambda: None)  # who has caught one says so after each slice, or at the rest that it asks for
         self.books.open()
         self._saved_at = time.monotonic()
         self._gather()
         if self._judgement_due and self._judge(self._evaluated()):
             return self._end(None)
+        return self._train_delayed(stop) if self._delayed else self._train_in_step(stop)
+
+    def _train_in_step(self, stop: StopSignal) -> int:
         self._go_on()
         slices = self._slices()
         coming = next(slices, None)
@@ -298,10 +325,35 @@ class PlannedJob:
                 return self._end(caught)
         return self._end(None)
 
+    def _train_delayed(self, stop: StopSignal) -> int:
+        assert self._channels is not None
+        replicas = DelayedReplicas(
+            self.at,
+            self.assignment,
+            self.replica,
+            self.optimizer,
+            self.parts.rates[0],
+            self._loader,
+            self._channels,
+            self.books,
+            self._milestones(),
+            self.total,
+            self._save_due,
+        )
+        self._go_on()
+        for rest in replicas.rests(stop):
+            told = self.plane.gather_objects(stop.caught)
+            caught = next((signal for signal in told if signal is not None), None)
+            done = PlannedSlice(rest.before, rest.applied - rest.before, [], Milestone(rest.applied, rest.reason))
+            if self._rest(done, caught, save=rest.reason == CHECKPOINT):
+                replicas.close()
+                return self._end(caught)
+        raise AssertionError("the last rest ends training")
+
     def _run(self, current: PlannedSlice, coming: PlannedSlice | None, stop: StopSignal) -> list[Note]:
         """One slice, and one step of all."""
         books, passes = self.books, self.replica.passes
-        began, computed = time.monotonic(), passes.seconds
+        began, computed, through = time.monotonic(), passes.seconds, passes.samples
         batches = list(self._loader.slices(current))
         loaded = time.monotonic()
         if coming is not None:
@@ -314,7 +366,7 @@ class PlannedJob:
         seconds = {"compute": computed, "data": loaded - began}
         seconds["wait"] = max(0.0, time.monotonic() - began - sum(seconds.values()))
         mean = self._mean_loss(notes, current)
-        books.slice_done(current.samples, current.own_samples, mean, rate, seconds)
+        books.slice_done(current.samples, passes.samples - through, mean, rate, seconds)
         return notes
 
     def _step(self, micro_batches: Sequence[MicroBatch], current: PlannedSlice) -> float:
@@ -326,7 +378,8 @@ class PlannedJob:
             self.replica.passes.begin_slice(current.own_samples)
             loss = self.replica.run(micro_batches)
         if self._sums is not None:
-            self._sums.finish(current.own_samples / current.samples)
+            # Each rank of a stage has the gradient of the whole replica.
+            self._sums.finish(current.own_samples / current.samples / self.assignment.ranks_beside(self.plane.rank))
         if self.config.optimizer.max_grad_norm is not None:
             self.replica.clip_grad_norm(self.config.optimizer.max_grad_norm)
         self.optimizer.step()
@@ -344,6 +397,26 @@ class PlannedJob:
                 )
         parts = zip(leaders, self._parts_of(current.samples), strict=True)
         return sum(notes[leader].loss * part for leader, part in parts) / current.samples
+
+    def rehearse(self, steps: int) -> float:
+        """Collective: the median of the seconds of so many steps, after one that warms up. Nothing is written, and the
+        job has ended."""
+        self._gather()
+        self._go_on()
+        slices = list(itertools.islice(self._slices(), steps + 1))
+        seconds = []
+        for current, coming in zip(slices, [*slices[1:], None], strict=True):
+            self.plane.barrier()
+            began = time.monotonic()
+            batches = list(self._loader.slices(current))
+            if coming is not None:
+                self._loader.prefetch(coming)
+            self._step(batches[0] if batches else [], current)
+            self.plane.barrier()
+            seconds.append(time.monotonic() - began)
+        if self._channels is not None:
+            self._channels.close()
+        return statistics.median(seconds[1:] or seconds)
 
     # At rest.
 
@@ -372,18 +445,27 @@ class PlannedJob:
 
     def _go_on(self) -> None:
         """Dropout and augmentation draw alike after a resume and in the uninterrupted run."""
+        self._whole = None
         seed_all(hash((self.config.run.seed, self.plane.rank, self.books.applied)) & (2**63 - 1))
         self.books.clock.start()
 
     def _gather(self) -> None:
-        """The whole model on every rank, the same on all."""
-        self.replica.gather()
+        """The whole model on rank 0; its holders have each weight the same."""
         set_rates(self.optimizer, self.parts.rates[0].owners(self.books.applied))
-        self._weights_sha256 = weights_sha256([*self.model.parameters(), *shared_buffers(self.model)])
-        told = self.plane.gather_objects(self._weights_sha256)
-        odd = [rank for rank, theirs in enumerate(told) if theirs != told[0]]
-        if odd:
-            raise RuntimeError(f"ranks {odd} hold other weights than rank 0 after {self.books.applied} samples")
+        shared = {id(buffer) for buffer in shared_buffers(self.model)}
+        digests = {
+            name: weights_sha256([tensor])
+            for name, tensor in self.replica.held.items()
+            if isinstance(tensor, torch.nn.Parameter) or id(tensor) in shared
+        }
+        first: dict[str, str] = {}
+        for rank, told in enumerate(self.plane.gather_objects(digests)):
+            for name, digest in told.items():
+                if first.setdefault(name, digest) != digest:
+                    raise RuntimeError(f"rank {rank} holds another {name} after {self.books.applied} samples")
+        self._whole = self.replica.whole({0})
+        if self._whole is not None:
+            self._weights_sha256 = weights_sha256([*self._whole.parameters(), *shared_buffers(self._whole)])
 
     def _save_due(self) -> bool:
         """By time; rank 0 knows."""
@@ -407,28 +489,29 @@ class PlannedJob:
 
     def _write(self, standing: Standing, optimizer_state: dict[int, dict[str, Any]]) -> None:
         assert self.at.folder is not None
+        assert self._whole is not None
         books, frozen = self.books, {id(weight) for weight in self.model.parameters() if not weight.requires_grad}
         progress = checkpoint.Progress(
             samples_applied=books.applied,
             version=books.steps,
             ranks=len(books.shares),  # of which these are the shares: of replicas
             shares=books.shares,
-            delay_bound=IN_STEP.delay_bound,
-            quorum=IN_STEP.quorum,
-            accumulation=IN_STEP.accumulation,
+            delay_bound=books.settings.delay_bound,
+            quorum=books.settings.quorum,
+            accumulation=books.settings.accumulation,
             train_seconds=books.train_seconds,
         )
-        whole = build_optimizer(self.config.optimizer, self.model)
+        whole = build_optimizer(self.config.optimizer, self._whole)
         whole.load_state_dict({**self.optimizer.state_dict(), "state": optimizer_state})
         state = {**self.parts.state(frozen), **standing.state()}
         keep = self.config.run.keep_checkpoints
-        checkpoint.save(self.at.folder / "checkpoints", progress, self.model, [whole], None, keep, state)
+        checkpoint.save(self.at.folder / "checkpoints", progress, self._whole, [whole], None, keep, state)
 
     def _evaluated(self) -> dict[str, float]:
-        """Metrics of the whole test data, of which each rank looks at a part with the gathered model."""
+        """Metrics of the whole test data, of which each replica looks at a part."""
         count = len(self.data.test)  # type: ignore[arg-type]
-        part = RankParts(self.plane.rank, self.plane.size).of(count)
-        parts = self.plane.gather_objects(evaluate_range(self.model, self.data, part.start, part.stop))
+        part = RankParts(self._index, len(self.books.shares)).of(count)
+        parts = self.plane.gather_objects(self.replica.evaluate(self.data, part.start, part.stop))
         metrics = metrics_of(self.data, parts, count) if count else {}
         self.books.evaluated(metrics)
         return metrics
@@ -436,8 +519,9 @@ class PlannedJob:
     def _judge(self, metrics: dict[str, float]) -> bool:
         """Keep the best weights; whether training gains nothing any more."""
         best, stop = self.config.run.keep_best, self.config.run.early_stop
-        if best.metric is not None and self._best.improves(metrics[best.metric], best.mode) and self.plane.rank == 0:
-            self._best.keep(metrics[best.metric], best.mode, self.books.applied, self.model)
+        found = None if best.metric is None else metrics[best.metric]
+        if found is not None and self._best.improves(found, best.mode) and self._whole is not None:
+            self._best.keep(found, best.mode, self.books.applied, self._whole)
         if stop.metric is None or not self.patience.ends_with(metrics[stop.metric]):
             return False
         self.books.say(f"{stop.metric} has not got better for {stop.patience} evaluations: training ends")
@@ -449,6 +533,7 @@ class PlannedJob:
         stopped = caught is not None and self.books.applied < self.total
         if self._channels is not None:
             self._channels.close()
+        self.books.memory_bytes = self.replica.memory.bytes(self.optimizer)
         self.books.close(Status.STOPPED if stopped else Status.FINISHED, self._weights_sha256)
         return STATUSES[caught] if caught is not None and stopped else 0
 

@@ -13,7 +13,8 @@ from hetsync.errors import one_sentence
 from hetsync.files import SUMMARY, write_atomically
 from hetsync.plan.assignment import Assignment
 from hetsync.replica.base import Replica
-from hetsync.sync.messages import Settings
+from hetsync.sync.messages import NO_BOUND, Settings, Task
+from hetsync.sync.observation import mean_staleness
 from hetsync.telemetry import Telemetry
 from hetsync.train.accounts import TrainingClock
 from hetsync.train.display import Shows, make_display
@@ -53,6 +54,9 @@ class Books:
         shares: Samples of each replica in a slice.
         clock: Of training, by this process.
         metrics: Of the last evaluation.
+        memory_bytes: What this rank has needed.
+        staleness: Contributions by their staleness, of this process.
+        round_bytes_sent, runtime_cpu_seconds: Of this rank's rounds in delayed mode, as far as they are known.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Books:
         profiles: Sequence[RankProfile],
         total: int,
         shows: Shows,
+        settings: Settings = IN_STEP,
     ) -> None:
         self._at, self._assignment, self._replica, self._profiles = at, assignment, replica, profiles
         self._rank, self._total = at.plane.rank, total
@@ -73,6 +78,10 @@ class Books:
         self.shares = tuple(each.share or 0 for each in assignment.placement.replicas)
         self.clock = TrainingClock()
         self.metrics: dict[str, float] = {}
+        self.memory_bytes = 0
+        self.settings = settings
+        self.staleness: Mapping[int, int] = {}
+        self.round_bytes_sent, self.runtime_cpu_seconds = 0, 0.0
         self._solo = solo_rates(sum(self.shares), profiles)
         self._data_seconds, self._samples = 0.0, 0  # of this rank
         self._display = make_display(shows, total, self.applied)
@@ -83,7 +92,7 @@ class Books:
 
     @property
     def own_share(self) -> int:
-        return self.shares[self._assignment.place_of(self._rank)[0]]
+        return self._assignment.share_of(self._rank)
 
     @property
     def train_seconds(self) -> float:
@@ -102,8 +111,8 @@ class Books:
             solo_samples_per_second=self._solo[self._rank],
             solo_uncertainty=profile.uncertainty,
             samples_applied=self.applied,
-            delay_bound=IN_STEP.delay_bound,
-            accumulation=IN_STEP.accumulation,
+            delay_bound=None if self.settings.delay_bound == NO_BOUND else self.settings.delay_bound,
+            accumulation=self.settings.accumulation,
         )
         if self._rank != 0:
             return
@@ -111,7 +120,8 @@ class Books:
         if folder is not None:
             write_atomically(folder / SUMMARY, json.dumps(first_summary(self._job(Status.RUNNING)), indent=1))
             self.say(f"the run folder is {folder}")
-        self._display.ranks(self._profiles, [self._share_of(rank) for rank in range(at.plane.size)], self._solo)
+        shares = [self._assignment.share_of(rank) for rank in range(at.plane.size)]
+        self._display.ranks(self._profiles, shares, self._solo)
         costs = self._assignment.costs
         self.say(
             f"plan {self._assignment.plan.path}: {costs.step_seconds:.4g} s a step are predicted,"
@@ -120,9 +130,6 @@ class Books:
 
     def say(self, text: str) -> None:
         self._display.say(text)
-
-    def _share_of(self, rank: int) -> int:
-        return self.shares[self._assignment.place_of(rank)[0]]
 
     # While training runs.
 
@@ -133,6 +140,7 @@ class Books:
         learning rate; `seconds` this rank's: compute, data, wait."""
         self.applied += samples
         self.steps += 1
+        self.staleness = {0: (self.steps - self._steps_before) * len(self.shares)}
         self._samples += own_samples
         self._data_seconds += seconds["data"]
         self._telemetry.record(
@@ -152,14 +160,47 @@ class Books:
         if self.clock.seconds() - self._since.seconds >= LOG_SECONDS:
             self._log(rate)
 
-    def _moment(self, loss: float) -> Progress:
+    def task_done(self, task: Task, version: int, loss: float, seconds: Mapping[str, float]) -> None:
+        """Delayed mode: this rank's replica has computed a task, with this mean loss, on weights that have seen
+        `version`; `seconds` as above."""
+        self._samples += task.samples
+        self._data_seconds += seconds["data"]
+        self._telemetry.record(
+            "piece",
+            piece=task.number,
+            samples=task.samples,
+            slices=len(task.slices),
+            version=version,
+            **{f"{name}_seconds": round(value, 6) for name, value in seconds.items()},
+            loss=loss,
+        )
+
+    def progress(self, applied: int, loss: float | None, rate: float, staleness: Mapping[int, int]) -> None:
+        """Delayed mode, on rank 0 between tasks: so much is applied, and `loss` is the mean since the last call."""
+        if loss is not None:
+            self._since.loss_sum += loss * (applied - self.applied)
+        self.applied, self.staleness = applied, staleness
+        if self._display.due():
+            self._display.progress(self._moment(loss))
+        if self.clock.seconds() - self._since.seconds >= LOG_SECONDS:
+            self._log(rate)
+
+    def come_to_rest(self, applied: int, rounds: int, staleness: Mapping[int, int]) -> None:
+        """Delayed mode: training has halted with so many samples applied in all, by so many rounds."""
+        self.applied, self.steps, self.staleness = applied, rounds, staleness
+
+    @property
+    def telemetry(self) -> Telemetry:
+        return self._telemetry
+
+    def _moment(self, loss: float | None) -> Progress:
         return Progress(
             samples_applied=self.applied,
             samples_expected=self._total,
             already=self._applied_before,
             seconds=self.clock.seconds(),
             loss=loss,
-            staleness=0.0,
+            staleness=mean_staleness(self.staleness),
             solo=sum(self._solo),
             slowest=None,
         )
@@ -238,21 +279,28 @@ class Books:
         )
 
     def _run_figures(self, status: Status, per_rank: Sequence[RankFigures], weights_sha256: str) -> RunFigures:
-        steps = self.steps - self._steps_before
         return RunFigures(
             job=self._job(status),
             per_rank=per_rank,
             samples_before=self._applied_before,
             rounds=self.steps,
-            staleness={0: steps * len(self.shares)},
-            settings=IN_STEP,
+            staleness=self.staleness,
+            settings=self.settings,
             metrics=self.metrics,
             anchor_sha256=weights_sha256,
             wall_seconds=time.monotonic() - self._at.began,
-            plan=self._plan_figures(steps),
+            plan=self._plan_figures(),
         )
 
-    def _plan_figures(self, steps: int) -> PlanFigures:
+    @property
+    def _steps_made(self) -> float:
+        """By this process; in delayed mode as many as its samples are batches."""
+        if self.settings.synchronous:
+            return self.steps - self._steps_before
+        return (self.applied - self._applied_before) / sum(self.shares)
+
+    def _plan_figures(self) -> PlanFigures:
+        steps = self._steps_made
         plan, costs, replicas = self._assignment.plan, self._assignment.costs, self._assignment.placement.replicas
         return PlanFigures(
             path=str(plan.path),
@@ -262,6 +310,7 @@ class Books:
             measured_step_seconds=self.clock.seconds() / steps if steps else None,
             predicted_samples_per_second=costs.samples_per_second,
             bytes_per_sample=costs.bytes_per_sample,
+            communication_fraction=self._assignment.communication_fraction,
         )
 
     def _rank_figures(self) -> RankFigures:
@@ -277,7 +326,8 @@ class Books:
             compute_seconds=passes.seconds,
             wait_seconds=max(0.0, seconds - passes.seconds - self._data_seconds),
             data_seconds=self._data_seconds,
-            bytes_sent=self._replica.activation_bytes_sent,
+            bytes_sent=self._replica.activation_bytes_sent + self.round_bytes_sent,
+            runtime_cpu_seconds=self.runtime_cpu_seconds,
             slices=passes.slices,
             real_seconds=passes.real_seconds,
             overruns=passes.overruns,
@@ -287,6 +337,7 @@ class Books:
                 step_fraction=sum(self._assignment.parts_of_step(rank)),
                 idle_fraction=max(0.0, 1 - passes.seconds / seconds) if seconds else 0.0,
                 activation_bytes_sent=self._replica.activation_bytes_sent,
+                memory_bytes=self.memory_bytes,
                 predicted_memory_bytes=self._assignment.costs.memory_bytes[rank],
             ),
         )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -13,11 +12,15 @@ from hetsync.data import Data
 from hetsync.emulation.channels import EmulatedChannels
 from hetsync.emulation.cluster import Cluster
 from hetsync.emulation.jitter import jitter_sampler
+from hetsync.errors import UserError
 from hetsync.plan.assignment import Assignment, real_cluster, without_limits
+from hetsync.plan.calls import weight_used
+from hetsync.plan.recipe import MEASURED_SAMPLES
 from hetsync.plane.base import Channels
-from hetsync.profiling.measure import Subject, measure_ranks
+from hetsync.profiling.measure import Subject, batch_of, measure_ranks
 from hetsync.replica.base import Replica
 from hetsync.replica.passes import EmulatedPasses, Passes
+from hetsync.replica.scores import forward_outside_of_training
 from hetsync.replica.staged import StagedReplica, Stages
 from hetsync.replica.whole import WholeReplica
 from hetsync.train.workplace import Workplace
@@ -48,20 +51,35 @@ def make_replica(
     at: Workplace,
     assignment: Assignment,
     model: torch.nn.Module,
-    loss: Callable[[torch.nn.Module, Any], torch.Tensor],
+    data: Data,
     profiles: Sequence[RankProfile],
     channels: Channels | None,
 ) -> Replica:
-    """This rank's part in its replica. UserError for a model that cannot be cut as the plan does."""
-    planned = assignment.replica_of(at.plane.rank)
+    """This rank's part in its replica. UserError for a model that cannot be cut as the plan does, or for a loss that
+    does more with it than calling it."""
+    planned, rank = assignment.replica_of(at.plane.rank), at.plane.rank
     passes = _passes(at, assignment, profiles)
     if len(planned.stages) == 1:
-        return WholeReplica(model, loss, passes)
+        shared = channels if len(planned.stages[0].ranks) > 1 else None
+        return WholeReplica(model, data.loss, passes, assignment.division_of(rank), rank, shared)
     assert channels is not None
     stage_of = [planned.stage_of[block] for block in range(len(assignment.cut.graph.blocks))]
-    ranks = [stage.ranks[0] for stage in planned.stages]
-    stages = Stages(stage_of, ranks, [stage.in_flight for stage in planned.stages])
-    return StagedReplica(model, assignment.cut, loss, stages, at.plane.rank, channels, passes)
+    ranks = [stage.ranks for stage in planned.stages]
+    times = [profile.time for profile in profiles]
+    stages = Stages(stage_of, ranks, [stage.in_flight for stage in planned.stages], times)
+    _check_loss(model, data, at.device)
+    scoring = forward_outside_of_training(model, data, at.device)
+    return StagedReplica(model, assignment.cut, data.loss, stages, rank, channels, passes, scoring)
+
+
+def _check_loss(model: torch.nn.Module, data: Data, device: torch.device) -> None:
+    samples = min(MEASURED_SAMPLES[0], len(data.train))  # type: ignore[arg-type]
+    name = weight_used(model, data.loss, batch_of(data, samples, device))
+    if name is not None:
+        raise UserError(
+            f"the loss computes with {name} itself, which may be on another rank: let the model's forward return what"
+            " the loss needs"
+        )
 
 
 def _passes(at: Workplace, assignment: Assignment, profiles: Sequence[RankProfile]) -> Passes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -36,8 +37,17 @@ class CommonState:
         """All ranks take over rank 0's weights and buffers, and averages of them."""
         for module in (self._model, *self._averages):
             state = {name: tensor.cpu() for name, tensor in module.state_dict().items()}
-            module.load_state_dict(self._plane.broadcast_object(state if self._plane.rank == 0 else None))
+            module.load_state_dict(self._plane.broadcast_object(state if self._plane.leads else None))
         self._agreement.remember_counters()
+
+    def given(self) -> dict[str, torch.Tensor]:
+        """In synchronous mode: all that steps have made, for a rank that is behind."""
+        return {name: value.detach().cpu().clone() for name, value in self._agreement.values(None, ()).items()}
+
+    def take(self, given: Mapping[str, Any]) -> None:
+        values = self._agreement.values(None, ())
+        known = {name: value for name, value in given.items() if name in values or name.startswith("optimizer.")}
+        self._agreement.adopt(values, known)
 
     def average(self, samples: int) -> None:
         """What ranks that stepped on their own keep for themselves: each counts by the samples that it has computed

@@ -13,7 +13,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from enum import StrEnum
+from enum import Enum
 from pathlib import Path
 from typing import Literal
 
@@ -25,10 +25,11 @@ from hetsync.plane.base import Plane, decided_by_first
 Resume = bool | Literal["auto"] | Path
 
 LOCK = "job.lock"
+SECONDS_TO_LET_GO = 5.0  # of a lock, for processes that a dead rank had started
 MOST_AT_ONCE = 1000  # jobs of one name that begin in one second
 
 
-class Status(StrEnum):
+class Status(str, Enum):
     """A summary's `status`: of a job under way, or killed; of one that an error has ended; of one that has saved to be
     resumed; of one at its end."""
 
@@ -36,6 +37,9 @@ class Status(StrEnum):
     FAILED = "failed"
     STOPPED = "stopped"
     FINISHED = "finished"
+
+    def __str__(self) -> str:  # as StrEnum, which Python 3.10 has not
+        return str(self.value)
 
 
 @contextlib.contextmanager
@@ -193,6 +197,22 @@ def _check_unused(folder: Path) -> None:
             f"run folder {folder} holds a run already: choose another, or go on with --resume {folder} (in a script:"
             " resume='auto')"
         )
+
+
+@contextlib.contextmanager
+def taken_over(folder: Path) -> Iterator[None]:
+    """Inside, the folder is held by a rank whose predecessor has died. UserError where another job was faster."""
+    with contextlib.ExitStack() as held:
+        deadline = time.monotonic() + SECONDS_TO_LET_GO
+        while True:
+            try:
+                held.enter_context(_locked(folder))
+                break
+            except UserError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+        yield
 
 
 @contextlib.contextmanager

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from hetsync.balance.profile import RankProfile
 from hetsync.balance.shares import choose_shares, makespan, solo_rates
+from hetsync.config.faults import When
 from hetsync.control.process import ControlProcess
 from hetsync.data import Data
 from hetsync.emulation.device import make_device
 from hetsync.emulation.link import behind_link
 from hetsync.errors import UserError, one_sentence
 from hetsync.files import SUMMARY, write_atomically
+from hetsync.plane.base import Plane
 from hetsync.profiling.measure import Subject, measure_ranks
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.coordinator import Coordinator
@@ -30,14 +34,15 @@ from hetsync.train import checkpoint
 from hetsync.train.control_factory import control_factory
 from hetsync.train.display import Shows, make_display
 from hetsync.train.evaluation import Evaluations, combined, named, record
+from hetsync.train.injection import InjectedDevice, Injection, require_struck
 from hetsync.train.memory import slice_memory
 from hetsync.train.preparation import Preparation
 from hetsync.train.resumption import Standing, first_settings, kept_shares
-from hetsync.train.run_folder import Status, mark_failed
+from hetsync.train.run_folder import Status, mark_failed, taken_over
 from hetsync.train.saving import Saver
 from hetsync.train.session import AtRest, Session
 from hetsync.train.speeds import assumed_profiles
-from hetsync.train.summary import JobFigures, LostRank, RankFigures, RunFigures, first_summary, summarise
+from hetsync.train.summary import JobFigures, LeftOut, LostRank, RankFigures, RunFigures, first_summary, summarise
 from hetsync.train.tasks import Trained
 from hetsync.train.terminal import Display, Progress, Silence
 from hetsync.train.terms import ControlFactory, Terms
@@ -55,12 +60,12 @@ class Shown:
     """What is told of a job while it runs, and to whom.
 
     Args:
-        here: How progress and summary are told on this rank.
+        shows: How the first rank tells progress and summary.
         track: What gets figures.
         resume_by: What goes on with a stopped run, {} being its folder.
     """
 
-    here: Shows
+    shows: Shows
     track: Tracked
     resume_by: str
 
@@ -102,12 +107,16 @@ class Running:
         self._seconds_before = self._progress.train_seconds if self._progress else 0.0  # of training
         self._round = -1  # that callbacks have been told of
         self._settings_told: Settings | None = None
-        self._deaths_told = 0
+        self._deaths_told = self._left_out_told = 0
+        self._leading = False
+        self._held = ExitStack()  # the run folder, where the rank that did has died
         self.profiles = self._profiles()
         self._solo = solo_rates(loader.batch_size, self.profiles) if self._is_measured else None
         rank, folder = at.plane.rank, at.folder
         self.timer = make_device(at.cluster, rank, self.profiles[rank].time, at.config.run.seed, self._device)
         self.telemetry = Telemetry(None if folder is None else folder / "telemetry" / f"rank-{rank:04d}.jsonl")
+        faults = self.config.fault.injected()
+        self._injection = Injection(faults, self.plane, self.model) if faults else None
         self.evaluations = Evaluations(
             parts=prepared.rank_parts,
             model=self.model,
@@ -116,11 +125,16 @@ class Running:
             # Emulated devices evaluate at the speed of the machine: by shares, fast ranks would be out of training for
             # longer than slow ones.
             equal=at.cluster is not None,
+            before=self._injecting("evaluation"),
         )
         if prepared.evaluation is not None:
             self.evaluations.use(*prepared.evaluation[1:])
         self.session = self._make_session()
         self.leaving = self._leaving()
+
+    def _injecting(self, when: When) -> Callable[[], None]:
+        """What is to be called at such a moment."""
+        return (lambda: None) if self._injection is None else partial(self._injection.at, when)
 
     @property
     def _device(self) -> torch.device:
@@ -160,8 +174,10 @@ class Running:
         shares = kept_shares(config, self._progress, self.plane.size)
         shares = shares or choose_shares(config.sync, config.data.batch_size, self.profiles)
         slice_seconds = makespan(shares, [profile.time for profile in self.profiles])
+        injection = self._injection
+        plane: Plane = self.plane if injection is None else injection.plane
         session = Session(
-            plane=behind_link(self.plane, at.cluster, 4 * travelling_values(self.model), slice_seconds),
+            plane=behind_link(plane, at.cluster, 4 * travelling_values(self.model), slice_seconds),
             trained=Trained(
                 model=self.model,
                 optimizers=self.prepared.parts.optimizers,
@@ -172,12 +188,14 @@ class Running:
             source=self.source,
             sync=config.sync,
             terms=self._make_terms(shares),
-            device=self.timer,
+            device=self.timer if injection is None else InjectedDevice(self.timer, injection),
             telemetry=self.telemetry,
             timeout_seconds=config.run.timeout_seconds,
             make_control=self._start_control(),
             scorer=self.evaluations if self.prepared.evaluation is not None else None,
             memory=None if self._is_measured else slice_memory(self.plane, at.place, self._device),
+            fault=config.fault,
+            around=injection.around if injection is not None else lambda start, steps: steps,
         )
         loaded = at.loaded
         if loaded is not None and session.outer is not None and loaded.outer is not None:
@@ -217,23 +235,43 @@ class Running:
     def open(self, stop: StopSignal | None) -> None:
         """Training is about to begin: from now on signals save and stop, and there is something on disk."""
         at, self.is_open = self.at, True
-        self.display = make_display(self._shown.here, self.total, self.session.terms.applied)
         if stop is not None:
             stop.listen(self.session.request_stop)
         if at.folder is not None:
-            self._saver = Saver(self.session, at.folder, self.config.run, self._seconds_before)
-            if self.plane.rank == 0:
+            before = (lambda: None) if self._injection is None else self._injection.checkpoint
+            self._saver = Saver(self.session, at.folder, self.config.run, self._seconds_before, before)
+            if self.plane.leads:
                 write_atomically(at.folder / SUMMARY, json.dumps(first_summary(self._job_figures()), indent=1))
             self._saver.start_timer()
+        if self.plane.leads:
+            self._lead()
+        if at.folder is not None:
             self.display.say(f"the run folder is {at.folder}")
         self._tell_profile()
         if self.plane.size > 1:
             self.display.say(self.plane.described)
         self.display.ranks(self.profiles, self.session.shares, self._solo)
-        trackers = trackers_of(self._shown.track, at.folder, self.session.terms.applied)
-        if trackers and self.plane.rank == 0:
+
+    def _lead(self) -> None:
+        """The first rank tells and tracks."""
+        coordinator = self.session.coordinator
+        assert coordinator is not None
+        self._leading = True
+        self.display = make_display(self._shown.shows, self.total, self.session.terms.applied)
+        trackers = trackers_of(self._shown.track, self.at.folder, coordinator.machine.ledger.applied)
+        if trackers:
             solo = None if self._solo is None else sum(self._solo)
             self.tracking = Tracking(trackers, self.session, solo, self._device, self._seconds_before)
+
+    def _succeed(self) -> None:
+        """Once all ranks before this one have died it is the first, and holds the run folder."""
+        if self._leading or self.session.coordinator is None:
+            return
+        if self.at.folder is not None:
+            self._held.enter_context(taken_over(self.at.folder))
+        self._lead()
+        if self._saver is not None:
+            self._saver.start_timer()
 
     def _tell_profile(self) -> None:
         """To telemetry: who looks on while the job runs has no summary yet."""
@@ -259,11 +297,13 @@ class Running:
         return self._saver is not None and self._saver.saved
 
     def between_batches(self) -> None:
+        self._succeed()
         coordinator = self.session.coordinator
         if coordinator is not None:
             if self.display.due():
                 self.display.progress(self._moment(coordinator))
             self._tell_deaths()
+            self._tell_left_out()
             if coordinator.settings is not self._settings_told:
                 self._tell_settings(coordinator.settings)
             if self.prepared.callbacks.get("round") and coordinator.machine.version > self._round + 1:
@@ -303,6 +343,14 @@ class Running:
             )
         self._deaths_told = len(deaths)
 
+    def _tell_left_out(self) -> None:
+        for rank, number, samples in self.session.left_out[self._left_out_told :]:
+            self.display.say(
+                f"gradients were not finite on rank {rank} ({self.profiles[rank].host}) in round {number}: they are"
+                f" left out, and {samples} samples go out once more"
+            )
+            self._left_out_told += 1
+
     def _take_evaluations(self) -> None:
         for applied, seconds, metrics in self.evaluations.take():
             self._show_evaluation(applied, seconds, metrics)
@@ -315,7 +363,7 @@ class Running:
         self._tell("evaluation", metrics)
 
     def _tell(self, event: str, value: Any) -> None:
-        if self.plane.rank == 0:
+        if self.plane.leads:
             for callback in self.prepared.callbacks.get(event, ()):
                 callback(value)
 
@@ -334,6 +382,7 @@ class Running:
         """Collective: save and evaluate where that is due."""
         session, every = self.session, self.config.run.checkpoint_every
         self._resting = True
+        self._succeed()
         self._share_scale()
         self._take_evaluations()
         self.over |= rest.final or session.stopping
@@ -343,6 +392,10 @@ class Running:
         if rest.evaluation_due and self.prepared.evaluation is not None:
             part = self.evaluations.score(session.shares)
             self.evaluated(named(combined(self.plane.gather_objects(part), self.prepared.evaluation[2])))
+
+    def break_off_rest(self) -> None:
+        """A rank has died, and the rest begins anew."""
+        self._resting = self.over = self._saved_last = False
 
     def _share_scale(self) -> None:
         """Collective. Ranks that have stepped on their own, or have missed a step for want of samples, have scales of
@@ -369,7 +422,7 @@ class Running:
     def evaluated(self, metrics: dict[str, float]) -> None:
         """At rest, with the same metrics on all ranks."""
         self.evaluations.metrics = metrics
-        if self.plane.rank == 0:
+        if self.plane.leads:
             self._show_evaluation(self.session.applied, self.session.totals.train_seconds, metrics)
 
     # Leaving, and the end.
@@ -400,9 +453,12 @@ class Running:
         if session.applied < self.total and not session.stopping and not self._saved_last:
             self._save(Standing(ended=True), last=True)  # all ranks have ended it at a rest
         session.meet(THE_END)
+        waiting = [] if self._injection is None else self.plane.gather_objects(self._injection.never_struck())
         if self._saver is not None:
             self._saver.stop_timer()
+        self._succeed()
         self._tell_deaths()
+        self._tell_left_out()
         figures = self._run_figures()
         if self.tracking is not None:
             self.tracking.log_figures()
@@ -416,6 +472,11 @@ class Running:
             self.display.say(f"stopped and saved; go on with: {self._shown.resume_by.format(at.folder)}")
         if summary is not None:
             self._tell("end", summary)
+        self._held.close()
+        if self._injection is not None and self.plane.leads:  # whose word ends the others
+            require_struck(
+                self.config.fault.injected(), [each for some in waiting for each in some], self.plane.members
+            )
 
     def failed(self, failure: BaseException) -> None:
         """The job is about to end by this."""
@@ -431,6 +492,7 @@ class Running:
         if self.is_open and self.at.folder is not None:
             mark_failed(self.at.folder)
         self.display.close(None)
+        self._held.close()
         if release:
             self.session.release()
 
@@ -453,13 +515,18 @@ class Running:
     def _run_figures(self) -> RunFigures | None:
         """Collective, at rest; on rank 0."""
         session = self.session
-        per_rank = self.plane.gather_objects(self._rank_figures())
+        told = session.meet("the figures of the run", self._rank_figures())
+        per_rank = [figures for figures in told if figures.rank in self.plane.members]
         if session.coordinator is None:
             return None
         return RunFigures(
             job=self._job_figures(Status.STOPPED if session.stopping else Status.FINISHED),
             per_rank=per_rank,
             lost=self._lost_ranks(session.coordinator),
+            left_out=[
+                LeftOut(rank=rank, host=self.profiles[rank].host, round=number, samples=samples)
+                for rank, number, samples in session.left_out
+            ],
             samples_before=session.terms.applied,
             rounds=session.version,
             staleness=session.coordinator.machine.staleness,
@@ -479,7 +546,8 @@ class Running:
                 samples=coordinator.machine.samples_by_rank[death.rank],
                 solo_samples_per_second=None if self._solo is None else self._solo[death.rank],
                 train_seconds=seconds,
-                compute_seconds=coordinator.device_seconds[death.rank],
+                # Of all its samples rank 0 alone has heard.
+                compute_seconds=coordinator.device_seconds[death.rank] if self.plane.rank == 0 else 0.0,
             )
             for death, seconds in self.session.deaths
         ]

@@ -16,7 +16,7 @@ from hetsync.train.session import Session
 
 
 class Saver:
-    """Every rank has one; rank 0 writes. `saved`: there is a checkpoint by this process."""
+    """Every rank has one; the first writes. `saved`: there is a checkpoint by this process."""
 
     def __init__(
         self,
@@ -24,20 +24,23 @@ class Saver:
         run_folder: Path,
         run: RunConfig,
         seconds_before: float,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
-        """`seconds_before`: of training, by the jobs that this one goes on from."""
+        """`seconds_before`: of training, by the jobs that this one goes on from. `before` is called before each
+        checkpoint, on all ranks."""
         self.saved = False
         self._session = session
         self._folder = run_folder / "checkpoints"
         self._keep = run.keep_checkpoints
         self._interval_seconds = run.checkpoint_seconds
         self._seconds_before = seconds_before
+        self._before = before
         self._unsaved = Trouble()
         self._alarm: threading.Timer | None = None
 
     def start_timer(self) -> None:
-        """From now on rank 0 asks for checkpoints by time."""
-        if self._session.plane.rank == 0 and self._interval_seconds is not None:
+        """From now on the first rank asks for checkpoints by time."""
+        if self._session.plane.leads and self._interval_seconds is not None:
             longest = min(self._interval_seconds, threading.TIMEOUT_MAX)
             self._alarm = threading.Timer(longest, self._session.request_rest, [CHECKPOINT])
             self._alarm.daemon = True
@@ -49,24 +52,35 @@ class Saver:
 
     def save(self, state: Callable[[], Mapping[str, Any]], last: bool) -> None:
         """Collective, at rest. Training goes on without a checkpoint that cannot be written, unless it is the last.
-        `state`, asked for on rank 0: what else is to be kept.
+        `state`, asked for where it is written: what else is to be kept.
 
         DiskError for the last one.
         """
         self.stop_timer()
-        if self._session.plane.rank == 0:
-            try:
-                self._write(state())
+        plane, agreed = self._session.plane, False
+
+        def agree() -> None:
+            """A rank that the others have given up never gets here: only their checkpoint counts."""
+            nonlocal agreed
+            agreed = True
+            plane.barrier()
+
+        try:
+            self._before()
+            if plane.leads:
+                self._write(state(), agree)
                 self.saved = True
-            except DiskError as error:
-                if last:
-                    raise
-                self._unsaved.tell(f"{error}; training goes on")
-        self._session.plane.barrier()
+        except DiskError as error:
+            if last:
+                raise
+            self._unsaved.tell(f"{error}; training goes on")
+        if not agreed:
+            plane.barrier()
+        plane.barrier()
         if not last:
             self.start_timer()
 
-    def _write(self, state: Mapping[str, Any]) -> None:
+    def _write(self, state: Mapping[str, Any], agree: Callable[[], None]) -> None:
         session, settings = self._session, self._session.settings
         progress = checkpoint.Progress(
             samples_applied=session.applied,
@@ -79,4 +93,4 @@ class Saver:
             train_seconds=self._seconds_before + session.totals.train_seconds,
         )
         outer = session.outer.velocity if session.outer is not None else None
-        checkpoint.save(self._folder, progress, session.model, session.optimizers, outer, self._keep, state)
+        checkpoint.save(self._folder, progress, session.model, session.optimizers, outer, self._keep, state, agree)

@@ -20,29 +20,42 @@ import torch
 from hetsync.balance.device import Device
 from hetsync.balance.shares import choose_shares
 from hetsync.balance.speed_tracker import Speeds
-from hetsync.config.schema import SyncConfig
-from hetsync.data.ledger import Ledger
+from hetsync.config.schema import FaultConfig, SyncConfig
+from hetsync.data.ledger import Ledger, Span, common
 from hetsync.data.loader import Loader, Source
 from hetsync.data.random_state import seed_all
 from hetsync.errors import UserError
-from hetsync.plane.base import Plane, meet
+from hetsync.plane.base import MembersLost, Plane
+from hetsync.processes import Stacks
 from hetsync.sync.accumulation import AccumulationChange, AccumulationRule
-from hetsync.sync.communicator import Death
+from hetsync.sync.communicator import Around
 from hetsync.sync.coordinator import Coordinator, Deliver, Send, as_messages
 from hetsync.sync.deltas import Snapshot, make_outer
 from hetsync.sync.engine import Engine
-from hetsync.sync.messages import DrainRequested, Evaluated, Settings, SettingsChanged, StartRound, Task, settings_of
-from hetsync.sync.milestones import STOP, Evaluation
+from hetsync.sync.messages import (
+    DrainRequested,
+    Evaluated,
+    Settings,
+    SettingsChanged,
+    StartRound,
+    Task,
+    TaskSpoiled,
+    settings_of,
+)
+from hetsync.sync.milestones import STOP, TOO_FEW, Evaluation
 from hetsync.sync.model_tensors import ModelTensors
-from hetsync.sync.recovery import Decision, Report, rebuilt
+from hetsync.sync.recovery import Books, Death, Decision, Report, first_standing, keepers, rebuilt
 from hetsync.sync.shared_state import EngineOptions
 from hetsync.sync.state_machine import RoundStateMachine
 from hetsync.telemetry import Telemetry
 from hetsync.train.accounts import RankTotals, TaskInWork, TrainingClock
+from hetsync.train.meetings import Meetings
 from hetsync.train.memory import SliceMemory
 from hetsync.train.rest import CommonState, not_finite
 from hetsync.train.tasks import TaskRunner, Trained
 from hetsync.train.terms import ControlFactory, ControlledJob, JobControl, NoEvaluation, Scorer, Terms
+
+MOST_NAMED = 32  # samples in a sentence
 
 
 @dataclass(frozen=True)
@@ -70,10 +83,14 @@ class Session:
         make_control: ControlFactory | None = None,
         scorer: Scorer | None = None,
         memory: SliceMemory | None = None,
+        around: Around = lambda start, steps: steps,
+        fault: FaultConfig | None = None,
     ) -> None:
         """Collective. The model's weights may differ between ranks: all start from rank 0's.
 
-        What rank 0's `make_control` makes may change the settings while the job runs; the session closes it.
+        What rank 0's `make_control` makes may change the settings while the job runs; the session closes it. `around`
+        is given the steps of each round. `fault`: what becomes of deaths, of gradients that are not finite, and of
+        ranks that are silent or slow; None ends the job.
         """
         self.plane = plane
         self.model = trained.model
@@ -82,12 +99,19 @@ class Session:
         self.totals = RankTotals()
         self.control: JobControl | None = None  # on rank 0, where there is one
         self.accumulation_changes: list[AccumulationChange] = []  # on rank 0, by rule
-        self.deaths: list[tuple[Death, float]] = []  # on rank 0, and the seconds of training before each
+        self.deaths: list[tuple[Death, float]] = []  # and the seconds of training before each
+        self.left_out: list[tuple[int, int, int]] = []  # on rank 0: rank, round, and samples that went out once more
         self.outer = make_outer(sync, terms.batch_size)
         self._begin_at(sync)
         self._sync = sync
         self._device = device
         self._make_control = make_control
+        self._scaled = trained.scaler is not None and trained.scaler.is_enabled()
+        self._around = around
+        self._fault = fault or FaultConfig(silent_seconds=None)
+        self._skips = self._fault.not_finite == "skip"
+        self._check_skipping()
+        self._spoiled: list[Span] = []  # positions that have brought what is not finite, on rank 0
         self._scorer = scorer or NoEvaluation()
         self._telemetry = telemetry or Telemetry(None)
         self._clock = TrainingClock()
@@ -103,11 +127,24 @@ class Session:
             totals=self.totals,
             record=self.record,
             memory=memory,
+            skips=self._skips,
         )
         self._common = CommonState(plane, self.model, self.optimizers, trained.averages, self.engine)
+        self._stacks: Stacks | None = None  # once slices have begun
         self._snapshot_seconds = 0.0  # of training, when the newest snapshot was made
         self._under_way = False  # slices have begun, and the job has not come to its end
         self._rest_began: float | None = None  # the moment, while all ranks are at rest
+        self._again = False  # a rank has died at the rest, and all come to it once more
+        self._carrying_out = False  # what is to be done at a rest
+        self._meetings = Meetings(plane)
+
+    def _check_skipping(self) -> None:
+        if self._skips and self.settings.synchronous and len(self.optimizers) > 1:
+            raise UserError(
+                f"fault.not_finite is skip, but at sync.delay_bound 0 the loop has {len(self.optimizers)} optimizers,"
+                " of which one has stepped before the other's gradients are known: use stop, or a delay bound of 1 or"
+                " more"
+            )
 
     def _begin_at(self, sync: SyncConfig) -> None:
         """What is known at rest, as it is before the first slice."""
@@ -134,19 +171,36 @@ class Session:
                 timeout_seconds=timeout_seconds,
                 measure_norms=controlled,
                 on_host=self._device.on_host,
+                scaled=self._scaled,
+                least_ranks=self._fault.least_ranks,
+                skips=self._skips,
+                silent_seconds=self._fault.silent_seconds,
+                slow_factor=self._fault.slow_factor if self._fault.slow == "exclude" else None,
             ),
-            coordinator=self._make_coordinator if plane.rank == 0 else None,
+            coordinator=self._make_coordinator,
+            books=self._first_books(),
             outer=self.outer,
             pace=self._device.pace,
             on_task=self._loader.prefetch,
             on_dropped=self._loader.drop,
             on_death=self._on_death,
+            around=self._around,
             telemetry=self._telemetry,
             version=terms.version,
             stages=lambda: [steps.weights for steps in self.tasks.steps],
+            state=lambda: self._common.given(),
+            take_state=lambda given: self._common.take(given),
         )
 
+    def _first_books(self) -> Books | None:
+        plane, terms = self.plane, self.terms
+        if not plane.tolerant or plane.rank not in keepers(plane.members):
+            return None
+        standing = first_standing(self.settings, terms.milestones, terms.evaluations, terms.version, terms.applied)
+        return Books([standing], [(0, terms.applied)], terms.version)
+
     def _make_coordinator(self, send: Send) -> Coordinator:
+        """On the first rank; where that has died, on the next, with speeds as they were when the job began."""
         terms, sync = self.terms, self._sync
         ledger = Ledger(terms.total_samples, terms.applied)
         shares = dict(enumerate(self.shares))
@@ -157,33 +211,59 @@ class Session:
             self.control = self._make_control(ControlledJob(machine, self.seconds_training, self._telemetry))
         rebalance = sync.rebalance and sync.shares == "speed"
         ruled = sync.accumulation == "auto" and self.control is None and self.plane.size > 1
-        keepers = (0,) if self.plane.tolerant and self.plane.size > 1 else ()
+        tolerant = self.plane.tolerant and self.plane.size > 1
+
+        def deliver_for(machine: RoundStateMachine) -> Deliver:
+            return as_messages(machine, send, keepers(self.plane.members) if tolerant else ())
 
         def rebuild(
             decision: Decision, reports: Mapping[int, Report], shares: Mapping[int, int]
         ) -> tuple[RoundStateMachine, Deliver]:
             made = rebuilt(decision, reports, shares, terms.total_samples, terms.milestones, terms.evaluations)
-            return made, as_messages(made, send, keepers)
+            return made, deliver_for(made)
 
         return Coordinator(
             machine,
             speeds,
-            as_messages(machine, send, keepers),
+            deliver_for(machine),
             rebalance,
             self.control,
             self._report,
             AccumulationRule(terms.version) if ruled else None,
             self._on_accumulation,
             rebuild,
+            self._on_spoiled,
         )
 
     def _on_accumulation(self, change: AccumulationChange) -> None:
         self.accumulation_changes.append(change)
         self.record("accumulation", **asdict(change))
 
+    def _on_spoiled(self, event: TaskSpoiled) -> None:
+        """In rank 0's communication thread. UserError where samples have spoiled gradients before."""
+        if again := common(event.spans, self._spoiled):
+            found = self._loader.indices(again)
+            named = ", ".join(map(str, found[:MOST_NAMED])) + (" and others" if len(found) > MOST_NAMED else "")
+            raise UserError(
+                f"gradients were not finite for the second time with these samples of the data set, on rank"
+                f" {event.rank} now: {named}; look at them, or lower optimizer.learning_rate"
+            )
+        self._spoiled += event.spans
+        assert self.coordinator is not None
+        machine = self.coordinator.machine
+        work = machine.members[event.rank].current
+        assert work is not None
+        own_round = work.task.synchronous_round
+        number = machine.version if own_round is None else own_round
+        known = own_round is not None and any(round_ == number for _, round_, _ in self.left_out)
+        samples = work.samples if own_round is None else 0 if known else work.task.round_samples
+        self.left_out.append((event.rank, number, samples))
+        self.record("left_out", rank=event.rank, round=number, samples=samples)
+
     def _on_death(self, death: Death) -> None:
         self.deaths.append((death, self.seconds_training()))
-        self.record("death", **asdict(death))
+        if self.plane.leads:
+            self.record("death", **asdict(death))
 
     @property
     def under_way(self) -> bool:
@@ -192,7 +272,7 @@ class Session:
 
     @property
     def coordinator(self) -> Coordinator | None:
-        """On rank 0."""
+        """On the first rank."""
         return self.engine.coordinator
 
     def slices(self, at_rest: Callable[[], None] = lambda: None) -> Iterator[Any]:
@@ -204,8 +284,7 @@ class Session:
         """
         for item in self.course():
             if isinstance(item, AtRest):
-                self.require_finite()
-                at_rest()
+                self.at_rest(lambda: self._finite_at(at_rest))
                 continue
             yield item
             if self.tasks.work is not None and self.tasks.work.out:
@@ -215,6 +294,25 @@ class Session:
                     if self.tasks.work.stepped
                     else "session.step was not called: call it once after each slice's backward"
                 )
+
+    def _finite_at(self, at_rest: Callable[[], None]) -> None:
+        self.require_finite()
+        at_rest()
+
+    def at_rest(self, work: Callable[[], None]) -> bool:
+        """Collective: what is to be done at a rest, before training goes on or the loop's own lines come. False where a
+        rank has died meanwhile, and the course comes to the same rest once more."""
+        self._carrying_out = True
+        try:
+            work()
+            if self.plane.tolerant:
+                self.plane.barrier()  # whoever comes out of it knows that all have done their part
+        except MembersLost:
+            self._again = self.engine.recover()
+        else:
+            self._again = self.engine.end_rest()
+        self._carrying_out = False
+        return not self._again
 
     def require_finite(self) -> None:
         """At rest, where nothing is saved, which would refuse it. Gradients that were finite do not make weights so."""
@@ -239,8 +337,9 @@ class Session:
         self._seed_ranks()
         self._common.share_first_weights()
         self.tasks.tensors = ModelTensors(self.model, self.optimizers)  # as the engine finds them
-        self.plane.barrier()
-        self.engine.start()
+        self._stacks = Stacks()
+        told = self.plane.gather_objects(self._stacks.process)
+        self.engine.start(dict(zip(self.plane.members, told, strict=True)))
         self._under_way = True
         self._clock.start()
         for steps in self.tasks.steps:
@@ -256,15 +355,28 @@ class Session:
                 self._score(work)
             else:
                 self._rest_began = self._stop_clock()
-                self._come_to_rest(work)
+                try:
+                    self._come_to_rest(work)
+                except MembersLost:
+                    self.engine.recover()
+                    continue
                 self._under_way = not (work.final or self.stopping)
                 yield AtRest(self.rest_reason, work.final, self.evaluation_due)
+                if self._again:
+                    self._again, self._under_way = False, True
+                    continue
                 if not self._under_way or not self._go_on():
                     return
 
     def meet(self, what: str, value: Any = None) -> list[Any]:
-        """Collective, at rest; see `hetsync.plane.base.meet`."""
-        return meet(self.plane, what, value)
+        """Collective, at rest; see `hetsync.plane.base.meet`. Where a rank dies meanwhile the others meet once more."""
+        while True:
+            try:
+                return self._meetings.hold(what, value)
+            except MembersLost:
+                if self._carrying_out or not self.engine.started:
+                    raise
+                self.engine.recover()
 
     def _go_on(self, ending: bool = False) -> bool:
         """Collective: training begins anew after a rest, with what was set meanwhile; False where all ranks are
@@ -341,13 +453,13 @@ class Session:
         began = self._stop_clock()
         self._snapshot_seconds = self.totals.train_seconds - (began - snapshot.made_at)
         with self.engine.showing(snapshot), torch.random.fork_rng(devices=[]):
-            sums = self._scorer.score(self._shares_left)
+            sums = self._scorer.score(self.shares_left)
         ended = self._clock.start()
         self.record("score", round=snapshot.round, seconds=round(ended - began, 6))
         self.engine.report(Evaluated(self.plane.rank, snapshot.round, sums))
 
     @property
-    def _shares_left(self) -> tuple[int, ...]:
+    def shares_left(self) -> tuple[int, ...]:
         """Those of ranks that have gone are 0."""
         members = self.plane.members
         return tuple(share if rank in members else 0 for rank, share in enumerate(self.shares))
@@ -392,7 +504,7 @@ class Session:
     def _come_to_rest(self, drained: StartRound) -> None:
         self.tasks.tensors.check()
         self.version = drained.number + 1
-        self.stopping = drained.drain == STOP
+        self.stopping = drained.drain in (STOP, TOO_FEW)
         self.rest_reason = drained.drain or ""
         self.evaluation_due = drained.evaluate or drained.final
         told = self.plane.broadcast_object(self._booked())
@@ -408,13 +520,13 @@ class Session:
         self.totals.loop_steps = 0
 
     def _booked(self) -> tuple[int, Settings, tuple[int, ...]] | None:
-        """Samples applied, settings and shares, on rank 0."""
+        """Samples applied, settings and shares, on the first rank."""
         if self.coordinator is None:
             return None
         machine = self.coordinator.machine
         # Those of ranks whose loops have ended are 0 now, and are no measure of their speed.
         if any(member.withdrawn for member in machine.members.values()):
-            shares = self._shares_left
+            shares = self.shares_left
         else:
             shares = tuple(machine.members[n].share if n in machine.members else 0 for n in range(len(self.shares)))
         return machine.ledger.applied, machine.settings, shares
@@ -434,6 +546,8 @@ class Session:
         """The end, regular or not: nothing of this job runs on, and nobody is waited for."""
         self._end_rest()
         self.engine.stop()
+        if self._stacks is not None:
+            self._stacks.close()
         for steps in self.tasks.steps:
             steps.close(self.applied)
         if self.control is not None:

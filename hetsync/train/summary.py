@@ -12,9 +12,9 @@ from typing import Any
 
 from hetsync.balance.profile import RankProfile
 from hetsync.sync.accumulation import AccumulationChange
-from hetsync.sync.communicator import Death
 from hetsync.sync.messages import NO_BOUND, Settings
 from hetsync.sync.observation import mean_staleness
+from hetsync.sync.recovery import Death
 from hetsync.train.efficiency import report_card
 from hetsync.train.run_folder import Status
 
@@ -44,6 +44,7 @@ class PlannedRank:
     step_fraction: float
     idle_fraction: float  # of training; in no pass
     activation_bytes_sent: int
+    memory_bytes: int
     predicted_memory_bytes: int
 
 
@@ -58,6 +59,7 @@ class PlanFigures:
     measured_step_seconds: float | None  # None: there was no step
     predicted_samples_per_second: float
     bytes_per_sample: float
+    communication_fraction: float  # of the predicted step, that which faster links would save
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +136,7 @@ class LostRank:
             "samples": self.samples,
             "solo_samples_per_second": self.solo_samples_per_second,
             "solo_uncertainty": self.profile.uncertainty,
-            "device_samples_per_second": self.samples / max(1e-9, self.compute_seconds),
+            "device_samples_per_second": self.samples / self.compute_seconds if self.compute_seconds else None,
             "train_seconds": self.train_seconds,
             "left_at_round": self.death.round,
         }
@@ -148,7 +150,33 @@ class LostRank:
 
     def failure(self) -> dict[str, Any]:
         """Its entry among a summary's failures."""
-        return {**asdict(self.death), "host": self.profile.host, "kind": "died", "action": "went on"}
+        told = asdict(self.death)
+        kind = told.pop("cause")
+        return {**told, "host": self.profile.host, "kind": kind, "action": "went on"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """What was not finite on a rank, and is in no round: so many samples went out once more."""
+
+    rank: int
+    host: str
+    round: int
+    samples: int
+
+    def failure(self) -> dict[str, Any]:
+        """Its entry among a summary's failures. It is looked at before a round could wait for it."""
+        return {
+            "rank": self.rank,
+            "host": self.host,
+            "kind": "not_finite",
+            "round": self.round,
+            "activity": "computing",
+            "noticed_seconds": None,
+            "recovered_seconds": None,
+            "samples_returned": self.samples,
+            "action": "left out",
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +186,7 @@ class RunFigures:
     job: JobFigures
     per_rank: Sequence[RankFigures]
     lost: Sequence[LostRank] = ()
+    left_out: Sequence[LeftOut] = ()
     samples_before: int = 0  # applied by the jobs that this one goes on from
     rounds: int
     staleness: Mapping[int, int]  # tasks by their staleness
@@ -205,7 +234,10 @@ def summarise(run: RunFigures) -> dict[str, Any]:
         "wall_seconds": run.wall_seconds,
         "overrun_fraction": sum(rank.overruns for rank in ranks) / max(1, sum(rank.slices for rank in ranks)),
         "real_compute_cores": sum(rank.real_seconds for rank in ranks) / max(1e-9, seconds),
-        "failures": [rank.failure() for rank in run.lost],
+        "failures": sorted(
+            [*(rank.failure() for rank in run.lost), *(left.failure() for left in run.left_out)],
+            key=lambda failure: failure["round"],
+        ),
         "per_rank": sorted([*rows, *(rank.row() for rank in lost)], key=lambda row: row["rank"]),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,16 @@ from typing import Any
 import torch
 
 from hetsync.balance.device import Device
-from hetsync.data.ledger import length
+from hetsync.data.ledger import Span, length
 from hetsync.data.loader import Loader
 from hetsync.errors import UserError
+from hetsync.plane.base import LostError
 from hetsync.sync.engine import Engine
+from hetsync.sync.lone import total_of
 from hetsync.sync.messages import CapFound, Task
 from hetsync.sync.model_tensors import ModelTensors
 from hetsync.sync.rates import Rates
+from hetsync.sync.recovery import spans_of
 from hetsync.sync.steps import Steps
 from hetsync.train.accounts import RankTotals, TaskInWork
 from hetsync.train.memory import SliceMemory
@@ -64,9 +68,10 @@ class TaskRunner:
         totals: RankTotals,
         record: Callable[..., None],
         memory: SliceMemory | None,
+        skips: bool = False,
     ) -> None:
         """`totals` are kept, and `record` is told of each task. `memory` tells how many samples fit, where that is not
-        known."""
+        known. `skips`: what is not finite is left out of rounds."""
         self.steps = [
             Steps(each, rates, max_grad_norm, batch_size, partial(self._before, n), partial(self._after, n))
             for n, (each, rates) in enumerate(zip(trained.optimizers, trained.rates, strict=True))
@@ -75,6 +80,7 @@ class TaskRunner:
         self.work: TaskInWork | None = None
         self.left = False
         self.was_stepped = False
+        self._adds_up = False  # has the loop left a slice of a synchronous task without a step?
         self._scaler = trained.scaler
         self._scaled = trained.scaler is not None and trained.scaler.is_enabled()
         self._device = device
@@ -83,12 +89,17 @@ class TaskRunner:
         self._totals = totals
         self._record = record
         self._memory = memory
+        self._skips = skips
+        self._slice: Sequence[Span] = ()  # that is out, or was last
         self._data_before = self._waited_before = 0.0  # seconds in all, up to the last task's end
 
     def settle(self) -> None:
         """The loop is left: what it has computed counts, as far as it is whole or has left for other ranks."""
         self.left, work = True, self.work
         if work is None:
+            return
+        if self._is_void(work):
+            self._drop(work)
             return
         others_have_it = self._engine.has_released or bool(work.synchronous and work.last and work.collected)
         if work.out and (work.stepped or others_have_it):
@@ -105,16 +116,46 @@ class TaskRunner:
             began = time.monotonic()
             batch = next(batches)
             self._totals.data_seconds += time.monotonic() - began
+            self._slice = spans
             work.open_slice(length(spans))
             self._engine.open_slice(task, work.slice_samples, work.last)
             if self._memory is not None:
                 self._memory.begin_slice()
             self._device.begin_slice(work.slice_samples)
             yield batch
+            if self._is_void(work):
+                self._drop(work)
+                return
             self._check_steps(work)
             if work.out:
                 self.close_slice(work)
         self.finish(work)
+
+    def _is_void(self, work: TaskInWork) -> bool:
+        """After a rank's death a synchronous task may be no more to be finished. Then there are no gradients any more,
+        as in a slice in which no step is due."""
+        if work.synchronous and not work.void and self._engine.is_void:
+            if work.out:
+                self._pause(work)
+            self._give_up(work)
+        return work.void
+
+    def _give_up(self, work: TaskInWork) -> None:
+        if self._adds_up:
+            raise LostError(
+                "a rank has gone while the loop adds gradients up over batches, which at sync.delay_bound 0 are lost"
+                " with the round: go on with --resume (in a script: resume='auto')"
+            )
+        work.void = True
+        if self._engine.give_up(work.task):
+            self._totals.samples += work.task.samples
+            self._totals.since_rest += work.task.samples
+            self._totals.loop_steps += 1
+
+    def _drop(self, work: TaskInWork) -> None:
+        self.work, work.out = None, False
+        self.tensors.restore()
+        self._device.take_seconds()
 
     def _check_steps(self, work: TaskInWork) -> None:
         """The loop has asked for the next batch."""
@@ -134,7 +175,7 @@ class TaskRunner:
     def step_is_due(self) -> bool:
         """In the slice that is out; in synchronous mode only a task's last slice ends with a step."""
         work = self.slice_out("step")
-        return work.last or not work.synchronous
+        return not work.void and (work.last or not work.synchronous)
 
     def collect(self, number: int) -> bool:
         """Before anything is done with an optimizer's gradients: now they are those of its step, in synchronous mode
@@ -143,12 +184,16 @@ class TaskRunner:
         Raises UserError in synchronous mode where gradients were changed before: they were not summed over ranks yet.
         """
         work = self.slice_out("step")
+        if self._is_void(work):
+            return False
         due = work.last or not work.synchronous
         if number in work.collected:
             return due
         self.tensors.restore()
         if not work.synchronous:
             self._check_gradients(number)
+            if self._skips and not self._scaled:
+                self._leave_out(number, work)
         elif self._engine.is_collected(number):
             raise UserError(
                 "with sync.delay_bound 0 each optimizer makes one step a slice, in the order in which they were given"
@@ -163,6 +208,9 @@ class TaskRunner:
             for stage in range(number + 1):
                 self._engine.take(work.task, stage)
             self._engine.reduce(work.task, number, self._scaled)
+            if self._engine.is_void:
+                self._give_up(work)
+                return False
             self._device.begin_step()
             work.going_on = True
         work.collected.add(number)
@@ -174,6 +222,14 @@ class TaskRunner:
                 if weight.grad is not None:
                     return
         raise UserError("step found no gradient: call loss.backward() on a loss of this model before it")
+
+    def _leave_out(self, number: int, work: TaskInWork) -> None:
+        """Gradients that are not finite: the optimizer steps over weights that have none, and its state stays good."""
+        optimizer = self.steps[number].optimizer
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if not math.isfinite(total_of(weight.grad for weight in weights if weight.grad is not None)):
+            work.spoiled += self._slice
+            optimizer.zero_grad(set_to_none=True)
 
     def _before(self, number: int) -> None:
         """The optimizer is about to step, whoever told it to."""
@@ -228,6 +284,8 @@ class TaskRunner:
         work.out = False
         work.slices_left -= 1
         self.tensors.restore()
+        if work.void:
+            return
         if not (work.synchronous and work.last):
             self._device.end_slice()
         else:
@@ -242,12 +300,24 @@ class TaskRunner:
         task = work.task
         samples = task.samples
         if work.synchronous:
+            if not work.stepped and not self.left and task.slices:
+                self._adds_up = True
             if work.stepped and (not self.left or len(work.stepped) == len(self.steps)):
                 self._totals.loop_steps += 1
             if not self._engine.is_collected(len(self.steps) - 1):
                 self._finish_round(work)
+                if work.void:
+                    self._drop(work)
+                    return
         seconds, loss_sum = self._device.take_seconds(), work.loss_sum
+        if self._skips and not work.synchronous and not math.isfinite(loss_sum):
+            work.spoiled += spans_of([task]) if not work.spoiled else []
+        if work.spoiled:
+            self._engine.leave_out(task, work.spoiled)
+            return
         self._engine.finish(task, seconds, loss_sum)
+        if self._engine.is_spoiled(task):
+            return
         totals, waited = self._totals, self._engine.timer.wait_seconds
         totals.compute_seconds += seconds
         totals.tasks += 1
@@ -270,6 +340,9 @@ class TaskRunner:
         """The loop has left sums to be taken: it adds gradients up over slices, or it has been left."""
         computed = bool(work.task.slices) and not self.left
         samples = self._engine.reduce(work.task, scaled=self._scaled, computed=computed)
+        if self._engine.is_void:
+            self._give_up(work)
+            return
         if not self.left or not samples or self._scaled:
             return
         self._device.begin_step()

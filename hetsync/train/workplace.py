@@ -48,6 +48,7 @@ def take_place(config: Config, plane: Plane, folder: Path | None, loaded: checkp
     limit_threads(place, cluster is not None)
     device = take_device(config.run.device, place)
     plane.settle(device)
+    config.fault.check_ranks(plane.size)
     if config.fault.tolerate is True and not plane.tolerant:
         raise UserError(
             f"fault.tolerate is true, but a rank's death ends jobs with {plane.described}: start the ranks with"

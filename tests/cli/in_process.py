@@ -14,6 +14,6 @@ def train(*words: str | Path | float) -> int:
     """Its exit status."""
     threads = torch.get_num_threads()
     with pytest.raises(SystemExit) as ended:
-        cli.main(["--run.profile_seconds", "0.3", *map(str, words)])
+        cli.main(["--run.profile_seconds", "0.05", *map(str, words)])
     torch.set_num_threads(threads)
     return int(ended.value.code or 0)

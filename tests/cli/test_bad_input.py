@@ -308,7 +308,7 @@ def test_mistakes_that_show_later(name: str, here: Path, capsys: pytest.CaptureF
     (here / "old" / "checkpoints").mkdir(parents=True)
     (here / "old" / "recipe.yaml").write_text("run:\n  samples: 256\n")
     with pytest.raises(SystemExit) as ended:
-        cli.main(["--run.samples", "2000", "--run.dir", "run", "--run.profile_seconds", "0.3", *words])
+        cli.main(["--run.samples", "2000", "--run.dir", "run", "--run.profile_seconds", "0.05", *words])
     captured = capsys.readouterr()
     assert_one_sentence(Done(int(ended.value.code or 0), captured.out, captured.err), sentence)
 

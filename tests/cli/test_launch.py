@@ -3,6 +3,7 @@ from."""
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import subprocess
@@ -170,6 +171,32 @@ def test_the_kubernetes_job_has_what_the_operator_reads(manifest: dict[str, Any]
     assert set(spec["mpiReplicaSpecs"]) == {"Launcher", "Worker"}
     for replicas in spec["mpiReplicaSpecs"].values():
         assert set(replicas) == {"replicas", "restartPolicy", "template"}
+
+
+def closed(schema: Any) -> Any:
+    """Refuses keys that it does not know, which the API server would drop."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: closed(value) for key, value in schema.items()}
+    if found.pop("x-kubernetes-int-or-string", False):
+        return {"type": ["integer", "string"]}
+    return {"additionalProperties": False, **found} if "properties" in found else found
+
+
+def test_the_kubernetes_job_keeps_to_the_schema_of_the_operator(manifest: dict[str, Any]) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    path = os.environ.get("HETSYNC_MPIJOB_SCHEMA")
+    if path is None:
+        pytest.skip("HETSYNC_MPIJOB_SCHEMA does not name the operator's kubeflow.org_mpijobs.yaml")
+    (kind,) = filter(None, yaml.safe_load_all(Path(path).read_text(encoding="utf-8")))
+    (schema,) = [v["schema"]["openAPIV3Schema"] for v in kind["spec"]["versions"] if v["name"] == "v2beta1"]
+    validator = jsonschema.Draft202012Validator(closed(schema))
+    assert list(validator.iter_errors(manifest)) == []
+    wrong = copy.deepcopy(manifest)
+    container(wrong, "Worker")["volumeMount"] = []
+    assert [error.message for error in validator.iter_errors(wrong)] != []
 
 
 def test_the_kubernetes_job_starts_a_rank_in_each_slot(manifest: dict[str, Any]) -> None:

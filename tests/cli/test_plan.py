@@ -135,7 +135,9 @@ def test_help_names_all_searches(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "plan needs a cluster: name its profile by --emulate"),
+        ([], "plan needs a cluster: name its profile by --emulate, or start hetsync plan under mpirun"),
+        (["--emulate", "three.yaml", "--measure"], "--measure runs plans on their ranks, and there is one: start"),
+        (["--explain", "p", "--measure"], "--measure is True, but --explain shows"),
         (["--emulate", "slow-link"], "slow-link: link.compute_fraction is 0.5, by which nobody can tell"),
         (["--emulate", "three.yaml", "--ranks", "4"], "--ranks is 4, but the cluster has 3 devices"),
         (["--emulate", "three.yaml", "--ranks", "1000000000"], "--ranks is 1000000000, but the cluster has 3 devices"),

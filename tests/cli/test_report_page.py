@@ -127,6 +127,19 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
     assert "What limited this run" in page_of(tmp_path / "run").read_text()
 
 
+@pytest.mark.parametrize("evaluations", [1, 2])
+def test_a_metric_that_was_found_once_is_a_tile_and_no_figure(tmp_path: Path, evaluations: int) -> None:
+    told = [
+        {"kind": "evaluation", "at": at, "samples_applied": 30, "train_seconds": at, "accuracy": 0.5}
+        for at in range(1, 1 + evaluations)
+    ]
+    write_lines(tmp_path, 0, [*start(), *tasks(10), *told])
+    write_summary(tmp_path, metrics={"accuracy": 0.5})
+    page = page_of(tmp_path).read_text()
+    assert 'data-key="metric-accuracy"' in page
+    assert ("Evaluated: accuracy" in page) == (evaluations > 1)
+
+
 def test_a_simulated_run_has_all_three(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     with pytest.raises(SystemExit):

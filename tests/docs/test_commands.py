@@ -133,7 +133,7 @@ def _parsed(words: list[str], folder: Path) -> str | None:
 def _known(words: list[str], folder: Path) -> str | None:
     """Verbs without a recipe do at once what they are asked for, unless there is one option that they do not know."""
     _, said = _said([*words, UNKNOWN], folder)
-    return None if re.search(rf"unrecognized arguments: {UNKNOWN}(;|$)", said) else said
+    return None if re.search(rf"(unrecognized arguments:|there is no option) {UNKNOWN}(;|$)", said) else said
 
 
 def _script(words: list[str], folder: Path) -> str | None:

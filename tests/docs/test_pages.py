@@ -193,6 +193,7 @@ def test_the_keys_of_summaries_are_explained() -> None:
             step_fraction=1.0,
             idle_fraction=0.0,
             activation_bytes_sent=0,
+            memory_bytes=0,
             predicted_memory_bytes=0,
         ),
     )
@@ -204,6 +205,7 @@ def test_the_keys_of_summaries_are_explained() -> None:
         measured_step_seconds=1.0,
         predicted_samples_per_second=8.0,
         bytes_per_sample=0.0,
+        communication_fraction=0.0,
     )
     job = JobFigures(
         status="finished",

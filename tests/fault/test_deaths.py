@@ -5,15 +5,19 @@ Each case is a job of its own. python -m pytest tests/fault
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from jobs import ROOT, SECONDS, Done, command, descendants, finished, mpirun, started, summary_of
+from jobs import ROOT, SECONDS, Done, command, descendants, finished, mpirun, run, started, summary_of
+
+from hetsync.train.checkpoint import load_newest
 
 RANKS = 4
 SAMPLES = 4000
@@ -50,78 +54,139 @@ def killed(folder: Path, rank: int, *words: str) -> Done:
         return finished(job)
 
 
-@pytest.mark.parametrize("outer", ["identity", "nesterov"])
-def test_the_others_go_on_with_every_sample(tmp_path: Path, outer: str) -> None:
-    done = killed(tmp_path, 2, "--fault.tolerate", "true", "--sync.delay_bound", "4", "--sync.outer.name", outer)
+@pytest.mark.parametrize(("rank", "outer"), [(0, "identity"), (2, "nesterov")])
+def test_the_others_go_on_with_every_sample(tmp_path: Path, rank: int, outer: str) -> None:
+    words = ["--fault.tolerate", "true", "--sync.delay_bound", "4", "--sync.outer.name", outer]
+    done = killed(tmp_path, rank, *words, "--run.evaluate_every", "1000", "--run.checkpoint_every", "1500")
     assert done.status == 0, done.story
-    assert "rank 2 (" in done.out, done.story
+    assert f"rank {rank} (" in done.out, done.story
     summary = summary_of(tmp_path / "run")
     assert summary["samples_applied"] == summary["samples_expected"] == SAMPLES
     assert summary["staleness"]["max"] <= 4
-    assert (summary["ranks"], summary["ranks_at_start"]) == (3, 4)
+    assert (summary["status"], summary["ranks"], summary["ranks_at_start"]) == ("finished", 3, 4)
     assert sum(summary["shares"]) == 64, "B stays"
-    assert summary["shares"][2] == 0
+    assert summary["shares"][rank] == 0
     (failure,) = summary["failures"]
-    assert (failure["rank"], failure["kind"], failure["action"]) == (2, "died", "went on")
+    assert (failure["rank"], failure["kind"], failure["action"]) == (rank, "died", "went on")
     assert failure["samples_returned"] > 0
     rows = summary["per_rank"]
-    assert [row.get("left_at_round") for row in rows] == [None, None, failure["round"], None]
+    assert [row.get("left_at_round") for row in rows] == [failure["round"] if n == rank else None for n in range(4)]
     # What a survivor computed, but for one task at the death at most, was applied: nothing was given up.
     assert sum(row["samples"] for row in rows) == SAMPLES
+    assert not (tmp_path / "run" / "job.lock").exists()
+    for file in (tmp_path / "run" / "telemetry").iterdir():
+        assert all(json.loads(line) for line in file.read_text().splitlines())
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_synchronous_training_ends_at_the_weights_of_an_undisturbed_run(tmp_path: Path, rank: int) -> None:
+    words = ["--sync.delay_bound", "0", "--optimizer.name", "sgd", "--optimizer.momentum", "0.9"]
+    done = killed(tmp_path, rank, *words, "--fault.tolerate", "true")
+    assert done.status == 0, done.story
+    summary = summary_of(tmp_path / "run")
+    assert summary["samples_applied"] == SAMPLES
+    assert [failure["rank"] for failure in summary["failures"]] == [rank]
+    alone = run("--run.dir", "alone", "--run.samples", SAMPLES, *words, folder=tmp_path)
+    assert alone.status == 0, alone.story
+    theirs, mine = (load_newest(tmp_path / name).model for name in ("run", "alone"))
+    assert max(float((theirs[name] - value).abs().max()) for name, value in mine.items()) < 1e-5
 
 
 SCRIPT = """
-import os, signal, torch, hetsync
+import json, os, signal, sys, torch, hetsync
 from torch.utils.data import DataLoader, TensorDataset
+from hetsync.sync.communicator import Communicator
+from hetsync.sync.mending import Mending
+from hetsync.train import checkpoint
+from hetsync.train.saving import Saver
 
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 3)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 loader = DataLoader(TensorDataset(torch.randn(512, 4), torch.randint(3, (512,))), batch_size=32, shuffle=True)
-with hetsync.join(run="run", delay_bound=4, tolerate=True) as job:
-    model, optimizer, loader = job.prepare(model, optimizer, loader)
-    batches = 0
-    for epoch in job.epochs(12):
+test = DataLoader(TensorDataset(torch.randn(64, 4), torch.randint(3, (64,))), batch_size=8)
+bound, *deaths = json.loads(sys.argv[1])
+came = {}
+
+def come_to(moment):
+    came[moment] = came.get(moment, 0) + 1
+    if [job.rank, moment, came[moment]] in deaths:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def watch(owner, name, moment, when=lambda *given: True):
+    inner = getattr(owner, name)
+    def watched(*given, **named):
+        if when(*given):
+            come_to(moment)
+        return inner(*given, **named)
+    setattr(owner, name, watched)
+
+watch(Saver, "save", "saving")
+watch(checkpoint, "flush_to_disk", "writing")
+watch(Communicator, "_begin_round", "draining", lambda self, start: start.drain is not None)
+watch(Mending, "_attempt", "recovering")
+
+def accuracy():
+    come_to("evaluating")
+    right = [float((model(inputs).argmax(1) == labels).float().mean()) for inputs, labels in test]
+    return {"accuracy": sum(right) / max(1, len(right))}
+
+settings = dict(delay_bound=bound, checkpoint_every=512, tolerate=True, least_ranks=1)
+with hetsync.join(run="run", **settings) as job:
+    model, optimizer, loader, test = job.prepare(model, optimizer, loader, test)
+    for epoch in job.epochs(8):
         for inputs, labels in loader:
+            come_to("training")
             loss = torch.nn.functional.cross_entropy(model(inputs), labels)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            batches += 1
-            if job.rank in (1, 3) and batches == 20 * job.rank + 3:
-                os.kill(os.getpid(), signal.SIGKILL)
+        job.keep_best(job.evaluate(accuracy)["accuracy"])
 print(f"rank {job.rank} has ended", flush=True)
 """
 
 
-def test_a_script_survives_two_deaths_of_five(tmp_path: Path) -> None:
-    """Anchors are compared at each rest, of which there is one an epoch: ranks that differed would end the job."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    with started([*mpirun(5), *ULFM, sys.executable, "script.py"], tmp_path, {"PYTHONPATH": str(ROOT)}) as process:
-        done = finished(process)
-    assert done.status == 0, done.story
-    assert all(f"rank {rank} has ended" in done.out for rank in (0, 2, 4)), done.story
-    summary = summary_of(tmp_path / "run")
-    assert summary["samples_applied"] == summary["samples_expected"] == 12 * 512
-    assert sorted(failure["rank"] for failure in summary["failures"]) == [1, 3]
-    assert summary["ranks"] == 3
-
-
 @pytest.mark.parametrize(
-    ("rank", "words", "said"),
+    ("bound", "deaths"),
     [
-        (0, [], "rank 0 has gone"),
-        (2, ["--fault.tolerate", "false"], "has gone"),
-        (2, ["--sync.delay_bound", "0"], "has gone"),
+        # In turns, each time the first that is left or another: of six, rank 4 is left.
+        (0, [[5, "draining", 1], [0, "writing", 8], [1, "evaluating", 4], [3, "saving", 5], [2, "training", 100]]),
+        (4, [[0, "training", 20], [1, "training", 20], [3, "recovering", 1], [2, "evaluating", 6]]),
     ],
 )
-def test_otherwise_a_death_ends_all_ranks_at_once(tmp_path: Path, rank: int, words: list[str], said: str) -> None:
+def test_a_script_survives_deaths_at_any_moment(tmp_path: Path, bound: int, deaths: list[list[Any]]) -> None:
+    """Anchors are compared at each rest, of which there is one an epoch: ranks that differed would end the job."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = [*mpirun(6), *ULFM, sys.executable, "script.py", json.dumps([bound, *deaths])]
+    with started(words, tmp_path, {"PYTHONPATH": str(ROOT)}) as process:
+        done = finished(process)
+    dead = sorted(rank for rank, *_ in deaths)
+    assert done.status == 0, done.story
+    assert done.out.count("has ended") == 6 - len(dead), done.story
+    summary = summary_of(tmp_path / "run")
+    assert summary["samples_applied"] == summary["samples_expected"] == 8 * 512
+    assert sorted(failure["rank"] for failure in summary["failures"]) == dead
+    assert summary["ranks"] == 6 - len(dead)
+    assert summary["staleness"]["max"] <= bound
+    assert load_newest(tmp_path / "run").progress.samples_applied == 8 * 512
+
+
+def test_with_too_few_left_the_job_saves_and_can_go_on(tmp_path: Path) -> None:
+    done = killed(tmp_path, 2, "--fault.least_ranks", "4", "--sync.delay_bound", "4")
+    assert done.status == 86, done.story
+    assert any("3 of 4 ranks are left, and fault.least_ranks is 4" in told for told in done.sentences), done.story
+    summary = summary_of(tmp_path / "run")
+    assert summary["status"] == "stopped"
+    assert load_newest(tmp_path / "run").progress.samples_applied == summary["samples_applied"] < SAMPLES
+
+
+def test_otherwise_a_death_ends_all_ranks_at_once(tmp_path: Path) -> None:
     """Which MPI itself leaves alone here: nobody waits for `run.timeout_seconds`."""
-    with started(recipe(tmp_path, *words), tmp_path) as job:
-        kill_in_training(job, tmp_path, rank)
+    with started(recipe(tmp_path, "--fault.tolerate", "false"), tmp_path) as job:
+        kill_in_training(job, tmp_path, 2)
         done = finished(job, 20.0)
     assert done.status == 1, done.story
-    assert any(said in sentence for sentence in done.sentences), done.story
+    assert any("has gone" in sentence for sentence in done.sentences), done.story
 
 
 def test_tolerance_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:

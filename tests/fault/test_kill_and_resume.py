@@ -14,7 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 from jobs import SECONDS, command, descendants, finished, kill, run, started, summary_of
+from safetensors.torch import load
 
 from hetsync.train.checkpoint import complete
 
@@ -140,3 +143,31 @@ def test_killed_resumed_stopped_and_resumed(
         assert summary["metrics"] == expected["metrics"]
     # Seven undisturbed delayed runs without batch norm ended between 0.78 and 0.89, synchronous ones at 0.80.
     assert summary["metrics"]["accuracy"] > expected["metrics"]["accuracy"] - 0.1
+
+
+CUT = [{"ranks": [1], "blocks": ["features"]}, {"ranks": [0], "blocks": ["classifier"]}]
+PLANS = {
+    "pipeline": [{"micro_batches": 3, "stages": CUT}],
+    "shared": [{"micro_batches": 2, "stages": [{"ranks": [0, 1], "blocks": ["*"]}]}],
+}
+
+
+def test_killed_under_a_plan_and_resumed_under_another_and_under_none(
+    tmp_path: Path, uninterrupted: dict[bool, Path]
+) -> None:
+    for name, replicas in PLANS.items():
+        content = {"format": 1, "batch_size": 64, "replicas": replicas}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    first = [*recipe(tmp_path, 0, batch_norm=False), "--plan", "pipeline.yaml"]
+    for words, blow in ((first, kill_rank_1), (["--resume", "run", "--plan", "shared.yaml"], kill)):
+        with started(command(*words, ranks=RANKS), tmp_path) as job:
+            strike(job, tmp_path, blow)
+            done = finished(job, seconds=30)
+        assert done.status not in (0, STOPPED), done.story
+    begun = newest(tmp_path)
+    assert begun < SAMPLES
+    done = run("--resume", "run", "--plan", "null", folder=tmp_path, ranks=RANKS)
+    assert done.status == 0, done.story
+    found, wanted = load(final_weights(tmp_path)), load(final_weights(uninterrupted[False]))
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-5, atol=1e-5)

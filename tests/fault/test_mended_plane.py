@@ -64,6 +64,7 @@ until_lost(lambda: plane.send("more", to=(first + 1) % 4))
 until_lost(lambda: plane.allreduce(torch.ones(2)))
 until_lost(lambda: plane.gather_objects(None))
 plane.mend()
+plane.heed()
 assert plane.rank == first and plane.members == (0, 1, 3) and plane.size == 3
 for wire, n in (("float32", 3_000_000), ("int8", 1000), ("bfloat16", 1000)):
     tensor = torch.full((n,), float(first + 1))
@@ -83,6 +84,7 @@ if first == 0:
     die()
 until_lost(lambda: plane.gather_objects(first))
 plane.mend()
+plane.heed()
 assert plane.members == (1, 3)
 assert plane.broadcast_object(first) == 1
 tensor = torch.full((5,), float(first))
@@ -111,6 +113,7 @@ if first == 3:
 while plane.members != (0, 2):
     try:
         plane.mend()
+        plane.heed()
         while plane.members == (0, 2, 3):
             plane.receive()
     except MembersLost:
@@ -137,6 +140,7 @@ def communicate():
     until_lost(plane.receive)
     heard.wait(20)
     plane.mend()
+    plane.heed()
 thread = threading.Thread(target=communicate)
 thread.start()
 until_lost(lambda: plane.broadcast_object(first))
@@ -151,7 +155,9 @@ print("survived", first)
     assert sorted(done.out.split("\n"))[1:] == ["survived 0", "survived 2"], done.story
 
 
-@pytest.mark.parametrize("before", ["", "if first == 0: die()\nuntil_lost(plane.receive)\nplane.mend()\n"])
+@pytest.mark.parametrize(
+    "before", ["", "if first == 0: die()\nuntil_lost(plane.receive)\nplane.mend()\nplane.heed()\n"]
+)
 def test_abort_ends_the_job_with_its_code(tmp_path: Path, before: str) -> None:
     """MPI_Abort would end nobody but its caller. Others wait for a message, and in a meeting."""
     done = job(

@@ -43,9 +43,7 @@ def run(folder: Path, act: str = "pass", settings: str = "{}") -> Done:
     ("act", "settings", "sentence"),
     [
         ("pass", "{'accumulation': 'two'}", "hetsync: accumulation is two: it must be a whole number"),
-        ("pass", "{'delay_bond': 1}", "hetsync.join has no argument delay_bond"),
         ("scheduler.step()", "{'delay_bound': 0}", "give it to hetsync.join(scheduler=...)"),
-        ("scheduler.step()", "{'delay_bound': 4}", "give it to hetsync.join(scheduler=...)"),
         ("RANK == 1 and model.weight.data.fill_(float('nan'))", "{'delay_bound': 0}", "became nan on rank 1"),
         (
             "optimizer.add_param_group({'params': [torch.nn.Parameter(torch.zeros(1))]})",

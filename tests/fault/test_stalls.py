@@ -106,6 +106,11 @@ def test_the_last_words_name_who_is_late(tmp_path: Path, how: str, bound: int, l
     said = [line for line in done.sentences if "nothing moved" in line or "no word" in line]
     assert said, done.story
     assert all(re.search(story, line) for line in said), done.story
+    if late == 1 and how == "frozen":
+        assert re.search(r"; rank 1: process \d+ on \S+, which is stopped", said[0]), done.story
+    if late == 1 and how == "busy":
+        assert re.search(r"; rank 1: process \d+ on \S+, computing for \d+ s", said[0]), done.story
+        assert "in on_slice" in done.err, done.story
 
 
 def test_rank_0_may_take_its_time_at_rest(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from test_kill_and_resume import newest
 
 SAMPLES = 1200
-RECIPE = ["--run.samples", str(SAMPLES), "--run.profile_seconds", "0.3", "--run.dir", "run"]
+RECIPE = ["--run.samples", str(SAMPLES), "--run.profile_seconds", "0.1", "--run.dir", "run"]
 EMULATED = ["--emulate", "cluster.yaml", "--emulation.samples_per_second", "1000", "--run.checkpoint_every", "300"]
 TWO_JOBS = """
 import torch
@@ -118,6 +118,8 @@ def test_a_recipe_equals_that_under_mpirun(folder: Path, bound: str) -> None:
         "mpi": ([*mpirun(2), *words, "--run.plane", "mpi"], {}),
         "torch": ([*mpirun(2), *words, "--run.plane", "torch"], {}),
     }
+    if bound != "0":  # shown by others
+        del ways["mpi"]
     expected = {
         "torchrun": "sums by Gloo, messages by torch's store (run.plane is auto, and torchrun started 2 ranks)",
         "mpi": "sums by MPI, messages by MPI (run.plane is mpi)",
@@ -139,7 +141,7 @@ def test_a_recipe_equals_that_under_mpirun(folder: Path, bound: str) -> None:
         assert sum(rank["samples"] for rank in summary["per_rank"]) == SAMPLES
         assert summary["plane"] in done.out
         planes[way], trained[way] = summary["plane"], weights(place)
-    assert planes == expected
+    assert planes == {way: expected[way] for way in ways}
     if bound == "0":
         for way in ways:
             torch.testing.assert_close(trained[way], trained["mpi"], rtol=1e-5, atol=1e-5)
@@ -180,7 +182,7 @@ def test_a_script_trains(folder: Path, bound: str) -> None:
     assert {f"rank {rank} of 2, local {rank}" for rank in range(2)} <= set(done.out.splitlines()), done.story
 
 
-@BOUNDS
+@pytest.mark.parametrize("bound", ["4"])
 def test_an_error_on_one_rank_ends_the_job(folder: Path, bound: str) -> None:
     done = script(folder, bound, "1 / 0")
     assert done.status != 0
@@ -207,8 +209,7 @@ def test_a_mistake_is_one_sentence(folder: Path, mistake: list[str], sentence: s
     assert "mpi4py" not in done.err
 
 
-@BOUNDS
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "bound"), [(0, "0"), (1, "4")])
 def test_a_killed_rank_ends_the_job_which_resumes(folder: Path, rank: int, bound: str) -> None:
     with job(train(*EMULATED, "--run.samples", "100000", "--sync.delay_bound", bound), folder) as process:
         trains(process, folder)

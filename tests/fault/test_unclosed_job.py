@@ -45,7 +45,6 @@ for number, (inputs, labels) in enumerate(session.slices()):
     {in_loop}
 """
 NOT_OVER = "the script has ended before its training"
-RANKS = pytest.mark.parametrize("ranks", [1, 2])
 
 
 def run(folder: Path, ranks: int, script: str) -> Done:
@@ -59,9 +58,9 @@ def job(bound: int = 4, in_loop: str = "pass", at_rest: str = "pass", after: str
     return SCRIPT.format(bound=bound, in_loop=in_loop, at_rest=at_rest, after=after)
 
 
-@RANKS
 @pytest.mark.parametrize(
-    ("bound", "at_rest", "after"), [(4, "pass", "pass"), (0, "pass", "sys.exit(0)"), (4, "job.stop()", "pass")]
+    ("ranks", "bound", "at_rest", "after"),
+    [(1, 4, "pass", "pass"), (2, 4, "pass", "pass"), (2, 0, "pass", "sys.exit(0)"), (2, 4, "job.stop()", "pass")],
 )
 def test_it_is_closed_where_training_is_over(tmp_path: Path, ranks: int, bound: int, at_rest: str, after: str) -> None:
     done = run(tmp_path, ranks, job(bound, at_rest=at_rest, after=after))
@@ -77,7 +76,7 @@ def test_a_stop_by_a_signal_is_told(tmp_path: Path) -> None:
     assert summary_of(tmp_path / "run")["status"] == "stopped"
 
 
-@RANKS
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_an_exception_ends_all_ranks(tmp_path: Path, ranks: int) -> None:
     done = run(tmp_path, ranks, job(in_loop=f"number == 3 and job.rank == {ranks - 1} and 1 / 0"))
     assert done.status == 1, done.story
@@ -87,13 +86,13 @@ def test_an_exception_ends_all_ranks(tmp_path: Path, ranks: int) -> None:
     assert summary_of(tmp_path / "run")["samples_applied"] == 0
 
 
-@RANKS
 @pytest.mark.parametrize(
-    ("in_loop", "sentence"),
+    ("ranks", "in_loop", "sentence"),
     [
-        ("job.prepare(model)", "job.prepare was called after the loop had begun"),
-        ("number == 3 and sys.exit()", NOT_OVER),
-        ("if number == 3: return", NOT_OVER),
+        (2, "job.prepare(model)", "job.prepare was called after the loop had begun"),
+        (1, "number == 3 and sys.exit()", NOT_OVER),
+        (2, "number == 3 and sys.exit()", NOT_OVER),
+        (2, "if number == 3: return", NOT_OVER),
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path: Path, ranks: int, in_loop: str, sentence: str) -> None:
@@ -105,10 +104,14 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, ranks: int, in_loop: str, sen
     assert summary_of(tmp_path / "run")["status"] == "failed"
 
 
-@RANKS
 @pytest.mark.parametrize(
-    ("in_loop", "status", "sentence"),
-    [("pass", 0, ""), ("session.plane.rank == 0 and session.step(loss)", 2, "called twice"), ("break", 2, NOT_OVER)],
+    ("ranks", "in_loop", "status", "sentence"),
+    [
+        (2, "pass", 0, ""),
+        (2, "session.plane.rank == 0 and session.step(loss)", 2, "called twice"),
+        (1, "break", 2, NOT_OVER),
+        (2, "break", 2, NOT_OVER),
+    ],
 )
 def test_the_small_form(tmp_path: Path, ranks: int, in_loop: str, status: int, sentence: str) -> None:
     done = run(tmp_path, ranks, SMALL.format(in_loop=in_loop))

@@ -5,6 +5,7 @@ mpirun -np N python -m pytest --with-mpi tests/mpi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -93,3 +94,18 @@ def test_an_emulated_link_refuses_what_it_cannot_slow() -> None:
     with pytest.raises(UserError, match="cannot be slowed to an emulated link"):
         plane.open_channels()
     plane.close()
+
+
+def test_some_ranks_sum_beside_the_others(plane: Plane) -> None:
+    """A rank may be among several; each posts to its own in the same order."""
+    groups = [group for group in ((0, 1), (plane.size - 1, 0), tuple(range(plane.size))) if plane.rank in group]
+    opened = [plane.open_sums(group) for group in groups]
+    tensors = [torch.full((70_000,), float(plane.rank + 1)) for _ in groups]
+    handles = [sums.allreduce(tensor) for sums, tensor in zip(opened, tensors, strict=True)]
+    deadline = time.monotonic() + 20
+    while not all([handle.done() for handle in handles]):
+        assert time.monotonic() < deadline
+    for group, tensor in zip(groups, tensors, strict=True):
+        assert torch.equal(tensor, torch.full((70_000,), float(sum(rank + 1 for rank in group))))
+    for sums in opened:
+        sums.close()

@@ -218,7 +218,7 @@ def test_the_noise_scale_is_measured_while_training(
 @pytest.mark.parametrize("bound", [0, 4])
 def test_without_a_controller_no_norm_is_computed(plane: Plane, bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weighed: list[torch.Tensor] = []
-    monkeypatch.setattr("hetsync.sync.communicator.squared_norm", weighed.append)
+    monkeypatch.setattr("hetsync.sync.collectives.squared_norm", weighed.append)
     train(plane, SyncConfig(bound, rebalance=False))
     assert not weighed
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
 BATCH, EVERY, SAMPLES = 50, 170, 330  # slices before a rest and at the end are short ones
 
 
-def stage(rank: int, *blocks: str, in_flight: int | None = None) -> dict[str, Any]:
-    return {"ranks": [rank], "blocks": list(blocks), "in_flight": in_flight}
+def stage(ranks: int | list[int], *blocks: str, in_flight: int | None = None) -> dict[str, Any]:
+    return {"ranks": ranks if isinstance(ranks, list) else [ranks], "blocks": list(blocks), "in_flight": in_flight}
 
 
 PLANS: dict[tuple[str, int], list[dict[str, Any]]] = {
@@ -70,6 +70,11 @@ PLANS: dict[tuple[str, int], list[dict[str, Any]]] = {
         {"share": 31, "micro_batches": 2, "stages": [stage(0, "features"), stage(2, "classifier")]},
         {"share": 19, "micro_batches": 3, "stages": [stage(3, "features.0"), stage(1, "features.2", "classifier")]},
     ],
+    ("shared", 2): [{"micro_batches": 3, "stages": [stage([1, 0], "*")]}],
+    ("shared", 4): [
+        {"share": 31, "micro_batches": 2, "stages": [stage(1, "features"), stage([3, 0], "classifier")]},
+        {"share": 19, "stages": [stage(2, "*")]},
+    ],
 }
 
 
@@ -79,8 +84,9 @@ class Asked(StopSignal):
     def __init__(self, caught: signal.Signals | None) -> None:
         self.caught = caught
 
-    def listen(self, listener: object) -> None:
-        pass
+    def listen(self, listener: Callable[[], None]) -> None:
+        if self.caught is not None:
+            listener()
 
 
 def recipe(folder: Path, optimizer: str = "sgd", clip: float | None = None, **run: Any) -> Config:
@@ -134,7 +140,9 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.parametrize(("kind", "optimizer", "clip"), [("pipeline", "sgd", 0.5), ("replicas", "adamw", None)])
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "clip"), [("pipeline", "sgd", 0.5), ("replicas", "adamw", None), ("shared", "sgd", 0.5)]
+)
 def test_it_ends_where_one_process_does(
     plane: Plane, folder: Path, kind: str, optimizer: str, clip: float | None
 ) -> None:
@@ -147,17 +155,20 @@ def test_it_ends_where_one_process_does(
     assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-5)
     assert found["samples_applied"] == SAMPLES
     assert found["status"] == "finished"
-    assert found["shares"] == ([BATCH] if kind == "pipeline" else [replica["share"] for replica in PLANS[kind, RANKS]])
+    assert found["shares"] == [replica.get("share", BATCH) for replica in PLANS[kind, RANKS]]
     assert found["plan"]["measured_step_seconds"] > 0
     assert found["plan"]["predicted_step_seconds"] > 0
     places = {
-        each["ranks"][0]: (index, number)
+        rank: (index, number)
         for index, replica in enumerate(PLANS[kind, RANKS])
         for number, each in enumerate(replica["stages"])
+        for rank in each["ranks"]
     }
     assert [(row["replica"], row["stage"]) for row in found["per_rank"]] == [places[rank] for rank in range(RANKS)]
     sent = [row["activation_bytes_sent"] > 0 for row in found["per_rank"]]
     assert sent == [len(PLANS[kind, RANKS][places[rank][0]]["stages"]) > 1 for rank in range(RANKS)]
+    for row in found["per_rank"]:
+        assert row["memory_bytes"] == pytest.approx(row["predicted_memory_bytes"], rel=0.15)
 
 
 def test_it_goes_on_under_another_plan_and_under_none(plane: Plane, folder: Path) -> None:

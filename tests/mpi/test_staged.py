@@ -26,7 +26,7 @@ FEW = [workload for workload in WORKLOADS if workload.name in ("nasnet_a_cifar",
 def test_stages_equal_one_process(workload: Workload, plane: Plane, tmp_path: Path) -> None:
     data = workload.data(tmp_path)
     model, found = blocks_of(workload, data)
-    stages = Stages(unequal(len(found.graph.blocks), RANKS), range(RANKS)[::-1], [None] * RANKS)
+    stages = Stages(unequal(len(found.graph.blocks), RANKS), [[rank] for rank in range(RANKS)[::-1]], [None] * RANKS)
     channels = plane.open_channels()
     optimizer, clip = ("sgd", None) if RANKS == 2 else ("adamw", 0.5)
     assert_equal_to_one_process(model, found, data, stages, plane.rank, channels, optimizer, clip)
@@ -39,7 +39,7 @@ def test_stages_over_gloo(tmp_path: Path) -> None:
     data = workload.data(tmp_path)
     model, found = blocks_of(workload, data)
     channels = plane.open_channels()
-    stages = Stages(unequal(len(found.graph.blocks), RANKS), range(RANKS), [None] * RANKS)
+    stages = Stages(unequal(len(found.graph.blocks), RANKS), [[rank] for rank in range(RANKS)], [None] * RANKS)
     assert_equal_to_one_process(model, found, data, stages, plane.rank, channels)
     channels.close()
     plane.close()

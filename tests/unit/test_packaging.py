@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 from pathlib import Path
 
@@ -50,6 +51,26 @@ def test_every_file_beside_code_is_shipped_but_readmes(setup: configparser.Confi
     }
     assert shipped == there
     assert len(shipped) > 20
+
+
+# What the standard library has had since Python 3.11 or later, of what this code might take.
+NEWER = {
+    "contextlib": {"chdir"},
+    "datetime": {"UTC"},
+    "enum": {"StrEnum", "ReprEnum", "member", "nonmember", "verify"},
+    "hashlib": {"file_digest"},
+    "itertools": {"batched"},
+    "typing": {"LiteralString", "Never", "NotRequired", "Required", "Self", "Unpack", "assert_never", "override"},
+}
+
+
+def test_the_oldest_python_has_what_is_imported(setup: configparser.ConfigParser) -> None:
+    assert setup["options"]["python_requires"] == ">=3.10"
+    for path in [path for top in ("hetsync", "models") for path in (ROOT / top).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module in NEWER:
+                newer = NEWER[node.module] & {alias.name for alias in node.names}
+                assert not newer, f"{path.relative_to(ROOT)} takes {newer} of {node.module}"
 
 
 def test_one_version_everywhere(setup: configparser.ConfigParser) -> None:

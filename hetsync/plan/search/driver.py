@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hetsync.errors import UserError
 from hetsync.plan.evaluate import Costs, Evaluator
@@ -15,6 +16,8 @@ from hetsync.plan.search.placement_policy import PlacementPolicy
 from hetsync.plan.search.plain import whole
 from hetsync.plan.search.registry import arms_of, make_search
 from hetsync.plan.search.search import Problem, Scored
+
+MOST_LEADERS = 5
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,20 @@ class Found:
     method: str
 
 
+class Leader(NamedTuple):
+    """One of the best plans, and the search that tried it first."""
+
+    method: str
+    scored: Scored
+
+
 class Driver:
     """`watch` is called with it after every lot of proposals.
 
     Attributes:
         arms: Those that have been run, the last one maybe not to its end.
         best: Of all arms; what lacks the least memory as long as nothing fits.
+        leaders: The best plans that fit, different ones, the best first.
         evaluations: All that were made, with those of the reference.
         reference: The method whose plan has objective 1: `data`, or `list` where that does not fit.
     """
@@ -76,6 +87,7 @@ class Driver:
         self._policy = policy
         self.arms: list[Arm] = []
         self.best: Scored | None = None
+        self.leaders: list[Leader] = []
         self.evaluations = 0
         self._watch, self._begun = watch, time.process_time()
         _check_blocks(problem.evaluator)
@@ -117,14 +129,13 @@ class Driver:
                     raise
                 arm.refused = str(mistake)
 
-    def found(self) -> Found:
-        """UserError where nothing fits."""
+    def found(self, place: int = 0) -> Found:
+        """The best plan, or that of another place among the leaders. UserError where nothing fits."""
         if self.best is None:
             raise UserError("the search has tried nothing: raise --evaluations or --seconds")
         _check_fits(self.best.costs, self.problem.evaluator, sum(arm.evaluations for arm in self.arms))
-        method = next(arm.method for arm in self.arms if arm.best is self.best)
-        placement = self.problem.evaluator.with_shares(self.best.placement)
-        return Found(placement, self.best.costs, self.best.objective, method)
+        method, one = self.leaders[place]
+        return Found(self.problem.evaluator.with_shares(one.placement), one.costs, one.objective, method)
 
     def _run(self, arm: Arm) -> None:
         begun = self.seconds
@@ -145,7 +156,16 @@ class Driver:
             arm.best = scored
         if self.best is None or order(scored) < order(self.best):
             self.best = scored
+        self._consider(arm.method, scored)
         return scored
+
+    def _consider(self, method: str, scored: Scored) -> None:
+        leaders, order = self.leaders, self.problem.order
+        if len(leaders) == MOST_LEADERS and order(scored) >= order(leaders[-1].scored):
+            return
+        if scored.costs.feasible and all(scored.placement != one.scored.placement for one in leaders):
+            found = [*leaders, Leader(method, scored)]
+            self.leaders = sorted(found, key=lambda one: order(one.scored))[:MOST_LEADERS]
 
     def _evaluate(self, placement: Placement) -> Costs:
         self.evaluations += 1

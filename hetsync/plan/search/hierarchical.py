@@ -31,7 +31,7 @@ class Hierarchical(PolicyGradient):
         groups = min(operations, MOST_GROUPS)
         self._groups = groups
         self._grouper = nn.Sequential(nn.Linear(width, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, groups))
-        self._placer = Placer(width + groups + 1, features.count)
+        self._placer = Placer(width + groups + 1, features.count, self.width)
         return [*self._grouper.parameters(), *self._placer.parameters()]
 
     def sample(self, allowed_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

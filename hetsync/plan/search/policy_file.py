@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from importlib import resources
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -15,6 +16,8 @@ from hetsync.plan.search.features import DEVICES, GROUPS, PAIRS, VERSION
 from hetsync.plan.search.placement_policy import PACES, PlacementPolicy
 
 SPECIFICATION = "hetsync_plan_policy"
+SHIPPED = Path("shipped")  # stands for the policy that comes along
+GENERAL = "general.safetensors"
 SEEN = (*GROUPS, *DEVICES, *PAIRS, *PACES)
 
 
@@ -49,9 +52,19 @@ def save_policy(path: Path, policy: PlacementPolicy, specification: Specificatio
 
 
 def load_policy(path: Path) -> PlacementPolicy:
-    """UserError where the file cannot be read, or its policy sees other features."""
+    """That of a file, or the one that comes along (`SHIPPED`). UserError where the file cannot be read, or its policy
+    sees other features."""
+    if path != SHIPPED:
+        return _read(path)
+    with resources.as_file(resources.files("hetsync.plan") / "policies" / GENERAL) as general:
+        return _read(general)
+
+
+def _read(path: Path) -> PlacementPolicy:
     if not path.is_file():
-        raise UserError(f"--policy {path} does not exist: make one by hetsync plan --pretrain --output {path}")
+        raise UserError(
+            f"--policy {path} does not exist: make one by hetsync plan --pretrain --output {path}, or give {SHIPPED}"
+        )
     try:
         with safe_open(path, framework="pt") as opened:
             told = json.loads((opened.metadata() or {})[SPECIFICATION])

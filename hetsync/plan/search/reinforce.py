@@ -18,7 +18,6 @@ from hetsync.plan.search.conversation import Conversation, Course
 from hetsync.plan.search.features import Features
 from hetsync.plan.search.search import Problem, Scored
 
-WIDTH = 64  # of the placer; the paper has 512
 SAMPLES = 16  # of an update
 KEPT = 0.9  # of the baseline, at each update
 MOST_NORM = 1.0
@@ -41,7 +40,7 @@ def start_even(layer: nn.Linear) -> None:
 class Placer(nn.Module):
     """Vectors of groups (N, G, F) to devices (N, G)."""
 
-    def __init__(self, features: int, devices: int, width: int = WIDTH) -> None:
+    def __init__(self, features: int, devices: int, width: int) -> None:
         super().__init__()
         self.encoder = nn.LSTM(features, width // 2, batch_first=True, bidirectional=True)
         self.decoder = nn.LSTMCell(2 * width, width)
@@ -76,11 +75,13 @@ class PolicyGradient(Conversation):
     """Samples, and learns with a moving average as baseline; the reward is −√T. From nothing, whatever is known.
 
     Attributes:
+        width: Of the placer; the paper has 512.
         random: Of all that is drawn.
         present: (R, D): devices of each replica.
     """
 
     learning_rate = 3e-3
+    width = 128
 
     def __init__(self, problem: Problem, seed: int = 0, start: Scored | None = None) -> None:
         super().__init__(problem, seed, start)

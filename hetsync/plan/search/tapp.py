@@ -35,7 +35,7 @@ class Tapp(PolicyGradient):
         last = nn.Linear(HIDDEN, stages)
         start_even(last)
         self._partition = nn.Sequential(nn.Linear(width, HIDDEN), nn.Tanh(), last)
-        self._allocation = Placer(2 * (width + 1), features.count)
+        self._allocation = Placer(2 * (width + 1), features.count, self.width)
         return [*self._partition.parameters(), *self._allocation.parameters()]
 
     def sample(self, allowed_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

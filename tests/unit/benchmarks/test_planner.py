@@ -1,52 +1,82 @@
-"""The planner's benchmark: its quick form runs, and its tables say what the searches found."""
+"""The planner's benchmark: its quick form runs and goes on, and its tables say what the searches found."""
 
 from __future__ import annotations
 
 import json
+import math
 
 import torch
 
-from benchmarks import planner
+from benchmarks import planner, planner_tables
+from benchmarks.common import planning
 from hetsync.plan.search.registry import SEARCHES
+
+CELL = {"form": "one replica", "model": "m", "cluster": "c", "weights": "time", "seed": 0, "blocks": 3}
+
+
+def searched(arm, objective, near=1, **more):
+    return {**CELL, "arm": arm, "objective": objective, "course": [(1, 9.0), (near, objective)], **more}
 
 
 def test_the_quick_form_compares_all_searches(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    threads = torch.get_num_threads()
-    planner.main(["--quick", "--output", str(tmp_path / "out")])
+    threads, words = torch.get_num_threads(), ["--quick", "--output", str(tmp_path / "out")]
+    few = ["data", "exact", "hierarchical", "trinity", "random", "best"]
+    planner.main([*words, "--arms", *few])
+    kept = (tmp_path / "out" / "searches.jsonl").read_text().splitlines()
+    planner.main([*words, "--arms", *few, "list"])
     torch.set_num_threads(threads)
     searches = json.loads((tmp_path / "out" / "planner.json").read_text())["searches"]
-    assert {one["arm"] for one in searches} == {*SEARCHES, "best"}
-    assert {one["weights"] for one in searches} == {"time", "thirds"}
-    assert all(one["evaluations"] <= 100 and one["objective"] >= one["bound"] * (1 - 1e-9) for one in searches)
-    for weights in planner.WEIGHTS:
-        cell = [one for one in searches if one["weights"] == weights and one["seed"] == 0]
+    assert (tmp_path / "out" / "searches.jsonl").read_text().splitlines()[: len(kept)] == kept
+    assert {one["arm"] for one in searches[len(kept) :]} == {"list"}  # the others were there
+    assert {one["arm"] for one in searches} == {*few, "list"}
+    assert {(one["form"], one["weights"]) for one in searches} == {
+        (form, weights) for form in planner.FORMS for weights in planner.WEIGHTS
+    }
+    assert all(one["evaluations"] <= 100 for one in searches)
+    for form in planner.FORMS:
+        cell = [one for one in searches if (one["form"], one["weights"], one["seed"]) == (form, "time", 0)]
         least = min(one["objective"] for one in cell if one["arm"] in planner.DRAW_NOTHING)
         assert next(one["objective"] for one in cell if one["arm"] == "best") <= least * (1 + 1e-9)
-    table = (tmp_path / "out" / "planner.md").read_text()
-    assert all(f"| {name} |" in table for name in SEARCHES)
+    assert "| digits, two-hosts |" in (tmp_path / "out" / "planner.md").read_text()
+
+
+def test_what_weighs_nothing_proposes_the_same_for_all_weights():
+    assert set(SEARCHES) - {"single", *planner.WEIGH_NOTHING} == {"local", "trinity", "hierarchical-multi"}
 
 
 def test_a_search_is_near_once_it_is_within_a_twentieth():
     record = {"course": [(1, 2.0), (40, 1.06), (50, 1.05)]}
-    assert planner.evaluations_near(record, 1.0) == 50
-    assert planner.evaluations_near(record, 0.9) is None
+    assert planner_tables.evaluations_near(record, 1.0) == 50
+    assert planner_tables.evaluations_near(record, 0.9) == math.inf
+
+
+def test_failures_are_censored():
+    assert planner_tables.middle([4, math.inf, 2]) == 4
+    assert planner_tables.middle([4, math.inf]) == math.inf
+
+
+def test_a_claim_is_judged_by_its_target():
+    records = [searched("trinity", 1.0, near=100), searched("hierarchical", 2.0, near=300)]
+    told = planner_tables.verdicts(records)
+    (row,) = [line for line in told if "| trinity | hierarchical | objective | 0.5 |" in line]
+    assert row.endswith("better: met |")
+    assert any("| trinity | hierarchical | evaluations | 0 |" in line for line in told)  # the other was never near
+    assert not any("pretrained" in line for line in told)
 
 
 def test_a_best_that_is_beaten_is_told():
-    cell = {"model": "m", "cluster": "c", "weights": "time"}
-    records = [{**cell, "arm": arm, "objective": objective} for arm, objective in (("best", 2.0), ("random", 1.0))]
-    assert planner.verdict(records) == [
+    assert planner_tables.beaten([searched("best", 2.0), searched("random", 1.0)]) == [
         "By medians, best is worse than another search in 1 of 1 cells.",
         "",
-        "- m, c, time: best 2, random 1",
+        "- one replica, time, m, c: best 2, random 1",
     ]
 
 
 def test_models_of_text_are_planned_without_files(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     threads = torch.get_num_threads()
-    problem = planner.problem_of("nmt", planner.CLUSTERS["two-hosts"], 0.01)
+    found = planning.problems(["nmt"], ["two-hosts"], 0.01, one_replica=True)["nmt", "two-hosts"]
     torch.set_num_threads(threads)
-    assert len(problem.evaluator.graph.blocks) > 4
-    assert "missing" not in planner.searched(problem, "list", "thirds", 0, 20)
+    assert len(found.evaluator.graph.blocks) > 4
+    assert all("missing" not in one for one in planner.searched(found, "list", 0, 20))

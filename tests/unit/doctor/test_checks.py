@@ -113,7 +113,7 @@ WRONG = {
         "mpirun", {"mpi": replace(SOUND.mpi, library="Intel(R) MPI Library 2021.15")}, PROBLEM,
         "of Open MPI, but mpi4py loads Intel MPI", "rebuild mpi4py against Open MPI",
     ),
-    "ULFM": ("ULFM", {"ulfm_in_force": True}, NOTE, "in force: in delayed mode", "leave out --with-ft ulfm where a"),
+    "ULFM": ("ULFM", {"ulfm_in_force": True}, NOTE, "in force: the others go on", "leave out --with-ft ulfm where a"),
     "torch does not load": (
         "torch", {"torch": Torch(failure="undefined symbol")}, PROBLEM, "does not load: undefined symbol", "torch"
     ),

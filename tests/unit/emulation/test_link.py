@@ -6,7 +6,7 @@ import torch
 from hetsync.balance.profile import RankProfile, StepTime
 from hetsync.config.schema import SyncConfig
 from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, PairLink
-from hetsync.emulation.link import EmulatedLink, LinkTimes, behind_link
+from hetsync.emulation.link import EmulatedLink, EmulatedSums, LinkTimes, Way, behind_link
 from hetsync.plane.base import Handle, Residual, WireFormat
 from hetsync.plane.faulty import Corrupt, Delay, Drop, FaultyPlane, Stall
 from hetsync.plane.local import LocalPlane
@@ -149,3 +149,18 @@ def test_emulated_and_simulated_jobs_heed_links_by_pair() -> None:
 def test_a_cluster_without_links_slows_nothing() -> None:
     plane = _FourRanks()
     assert behind_link(plane, Cluster("x", "s", (DeviceGroup("a", 4),)), 4000, 0.1) is plane
+
+
+def test_a_rank_sums_with_some_ranks_after_it_has_with_others() -> None:
+    inner, clock, way = _FourRanks(), _Clock(), Way()
+    sums = [EmulatedSums(inner, lambda size: size / 4, way, clock) for _ in range(2)]
+    handles = [each.allreduce(torch.ones(values)) for each, values in zip(sums, (3, 5), strict=True)]
+    inner.handles[1].ready = True
+    assert not any(handle.done() for handle in handles)  # the second is on its way for 5 s
+    clock.seconds += 2
+    inner.handles[0].ready = True
+    assert not handles[0].done()  # it follows the other, and takes 3 s
+    clock.seconds += 3
+    assert (handles[0].done(), handles[1].done()) == (False, True)
+    clock.seconds += 3
+    assert handles[0].done()

@@ -84,7 +84,7 @@ def test_bytes_of_a_sample() -> None:
 
     assert (first.output_bytes, second.output_bytes) == (4 * 8, 0)
     assert first.saved_bytes == 4 * 4 + 4 * 8  # its input and the ReLU's output, which the second one saves as well
-    assert second.saved_bytes == 0
+    assert (first.received_bytes, second.saved_bytes, second.received_bytes) == (0, 0, 4 * 8)
     assert (first.weight_bytes, second.weight_bytes) == (4 * (4 * 8 + 8), 4 * (8 * 2 + 2))
 
 

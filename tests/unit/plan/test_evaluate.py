@@ -192,6 +192,12 @@ def test_memory_is_weights_their_likes_and_activations_in_flight():
     evaluator = Evaluator(model, costs, cluster(4), [StepTime(0, 1)] * 4, Training(8))
     one = evaluator.evaluate(Placement((chain([1, 2], 3, 4),)))
     assert one.memory_bytes == {0: 4 * 100 + 3 * 2 * 10, 1: 4 * 200 + 2 * 2 * 20, 2: 4 * 400 + 1 * 2 * 30}
+    kept = [replace(each, received_bytes=7) for each in costs]  # of which another stage sends 5
+    received = Evaluator(
+        model, [replace(each, output_bytes=5) for each in kept], cluster(4), [StepTime(0, 1)] * 4, Training(8)
+    )
+    found = received.evaluate(Placement((chain([1, 2], 3, 4),))).memory_bytes
+    assert [found[rank] - one.memory_bytes[rank] for rank in range(3)] == [0, 2 * 2 * 5, 1 * 2 * 5]
     two = evaluator.evaluate(Placement((chain([], 3, share=6), chain([2], 3, 2, 2, first_rank=1))))
     assert two.memory_bytes == {0: 8 * 700 + 60 * 6, 1: 8 * 300 + 2 * 30, 2: 8 * 400 + 1 * 30}
     synchronous = Evaluator(model, costs, cluster(2), [StepTime(0, 1)] * 2, Training(8, SyncConfig(delay_bound=0)))

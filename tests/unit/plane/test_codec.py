@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import subprocess
+import zlib
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
 from decimal import Decimal
@@ -18,6 +19,7 @@ import torch
 
 from hetsync.errors import OwnMistakeError, UserError
 from hetsync.plane import codec
+from hetsync.plane.base import DamagedError
 from hetsync.sync.messages import AssignTask, EventBatch, Probe, Task, TaskFinished
 
 
@@ -37,6 +39,10 @@ class Record:
 
 class Other:
     pass
+
+
+def with_checksum(pickled: bytes) -> bytes:
+    return pickled + zlib.crc32(pickled).to_bytes(4, "big")
 
 
 class Acts:
@@ -112,9 +118,9 @@ def test_a_tensor_s_bytes_are_no_way_in(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_nothing_is_imported_for_a_message() -> None:
     with pytest.raises(UserError, match=r"a value of antigravity\.Record does not travel"):
-        codec.loads(b"cantigravity\nRecord\n.")
+        codec.loads(with_checksum(b"cantigravity\nRecord\n."))
     with pytest.raises(UserError, match="does not travel"):
-        codec.loads(b"\x80\x04\x8c\x0bdataclasses\x8c\x0esys.modules.os\x93.")
+        codec.loads(with_checksum(b"\x80\x04\x8c\x0bdataclasses\x8c\x0esys.modules.os\x93."))
 
 
 def test_what_a_rank_names_itself_may_come_from_others() -> None:
@@ -123,4 +129,15 @@ def test_what_a_rank_names_itself_may_come_from_others() -> None:
     with pytest.raises(UserError, match=r"test_codec\.Other does not travel"):
         codec.loads(theirs)
     with pytest.raises(UserError, match="does not travel"):
-        codec.loads(pickle.dumps(Acts(os.getpid)), named)
+        codec.loads(with_checksum(pickle.dumps(Acts(os.getpid))), named)
+
+
+def test_a_flipped_bit_is_noticed_wherever_it_is() -> None:
+    sent = codec.dumps(EventBatch([TaskFinished(1, 2, 3, 0.5)]))
+    for bit in range(8 * len(sent)):
+        damaged = bytearray(sent)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DamagedError, match=r"a message of rank 3 has arrived damaged.*go on with --resume"):
+            codec.loads(damaged, sender=3)
+    with pytest.raises(DamagedError):
+        codec.loads(b"")

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from graphlib import CycleError
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from replicas import MICRO_BATCHES, ThreadedChannels, assert_equal_to_one_process, blocks_of, on_threads, unequal
+from replicas import (
+    MICRO_BATCHES,
+    ThreadedChannels,
+    assert_equal_to_one_process,
+    blocks_of,
+    on_threads,
+    one_piece,
+    train,
+    unequal,
+)
 from torch import nn
+from torch.utils.data import TensorDataset
 from workloads import WORKLOADS, Workload
 
+from hetsync.balance.profile import StepTime
+from hetsync.data import Data
+from hetsync.data.evaluation import evaluate_range
 from hetsync.errors import UserError
 from hetsync.plan.blocks import Cut, cut
 from hetsync.plan.calls import observed_call
+from hetsync.plan.division import Division
 from hetsync.plane.base import Channels
-from hetsync.replica.base import MicroBatch
+from hetsync.profiling.measure import batch_of
+from hetsync.replica.base import MicroBatches
+from hetsync.replica.scores import forward_outside_of_training
 from hetsync.replica.staged import StagedReplica, Stages
 from hetsync.replica.whole import WholeReplica
 
@@ -29,7 +46,7 @@ MODELS = [workload for workload in WORKLOADS if not workload.name.endswith(("_mo
 def test_three_stages_equal_one_process(workload: Workload, tmp_path: Path) -> None:
     data = workload.data(tmp_path)
     model, found = blocks_of(workload, data)
-    stages = Stages(unequal(len(found.graph.blocks), 3), [1, 2, 0], [None, 4, 1])
+    stages = Stages(unequal(len(found.graph.blocks), 3), [[1], [2], [0]], [None, 4, 1])
 
     on_threads(
         3,
@@ -50,7 +67,7 @@ def test_components_run_side_by_side(tmp_path: Path) -> None:
     data = workload.data(tmp_path)
     model, found = blocks_of(workload, data)
     stage_of = [COMPONENTS[block.name.split(".")[0]] for block in found.graph.blocks]
-    stages = Stages(stage_of, range(5), [MICRO_BATCHES] * 5)
+    stages = Stages(stage_of, [[rank] for rank in range(5)], [MICRO_BATCHES] * 5)
 
     on_threads(5, lambda rank, channels: assert_equal_to_one_process(model, found, data, stages, rank, channels))
 
@@ -84,7 +101,7 @@ def cut_of(model: nn.Module) -> Cut:
 
 
 def test_what_the_model_returns_may_come_from_any_stage_and_may_be_more_than_tensors() -> None:
-    batches = [MicroBatch(torch.randn(samples, 4), samples) for samples in (3, 2)]
+    batches = [one_piece(torch.randn(samples, 4)) for samples in (3, 2)]
     model = Skipping()
     alone = deepcopy(model)
     loss = WholeReplica(alone, skipping_loss).run(batches)
@@ -92,7 +109,7 @@ def test_what_the_model_returns_may_come_from_any_stage_and_may_be_more_than_ten
 
     def work(rank: int, channels: Channels) -> None:
         own = deepcopy(model)
-        stages = Stages([0, 1, 2], [0, 1, 2], [None, None, None])
+        stages = Stages([0, 1, 2], [[0], [1], [2]], [None, None, None])
         replica = StagedReplica(own, found, skipping_loss, stages, rank, channels)
         assert replica.run(batches) == pytest.approx(loss)
         for name in replica.held:
@@ -104,24 +121,99 @@ def test_what_the_model_returns_may_come_from_any_stage_and_may_be_more_than_ten
     on_threads(3, work)
 
 
-def test_evaluation_is_on_gathered_weights() -> None:
-    model = Skipping()
-    found = cut_of(model)
-    changed = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+# Two on the first stage, of which one is three times as fast, and three on the last.
+SHARED = Stages([0, 1, 2], [[3, 0], [1], [5, 2, 4]], [None, 3, 1], [StepTime(0.0, t) for t in (1, 1, 3, 3, 1, 1)])
+
+
+@pytest.mark.parametrize("name", ["digits_cnn", "deeptte"])
+def test_ranks_share_stages(name: str, tmp_path: Path) -> None:
+    """Their micro-batches come in pieces, which one process accumulates, too: batch norm sees as many samples at once.
+    Its buffers then are a mean of what the ranks' have become."""
+    workload = next(workload for workload in WORKLOADS if workload.name == name)
+    data = workload.data(tmp_path)
+    model, found = blocks_of(workload, data)
+    stages = replace(SHARED, stage_of=unequal(len(found.graph.blocks), 3))
+    alone = deepcopy(model)
+    expected = train(WholeReplica(alone, data.loss), data, "sgd", 0.5, stages.division)
+    wanted = dict(alone.named_parameters())
 
     def work(rank: int, channels: Channels) -> None:
-        replica = StagedReplica(
-            deepcopy(model), found, skipping_loss, Stages([0, 0, 1], [0, 1], [1, 1]), rank, channels
-        )
-        for name, tensor in replica.held.items():
-            tensor.data.copy_(changed[name])
+        replica = StagedReplica(deepcopy(model), found, data.loss, stages, rank, channels)
+        replica.release()
+        assert train(replica, data, "sgd", 0.5, stages.division) == pytest.approx(expected, rel=1e-5)
+        whole = replica.whole({4})
+        assert (whole is None) == (rank != 4)
+        for name, weight in whole.named_parameters() if whole is not None else ():
+            torch.testing.assert_close(weight, wanted[name], rtol=1e-5, atol=1e-6)  # sums are in single precision
+        assert set(replica.merged({rank: rank})) == ({0, 1, 5} if rank == 0 else {rank})
 
-        def metrics(model: nn.Module, batch: float) -> dict[str, float]:
-            assert all(torch.equal(tensor, changed[name]) for name, tensor in model.state_dict().items())
-            return {"samples": batch, "training": float(model.training)}
+    on_threads(6, work)
 
-        assert replica.evaluate(metrics, [2.0, 3.0]) == {"samples": 5.0, "training": 0.0}
-        assert replica.model.training
+
+def test_ranks_that_share_all_of_a_model_need_not_cut_it() -> None:
+    model, alone = Branching(), Branching()
+    alone.load_state_dict(model.state_dict())
+    division = Division([[1, 0]], [StepTime(0.0, 1.0), StepTime(0.0, 2.0)])
+    data = Data(TensorDataset(torch.arange(28.0).reshape(7, 4)), TensorDataset(torch.ones(5, 4)))
+    batches = MicroBatches(lambda rows: torch.stack([row for (row,) in rows]), 3, division)(list(data.train))
+    loss = WholeReplica(alone, skipping_loss).run(batches)
+    assert [[piece.samples for piece in each.pieces] for each in batches] == [[1, 2], [1, 1], [1, 1]]
+
+    def work(rank: int, channels: Channels) -> None:
+        own = deepcopy(model)
+        replica = WholeReplica(own, skipping_loss, None, division, rank, channels)
+        assert replica.run(batches) == pytest.approx(loss)
+        torch.testing.assert_close(own.a.weight.grad, alone.a.weight.grad)
+        assert replica.passes.samples == (4 if rank == 0 else 3)
+
+    on_threads(2, work)
+
+
+# One with a part that only training has, one with packed sequences, and one with translations.
+SCORED = [workload for workload in WORKLOADS if workload.name in ("inception_v3", "deeptte", "ptb_lstm", "nmt")]
+
+
+@pytest.mark.parametrize("workload", SCORED, ids=lambda workload: workload.name)
+def test_metrics_are_those_of_the_whole_model(workload: Workload, tmp_path: Path) -> None:
+    """Through the stages, but for translations, which ask for more than forward."""
+    data = workload.data(tmp_path)
+    model = workload.model(data).train()
+    found = cut(model, observed_call(model, data.loss, batch_of(data, 3, torch.device("cpu"))))
+    stages = Stages(unequal(len(found.graph.blocks), 3), [[1], [2, 3], [0]], [1, 1, 1], [StepTime(0.0, 1.0)] * 4)
+    scoring = forward_outside_of_training(model, data, torch.device("cpu"))
+    assert (scoring is None) == (workload.name == "nmt")
+    wanted = evaluate_range(model, data, 2, 19)
+    parts: dict[int, dict[str, float]] = {}
+
+    def work(rank: int, channels: Channels) -> None:
+        own = deepcopy(model)
+        replica = StagedReplica(own, found, data.loss, stages, rank, channels, scoring=scoring)
+        replica.release()
+        parts[rank] = replica.evaluate(data, 2, 19)
+        assert own.training
+
+    on_threads(4, work)
+    assert [rank for rank in range(4) if parts[rank]] == ([0, 1, 2, 3] if workload.name == "nmt" else [0])
+    found_sums = {name: sum(part.get(name, 0.0) for part in parts.values()) for name in wanted}
+    assert found_sums == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_rank_keeps_no_weights_of_other_stages() -> None:
+    model = Skipping()
+    found = cut_of(model)
+
+    def work(rank: int, channels: Channels) -> None:
+        own = deepcopy(model)
+        replica = StagedReplica(own, found, skipping_loss, Stages([0, 0, 1], [[0], [1]], [1, 1]), rank, channels)
+        replica.release()
+        kept = {name for name, weight in own.named_parameters() if weight.untyped_storage().nbytes() == weight.nbytes}
+        assert kept == set(replica.held)
+        replica.run([one_piece(torch.ones(3, 4)), one_piece(torch.ones(2, 4))])
+        optimizer = torch.optim.SGD(replica.parameters, 0.1, momentum=0.9)
+        optimizer.step()
+        weights = sum(weight.nbytes for weight in replica.parameters)
+        least = sum(3 * weight.nbytes if weight.grad is not None else weight.nbytes for weight in replica.parameters)
+        assert least < replica.memory.bytes(optimizer) < 3 * weights + 2000
 
     on_threads(2, work)
 
@@ -134,9 +226,9 @@ def test_a_loss_that_takes_weights_itself_is_refused() -> None:
         return skipping_loss(model, batch) + model.a.weight.square().sum()
 
     def work(rank: int, channels: Channels) -> None:
-        stages = Stages([0, 0, 1], [0, 1], [1, 1])
+        stages = Stages([0, 0, 1], [[0], [1]], [1, 1])
         replica = StagedReplica(deepcopy(model), found, loss, stages, rank, channels)
-        batches = [MicroBatch(torch.ones(3, 4), 3)]
+        batches = [one_piece(torch.ones(3, 4))]
         if rank == 0:
             replica.run(batches)
             return
@@ -151,7 +243,7 @@ def test_stages_that_wait_for_each_other_are_refused() -> None:
     model = Skipping()
     with pytest.raises(CycleError):
         StagedReplica(
-            model, cut_of(model), skipping_loss, Stages([0, 1, 0], [0, 1], [1, 1]), 0, ThreadedChannels(0, {})
+            model, cut_of(model), skipping_loss, Stages([0, 1, 0], [[0], [1]], [1, 1]), 0, ThreadedChannels(0, {})
         )
 
 
@@ -163,10 +255,10 @@ class Branching(Skipping):
 def test_a_model_that_cannot_be_cut_is_refused_with_the_line() -> None:
     model = Branching()
     with pytest.raises(UserError, match=r"Branching cannot be cut into stages: test_staged.py:\d+ .* one rank"):
-        StagedReplica(model, cut_of(model), skipping_loss, Stages([0], [0], [1]), 0, ThreadedChannels(0, {}))
+        StagedReplica(model, cut_of(model), skipping_loss, Stages([0], [[0]], [1]), 0, ThreadedChannels(0, {}))
 
 
-@pytest.mark.parametrize("ranks", [[0, 0], [0], [0, 1, 2]])
-def test_stages_and_ranks_must_match(ranks: list[int]) -> None:
+@pytest.mark.parametrize("ranks", [[[0], [0]], [[0]], [[0], [1], [2]], [[0, 1], [1]]])
+def test_stages_and_ranks_must_match(ranks: list[list[int]]) -> None:
     with pytest.raises(ValueError, match="stages"):
         Stages([0, 1], ranks, [1] * len(ranks))

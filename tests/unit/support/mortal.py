@@ -28,6 +28,7 @@ from hetsync.sync.messages import (
     Standing,
     StartRound,
     Task,
+    TaskDropped,
 )
 from hetsync.sync.milestones import EPOCH, TOO_FEW, marks_every, rests_at
 from hetsync.sync.recovery import (
@@ -52,7 +53,7 @@ from hetsync.sync.recovery import (
 from hetsync.sync.state_machine import RoundStateMachine
 from hetsync.sync.worker import Worker
 
-NOTICES = (AssignTask, StartRound, Standing)
+NOTICES = (AssignTask, TaskDropped, StartRound, Standing)
 OF_RECOVERY = (Report, Decision, Ready, Agreed)
 
 
@@ -120,6 +121,7 @@ class Job:
     death_chance: float = 0.01  # a step
     death_in_recovery: float = 0.02  # a step of one
     withdrawals: float = 0.0
+    spoils: float = 0.0  # of tasks that are finished in delayed mode
     changes: float = 0.0  # of shares, settings; rests that are asked for
     least_ranks: int | None = 1
     seed: int = 0
@@ -289,6 +291,10 @@ class World:
         if task.synchronous_round is None:
             if worker.version < rank.landed and rank.weights.apply():
                 worker.version = rank.landed
+            if self.dice.random() < self.job.spoils:
+                self.counts["spoiled"] += 1
+                rank.outbox.append(worker.spoil_task(()))
+                return
             rank.weights.finish(worth([task]))
             rank.weights.check()
         else:
@@ -339,6 +345,8 @@ class World:
             rank.books.follow([notice])
         if isinstance(notice, AssignTask) and notice.rank == rank.number:
             rank.worker.assign(notice.task)
+        elif isinstance(notice, TaskDropped) and notice.rank == rank.number:
+            rank.worker.drop(notice.task)
         elif isinstance(notice, StartRound):
             rank.rounds.append(notice)
             rank.worker.announce(notice.number)

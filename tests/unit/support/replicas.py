@@ -18,9 +18,9 @@ from workloads import Workload
 from hetsync.data import Data
 from hetsync.plan.blocks import Cut, cut
 from hetsync.plan.calls import observed_call
-from hetsync.plan.schedule import micro_batch_sizes
+from hetsync.plan.division import WHOLE, Division
 from hetsync.plane.base import Channels, LateError
-from hetsync.replica.base import MicroBatch, Replica
+from hetsync.replica.base import MicroBatch, MicroBatches, Piece, Replica
 from hetsync.replica.staged import StagedReplica, Stages
 from hetsync.replica.whole import WholeReplica
 
@@ -84,23 +84,37 @@ def on_threads(ranks: int, work: Callable[[int, Channels], None]) -> None:
         raise errors[0]
 
 
-def micro_batches(data: Data, first: int = 0, dtype: torch.dtype = torch.float64) -> list[MicroBatch]:
-    def converted(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+def micro_batches(data: Data, first: int = 0, division: Division = WHOLE) -> list[MicroBatch]:
+    """Of `SHARE` samples, in double precision."""
+    samples = [data.train[index] for index in range(first, first + SHARE)]
+    return MicroBatches(_in_double_precision(data), MICRO_BATCHES, division)(samples)
 
-    collate = data.collate or default_collate
-    parts = []
-    for samples in micro_batch_sizes(SHARE, MICRO_BATCHES):
-        batch = collate([data.train[index] for index in range(first, first + samples)])
-        parts.append(MicroBatch(tree_map(converted, batch), samples))
-        first += samples
-    return parts
+
+def double_batches(data: Data, first: int, shares: Sequence[int], counts: Sequence[int]) -> list[list[MicroBatch]]:
+    """Of several replicas."""
+    found = []
+    for share, count in zip(shares, counts, strict=True):
+        samples = [data.train[index] for index in range(first, first + share)]
+        found.append(MicroBatches(_in_double_precision(data), count)(samples))
+        first += share
+    return found
+
+
+def _in_double_precision(data: Data) -> Callable[[list[Any]], Any]:
+    def converted(value: Any) -> Any:
+        return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return lambda samples: tree_map(converted, (data.collate or default_collate)(samples))
+
+
+def one_piece(batch: torch.Tensor) -> MicroBatch:
+    return MicroBatch([Piece(batch, len(batch))])
 
 
 def blocks_of(workload: Workload, data: Data) -> tuple[nn.Module, Cut]:
     """In double precision: small batches of batch norm make much of a rounding."""
     model = workload.model(data).double().train()
-    return model, cut(model, observed_call(model, data.loss, micro_batches(data)[0].batch))
+    return model, cut(model, observed_call(model, data.loss, micro_batches(data)[0].pieces[0].batch))
 
 
 def unequal(blocks: int, stages: int) -> list[int]:
@@ -110,14 +124,16 @@ def unequal(blocks: int, stages: int) -> list[int]:
     return [next(stage for stage, end in enumerate(ends) if block < end) for block in range(blocks)]
 
 
-def train(replica: Replica, data: Data, optimizer: str, clip: float | None = None, steps: int = 2) -> list[float]:
+def train(
+    replica: Replica, data: Data, optimizer: str, clip: float | None = None, division: Division = WHOLE, steps: int = 2
+) -> list[float]:
     """Losses, and norms where there is clipping."""
     steppers = [OPTIMIZERS[optimizer](replica.parameters)] if replica.parameters else []
     told = []
     for step in range(steps):
         for stepper in steppers:
             stepper.zero_grad()
-        told.append(replica.run(micro_batches(data, first=step * SHARE)))
+        told.append(replica.run(micro_batches(data, step * SHARE, division)))
         if clip is not None:
             told.append(replica.clip_grad_norm(clip))
         for stepper in steppers:
@@ -140,13 +156,15 @@ def assert_equal_to_one_process(
     expected = train(WholeReplica(alone, data.loss), data, optimizer, clip)
 
     replica = StagedReplica(staged, found, data.loss, stages, rank, channels)
-    told = train(replica, data, optimizer, clip)
+    replica.release()
+    told = train(replica, data, optimizer, clip, stages.division)
 
     assert told == pytest.approx(expected, rel=1e-9)
     assert not replica.parameters or any(not torch.equal(each, before[name]) for name, each in replica.held.items())
     wanted = alone.state_dict()
     for name, tensor in replica.held.items():
         torch.testing.assert_close(tensor, wanted[name], rtol=1e-9, atol=1e-9)
-    replica.gather()
-    for name, tensor in staged.state_dict().items():
+    whole = replica.whole(stages.all_ranks)
+    assert whole is not None
+    for name, tensor in whole.state_dict().items():
         torch.testing.assert_close(tensor, wanted[name], rtol=1e-9, atol=1e-9)

@@ -96,3 +96,33 @@ def test_who_catches_up_takes_over_the_outer_velocity() -> None:
     assert torch.equal(ranks[0].deltas.velocity, ranks[1].deltas.velocity)
     assert ranks[0].deltas.velocity is not ranks[1].deltas.velocity
     assert torch.equal(ranks[0].deltas.anchor, ranks[1].deltas.anchor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_task_that_is_undone_leaves_no_trace(seed: int, dtype: torch.dtype) -> None:
+    """Beside rounds under way, finished tasks that wait and changes that have come: whatever it made of the weights."""
+    chance = random.Random(seed)
+    ranks, twins = [[Rank(0, dtype), Rank(1, dtype)] for _ in range(2)]
+    for _ in range(40):
+        for rank, twin in zip(ranks, twins, strict=True):
+            for _ in range(chance.randrange(3)):
+                progress = chance.randint(-4, 4) * 2
+                rank.finish(progress)
+                twin.finish(progress)
+            if chance.random() < 0.5:
+                rank.weights.fill_(torch.nan)
+                rank.deltas.undo()
+        for group in (ranks, twins):
+            addends = [rank.pack() for rank in group]
+            if chance.random() < 0.5:
+                group[0].weights.mul_(3)
+                group[0].deltas.undo()
+            summed(group, addends)
+            for rank in group:
+                rank.deltas.apply_sum()
+        for rank, twin in zip(ranks, twins, strict=True):
+            rank.deltas.apply()
+            twin.deltas.apply()
+            assert torch.equal(rank.weights, twin.weights)
+            assert torch.equal(rank.deltas.anchor, twin.deltas.anchor)

@@ -343,10 +343,41 @@ def test_the_tail_holds_the_buffers_that_change():
     gradients = gradients_of(model)
     for sent in (2, 10):  # at first, whether they have changed; then running mean and variance
         backward(model, gradients, *batch(4), [4])
-        assert gradients.tail.flat.numel() == len(list(model.parameters())) + 3 + sent
+        assert gradients.tail.flat.numel() == len(list(model.parameters())) + 4 + sent
         allreduce([gradients], "int8")
         gradients.collect()
         model.zero_grad()
+
+
+def test_a_spoiled_round_brings_nothing_to_anybody_and_the_next_one_is_whole():
+    """Whoever's gradients are nan, and however the wire rounds."""
+    for wire in ("float32", "int8"):
+        models = [net(norm=True), net(norm=True)]
+        everyones = [Gradients(model, 64, lambda fraction: None, lambda: None, skips=True) for model in models]
+        for gradients in everyones:
+            gradients.adopt_buffers()
+        before = [buffer.clone() for buffer in models[0].buffers()]
+        for spoiled in (True, False):
+            for number, (model, gradients) in enumerate(zip(models, everyones, strict=True)):
+                inputs, labels = batch(4, number)
+                backward(model, gradients, inputs * torch.nan if spoiled and number else inputs, labels, [4])
+            allreduce(everyones, wire)
+            assert [gradients.sum_is_spoiled for gradients in everyones] == [spoiled, spoiled]
+            for model, gradients in zip(models, everyones, strict=True):
+                assert gradients.collect() == 8
+                assert gradients.spoiled == spoiled
+                assert all(
+                    (p.grad is None) == (spoiled or p is model.unused)
+                    for p in gradients._where
+                    if p is not model.sometimes
+                )
+                floats = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+                assert all(buffer.isfinite().all() for buffer in floats)
+                if spoiled:
+                    kept = [buffer for buffer in before if buffer.is_floating_point()]
+                    assert all(torch.equal(a, b) for a, b in zip(floats, kept, strict=True))
+        grads = [[p.grad for p in model.parameters() if p.grad is not None] for model in models]
+        assert all(a.isfinite().all() and torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 def test_a_round_leaves_nothing_behind_for_the_next():
@@ -481,3 +512,57 @@ def test_weights_of_other_precisions_get_gradients_of_theirs(dtype):
             if theirs.grad is not None:
                 assert ours.grad.dtype is dtype
                 assert torch.allclose(ours.grad.float(), theirs.grad, atol=1e-2)
+
+
+@pytest.mark.parametrize("released", ["nothing", "in backward", "all", "fetched"])
+def test_a_task_that_is_given_up_leaves_nothing_behind(released):
+    """Another rank has died in the round; its batch comes again, to this rank alone."""
+    model, single = net(norm=True), net(norm=True)
+    gradients = gradients_of(model, bucket_bytes=1)
+    for number in range(2):
+        inputs, labels = batch(8, seed=number)
+        if number:
+            gradients.open_task()
+            gradients.open_slice(4, last=True)
+            loss_of(model, inputs[:4], labels[:4]).backward()
+            if released != "in backward":
+                gradients.close_slice()
+            if released in ("all", "fetched"):
+                gradients.flush(4)
+            if released == "fetched":
+                assert gradients.released()
+                gradients.pack(0, "float32").fill_(torch.nan)
+            gradients.give_up()
+            assert all(parameter.grad is None for parameter in model.parameters())
+            assert gradients.is_collected(0), "what the loop still brings is no matter of any task"
+        backward(model, gradients, inputs, labels, [8])
+        allreduce([gradients])
+        gradients.collect()
+        single.zero_grad()
+        loss_of(single, inputs, labels).backward()
+        for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
+            assert theirs.grad is None or torch.allclose(ours.grad, theirs.grad, atol=1e-6)
+        assert torch.allclose(model.norm.running_mean, single.norm.running_mean, atol=1e-6)
+
+
+def test_a_round_tells_who_has_given_how_many_samples():
+    everyones = [Gradients(net(), 64, lambda fraction: None, lambda: None, rank=n, ranks_counted=4) for n in (0, 2)]
+    for gradients, samples in zip(everyones, (5, 7), strict=True):
+        gradients.flush(samples, computed=False)
+    allreduce(everyones)
+    assert [gradients.samples_given() for gradients in everyones] == [{0: 5, 2: 7}] * 2
+    assert everyones[0].summed_samples == 12
+
+
+def test_who_is_behind_takes_over_buffers():
+    ahead, behind = net(norm=True), net(norm=True)
+    donor, gradients = gradients_of(ahead), gradients_of(behind)
+    inputs, labels = batch(8)
+    backward(ahead, donor, inputs, labels, [8])
+    allreduce([donor])
+    donor.collect()
+    ahead.norm.running_mean.fill_(7.0)  # in the forward pass of a round that does not count
+    behind.norm.running_mean.fill_(8.0)
+    gradients.take_over_buffers(donor.shared_buffers, donor.tail.travel)
+    assert torch.allclose(behind.norm.running_mean, 0.1 * ahead.first(inputs).mean(0), atol=1e-6)
+    assert gradients.tail.travel == donor.tail.travel

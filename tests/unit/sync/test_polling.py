@@ -109,5 +109,8 @@ def _communicator(main_thread: MainThread, phase: Phase, delayed: bool) -> commu
         on_task=lambda task: None,
         on_dropped=lambda task: None,
         on_death=lambda death: None,
+        state=dict,
+        books=None,
+        succeed=None,
         telemetry=Telemetry(None),
     )

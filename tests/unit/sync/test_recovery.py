@@ -72,6 +72,13 @@ def jobs(settings, **others):
     )
 
 
+@hypothesis_settings(max_examples=EXAMPLES // 3, deadline=None)
+@given(jobs(delayed, spoils=st.sampled_from([0.05, 0.3])))
+def test_tasks_that_are_left_out_go_out_again_whoever_dies(job):
+    """Who keeps the books sees samples of rounds only: no left-out task may be taken for one that is in."""
+    World(job).run()
+
+
 @many
 @given(jobs(delayed))
 def test_whoever_dies_delayed_jobs_end_with_each_sample_once(job):

@@ -28,6 +28,7 @@ class Wire:
 
     def __init__(self, rank: int, members: tuple[int, ...], wires: Wires, dice: random.Random) -> None:
         self.rank, self.members = rank, members
+        self.leads = rank == members[0]
         self._wires = wires
         self._dice = dice
 

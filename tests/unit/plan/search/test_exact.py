@@ -114,10 +114,15 @@ def figures_of(evaluator):
     ]
 
 
-def test_a_second_device_without_speed_stays_unused():
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6), st.integers(6, 12))
+@settings(max_examples=30)
+def test_a_second_device_without_speed_stays_unused(blocks, digits):
     devices = Cluster("x", "s", (DeviceGroup("a", 2),), Link())
-    found = run("exact", problem([cost()] * 4, devices, [StepTime(0, 1), StepTime(0, 1e9)]))
+    costs = [cost(forward, output=output) for forward, output in blocks]
+    alone, joined = (problem(costs, devices, [StepTime(0, one) for one in times]) for times in ([1], [1, 10**digits]))
+    found = run("exact", joined)
     assert found.placement.ranks == [0]
+    assert found.costs.step_seconds == pytest.approx(run("exact", alone).costs.step_seconds)
 
 
 def test_a_block_that_no_device_holds_is_told():

@@ -19,7 +19,7 @@ from hetsync.plan.search.driver import Budget, Driver
 from hetsync.plan.search.features import Features
 from hetsync.plan.search.masks import Masks
 from hetsync.plan.search.placement_policy import untrained
-from hetsync.plan.search.policy_file import Specification, load_policy, save_policy
+from hetsync.plan.search.policy_file import SHIPPED, Specification, load_policy, save_policy
 from hetsync.plan.search.pretraining import pretrain
 from hetsync.plan.search.registry import make_search
 from hetsync.plan.search.search import Problem
@@ -62,7 +62,7 @@ def proposals(name, asked, lots, seed):
 
 
 class _Arm:
-    best, evaluations = None, 0
+    method, best, evaluations = "any", None, 0
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -185,3 +185,9 @@ def test_policies_that_see_other_things_are_refused(tmp_path):
     path.write_bytes(b"no tensors")
     with pytest.raises(UserError, match="is no policy for plans"):
         load_policy(path)
+
+
+def test_a_policy_is_shipped():
+    policy = load_policy(SHIPPED).state_dict()
+    assert policy["choice.weight"].abs().sum() > 0  # 0 in an untrained one
+    assert sum(tensor.nbytes for tensor in policy.values()) < 500_000

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 import pytest
 from block_graphs import cost, graph
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetsync.balance.profile import StepTime
@@ -82,9 +82,12 @@ def test_contiguous_heeds_memory():
 
 @pytest.mark.parametrize("replicas", [None, ((0, 2), (1, 3))])
 @pytest.mark.parametrize("name", SEARCHES)
-def test_what_is_found_passes_the_check_of_a_job(name, replicas):
-    asked = problem([cost(output=10)] * 6, speeds(4, 2, 1, 1), None if name in ("data", "single") else replicas)
-    found = run(name, asked).found()
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=4, max_size=6))
+@settings(max_examples=3)
+def test_what_is_found_passes_the_check_of_a_job(name, replicas, blocks):
+    costs = [cost(forward, output=output) for forward, output in blocks]
+    asked = problem(costs, speeds(4, 2, 1, 1), None if name in ("data", "single") else replicas)
+    found = run(name, asked, budget=Budget(60)).found()
     plan = as_plan_file(found.placement, asked.evaluator.graph, 32)
     assert place(plan, asked.evaluator.graph) == found.placement
     assert sum(replica.share for replica in found.placement.replicas) == 32
@@ -165,3 +168,12 @@ def test_the_budget_is_kept_to_the_evaluation(monkeypatch):
 )
 def test_numbers_of_micro_batches(given_number, batch, replicas, numbers):
     assert micro_batch_numbers(given_number, batch, replicas) == numbers
+
+
+def test_the_best_plans_are_kept_in_order():
+    driver = run("local", problem([cost(output=10)] * 6, speeds(4, 2, 1, 1)))
+    objectives = [one.scored.objective for one in driver.leaders]
+    assert objectives == sorted(objectives)
+    assert objectives[0] == driver.best.objective
+    assert len({one.scored.placement for one in driver.leaders}) == len(driver.leaders) == 5
+    assert driver.found(4).objective == objectives[4]

@@ -1,0 +1,139 @@
+"""What `hetsync plan` does under a launcher: plans for the ranks that are there, and tries the best ones on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from hetsync import data
+from hetsync.cli.planning import Request, Terms, check_request, plan_file_of, prepared, search, tell, terms_of
+from hetsync.config.schema import Config
+from hetsync.emulation.cluster import load_cluster
+from hetsync.errors import UserError, announce, brief
+from hetsync.plan.assignment import given_plan
+from hetsync.plan.evaluate import Evaluator
+from hetsync.plan.plan_file import PlanFile, write_plan
+from hetsync.plan.recipe import PlannableModel, plannable_model
+from hetsync.plan.search.driver import Driver
+from hetsync.plan.search.objective import figures_of
+from hetsync.plane.base import Plane, decided_by_first
+from hetsync.profiling.report import profile_cluster
+from hetsync.train.planned import PlannedJob, check_settings
+from hetsync.train.workplace import Workplace, take_place
+
+MEASURED_STEPS = 10  # of each plan, after one that warms up
+PROFILE_SECONDS = 2.0  # at most, for how fast ranks are: each plan's job finds it out anew
+
+Rehearsed = float | UserError  # seconds of a step, or why a job cannot run the plan
+
+
+def plan_on_ranks(plane: Plane, config: Config, request: Request, output: Path | None, measure: bool) -> int:
+    """Collective: rank 0 searches; with `measure` all run the best plans, and the fastest is taken. The exit status."""
+    terms = decided_by_first(plane, lambda: _checked(plane.size, config, request, measure))
+    here = _ranks_here(plane, config) if config.emulation.profile is None else None
+    found: list[tuple[Driver, PlannableModel, bool]] = []  # rank 0's
+
+    def searched() -> list[PlanFile]:
+        model, evaluator = here or _emulated(plane.size if measure else request.ranks, config)
+        driver, interrupted = search(request, terms, evaluator, every_rank=output is not None or measure)
+        found.append((driver, model, interrupted))
+        driver.found()  # says why, where nothing fits
+        return [plan_file_of(config, driver, model, driver.found(place)) for place in range(len(driver.leaders))]
+
+    plans = decided_by_first(plane, searched)
+    rehearsed = _rehearsed(plane, config, plans) if measure else []
+    if not found:
+        return 0
+    driver, model, interrupted = found[0]
+    place = _chosen(driver, rehearsed) if measure else 0
+    return tell(config, request, driver, model, output, interrupted, place)
+
+
+def _checked(ranks: int, config: Config, request: Request, measure: bool) -> Terms:
+    terms, profile = terms_of(request), config.emulation.profile
+    devices = ranks if profile is None else load_cluster(profile).size
+    here = profile is None or measure
+    if here and request.ranks not in (None, ranks):
+        raise UserError(f"--ranks is {request.ranks}, but the job has {ranks}: leave it out, or start as many")
+    if ranks > devices:
+        raise UserError(f"the job has {ranks} ranks, but the cluster {devices} devices: start at most {devices}")
+    longest = config.run.timeout_seconds
+    if request.seconds is not None and request.seconds >= longest:
+        raise UserError(
+            f"--seconds is {request.seconds:g}, but other ranks wait for rank 0 no longer than run.timeout_seconds,"
+            f" {longest:g}: give fewer, or raise that"
+        )
+    check_request(request, devices, ranks if here else request.ranks or devices, config.data.batch_size)
+    return terms
+
+
+def _emulated(ranks: int | None, config: Config) -> tuple[PlannableModel, Evaluator]:
+    assert config.emulation.profile is not None
+    cluster = load_cluster(config.emulation.profile)
+    return prepared(config, cluster, ranks or cluster.size)
+
+
+def _ranks_here(plane: Plane, config: Config) -> tuple[PlannableModel, Evaluator]:
+    """Collective: the job's own ranks and links, as `hetsync profile` measures them."""
+    if plane.rank == 0:
+        announce(f"measuring {plane.size} ranks and what connects them")
+    found = profile_cluster(plane, config)
+    built = data.build(config.data.name, config.data.options)
+    model = plannable_model(config, built, found.model, plane.size, plane)
+    times = [profile.time for profile in found.ranks]
+    return model, Evaluator(model.cut.graph, model.costs, found.cluster, times, model.training)
+
+
+# Running the best.
+
+
+def _rehearsed(plane: Plane, config: Config, plans: list[PlanFile]) -> list[Rehearsed]:
+    """Collective: of each plan the seconds of a step."""
+    seconds = min(config.run.profile_seconds, PROFILE_SECONDS)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, profile_seconds=seconds))
+    with tempfile.TemporaryDirectory() as folder:
+        at = take_place(config, plane, Path(folder), None)
+        return [_rehearse(at, plan) for plan in plans]
+
+
+def _rehearse(at: Workplace, plan: PlanFile) -> Rehearsed:
+    assert at.folder is not None
+    path = at.folder / "plan.yaml"
+    if at.plane.rank == 0:
+        write_plan(plan, path)
+    given = given_plan(path, at.plane)
+    try:
+        check_settings(at.config, given)
+    except UserError as refused:  # on all ranks alike
+        return refused
+    with closing(PlannedJob(at, given, "nothing")) as job:
+        seconds: float = at.plane.broadcast_object(job.rehearse(MEASURED_STEPS))
+    return seconds
+
+
+def _chosen(driver: Driver, rehearsed: list[Rehearsed]) -> int:
+    """The place of the plan with the least objective by measured time; says what was measured. UserError where no job
+    can run any."""
+    table = Table("place", "search", "s a step", "measured", "objective by that", box=None, pad_edge=False)
+    by_place: dict[int, float] = {}
+    for place, (seconds, (method, one)) in enumerate(zip(rehearsed, driver.leaders, strict=True)):
+        shown = [str(place + 1), method, f"{one.costs.step_seconds:.4g}"]
+        if isinstance(seconds, UserError):
+            table.add_row(*shown, "–", "–")
+            continue
+        figures = figures_of(one.costs, driver.problem.evaluator)
+        per_sample = seconds / driver.problem.evaluator.training.batch_size
+        by_place[place] = driver.objective.weighted(figures._replace(seconds_per_sample=per_sample))
+        table.add_row(*shown, f"{seconds:.4g}", f"{by_place[place]:.4g}")
+    Console(highlight=False, soft_wrap=True).print(table)
+    refused = [one for one in rehearsed if isinstance(one, UserError)]
+    if not by_place:
+        raise UserError(f"no job can run any of the {len(rehearsed)} best plans to measure it: {brief(refused[0])}")
+    if refused:
+        print(f"{len(refused)} were not measured: {refused[0]}")
+    return min(by_place, key=lambda place: by_place[place])

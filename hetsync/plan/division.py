@@ -1,0 +1,64 @@
+"""How the ranks of a stage divide micro-batches: each computes a run of their samples, by speed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from hetsync.balance.profile import StepTime
+from hetsync.balance.shares import speed_shares
+
+
+def parts_by_speed(times: Sequence[StepTime], samples: int) -> tuple[int, ...]:
+    """Samples of each of a stage's ranks. Where there are fewer than ranks, the fastest have one each."""
+    if samples >= len(times):
+        return speed_shares(times, samples)
+    fastest = sorted(range(len(times)), key=lambda place: (times[place].seconds(1), place))[:samples]
+    return tuple(int(place in fastest) for place in range(len(times)))
+
+
+@dataclass(frozen=True)
+class Division:
+    """Of the micro-batches of a replica, into pieces that no stage divides any further: each goes through the model at
+    once, whichever ranks compute its stages. So nothing that stages hand over has to be taken apart or put together.
+
+    Attributes:
+        stages: Ranks of each stage.
+        times: Of all ranks, by rank; none are needed where each stage has one.
+    """
+
+    stages: Sequence[Sequence[int]]
+    times: Sequence[StepTime] = ()
+    _known: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def pieces(self, samples: int) -> tuple[int, ...]:
+        """Samples of each piece of a micro-batch, in order."""
+        ends = {end for stage in range(len(self.stages)) for end in accumulate(self._parts(stage, samples))}
+        return tuple(end - begin for begin, end in pairwise(sorted({0, *ends})))
+
+    def owners(self, stage: int, samples: int) -> tuple[int, ...]:
+        """The rank that computes each piece of a micro-batch in a stage."""
+        ranks, begins = self.stages[stage], accumulate(self.pieces(samples), initial=0)
+        ends = [*accumulate(self._parts(stage, samples))]
+        return tuple(
+            next(rank for rank, end in zip(ranks, ends, strict=True) if begin < end)
+            for begin in begins
+            if begin < samples
+        )
+
+    def share(self, stage: int, rank: int, micro_batches: Sequence[int]) -> int:
+        """Samples that a rank computes of micro-batches of such sizes."""
+        place = list(self.stages[stage]).index(rank)
+        return sum(self._parts(stage, samples)[place] for samples in micro_batches)
+
+    def _parts(self, stage: int, samples: int) -> tuple[int, ...]:
+        """Of each of a stage's ranks. There are few sizes of micro-batches."""
+        ranks, key = self.stages[stage], (stage, samples)
+        if key not in self._known:
+            times = [self.times[rank] for rank in ranks] if len(ranks) > 1 else []
+            self._known[key] = parts_by_speed(times, samples) if times else (samples,)
+        return self._known[key]
+
+
+WHOLE = Division([[0]])  # of a rank alone: all micro-batches are in one piece

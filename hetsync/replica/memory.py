@@ -1,0 +1,60 @@
+"""The memory that a rank's part of a replica needs while it trains: counted in the first slices, byte by byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from hetsync.plan.blocks import state_of
+from hetsync.plan.costs import bytes_of, storages_saved
+
+WATCHED_SLICES = 2  # by the second, the optimizer's state and the gradients are there
+
+
+class Memory:
+    """What backward needs of the micro-batches in flight, and gradients. What a kernel takes for a moment is not in it.
+
+    On a GPU the allocator knows all of it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._slices = 0
+        self._in_flight: dict[int, int] = {}  # bytes by micro-batch
+        self._saved = self._gradients = 0  # the most so far
+
+    @contextmanager
+    def saving(self, micro_batch: int) -> Iterator[None]:
+        """Around a forward pass."""
+        if self._slices == WATCHED_SLICES:
+            yield
+            return
+        with storages_saved(self._model) as saved:
+            yield
+        self._in_flight[micro_batch] = sum(bytes_of(saved).values())
+        self._saved = max(self._saved, sum(self._in_flight.values()))
+
+    def freed(self, micro_batch: int) -> None:
+        """Its backward pass is over."""
+        self._in_flight.pop(micro_batch, None)
+
+    def end_slice(self) -> None:
+        """Before gradients are gone."""
+        if self._slices == WATCHED_SLICES:
+            return
+        self._slices += 1
+        gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        self._gradients = max(self._gradients, sum(gradient.nbytes for gradient in gradients))
+
+    def bytes(self, optimizer: torch.optim.Optimizer) -> int:
+        """Of weights, buffers, gradients, the optimizer's state, and what backward needs, at the most."""
+        device = next(self._model.parameters()).device
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device)
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        held = [*state_of(self._model).values(), *(value for value in values if isinstance(value, torch.Tensor))]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+        return sum(storages.values()) + self._gradients + self._saved

@@ -1,0 +1,95 @@
+"""What a communication thread has posted, and waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from hetsync.plane.base import Handle, Plane, Residual, Sums, WireFormat
+from hetsync.plane.wire import encoded_bytes
+from hetsync.sync.tail import Tail
+
+
+class Part(Protocol):
+    """Of what a round sums: its `tail` beside its addend. `sums` carries it where the job's plane does not."""
+
+    tail: Tail
+    residual: Residual
+
+    @property
+    def sums(self) -> Sums | None: ...
+
+
+def squared_norm(tensor: torch.Tensor) -> float:
+    """Of a flat tensor."""
+    return float(tensor.dot(tensor))
+
+
+class PendingCollectives:
+    """The collectives of one round: posted one after the other, awaited together."""
+
+    def __init__(self, plane: Plane, measure_norms: bool = False) -> None:
+        """With `measure_norms` the squared norms of addends are known, and on rank 0 those of the sums."""
+        self.bytes_sent = 0
+        self.addends_norm = 0.0  # of this round's addends so far, squared
+        self.sums_norm = 0.0  # of its sums that are in
+        self._plane = plane
+        self._measure_norms = measure_norms
+        self._under_way: list[Handle] = []
+        self._measured: list[torch.Tensor] = []
+
+    def begin_round(self) -> None:
+        self.addends_norm = self.sums_norm = 0.0
+
+    def post(
+        self,
+        tensor: torch.Tensor,
+        wire: WireFormat,
+        residual: Residual | None = None,
+        in_norms: bool = True,
+        sums: Sums | None = None,
+    ) -> None:
+        """Sum a flat float32 tensor over all ranks, or by `sums`, in place, in the order of posting."""
+        if self._measure_norms and in_norms:
+            self.addends_norm += squared_norm(tensor)
+            self._measured.append(tensor)
+        self.bytes_sent += encoded_bytes(tensor.numel(), wire)
+        self._under_way.append((sums or self._plane).allreduce(tensor, wire, residual))
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._under_way)
+
+    def drop(self) -> None:
+        """They will not come to an end: a rank has gone."""
+        self._under_way.clear()
+        self._measured.clear()
+
+    def poll(self) -> bool:
+        """Are all complete? What was posted moves on only when it is polled."""
+        return not self._under_way or all([handle.done() for handle in self._under_way])
+
+    def wait(self) -> Iterator[None]:
+        """Yields until all are complete."""
+        while not self.poll():
+            yield
+        if self._plane.rank == 0 and self._measured:
+            self.sums_norm += sum(map(squared_norm, self._measured))
+        self._measured.clear()
+        self._under_way.clear()
+
+    def post_addends(self, parts: Sequence[Part], addends: Sequence[torch.Tensor], wire: WireFormat) -> None:
+        for part, addend in zip(parts, addends, strict=True):
+            if addend.numel():
+                self.post(addend, wire, part.residual, sums=part.sums)
+
+    def sum_tails(self, tails: Sequence[tuple[Tail, Sums | None]]) -> Iterator[None]:
+        """Until all that a round sums is in."""
+        while tails:
+            for tail, sums in tails:
+                if tail.flat.numel():
+                    self.post(tail.flat, "float32", in_norms=False, sums=sums)
+            yield from self.wait()
+            tails = [(tail, sums) for tail, sums in tails if tail.flat.numel() and tail.unpack()]

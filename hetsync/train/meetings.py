@@ -1,0 +1,35 @@
+"""What ranks' main threads tell each other at a rest, where a rank may die meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hetsync.plane.base import Plane, meet
+
+
+class Meetings:
+    """One rank's part in them, all in the same order.
+
+    A death lets a meeting come to its end on some ranks and not on others. So the first one after it begins with what
+    each rank has heard: whoever lacks the newest meeting takes over what it came to, and all go on with the same.
+    """
+
+    def __init__(self, plane: Plane) -> None:
+        self._plane = plane
+        self._members = plane.members
+        self._held = 0
+        self._newest: list[Any] = []
+
+    def hold(self, what: str, value: Any) -> list[Any]:
+        """Everybody's values; MembersLost where a rank has died, and `hold` is to be called once more."""
+        members = self._plane.members
+        if self._members != members:
+            told = self._plane.gather_objects((self._held, self._newest, value))
+            self._members = members
+            held, newest, _ = max(told, key=lambda theirs: theirs[0])
+            if held > self._held:
+                self._held, self._newest = held, newest
+                return newest
+        newest = meet(self._plane, what, value)
+        self._held, self._newest = self._held + 1, newest
+        return newest

@@ -1,0 +1,64 @@
+"""`hetsync plan` under mpirun: for the ranks that are there, and by measuring the best plans on them.
+
+mpirun -np N python -m pytest --with-mpi tests/mpi/test_plan_on_ranks.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import RANKS
+
+from hetsync.cli import planning_ranks
+from hetsync.cli.planning import Request
+from hetsync.config.schema import Config, DataConfig, RunConfig, SyncConfig
+from hetsync.errors import UserError
+from hetsync.plane.base import Plane
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
+
+
+def request(**given: object) -> Request:
+    asked = {"ranks": None, "replicas": None, "micro_batches": None, "search": "best", "evaluations": 60}
+    asked |= {"seconds": None, "weights": None, "seed": 0, "groups": None, "policy": None}
+    return Request(**{**asked, **given})  # type: ignore[arg-type]
+
+
+def config() -> Config:
+    return Config(run=RunConfig(profile_seconds=0.1), data=DataConfig(batch_size=40), sync=SyncConfig(delay_bound=0))
+
+
+@pytest.fixture
+def place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    return folder
+
+
+def test_the_best_plans_are_run_and_one_is_written(
+    plane: Plane, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(planning_ranks, "MEASURED_STEPS", 2)
+    assert planning_ranks.plan_on_ranks(plane, config(), request(), place / "plan.yaml", measure=True) == 0
+    told = capsys.readouterr().out
+    if plane.rank != 0:
+        assert told == ""
+        return
+    rows = [line.split() for line in told.splitlines()]
+    (head,) = [index for index, row in enumerate(rows) if row[:3] == ["place", "search", "s"]]
+    measured = [row for row in rows[head + 1 : head + 6] if row[0].isdigit()]
+    assert len(measured) > 1
+    assert all(float(row[3]) > 0 for row in measured)
+    written = yaml.safe_load((place / "plan.yaml").read_text())
+    least = min(measured, key=lambda row: float(row[4]))
+    assert written["search"]["method"] == least[1]
+    assert {rank for one in written["replicas"] for stage in one["stages"] for rank in stage["ranks"]} == {0, 1}
+
+
+def test_mistakes_are_told_on_every_rank(plane: Plane, place: Path) -> None:
+    with pytest.raises(UserError, match=f"--ranks is 3, but the job has {RANKS}"):
+        planning_ranks.plan_on_ranks(plane, config(), request(ranks=3), None, measure=False)
+    with pytest.raises(UserError, match="--seconds is 600, but other ranks wait"):
+        planning_ranks.plan_on_ranks(plane, config(), request(seconds=600.0), None, measure=False)

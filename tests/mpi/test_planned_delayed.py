@@ -1,0 +1,99 @@
+"""Replicas on several ranks as members of a delayed synchronisation: whole jobs by a plan with D >= 1.
+
+mpirun -np N python -m pytest --with-mpi tests/mpi/test_planned_delayed.py
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import RANKS
+from test_planned import EVERY, PLANS, SAMPLES, alone, by_plan, recipe, saved, stage, summary_of
+
+from hetsync.config.schema import Config, SyncConfig
+from hetsync.errors import TERMINATED
+from hetsync.plane.base import Plane
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
+
+BOUND = 3
+
+# A replica of three stages, led by rank 0, beside one of one rank.
+PLANS["mixed", 4] = [
+    {
+        "share": 34,
+        "micro_batches": 3,
+        "stages": [stage(2, "features.0"), stage(0, "features.2"), stage(3, "classifier")],
+    },
+    {"share": 16, "stages": [stage(1, "*")]},
+]
+PLANS["mixed", 2] = PLANS["replicas", 2]
+
+
+def delayed(folder: Path, bound: int | None = BOUND, quorum: float = 0.25, **more: Any) -> Config:
+    config = recipe(folder, "adamw", 0.5, **more)
+    return replace(config, sync=SyncConfig(bound, quorum=quorum, rebalance=False))
+
+
+def lines(folder: Path, rank: int, kind: str) -> list[dict[str, Any]]:
+    told = (folder / "telemetry" / f"rank-{rank:04d}.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, told) if line["kind"] == kind]
+
+
+@pytest.mark.parametrize(("kind", "bound", "quorum"), [("replicas", BOUND, 0.25), ("mixed", 1, 1.0)])
+def test_replicas_train_on_their_own(plane: Plane, folder: Path, kind: str, bound: int, quorum: float) -> None:
+    """That all ranks hold the same weights, and the ledger's books, are looked at in each rest."""
+    config = delayed(folder / "run", bound, quorum, evaluate_every=100)
+    assert by_plan(plane, config, kind) == 0
+    if plane.rank != 0:
+        return
+    found = summary_of(folder / "run")
+    assert (found["status"], found["samples_applied"], found["delay_bound"]) == ("finished", SAMPLES, bound)
+    assert sum(found["staleness"]["histogram"].values()) > 0 and found["staleness"]["max"] <= bound
+    assert found["shares"] == [replica["share"] for replica in PLANS[kind, RANKS]]
+    assert found["plan"]["measured_step_seconds"] > 0
+    assert found["metrics"]["loss"] < 3
+    leaders = [min(each["ranks"][0] for each in replica["stages"]) for replica in PLANS[kind, RANKS]]
+    assert sum(found["per_rank"][leader]["samples"] for leader in leaders) == SAMPLES
+    for index, replica in enumerate(PLANS[kind, RANKS]):
+        computed = {found["per_rank"][each["ranks"][0]]["samples"] for each in replica["stages"]}
+        assert len(computed) == 1, f"stages of replica {index} have computed {computed}"
+    told = [line["samples_applied"] for line in lines(folder / "run", 0, "evaluation")]
+    assert told == [100, 200, 300, SAMPLES]
+    for replica in PLANS[kind, RANKS]:
+        pieces = [lines(folder / "run", each["ranks"][0], "piece") for each in replica["stages"]]
+        own = [[(line["piece"], line["samples"], line["version"]) for line in each] for each in pieces]
+        assert all(each == own[0] for each in own), "stages of a replica have computed other tasks, or other versions"
+    assert len(lines(folder / "run", RANKS - 1, "round")) == found["rounds"]
+    assert {row["runtime_cpu_fraction"] > 0 for row in found["per_rank"]} == {True}
+    saved(folder / "run")
+
+
+def test_it_goes_on_under_another_plan_and_under_none(plane: Plane, folder: Path) -> None:
+    """By a signal stopped at D >= 1; gone on with in step, on its own, without a plan, and by two plans more."""
+    config = delayed(folder / "run")
+    assert by_plan(plane, config, "replicas", caught=signal.SIGTERM) == TERMINATED
+    applied = None
+    if plane.rank == 0:
+        stopped = summary_of(folder / "run")
+        applied = stopped["samples_applied"]
+        assert stopped["status"] == "stopped"
+    assert 0 < plane.broadcast_object(applied) < SAMPLES
+
+    def until(samples: int, **sync: Any) -> Config:
+        return replace(config, run=replace(config.run, samples=samples), sync=SyncConfig(rebalance=False, **sync))
+
+    assert by_plan(plane, until(EVERY + 10, delay_bound=0), "mixed", resume=True) == 0
+    assert by_plan(plane, until(EVERY + 50, delay_bound=None), "mixed", resume=True) == 0
+    alone(plane, until(EVERY + 100, delay_bound=2), resume=True)
+    assert by_plan(plane, until(SAMPLES, delay_bound=2), "replicas", resume=True) == 0
+    if plane.rank == 0:
+        found = summary_of(folder / "run")
+        assert (found["status"], found["samples_applied"]) == ("finished", SAMPLES)
+        assert all(torch.isfinite(tensor).all() for tensor in saved(folder / "run").values())

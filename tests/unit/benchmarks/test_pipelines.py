@@ -1,0 +1,36 @@
+"""Tables of the jobs by plans: targets, shares of BSP, planned against measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import pipelines
+
+
+def job(arm, rate, loss=1.0, predicted=None, **more):
+    evaluations = [{"train_seconds": 1.0, "loss": 2.0}, {"train_seconds": 2.0, "loss": loss}]
+    planned = {"predicted_step_seconds": predicted, "measured_step_seconds": None if predicted is None else 64 / rate}
+    told = {"workload": "digits", "link": "slow", "arm": arm, "seed": 0, "samples_per_second": rate}
+    return {**told, "wait_fraction": 0.5, "bytes_per_sample": 1e3, "memory_bytes": None, **planned, **more} | {
+        "evaluations": evaluations
+    }
+
+
+def test_the_target_is_what_the_weakest_arm_ends_with():
+    cell = [job("a", 10, loss=1.5), job("b", 10, loss=1.0)]
+    workload = pipelines.WORKLOADS["digits"]
+    assert pipelines.target_of(cell, workload) == 1.5
+    assert pipelines.seconds_to(cell[1], workload, 1.5) == pytest.approx(1.5)
+
+
+def test_rows_are_compared_with_equal_shares():
+    records = [job(pipelines.BSP, 10), job(pipelines.BEST, 25, predicted=2.0), {**job("x", 0), "missing": "refused"}]
+    table = pipelines.markdown(records)
+    assert "| best, D = 0 | 25.0 | 2.50 | 50.0% | 1.0 | – | 2.0 |" in table
+    assert "| x | refused |" in table
+
+
+def test_planned_and_measured_are_ranked():
+    plans = [job(f"plan {index}", 10 * index, predicted=6.4 / index) for index in (1, 2, 3)]
+    assert pipelines.planned_and_measured(plans)[-1].endswith("rank correlation 1.000 over 3 plans.")
+    assert pipelines.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
