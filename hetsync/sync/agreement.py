@@ -105,17 +105,19 @@ class Agreement:
 
     @torch.no_grad()
     def take_over(
-        self, values: Mapping[str, torch.Tensor], ranks: Sequence[int], device: torch.device, version: int
+        self, values: Mapping[str, torch.Tensor], places: Sequence[int], device: torch.device, version: int
     ) -> None:
-        """Collective: the values of these ranks, which hold the same. AnchorMismatchError where they do not."""
+        """Collective: the values of the ranks at these places among the members, which hold the same.
+        AnchorMismatchError where they do not."""
         mine = weights_sha256(values[name] for name in sorted(values)), processor(device)
         everyones = self._plane.gather_objects(mine)
-        digest, kind = everyones[ranks[0]]
-        odd = [rank for rank in ranks if everyones[rank][0] != digest]
-        if any(everyones[rank][1] == kind for rank in odd):
+        digest, kind = everyones[places[0]]
+        odd = [place for place in places if everyones[place][0] != digest]
+        if any(everyones[place][1] == kind for place in odd):
             raise AnchorMismatchError(self._difference(values, odd, version))
-        told = {name: value.cpu() for name, value in values.items()} if ranks[0] == self._plane.rank else None
-        theirs = self._plane.gather_objects(told)[ranks[0]]
+        gives = self._plane.members[places[0]] == self._plane.rank
+        told = {name: value.cpu() for name, value in values.items()} if gives else None
+        theirs = self._plane.gather_objects(told)[places[0]]
         assert theirs is not None
         self.adopt(values, theirs)
 
@@ -138,7 +140,9 @@ class Agreement:
         digests = self._plane.gather_objects({name: weights_sha256([value]) for name, value in values.items()})
         names = {name: None for theirs in digests for name in theirs}  # the model's first
         first = next(name for name in names if len({theirs.get(name) for theirs in digests}) > 1)
-        return f"ranks {odd} hold other weights than rank 0 at version {version}: {first} differs"
+        members = self._plane.members
+        ranks = [members[place] for place in odd]
+        return f"ranks {ranks} hold other weights than rank {members[0]} at version {version}: {first} differs"
 
     @torch.no_grad()
     def _take_over(self, values: Mapping[str, torch.Tensor], odd: list[int], version: int) -> None:
@@ -155,9 +159,11 @@ class Agreement:
                 value.copy_(theirs[name])
         if first and not self._told:
             self._told = True
+            members = self._plane.members
+            ranks = [members[place] for place in odd]
             complain(
-                f"ranks {odd} have other processors than rank 0, which round otherwise (by {max(differences):.1e} at"
-                " most so far): at each rest all take over rank 0's weights"
+                f"ranks {ranks} have other processors than rank {members[0]}, which round otherwise (by"
+                f" {max(differences):.1e} at most so far): at each rest all take over rank {members[0]}'s weights"
             )
 
 

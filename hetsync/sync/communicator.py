@@ -497,9 +497,17 @@ class Communicator:
         for event in events:
             if isinstance(event, TaskFinished) and event.samples and event.rank in self._coordinator.machine.members:
                 work = self._coordinator.machine.members[event.rank].current
-                slices = 1 if work is None else len(work.task.slices)
-                if self._slow.observe(event.rank, event.seconds / slices) and self._outlives_deaths():
+                if work is None or work.task.number != event.task:
+                    continue  # so short that its beginning came with its end
+                slow = self._slow.observe(event.rank, event.seconds / len(work.task.slices))
+                if slow and self._outlives_deaths() and self._enough_without(event.rank):
                     self.watchdog.exclude(event.rank, "slow")
+
+    def _enough_without(self, rank: int) -> bool:
+        """Who crawls is better than a job that ends; who hangs is not, as the job would end without being saved."""
+        members = self._plane.members
+        left = set(members) - self.watchdog.excluded.keys() - {rank}
+        return too_few(len(left), len(members), self._options.least_ranks) is None
 
     def _recover(self, lost: MembersLost) -> None:
         """Go on with those who are left. Raises LostError where that cannot be."""
@@ -534,11 +542,16 @@ class Communicator:
         self._rounds.clear()
         self._collective = None
         self._pending.drop()
-        self._go_on(recovered)
-        for death in decision.deaths:
-            if death.rank not in self._deaths:
-                self._deaths[death.rank] = replace(death, recovered_seconds=round(time.monotonic() - began, 6))
-                self._on_death(self._deaths[death.rank])
+        self._carry_out(recovered, began)
+
+    def _carry_out(self, recovered: Recovered, began: float) -> None:
+        try:
+            self._go_on(recovered)
+        finally:  # another death may break it off, and the next decision does not know of these
+            for death in recovered.decision.deaths:
+                if death.rank not in self._deaths:
+                    self._deaths[death.rank] = replace(death, recovered_seconds=round(time.monotonic() - began, 6))
+                    self._on_death(self._deaths[death.rank])
 
     def _require_recoverable(self, lost: MembersLost) -> None:
         shared = self._shared
@@ -642,14 +655,16 @@ class Communicator:
             if self._coordinator is None:
                 self._coordinator = self._succeed()
             self._coordinator.go_on(decision, recovered.reports)
-        processes, self.watchdog = self.watchdog.processes, self._make_watchdog()
-        self.watchdog.processes = processes
+        before, self.watchdog = self.watchdog, self._make_watchdog()
+        self.watchdog.processes, self.watchdog.excluded = before.processes, before.excluded
+        if self._slow is not None and self._options.slow_factor is not None:
+            self._slow = SlowRanks(self._options.slow_factor)  # shares are others now
 
     def _go_on_at_rest(self, decision: Decision) -> None:
         """Whoever comes out of a rest has done all of it, as has everybody else."""
         shared = self._shared
         taken = shared.phase is Phase.RESTING and shared.drained is None  # by the main thread
-        shared.rest_again = taken and decision.rest_again
+        shared.rest_again |= taken and decision.rest_again  # it may not have heard of the death before yet
         if decision.rest_again or not taken:
             shared.phase, shared.drained = Phase.TRAINING, None
-        shared.at_rest = False
+        shared.at_rest = decision.rest_again

@@ -70,7 +70,7 @@ class CommonState:
         steps = self._plane.gather_objects(loop_steps)
         most, device = max(steps), next(self._model.parameters()).device
         if min(steps) != most:
-            stepped = [rank for rank, count in enumerate(steps) if count == most]
+            stepped = [place for place, count in enumerate(steps) if count == most]
             self._agreement.take_over(values, stepped, device, version)
             self._engine.adopt()
             if loop_steps < most:  # the gradients of those steps are no part of the next

@@ -462,8 +462,9 @@ class Running:
         figures = self._run_figures()
         if self.tracking is not None:
             self.tracking.log_figures()
-            self.tracking.close()
         session.close()
+        if self.tracking is not None:
+            self.tracking.close()  # it may take long, and ranks that have ended give no sign of life
         summary = summarise(figures) if figures is not None else None
         if summary is not None and at.folder is not None:
             write_atomically(at.folder / SUMMARY, json.dumps(summary, indent=1))

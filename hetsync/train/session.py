@@ -145,6 +145,12 @@ class Session:
                 " of which one has stepped before the other's gradients are known: use stop, or a delay bound of 1 or"
                 " more"
             )
+        kinds = {weight.dtype for weight in self.model.parameters()} - {torch.float32}
+        if self._skips and not self.settings.synchronous and kinds:
+            raise UserError(
+                f"fault.not_finite is skip, but weights are {', '.join(map(str, kinds))}, which with a delay bound of 1"
+                " or more cannot be put back exactly: use stop, float32 weights, or sync.delay_bound 0"
+            )
 
     def _begin_at(self, sync: SyncConfig) -> None:
         """What is known at rest, as it is before the first slice."""
@@ -312,6 +318,7 @@ class Session:
         else:
             self._again = self.engine.end_rest()
         self._carrying_out = False
+        self._under_way |= self._again
         return not self._again
 
     def require_finite(self) -> None:

@@ -80,7 +80,7 @@ class TaskRunner:
         self.work: TaskInWork | None = None
         self.left = False
         self.was_stepped = False
-        self._adds_up = False  # has the loop left a slice of a synchronous task without a step?
+        self._adds_up = False  # has the loop left a task without a step?
         self._scaler = trained.scaler
         self._scaled = trained.scaler is not None and trained.scaler.is_enabled()
         self._device = device
@@ -228,8 +228,16 @@ class TaskRunner:
         optimizer = self.steps[number].optimizer
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         if not math.isfinite(total_of(weight.grad for weight in weights if weight.grad is not None)):
+            self._check_whole()
             work.spoiled += self._slice
             optimizer.zero_grad(set_to_none=True)
+
+    def _check_whole(self) -> None:
+        if self._adds_up:
+            raise UserError(
+                "gradients were not finite while the loop adds them up over batches, of which fault.not_finite skip"
+                " would lose all: use stop, or step after each batch"
+            )
 
     def _before(self, number: int) -> None:
         """The optimizer is about to step, whoever told it to."""
@@ -299,9 +307,9 @@ class TaskRunner:
         self.work = None
         task = work.task
         samples = task.samples
+        if not work.stepped and not self.left and task.slices:
+            self._adds_up = True
         if work.synchronous:
-            if not work.stepped and not self.left and task.slices:
-                self._adds_up = True
             if work.stepped and (not self.left or len(work.stepped) == len(self.steps)):
                 self._totals.loop_steps += 1
             if not self._engine.is_collected(len(self.steps) - 1):
@@ -317,6 +325,7 @@ class TaskRunner:
             return
         self._engine.finish(task, seconds, loss_sum)
         if self._engine.is_spoiled(task):
+            self._check_whole()
             return
         totals, waited = self._totals, self._engine.timer.wait_seconds
         totals.compute_seconds += seconds

@@ -49,8 +49,17 @@ class Spoiled:
         return points
 
 
-def train(folder: Path, spoiled: Spoiled, bound: int, accumulation: int = 1, **settings: Any) -> nn.Module:
-    model = Net()
+def train(
+    folder: Path,
+    spoiled: Spoiled,
+    bound: int,
+    accumulation: int = 1,
+    every: int = 1,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> nn.Module:
+    """Steps after so many batches."""
+    model = Net().to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     with hetsync.join(
         run=folder / "run",
@@ -62,10 +71,11 @@ def train(folder: Path, spoiled: Spoiled, bound: int, accumulation: int = 1, **s
     ) as job:
         model, optimizer, loader = job.prepare(model, optimizer, DataLoader(spoiled.data, BATCH, shuffle=True))
         for _ in job.epochs(2):
-            for points, labels, indices in loader:
-                loss = nn.functional.cross_entropy(model(spoiled.batch(points, indices)), labels)
+            for number, (points, labels, indices) in enumerate(loader, 1):
+                loss = nn.functional.cross_entropy(model(spoiled.batch(points, indices).to(dtype)), labels)
                 job.backward(loss)
-                job.step(optimizer)
+                if number % every == 0:
+                    job.step(optimizer)
     return model
 
 
@@ -93,6 +103,22 @@ def test_what_spoils_again_is_named(tmp_path: Path, capfd: pytest.CaptureFixture
     named = said.partition("on rank 0 now: ")[2].partition(";")[0].split(", ")
     assert "37" in named
     assert len(named) <= BATCH
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_it_is_refused_where_the_loop_adds_gradients_up(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], bound: int
+) -> None:
+    """Those of the batches before are in no other place, and count as applied."""
+    with pytest.raises(SystemExit):
+        train(tmp_path, Spoiled(37, heals=True), bound, every=2)
+    assert "while the loop adds them up over batches" in capfd.readouterr().err
+
+
+def test_it_is_refused_for_weights_of_sixteen_bits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train(tmp_path, Spoiled(37, heals=True), 4, dtype=torch.bfloat16)
+    assert "fault.not_finite is skip, but weights are torch.bfloat16" in capfd.readouterr().err
 
 
 def test_it_is_refused_where_it_cannot_be() -> None:

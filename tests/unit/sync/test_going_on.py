@@ -1,0 +1,150 @@
+"""What one rank's communication thread makes of a decision after a death, and whom it excludes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from hetsync.plane.base import MembersLost
+from hetsync.sync.communicator import Communicator
+from hetsync.sync.messages import Settings, Standing, StartRound, Task, TaskFinished, TaskStarted
+from hetsync.sync.milestones import no_marks, rests_for
+from hetsync.sync.recovery import Action, Books, Death, Decision, LandedRound, Report, decide, rebuilt
+from hetsync.sync.shared_state import EngineOptions, Phase, SharedState
+from hetsync.sync.slowness import SlowRanks
+from hetsync.sync.worker import Holding, Worker
+
+TOTAL = 100
+FINAL = StartRound(5, frozenset(), TOTAL, True, "end", True)
+
+
+def communicator(**fields: Any) -> Communicator:
+    """As far as it is asked for here."""
+    made = Communicator.__new__(Communicator)
+    vars(made).update({"_shared": SharedState(Worker(0, 5), None), **fields})
+    return made
+
+
+def again(version: int) -> Decision:
+    return Decision(Action.GO_ON, version, (0, 1, 2), 0, rest_again=True)
+
+
+def at_rest(made: Communicator, drained: StartRound | None = None) -> SharedState:
+    shared = made._shared
+    shared.phase, shared.drained, shared.at_rest = Phase.RESTING, drained, True
+    return shared
+
+
+def test_a_rest_that_two_deaths_break_off_is_come_to_once_more() -> None:
+    """The main thread writes a checkpoint meanwhile, and hears of neither."""
+    made = communicator()
+    shared = at_rest(made)
+    made._go_on_at_rest(again(5))
+    assert shared.rest_again
+    at_rest(made, FINAL)  # the drain has come once more, and the main thread has not taken it
+    made._go_on_at_rest(again(6))
+    assert shared.rest_again
+    assert shared.drained is None
+
+
+def test_a_rest_that_is_to_be_repeated_is_reported_at_another_death() -> None:
+    """Or a job at its final rest would count as ended, and nobody would ever drain."""
+    made, milestones = communicator(), rests_for({}, TOTAL)
+    shared = at_rest(made)
+    made._go_on_at_rest(again(6))
+    standing = Standing(6, Settings(0, 1.0, 1), milestones(TOTAL - 1))
+    books = Books([standing], [(0, TOTAL)], 6, samples_by_rank={0: TOTAL})
+    reports = {
+        rank: Report(
+            rank,
+            6,
+            Holding(),
+            LandedRound(FINAL, {}),
+            at_rest=shared.at_rest,
+            books=books if rank == 0 else None,
+        )
+        for rank in range(3)
+    }
+    decision = decide(reports, 4)
+    machine = rebuilt(decision, reports, dict.fromkeys(range(3), 1), TOTAL, milestones, no_marks)
+    assert decision.rest_again
+    assert machine.first_instructions()
+
+
+def test_a_death_that_another_breaks_in_on_is_told() -> None:
+    death = Death(3, 7, "computing", 0.1, 0.0, 4)
+    told: list[Death] = []
+
+    def go_on(recovered: object) -> None:
+        raise MembersLost("rank 2 has gone")
+
+    decision = Decision(Action.GO_ON, 7, (0, 1), 0, books=Books([]), deaths=(death,))
+    made = communicator(_deaths={}, _on_death=told.append, _go_on=go_on)
+    with pytest.raises(MembersLost):
+        made._carry_out(cast(Any, SimpleNamespace(decision=decision)), 0.0)
+    assert [each.rank for each in told] == [3]
+
+
+# Who crawls.
+
+
+class Watched:
+    """A watchdog's exclusions."""
+
+    def __init__(self) -> None:
+        self.excluded: dict[int, str] = {}
+
+    def exclude(self, rank: int, why: str) -> None:
+        self.excluded[rank] = why
+
+
+def crawling(ranks: int, task: Task) -> Communicator:
+    """Whose ranks compute this task."""
+    members = {rank: SimpleNamespace(current=SimpleNamespace(task=task)) for rank in range(ranks)}
+    return communicator(
+        _coordinator=SimpleNamespace(machine=SimpleNamespace(members=members)),
+        _slow=SlowRanks(10.0),
+        _outlives_deaths=lambda: True,
+        _plane=SimpleNamespace(members=tuple(range(ranks))),
+        _options=EngineOptions(8),
+        watchdog=Watched(),
+    )
+
+
+def task_of(slices: int) -> Task:
+    return Task(0, tuple(((at, at + 1),) for at in range(slices)), 4, 0, 0)
+
+
+def slow_down(made: Communicator, rank: int, task: Task) -> None:
+    finished = TaskFinished(rank, task.number, task.samples, seconds=0.001 * len(task.slices))
+    for _ in range(20):
+        made._exclude_slow([finished])
+    for _ in range(3):
+        made._exclude_slow([finished._replace(seconds=100 * finished.seconds)])
+
+
+def test_who_crawls_is_excluded_where_enough_are_left() -> None:
+    task = task_of(2)
+    many, two = crawling(5, task), crawling(2, task)
+    slow_down(many, 1, task)
+    slow_down(many, 2, task)
+    assert set(many.watchdog.excluded) == {1, 2}
+    slow_down(many, 3, task)
+    slow_down(two, 1, task)
+    assert set(many.watchdog.excluded) == {1, 2}, "two of five would end the job"
+    assert not two.watchdog.excluded
+
+
+def test_tasks_of_many_slices_whose_beginning_comes_with_their_end_are_not_slow() -> None:
+    task = task_of(16)
+    made = crawling(5, task)
+    finished = TaskFinished(1, 0, 16, seconds=0.016)
+    for _ in range(20):
+        made._exclude_slow([finished])
+    assert made._coordinator is not None
+    cast(Any, made._coordinator).machine.members[1].current = None
+    for _ in range(3):
+        made._exclude_slow([TaskStarted(1, 0, 0), finished])
+    assert not made.watchdog.excluded
