@@ -159,7 +159,9 @@ def opened(name: str, arguments: Mapping[str, Any]) -> Plane:
     """The plane of this name, whose blocking calls wait as long as the arguments of `join` say."""
     seconds = arguments.get("timeout_seconds", RunConfig().timeout_seconds)
     usable = isinstance(seconds, int | float) and seconds > 0  # what is not is refused with the other arguments
-    tolerate = bool(arguments.get("tolerate", True))
+    fault = arguments.get("fault", NOTHING)
+    told = fault.get("tolerate") if isinstance(fault, Mapping) else None
+    tolerate = bool(arguments.get("tolerate", True) if told is None else told)
     return open_plane(name, float(seconds) if usable else RunConfig().timeout_seconds, tolerate)
 
 

@@ -82,9 +82,9 @@ class FaultConfig:
         not_finite: Gradients that are not finite end the job (stop), or are left out before they are in any round, and
             their samples go out once more (skip): the job ends where the same samples spoil gradients again, and names
             them. rollback is refused yet.
-        silent_seconds: A rank that gives no sign of life for so many seconds is excluded, and killed by another of its
-            host, where the others go on after a death; null never. Ranks that compute, compile, profile or load give
-            signs of life beside that.
+        silent_seconds: A rank that gives no sign of life for so many seconds is excluded: another rank of its host
+            kills it, and the others go on as after a death. Nothing happens where it is alone on its host, where all
+            of its host are silent, or where a death ends the job: there run.timeout_seconds ends it. null never.
         slow: A rank whose last three tasks each took `slow_factor` times its own median is waited for (wait), or
             excluded in the same way (exclude).
         slow_factor: See `slow`.

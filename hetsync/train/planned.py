@@ -101,6 +101,9 @@ def check_settings(config: Config, plan: GivenPlan) -> None:
         "ema.decay": (config.ema.decay is not None, "give null"),
         "run.precision": (config.run.precision != "float32", "give float32"),
         "run.compile": (config.run.compile, "give false"),
+        "fault.tolerate": (config.fault.tolerate is True, "give auto"),
+        "fault.least_ranks": (config.fault.least_ranks is not None, "leave it out"),
+        "fault.slow": (config.fault.slow != "wait", "give wait"),
         "fault.not_finite": (config.fault.not_finite != "stop", "give stop"),
         "fault.inject": (bool(config.fault.inject), "leave it out"),
     }

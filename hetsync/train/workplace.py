@@ -54,6 +54,11 @@ def take_place(config: Config, plane: Plane, folder: Path | None, loaded: checkp
             f"fault.tolerate is true, but a rank's death ends jobs with {plane.described}: start the ranks with"
             " mpirun --with-ft ulfm of Open MPI 5, with run.plane mpi, or use fault.tolerate auto"
         )
+    if config.fault.slow == "exclude" and not plane.tolerant:
+        raise UserError(
+            f"fault.slow is exclude, but a rank's death ends jobs with {plane.described}, so that none can be excluded:"
+            " start the ranks with mpirun --with-ft ulfm of Open MPI 5, with run.plane mpi, or use wait"
+        )
     seed_all(config.run.seed)
     return Workplace(
         config=config, plane=plane, folder=folder, loaded=loaded, cluster=cluster, place=place, device=device

@@ -246,6 +246,26 @@ def test_the_planes_wait_is_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits == [7.0, RunConfig().timeout_seconds]
 
 
+def test_the_plane_hears_of_tolerate_in_either_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+
+    def opened(name: str, timeout_seconds: float, tolerate: bool) -> LocalPlane:
+        told.append(tolerate)
+        return LocalPlane()
+
+    monkeypatch.setattr(hetsync.api, "open_plane", opened)
+    for arguments in ({}, {"tolerate": False}, {"fault": {"tolerate": False}}, {"fault": {"not_finite": "skip"}}):
+        with hetsync.join(progress=False, **arguments):  # type: ignore[arg-type]
+            pass
+    assert told == [True, False, False, True]
+
+
+def test_nobody_is_excluded_where_deaths_end_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        hetsync.join(progress=False, fault={"slow": "exclude"})
+    assert "fault.slow is exclude, but a rank's death ends jobs with" in said(capsys, ended.value)
+
+
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuse_of_join_is_one_sentence(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     changes, sentence = MISUSES[name]

@@ -64,6 +64,11 @@ def run(tmp_path: Path, config: Config, replicas: list[dict[str, Any]], resume: 
         ("ema", "decay", 0.9),
         ("run", "precision", "bfloat16"),
         ("run", "compile", True),
+        ("fault", "tolerate", True),
+        ("fault", "least_ranks", 1),
+        ("fault", "slow", "exclude"),
+        ("fault", "not_finite", "skip"),
+        ("fault", "inject", [{"kind": "die", "rank": 0, "round": 1}]),
     ],
 )
 def test_what_jobs_by_a_plan_cannot_do_is_refused(section: str, key: str, value: Any, tmp_path: Path) -> None:
