@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class StoreMessages(Messages):
         self._meetings = _Meetings(self._store, self.rank, self.size, rendezvous.timeout_seconds)
         self._lost: LostError | DamagedError | None = None
         self._closed = False
-        self._channels = 0  # opened so far
+        self._opened: Counter[str] = Counter()  # so far, by name: a group's keys in the store are its own
         self._listener = threading.Thread(None, self._listen, "hetsync-messages", (rendezvous.connect(),), daemon=True)
         self._listener.start()
 
@@ -106,13 +106,15 @@ class StoreMessages(Messages):
 
     def open_channels(self) -> Channels:
         timeout = self._rendezvous.timeout_seconds
-        self._channels += 1
-        name = f"channels {self._channels}"
-        return GlooChannels(open_gloo(self._store, name, self.rank, self.size, timeout), timeout)
+        return GlooChannels(open_gloo(self._store, self._name("channels"), self.rank, self.size, timeout), timeout)
 
     def open_sums(self, ranks: Sequence[int]) -> Sums:
-        name = f"sums of {','.join(map(str, ranks))} "
-        return gloo_sums(self._store, name, self.rank, ranks, self._rendezvous.timeout_seconds)
+        name = self._name(f"sums of {','.join(map(str, ranks))}")
+        return gloo_sums(self._store, f"{name} ", self.rank, ranks, self._rendezvous.timeout_seconds)
+
+    def _name(self, kind: str) -> str:
+        self._opened[kind] += 1
+        return f"{kind} {self._opened[kind]}"
 
     def abort(self, code: int) -> NoReturn:
         with contextlib.suppress(LostError):

@@ -59,6 +59,7 @@ def test_the_options_of_benchmarks_in_sentences(page: Path, folder: Path) -> Non
         "hetsync-train --sync.delay_bounds 3",
         "hetsync-train missing.yaml",
         "launch/local 2 --sync.quorum many",
+        "launch/local --tolerate 2 --sync.quorum many",
         "launch/local 2 -- hetsync simulate --emulat quickstart",
         "launch/mps 100,half --sync.quorum 1",
         "launch/horovod 0.28.1",
@@ -86,6 +87,8 @@ def mistake_in(words: list[str], folder: Path) -> str | None:
     match words:
         case [name, *_] if name in OTHERS:
             return None
+        case ["launch/local", "--tolerate", *rest]:
+            return mistake_in(["launch/local", *rest], folder)
         case ["launch/local", _, "--", *program_words]:
             return mistake_in(program_words, folder)
         case ["launch/mps", parts, *rest] if all(part.isdigit() for part in parts.split(",")):

@@ -109,3 +109,19 @@ def test_some_ranks_sum_beside_the_others(plane: Plane) -> None:
         assert torch.equal(tensor, torch.full((70_000,), float(sum(rank + 1 for rank in group))))
     for sums in opened:
         sums.close()
+
+
+def test_ranks_that_sum_beside_the_others_may_do_so_again(plane: Plane) -> None:
+    """One is late, so that the others could meet what it left at the first opening."""
+    everybody = tuple(range(plane.size))
+    for _ in range(2):
+        if plane.rank == plane.size - 1:
+            time.sleep(0.3)
+        sums = plane.open_sums(everybody)
+        tensor = torch.ones(1000)
+        handle = sums.allreduce(tensor)
+        deadline = time.monotonic() + 20
+        while not handle.done():
+            assert time.monotonic() < deadline
+        assert torch.equal(tensor, torch.full((1000,), float(plane.size)))
+        sums.close()
