@@ -129,6 +129,15 @@ if ((status == 0)) && [[ -n $run_dir ]] && ! grep -q '"status": "finished"' "$ru
     status=1
 fi
 
+# When one rank crashes, srun ends the others by TERM, and returns the greater status, which is theirs. A job that was
+# cancelled runs no more; ranks that were sent TERM themselves have saved, and say so.
+crashed_under_srun() {
+    [[ $launcher == srun ]] && ((status == 143)) &&
+        ! { [[ -n $run_dir ]] && grep -q '"status": "stopped"' "$run_dir/summary.json" 2>/dev/null; } &&
+        [[ $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null | sort -u) == RUNNING ]] # of each group
+}
+
+if crashed_under_srun; then status=1; fi
 case $status in
     0) rm -f "$crash_count" ;;
     "$stopped" | "$killed_by_usr1")

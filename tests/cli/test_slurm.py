@@ -209,9 +209,10 @@ class Job:
         self.script.write_text(written(capsys, "--nodes", "1", "--venv", str(folder / "env"), *words))
 
     def start(self, ranks: str, restart: int = 0) -> tuple[int, str]:
-        """Its status, and what it says, where `ranks` is what mpirun does."""
-        asked = f'[[ $1 == --version ]] && exit\necho "mpirun $*" >> {self.folder}/calls'
-        program(self.programs / "mpirun", f"{asked}\n{ranks}")
+        """Its status, and what it says, where `ranks` is what mpirun or srun does."""
+        for name in ("mpirun", "srun"):
+            asked = f'[[ $1 == --version ]] && exit\necho "{name} $*" >> {self.folder}/calls'
+            program(self.programs / name, f"{asked}\n{ranks}")
         told = {
             "SLURM_JOB_ID": "7",
             "SLURM_NTASKS": "2",
@@ -277,6 +278,21 @@ def test_crashes_in_a_row_have_a_limit_and_a_checkpoint_between_counts_anew(
     assert (status, job.requeued) == (1, 3)
     assert "2 times in a row without a new checkpoint" in said
     assert not list(tmp_path.glob("*.crashes"))
+
+
+@pytest.mark.parametrize(
+    ("state", "summary", "requeued"),
+    [("RUNNING", "running", 1), ("COMPLETING", "running", 0), ("RUNNING", "stopped", 0)],
+)
+def test_a_crash_under_srun_is_one_whatever_the_others_end_with(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, state: str, summary: str, requeued: int
+) -> None:
+    """srun ends the others by TERM, and returns the greater status."""
+    job = Job(capsys, tmp_path, "--launcher", "srun")
+    program(job.programs / "squeue", f"echo {state}; echo {state}")
+    status, said = job.start(f'echo \'{{"status": "{summary}"}}\' > {tmp_path}/runs/hetsync-7/summary.json; exit 143')
+    assert (status, job.requeued) == (1 if requeued else 143, requeued)
+    assert ("crashed with status" in said) == bool(requeued)
 
 
 def test_a_lost_node_is_no_success(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
