@@ -26,18 +26,18 @@ _Used = tuple[tuple[int, ...], int]  # devices by class, and the class of a chai
 
 
 class _Chain(NamedTuple):
-    """Stages from some group to the last."""
+    """Stages from some group to the last; none at first."""
 
-    total: float  # seconds of all stages and links, both ways, and latencies
-    forward: float  # the greatest of a stage or link
-    backward: float
-    end: int  # where its first stage ends
-    rest: _Chain | None
-    device: int  # class of its first stage
+    total: float = 0.0  # seconds of all stages and links, both ways, and latencies
+    forward: float = 0.0  # the greatest of a stage or link
+    backward: float = 0.0
+    end: int = 0  # where its first stage ends
+    rest: _Chain | None = None
+    device: int = -1  # class of its first stage
 
 
-class _Bound(NamedTuple):
-    """At least so many seconds."""
+class _Seconds(NamedTuple):
+    """What is added to the sum of a chain, and what its greatest are at least."""
 
     total: float
     forward: float
@@ -65,12 +65,23 @@ class Machines:
                 return
             yield begin
 
-    def bound(self, begin: int, left: Sequence[int]) -> _Bound:
+    def stage(self, begin: int, end: int, device: int, first: int) -> _Seconds:
+        """With the link to the stage behind it, on a device of class `first`; -1 where there is none."""
+        step = self.step_seconds[device]
+        forward = (self.forward[end] - self.forward[begin]) * step
+        backward = (self.backward[end] - self.backward[begin]) * step
+        if first < 0:
+            return _Seconds(forward + backward, forward, backward)
+        latency, byte_seconds = self.links[device][first]
+        carrying = self.crossing[end] * byte_seconds
+        return _Seconds(forward + backward + 2 * (carrying + latency), max(forward, carrying), max(backward, carrying))
+
+    def bound(self, begin: int, left: Sequence[int]) -> _Seconds:
         """What the groups before `begin` take at least, in all and on the busiest of so many devices of each class."""
         forward, backward = self.forward[begin], self.backward[begin]
         speed = sum(count / seconds for count, seconds in zip(left, self.step_seconds, strict=True))
         busiest = 1 / speed if begin else 0.0
-        return _Bound((forward + backward) * min(self.step_seconds), forward * busiest, backward * busiest)
+        return _Seconds((forward + backward) * min(self.step_seconds), forward * busiest, backward * busiest)
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,7 @@ def best_chain(
         return None
     stages, begin, bounds = [], 0, problem.groups.bounds
     unused = [list(members) for members in machines.classes]
-    while chain is not None:
+    while chain is not None and chain.rest is not None:
         stages.append(Stage((unused[chain.device].pop(0),), tuple(range(bounds[begin], bounds[chain.end]))))
         begin, chain = chain.end, chain.rest
     return BestChain(tuple(stages), _seconds(best, micro_batches))
@@ -146,15 +157,15 @@ def _first_guess(
     best = None
     for count in range(len(ranks) if problem.every_rank else 1, min(len(ranks), len(problem.groups)) + 1):
         cut = contiguous_replica(problem, ranks[:count], micro_batches, samples, replicas)
-        chain: _Chain | None = None
+        chain = _Chain()
         for stages_left, stage in enumerate(reversed(cut.stages)):
             device = device_of[stage.ranks[0]]
             begin, end = place_of[stage.blocks[0]], place_of[stage.blocks[-1] + 1]
             if machines.fits[device][stages_left][begin] < end:
                 break
-            chain = _extended(machines, chain, begin, end, device, -1 if chain is None else chain.device)
+            chain = _extended(chain, machines.stage(begin, end, device, chain.device), end, device)
         else:
-            if chain is not None and (best is None or _seconds(chain, micro_batches) < _seconds(best, micro_batches)):
+            if best is None or _seconds(chain, micro_batches) < _seconds(best, micro_batches):
                 best = chain
     return best
 
@@ -171,7 +182,8 @@ def _search(machines: Machines, micro_batches: int, guess: _Chain | None, less_t
         best, best_seconds = guess, _seconds(guess, micro_batches)
     # By where they begin: used devices and the first one's class, with the undominated chains.
     fronts: list[dict[_Used, list[_Chain]]] = [defaultdict(list) for _ in range(groups)]
-    none: dict[_Used, Sequence[_Chain | None]] = {(tuple(0 for _ in counts), -1): [None]}
+    none: dict[_Used, list[_Chain]] = {(tuple(0 for _ in counts), -1): [_Chain()]}
+    more = micro_batches - 1
     for end in range(groups, 0, -1):
         for (used, first), chains in (fronts[end] if end < groups else none).items():
             for device in (device for device, count in enumerate(counts) if used[device] < count):
@@ -180,14 +192,15 @@ def _search(machines: Machines, micro_batches: int, guess: _Chain | None, less_t
                 for begin in machines.begins(device, sum(used), end, any(left)):
                     if begin == 0 and machines.every_rank and any(left):
                         continue
-                    bound = machines.bound(begin, left)
+                    stage, bound = machines.stage(begin, end, device, first), machines.bound(begin, left)
+                    total = stage.total + bound.total
+                    forward, backward = max(stage.forward, bound.forward), max(stage.backward, bound.backward)
                     for rest in chains:
-                        chain = _extended(machines, rest, begin, end, device, first)
-                        least = bound.total + chain.total
-                        least += (micro_batches - 1) * max(chain.forward, bound.forward)
-                        least += (micro_batches - 1) * max(chain.backward, bound.backward)
+                        greatest = max(rest.forward, forward) + max(rest.backward, backward)
+                        least = rest.total + total + more * greatest
                         if least >= best_seconds:
                             continue
+                        chain = _extended(rest, stage, end, device)
                         if begin == 0:
                             best, best_seconds = chain, least
                         else:
@@ -197,19 +210,12 @@ def _search(machines: Machines, micro_batches: int, guess: _Chain | None, less_t
     return best
 
 
-def _extended(machines: Machines, rest: _Chain | None, begin: int, end: int, device: int, first: int) -> _Chain:
-    """A stage before a chain whose first stage is on a device of class `first`."""
-    step = machines.step_seconds[device]
-    forward = (machines.forward[end] - machines.forward[begin]) * step
-    backward = (machines.backward[end] - machines.backward[begin]) * step
-    if rest is None:
-        return _Chain(forward + backward, forward, backward, end, None, device)
-    latency, byte_seconds = machines.links[device][first]
-    carrying = machines.crossing[end] * byte_seconds
+def _extended(rest: _Chain, stage: _Seconds, end: int, device: int) -> _Chain:
+    """A stage that ends there before a chain."""
     return _Chain(
-        rest.total + forward + backward + 2 * (carrying + latency),
-        max(rest.forward, forward, carrying),
-        max(rest.backward, backward, carrying),
+        rest.total + stage.total,
+        max(rest.forward, stage.forward),
+        max(rest.backward, stage.backward),
         end,
         rest,
         device,
@@ -218,7 +224,9 @@ def _extended(machines: Machines, rest: _Chain | None, begin: int, end: int, dev
 
 def _keep(front: list[_Chain], chain: _Chain) -> None:
     """Add a chain unless another is as good in all three; remove those that it beats."""
-    if any(c.total <= chain.total and c.forward <= chain.forward and c.backward <= chain.backward for c in front):
-        return
-    front[:] = [c for c in front if c.total < chain.total or c.forward < chain.forward or c.backward < chain.backward]
+    total, forward, backward, *_ = chain
+    for other in front:
+        if other.total <= total and other.forward <= forward and other.backward <= backward:
+            return
+    front[:] = [c for c in front if c.total < total or c.forward < forward or c.backward < backward]
     front.append(chain)
