@@ -96,9 +96,10 @@ def test_barrier_waits_for_the_last(plane: Plane) -> None:
 
 
 def test_waiting_burns_no_core(plane: Plane) -> None:
+    waited = 1.5
     plane.barrier()
     used = time.process_time()
     if plane.rank == 0:
-        time.sleep(0.5)
+        time.sleep(waited)
     plane.barrier()
-    assert time.process_time() - used < 0.25
+    assert time.process_time() - used < waited / 2  # a busy machine makes each look at it dearer
