@@ -25,6 +25,11 @@ fail() {
 
 newest_checkpoint() { { compgen -G "$run_dir/checkpoints/samples-*" || true; } | sort | tail -n 1; }
 
+# A number for the summary of a run that was stopped, which may be an earlier start's; nothing for any other.
+stop() {
+    if [[ -n $run_dir ]] && grep -qs '"status": "stopped"' "$run_dir/summary.json"; then cksum <"$run_dir/summary.json"; fi
+}
+
 requeue() {
     ((${SLURM_RESTART_COUNT:-0} < max_restarts)) || fail "$1, but was requeued $max_restarts times already"
     say "$1, and requeued"
@@ -112,6 +117,7 @@ esac
 [[ -z $asked ]] || requeue "stopped on request before its start"
 where=$SLURM_JOB_NODELIST${SLURM_HET_SIZE:+ and others}${run_dir:+, the run is in $run_dir}
 say "start ${SLURM_RESTART_COUNT:-0}, $ranks ranks on $where"
+stop_before=$(stop)
 "${command[@]}" &
 job=$!
 [[ -z $asked ]] || kill -USR1 "$job" 2>/dev/null || true # it came between the two lines above
@@ -129,11 +135,12 @@ if ((status == 0)) && [[ -n $run_dir ]] && ! grep -q '"status": "finished"' "$ru
     status=1
 fi
 
-# When one rank crashes, srun ends the others by TERM, and returns the greater status, which is theirs. A job that was
-# cancelled runs no more; ranks that were sent TERM themselves have saved, and say so.
+# When one rank crashes, srun ends the others by TERM, and may return the greater status, which is theirs. A job that was
+# cancelled runs no more; ranks that were sent TERM themselves have saved, and say so in a summary of this start.
 crashed_under_srun() {
-    [[ $launcher == srun ]] && ((status == 143)) &&
-        ! { [[ -n $run_dir ]] && grep -q '"status": "stopped"' "$run_dir/summary.json" 2>/dev/null; } &&
+    local now
+    now=$(stop)
+    [[ $launcher == srun ]] && ((status == 143)) && [[ -z $now || $now == "$stop_before" ]] &&
         [[ $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null | sort -u) == RUNNING ]] # of each group
 }
 

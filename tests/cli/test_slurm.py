@@ -282,15 +282,26 @@ def test_crashes_in_a_row_have_a_limit_and_a_checkpoint_between_counts_anew(
 
 @pytest.mark.parametrize(
     ("state", "summary", "requeued"),
-    [("RUNNING", "running", 1), ("COMPLETING", "running", 0), ("RUNNING", "stopped", 0)],
+    [("RUNNING", "running", 1), ("COMPLETING", "running", 0), ("RUNNING", "stopped", 0), ("RUNNING", None, 1)],
 )
+@pytest.mark.parametrize("before", [None, "stopped"])
 def test_a_crash_under_srun_is_one_whatever_the_others_end_with(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, state: str, summary: str, requeued: int
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    state: str,
+    summary: str | None,
+    requeued: int,
+    before: str | None,
 ) -> None:
-    """srun ends the others by TERM, and returns the greater status."""
+    """srun ends the others by TERM, and may return their status, the greater one."""
     job = Job(capsys, tmp_path, "--launcher", "srun")
     program(job.programs / "squeue", f"echo {state}; echo {state}")
-    status, said = job.start(f'echo \'{{"status": "{summary}"}}\' > {tmp_path}/runs/hetsync-7/summary.json; exit 143')
+    path = tmp_path / "runs" / "hetsync-7" / "summary.json"
+    path.parent.mkdir(parents=True)
+    if before:  # of an earlier start
+        path.write_text(json.dumps({"status": before, "samples_applied": 1}))
+    write = f"echo '{json.dumps({'status': summary, 'samples_applied': 2})}' > {path}; " if summary else ""
+    status, said = job.start(f"{write}exit 143")
     assert (status, job.requeued) == (1 if requeued else 143, requeued)
     assert ("crashed with status" in said) == bool(requeued)
 

@@ -221,25 +221,39 @@ def test_a_crashed_job_is_tried_again_within_a_limit(slurm: Slurm) -> None:
 
 
 CRASH_OF_ONE = """
-import os, pathlib, sys
-from mpi4py import MPI
-MPI.COMM_WORLD.barrier()
+import os, pathlib, time
 starts = pathlib.Path("starts")
-if MPI.COMM_WORLD.rank == 1 and not starts.exists():
+if starts.exists():
+    print("came through", flush=True)
+elif os.environ["SLURMD_NODENAME"] == "n2":
+    time.sleep(2)
     starts.write_text("x")
     os.abort()
-MPI.COMM_WORLD.barrier()
-print("came through", flush=True)
+else:
+    time.sleep(60)
 """
 
 
 def test_a_crash_of_one_rank_under_srun_is_tried_again(slurm: Slurm) -> None:
+    """The others are ended by TERM, which is what srun returns."""
     (slurm.folder / "crash.py").write_text(CRASH_OF_ONE)
     job = slurm.launch("--nodes", "1,constraint=fast", "--nodes", "2,constraint=slow", "--", "python", "crash.py")
     slurm.start_requeued(job)
     slurm.finish(job)
     assert "crashed with status" in slurm.said(job)
     assert slurm.said(job).count("came through") == 3
+
+
+def test_a_cancelled_job_under_srun_stays_so(slurm: Slurm) -> None:
+    """The ranks end by TERM here, too."""
+    (slurm.folder / "wait.py").write_text("import time; print('began', flush=True); time.sleep(60)")
+    job = slurm.launch("--nodes", "1,constraint=fast", "--nodes", "2,constraint=slow", "--", "python", "wait.py")
+    slurm.wait(job, "start", lambda: slurm.said(job).count("began") == 3)
+    slurm.call("scancel", job)
+    slurm.finish(job, "CANCELLED")
+    time.sleep(3)  # for the script to say something
+    assert slurm.state(job)["JobState"] == "CANCELLED"
+    assert "requeued" not in slurm.said(job)
 
 
 def test_a_sweep_is_an_array(slurm: Slurm) -> None:
