@@ -6,14 +6,14 @@ mpirun -np N python -m pytest --with-mpi tests/mpi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from planes import BACKENDS
 
 from hetsync.errors import UserError
-from hetsync.plane.base import Channels, LateError, Plane
+from hetsync.plane.base import Channels, LateError, Plane, Sums
 from hetsync.plane.gloo_channels import GlooChannels
 from hetsync.plane.groups import open_gloo
 from hetsync.plane.mpi import MpiChannels, MpiMessages
@@ -96,10 +96,8 @@ def test_an_emulated_link_refuses_what_it_cannot_slow() -> None:
     plane.close()
 
 
-def test_some_ranks_sum_beside_the_others(plane: Plane) -> None:
-    """A rank may be among several; each posts to its own in the same order."""
-    groups = [group for group in ((0, 1), (plane.size - 1, 0), tuple(range(plane.size))) if plane.rank in group]
-    opened = [plane.open_sums(group) for group in groups]
+def sum_up(plane: Plane, groups: Sequence[tuple[int, ...]], opened: Sequence[Sums]) -> None:
+    """Each to its own in the same order, all at once."""
     tensors = [torch.full((70_000,), float(plane.rank + 1)) for _ in groups]
     handles = [sums.allreduce(tensor) for sums, tensor in zip(opened, tensors, strict=True)]
     deadline = time.monotonic() + 20
@@ -111,17 +109,17 @@ def test_some_ranks_sum_beside_the_others(plane: Plane) -> None:
         sums.close()
 
 
-def test_ranks_that_sum_beside_the_others_may_do_so_again(plane: Plane) -> None:
-    """One is late, so that the others could meet what it left at the first opening."""
-    everybody = tuple(range(plane.size))
-    for _ in range(2):
+def test_some_ranks_sum_beside_the_others(plane: Plane) -> None:
+    """A rank may be among several."""
+    groups = [group for group in ((0, 1), (plane.size - 1, 0), tuple(range(plane.size))) if plane.rank in group]
+    sum_up(plane, groups, [plane.open_sums(group) for group in groups])
+
+
+def test_the_same_ranks_may_sum_in_several(plane: Plane) -> None:
+    """One is late, so that the others could meet what it has left for the one before."""
+    groups, opened = [tuple(range(plane.size))] * 3, []
+    for group in groups:
         if plane.rank == plane.size - 1:
             time.sleep(0.3)
-        sums = plane.open_sums(everybody)
-        tensor = torch.ones(1000)
-        handle = sums.allreduce(tensor)
-        deadline = time.monotonic() + 20
-        while not handle.done():
-            assert time.monotonic() < deadline
-        assert torch.equal(tensor, torch.full((1000,), float(plane.size)))
-        sums.close()
+        opened.append(plane.open_sums(group))
+    sum_up(plane, groups, opened)
