@@ -244,18 +244,6 @@ def test_a_crash_of_one_rank_under_srun_is_tried_again(slurm: Slurm) -> None:
     assert slurm.said(job).count("came through") == 3
 
 
-def test_a_cancelled_job_under_srun_stays_so(slurm: Slurm) -> None:
-    """The ranks end by TERM here, too."""
-    (slurm.folder / "wait.py").write_text("import time; print('began', flush=True); time.sleep(60)")
-    job = slurm.launch("--nodes", "1,constraint=fast", "--nodes", "2,constraint=slow", "--", "python", "wait.py")
-    slurm.wait(job, "start", lambda: slurm.said(job).count("began") == 3)
-    slurm.call("scancel", job)
-    slurm.finish(job, "CANCELLED")
-    time.sleep(3)  # for the script to say something
-    assert slurm.state(job)["JobState"] == "CANCELLED"
-    assert "requeued" not in slurm.said(job)
-
-
 def test_a_sweep_is_an_array(slurm: Slurm) -> None:
     """Each of its jobs has its words, and a number of its own; a recipe's folders are in tests/cli/test_slurm.py."""
     (slurm.folder / "words.py").write_text("import sys; print('words', sys.argv[1:])")
