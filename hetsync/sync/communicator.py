@@ -15,10 +15,8 @@ rounds it draws the longest sleep anyway.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +27,7 @@ import torch
 from hetsync.errors import complain
 from hetsync.plane.base import LostError, MembersLost, Plane, Sums, WireFormat
 from hetsync.plane.ending import end_job
+from hetsync.processes import own_stack
 from hetsync.sync.collectives import PendingCollectives
 from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.deltas import Deltas, Snapshot
@@ -249,10 +248,8 @@ class Communicator:
         shared = self._shared
         doing, joined = shared.main_thread, shared.landed + (self._collective is not None)
         activity = "at rest" if shared.phase is Phase.RESTING else doing.name.lower()
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        stack = "" if frame is None else "".join(traceback.format_stack(frame))
         seconds = time.monotonic() - shared.acted_at
-        return Alive(self._plane.rank, joined, doing is MainThread.WAITING, activity, seconds, stack)
+        return Alive(self._plane.rank, joined, doing is MainThread.WAITING, activity, seconds, own_stack())
 
     # Messages.
 

@@ -41,6 +41,7 @@ def engine() -> Iterator[Engine]:
     assert plane.hangs.wait(SECONDS)
     yield made
     plane.over.set()
+    made.stop()  # its thread would go on beside later tests
 
 
 def outcome(wait: Callable[[], object]) -> BaseException | None:
