@@ -52,13 +52,17 @@ def test_survivors_sum_and_talk_after_deaths(tmp_path: Path) -> None:
         """
 # Stale after the death: a message that nobody has read, and one that waits for its receiver.
 plane.send("stale", to=(first + 1) % 4)
+plane.barrier()
 large = torch.ones(3_000_000)
 if first == 2:
     plane.allreduce(large.clone())
     die()
-addend = large.clone()
-handle = plane.allreduce(addend)
-until_lost(handle.done)
+addend, handle = large.clone(), None
+def sum_large():  # begins it, unless the death is known by then
+    global handle
+    handle = handle or plane.allreduce(addend)
+    handle.done()
+until_lost(sum_large)
 until_lost(plane.receive)  # from every call, until it is mended
 until_lost(lambda: plane.send("more", to=(first + 1) % 4))
 until_lost(lambda: plane.allreduce(torch.ones(2)))
