@@ -36,6 +36,7 @@ from hetsync.sync.tail import shared_buffers
 from hetsync.sync.worker import Worker
 from hetsync.telemetry import Telemetry
 
+LONGEST_PATIENCE = 4  # rounds: staler contributions cost progress
 NOBODY: Mapping[int, Process] = MappingProxyType({})
 
 
@@ -325,6 +326,8 @@ class Engine:
         """The task is computed; `seconds` of device time, `loss_sum` over its samples."""
         shared = self._shared
         shared.acted_at = time.monotonic()
+        if self._options.on_host:
+            shared.patience_seconds = seconds * min(task.delay_bound, LONGEST_PATIENCE)
         with shared.changed, self.timer.working:
             if task.synchronous_round is None:
                 assert shared.deltas is not None

@@ -145,6 +145,7 @@ class SharedState:
         self.main_thread = MainThread.COMPUTING  # written by the main thread
         self.failure_raised = False  # by the main thread
         self.acted_at = time.monotonic()  # by the main thread: the last moment at which it began or ended a task
+        self.patience_seconds = 0.0  # by the main thread: it computes on for so long while a round lands
         self.polls = 0  # by the communication thread: it does not hang
 
         # Set before the communication thread starts. `order` is entered wherever both threads touch tensors.

@@ -6,6 +6,7 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_engine.py
 from __future__ import annotations
 
 import math
+from itertools import count
 from time import sleep
 from typing import Any
 
@@ -26,6 +27,7 @@ from training import (
     train,
 )
 
+from hetsync.balance.device import RealDevice
 from hetsync.config.schema import OuterConfig, SyncConfig
 from hetsync.emulation.link import EmulatedLink
 from hetsync.errors import UserError
@@ -380,3 +382,18 @@ def test_steps_are_due_once_a_slice(plane: Plane) -> None:
 
     with pytest.raises(UserError, match="twice"):
         train(plane, delayed(plane), on_slice=pretend)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_rank_knows_for_how_long_it_can_do_without_a_round(plane: Plane, on_host: bool) -> None:
+    """Where polls take the cores that compute; of a bound of 9, for 4 tasks. Each look at this clock is a second."""
+    device = RealDevice(count().__next__) if on_host else of_unequal_speed(0)
+    seen: list[float] = []
+    train(
+        plane,
+        delayed(plane, delay_bound=9),
+        device=device,
+        on_slice=lambda session, _: seen.append(session.engine._shared.patience_seconds),
+    )
+    assert seen[0] == 0
+    assert set(seen[1:]) <= ({4.0, 8.0} if on_host else {0.0})

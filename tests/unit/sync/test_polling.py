@@ -75,6 +75,23 @@ def test_only_a_rank_that_computes_in_delayed_mode_lets_news_wait(
 
 
 @pytest.mark.parametrize(
+    ("patience", "expected"),
+    [(0.0, 4e-3), (0.1, 4e-3), (0.32, 10e-3), (100.0, 16e-3)],
+)
+@pytest.mark.parametrize("summing", [True, False])
+def test_on_the_cores_that_compute_a_rank_polls_no_more_often_than_a_round_needs(
+    patience: float, expected: float, summing: bool
+) -> None:
+    made = _communicator(MainThread.COMPUTING, Phase.TRAINING, delayed=True)
+    if summing:
+        made._pending.post(torch.ones(3), "float32")
+    made._shared.patience_seconds = patience
+    assert made._sleep_seconds(0.0) == pytest.approx(expected)
+    made._shared.main_thread = MainThread.WAITING
+    assert made._sleep_seconds(1e-3) <= 1e-4  # now its patience is over
+
+
+@pytest.mark.parametrize(
     ("main_thread", "summing", "quiet", "expected"),
     [
         (MainThread.WAITING, True, 0.0, 0.0),
