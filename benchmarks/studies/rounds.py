@@ -146,6 +146,7 @@ def trained(cell: Cell) -> dict[str, Any]:
 SETTINGS = {
     "D = 4, q = 0.25, K = 1": SyncConfig(4, 0.25, 1),
     "D = 4, q = 0.5, K = 1": SyncConfig(4, 0.5, 1),
+    "D = 4, q = auto, K = 1": SyncConfig(),
     "D = 16, q = 0.5, K = 1": SyncConfig(16, 0.5, 1),
     "D = 16, q = 0.5, auto": SyncConfig(16, 0.5, "auto"),
     "the same, bfloat16": SyncConfig(16, 0.5, "auto", wire="bfloat16"),
@@ -180,7 +181,9 @@ def dear_rounds() -> Iterator[str]:
             simulation.advance()
             efficiency = BATCHES * batch / simulation.now / simulation.solo_samples_per_second
             rounds = simulation.machine.version / BATCHES
-            found = "; ".join(f"round {c.round}: K = {c.accumulation}" for c in simulation.accumulation_changes)
+            found = "; ".join(
+                f"round {c.round}: q = {c.quorum:g}, K = {c.accumulation}" for c in simulation.rounds_changes
+            )
             yield f"| {title} | {name} | {efficiency:.3f} | {rounds:.2f} | {found or '–'} |"
 
 

@@ -42,7 +42,7 @@ def simulated_summary(
             rounds=machine.version,
             staleness=machine.staleness,
             settings=machine.settings,
-            accumulation_changes=simulation.accumulation_changes,
+            rounds_changes=simulation.rounds_changes,
             metrics=metrics,
             anchor_sha256=learner.anchor_sha256,
             wall_seconds=wall_seconds,

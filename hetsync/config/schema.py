@@ -10,6 +10,7 @@ from hetsync.config.faults import FaultConfig
 from hetsync.config.schedule import ScheduleConfig
 from hetsync.errors import UserError, brief, did_you_mean
 
+FIRST_QUORUM = 0.25  # where it follows what rounds cost
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 
 
@@ -233,7 +234,8 @@ class SyncConfig:
     Args:
         delay_bound: Greatest staleness in rounds (D). 0 is synchronous training; null has no bound (asynchronous).
         quorum: Part of a full contribution set, in samples, that may start a round when D > 0;
-            1 waits for a contribution of every rank (stale synchronous parallel with bound D).
+            1 waits for a contribution of every rank (stale synchronous parallel with bound D). auto is 0.25, and 0.5
+            where the work of rounds is a notable part of a slice, unless a controller sets accumulation.
         accumulation: Slices in one contribution (K): at delay bound 1 and above K optimizer steps, at 0 gradient
             accumulation. auto is 1, and at delay bound 1 and above up to 4 where rounds are a notable part of a slice,
             unless a controller sets it.
@@ -249,7 +251,7 @@ class SyncConfig:
     """
 
     delay_bound: int | None = 4
-    quorum: float = 0.25
+    quorum: float | Literal["auto"] = "auto"
     accumulation: int | Literal["auto"] = 1
     shares: Literal["speed", "equal", "first"] = "speed"
     pins: dict[int, int] = field(default_factory=dict)
@@ -264,7 +266,7 @@ class SyncConfig:
         if self.accumulation != "auto":
             at_least("sync.accumulation", self.accumulation, 1)
         at_least("sync.bucket_bytes", self.bucket_bytes, 4)
-        if not 0 < self.quorum <= 1:
+        if self.quorum != "auto" and not 0 < self.quorum <= 1:
             raise UserError(f"sync.quorum is {self.quorum}: it is a fraction of the samples, above 0 and at most 1")
         if any(rank < 0 or share < 0 for rank, share in self.pins.items()):
             raise UserError(f"sync.pins is {brief(self.pins)}: it maps ranks to samples, both 0 or more")
@@ -275,6 +277,16 @@ class SyncConfig:
     def first_accumulation(self) -> int:
         """K at the start."""
         return 1 if self.accumulation == "auto" else self.accumulation
+
+    @property
+    def first_quorum(self) -> float:
+        """q at the start."""
+        return FIRST_QUORUM if self.quorum == "auto" else self.quorum
+
+    @property
+    def by_rule(self) -> bool:
+        """Does K or q follow what rounds cost?"""
+        return "auto" in (self.accumulation, self.quorum)
 
 
 @dataclass(frozen=True)

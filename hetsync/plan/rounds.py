@@ -71,7 +71,7 @@ class Rounds:
         slowest, slices = max(replicas.seconds), self.sync.first_accumulation
         if not self.delayed:
             return slowest + (self._synchronous_end(replicas, round_seconds) - slowest) / slices
-        waiting = self.sync.quorum == 1
+        waiting = self.sync.first_quorum == 1
         computing = slowest if waiting else replicas.delayed_seconds
         bound = self.sync.delay_bound
         room = math.inf if bound is None else slices * (bound + 1) / 2  # slices that fit into a round
@@ -85,7 +85,7 @@ class Rounds:
         slices = self.sync.first_accumulation
         if not self.delayed:
             return 1 / slices
-        most = quorums(replicas.shares, self.sync.quorum)
+        most = quorums(replicas.shares, self.sync.first_quorum)
         if self.sync.delay_bound is not None:
             most = min(most, self.sync.delay_bound)
         by_link = step_seconds / round_seconds if round_seconds else math.inf

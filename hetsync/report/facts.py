@@ -44,7 +44,7 @@ def _taken_back(run: Run) -> frozenset[int]:
     """K that the rule has lowered since the last start, and not come back to."""
     found: set[int] = set()
     for before, after in pairwise(run.settings):
-        if after.kind != "accumulation":
+        if after.kind != "rounds_change":
             found.clear()
         elif after.accumulation < before.accumulation:
             found.add(before.accumulation)

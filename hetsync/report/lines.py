@@ -19,16 +19,16 @@ NUMBERS = {
     "score": ("seconds",),
     "rest": ("seconds",),
     "evaluation": ("samples_applied", "train_seconds"),
-    "accumulation": ("accumulation",),
+    "rounds_change": ("accumulation",),
     "profile": ("accumulation",),
 }
 NUMBERS_OR_NULL = {
     "piece": ("since", "tasks"),
     "round": ("since", "rounds", "contributions", "staleness"),
-    "accumulation": ("delay_bound",),
+    "rounds_change": ("delay_bound",),
     "profile": ("delay_bound", "share", "solo_samples_per_second", "solo_uncertainty"),
 }
-TEXTS = {"rest": ("reason",), "accumulation": ("reason",), "failure": ("error",), "profile": ("host", "device")}
+TEXTS = {"rest": ("reason",), "rounds_change": ("reason",), "failure": ("error",), "profile": ("host", "device")}
 
 
 class LineReader:
@@ -102,7 +102,7 @@ def _check(record: Any) -> None:
     """Raises what comes of looking at it."""
     kind = record["kind"]
     if kind == "control" and "died" not in record:  # told as those by rule are, but for their place
-        kind, record = "accumulation", {**record, **record["decision"]}
+        kind, record = "rounds_change", {**record, **record["decision"]}
     numbers = [record["at"], *(record[name] for name in NUMBERS.get(kind, ()))]
     perhaps = [record.get(name) for name in NUMBERS_OR_NULL.get(kind, ())]
     if not all(abs(number) < LARGEST for number in [*numbers, *(number for number in perhaps if number is not None)]):

@@ -108,10 +108,10 @@ class Run:
         """Those of each start, and what was decided since, in the order of time."""
         found: list[Setting] = []
         bound = self.delay_bound
-        for record in self.ranks[0].of("profile", "accumulation", "control") if 0 in self.ranks else ():
+        for record in self.ranks[0].of("profile", "rounds_change", "control") if 0 in self.ranks else ():
             if "died" not in record:
                 told = record.get("decision", record)
-                bound = told.get("delay_bound", bound)  # the rule sets K only
+                bound = told.get("delay_bound", bound)  # the rule sets K and q only
                 found.append(Setting(record["at"], record["kind"], told["accumulation"], bound, record.get("reason")))
         return found
 

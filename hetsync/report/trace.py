@@ -35,7 +35,7 @@ def _rank(run: Run, rank: int) -> Iterator[Event]:
     for record in lines.of("rest", "score"):
         name = f"rest: {record['reason']}" if record["kind"] == "rest" else "evaluation"
         yield _slice(rank, MAIN, name, record["at"] - record["seconds"], record["seconds"], {})
-    for record in lines.of("accumulation", "control", "failure", "evaluation"):
+    for record in lines.of("rounds_change", "control", "failure", "evaluation"):
         args = {key: value for key, value in record.items() if key not in ("kind", "at")}
         yield _instant(rank, record["kind"], record["at"], args)
 

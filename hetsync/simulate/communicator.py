@@ -24,9 +24,9 @@ from hetsync.simulate.router import Router
 from hetsync.simulate.scenario import Scenario
 from hetsync.simulate.telemetry import Telemetry
 from hetsync.simulate.virtual_rank import VirtualRank, VirtualRanks
-from hetsync.sync.accumulation import AccumulationChange, AccumulationRule
 from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.messages import AssignTask, Event, Instruction, RoundCompleted, StartRound, Task
+from hetsync.sync.rounds_rule import RoundsChange, rule_for
 from hetsync.sync.state_machine import RoundStateMachine
 
 
@@ -55,7 +55,7 @@ class Communicator:
         self._evaluations = evaluations
         self._on_rest = on_rest
         self._router = Router(scenario.runtime, clock, polling, ranks, self.handle_events, self._poll_interval)
-        self._coordinator = _coordinator(scenario, machine, self._deliver, evaluations, self._on_accumulation)
+        self._coordinator = _coordinator(scenario, machine, self._deliver, evaluations, self._on_rounds_change)
         self._heard_at = 0.0  # when rank 0's thread last heard of anything
         self._drained: StartRound | None = None  # waits for its books to be closed
         self._delayed: DelayedRound | None = None  # under way, without its sum
@@ -72,8 +72,8 @@ class Communicator:
 
     # The coordinator's messages.
 
-    def _on_accumulation(self, change: AccumulationChange) -> None:
-        self._telemetry.accumulation_changed(self._clock.now, change)
+    def _on_rounds_change(self, change: RoundsChange) -> None:
+        self._telemetry.rounds_changed(self._clock.now, change)
 
     def start(self) -> None:
         """The coordinator hands out the first work."""
@@ -276,7 +276,7 @@ def _coordinator(
     machine: RoundStateMachine,
     deliver: Callable[[Sequence[Instruction]], None],
     evaluations: Evaluations,
-    on_accumulation: Callable[[AccumulationChange], None],
+    on_rounds_change: Callable[[RoundsChange], None],
 ) -> Coordinator:
     """As `train.session` makes it."""
     sync, profiles = scenario.sync, dict(enumerate(scenario.ranks))
@@ -289,6 +289,6 @@ def _coordinator(
         deliver,
         rebalance,
         on_evaluation=evaluations.report,
-        rule=AccumulationRule() if sync.accumulation == "auto" and len(scenario.ranks) > 1 else None,
-        on_accumulation=on_accumulation,
+        rule=rule_for(sync) if len(scenario.ranks) > 1 else None,
+        on_rounds_change=on_rounds_change,
     )

@@ -24,10 +24,10 @@ from hetsync.simulate.scenario import Scenario
 from hetsync.simulate.script import Change
 from hetsync.simulate.telemetry import Telemetry
 from hetsync.simulate.virtual_rank import VirtualRank, VirtualRanks
-from hetsync.sync.accumulation import AccumulationChange
 from hetsync.sync.messages import DrainRequested, Settings, SettingsChanged, settings_of
 from hetsync.sync.milestones import STOP
 from hetsync.sync.observation import Observation, Totals
+from hetsync.sync.rounds_rule import RoundsChange
 from hetsync.sync.state_machine import RoundStateMachine
 
 # New objects between two runs of the garbage collector, and runs between those that go through more.
@@ -129,9 +129,9 @@ class Simulation:
         return self._telemetry.totals
 
     @property
-    def accumulation_changes(self) -> Sequence[AccumulationChange]:
+    def rounds_changes(self) -> Sequence[RoundsChange]:
         """By rule, so far."""
-        return self._telemetry.accumulation_changes
+        return self._telemetry.rounds_changes
 
     def advance(self, rounds: int | None = None, seconds: float | None = None) -> None:
         """Go on until so many more rounds are complete or so many virtual seconds have passed; else to the end."""

@@ -13,9 +13,9 @@ from hetsync.balance.profile import StepTime
 from hetsync.files import json_text
 from hetsync.simulate.polling import PollTimes
 from hetsync.simulate.virtual_rank import VirtualRank
-from hetsync.sync.accumulation import AccumulationChange
 from hetsync.sync.messages import Task, TaskFinished
 from hetsync.sync.observation import Totals
+from hetsync.sync.rounds_rule import RoundsChange
 
 FLUSH_LINES = 10_000
 
@@ -26,7 +26,7 @@ class Telemetry:
     def __init__(self, folder: Path | None = None, ranks: int = 0) -> None:
         self.totals = Totals()
         self.losses: list[tuple[int, float]] = []  # samples and mean loss of each task since they were taken last
-        self.accumulation_changes: list[AccumulationChange] = []
+        self.rounds_changes: list[RoundsChange] = []
         self._folder = folder
         self._ranks = ranks if folder is not None else 0
         self._lines: dict[int, list[str]] = defaultdict(list)
@@ -82,10 +82,10 @@ class Telemetry:
         for rank in range(self._ranks):
             self.record(rank, kind, now, **fields, seconds=0.0)
 
-    def accumulation_changed(self, now: float, change: AccumulationChange) -> None:
+    def rounds_changed(self, now: float, change: RoundsChange) -> None:
         """By rule, on rank 0."""
-        self.accumulation_changes.append(change)
-        self.record(0, "accumulation", now, **asdict(change))
+        self.rounds_changes.append(change)
+        self.record(0, "rounds_change", now, **asdict(change))
 
     def flush(self) -> None:
         """Write what has been kept back."""

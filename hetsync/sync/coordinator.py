@@ -14,7 +14,6 @@ from typing import Protocol
 from hetsync.balance.shares import rebalanced
 from hetsync.balance.speed_tracker import LEAST_OBSERVATIONS, Speeds
 from hetsync.errors import UserError
-from hetsync.sync.accumulation import AccumulationChange, AccumulationRule
 from hetsync.sync.messages import (
     CapFound,
     Event,
@@ -31,6 +30,7 @@ from hetsync.sync.messages import (
 )
 from hetsync.sync.milestones import Evaluation
 from hetsync.sync.recovery import Decision, Report
+from hetsync.sync.rounds_rule import RoundsChange, RoundsRule
 from hetsync.sync.state_machine import LEAST_TASKS_HELD, RoundStateMachine
 
 Send = Callable[[Mapping[int, Sequence[Notice]]], None]
@@ -66,16 +66,17 @@ class Coordinator:
         rebalance: bool,
         control: Control | None = None,
         on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
-        rule: AccumulationRule | None = None,
-        on_accumulation: Callable[[AccumulationChange], None] = lambda change: None,
+        rule: RoundsRule | None = None,
+        on_rounds_change: Callable[[RoundsChange], None] = lambda change: None,
         rebuild: Rebuild | None = None,
         on_spoiled: Callable[[TaskSpoiled], None] = lambda spoiled: None,
     ) -> None:
-        """`rebalance`: shares follow the smoothed speeds. `rule`: K follows what rounds cost, until somebody sets it.
+        """`rebalance`: shares follow the smoothed speeds. `rule`: K and q follow what rounds cost, unless somebody
+        sets them.
 
-        `on_evaluation` is called with what all ranks together have found at a snapshot, `on_accumulation` with what the
-        rule has changed. `rebuild` makes the machine anew after a death. `on_spoiled` is told what has been left out,
-        and ends the job where that is too much.
+        `on_evaluation` is called with what all ranks together have found at a snapshot, `on_rounds_change` with what
+        the rule has changed. `rebuild` makes the machine anew after a death. `on_spoiled` is told what has been left
+        out, and ends the job where that is too much.
         """
         self.machine = machine
         self.settings = machine.settings  # asked for last; a change of mode comes into force only at a drain
@@ -88,7 +89,7 @@ class Coordinator:
         self._control = control
         self._on_evaluation = on_evaluation
         self._rule = rule
-        self._on_accumulation = on_accumulation
+        self._on_rounds_change = on_rounds_change
         self._rebuild = rebuild
         self._on_spoiled = on_spoiled
         self._batch = machine.batch  # B
@@ -139,7 +140,7 @@ class Coordinator:
         if self._rebalance:
             self._balance()
         if self._rule is not None:
-            self._accumulate(self._rule)
+            self._thin_out(self._rule)
         if self._control is not None and (settings := self._control.steer(self.settings)) is not None:
             self.handle([SettingsChanged(settings)])
 
@@ -172,15 +173,15 @@ class Coordinator:
         if self._rule is not None and len(state.task.slices) == self.settings.accumulation:
             self._rule.observe(event.rank, event.seconds, event.work_seconds, event.wait_seconds)
 
-    def _accumulate(self, rule: AccumulationRule) -> None:
-        """Another K, where the rule finds that rounds are dear, or no more. At D = 0 it would be another batch."""
+    def _thin_out(self, rule: RoundsRule) -> None:
+        """Another K or q, where the rule finds that rounds are dear, or no more. At D = 0 K would be another batch."""
         if self.settings.synchronous:
             return
         shares = {rank: member.share for rank, member in self.machine.members.items() if member.share}
-        change = rule.decide(self.settings.accumulation, self.machine.version, shares)
+        change = rule.decide(self.settings, self.machine.version, shares)
         if change is not None:
-            self.settings = replace(self.settings, accumulation=change.accumulation)
-            self._on_accumulation(change)
+            self.settings = replace(self.settings, accumulation=change.accumulation, quorum=change.quorum)
+            self._on_rounds_change(change)
             self._deliver(self.machine.handle(SettingsChanged(self.settings)))
 
     def _balance(self) -> None:

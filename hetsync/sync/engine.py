@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -52,6 +53,15 @@ class Stopwatch:
 
     def __exit__(self, *failure: object) -> None:
         self.seconds += self._clock() - self._began
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds so far: CPU time of synchronisation, waits, and CPU time of the whole process."""
+
+    work: float
+    waits: float
+    process: float = field(default_factory=time.process_time)
 
 
 class MainThreadTimer:
@@ -149,7 +159,7 @@ class Engine:
             succeed=succeed,
         )
         self._missed_seconds = 0.0  # without a poll, while the main thread waited
-        self._told: tuple[float, float] | None = None  # of `_kept_from_computing`, with the last task since a rest
+        self._told: Spent | None = None  # of `_kept_from_computing`, with the last task since a rest
 
     def start(self, processes: Mapping[int, Process] = NOBODY) -> None:
         """Call once, on every rank, with identical weights: what travels depends on them. `processes` of all ranks."""
@@ -338,9 +348,8 @@ class Engine:
                 require_finite(total, self._plane.rank, task.position)
             else:
                 self.worker.version = task.synchronous_round + 1
-            now = self._kept_from_computing()
-            (work, waits), self._told = self._told or now, now
-            finished = self.worker.finish_task(seconds, loss_sum, now[0] - work, now[1] - waits)
+            work, waits = self._kept_from_computing(seconds)
+            finished = self.worker.finish_task(seconds, loss_sum, work, waits)
             if self.is_spoiled(task):
                 finished = finished._replace(samples=0, loss_sum=0.0)
             shared.outbox.append(finished)
@@ -501,10 +510,20 @@ class Engine:
     def bytes_sent(self) -> int:
         return self._communicator.bytes_sent
 
-    def _kept_from_computing(self) -> tuple[float, float]:
-        """Seconds of this rank's device so far that synchronisation's own work has taken, and waits."""
-        beside = self._communicator.cpu_seconds if self._options.on_host else 0.0
-        return self.timer.cpu_seconds + beside, self.timer.wait_seconds
+    def _kept_from_computing(self, seconds: float) -> tuple[float, float]:
+        """For how long synchronisation's own work, and waits, have kept the device since the last call, in which it has
+        computed for so many seconds.
+
+        Where the host's cores compute, work takes its part of all that the process gets of them: under a quota of a
+        fifth of a core five times as long as by its own clock.
+        """
+        on_host = self._options.on_host
+        now = Spent(self.cpu_seconds() if on_host else self.timer.cpu_seconds, self.timer.wait_seconds)
+        before, self._told = self._told or now, now
+        work = now.work - before.work
+        if on_host and (process := now.process - before.process) > 0:
+            work = min(work, process) / process * seconds
+        return work, now.waits - before.waits
 
     def cpu_seconds(self) -> float:
         """What synchronisation has cost this rank so far: its thread, and the main thread's part."""

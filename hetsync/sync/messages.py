@@ -356,4 +356,4 @@ Message = EventBatch | InstructionBatch | GroupBatch | Probe | Alive | Look | Se
 
 def settings_of(sync: SyncConfig) -> Settings:
     bound = NO_BOUND if sync.delay_bound is None else sync.delay_bound
-    return Settings(bound, sync.quorum, sync.first_accumulation)
+    return Settings(bound, sync.first_quorum, sync.first_accumulation)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hetsync.config.schema import Config
 from hetsync.control.actions import Actions, Limits
 from hetsync.errors import UserError
-from hetsync.sync.accumulation import MOST
 from hetsync.sync.messages import Settings, settings_of
+from hetsync.sync.rounds_rule import found_before
 from hetsync.train.checkpoint import Progress
 
 
@@ -65,12 +65,13 @@ def kept_shares(config: Config, progress: Progress | None, ranks: int) -> tuple[
 
 
 def first_settings(config: Config, progress: Progress | None) -> Settings:
-    """The recipe's K, D and q; in a resumed run the K that a rule had found, or the K and D of a controller."""
+    """The recipe's K, D and q; in a resumed run the K and q that a rule had found, or the K and D of a controller."""
     settings = settings_of(config.sync)
     if progress is None:
         return settings
     if config.control.name == "fixed":
-        ruled = config.sync.accumulation == "auto" and not settings.synchronous and progress.delay_bound > 0
-        return replace(settings, accumulation=min(MOST, progress.accumulation)) if ruled else settings
+        ruled = not settings.synchronous and progress.delay_bound > 0
+        found = Settings(progress.delay_bound, progress.quorum, progress.accumulation)
+        return found_before(config.sync, found) if ruled else settings
     kept = Settings(progress.delay_bound, settings.quorum, progress.accumulation)
     return Actions(Limits.of(config.control)).clipped(kept)

@@ -536,7 +536,7 @@ class Running:
             anchor_sha256=session.totals.anchor_sha256,
             wall_seconds=time.monotonic() - self.at.began,
             control=session.control.summary() if session.control is not None else None,
-            accumulation_changes=session.accumulation_changes,
+            rounds_changes=session.rounds_changes,
         )
 
     def _lost_ranks(self, coordinator: Coordinator) -> list[LostRank]:

@@ -27,7 +27,6 @@ from hetsync.data.random_state import seed_all
 from hetsync.errors import UserError
 from hetsync.plane.base import MembersLost, Plane
 from hetsync.processes import Stacks
-from hetsync.sync.accumulation import AccumulationChange, AccumulationRule
 from hetsync.sync.communicator import Around
 from hetsync.sync.coordinator import Coordinator, Deliver, Send, as_messages
 from hetsync.sync.deltas import Snapshot, make_outer
@@ -45,6 +44,7 @@ from hetsync.sync.messages import (
 from hetsync.sync.milestones import STOP, TOO_FEW, Evaluation
 from hetsync.sync.model_tensors import ModelTensors
 from hetsync.sync.recovery import Books, Death, Decision, Report, first_standing, keepers, rebuilt
+from hetsync.sync.rounds_rule import RoundsChange, rule_for
 from hetsync.sync.shared_state import EngineOptions
 from hetsync.sync.state_machine import RoundStateMachine
 from hetsync.telemetry import Telemetry
@@ -98,7 +98,7 @@ class Session:
         self.terms = terms
         self.totals = RankTotals()
         self.control: JobControl | None = None  # on rank 0, where there is one
-        self.accumulation_changes: list[AccumulationChange] = []  # on rank 0, by rule
+        self.rounds_changes: list[RoundsChange] = []  # on rank 0, by rule
         self.deaths: list[tuple[Death, float]] = []  # and the seconds of training before each
         self.left_out: list[tuple[int, int, int]] = []  # on rank 0: rank, round, and samples that went out once more
         self.outer = make_outer(sync, terms.batch_size)
@@ -216,7 +216,7 @@ class Session:
         if self._make_control is not None:
             self.control = self._make_control(ControlledJob(machine, self.seconds_training, self._telemetry))
         rebalance = sync.rebalance and sync.shares == "speed"
-        ruled = sync.accumulation == "auto" and self.control is None and self.plane.size > 1
+        ruled = self.control is None and self.plane.size > 1
         tolerant = self.plane.tolerant and self.plane.size > 1
 
         def deliver_for(machine: RoundStateMachine) -> Deliver:
@@ -235,15 +235,15 @@ class Session:
             rebalance,
             self.control,
             self._report,
-            AccumulationRule(terms.version) if ruled else None,
-            self._on_accumulation,
+            rule_for(sync, terms.version) if ruled else None,
+            self._on_rounds_change,
             rebuild,
             self._on_spoiled,
         )
 
-    def _on_accumulation(self, change: AccumulationChange) -> None:
-        self.accumulation_changes.append(change)
-        self.record("accumulation", **asdict(change))
+    def _on_rounds_change(self, change: RoundsChange) -> None:
+        self.rounds_changes.append(change)
+        self.record("rounds_change", **asdict(change))
 
     def _on_spoiled(self, event: TaskSpoiled) -> None:
         """In rank 0's communication thread. UserError where samples have spoiled gradients before."""

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hetsync.balance.profile import RankProfile
-from hetsync.sync.accumulation import AccumulationChange
 from hetsync.sync.messages import NO_BOUND, Settings
 from hetsync.sync.observation import mean_staleness
 from hetsync.sync.recovery import Death
+from hetsync.sync.rounds_rule import RoundsChange
 from hetsync.train.efficiency import report_card
 from hetsync.train.run_folder import Status
 
@@ -195,7 +195,7 @@ class RunFigures:
     anchor_sha256: str | None
     wall_seconds: float
     control: Mapping[str, Any] | None = None  # what a controller beside the job did
-    accumulation_changes: Sequence[AccumulationChange] = ()  # by rule
+    rounds_changes: Sequence[RoundsChange] = ()  # by rule
     landscape: Mapping[str, Any] | None = None  # of the simulated learner
     plan: PlanFigures | None = None
     simulated: bool = False
@@ -227,7 +227,7 @@ def summarise(run: RunFigures) -> dict[str, Any]:
         "delay_bound": None if settings.delay_bound == NO_BOUND else settings.delay_bound,
         "quorum": settings.quorum,
         "accumulation": settings.accumulation,
-        "accumulation_changes": [asdict(change) for change in run.accumulation_changes],
+        "rounds_changes": [asdict(change) for change in run.rounds_changes],
         "metrics": dict(run.metrics),
         "anchor_sha256": run.anchor_sha256,
         "train_seconds": seconds,

@@ -224,8 +224,8 @@ class Terminal:
             f" (bound {bound}); rank {waiter['rank']} ({place}) waited longest,"
             f" {waiter['wait_fraction']:.1%} of the time",
         ]
-        if summary["accumulation_changes"]:
-            last = summary["accumulation_changes"][-1]
+        if summary["rounds_changes"]:
+            last = summary["rounds_changes"][-1]
             lines.append(f"from round {last['round']} on: {last['reason']}")
         if control:
             lines.append(

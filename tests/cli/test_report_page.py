@@ -42,7 +42,7 @@ def make_run(folder: Path) -> Path:
     told[0] |= {"perplexity": "inf", "loss": "inf"}
     told[2]["loss"] = 0.5
     raised = {"round": 30, "accumulation": 8, "work": 0.4, "waits": 0.0, "reason": "K = 8"}
-    decisions.append({"kind": "accumulation", "at": 3.5, **raised})
+    decisions.append({"kind": "rounds_change", "at": 3.5, **raised})
     failure = {"kind": "failure", "at": 4.0, "error": "LostError: rank 1 does not answer"}
     for rank in range(RANKS):
         work = tasks(TASKS, compute=0.08, data=0.02) if rank == 2 else tasks(TASKS)

@@ -165,7 +165,7 @@ with hetsync.join(delay_bound=BOUND, timeout_seconds=30.0) as job:
                 WHAT
             job.backward(torch.nn.functional.cross_entropy(model(inputs), labels))
             job.step(optimizer)
-    print(f"rank {job.rank} of {job.size}, local {job.local_rank}", flush=True)
+    print(f"rank {job.rank} of {job.size}, local {job.local_rank}\\n", end="", flush=True)  # in one piece
 assert "mpi4py" not in sys.modules
 """
 

@@ -27,7 +27,7 @@ from training import (
 
 from hetsync.data.loader import EpochOrder
 from hetsync.plane.base import Plane
-from hetsync.sync import accumulation
+from hetsync.sync import rounds_rule
 from hetsync.sync.messages import NO_BOUND, Event, Instruction, Settings, SharesChanged
 from hetsync.train.session import Session
 
@@ -66,20 +66,30 @@ def test_settings_change_while_running(plane: Plane, first: Settings, then: list
     assert outcome.rests[-1].loss < 0.6 * outcome.first_loss
 
 
-def test_k_rises_by_rule(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_q_and_k_rise_by_rule(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where any work of a round is too much; a rank alone has no rounds to save."""
-    any_reason = {"RAISE_AT": 0.0, "KEPT": -1e9, "WINDOW_ROUNDS": 2, "WINDOW_TASKS": 2, "WINDOW_SECONDS": 0.0}
+    any_reason = {
+        "QUORUM_COSTS": 0.0,
+        "DOUBLING_COSTS": 0.0,
+        "SETTLING_TASKS": 0,
+        "KEPT": -1e9,
+        "WINDOW_ROUNDS": 2,
+        "WINDOW_TASKS": 2,
+        "WINDOW_SECONDS": 0.0,
+    }
     for name, value in any_reason.items():
-        monkeypatch.setattr(accumulation, name, value)
+        monkeypatch.setattr(rounds_rule, name, value)
     samples = 4 * SAMPLES
-    outcome = train(plane, delayed(plane, accumulation="auto"), samples=samples, rests=[90])
+    outcome = train(plane, delayed(plane, quorum="auto", accumulation="auto"), samples=samples, rests=[90])
     assert_invariants(plane, [outcome], samples, 4)
-    expected = [2, 4] if plane.size > 1 else []
+    expected = [(1, 0.5), (2, 0.5), (4, 0.5)] if plane.size > 1 else []
     if plane.rank == 0:
-        changes = outcome.session.accumulation_changes
-        assert [change.accumulation for change in changes] == expected
+        changes = outcome.session.rounds_changes
+        assert [(change.accumulation, change.quorum) for change in changes] == expected
         assert all(change.work > 0 and change.waits >= 0 for change in changes)
-    assert plane.gather_objects(outcome.session.settings.accumulation) == [max([1, *expected])] * plane.size
+    settings = outcome.session.settings
+    last = expected[-1] if expected else (1, 0.25)
+    assert plane.gather_objects((settings.accumulation, settings.quorum)) == [last] * plane.size
 
 
 def test_tuned_at_rest(plane: Plane) -> None:

@@ -31,8 +31,6 @@ def handlers() -> Iterator[None]:
         raise AssertionError(f"the main thread has hung for {SECONDS} s")
 
     before = {number: signal.getsignal(number) for number in (*ASKING, signal.SIGALRM)}
-    if before[signal.SIGINT] is signal.SIG_IGN:  # as a shell starts what is in the background
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGALRM, hangs)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     yield

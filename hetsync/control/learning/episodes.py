@@ -161,7 +161,7 @@ def best_static(
 ) -> tuple[Settings, dict[Settings, list[EpisodeResult]]]:
     """The oracle: the settings whose mean cost over the jobs is lowest when nobody changes them; and all results."""
     first = jobs[0].config.sync
-    every = Actions(limits).all(Settings(0, first.quorum, 1))
+    every = Actions(limits).all(Settings(0, first.first_quorum, 1))
     results = {s: [run_episode(Episode(with_settings(job, s)), Fixed(), limits) for job in jobs] for s in every}
     best = min(every, key=lambda settings: float(np.mean([cost(result) for result in results[settings]])))
     return best, results

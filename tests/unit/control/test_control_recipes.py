@@ -56,10 +56,11 @@ def test_a_resumed_run_goes_on_with_what_its_controller_had_set() -> None:
     controlled = Config(control=ControlConfig("goodput", max_delay_bound=8))
     assert first_settings(controlled, None) == Settings(4, 0.25, 1)
     assert first_settings(controlled, progress) == Settings(8, 0.25, 4)  # within the bounds of today
-    assert first_settings(Config(), progress) == Settings(4, 0.25, 1)
+    by_hand = Config(sync=SyncConfig(quorum=0.25))
+    assert first_settings(by_hand, progress) == Settings(4, 0.25, 1)
 
 
-def test_a_resumed_run_goes_on_with_the_k_that_its_rule_had_found() -> None:
+def test_a_resumed_run_goes_on_with_the_k_and_q_that_its_rule_had_found() -> None:
     progress = Progress(
         samples_applied=100,
         version=7,
@@ -72,7 +73,8 @@ def test_a_resumed_run_goes_on_with_the_k_that_its_rule_had_found() -> None:
     )
     ruled = Config(sync=SyncConfig(accumulation="auto"))
     assert first_settings(ruled, None) == Settings(4, 0.25, 1)
-    assert first_settings(ruled, progress) == Settings(4, 0.25, 2)
+    assert first_settings(ruled, progress) == Settings(4, 0.5, 2)
+    assert first_settings(Config(), progress) == Settings(4, 0.5, 1)
     assert first_settings(ruled, replace(progress, accumulation=8)).accumulation == 4  # its greatest
     synchronous = Config(sync=SyncConfig(delay_bound=0, accumulation="auto"))  # where K is a part of the batch
     assert first_settings(synchronous, progress).accumulation == 1

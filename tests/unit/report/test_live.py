@@ -126,7 +126,7 @@ FOREIGN = [
     {"kind": "profile", "at": 1.0, "host": 7},
     {"kind": "failure", "at": 1.0},
     {"kind": "rest", "at": 1.0, "reason": "end", "seconds": None},
-    {"kind": "accumulation", "at": 1.0, "accumulation": "two", "reason": ""},
+    {"kind": "rounds_change", "at": 1.0, "accumulation": "two", "reason": ""},
     {"kind": "control", "at": 1.0, "decision": [2], "reason": ""},
     {"kind": "control", "at": 1.0, "decision": {"delay_bound": 2}, "reason": ""},
     {"kind": "evaluation", "at": 1.0},

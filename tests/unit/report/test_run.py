@@ -119,7 +119,7 @@ def test_facts_come_from_the_lines(tmp_path: Path) -> None:
 
 def by_rule(at: float, accumulation: int) -> dict[str, object]:
     change = {"round": 8, "accumulation": accumulation, "work": 0.4, "waits": 0.0, "reason": f"K = {accumulation}"}
-    return {"kind": "accumulation", "at": at, **change}
+    return {"kind": "rounds_change", "at": at, **change}
 
 
 def by_a_controller(at: float, accumulation: int, delay_bound: int) -> dict[str, object]:

@@ -18,7 +18,7 @@ def events(folder: Path, *, delay_bound: int) -> list[dict[str, Any]]:
         round_of(1.2, 0.1, None),
         {"kind": "score", "at": 2.0, "round": 1, "seconds": 0.5},
         {
-            "kind": "accumulation",
+            "kind": "rounds_change",
             "at": 2.2,
             "round": 8,
             "accumulation": 2,
@@ -60,7 +60,7 @@ def test_rounds_failures_and_names_are_there(tmp_path: Path) -> None:
     names = {event["args"]["name"] for event in told if event["ph"] == "M" and "name" in event["args"]}
     assert names == {"rank 0 (node, cpu)", "main", "communication"}
     assert [event["args"] for event in told if event["name"] == "failure"] == [{"error": "LostError: gone"}]
-    (raised,) = [event for event in told if event["name"] == "accumulation"]
+    (raised,) = [event for event in told if event["name"] == "rounds_change"]
     assert (raised["ts"], raised["args"]["accumulation"]) == (pytest.approx(2.2e6), 2)
     (evaluation,) = [event for event in told if event["name"] == "evaluation" and event["ph"] == "i"]
     assert evaluation["args"]["loss"] == "inf"

@@ -346,45 +346,50 @@ def test_membership_is_fixed_in_synchronous_mode() -> None:
         simulation.advance()
 
 
-# K by rule.
+# K and q by rule.
 
 DEAR_ROUNDS = dataclasses.replace(FREE, round_seconds=0.6)  # slices take 80 / 70 s
 
 
-def changes(simulation: Simulation) -> list[tuple[int, int]]:
-    return [(change.round, change.accumulation) for change in simulation.accumulation_changes]
+def changes(simulation: Simulation) -> list[tuple[int, float]]:
+    return [(change.accumulation, change.quorum) for change in simulation.rounds_changes]
 
 
 def test_rounds_become_fewer_where_their_work_is_dear() -> None:
     ruled = finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS, accumulation="auto")
-    fixed = finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS, accumulation=1)
-    assert [k for _, k in changes(ruled)] == [2]
+    default = finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS)
+    fixed = finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS, quorum=0.25)
+    assert changes(ruled) == [(1, 0.5), (2, 0.5)]
+    assert changes(default) == [(1, 0.5)]
     assert ruled.machine.settings.accumulation == 2
-    assert ruled.now < 0.9 * fixed.now
-    assert ruled.accumulation_changes[0].work > 0.4
-    assert changes(finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS, accumulation="auto")) == changes(
-        ruled
-    )
+    assert ruled.now < 0.9 * default.now < 0.9 * fixed.now
+    assert ruled.rounds_changes[0].work > 0.4
+    again = finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS, accumulation="auto")
+    assert again.rounds_changes == ruled.rounds_changes
 
 
 def test_rounds_become_fewer_behind_a_link_that_ranks_wait_for() -> None:
     slow = {"link": Link(compute_fraction=40.0), "delay_bound": 16, "quorum": 0.5}
     ruled = finished([40.0, 20.0, 10.0], total=32_000, accumulation="auto", **slow)
     fixed = finished([40.0, 20.0, 10.0], total=32_000, accumulation=1, **slow)
-    assert [k for _, k in changes(ruled)] == [2, 4]
+    assert [k for k, _ in changes(ruled)] == [2, 4]
     assert ruled.now < 0.6 * fixed.now
 
 
 @pytest.mark.parametrize(
     ("runtime", "sync"),
-    [(FREE, {"accumulation": "auto"}), (DEAR_ROUNDS, {}), (DEAR_ROUNDS, {"delay_bound": 0, "accumulation": "auto"})],
-    ids=["cheap rounds", "K by hand", "synchronous"],
+    [
+        (FREE, {"accumulation": "auto"}),
+        (DEAR_ROUNDS, {"quorum": 0.25}),
+        (DEAR_ROUNDS, {"delay_bound": 0, "accumulation": "auto"}),
+    ],
+    ids=["cheap rounds", "by hand", "synchronous"],
 )
-def test_k_stays_where_there_is_no_reason_for_another(runtime: Runtime, sync: dict[str, Any]) -> None:
+def test_settings_stay_where_there_is_no_reason_for_another(runtime: Runtime, sync: dict[str, Any]) -> None:
     assert changes(finished([40.0, 20.0, 10.0], total=16_000, runtime=runtime, **sync)) == []
 
 
-def test_who_sets_k_while_training_ends_the_rule() -> None:
+def test_who_sets_settings_while_training_ends_the_rule() -> None:
     simulation = Simulation(scenario([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS, accumulation="auto"))
     simulation.tune(Settings())
     simulation.advance()

@@ -1,0 +1,193 @@
+"""Fewer rounds by rule, in delayed mode, where they keep devices from computing.
+
+Ranks tell with each task how long synchronisation has kept them from computing: by its own work, and by waits
+(`TaskFinished`). Two things make rounds fewer. A greater quorum q, of half a full set, lets a round wait for more
+contributions: about two rounds in place of four, with steps and contributions as before. Twice the K is half of the
+work, and lets a rank run twice as many slices ahead, so that it need not wait for a slow link. Both part local weights
+further between two rounds, which costs progress a sample, K more than q, and the more so at a high learning rate: so a
+step to fewer rounds must promise more than it costs (docs/results/rounds.md).
+
+Pure: no clock, and the simulator runs the same.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from hetsync.config.schema import SyncConfig
+from hetsync.sync.messages import Settings, settings_of
+
+GREATER_QUORUM = 0.5
+SAVED_BY_QUORUM = 0.44  # of rounds and their work, by the greater quorum
+QUORUM_COSTS = 0.03  # of the time to a target
+MOST = 4  # K = 8 at a rate that suits a batch ended at chance
+DOUBLING_COSTS = 0.2  # of a slice, by K = 2; 4 must save twice that
+KEPT = 0.5  # of what a step promised, or it is taken back
+RETRY_WINDOWS = 32  # before it is tried again; four times as many after each refusal
+LOWER_AT = 0.25  # of what raised it: where it would not be raised again at once
+CALM_WINDOWS = 8  # in a row before rounds become more; four times as many after each raise, so that it does not swing
+SETTLING_TASKS = 4  # of each rank, after the start or a change: rounds have yet to come to their number
+WINDOW_ROUNDS = 4
+WINDOW_TASKS = 10  # of each rank
+WINDOW_SECONDS = 1.0  # of each rank's device: less shows the moment more than the job
+
+
+@dataclass(frozen=True)
+class RoundsChange:
+    """K and q from `round` on, and why: synchronisation's own work and waits, over the devices' computing."""
+
+    round: int
+    accumulation: int
+    quorum: float
+    work: float
+    waits: float
+    reason: str
+
+
+class Rung(NamedTuple):
+    """K and q, and the step to them from the rung before: the parts of work and of waits that it saves, and how much
+    of a slice it must save."""
+
+    accumulation: int
+    quorum: float
+    work_saved: float = 0.0
+    waits_saved: float = 0.0
+    costs: float = 0.0
+
+    @property
+    def called(self) -> str:
+        return f"K = {self.accumulation}, q = {self.quorum:g}"
+
+    def saving(self, work: float, waits: float) -> float:
+        return self.work_saved * work + self.waits_saved * waits
+
+
+def ladder(sync: SyncConfig) -> tuple[Rung, ...]:
+    """From the most rounds to the fewest that a rule may come to."""
+    k, q = sync.first_accumulation, sync.first_quorum
+    rungs = [Rung(k, q)]
+    if sync.quorum == "auto":
+        q = GREATER_QUORUM
+        rungs.append(Rung(k, q, SAVED_BY_QUORUM, 0.0, QUORUM_COSTS))
+    while sync.accumulation == "auto" and k < MOST:
+        rungs.append(Rung(2 * k, q, 0.5, 1.0, DOUBLING_COSTS * k))
+        k *= 2
+    return tuple(rungs)
+
+
+def rung_of(rungs: Sequence[Rung], settings: Settings) -> int:
+    """Where settings are: at the last rung whose K and q they have, or more."""
+    held = [
+        number
+        for number, rung in enumerate(rungs)
+        if rung.accumulation <= settings.accumulation and rung.quorum <= settings.quorum
+    ]
+    return max(held, default=0)
+
+
+@dataclass
+class Window:
+    """Of one rank: sums over its tasks."""
+
+    tasks: int = 0
+    seconds: float = 0.0
+    work_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+    @property
+    def full(self) -> bool:
+        return self.tasks >= WINDOW_TASKS and self.seconds >= WINDOW_SECONDS
+
+
+class RoundsRule:
+    """Call `observe` with full tasks of the settings in force, and `decide` as often as you like."""
+
+    def __init__(self, rungs: Sequence[Rung], version: int = 0) -> None:
+        self._rungs = rungs
+        self._window_ends = version + WINDOW_ROUNDS
+        self._windows: defaultdict[int, Window] = defaultdict(Window)
+        self._settling: defaultdict[int, int] = defaultdict(lambda: SETTLING_TASKS)  # tasks of each rank
+        self._most = len(rungs) - 1
+        self._retry_in = 0  # windows, where a step has been refused
+        self._retry_after = RETRY_WINDOWS
+        self._promised: float | None = None  # the overhead that a step should bring, until a window has shown it
+        self._calm = 0  # windows in a row that would bear more rounds
+        self._calm_needed = CALM_WINDOWS
+
+    def observe(self, rank: int, seconds: float, work_seconds: float, wait_seconds: float) -> None:
+        """A task took so much of its device's time, and synchronisation beside it."""
+        if self._settling[rank]:
+            self._settling[rank] -= 1
+            return
+        window = self._windows[rank]
+        window.tasks += 1
+        window.seconds += seconds
+        window.work_seconds += work_seconds
+        window.wait_seconds += wait_seconds
+
+    def restart(self, version: int) -> None:
+        """Shares or settings have changed: what was seen before is of no use."""
+        self._settling.clear()
+        self._begin_window(version)
+
+    def _begin_window(self, version: int) -> None:
+        self._windows.clear()
+        self._window_ends = version + WINDOW_ROUNDS
+
+    def decide(self, settings: Settings, version: int, shares: Mapping[int, int]) -> RoundsChange | None:
+        """Other settings, once a window is over, if there is reason for them. `shares` of the ranks at work."""
+        if not shares or version < self._window_ends or not all(self._windows[rank].full for rank in shares):
+            return None
+        # Means over ranks, by their parts of a batch.
+        parts = {rank: share / sum(shares.values()) / self._windows[rank].seconds for rank, share in shares.items()}
+        work = sum(part * self._windows[rank].work_seconds for rank, part in parts.items())
+        waits = sum(part * self._windows[rank].wait_seconds for rank, part in parts.items())
+        self._begin_window(version)
+        at = rung_of(self._rungs, settings)
+        chosen, besides = self._choose(at, work, waits)
+        if chosen == at:
+            return None
+        self.restart(version)
+        rung = self._rungs[chosen]
+        reason = f"rounds take {work:.0%} of a slice, and waits {waits:.0%}{besides}: {rung.called}"
+        return RoundsChange(version, rung.accumulation, rung.quorum, work, waits, reason)
+
+    def _choose(self, at: int, work: float, waits: float) -> tuple[int, str]:
+        """A rung, and what else is to be said of it."""
+        promised, self._promised = self._promised, None
+        if promised is not None and work + waits > promised:
+            self._most, self._retry_in = at - 1, self._retry_after
+            self._retry_after *= 4
+            return at - 1, ", so fewer of them save too little"
+        self._retry_in -= 1
+        if self._retry_in == 0:
+            self._most = len(self._rungs) - 1
+        for number in range(at + 1, self._most + 1):
+            rung = self._rungs[number]
+            if (saving := rung.saving(work, waits)) > rung.costs:
+                self._promised = work + waits - KEPT * saving
+                self._calm, self._calm_needed = 0, 4 * self._calm_needed
+                return number, ""
+        self._calm = self._calm + 1 if at and self._would_not_come_back(at, work, waits) else 0
+        if at and self._calm >= self._calm_needed:
+            self._calm = 0
+            return at - 1, ""
+        return at, ""
+
+    def _would_not_come_back(self, at: int, work: float, waits: float) -> bool:
+        return work + waits < LOWER_AT * self._rungs[at].costs / self._rungs[at].work_saved / 2
+
+
+def rule_for(sync: SyncConfig, version: int = 0) -> RoundsRule | None:
+    """None where the recipe sets both K and q."""
+    return RoundsRule(ladder(sync), version) if sync.by_rule else None
+
+
+def found_before(sync: SyncConfig, settings: Settings) -> Settings:
+    """What a job goes on with whose rule had come to these."""
+    rungs = ladder(sync)
+    rung = rungs[rung_of(rungs, settings)]
+    return replace(settings_of(sync), accumulation=rung.accumulation, quorum=rung.quorum)

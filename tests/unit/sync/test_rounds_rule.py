@@ -1,0 +1,225 @@
+"""K by rule: rounds become fewer where they are dear, and no fewer than that pays."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from hetsync.config.schema import SyncConfig
+from hetsync.sync.messages import Settings, settings_of
+from hetsync.sync.rounds_rule import (
+    CALM_WINDOWS,
+    GREATER_QUORUM,
+    MOST,
+    RETRY_WINDOWS,
+    SETTLING_TASKS,
+    WINDOW_ROUNDS,
+    WINDOW_TASKS,
+    RoundsRule,
+    found_before,
+    ladder,
+    rule_for,
+)
+
+SHARES = {0: 30, 1: 10}
+K_BY_RULE = SyncConfig(quorum=0.25, accumulation="auto")
+BY_RULE = SyncConfig()
+
+
+class Job:
+    """Feeds a rule with windows; `costs` tells the work and the waits at a K, over a second of computing."""
+
+    def __init__(self, accumulation=1, sync=K_BY_RULE):
+        self.rule, self.version = rule_for(sync), 0
+        self.settings = replace(settings_of(sync), accumulation=accumulation)
+
+    @property
+    def accumulation(self):
+        return self.settings.accumulation
+
+    def window(self, costs):
+        for rank in SHARES:
+            for _ in range(SETTLING_TASKS + WINDOW_TASKS):
+                self.rule.observe(rank, 1.0, *costs(self.accumulation))
+        self.version += WINDOW_ROUNDS
+        change = self.rule.decide(self.settings, self.version, SHARES)
+        if change is not None:
+            self.settings = replace(self.settings, accumulation=change.accumulation, quorum=change.quorum)
+        return change
+
+    def windows(self, costs, count):
+        """K after each."""
+        return [self.accumulation for _ in range(count) if self.window(costs) or True]
+
+
+def work(at_one):
+    return lambda k: (at_one / k, 0.0)
+
+
+def test_k_doubles_where_rounds_are_a_notable_part_of_a_slice():
+    change = Job().window(work(0.5))
+    assert (change.accumulation, change.round, change.work, change.waits) == (2, WINDOW_ROUNDS, 0.5, 0.0)
+    assert change.reason == "rounds take 50% of a slice, and waits 0%: K = 2, q = 0.25"
+
+
+def test_k_stays_where_a_doubling_would_cost_more_than_it_saves():
+    assert Job().windows(work(0.35), 5) == [1] * 5
+
+
+def test_waits_count_twice_since_a_doubling_may_end_them():
+    assert Job().windows(lambda k: (0.0, 0.15), 5) == [1] * 5
+    assert Job().window(lambda k: (0.0, 0.25)).accumulation == 2
+
+
+def test_a_second_doubling_must_save_more():
+    assert Job().windows(work(1.2), 4) == [2] * 4
+    assert Job().windows(work(2.0), 4) == [2, 4, 4, 4]
+
+
+def test_k_is_bounded():
+    assert max(Job().windows(work(100.0), 10)) == MOST
+
+
+def test_a_doubling_that_saves_too_little_is_taken_back_and_tried_again_ever_more_seldom():
+    job = Job()
+    assert job.window(lambda k: (0.0, 0.5)).accumulation == 2
+    back = job.window(lambda k: (0.0, 0.4))
+    assert (back.accumulation, back.reason) == (
+        1,
+        "rounds take 0% of a slice, and waits 40%, so fewer of them save too little: K = 1, q = 0.25",
+    )
+    assert job.windows(lambda k: (0.0, 0.5), RETRY_WINDOWS - 1) == [1] * (RETRY_WINDOWS - 1)
+    assert job.windows(lambda k: (0.0, 0.4), 2) == [2, 1]
+    assert job.windows(lambda k: (0.0, 0.5), 4 * RETRY_WINDOWS) == [1] * (4 * RETRY_WINDOWS - 1) + [2]
+
+
+def test_a_window_is_long_enough_to_be_more_than_a_moment_and_ends_where_shares_change():
+    rule = rule_for(K_BY_RULE)
+    for _ in range(SETTLING_TASKS + 99):
+        for rank in SHARES:
+            rule.observe(rank, 0.01, 0.01, 0.01)
+    assert rule.decide(settings_of(K_BY_RULE), WINDOW_ROUNDS, SHARES) is None
+    for rank in SHARES:
+        rule.observe(rank, 0.0101, 0.01, 0.01)
+    rule.restart(WINDOW_ROUNDS)
+    assert rule.decide(settings_of(K_BY_RULE), 2 * WINDOW_ROUNDS, SHARES) is None
+    for rank in SHARES:
+        for _ in range(SETTLING_TASKS + WINDOW_TASKS):
+            rule.observe(rank, 1.0, 1.0, 0.0)
+    assert rule.decide(settings_of(K_BY_RULE), 2 * WINDOW_ROUNDS, SHARES).accumulation == 2
+
+
+def test_k_falls_once_rounds_have_been_cheap_for_long_and_ever_more_seldom():
+    slow, quick = lambda k: (0.0, 0.5 if k == 1 else 0.0), lambda k: (0.0, 0.0)
+    assert Job(accumulation=2).windows(quick, CALM_WINDOWS) == [2] * (CALM_WINDOWS - 1) + [1]
+    course = Job().windows(slow, 1000)  # K = 2 ends the waits, K = 1 brings them back
+    lowered = [n for n in range(1, 1000) if course[n] < course[n - 1]]
+    assert lowered == [4 * CALM_WINDOWS, 4 * CALM_WINDOWS + 1 + 16 * CALM_WINDOWS, *lowered[2:]]
+    assert len(lowered) == 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_does_not_make_k_swing(seed):
+    dice = random.Random(seed)
+    middle = dice.uniform(0.01, 2.0)
+    course = Job().windows(lambda k: (middle / k * dice.uniform(0.9, 1.1), 0.0), 50)
+    assert sum(course[n] != course[n - 1] for n in range(1, 50)) <= 2
+
+
+def test_ranks_count_by_their_parts_of_a_batch():
+    rule = rule_for(K_BY_RULE)
+    for rank, part in ((0, 0.2), (1, 1.6)):
+        for _ in range(SETTLING_TASKS + WINDOW_TASKS):
+            rule.observe(rank, 1.0, part, part)
+    change = rule.decide(settings_of(K_BY_RULE), WINDOW_ROUNDS, SHARES)
+    assert change.work == change.waits == pytest.approx(0.75 * 0.2 + 0.25 * 1.6)
+
+
+def test_a_window_has_tasks_of_every_rank_and_enough_rounds():
+    rule = RoundsRule(ladder(K_BY_RULE), version=100)
+    for _ in range(SETTLING_TASKS + WINDOW_TASKS):
+        rule.observe(0, 1.0, 1.0, 0.0)
+    assert rule.decide(settings_of(K_BY_RULE), 100 + WINDOW_ROUNDS, SHARES) is None  # nothing of rank 1
+    for _ in range(SETTLING_TASKS + WINDOW_TASKS):
+        rule.observe(1, 1.0, 1.0, 0.0)
+    assert rule.decide(settings_of(K_BY_RULE), 100 + WINDOW_ROUNDS - 1, SHARES) is None
+    assert rule.decide(settings_of(K_BY_RULE), 100 + WINDOW_ROUNDS, {}) is None
+    assert rule.decide(settings_of(K_BY_RULE), 100 + WINDOW_ROUNDS, SHARES).accumulation == 2
+
+
+def test_the_first_tasks_after_the_start_and_after_a_change_do_not_count():
+    """Rounds have yet to come to their number."""
+    job = Job(sync=BY_RULE)
+    for expected in (GREATER_QUORUM, 0.25):
+        for rank in SHARES:
+            for number in range(SETTLING_TASKS + WINDOW_TASKS):
+                job.rule.observe(rank, 1.0, 0.0 if number < SETTLING_TASKS else 0.1, 0.0)
+        job.version += WINDOW_ROUNDS
+        change = job.rule.decide(job.settings, job.version, SHARES)
+        assert (change.quorum, change.work) == (expected, pytest.approx(0.1))
+        job.settings = replace(job.settings, quorum=change.quorum)
+
+
+# The quorum.
+
+
+def rounds_work(at_first):
+    """With q = 0.25, and less with what the rule has come to."""
+    return lambda settings: at_first / settings.accumulation * (1.0 if settings.quorum < GREATER_QUORUM else 0.56)
+
+
+def windows(job, work, count):
+    """K and q after each."""
+    found = []
+    for _ in range(count):
+        now = work(job.settings)
+        job.window(lambda k, now=now: (now, 0.0))
+        found.append((job.settings.accumulation, job.settings.quorum))
+    return found
+
+
+def test_by_default_the_quorum_grows_where_a_rounds_work_is_a_notable_part_of_a_slice():
+    assert windows(Job(sync=BY_RULE), rounds_work(0.05), 5) == [(1, 0.25)] * 5
+    job = Job(sync=BY_RULE)
+    assert windows(job, rounds_work(0.1), 5) == [(1, GREATER_QUORUM)] * 5
+    assert windows(Job(sync=BY_RULE), rounds_work(5.0), 5) == [(1, GREATER_QUORUM)] * 5  # K is the recipe's
+
+
+def test_the_quorum_grows_before_k_does():
+    both = SyncConfig(accumulation="auto")
+    assert windows(Job(sync=both), rounds_work(0.2), 5) == [(1, 0.5)] * 5
+    assert windows(Job(sync=both), rounds_work(0.9), 3) == [(1, 0.5), (2, 0.5), (2, 0.5)]
+    assert Job(sync=both).window(lambda k: (0.0, 0.5)).accumulation == 2  # waits, which a quorum does not end
+
+
+def test_the_quorum_falls_once_rounds_have_been_cheap_for_long():
+    job = Job(sync=BY_RULE)
+    windows(job, rounds_work(0.1), 1)
+    course = windows(job, rounds_work(0.01), 4 * CALM_WINDOWS)
+    assert course == [(1, 0.5)] * (4 * CALM_WINDOWS - 1) + [(1, 0.25)]
+
+
+def test_a_quorum_that_saves_too_little_is_taken_back():
+    job = Job(sync=BY_RULE)
+    assert windows(job, lambda settings: 0.1, 3) == [(1, 0.5), (1, 0.25), (1, 0.25)]
+
+
+def test_nothing_is_by_rule_where_the_recipe_sets_both():
+    assert rule_for(SyncConfig(quorum=0.25)) is None
+
+
+@pytest.mark.parametrize(
+    ("sync", "found", "expected"),
+    [
+        (SyncConfig(), Settings(4, 0.5, 1), (0.5, 1)),
+        (SyncConfig(), Settings(4, 0.25, 1), (0.25, 1)),
+        (SyncConfig(), Settings(4, 1.0, 4), (0.5, 1)),  # of another recipe
+        (SyncConfig(quorum=0.7), Settings(4, 0.5, 4), (0.7, 1)),
+        (SyncConfig(quorum=0.7, accumulation="auto"), Settings(4, 0.7, 8), (0.7, 4)),
+        (SyncConfig(accumulation="auto"), Settings(4, 0.5, 2), (0.5, 2)),
+        (SyncConfig(accumulation="auto"), Settings(4, 0.25, 2), (0.25, 1)),
+    ],
+)
+def test_a_resumed_job_goes_on_with_what_the_rule_had_come_to(sync, found, expected):
+    settings = found_before(sync, found)
+    assert (settings.quorum, settings.accumulation) == expected
