@@ -43,7 +43,7 @@ from hetsync.train.checkpoint import load_newest
 KINDS, MOMENTS = get_args(Kind), get_args(When)
 BOUNDS = ("0", "4", "null")
 RATE = 1200  # samples/s of the emulated cluster
-SECONDS = 4  # of training, undisturbed
+SECONDS = 2.5  # of training, undisturbed
 ROUND = 12  # that faults strike at
 ROUNDS_BETWEEN = 4  # faults of one job
 LIMIT_SECONDS = 240

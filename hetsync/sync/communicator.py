@@ -165,6 +165,11 @@ class Communicator:
     # For the main thread.
 
     @property
+    def keeps_going(self) -> bool:
+        """Do ranks go on when another dies, where nothing else keeps them from it?"""
+        return self._keeps_going
+
+    @property
     def coordinator(self) -> Coordinator | None:
         """On the first member."""
         return self._coordinator
@@ -551,14 +556,8 @@ class Communicator:
                     self._on_death(self._deaths[death.rank])
 
     def _require_recoverable(self, lost: MembersLost) -> None:
-        shared = self._shared
-        # Who has made the first of several steps of a round cannot take it back; who takes over a step has another
-        # scale than the others.
-        bound = shared.deltas is None and (len(self._gradients.stages) > 1 or self._options.scaled)
         controlled = self._options.measure_norms  # by what has seen the machine that is to be made anew
-        # What 16-bit weights could not take over yet is lost where a contribution returns.
-        rounded = isinstance(shared.deltas, Deltas) and not shared.deltas.exact
-        if bound or controlled or rounded or not self._keeps_going:
+        if controlled or not self._keeps_going:
             raise LostError(str(lost)) from lost
 
     def _report(self) -> Report:

@@ -495,6 +495,11 @@ class Engine:
         return self._communicator.started
 
     @property
+    def keeps_going(self) -> bool:
+        """After another rank's death, where that can be?"""
+        return self._communicator.keeps_going
+
+    @property
     def bytes_sent(self) -> int:
         return self._communicator.bytes_sent
 

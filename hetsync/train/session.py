@@ -106,7 +106,6 @@ class Session:
         self._sync = sync
         self._device = device
         self._make_control = make_control
-        self._scaled = trained.scaler is not None and trained.scaler.is_enabled()
         self._around = around
         self._fault = fault or FaultConfig(silent_seconds=None)
         self._skips = self._fault.not_finite == "skip"
@@ -177,7 +176,6 @@ class Session:
                 timeout_seconds=timeout_seconds,
                 measure_norms=controlled,
                 on_host=self._device.on_host,
-                scaled=self._scaled,
                 least_ranks=self._fault.least_ranks,
                 skips=self._skips,
                 silent_seconds=self._fault.silent_seconds,
@@ -194,9 +192,14 @@ class Session:
             telemetry=self._telemetry,
             version=terms.version,
             stages=lambda: [steps.weights for steps in self.tasks.steps],
-            state=lambda: self._common.given(),
-            take_state=lambda given: self._common.take(given),
+            state=lambda: {**self._common.given(), **self.tasks.scale()},
+            take_state=self._take_state,
         )
+
+    def _take_state(self, given: Mapping[str, Any]) -> None:
+        """In synchronous mode: what another rank's step has made."""
+        self._common.take(given)
+        self.tasks.take_scale(given)
 
     def _first_books(self) -> Books | None:
         plane, terms = self.plane, self.terms
