@@ -49,6 +49,7 @@ from hetsync.sync.messages import (
     Task,
     TaskDropped,
     TaskFinished,
+    TaskLeftOut,
     TaskStarted,
 )
 from hetsync.sync.milestones import TOO_FEW
@@ -300,6 +301,8 @@ class Communicator:
 
     def _is_own(self, notice: Notice) -> bool:
         """Is it for this rank, and not for the copy of the books that it keeps?"""
+        if isinstance(notice, TaskLeftOut):
+            return False
         return not isinstance(notice, AssignTask | TaskDropped) or notice.rank == self._plane.rank
 
     def _flush(self) -> int:
@@ -556,8 +559,7 @@ class Communicator:
                     self._on_death(self._deaths[death.rank])
 
     def _require_recoverable(self, lost: MembersLost) -> None:
-        controlled = self._options.measure_norms  # by what has seen the machine that is to be made anew
-        if controlled or not self._keeps_going:
+        if not self._keeps_going:
             raise LostError(str(lost)) from lost
 
     def _report(self) -> Report:

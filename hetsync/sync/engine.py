@@ -184,9 +184,10 @@ class Engine:
 
     def renew(self) -> None:
         """At rest, on every rank, with identical weights: other ones are trained from now on."""
-        self._gradients.close()
-        self._shared.deltas = None
-        self._take_stock()
+        with self._shared.changed:  # a rank may die meanwhile
+            self._gradients.close()
+            self._shared.deltas = None
+            self._take_stock()
 
     # Tasks.
 

@@ -251,6 +251,16 @@ class TaskDropped(NamedTuple):
     task: int
 
 
+class TaskLeftOut(NamedTuple):
+    """For ranks that keep a copy of the books: what the task brought in these `spans` was not finite, and is in no
+    round; `samples` go out once more, or 0 where another task of the round has told of them."""
+
+    rank: int
+    round: int
+    samples: int
+    spans: tuple[Span, ...]
+
+
 class StartRound(NamedTuple):
     """All ranks join round `number`; the contributors put in what they have finished, the others zeros.
 
@@ -285,7 +295,7 @@ class Standing(NamedTuple):
     staleness: tuple[tuple[int, int], ...] = ()
 
 
-Instruction = AssignTask | TaskDropped | StartRound
+Instruction = AssignTask | TaskDropped | TaskLeftOut | StartRound
 Notice = Instruction | Standing  # what a rank is told: who keeps a copy of the books, of others' tasks, too
 
 

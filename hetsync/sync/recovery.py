@@ -47,6 +47,7 @@ from hetsync.sync.messages import (
     Task,
     TaskDropped,
     TaskFinished,
+    TaskLeftOut,
     TaskSpoiled,
     TaskStarted,
 )
@@ -95,6 +96,7 @@ class Books:
         next_task: all earlier numbers may have been used.
         samples_by_rank: applied samples of each rank, also of dead ones.
         tasks: handed out and not applied, by rank, in their order; those of the dead and withdrawn among them.
+        left_out: so far, as it was not finite.
     """
 
     standings: list[Standing]
@@ -104,6 +106,7 @@ class Books:
     next_task: int = 0
     samples_by_rank: dict[int, int] = field(default_factory=dict)
     tasks: dict[int, list[Task]] = field(default_factory=dict)
+    left_out: list[TaskLeftOut] = field(default_factory=list)
 
     def follow(self, notices: Iterable[Notice]) -> None:
         for notice in notices:
@@ -114,6 +117,8 @@ class Books:
                 case TaskDropped():
                     tasks = self.tasks.get(notice.rank, [])
                     self.tasks[notice.rank] = [task for task in tasks if task.number != notice.task]
+                case TaskLeftOut():
+                    self.left_out.append(notice)
                 case Standing():
                     self.standings.append(notice)
                     self._forget_standings()
@@ -151,6 +156,7 @@ class Books:
             self.next_task,
             dict(self.samples_by_rank),
             tasks,
+            list(self.left_out),
         )
 
 
@@ -304,6 +310,7 @@ def _newest_books(reports: Mapping[int, Report], newest: LandedRound | None, ver
     if books.version < version:
         assert newest is not None
         books.land(newest)
+    books.left_out = max((copy.left_out for copy in copies), key=len)  # all have heard of it in one order
     books.attempt += 1
     return books
 
