@@ -180,7 +180,9 @@ def test_a_script_survives_deaths_at_any_moment(tmp_path: Path, bound: int, deat
 def test_a_controller_goes_on_or_is_begun_anew(tmp_path: Path, rank: int) -> None:
     """Where rank 0 dies its process ends with it, and the next first rank starts another."""
     words = ["--control.name", "random", "--control.interval_seconds", "0.1", "--sync.rebalance", "false"]
-    done = killed(tmp_path, rank, *words, "--fault.tolerate", "true")
+    dies = ["--fault.tolerate", "true", "--fault.inject", f"[{{kind: die, rank: {rank}, round: 10}}]"]
+    with started(recipe(tmp_path, *words, *dies), tmp_path) as job:
+        done = finished(job)
     assert done.status == 0, done.story
     assert done.sentences == []
     summary = summary_of(tmp_path / "run")
