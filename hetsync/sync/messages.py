@@ -326,6 +326,11 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Ping:
+    """Of one who waits in a recovery, and wants no answer: what has been lost before it is noticed by its number."""
+
+
+@dataclass(frozen=True)
 class Alive:
     """The rank's communication thread runs and has joined all rounds below `joined`; does its main thread wait? What it
     does has lasted for so many seconds, and it is there in Python."""
@@ -361,7 +366,7 @@ class Exclude:
     rank: int
 
 
-Message = EventBatch | InstructionBatch | GroupBatch | Probe | Alive | Look | Seen | Exclude
+Message = EventBatch | InstructionBatch | GroupBatch | Probe | Ping | Alive | Look | Seen | Exclude
 
 
 def settings_of(sync: SyncConfig) -> Settings:

@@ -191,6 +191,7 @@ class Report(NamedTuple):
         evaluating: the round whose anchor it evaluates, or is still to evaluate.
         requested: reasons for which it has asked for a rest that has not come; once too few were left, `TOO_FEW`.
         books: of a keeper.
+        damaged: the rank of which a message has not arrived here as it was sent, where that has begun the recovery.
     """
 
     rank: int
@@ -201,6 +202,7 @@ class Report(NamedTuple):
     evaluating: int | None = None
     requested: tuple[str, ...] = ()
     books: Books | None = None
+    damaged: int | None = None
 
 
 SUPERSEDED = (
@@ -236,6 +238,15 @@ class Death:
     cause: str = "died"
 
 
+@dataclass(frozen=True)
+class Damage:
+    """A message of a rank, that did not arrive as it was sent: all have gone on from `round` after so many seconds."""
+
+    rank: int
+    round: int
+    recovered_seconds: float
+
+
 class Action(Enum):
     GO_ON = auto()
     GO_BACK = auto()  # to the newest checkpoint, in place: nobody is left who kept the books
@@ -254,6 +265,7 @@ class Decision(NamedTuple):
         books: for keepers, where these are not lost.
         newest: the last round that counts, where there was one.
         deaths: all that have been survived, as far as the first survivor knows.
+        damaged: ranks of which messages have not arrived as they were sent.
     """
 
     action: Action
@@ -265,6 +277,7 @@ class Decision(NamedTuple):
     books: Books | None = None
     newest: LandedRound | None = None
     deaths: tuple[Death, ...] = ()
+    damaged: tuple[int, ...] = ()
 
 
 def least_to_go_on(least_ranks: int | None, last_ranks: int) -> int:
@@ -297,7 +310,9 @@ def decide(reports: Mapping[int, Report], last_ranks: int, least_ranks: int | No
     if ending or too_few(len(survivors), last_ranks, least_ranks) is not None:
         action = Action.END
     at_rest = _drain(reports[level[0]]) is not None and all(reports[rank].at_rest for rank in level)
-    return Decision(action, version, survivors, level[0], behind, at_rest, books, reports[level[0]].newest)
+    damaged = tuple(sorted({report.damaged for report in reports.values() if report.damaged is not None}))
+    newest = reports[level[0]].newest
+    return Decision(action, version, survivors, level[0], behind, at_rest, books, newest, damaged=damaged)
 
 
 def _newest_books(reports: Mapping[int, Report], newest: LandedRound | None, version: int) -> Books | None:

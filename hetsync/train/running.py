@@ -42,7 +42,16 @@ from hetsync.train.run_folder import Status, mark_failed, taken_over
 from hetsync.train.saving import Saver
 from hetsync.train.session import AtRest, Session
 from hetsync.train.speeds import assumed_profiles
-from hetsync.train.summary import JobFigures, LeftOut, LostRank, RankFigures, RunFigures, first_summary, summarise
+from hetsync.train.summary import (
+    Damaged,
+    JobFigures,
+    LeftOut,
+    LostRank,
+    RankFigures,
+    RunFigures,
+    first_summary,
+    summarise,
+)
 from hetsync.train.tasks import Trained
 from hetsync.train.terminal import Display, Progress, Silence
 from hetsync.train.terms import ControlFactory, Terms
@@ -538,6 +547,7 @@ class Running:
                 LeftOut(rank=left.rank, host=self.profiles[left.rank].host, round=left.round, samples=left.samples)
                 for left in session.left_out
             ],
+            damaged=[Damaged(damage=damage, host=self.profiles[damage.rank].host) for damage in session.damages],
             samples_before=session.terms.applied,
             rounds=session.version,
             staleness=session.coordinator.machine.staleness,

@@ -26,6 +26,7 @@ from hetsync.data.loader import Loader, Source
 from hetsync.data.random_state import seed_all
 from hetsync.errors import UserError
 from hetsync.plane.base import MembersLost, Plane
+from hetsync.plane.numbered import NumberedPlane
 from hetsync.processes import Stacks
 from hetsync.sync.accumulation import AccumulationChange, AccumulationRule
 from hetsync.sync.communicator import Around
@@ -44,7 +45,7 @@ from hetsync.sync.messages import (
 )
 from hetsync.sync.milestones import STOP, TOO_FEW, Evaluation
 from hetsync.sync.model_tensors import ModelTensors
-from hetsync.sync.recovery import Books, Death, Decision, Report, first_standing, keepers, rebuilt
+from hetsync.sync.recovery import Books, Damage, Death, Decision, Report, first_standing, keepers, rebuilt
 from hetsync.sync.shared_state import EngineOptions
 from hetsync.sync.state_machine import RoundStateMachine
 from hetsync.telemetry import Telemetry
@@ -93,7 +94,7 @@ class Session:
         is given the steps of each round. `fault`: what becomes of deaths, of gradients that are not finite, and of
         ranks that are silent or slow; None ends the job.
         """
-        self.plane = plane
+        self.plane = plane = NumberedPlane(plane)
         self.model = trained.model
         self.optimizers = list(trained.optimizers)
         self.terms = terms
@@ -101,6 +102,7 @@ class Session:
         self.control: JobControl | None = None  # on the first rank, where there is one
         self.accumulation_changes: list[AccumulationChange] = []  # on rank 0, by rule
         self.deaths: list[tuple[Death, float]] = []  # and the seconds of training before each
+        self.damages: list[Damage] = []  # of messages, that all have gone on after
         self.outer = make_outer(sync, terms.batch_size)
         self._begin_at(sync)
         self._sync = sync
@@ -186,6 +188,7 @@ class Session:
             on_task=self._loader.prefetch,
             on_dropped=self._loader.drop,
             on_death=self._on_death,
+            on_damage=self._on_damage,
             around=self._around,
             telemetry=self._telemetry,
             version=terms.version,
@@ -266,6 +269,11 @@ class Session:
         self.deaths.append((death, self.seconds_training()))
         if self.plane.leads:
             self.record("death", **asdict(death))
+
+    def _on_damage(self, damage: Damage) -> None:
+        self.damages.append(damage)
+        if self.plane.leads:
+            self.record("damage", **asdict(damage))
 
     @property
     def under_way(self) -> bool:
