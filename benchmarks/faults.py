@@ -4,10 +4,12 @@
     python -m benchmarks.faults --deaths 60         a death every so many seconds until half of the ranks are left
     python -m benchmarks.faults --soak 30 --seed 1  a fault every 20 s, for so many minutes: memory, descriptors
 
-By default every kind at every moment in every mode, on rank 1; deaths also of rank 0, and two at once. A row says how
-the job ended, how many samples were applied, the greatest staleness, in how many seconds a death was noticed and
-recovered from, and its samples/s as part of those of a job without faults. A job that ends says why, and within how
-many seconds of the fault. Deaths are told of by Open MPI 5 with ULFM.
+By default every kind at every moment in every mode, on rank 1; deaths also of rank 0, and two at once. A kind that ends
+neither rank nor job strikes at all moments of one job. A row says how the job ended, how many samples were applied, the
+greatest staleness, and in how many seconds a death was noticed and recovered from; of a job that ends, within how many
+seconds of the fault. Its last column is empty where all is as it should be: every sample applied once, no staleness
+beyond D, the failure listed, at D = 0 the weights of the job without faults; or the fault's own status at once. Deaths
+are told of by Open MPI 5 with ULFM.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -23,31 +26,39 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 import yaml
 
 from benchmarks.common.local_job import launched
-from benchmarks.common.report import machine, source
+from benchmarks.common.report import command, machine, source
 from hetsync.config.faults import OF_A_ROUND, TAKES, Kind, When
 from hetsync.files import write_atomically
+from hetsync.train.checkpoint import load_newest
 
 KINDS, MOMENTS = get_args(Kind), get_args(When)
 BOUNDS = ("0", "4", "null")
 RATE = 1200  # samples/s of the emulated cluster
-SECONDS = 6  # of training, undisturbed
+SECONDS = 2.5  # of training, undisturbed
 ROUND = 12  # that faults strike at
-LIMIT_SECONDS = 120
-TIMEOUT_SECONDS = 15  # of the job's own
-VALUES = {"factor": 5.0, "seconds": 2.0}
+ROUNDS_BETWEEN = 4  # faults of one job
+LIMIT_SECONDS = 240
+TIMEOUT_SECONDS = 30  # of the job's own
+VALUES = {"factor": 1.2, "seconds": 0.5}
 SOAK_EVERY_SECONDS = 20.0
 SAMPLE_SECONDS = 5.0
 HARMLESS = ("stop", "slow", "not_finite", "delay")  # kinds that end neither rank nor job
+REPEATED = ("stop", "slow", "delay", "corrupt", "drop", "disk_full")  # that a job is to bear as often as they come
+ENDS = {"exit": 3, "raise": 1, "memory": 2}  # kinds that end the job, with this status
+ENDS_SECONDS = 5.0  # from the fault to the end of all ranks
+NEAR = 1e-5  # weights that differ by rounding only
 
 Fault = dict[str, Any]
+Weights = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,14 @@ class Case:
     bound: str
     faults: tuple[Fault, ...] = ()
 
+    @property
+    def kind(self) -> str:
+        return self.name.split(" (")[0]
+
+    @property
+    def dead(self) -> list[int]:
+        return sorted(each["rank"] for each in self.faults if each["kind"] == "die")
+
 
 @dataclass
 class Told:
@@ -67,7 +86,14 @@ class Told:
     status: int
     seconds: float
     summary: dict[str, Any]
-    sentences: list[str]
+    lines: list[str]
+    ended_seconds: float | None = None  # from the first fault to its end
+    weights: Weights | None = None
+
+    @property
+    def sentences(self) -> list[str]:
+        told = [line.strip(" \0\n") for line in self.lines]
+        return [line.removeprefix("hetsync: ") for line in told if line.startswith("hetsync:")]
 
 
 def fault(kind: str, rank: int, when: str, number: int = ROUND) -> Fault:
@@ -80,25 +106,40 @@ def fault(kind: str, rank: int, when: str, number: int = ROUND) -> Fault:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    last = options.ranks - 1
     for bound in options.bounds:
         yield Case("none", "", bound)
-        for when in options.moments:
-            # A recovery takes a death before it.
-            before = (fault("die", last, "during", ROUND - 4),) if when == "recovery" else ()
-            for kind in options.kinds:
+        for kind in options.kinds:
+            if kind in REPEATED:
+                yield repeated(kind, bound, options)
+                continue
+            for when in options.moments:
+                before = first_death(when, options)
                 yield Case(kind, when, bound, (*before, fault(kind, 1, when)))
-            if "die" in options.kinds:
-                yield Case("die (rank 0)", when, bound, (*before, fault("die", 0, when)))
-                yield Case("die (two)", when, bound, (*before, fault("die", 1, when), fault("die", 2, when)))
+                if kind == "die":
+                    yield Case("die (rank 0)", when, bound, (*before, fault("die", 0, when)))
+                    yield Case("die (two)", when, bound, (*before, fault("die", 1, when), fault("die", 2, when)))
+
+
+def first_death(when: str, options: argparse.Namespace) -> tuple[Fault, ...]:
+    """A recovery takes a death before it."""
+    return (fault("die", options.ranks - 1, "during", ROUND - ROUNDS_BETWEEN),) if when == "recovery" else ()
+
+
+def repeated(kind: str, bound: str, options: argparse.Namespace) -> Case:
+    """At all moments of one job; what is full is so for one checkpoint, of which there are few."""
+    moments = options.moments if kind != "disk_full" else [when for when in options.moments if when == "checkpoint"]
+    before = [each for when in moments for each in first_death(when, options)]
+    faults = [fault(kind, 1, when, ROUND + ROUNDS_BETWEEN * place) for place, when in enumerate(moments)]
+    return Case(kind, ", ".join(moments), bound, (*before, *faults))
 
 
 def words(options: argparse.Namespace, bound: str, seconds: float, faults: Sequence[Fault]) -> list[object]:
     samples = int(seconds * RATE)
     return [
         *("digits", "--emulate", options.emulate, "--emulation.samples_per_second", RATE, "--run.samples", samples),
-        *("--run.evaluate_every", samples // 3, "--run.checkpoint_every", samples // 2, "--run.profile_seconds", 0.5),
+        *("--run.evaluate_every", samples // 3, "--run.checkpoint_every", samples // 2, "--run.profile_seconds", 0.2),
         *("--sync.delay_bound", bound, "--run.timeout_seconds", TIMEOUT_SECONDS, "--fault.not_finite", "skip"),
+        *("--optimizer.name", "sgd", "--optimizer.momentum", 0.9, "--fault.least_ranks", 1),
         *("--fault.inject", yaml.safe_dump(list(faults), default_flow_style=True, width=10**6).strip(), "--quiet"),
     ]
 
@@ -106,33 +147,69 @@ def words(options: argparse.Namespace, bound: str, seconds: float, faults: Seque
 def run(ranks: int, told: Sequence[object], limit_seconds: float, watch: Sampler | None = None) -> Told:
     """A job in a run folder of its own."""
     env = {**os.environ, "MPIRUN_FLAGS": "--with-ft ulfm", "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
+    pipe, nowhere, struck, lines = subprocess.PIPE, subprocess.DEVNULL, None, list[str]()
     with tempfile.TemporaryDirectory() as folder:
         line = list(map(str, launched(ranks, [*told, "--run.dir", folder])))
         began = time.monotonic()
-        with subprocess.Popen(line, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as job:
+        with subprocess.Popen(line, env=env, stdout=nowhere, stderr=pipe, text=True, start_new_session=True) as job:
+            alarm = threading.Timer(limit_seconds, end_session, [job.pid])
+            alarm.start()
             if watch is not None:
                 watch.start(job.pid)
-            try:
-                _, said = job.communicate(timeout=limit_seconds)
-            except subprocess.TimeoutExpired:
-                os.killpg(job.pid, 9)
-                _, said = job.communicate()
-                said += f"\nhetsync: it did not end within {limit_seconds:.0f} s"
-            seconds = time.monotonic() - began
+            assert job.stderr is not None
+            for said in job.stderr:
+                lines.append(said)
+                if "fault fired" in said and struck is None:
+                    struck = time.monotonic()
+            status = job.wait()
+            alarm.cancel()
+        ended = time.monotonic()
+        if ended - began > limit_seconds:
+            lines.append(f"hetsync: it did not end within {limit_seconds:.0f} s")
         path = Path(folder) / "summary.json"
         summary = json.loads(path.read_text()) if path.is_file() else {}
-    sentences = [
-        sentence.strip(" \0") for sentence in said.splitlines() if sentence.strip(" \0").startswith("hetsync:")
-    ]
-    return Told(job.returncode, seconds, summary, sentences)
+        weights = load_newest(Path(folder)).model if status == 0 else None
+    return Told(status, ended - began, summary, lines, None if struck is None else ended - struck, weights)
 
 
-def record(case: Case, told: Told, undisturbed: dict[str, float]) -> dict[str, Any]:
+def end_session(leader: int) -> None:
+    """The launcher, and ranks that may be process groups of their own."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(process.name)) == leader:
+                os.kill(int(process.name), signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def shortcomings(case: Case, told: Told, undisturbed: Weights | None) -> list[str]:
+    """What is not as it should be."""
+    summary, listed = told.summary, [(each["rank"], each["kind"]) for each in told.summary.get("failures", ())]
+    if (status := ENDS.get(case.kind)) is not None:
+        late = told.ended_seconds is None or told.ended_seconds > ENDS_SECONDS
+        found = [f"status {told.status}"] if told.status != status else []
+        return found + ([f"ended only after {told.ended_seconds} s"] if late else [])
+    if told.status != 0:
+        return [f"status {told.status}: {told.sentences[-1] if told.sentences else ''}"]
+    found = []
+    if summary["samples_applied"] != summary["samples_expected"]:
+        found.append("samples lack")
+    if case.bound != "null" and summary["staleness"]["max"] > int(case.bound):
+        found.append(f"staleness {summary['staleness']['max']}")
+    if sorted(rank for rank, kind in listed if kind == "died") != case.dead:
+        found.append(f"listed: {listed}")
+    if case.bound == "0" and case.kind != "not_finite":  # which come in another order
+        assert undisturbed is not None
+        assert told.weights is not None
+        off = max(float((told.weights[name] - value).abs().max()) for name, value in undisturbed.items())
+        if off > NEAR:
+            found.append(f"weights off by {off:.1e}")
+    return found
+
+
+def record(case: Case, told: Told, undisturbed: Weights | None) -> dict[str, Any]:
     summary, deaths = told.summary, [each for each in told.summary.get("failures", ()) if each["recovered_seconds"]]
-    rate = summary.get("samples_per_second")
-    if case.name == "none" and rate is not None:
-        undisturbed[case.bound] = rate
+    wrong = shortcomings(case, told, undisturbed)
     return {
         "kind": case.name,
         "when": case.when,
@@ -145,9 +222,11 @@ def record(case: Case, told: Told, undisturbed: dict[str, float]) -> dict[str, A
         "noticed_seconds": max((death["noticed_seconds"] for death in deaths), default=None),
         "recovered_seconds": max((death["recovered_seconds"] for death in deaths), default=None),
         "failures": [(each["rank"], each["kind"]) for each in summary.get("failures", ())],
-        "ratio": None if rate is None or case.bound not in undisturbed else rate / undisturbed[case.bound],
-        "seconds": told.seconds,
-        "said": told.sentences[-1].removeprefix("hetsync: ") if told.sentences else "",
+        "seconds": round(told.seconds, 1),
+        "ended_seconds": None if told.ended_seconds is None else round(told.ended_seconds, 2),
+        "shortcomings": wrong,
+        "said": told.sentences,
+        **({"lines": told.lines[-60:]} if wrong else {}),
     }
 
 
@@ -156,6 +235,7 @@ def row(found: dict[str, Any]) -> str:
         return "–" if value is None else f"{value:{form}}"
 
     samples = f"{shown(found['samples_applied'])}/{shown(found['samples_expected'])}"
+    went_on = found["status"] == 0
     cells = [
         found["kind"],
         found["when"] or "–",
@@ -165,15 +245,15 @@ def row(found: dict[str, Any]) -> str:
         shown(found["staleness"]),
         shown(found["noticed_seconds"], ".2f"),
         shown(found["recovered_seconds"], ".2f"),
-        shown(found["ratio"], ".2f"),
-        "went on" if found["status"] == 0 else f"ended: {found['said'][:90]}",
+        "–" if went_on else shown(found["ended_seconds"], ".1f"),
+        "; ".join(found["shortcomings"])[:200],
     ]
     return "| " + " | ".join(cells) + " |"
 
 
 HEAD = (
-    "| kind | when | D | status | samples applied/expected | staleness | noticed, s | recovered, s"
-    " | samples/s ÷ undisturbed | |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    "| kind | when | D | status | samples applied/expected | staleness | noticed, s | recovered, s | ended, s"
+    " | falls short |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
@@ -254,7 +334,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
     told = run(options.ranks, words(options, bound, seconds, faults), 3 * seconds + LIMIT_SECONDS, sampler)
     sampler.stop()
     return {
-        **record(Case("soak", "", bound, tuple(faults)), told, {}),
+        **record(Case("soak", "", bound, tuple(faults)), told, None),
         "seed": options.seed,
         "faults": len(faults),
         "growth": sampler.growth(),
@@ -271,10 +351,17 @@ def deaths(options: argparse.Namespace) -> dict[str, Any]:
     seconds = (half + 1) * options.deaths
     told = run(options.ranks, words(options, bound, seconds, faults), 4 * seconds + LIMIT_SECONDS)
     return {
-        **record(Case("deaths", "during", bound, tuple(faults)), told, {}),
+        **record(Case("deaths", "during", bound, tuple(faults)), told, None),
         "efficiency": told.summary.get("efficiency"),
         "recovered": [each["recovered_seconds"] for each in told.summary.get("failures", ())],
     }
+
+
+def keep(options: argparse.Namespace, found: Sequence[dict[str, Any]]) -> None:
+    if options.output is not None:
+        content = {"command": command("faults"), "machine": machine(), "jobs": found}
+        options.output.mkdir(parents=True, exist_ok=True)
+        write_atomically(options.output / "faults.json", json.dumps(content, indent=1))
 
 
 def main() -> None:
@@ -295,15 +382,15 @@ def main() -> None:
         found.append(soak(options) if options.soak is not None else deaths(options))
         print(json.dumps(found[0], indent=1))
     else:
-        undisturbed: dict[str, float] = {}
+        undisturbed: Weights | None = None
         print(HEAD)
         for case in cases(options):
             told = run(options.ranks, words(options, case.bound, SECONDS, case.faults), LIMIT_SECONDS)
+            undisturbed = told.weights if case.name == "none" else undisturbed
             found.append(record(case, told, undisturbed))
             print(row(found[-1]), flush=True)
-    if options.output is not None:
-        content = json.dumps({"machine": machine(), "command": sys.argv[1:], "jobs": found}, indent=1)
-        write_atomically(options.output / "faults.json", content)
+            keep(options, found)
+    keep(options, found)
 
 
 if __name__ == "__main__":

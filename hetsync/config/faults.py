@@ -75,8 +75,8 @@ class FaultConfig:
     """What becomes of the job when something fails.
 
     Args:
-        tolerate: Go on with the others when a rank dies: auto (where that can be: without a controller, and with an MPI
-            that tells of deaths, by mpirun --with-ft ulfm), true (refuse to start elsewhere) or false (end the job).
+        tolerate: Go on with the others when a rank dies: auto (where that can be: with an MPI that tells of deaths, by
+            mpirun --with-ft ulfm), true (refuse to start elsewhere) or false (end the job).
         least_ranks: With fewer ranks left the job saves and ends with status 86; null takes more than half of the last
             ranks.
         not_finite: Gradients that are not finite end the job (stop), or are left out before they are in any round, and

@@ -19,6 +19,7 @@ from hetsync.control.window_meter import WindowMeter
 from hetsync.errors import UserError, complain
 from hetsync.sync.messages import Event, Settings
 from hetsync.sync.observation import Observation
+from hetsync.sync.state_machine import RoundStateMachine
 from hetsync.telemetry import Telemetry
 
 # Between two polls of the queues and of the process.
@@ -90,6 +91,12 @@ class LiveControl:
             self._close_window(wanted, now)
         self._in_force |= {settings, wanted}
         return wanted if wanted != settings else None
+
+    def begin_anew(self, machine: RoundStateMachine) -> None:
+        """A window that a death has come in is of two clusters, and no controller sees it."""
+        now = self._clock()
+        self._window_meter.begin_anew(machine, now)
+        self._window_ends = now + self._interval
 
     def _decided(self, answer: Decided, current: Settings) -> Settings:
         _, seen = self._unanswered.popleft()

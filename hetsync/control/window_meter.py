@@ -60,6 +60,19 @@ class WindowMeter:
         """In force."""
         return self._machine.settings
 
+    def begin_anew(self, machine: RoundStateMachine, now: float) -> None:
+        """Go on with a machine that has other ranks, and in a new window: what is under way begins now."""
+        self._machine = machine
+        shares = {rank: member.share for rank, member in machine.members.items() if member.share}
+        self._solo = sum(self._times[rank].rate(share) for rank, share in shares.items())
+        self._began = {rank: now for rank, member in machine.members.items() if member.current is not None}
+        self._joined, self._stepped = (-1, now), now
+        self._losses = []
+        self._steps.clear()
+        self._addends.clear()
+        self._sum_norms.clear()
+        self._mark = self._now(now)
+
     def add_event(self, event: Event, now: float) -> None:
         """Call with each event before the state machine takes it in."""
         match event:

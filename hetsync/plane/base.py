@@ -59,7 +59,11 @@ class MembersLost(LostError):
 
 
 class DamagedError(PlaneError):
-    """What has arrived is not what was sent."""
+    """What has arrived is not what was sent, by rank `sender` where that is known."""
+
+    def __init__(self, what: str, sender: int | None = None) -> None:
+        super().__init__(what)
+        self.sender = sender
 
 
 def wait_limit(rank: int, timeout_seconds: float) -> float:
@@ -173,7 +177,8 @@ class Messages(ABC):
 
     def mend(self) -> None:
         """After MembersLost, collective among those who are left: `members` are these now. A death meanwhile may be
-        MembersLost again. Blocking calls raise MembersLost until `heed`."""
+        MembersLost again. Blocking calls raise MembersLost until `heed`. Where nobody has gone, whoever calls it makes
+        it MembersLost to the others."""
         raise LostError(f"messages by {self.messages_by} do not go on after a rank has gone")
 
     def heed(self) -> None:  # noqa: B027 - most are never mended
@@ -240,6 +245,7 @@ class Plane(Messages, Sums):
     def __init__(self, messages: Messages, sums: Sums) -> None:
         self.messages, self.sums = messages, sums
         self.rank, self.members = messages.rank, messages.members
+        self.times_mended = 0
         self.tolerant = messages.tolerant and sums.tolerant
 
     @property
@@ -290,6 +296,7 @@ class Plane(Messages, Sums):
         # Around another plane, which is both.
         self.sums = self.messages if isinstance(self.messages, Plane) else self.sums.among(self.messages)
         self.members = self.messages.members
+        self.times_mended += 1
 
     def heed(self) -> None:
         self.messages.heed()

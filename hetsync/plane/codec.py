@@ -74,7 +74,8 @@ def loads(data: bytes | bytearray, own: Names = NOTHING, sender: int | None = No
     if zlib.crc32(memoryview(data)[:-CHECKSUM_BYTES]).to_bytes(CHECKSUM_BYTES, "big") != data[-CHECKSUM_BYTES:]:
         raise DamagedError(
             f"a message {'' if sender is None else f'of rank {sender} '}has arrived damaged, as its checksum tells:"
-            " look at memory and network of these hosts, and go on with --resume"
+            " look at memory and network of these hosts, and go on with --resume",
+            sender,
         )
     return _Decoder(data, own).load()  # which stops before the checksum
 

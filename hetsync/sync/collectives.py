@@ -31,7 +31,7 @@ class PendingCollectives:
     """The collectives of one round: posted one after the other, awaited together."""
 
     def __init__(self, plane: Plane, measure_norms: bool = False) -> None:
-        """With `measure_norms` the squared norms of addends are known, and on rank 0 those of the sums."""
+        """With `measure_norms` the squared norms of addends are known, and on the first rank those of the sums."""
         self.bytes_sent = 0
         self.addends_norm = 0.0  # of this round's addends so far, squared
         self.sums_norm = 0.0  # of its sums that are in
@@ -75,7 +75,7 @@ class PendingCollectives:
         """Yields until all are complete."""
         while not self.poll():
             yield
-        if self._plane.rank == 0 and self._measured:
+        if self._plane.leads and self._measured:
             self.sums_norm += sum(map(squared_norm, self._measured))
         self._measured.clear()
         self._under_way.clear()

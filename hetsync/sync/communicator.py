@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from hetsync.errors import complain
-from hetsync.plane.base import LostError, MembersLost, Plane, Sums, WireFormat
+from hetsync.plane.base import DamagedError, LostError, MembersLost, Plane, Sums, WireFormat
 from hetsync.plane.ending import end_job
 from hetsync.processes import own_stack
 from hetsync.sync.collectives import PendingCollectives
@@ -35,7 +35,7 @@ from hetsync.sync.deltas import Deltas, Snapshot
 from hetsync.sync.gradients import Gradients, Stage
 from hetsync.sync.log import Coming, Joined, Landed
 from hetsync.sync.lone import LoneDeltas, LoneGradients
-from hetsync.sync.mending import Anchor, Mending, Part, Recovered, parts_of, parts_of_state
+from hetsync.sync.mending import MOST_IN_VAIN, Anchor, Mending, Part, Recovered, parts_of, parts_of_state
 from hetsync.sync.messages import (
     Alive,
     AssignTask,
@@ -50,10 +50,11 @@ from hetsync.sync.messages import (
     Task,
     TaskDropped,
     TaskFinished,
+    TaskLeftOut,
     TaskStarted,
 )
 from hetsync.sync.milestones import TOO_FEW
-from hetsync.sync.recovery import Action, Books, Death, Decision, LandedRound, Report, decide, too_few
+from hetsync.sync.recovery import Action, Books, Damage, Death, Decision, LandedRound, Report, decide, too_few
 from hetsync.sync.router import Router
 from hetsync.sync.segmented import SegmentedDeltas
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
@@ -125,6 +126,7 @@ class Communicator:
         on_task: Callable[[Task], None],
         on_dropped: Callable[[Task], None],
         on_death: Callable[[Death], None],
+        on_damage: Callable[[Damage], None],
         telemetry: Telemetry,
         state: Callable[[], Mapping[str, Any]],
         books: Books | None,
@@ -133,8 +135,9 @@ class Communicator:
     ) -> None:
         """`coordinator` on rank 0; `succeed` makes one here, once all lower ranks have died. `books` are those of a
         keeper. `on_task` is called with each task as soon as it is known, outside the lock, and `on_dropped` with those
-        of them that will not be computed, since a rank has gone, of which `on_death` tells. `around` is given the steps
-        of each round. `state`: all that this rank's steps have made, for one that is behind."""
+        of them that will not be computed, since a rank has gone (`on_death` tells of it) or a message (`on_damage`).
+        `around` is given the steps of each round. `state`: all that this rank's steps have made, for one that is
+        behind."""
         self._plane = plane
         self._options = options
         self._shared = shared
@@ -143,6 +146,7 @@ class Communicator:
         self._on_task = on_task
         self._on_dropped = on_dropped
         self._on_death = on_death
+        self._on_damage = on_damage
         self._around = around
         self._telemetry = telemetry
         self._state = state
@@ -153,6 +157,8 @@ class Communicator:
         self._books = books if self._keeps_going else None
         self._succeed = succeed
         self._deaths: dict[int, Death] = {}
+        self._damaged: int | None = None  # rank of which a message was, as this one has noticed
+        self._in_vain = 0  # recoveries without a death
         self._newest: LandedRound | None = None  # that has landed here, where deaths are survived
         self._requested: list[str] = []  # rests that this rank has asked for, and that have not come
         self._heard: dict[int, float] = {}  # moments of the ranks' last events, on rank 0
@@ -168,6 +174,11 @@ class Communicator:
         return Watchdog(self._plane, version, self._options.timeout_seconds, silent_seconds)
 
     # For the main thread.
+
+    @property
+    def keeps_going(self) -> bool:
+        """Do ranks go on when another dies, where nothing else keeps them from it?"""
+        return self._keeps_going
 
     @property
     def coordinator(self) -> Coordinator | None:
@@ -219,8 +230,8 @@ class Communicator:
             shared.polls += 1
             try:
                 moved = self.poll()
-            except MembersLost as lost:
-                self._recover(lost)
+            except (MembersLost, DamagedError) as failure:
+                self._recover(failure)
                 moved = True
             now = time.monotonic()
             news_at = now if moved else news_at
@@ -300,6 +311,8 @@ class Communicator:
 
     def _is_own(self, notice: Notice) -> bool:
         """Is it for this rank, and not for the copy of the books that it keeps?"""
+        if isinstance(notice, TaskLeftOut):
+            return False
         return not isinstance(notice, AssignTask | TaskDropped) or notice.rank == self._plane.rank
 
     def _flush(self) -> int:
@@ -511,19 +524,20 @@ class Communicator:
         left = set(members) - self.watchdog.excluded.keys() - {rank}
         return too_few(len(left), len(members), self._options.least_ranks) is None
 
-    def _recover(self, lost: MembersLost) -> None:
-        """Go on with those who are left. Raises LostError where that cannot be."""
+    def _recover(self, failure: MembersLost | DamagedError) -> None:
+        """Go on with those who are left. Raises the failure where that cannot be."""
+        self._require_recoverable(failure)
         going_on = False
         while not going_on:
             try:
-                self._recover_once(lost)
+                self._recover_once(failure)
                 going_on = True
-            except MembersLost as another:  # while the first tasks were handed out
-                lost = another
+            except (MembersLost, DamagedError) as another:  # while the first tasks were handed out
+                failure = another
 
-    def _recover_once(self, lost: MembersLost) -> None:
+    def _recover_once(self, failure: MembersLost | DamagedError) -> None:
         began = time.monotonic()
-        self._require_recoverable(lost)
+        self._damaged = failure.sender if isinstance(failure, DamagedError) else None
         before = self._plane.members
         mending = Mending(
             self._plane,
@@ -534,6 +548,11 @@ class Communicator:
         )
         recovered = mending.run()
         decision = recovered.decision
+        self._in_vain += self._plane.members == before
+        if self._in_vain > MOST_IN_VAIN:
+            raise LostError(
+                f"ranks have begun anew {self._in_vain} times, though nobody has gone: {failure}"
+            ) from failure
         leads = self._plane.rank == decision.survivors[0]
         if decision.action is Action.GO_BACK or (leads and decision.books is None):
             raise LostError("all ranks that kept the books have gone, so nobody knows what has been applied")
@@ -554,17 +573,13 @@ class Communicator:
                 if death.rank not in self._deaths:
                     self._deaths[death.rank] = replace(death, recovered_seconds=round(time.monotonic() - began, 6))
                     self._on_death(self._deaths[death.rank])
+            for rank in recovered.decision.damaged:
+                seconds = round(time.monotonic() - began, 6)
+                self._on_damage(Damage(rank, recovered.decision.version, seconds))
 
-    def _require_recoverable(self, lost: MembersLost) -> None:
-        shared = self._shared
-        # Who has made the first of several steps of a round cannot take it back; who takes over a step has another
-        # scale than the others.
-        bound = shared.deltas is None and (len(self._gradients.stages) > 1 or self._options.scaled)
-        controlled = self._options.measure_norms  # by what has seen the machine that is to be made anew
-        # What 16-bit weights could not take over yet is lost where a contribution returns.
-        rounded = isinstance(shared.deltas, Deltas) and not shared.deltas.exact
-        if bound or controlled or rounded or not self._keeps_going:
-            raise LostError(str(lost)) from lost
+    def _require_recoverable(self, failure: MembersLost | DamagedError) -> None:
+        if not self._keeps_going:
+            raise failure if isinstance(failure, DamagedError) else LostError(str(failure)) from failure
 
     def _report(self) -> Report:
         shared = self._shared
@@ -587,6 +602,7 @@ class Communicator:
                 evaluating=shared.evaluating,
                 requested=tuple(self._requested),
                 books=self._books,
+                damaged=self._damaged,
             )
 
     def _given(self) -> Sequence[Part] | None:

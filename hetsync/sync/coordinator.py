@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from hetsync.sync.messages import (
     Standing,
     StartRound,
     TaskFinished,
+    TaskLeftOut,
     TaskSpoiled,
 )
 from hetsync.sync.milestones import Evaluation
@@ -56,6 +57,9 @@ class Control(Protocol):
     def steer(self, settings: Settings) -> Settings | None:
         """Other settings than these, if it wants any. Must not wait."""
 
+    def begin_anew(self, machine: RoundStateMachine) -> None:
+        """After a death: events are of this machine from now on."""
+
 
 class Coordinator:
     def __init__(
@@ -69,14 +73,14 @@ class Coordinator:
         rule: RoundsRule | None = None,
         on_rounds_change: Callable[[RoundsChange], None] = lambda change: None,
         rebuild: Rebuild | None = None,
-        on_spoiled: Callable[[TaskSpoiled], None] = lambda spoiled: None,
+        on_left_out: Callable[[TaskLeftOut], None] = lambda left: None,
     ) -> None:
         """`rebalance`: shares follow the smoothed speeds. `rule`: K and q follow what rounds cost, unless somebody
         sets them.
 
         `on_evaluation` is called with what all ranks together have found at a snapshot, `on_rounds_change` with what
-        the rule has changed. `rebuild` makes the machine anew after a death. `on_spoiled` is told what has been left
-        out, and ends the job where that is too much.
+        the rule has changed. `rebuild` makes the machine anew after a death. `on_left_out` is told what is about to be,
+        and ends the job where that is too much.
         """
         self.machine = machine
         self.settings = machine.settings  # asked for last; a change of mode comes into force only at a drain
@@ -91,7 +95,8 @@ class Coordinator:
         self._rule = rule
         self._on_rounds_change = on_rounds_change
         self._rebuild = rebuild
-        self._on_spoiled = on_spoiled
+        self.left_out: list[TaskLeftOut] = []  # so far
+        self._on_left_out = on_left_out
         self._batch = machine.batch  # B
         self._reconsider_from = machine.version + LEAST_OBSERVATIONS  # the version that shares are reconsidered at
 
@@ -102,6 +107,8 @@ class Coordinator:
     def go_on(self, decision: Decision, reports: Mapping[int, Report]) -> None:
         """After a death, as survivors have agreed: B is sliced anew, and their tasks are handed out."""
         assert self._rebuild is not None
+        assert decision.books is not None
+        self.left_out = list(decision.books.left_out)
         shares = {rank: self.machine.members[rank].share for rank in decision.survivors}
         working = {rank: share for rank, share in shares.items() if not reports[rank].holding.withdrawn}
         for rank in set(self.machine.members).difference(shares):
@@ -112,6 +119,8 @@ class Coordinator:
         self._reconsider_from = self.machine.version + LEAST_OBSERVATIONS
         if self._rule is not None:
             self._rule.restart(self.machine.version)
+        if self._control is not None:
+            self._control.begin_anew(self.machine)
         self.start()
 
     def handle(self, events: Sequence[Event]) -> None:
@@ -126,7 +135,7 @@ class Coordinator:
                 self.settings = event.settings
                 self._rule = None
             elif isinstance(event, TaskSpoiled):
-                self._on_spoiled(event)
+                out.append(self._leave_out(event))
             elif isinstance(event, RankWithdrew):
                 self.speeds.forget(event.rank)
             if self._control is not None:
@@ -143,6 +152,18 @@ class Coordinator:
             self._thin_out(self._rule)
         if self._control is not None and (settings := self._control.steer(self.settings)) is not None:
             self.handle([SettingsChanged(settings)])
+
+    def _leave_out(self, event: TaskSpoiled) -> TaskLeftOut:
+        work = self.machine.members[event.rank].current
+        assert work is not None
+        own_round = work.task.synchronous_round
+        number = self.machine.version if own_round is None else own_round
+        known = own_round is not None and any(left.round == number for left in self.left_out)
+        samples = work.samples if own_round is None else 0 if known else work.task.round_samples
+        left = TaskLeftOut(event.rank, number, samples, event.spans)
+        self._on_left_out(left)
+        self.left_out.append(left)
+        return left
 
     def take_loss(self) -> float | None:
         """Mean training loss of the samples reported since the last call."""
@@ -239,6 +260,15 @@ def as_messages(machine: RoundStateMachine, send: Send, keepers: Collection[int]
     tasks, and what else the machine knows, before the round that comes after these."""
     told: Standing | None = None
 
+    def ranks_of(instruction: Instruction) -> Iterable[int]:
+        match instruction:
+            case StartRound():
+                return machine.members
+            case TaskLeftOut():
+                return keepers
+            case _:
+                return {instruction.rank, *keepers}
+
     def deliver(instructions: Sequence[Instruction]) -> None:
         nonlocal told
         messages: dict[int, list[Notice]] = defaultdict(list)
@@ -246,8 +276,7 @@ def as_messages(machine: RoundStateMachine, send: Send, keepers: Collection[int]
             told = standing
             messages |= {rank: [standing] for rank in keepers}
         for instruction in instructions:
-            ranks = machine.members if isinstance(instruction, StartRound) else {instruction.rank, *keepers}
-            for rank in ranks:
+            for rank in ranks_of(instruction):
                 messages[rank].append(instruction)
         send(messages)
 

@@ -339,7 +339,8 @@ class Deltas:
     @torch.no_grad()
     def take_back(self) -> None:
         """Our contribution that is under way was to a round that does not count: it is progress that no round has
-        taken. What rounding took from the sums so far is given up: shards are other ranks' now."""
+        taken. What rounding took from the sums so far is given up: shards are other ranks' now; and what 16-bit weights
+        could not hold, where X holds that beside what has been folded, as at a drain."""
         self._land()
         self.residual = Residual()
         if not self._in_flight:

@@ -29,7 +29,7 @@ from hetsync.sync.gradients import Gradients
 from hetsync.sync.log import Applied, Began, Closed, Finished, Followers
 from hetsync.sync.lone import LoneGradients
 from hetsync.sync.messages import Evaluated, Event, StartRound, Task, TaskSpoiled
-from hetsync.sync.recovery import Books, Death, spans_of
+from hetsync.sync.recovery import Books, Damage, Death, spans_of
 from hetsync.sync.router import Router
 from hetsync.sync.segmented import Segment, SegmentedDeltas
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
@@ -107,6 +107,7 @@ class Engine:
         on_task: Callable[[Task], None] = lambda task: None,
         on_dropped: Callable[[Task], None] = lambda task: None,
         on_death: Callable[[Death], None] = lambda death: None,
+        on_damage: Callable[[Damage], None] = lambda damage: None,
         around: Around = lambda start, steps: steps,
         telemetry: Telemetry | None = None,
         version: int = 0,
@@ -119,10 +120,11 @@ class Engine:
         """`coordinator` makes that of the first member: rank 0's, and another's once those below it have died. `books`:
         those of a keeper (`recovery.py`). `on_task` is called with each task as soon as it is known (to load its data),
         from the communication thread, and `on_dropped` with those that are not to be computed after all, as another
-        rank has died: `on_death` tells of that. `around` is given the steps of each round. `stages` tells the
-        parameters of each optimizer, in the order of their steps. `state` tells all that these have made, for a rank
-        that is behind at a death and takes it over by `take_state`. Of a replica on several ranks the engine is its
-        leader's, with the `segments` that this rank holds, for delayed mode only."""
+        rank has died (`on_death` tells of that) or a message was not what it should be (`on_damage`). `around` is given
+        the steps of each round. `stages` tells the parameters of each optimizer, in the order of their steps. `state`
+        tells all that these have made, for a rank that is behind at a death and takes it over by `take_state`. Of a
+        replica on several ranks the engine is its leader's, with the `segments` that this rank holds, for delayed mode
+        only."""
         self.worker = Worker(plane.rank, version)
         self.timer = MainThreadTimer()
         router = Router(plane)
@@ -152,6 +154,7 @@ class Engine:
             on_task=on_task,
             on_dropped=on_dropped,
             on_death=on_death,
+            on_damage=on_damage,
             around=around,
             telemetry=telemetry or Telemetry(None),
             state=state,
@@ -195,9 +198,10 @@ class Engine:
 
     def renew(self) -> None:
         """At rest, on every rank, with identical weights: other ones are trained from now on."""
-        self._gradients.close()
-        self._shared.deltas = None
-        self._take_stock()
+        with self._shared.changed:  # a rank may die meanwhile
+            self._gradients.close()
+            self._shared.deltas = None
+            self._take_stock()
 
     # Tasks.
 
@@ -505,6 +509,11 @@ class Engine:
     @property
     def started(self) -> bool:
         return self._communicator.started
+
+    @property
+    def keeps_going(self) -> bool:
+        """After another rank's death, where that can be?"""
+        return self._communicator.keeps_going
 
     @property
     def bytes_sent(self) -> int:

@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hetsync.plane.base import LostError, MembersLost, Plane, StalledError, named, wait_limit
+from hetsync.plane.base import DamagedError, LostError, MembersLost, Plane, StalledError, named, wait_limit
+from hetsync.sync.messages import Ping
 from hetsync.sync.recovery import Agreed, CatchUp, Decision, GoOn, Ready, Recovery, Report, Send, Stage
 
 POLL_SECONDS = 1e-3
+PING_SECONDS = 2.0  # between messages to those who are waited for: they notice by these what they have missed
+MOST_IN_VAIN = 20  # times that a plane is mended without a death
 PART_VALUES = 1 << 24  # of an anchor in one message
 
 
@@ -106,15 +109,18 @@ class Mending:
 
     def run(self) -> Recovered:
         """Until all can go on. LostError where they cannot, StalledError where a survivor says nothing."""
+        in_vain = 0
         while True:
+            before = self._plane.members
             try:
-                before = self._plane.members
                 self._plane.mend()
-                if self._plane.members == before:
-                    raise LostError("the plane has failed, though nobody has gone")
                 return self._attempt()
-            except MembersLost:
-                continue
+            except (MembersLost, DamagedError) as failure:
+                in_vain += self._plane.members == before
+                if in_vain > MOST_IN_VAIN:
+                    raise LostError(
+                        f"the plane has failed {in_vain} times, though nobody has gone: {failure}"
+                    ) from failure
 
     def _attempt(self) -> Recovered:
         recovery = Recovery(self._report(), self._plane.members, self._decide)
@@ -123,6 +129,7 @@ class Mending:
         owed: tuple[int, ...] = ()  # ranks that wait for what this one gives
         early: list[tuple[int, Any]] = []
         deadline = time.monotonic() + self._limit_seconds
+        self._pinged_at = time.monotonic()
         while True:
             while steps:
                 match steps.popleft():
@@ -137,7 +144,7 @@ class Mending:
                     parts.append(message)
                 elif isinstance(message, Report | Decision | Ready | Agreed):
                     steps += recovery.handle(message)
-                else:
+                elif not isinstance(message, Ping):
                     early.append((sender, message))
             # The donor may have been faster than the decision's own message.
             if parts and parts[-1].last and recovery.stage is Stage.CATCHING_UP:
@@ -158,4 +165,9 @@ class Mending:
                 f"after a rank had gone, the others waited {self._limit_seconds:.0f} s for"
                 f" {named(silent) if silent else 'each other'}"
             )
+        if time.monotonic() > self._pinged_at + PING_SECONDS:
+            self._pinged_at = time.monotonic()
+            for rank in self._plane.members:
+                if rank != self._plane.rank:
+                    self._plane.send(Ping(), rank)
         time.sleep(POLL_SECONDS)

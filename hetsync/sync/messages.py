@@ -251,6 +251,16 @@ class TaskDropped(NamedTuple):
     task: int
 
 
+class TaskLeftOut(NamedTuple):
+    """For ranks that keep a copy of the books: what the task brought in these `spans` was not finite, and is in no
+    round; `samples` go out once more, or 0 where another task of the round has told of them."""
+
+    rank: int
+    round: int
+    samples: int
+    spans: tuple[Span, ...]
+
+
 class StartRound(NamedTuple):
     """All ranks join round `number`; the contributors put in what they have finished, the others zeros.
 
@@ -285,7 +295,7 @@ class Standing(NamedTuple):
     staleness: tuple[tuple[int, int], ...] = ()
 
 
-Instruction = AssignTask | TaskDropped | StartRound
+Instruction = AssignTask | TaskDropped | TaskLeftOut | StartRound
 Notice = Instruction | Standing  # what a rank is told: who keeps a copy of the books, of others' tasks, too
 
 
@@ -313,6 +323,11 @@ class GroupBatch(NamedTuple):
 @dataclass(frozen=True)
 class Probe:
     """Rank 0 asks for a sign of life, where a round takes too long."""
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Of one who waits in a recovery, and wants no answer: what has been lost before it is noticed by its number."""
 
 
 @dataclass(frozen=True)
@@ -351,7 +366,7 @@ class Exclude:
     rank: int
 
 
-Message = EventBatch | InstructionBatch | GroupBatch | Probe | Alive | Look | Seen | Exclude
+Message = EventBatch | InstructionBatch | GroupBatch | Probe | Ping | Alive | Look | Seen | Exclude
 
 
 def settings_of(sync: SyncConfig) -> Settings:

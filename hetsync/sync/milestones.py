@@ -159,9 +159,12 @@ class Snapshots:
         self._parts, self.awaited = {}, set(ranks)
 
     def round_applied(self, number: int, applied: int) -> None:
-        """Round `number` is complete, and with it `applied` samples."""
+        """Round `number` is complete, and with it `applied` samples: where these fall short of what the evaluation
+        was due from, as a round before has brought nothing, another is due there."""
         if number == self._round:
             self._applied = applied
+            if self._due_from is not None and applied < self._due_from:
+                self.next = self._due_from
 
     def record_part(self, rank: int, number: int, part: Any) -> bool:
         """A rank has done its part; False if it was not asked to."""

@@ -47,6 +47,7 @@ from hetsync.sync.messages import (
     Task,
     TaskDropped,
     TaskFinished,
+    TaskLeftOut,
     TaskSpoiled,
     TaskStarted,
 )
@@ -95,6 +96,7 @@ class Books:
         next_task: all earlier numbers may have been used.
         samples_by_rank: applied samples of each rank, also of dead ones.
         tasks: handed out and not applied, by rank, in their order; those of the dead and withdrawn among them.
+        left_out: so far, as it was not finite.
     """
 
     standings: list[Standing]
@@ -104,6 +106,7 @@ class Books:
     next_task: int = 0
     samples_by_rank: dict[int, int] = field(default_factory=dict)
     tasks: dict[int, list[Task]] = field(default_factory=dict)
+    left_out: list[TaskLeftOut] = field(default_factory=list)
 
     def follow(self, notices: Iterable[Notice]) -> None:
         for notice in notices:
@@ -114,6 +117,8 @@ class Books:
                 case TaskDropped():
                     tasks = self.tasks.get(notice.rank, [])
                     self.tasks[notice.rank] = [task for task in tasks if task.number != notice.task]
+                case TaskLeftOut():
+                    self.left_out.append(notice)
                 case Standing():
                     self.standings.append(notice)
                     self._forget_standings()
@@ -151,6 +156,7 @@ class Books:
             self.next_task,
             dict(self.samples_by_rank),
             tasks,
+            list(self.left_out),
         )
 
 
@@ -185,6 +191,7 @@ class Report(NamedTuple):
         evaluating: the round whose anchor it evaluates, or is still to evaluate.
         requested: reasons for which it has asked for a rest that has not come; once too few were left, `TOO_FEW`.
         books: of a keeper.
+        damaged: the rank of which a message has not arrived here as it was sent, where that has begun the recovery.
     """
 
     rank: int
@@ -195,6 +202,7 @@ class Report(NamedTuple):
     evaluating: int | None = None
     requested: tuple[str, ...] = ()
     books: Books | None = None
+    damaged: int | None = None
 
 
 SUPERSEDED = (
@@ -230,6 +238,15 @@ class Death:
     cause: str = "died"
 
 
+@dataclass(frozen=True)
+class Damage:
+    """A message of a rank, that did not arrive as it was sent: all have gone on from `round` after so many seconds."""
+
+    rank: int
+    round: int
+    recovered_seconds: float
+
+
 class Action(Enum):
     GO_ON = auto()
     GO_BACK = auto()  # to the newest checkpoint, in place: nobody is left who kept the books
@@ -248,6 +265,7 @@ class Decision(NamedTuple):
         books: for keepers, where these are not lost.
         newest: the last round that counts, where there was one.
         deaths: all that have been survived, as far as the first survivor knows.
+        damaged: ranks of which messages have not arrived as they were sent.
     """
 
     action: Action
@@ -259,6 +277,7 @@ class Decision(NamedTuple):
     books: Books | None = None
     newest: LandedRound | None = None
     deaths: tuple[Death, ...] = ()
+    damaged: tuple[int, ...] = ()
 
 
 def least_to_go_on(least_ranks: int | None, last_ranks: int) -> int:
@@ -291,7 +310,9 @@ def decide(reports: Mapping[int, Report], last_ranks: int, least_ranks: int | No
     if ending or too_few(len(survivors), last_ranks, least_ranks) is not None:
         action = Action.END
     at_rest = _drain(reports[level[0]]) is not None and all(reports[rank].at_rest for rank in level)
-    return Decision(action, version, survivors, level[0], behind, at_rest, books, reports[level[0]].newest)
+    damaged = tuple(sorted({report.damaged for report in reports.values() if report.damaged is not None}))
+    newest = reports[level[0]].newest
+    return Decision(action, version, survivors, level[0], behind, at_rest, books, newest, damaged=damaged)
 
 
 def _newest_books(reports: Mapping[int, Report], newest: LandedRound | None, version: int) -> Books | None:
@@ -304,6 +325,7 @@ def _newest_books(reports: Mapping[int, Report], newest: LandedRound | None, ver
     if books.version < version:
         assert newest is not None
         books.land(newest)
+    books.left_out = max((copy.left_out for copy in copies), key=len)  # all have heard of it in one order
     books.attempt += 1
     return books
 

@@ -24,6 +24,7 @@ from hetsync.sync.messages import (
     Look,
     Message,
     Notice,
+    Ping,
     Probe,
     Seen,
 )
@@ -109,6 +110,8 @@ class Router:
                 case GroupBatch():
                     self.send_instructions(message.by_rank)
                     inbox.passed_on += 1
+                case Ping():
+                    pass
                 case Probe() | Alive() | Look() | Seen() | Exclude():
                     inbox.signs.append(message)
                 case _:

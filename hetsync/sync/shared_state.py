@@ -30,7 +30,7 @@ from hetsync.sync.worker import Worker
 class EngineOptions:
     """`batch` is B, samples of one slice of all ranks; `timeout_seconds` bounds every wait for other ranks. With
     `measure_norms` the norms of what ranks put into sums are told (`NormMeasured`, `RoundCompleted`). `on_host`: the
-    model is computed by the cores that the communication thread takes, too. `scaled`: losses are, as float16 wants.
+    model is computed by the cores that the communication thread takes, too.
     `least_ranks`: see `fault.least_ranks`. `skips`: what is not finite is left out of rounds. A rank that gives no sign
     of life for `silent_seconds`, or (`slow_factor`) takes so many times as long as it did, is excluded, where the
     others outlive that; None: never."""
@@ -42,7 +42,6 @@ class EngineOptions:
     timeout_seconds: float = 600.0
     measure_norms: bool = False
     on_host: bool = False
-    scaled: bool = False
     least_ranks: int | None = None
     skips: bool = False
     silent_seconds: float | None = None

@@ -15,18 +15,18 @@ from hetsync.train.terms import ControlFactory, ControlledJob
 
 
 def control_factory(
-    process: ControlProcess,
+    process: Callable[[], ControlProcess],
     profiles: Sequence[RankProfile],
     optimizer: torch.optim.Optimizer,
     learning_rate: Callable[[int], float],
 ) -> ControlFactory:
-    """Control by a process that runs already. `learning_rate` is what a stream position multiplies the rate by."""
+    """Control by a process, which is asked for where the control is made. `learning_rate` is what a stream position
+    multiplies the rate by."""
 
     def make(job: ControlledJob) -> LiveControl:
         times = [profile.time for profile in profiles]
-        shares = [member.share for member in job.machine.members.values()]
-        solo = sum(time.rate(share) for time, share in zip(times, shares, strict=True))
+        solo = sum(times[rank].rate(member.share) for rank, member in job.machine.members.items())
         meter = WindowMeter(job.machine, times, solo, momentum=momentum_of(optimizer), learning_rate=learning_rate)
-        return LiveControl(process, meter, job.clock, job.telemetry)
+        return LiveControl(process(), meter, job.clock, job.telemetry)
 
     return make

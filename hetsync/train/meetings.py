@@ -16,16 +16,16 @@ class Meetings:
 
     def __init__(self, plane: Plane) -> None:
         self._plane = plane
-        self._members = plane.members
+        self._times_mended = 0
         self._held = 0
         self._newest: list[Any] = []
 
     def hold(self, what: str, value: Any) -> list[Any]:
         """Everybody's values; MembersLost where a rank has died, and `hold` is to be called once more."""
-        members = self._plane.members
-        if self._members != members:
+        if self._times_mended != self._plane.times_mended:
+            times_mended = self._plane.times_mended
             told = self._plane.gather_objects((self._held, self._newest, value))
-            self._members = members
+            self._times_mended = times_mended
             held, newest, _ = max(told, key=lambda theirs: theirs[0])
             if held > self._held:
                 self._held, self._newest = held, newest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -71,10 +71,10 @@ class PreparedScaler:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_due(optimizer):
+            self._stepped.append(optimizer)
             self._stepping = True
             self.scaler.step(optimizer)
             self._stepping = False
-            self._stepped.append(optimizer)
 
     def _is_due(self, optimizer: torch.optim.Optimizer) -> bool:
         if self.scaler.is_enabled() and self._scaled is None:
@@ -101,6 +101,17 @@ class PreparedScaler:
         if self._stepped:
             self.scaler.update(new_scale)
             self._scaled, self._unscaled, self._stepped = None, [], []
+
+    def give_up(self, state: Mapping[str, Any] | None) -> None:
+        """The batch's steps do not count: the scale is what it was (`state`; None: as it is), and nothing is unscaled
+        or stepped."""
+        if not self.scaler.is_enabled():
+            return
+        before = self.scaler.state_dict() if state is None else dict(state)
+        if self._unscaled or self._stepped:
+            self.scaler.update()  # which forgets what it has found of them
+        self.scaler.load_state_dict(before)
+        self._unscaled, self._stepped = [], []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scaler, name)

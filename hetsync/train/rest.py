@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from hetsync.sync.tail import shared_buffers
 
 
 class CommonState:
-    """One rank's part in it. Every method is collective, and `engine` is at rest."""
+    """One rank's part in it. Every method is collective, and `engine` is at rest; `given` and `take` are not."""
 
     def __init__(
         self,
@@ -33,11 +33,18 @@ class CommonState:
         self._agreement = Agreement(plane, model, optimizers, averages)
 
     @torch.no_grad()
-    def share_first_weights(self) -> None:
-        """All ranks take over rank 0's weights and buffers, and averages of them."""
-        for module in (self._model, *self._averages):
-            state = {name: tensor.cpu() for name, tensor in module.state_dict().items()}
-            module.load_state_dict(self._plane.broadcast_object(state if self._plane.leads else None))
+    def share_first_weights(self, share: Callable[[Callable[[], Any]], Any]) -> None:
+        """All ranks take over the first rank's weights and buffers, and averages of them. `share` calls what it is
+        given on each rank, and returns what it has made on the first."""
+        modules = (self._model, *self._averages)
+
+        def states() -> list[dict[str, torch.Tensor]] | None:
+            if not self._plane.leads:
+                return None
+            return [{name: tensor.cpu() for name, tensor in module.state_dict().items()} for module in modules]
+
+        for module, state in zip(modules, share(states), strict=True):
+            module.load_state_dict(state)
         self._agreement.remember_counters()
 
     def given(self) -> dict[str, torch.Tensor]:

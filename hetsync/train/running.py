@@ -42,7 +42,16 @@ from hetsync.train.run_folder import Status, mark_failed, taken_over
 from hetsync.train.saving import Saver
 from hetsync.train.session import AtRest, Session
 from hetsync.train.speeds import assumed_profiles
-from hetsync.train.summary import JobFigures, LeftOut, LostRank, RankFigures, RunFigures, first_summary, summarise
+from hetsync.train.summary import (
+    Damaged,
+    JobFigures,
+    LeftOut,
+    LostRank,
+    RankFigures,
+    RunFigures,
+    first_summary,
+    summarise,
+)
 from hetsync.train.tasks import Trained
 from hetsync.train.terminal import Display, Progress, Silence
 from hetsync.train.terms import ControlFactory, Terms
@@ -51,6 +60,12 @@ from hetsync.train.tracking import Tracking
 from hetsync.train.workplace import Workplace
 
 THE_END = "the end of the job"
+
+
+def begun_already(process: ControlProcess) -> ControlProcess:
+    """That of the first rank: it is to be ready by the first window."""
+    return process
+
 
 LOWEST_SCALE = 1e-6  # of gradients: infinities in float16 have ended long before
 
@@ -222,14 +237,17 @@ class Running:
 
     def _start_control(self) -> ControlFactory | None:
         at, config = self.at, self.config
-        if self.plane.rank != 0 or config.control.name == "fixed" or self.finished:
+        if config.control.name == "fixed" or self.finished:
             return None
         if at.folder is None or not self._is_measured:
             raise UserError(
                 f"control.name is {config.control.name}, which needs a run folder and the ranks' speeds: give"
                 " hetsync.join a run, and job.measure the loss"
             )
-        process = ControlProcess(config.control, config.run.seed, config.data.batch_size, at.folder / "control.log")
+        log = at.folder / "control.log"
+        process = partial(ControlProcess, config.control, config.run.seed, config.data.batch_size, log)
+        if self.plane.leads:  # elsewhere only once all lower ranks have died
+            process = partial(begun_already, process())
         return control_factory(process, self.profiles, self.prepared.parts.optimizers[0], self.prepared.parts.factor(0))
 
     def open(self, stop: StopSignal | None) -> None:
@@ -269,6 +287,7 @@ class Running:
             return
         if self.at.folder is not None:
             self._held.enter_context(taken_over(self.at.folder))
+        self._left_out_told = len(self.session.left_out)
         self._lead()
         if self._saver is not None:
             self._saver.start_timer()
@@ -344,10 +363,10 @@ class Running:
         self._deaths_told = len(deaths)
 
     def _tell_left_out(self) -> None:
-        for rank, number, samples in self.session.left_out[self._left_out_told :]:
+        for left in self.session.left_out[self._left_out_told :]:
             self.display.say(
-                f"gradients were not finite on rank {rank} ({self.profiles[rank].host}) in round {number}: they are"
-                f" left out, and {samples} samples go out once more"
+                f"gradients were not finite on rank {left.rank} ({self.profiles[left.rank].host}) in round"
+                f" {left.round}: they are left out, and {left.samples} samples go out once more"
             )
             self._left_out_told += 1
 
@@ -525,9 +544,10 @@ class Running:
             per_rank=per_rank,
             lost=self._lost_ranks(session.coordinator),
             left_out=[
-                LeftOut(rank=rank, host=self.profiles[rank].host, round=number, samples=samples)
-                for rank, number, samples in session.left_out
+                LeftOut(rank=left.rank, host=self.profiles[left.rank].host, round=left.round, samples=left.samples)
+                for left in session.left_out
             ],
+            damaged=[Damaged(damage=damage, host=self.profiles[damage.rank].host) for damage in session.damages],
             samples_before=session.terms.applied,
             rounds=session.version,
             staleness=session.coordinator.machine.staleness,

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,11 +21,12 @@ from hetsync.balance.device import Device
 from hetsync.balance.shares import choose_shares
 from hetsync.balance.speed_tracker import Speeds
 from hetsync.config.schema import FaultConfig, SyncConfig
-from hetsync.data.ledger import Ledger, Span, common
+from hetsync.data.ledger import Ledger, common
 from hetsync.data.loader import Loader, Source
 from hetsync.data.random_state import seed_all
 from hetsync.errors import UserError
 from hetsync.plane.base import MembersLost, Plane
+from hetsync.plane.numbered import NumberedPlane
 from hetsync.processes import Stacks
 from hetsync.sync.communicator import Around
 from hetsync.sync.coordinator import Coordinator, Deliver, Send, as_messages
@@ -38,12 +39,12 @@ from hetsync.sync.messages import (
     SettingsChanged,
     StartRound,
     Task,
-    TaskSpoiled,
+    TaskLeftOut,
     settings_of,
 )
 from hetsync.sync.milestones import STOP, TOO_FEW, Evaluation
 from hetsync.sync.model_tensors import ModelTensors
-from hetsync.sync.recovery import Books, Death, Decision, Report, first_standing, keepers, rebuilt
+from hetsync.sync.recovery import Books, Damage, Death, Decision, Report, first_standing, keepers, rebuilt
 from hetsync.sync.rounds_rule import RoundsChange, rule_for
 from hetsync.sync.shared_state import EngineOptions
 from hetsync.sync.state_machine import RoundStateMachine
@@ -88,30 +89,29 @@ class Session:
     ) -> None:
         """Collective. The model's weights may differ between ranks: all start from rank 0's.
 
-        What rank 0's `make_control` makes may change the settings while the job runs; the session closes it. `around`
+        What the first rank's `make_control` makes may change the settings while the job runs; the session closes it.
+        After a death another rank may be the first, and makes its own. `around`
         is given the steps of each round. `fault`: what becomes of deaths, of gradients that are not finite, and of
         ranks that are silent or slow; None ends the job.
         """
-        self.plane = plane
+        self.plane = plane = NumberedPlane(plane)
         self.model = trained.model
         self.optimizers = list(trained.optimizers)
         self.terms = terms
         self.totals = RankTotals()
-        self.control: JobControl | None = None  # on rank 0, where there is one
+        self.control: JobControl | None = None  # on the first rank, where there is one
         self.rounds_changes: list[RoundsChange] = []  # on rank 0, by rule
         self.deaths: list[tuple[Death, float]] = []  # and the seconds of training before each
-        self.left_out: list[tuple[int, int, int]] = []  # on rank 0: rank, round, and samples that went out once more
+        self.damages: list[Damage] = []  # of messages, that all have gone on after
         self.outer = make_outer(sync, terms.batch_size)
         self._begin_at(sync)
         self._sync = sync
         self._device = device
         self._make_control = make_control
-        self._scaled = trained.scaler is not None and trained.scaler.is_enabled()
         self._around = around
         self._fault = fault or FaultConfig(silent_seconds=None)
         self._skips = self._fault.not_finite == "skip"
         self._check_skipping()
-        self._spoiled: list[Span] = []  # positions that have brought what is not finite, on rank 0
         self._scorer = scorer or NoEvaluation()
         self._telemetry = telemetry or Telemetry(None)
         self._clock = TrainingClock()
@@ -165,7 +165,6 @@ class Session:
 
     def _make_engine(self, timeout_seconds: float) -> Engine:
         plane, terms, sync = self.plane, self.terms, self._sync
-        controlled = bool(plane.broadcast_object(self._make_control is not None))  # rank 0 knows
         return Engine(
             plane,
             self.model,
@@ -175,9 +174,8 @@ class Session:
                 bucket_bytes=sync.bucket_bytes,
                 overlap=sync.overlap,
                 timeout_seconds=timeout_seconds,
-                measure_norms=controlled,
+                measure_norms=self._make_control is not None,
                 on_host=self._device.on_host,
-                scaled=self._scaled,
                 least_ranks=self._fault.least_ranks,
                 skips=self._skips,
                 silent_seconds=self._fault.silent_seconds,
@@ -190,13 +188,19 @@ class Session:
             on_task=self._loader.prefetch,
             on_dropped=self._loader.drop,
             on_death=self._on_death,
+            on_damage=self._on_damage,
             around=self._around,
             telemetry=self._telemetry,
             version=terms.version,
             stages=lambda: [steps.weights for steps in self.tasks.steps],
-            state=lambda: self._common.given(),
-            take_state=lambda given: self._common.take(given),
+            state=lambda: {**self._common.given(), **self.tasks.scale()},
+            take_state=self._take_state,
         )
+
+    def _take_state(self, given: Mapping[str, Any]) -> None:
+        """In synchronous mode: what another rank's step has made."""
+        self._common.take(given)
+        self.tasks.take_scale(given)
 
     def _first_books(self) -> Books | None:
         plane, terms = self.plane, self.terms
@@ -238,38 +242,38 @@ class Session:
             rule_for(sync, terms.version) if ruled else None,
             self._on_rounds_change,
             rebuild,
-            self._on_spoiled,
+            self._on_left_out,
         )
 
     def _on_rounds_change(self, change: RoundsChange) -> None:
         self.rounds_changes.append(change)
         self.record("rounds_change", **asdict(change))
 
-    def _on_spoiled(self, event: TaskSpoiled) -> None:
-        """In rank 0's communication thread. UserError where samples have spoiled gradients before."""
-        if again := common(event.spans, self._spoiled):
+    @property
+    def left_out(self) -> Sequence[TaskLeftOut]:
+        """So far, on the first rank."""
+        return () if self.coordinator is None else self.coordinator.left_out
+
+    def _on_left_out(self, left: TaskLeftOut) -> None:
+        """In the first rank's communication thread. UserError where samples have spoiled gradients before."""
+        if again := common(left.spans, [span for before in self.left_out for span in before.spans]):
             found = self._loader.indices(again)
             named = ", ".join(map(str, found[:MOST_NAMED])) + (" and others" if len(found) > MOST_NAMED else "")
             raise UserError(
                 f"gradients were not finite for the second time with these samples of the data set, on rank"
-                f" {event.rank} now: {named}; look at them, or lower optimizer.learning_rate"
+                f" {left.rank} now: {named}; look at them, or lower optimizer.learning_rate"
             )
-        self._spoiled += event.spans
-        assert self.coordinator is not None
-        machine = self.coordinator.machine
-        work = machine.members[event.rank].current
-        assert work is not None
-        own_round = work.task.synchronous_round
-        number = machine.version if own_round is None else own_round
-        known = own_round is not None and any(round_ == number for _, round_, _ in self.left_out)
-        samples = work.samples if own_round is None else 0 if known else work.task.round_samples
-        self.left_out.append((event.rank, number, samples))
-        self.record("left_out", rank=event.rank, round=number, samples=samples)
+        self.record("left_out", rank=left.rank, round=left.round, samples=left.samples)
 
     def _on_death(self, death: Death) -> None:
         self.deaths.append((death, self.seconds_training()))
         if self.plane.leads:
             self.record("death", **asdict(death))
+
+    def _on_damage(self, damage: Damage) -> None:
+        self.damages.append(damage)
+        if self.plane.leads:
+            self.record("damage", **asdict(damage))
 
     @property
     def under_way(self) -> bool:
@@ -342,7 +346,7 @@ class Session:
     def _start(self) -> None:
         self.meet("the first batch")
         self._seed_ranks()
-        self._common.share_first_weights()
+        self._common.share_first_weights(lambda make: self.plane.broadcast_object(make()))
         self.tasks.tensors = ModelTensors(self.model, self.optimizers)  # as the engine finds them
         self._stacks = Stacks()
         told = self.plane.gather_objects(self._stacks.process)
@@ -375,11 +379,12 @@ class Session:
                 if not self._under_way or not self._go_on():
                     return
 
-    def meet(self, what: str, value: Any = None) -> list[Any]:
-        """Collective, at rest; see `hetsync.plane.base.meet`. Where a rank dies meanwhile the others meet once more."""
+    def meet(self, what: str, value: Any = None, make: Callable[[], Any] | None = None) -> list[Any]:
+        """Collective, at rest; see `hetsync.plane.base.meet`. Where a rank dies meanwhile the others meet once more,
+        with what `make` makes by then, if it is given."""
         while True:
             try:
-                return self._meetings.hold(what, value)
+                return self._meetings.hold(what, value if make is None else make())
             except MembersLost:
                 if self._carrying_out or not self.engine.started:
                     raise
@@ -420,17 +425,19 @@ class Session:
                 "what is trained has changed, and sync.outer nesterov has a momentum of what was trained before:"
                 " take sync.outer identity"
             )
-        layouts = self.plane.gather_objects(ModelTensors(self.model, self.optimizers).layout)
+        layouts = self.meet("a change of what is trained", ModelTensors(self.model, self.optimizers).layout)
         if any(layout != layouts[0] for layout in layouts):
-            odd = [rank for rank, layout in enumerate(layouts) if layout != layouts[0]]
+            first, *_ = members = self.plane.members
+            odd = [rank for rank, layout in zip(members, layouts, strict=True) if layout != layouts[0]]
             raise UserError(
-                f"ranks {odd} train other weights than rank 0: freeze, unfreeze and add weights on all ranks alike"
+                f"ranks {odd} train other weights than rank {first}: freeze, unfreeze and add weights on all ranks"
+                " alike"
             )
         if not any(weight.requires_grad for weight in self.model.parameters()):
             raise UserError(
                 "no weight requires a gradient any more: leave some unfrozen, or end training by job.stop()"
             )
-        self._common.share_first_weights()
+        self._common.share_first_weights(lambda make: self.meet("the weights that are trained now", make=make)[0])
         self.tasks.tensors = ModelTensors(self.model, self.optimizers)  # as the engine finds them
         self.engine.renew()
 

@@ -13,7 +13,7 @@ from typing import Any
 from hetsync.balance.profile import RankProfile
 from hetsync.sync.messages import NO_BOUND, Settings
 from hetsync.sync.observation import mean_staleness
-from hetsync.sync.recovery import Death
+from hetsync.sync.recovery import Damage, Death
 from hetsync.sync.rounds_rule import RoundsChange
 from hetsync.train.efficiency import report_card
 from hetsync.train.run_folder import Status
@@ -180,6 +180,26 @@ class LeftOut:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Damaged:
+    """A message that did not arrive as its rank had sent it, after which all have gone on."""
+
+    damage: Damage
+    host: str
+
+    def failure(self) -> dict[str, Any]:
+        """Its entry among a summary's failures. It is noticed as it arrives, or with the one after it."""
+        return {
+            **asdict(self.damage),
+            "host": self.host,
+            "kind": "damaged",
+            "activity": "sending",
+            "noticed_seconds": None,
+            "samples_returned": 0,
+            "action": "went on",
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunFigures:
     """What a run has come to."""
 
@@ -187,6 +207,7 @@ class RunFigures:
     per_rank: Sequence[RankFigures]
     lost: Sequence[LostRank] = ()
     left_out: Sequence[LeftOut] = ()
+    damaged: Sequence[Damaged] = ()
     samples_before: int = 0  # applied by the jobs that this one goes on from
     rounds: int
     staleness: Mapping[int, int]  # tasks by their staleness
@@ -235,7 +256,11 @@ def summarise(run: RunFigures) -> dict[str, Any]:
         "overrun_fraction": sum(rank.overruns for rank in ranks) / max(1, sum(rank.slices for rank in ranks)),
         "real_compute_cores": sum(rank.real_seconds for rank in ranks) / max(1e-9, seconds),
         "failures": sorted(
-            [*(rank.failure() for rank in run.lost), *(left.failure() for left in run.left_out)],
+            [
+                *(rank.failure() for rank in run.lost),
+                *(left.failure() for left in run.left_out),
+                *(message.failure() for message in run.damaged),
+            ],
             key=lambda failure: failure["round"],
         ),
         "per_rank": sorted([*rows, *(rank.row() for rank in lost)], key=lambda row: row["rank"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,9 +23,12 @@ from hetsync.sync.model_tensors import ModelTensors
 from hetsync.sync.rates import Rates
 from hetsync.sync.recovery import spans_of
 from hetsync.sync.steps import Steps
+from hetsync.sync.undo import BeforeStep, Tensors
 from hetsync.train.accounts import RankTotals, TaskInWork
 from hetsync.train.memory import SliceMemory
 from hetsync.train.prepared import PreparedScaler
+
+SCALE = "loss scale"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,11 @@ class TaskRunner:
         self.left = False
         self.was_stepped = False
         self._adds_up = False  # has the loop left a task without a step?
+        self._steps_some = False  # or without that of some optimizer?
+        self._undo: list[BeforeStep] = []  # of steps of the task that others' steps follow
+        self._scale_before: Mapping[str, Any] | None = None  # the first of these
+        self._kept: Tensors | None = None  # what a void task is not to change
+        self._trained = trained
         self._scaler = trained.scaler
         self._scaled = trained.scaler is not None and trained.scaler.is_enabled()
         self._device = device
@@ -109,6 +117,7 @@ class TaskRunner:
 
     def slices(self, task: Task) -> Iterator[Any]:
         work = self.work = TaskInWork(task, len(task.slices))
+        self._undo, self._scale_before = [], None
         for steps in self.steps:
             steps.begin_task(task)
         batches = iter(self._loader.slices(task))
@@ -141,20 +150,42 @@ class TaskRunner:
         return work.void
 
     def _give_up(self, work: TaskInWork) -> None:
-        if self._adds_up:
+        if self._steps_some:  # by a count of its own, which may differ between ranks after this
             raise LostError(
-                "a rank has gone while the loop adds gradients up over batches, which at sync.delay_bound 0 are lost"
-                " with the round: go on with --resume (in a script: resume='auto')"
+                "a rank has gone, and at sync.delay_bound 0 the others cannot go on where the loop steps its optimizers"
+                " in some batches only: go on with --resume (in a script: resume='auto')"
             )
         work.void = True
+        for step in self._undo:
+            step.put_back()
+        if self._scaler is not None:
+            self._scaler.give_up(self._scale_before)
         if self._engine.give_up(work.task):
             self._totals.samples += work.task.samples
             self._totals.since_rest += work.task.samples
             self._totals.loop_steps += 1
+        self._kept = Tensors(self._state_tensors)
+
+    def scale(self) -> dict[str, Any]:
+        """Of the loss, for a rank that is behind after a death."""
+        return {SCALE: self._scaler.state_dict()} if self._scaler is not None and self._scaled else {}
+
+    def take_scale(self, given: Mapping[str, Any]) -> None:
+        if self._scaler is not None and SCALE in given:
+            self._scaler.load_state_dict(given[SCALE])
+
+    @property
+    def _state_tensors(self) -> list[torch.Tensor]:
+        """Of the model and of averages of it."""
+        modules = (self._trained.model, *self._trained.averages)
+        return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
     def _drop(self, work: TaskInWork) -> None:
         self.work, work.out = None, False
         self.tensors.restore()
+        if self._kept is not None:
+            self._kept.put_back()
+            self._kept = None
         self._device.take_seconds()
 
     def _check_steps(self, work: TaskInWork) -> None:
@@ -185,6 +216,7 @@ class TaskRunner:
         """
         work = self.slice_out("step")
         if self._is_void(work):
+            self.steps[number].optimizer.zero_grad(set_to_none=True)  # of this rank's slice, and of no sum
             return False
         due = work.last or not work.synchronous
         if number in work.collected:
@@ -253,6 +285,10 @@ class TaskRunner:
                 " step it once a batch, or take a delay bound of 1 or more"
             )
         self.collect(number)
+        if work.synchronous and not work.void and number < len(self.steps) - 1 and self._engine.keeps_going:
+            if self._scaler is not None and not self._undo:
+                self._scale_before = self._scaler.state_dict()
+            self._undo.append(BeforeStep(self.steps[number].optimizer))
 
     def _after(self, number: int) -> None:
         if not self.left:
@@ -307,8 +343,9 @@ class TaskRunner:
         self.work = None
         task = work.task
         samples = task.samples
-        if not work.stepped and not self.left and task.slices:
-            self._adds_up = True
+        if not self.left and task.slices:
+            self._adds_up |= not work.collected
+            self._steps_some |= len(work.collected) < len(self.steps)
         if work.synchronous:
             if work.stepped and (not self.left or len(work.stepped) == len(self.steps)):
                 self._totals.loop_steps += 1

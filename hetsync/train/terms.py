@@ -81,4 +81,4 @@ class JobControl(Control, Protocol):
     def close(self) -> None: ...
 
 
-ControlFactory = Callable[[ControlledJob], JobControl]  # called once, on rank 0
+ControlFactory = Callable[[ControlledJob], JobControl]  # called where the coordinator is: on rank 0, while it lives

@@ -98,10 +98,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from hetsync.sync.communicator import Communicator
 from hetsync.sync.mending import Mending
 from hetsync.train import checkpoint
+from hetsync.train.rest import CommonState
 from hetsync.train.saving import Saver
 
 torch.manual_seed(0)
-model = torch.nn.Linear(4, 3)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
+model[0].requires_grad_(False)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 loader = DataLoader(TensorDataset(torch.randn(512, 4), torch.randint(3, (512,))), batch_size=32, shuffle=True)
 test = DataLoader(TensorDataset(torch.randn(64, 4), torch.randint(3, (64,))), batch_size=8)
@@ -125,6 +127,7 @@ watch(Saver, "save", "saving")
 watch(checkpoint, "flush_to_disk", "writing")
 watch(Communicator, "_begin_round", "draining", lambda self, start: start.drain is not None)
 watch(Mending, "_attempt", "recovering")
+watch(CommonState, "share_first_weights", "sharing")
 
 def accuracy():
     come_to("evaluating")
@@ -135,6 +138,7 @@ settings = dict(delay_bound=bound, checkpoint_every=512, tolerate=True, least_ra
 with hetsync.join(run="run", **settings) as job:
     model, optimizer, loader, test = job.prepare(model, optimizer, loader, test)
     for epoch in job.epochs(8):
+        model[0].requires_grad_(epoch > 2)
         for inputs, labels in loader:
             come_to("training")
             loss = torch.nn.functional.cross_entropy(model(inputs), labels)
@@ -149,9 +153,10 @@ print(f"rank {job.rank} has ended", flush=True)
 @pytest.mark.parametrize(
     ("bound", "deaths"),
     [
-        # In turns, each time the first that is left or another: of six, rank 4 is left.
+        # In turns, each time the first that is left or another: of six, rank 4 is left. Weights are shared at the
+        # start, and when the first layer is trained, too.
         (0, [[5, "draining", 1], [0, "writing", 8], [1, "evaluating", 4], [3, "saving", 5], [2, "training", 100]]),
-        (4, [[0, "training", 20], [1, "training", 20], [3, "recovering", 1], [2, "evaluating", 6]]),
+        (4, [[0, "training", 20], [1, "training", 20], [3, "recovering", 1], [2, "sharing", 2], [5, "evaluating", 6]]),
     ],
 )
 def test_a_script_survives_deaths_at_any_moment(tmp_path: Path, bound: int, deaths: list[list[Any]]) -> None:
@@ -169,6 +174,22 @@ def test_a_script_survives_deaths_at_any_moment(tmp_path: Path, bound: int, deat
     assert summary["ranks"] == 6 - len(dead)
     assert summary["staleness"]["max"] <= bound
     assert load_newest(tmp_path / "run").progress.samples_applied == 8 * 512
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_controller_goes_on_or_is_begun_anew(tmp_path: Path, rank: int) -> None:
+    """Where rank 0 dies its process ends with it, and the next first rank starts another."""
+    words = ["--control.name", "random", "--control.interval_seconds", "0.1", "--sync.rebalance", "false"]
+    dies = ["--fault.tolerate", "true", "--fault.inject", f"[{{kind: die, rank: {rank}, round: 10}}]"]
+    with started(recipe(tmp_path, *words, *dies), tmp_path) as job:
+        done = finished(job)
+    assert done.status == 0, done.story
+    assert done.sentences == []
+    summary = summary_of(tmp_path / "run")
+    assert summary["samples_applied"] == SAMPLES
+    assert [failure["rank"] for failure in summary["failures"]] == [rank]
+    assert (summary["control"]["name"], summary["control"]["died"]) == ("random", None)
+    assert summary["staleness"]["max"] <= summary["control"]["delay_bound"][1]
 
 
 def test_with_too_few_left_the_job_saves_and_can_go_on(tmp_path: Path) -> None:

@@ -161,3 +161,19 @@ def test_windows_of_a_whole_job_add_up_to_what_the_virtual_cluster_has_on_its_bo
     if all(w.communication_share < 1 for w in windows):  # a sum counts where it ends, and windows may be shorter
         summed = sum(w.communication_share * w.seconds for w in windows)
         assert summed == pytest.approx(len(sums) * communication, abs=1e-6)
+
+
+def test_after_a_death_a_new_window_is_of_those_who_are_left() -> None:
+    """Rank 1 of two dies while both compute; rank 0 goes on with its task, on twice the share from then on."""
+    machine, meter = by_hand()
+    tell(machine, meter, 0.0, TaskStarted(0, 0, 0), TaskStarted(1, 1, 0))
+    tell(machine, meter, 4.0, TaskFinished(1, 1, 4, 4.0, 400.0))
+    other = make_machine([8], D4, 10_000)
+    other.first_instructions()
+    meter.begin_anew(other, 6.0)
+    tell(other, meter, 6.0, TaskStarted(0, 0, 0))
+    tell(other, meter, 14.0, TaskFinished(0, 0, 8, 8.0, 8.0), Contributed(0, 0, 0), RoundCompleted(0))
+    seen = meter.observe(D4, 14.0)
+    assert (seen.seconds, seen.rounds, seen.samples, seen.losses) == (8.0, 1, 8, (1.0,))
+    assert seen.efficiency == pytest.approx(1.0)  # of what rank 0 reaches alone
+    assert seen.waiting_share == pytest.approx(0.0)

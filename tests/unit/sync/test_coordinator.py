@@ -18,14 +18,18 @@ from hetsync.sync.messages import (
     AssignTask,
     CapFound,
     Contributed,
+    Holding,
     RankLeft,
     RankWithdrew,
     RoundCompleted,
     Settings,
     StartRound,
     TaskFinished,
+    TaskLeftOut,
+    TaskSpoiled,
     TaskStarted,
 )
+from hetsync.sync.recovery import Books, Report, decide
 from hetsync.sync.state_machine import LEAST_TASKS_HELD, RoundStateMachine
 from hetsync.train.running import Running
 
@@ -240,6 +244,32 @@ def test_all_events_of_a_letter_are_answered_in_one():
     assert len({to for to, _ in office.messages}) == len(office.messages)
     to_first = dict(office.messages)[0]
     assert [type(i) for i in to_first] == [AssignTask, StartRound]
+
+
+def test_what_is_left_out_is_in_the_books_of_whoever_leads_next():
+    """Or samples that spoil gradients again would go out once more under each new first rank."""
+    office = Office()
+    sent: list[tuple[int, list[object]]] = []
+    office.coordinator._deliver = as_messages(office.machine, lambda messages: sent.extend(messages.items()), (0, 1))
+    task = office.machine.members[1].queued[0].task
+    spans = task.slices[0]
+    office.coordinator.handle([TaskStarted(1, task.number, 0), TaskSpoiled(1, task.number, spans)])
+    left = TaskLeftOut(1, 0, task.samples, spans)
+    assert office.coordinator.left_out == [left]
+    told = {rank: [notice for notice in notices if isinstance(notice, TaskLeftOut)] for rank, notices in sent}
+    assert told == {0: [left], 1: [left]}
+    behind, books = (Books([office.machine.standing]) for _ in range(2))
+    for rank, notices in sent:
+        if rank == 1:
+            books.follow(notices)
+    reports = {rank: Report(rank, 0, Holding(), books=copy) for rank, copy in [(1, behind), (2, books)]}
+    decision = decide(reports, 3)
+    assert decision.books is not None
+    assert decision.books.left_out == [left]
+    next_one = Office((8, 8, 8), rebalance=False)
+    next_one.coordinator._rebuild = lambda *_: (next_one.machine, lambda instructions: None)
+    next_one.coordinator.go_on(decision, reports)
+    assert next_one.coordinator.left_out == [left]
 
 
 def test_who_has_nothing_to_hear_gets_no_message():

@@ -21,6 +21,7 @@ class Rank:
         self.deltas = Deltas([self.weights], outer, rank=number, ranks_counted=2)
         self.given = torch.zeros(SIZE)  # all progress, as it moves the anchor
         self.waiting = 0  # finished tasks in no round
+        self.largest = 0.0  # of its weights so far
 
     def finish(self, progress: int) -> None:
         self.deltas.apply()
@@ -29,6 +30,17 @@ class Rank:
         self.given += step * SHARE / BATCH
         assert self.deltas.finish(SHARE, 1) < float("inf")
         self.waiting += 1
+
+    def progress(self, chance: random.Random) -> None:
+        """Tasks whose steps weights of 16 bits cannot hold exactly."""
+        for _ in range(chance.randrange(3)):
+            self.deltas.apply()
+            before = self.weights.float()
+            self.weights += torch.arange(SIZE) % 3 * chance.uniform(-0.3, 0.3)
+            self.given += (self.weights.float() - before) * SHARE / BATCH
+            self.largest = max(self.largest, float(self.weights.abs().max()))
+            assert self.deltas.finish(SHARE, 1) < float("inf")
+            self.waiting += 1
 
     def pack(self) -> torch.Tensor:
         addend = self.deltas.pack(self.waiting > 0, BATCH, "float32")
@@ -81,6 +93,43 @@ def test_nothing_is_lost_or_counted_twice_in_rounds_that_do_not_count(seed: int)
         rank.deltas.apply_sum()
         rank.deltas.reset_to_anchor()
         assert torch.equal(rank.weights, ranks[0].given + ranks[1].given)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sixteen_bit_weights_lose_no_more_than_their_rounding(seed: int) -> None:
+    """Of each round that does not count, as at a drain: what they could not hold of the anchor."""
+    chance = random.Random(seed)
+    ranks = [Rank(0, torch.bfloat16), Rank(1, torch.bfloat16)]
+    voids = 0
+    for _ in range(60):
+        for rank in ranks:
+            rank.progress(chance)
+        before = [rank.waiting for rank in ranks]
+        addends = [rank.pack() for rank in ranks]
+        for rank in ranks:
+            rank.progress(chance)
+        if chance.random() < 0.5:
+            summed(ranks, addends)
+            ranks[0].deltas.apply_sum()
+            if chance.random() < 0.5:
+                ranks[1].deltas.apply_sum()
+            else:
+                addends[1].fill_(torch.nan)
+                ranks[1].deltas.catch_up(ranks[0].deltas.anchor.clone(), None, ())
+        else:
+            voids += 1
+            for rank, addend, tasks in zip(ranks, addends, before, strict=True):
+                addend.fill_(torch.nan)
+                rank.deltas.take_back()
+                rank.waiting += tasks
+        assert torch.equal(ranks[0].deltas.anchor, ranks[1].deltas.anchor)
+    summed(ranks, [rank.pack() for rank in ranks])
+    for rank in ranks:
+        rank.deltas.apply_sum()
+    off = (ranks[0].deltas.anchor - ranks[0].given - ranks[1].given).abs()
+    step = torch.finfo(torch.bfloat16).eps * float(max(rank.largest for rank in ranks))  # between their values
+    assert voids
+    assert float(off.max()) <= voids * step
 
 
 def test_who_catches_up_takes_over_the_outer_velocity() -> None:

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from hetsync.plane.base import MembersLost
 from hetsync.sync.communicator import Communicator
+from hetsync.sync.deltas import Deltas
 from hetsync.sync.messages import Settings, Standing, StartRound, Task, TaskFinished, TaskStarted
 from hetsync.sync.milestones import no_marks, rests_for
 from hetsync.sync.recovery import Action, Books, Death, Decision, LandedRound, Report, decide, rebuilt
@@ -85,6 +87,13 @@ def test_a_death_that_another_breaks_in_on_is_told() -> None:
     with pytest.raises(MembersLost):
         made._carry_out(cast(Any, SimpleNamespace(decision=decision)), 0.0)
     assert [each.rank for each in told] == [3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_deaths_are_outlived_with_weights_of_any_precision(dtype: torch.dtype) -> None:
+    made = communicator(_keeps_going=True, _options=EngineOptions(8))
+    made._shared.deltas = Deltas([torch.zeros(2, dtype=dtype)])
+    assert made._outlives_deaths()
 
 
 # Who crawls.

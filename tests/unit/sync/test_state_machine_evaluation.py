@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from state_machine_jobs import everyday, jobs, relaxed
 from virtual import VirtualCluster, make_machine
 
-from hetsync.sync.messages import Settings
+from hetsync.sync.messages import (
+    AssignTask,
+    Evaluated,
+    RoundCompleted,
+    Settings,
+    StartRound,
+    TaskFinished,
+    TaskStarted,
+)
 from hetsync.sync.milestones import Rests, Snapshots, marks_every, rests_at
 
 
@@ -35,6 +45,29 @@ def test_each_mark_is_evaluated_once_it_is_reached(settings):
     assert len(at) == 3
     assert all(mark <= applied < mark + 2 * machine.full_set for mark, applied in zip((250, 500, 750), at, strict=True))
     assert [reason for _, reason in cluster.drains] == ["end"]
+
+
+@pytest.mark.parametrize("spoiled", [{8}, {9}, {8, 9}, {10}])
+def test_a_mark_that_a_spoiled_round_falls_short_of_is_evaluated_once_it_is_reached(spoiled):
+    """Synchronous rounds are told to be evaluated before they, and those before them, have turned out to bring
+    nothing."""
+    machine = make_machine([1, 1], Settings(0, 1.0, 1), 60, evaluate=20)
+    told, evaluated = deque(machine.first_instructions()), []
+    while told:
+        match told.popleft():
+            case AssignTask(rank=rank, task=task):
+                told += machine.handle(TaskStarted(rank, task.number, task.synchronous_round))
+                told += machine.handle(TaskFinished(rank, task.number, task.samples, 1.0))
+            case StartRound(number=number) as start:
+                told += machine.handle(RoundCompleted(number, spoiled=number in spoiled))
+                for rank in (0, 1) if start.evaluate and not start.drain else ():
+                    told += machine.handle(Evaluated(rank, number, rank))
+                if (found := machine.snapshots.pop_complete()) is not None:
+                    evaluated.append(found.samples_applied)
+    assert machine.ended
+    assert evaluated == sorted(evaluated)
+    for mark in (20, 40):  # and what was handed out meanwhile
+        assert any(mark <= applied <= mark + 4 * machine.full_set for applied in evaluated), evaluated
 
 
 def test_nobody_waits_for_an_evaluation():

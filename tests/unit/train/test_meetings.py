@@ -19,6 +19,7 @@ class Room:
     def __init__(self, ranks: int) -> None:
         self.members = tuple(range(ranks))
         self.unheard: set[int] = set()  # ranks that a death keeps from hearing what the next meeting came to
+        self.times_lost = 0
         self._come(self.members)
 
     def _come(self, members: tuple[int, ...]) -> None:
@@ -26,6 +27,7 @@ class Room:
         self._all_here, self._all_heard = Barrier(len(members)), Barrier(len(members))
 
     def lose(self, rank: int) -> None:
+        self.times_lost += 1
         self._come(tuple(one for one in self.members if one != rank))
 
     def meet(self, rank: int, value: Any) -> list[Any]:
@@ -43,6 +45,10 @@ class Seat:
 
     def __init__(self, room: Room, rank: int) -> None:
         self._room, self.rank = room, rank
+
+    @property
+    def times_mended(self) -> int:
+        return self._room.times_lost
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -1,0 +1,38 @@
+"""Copies of what is to be put back: where a rank's death voids a synchronous round between two of its steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch
+
+
+class Tensors:
+    """Values of tensors, as they are now."""
+
+    @torch.no_grad()
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for tensor, value in self._kept:
+            tensor.copy_(value)
+
+
+class BeforeStep:
+    """What an optimizer's step is about to change: its weights and their state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._of_weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        self._weights = Tensors(self._of_weights)
+        state = optimizer.state
+        self._state = {weight: copy.deepcopy(state[weight]) for weight in self._of_weights if weight in state}
+
+    def put_back(self) -> None:
+        self._weights.put_back()
+        for weight in self._of_weights:
+            self._optimizer.state.pop(weight, None)
+        self._optimizer.state.update(self._state)
