@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import count, pairwise
 from statistics import NormalDist
 
-from hetsync.emulation.cluster import Jitter, LognormalJitter, QuantileJitter, TraceJitter
+from hetsync.emulation.cluster import Jitter, LognormalJitter, QuantileJitter, QuantileModel, TraceJitter
 from hetsync.errors import UserError
 
 JitterSampler = Callable[[], float]
@@ -34,6 +34,24 @@ def jitter_sampler(jitter: Jitter | None, seed: int, rank: int) -> JitterSampler
     return (factor for factor in draws for _ in range(jitter.hold)).__next__
 
 
+def likely_factors(jitter: Jitter, rank: int, count: int) -> list[float]:
+    """So many factors as are equally likely in the long run, ascending, with mean 1.
+
+    Each is from the middle of one of `count` equal parts of the distribution. UserError where a trace cannot be read.
+    """
+    middles = [(part + 0.5) / count for part in range(count)]
+    if isinstance(jitter, LognormalJitter):
+        factors = [math.exp(jitter.sigma * NormalDist().inv_cdf(middle)) for middle in middles]
+    elif isinstance(jitter, TraceJitter):
+        workers = _read_trace(jitter)
+        worker = sorted(workers[rank % len(workers)])
+        factors = [worker[int(middle * len(worker))] for middle in middles]
+    else:
+        model = jitter.models[rank % len(jitter.models)]
+        factors = [_quantile(model, middle) for middle in middles]
+    return [factor * count / sum(factors) for factor in factors]
+
+
 def _lognormal(jitter: LognormalJitter, source: random.Random) -> Iterator[float]:
     sigma = jitter.sigma
     while True:
@@ -43,15 +61,21 @@ def _lognormal(jitter: LognormalJitter, source: random.Random) -> Iterator[float
 def _fitted(jitter: QuantileJitter, source: random.Random, rank: int) -> Iterator[float]:
     """An AR(1) process of normals, mapped through the normal's distribution and the fitted quantiles."""
     model = jitter.models[rank % len(jitter.models)]
-    points = list(zip(model.probabilities, model.factors, strict=True))
-    mean = sum((q - p) * (f + g) / 2 for (p, f), (q, g) in pairwise(points))
+    mean = sum((q - p) * (f + g) / 2 for (p, f), (q, g) in pairwise(_points(model)))
     keep = model.autocorrelation
     z = source.gauss(0, 1)
     while True:
-        u = NormalDist().cdf(z)
-        (p, f), (q, g) = next(pair for pair in pairwise(points) if u <= pair[1][0])
-        yield (f + (g - f) * (u - p) / (q - p)) / mean
+        yield _quantile(model, NormalDist().cdf(z)) / mean
         z = keep * z + math.sqrt(1 - keep * keep) * source.gauss(0, 1)
+
+
+def _points(model: QuantileModel) -> list[tuple[float, float]]:
+    return list(zip(model.probabilities, model.factors, strict=True))
+
+
+def _quantile(model: QuantileModel, probability: float) -> float:
+    (p, f), (q, g) = next(pair for pair in pairwise(_points(model)) if probability <= pair[1][0])
+    return f + (g - f) * (probability - p) / (q - p)
 
 
 def _replayed(workers: list[list[float]], source: random.Random, rank: int) -> Iterator[float]:

@@ -35,13 +35,17 @@ class GivenPlan:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A plan as a job runs it. `costs` are those that the evaluator predicts."""
+    """A plan as a job runs it.
+
+    `costs` are those that the evaluator predicts; `weight_in_loss` as in `PlannableModel`.
+    """
 
     plan: GivenPlan
     cut: Cut
     placement: Placement
     evaluator: Evaluator
     costs: Costs
+    weight_in_loss: str | None = None
 
     @property
     def communication_fraction(self) -> float:
@@ -121,7 +125,7 @@ def assign(
         placement = evaluator.with_shares(placement)
         costs = evaluator.evaluate(placement)
         evaluator.check_memory(costs)
-    return Assignment(plan, plannable.cut, placement, evaluator, costs)
+    return Assignment(plan, plannable.cut, placement, evaluator, costs, plannable.weight_in_loss)
 
 
 def real_cluster(profiles: Sequence[RankProfile]) -> Cluster:

@@ -6,9 +6,11 @@ The three are never mixed here. What does not fit into a device's memory is infe
 from __future__ import annotations
 
 import dataclasses
+import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ from hetsync.balance.profile import StepTime, fit
 from hetsync.balance.shares import speed_shares
 from hetsync.config.schema import SyncConfig
 from hetsync.emulation.cluster import Cluster
+from hetsync.emulation.jitter import likely_factors
 from hetsync.errors import UserError
 from hetsync.plan.division import parts_by_speed
 from hetsync.plan.graph import BATCH, BlockCost, BlockGraph
@@ -32,6 +35,7 @@ from hetsync.profiling.device import ENGINE_BUFFERS, USABLE_FRACTION
 Array = npt.NDArray[np.float64]
 FloatOrArray = TypeVar("FloatOrArray", float, npt.NDArray[np.float64])
 BYTES_PER_VALUE = 4
+SLICES = 256  # of which the mean is taken where devices have jitter
 FORWARD, BACKWARD, SAVED, WEIGHTS = range(4)  # columns of figures: parts of a step, a sample's bytes, bytes
 
 
@@ -116,6 +120,7 @@ class _Slice:
 class Evaluator:
     """Scores placements of one model on one cluster.
 
+    Seconds are means: where devices of the cluster have jitter, of slices in which each of them is as slow as it draws.
     `times` are the ranks' of a slice of the whole model. A block takes its part of them: that which its forward and
     backward passes have of the profiled device's, for as many samples as ranks have on average. UserError for a cluster
     whose link is a fraction of computing.
@@ -150,17 +155,20 @@ class Evaluator:
         self.limit_bytes = [_usable_bytes(cluster, rank) for rank in range(len(times))]
         self._links: dict[tuple[int, int], tuple[float, float]] = {}  # latency, seconds a byte
         self._parts: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+        self._drawn: dict[int, Array] = {}  # by rank, factors of `SLICES` slices
 
     def evaluate(self, placement: Placement) -> Costs:
         """All costs. Shares that are left out are those by predicted speed; UserError where there are none."""
         staged = [self._staged(replica) for replica in placement.replicas]
         shares = self._shares(staged)
         slices = [self._slice(one, share) for one, share in zip(staged, shares, strict=True)]
-        seconds = tuple(_slice_seconds(one, end_times(one.work)) for one in slices)
+        drawn = [self._slice_seconds(one) for one in slices]
+        seconds = tuple(_mean(each) for each in drawn)
         carried = sum(one.bytes for one in slices)
         step, round_seconds = max(seconds), 0.0
         if len(staged) > 1:
-            rounds, replicas = self._rounds(placement), Replicas(shares, seconds, _all_whole(placement))
+            waiting = None if self.cluster.jitter is None else _mean(reduce(np.maximum, drawn))
+            rounds, replicas = self._rounds(placement), Replicas(shares, seconds, _all_whole(placement), waiting)
             round_seconds = rounds.seconds(max(seconds))
             step = rounds.step_seconds(replicas, round_seconds)
             carried += rounds.carried_bytes() * rounds.per_step(replicas, round_seconds, step)
@@ -290,7 +298,26 @@ class Evaluator:
         """Of a replica's slice by its share: a line through a small and a large one."""
         shares = [least, most] if most > least else [least]
         slices = [self._slice(staged, share) for share in shares]
-        return fit(shares, [_slice_seconds(one, end_times(one.work)) for one in slices])
+        return fit(shares, [_mean(self._slice_seconds(one)) for one in slices])
+
+    def _slice_seconds(self, one: _Slice) -> float | Array:
+        """With jitter those of `SLICES` slices, in which each rank draws a factor for all that it computes."""
+        if self.cluster.jitter is None:
+            return _last_end(one, end_times(one.work), max)
+        work = []
+        for (_, rank), worker in zip(one.workers, one.work, strict=True):
+            scattered = {seconds: seconds * self._factors(rank) for seconds in set(worker.seconds)}
+            work.append(dataclasses.replace(worker, seconds=[scattered[seconds] for seconds in worker.seconds]))
+        return _last_end(one, end_times(work, np.maximum), np.maximum)
+
+    def _factors(self, rank: int) -> Array:
+        """By which its slices scatter, in an order of the rank's own, so that ranks are independent."""
+        if rank not in self._drawn:
+            assert self.cluster.jitter is not None
+            factors = likely_factors(self.cluster.jitter, rank, SLICES)
+            random.Random(str(rank)).shuffle(factors)
+            self._drawn[rank] = np.array(factors)
+        return self._drawn[rank]
 
     def _slice(self, staged: _Staged, share: int) -> _Slice:
         replica, stages = staged.replica, staged.replica.stages
@@ -401,11 +428,15 @@ def _usable_bytes(cluster: Cluster, rank: int) -> int:
     return sys.maxsize if memory is None else int(USABLE_FRACTION * memory)
 
 
-def _slice_seconds(one: _Slice, ends: Sequence[Sequence[float]]) -> float:
-    last: dict[int, float] = {}
+def _last_end(one: _Slice, ends: Sequence[Sequence[Any]], later: Callable[[Any, Any], Any]) -> Any:
+    last: dict[int, Any] = {}
     for (stage, _), times in zip(one.workers, ends, strict=True):
-        last[stage] = max(last.get(stage, 0.0), times[-1])
-    return max(end + one.end_sums.get(stage, 0.0) for stage, end in last.items())
+        last[stage] = later(last.get(stage, 0.0), times[-1])
+    return reduce(later, (end + one.end_sums.get(stage, 0.0) for stage, end in last.items()))
+
+
+def _mean(seconds: float | Array) -> float:
+    return float(seconds.mean()) if isinstance(seconds, np.ndarray) else seconds
 
 
 def _all_whole(placement: Placement) -> bool:

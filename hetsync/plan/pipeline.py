@@ -7,9 +7,9 @@ sender's list, no event can overtake another, and one walk over the work finds a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Send(NamedTuple):
@@ -26,29 +26,30 @@ class Worker:
 
     Attributes:
         work: Numbers, in the order in which they are run.
-        seconds: Of each number.
+        seconds: Of each number; or arrays, which have the seconds of as many slices.
         sends: Of each number, once it is done.
     """
 
     work: Sequence[int]
-    seconds: Sequence[float]
+    seconds: Sequence[Any]
     sends: Sequence[Sequence[Send]]
 
 
-def end_times(workers: Sequence[Worker]) -> list[list[float]]:
+def end_times(workers: Sequence[Worker], later: Callable[[Any, Any], Any] = max) -> list[list[Any]]:
     """When each worker ends each entry of its list, in seconds after the slice's begin.
 
-    ValueError where workers wait for each other.
+    Where seconds are arrays `later` is numpy.maximum: no time decides in which order the walk goes. ValueError where
+    workers wait for each other.
     """
     numbers = range(len(workers[0].seconds))
     lacking = [[0 for _ in numbers] for _ in workers]  # tensors that have yet to come
-    ready = [[0.0 for _ in numbers] for _ in workers]  # when the last of those that came was there
+    ready: list[list[Any]] = [[0.0 for _ in numbers] for _ in workers]  # when the last of those that came was there
     for worker in workers:
         for number, sends in enumerate(worker.sends):
             for target, _, _ in sends:
                 lacking[target][number] += 1
-    ends: list[list[float]] = [[] for _ in workers]
-    link_free = [[0.0] * len(workers) for _ in workers]
+    ends: list[list[Any]] = [[] for _ in workers]
+    link_free: list[list[Any]] = [[0.0] * len(workers) for _ in workers]
     active = [*range(len(workers))]
     while active:
         index = active.pop()
@@ -57,12 +58,12 @@ def end_times(workers: Sequence[Worker]) -> list[list[float]]:
         for number in worker.work[len(done) :]:
             if lacking[index][number]:
                 break
-            now = max(now, ready[index][number]) + worker.seconds[number]
+            now = later(now, ready[index][number]) + worker.seconds[number]
             done.append(now)
             for target, seconds, latency in worker.sends[number]:
                 free = link_free[index]
-                free[target] = max(now, free[target]) + seconds
-                ready[target][number] = max(ready[target][number], free[target] + latency)
+                free[target] = later(now, free[target]) + seconds
+                ready[target][number] = later(ready[target][number], free[target] + latency)
                 lacking[target][number] -= 1
                 if not lacking[target][number]:
                     active.append(target)

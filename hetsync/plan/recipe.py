@@ -12,7 +12,7 @@ from hetsync.config.schema import Config
 from hetsync.data import Data
 from hetsync.errors import UserError
 from hetsync.plan.blocks import Cut, cut
-from hetsync.plan.calls import observed_call
+from hetsync.plan.calls import observed_call, weight_used
 from hetsync.plan.costs import Measured, block_costs
 from hetsync.plan.evaluate import Training
 from hetsync.plan.graph import BlockCost
@@ -27,12 +27,22 @@ MEASURED_SAMPLES = (4, 16)  # fewest and most of the larger of the two batches t
 
 @dataclass(frozen=True)
 class PlannableModel:
-    """A recipe's model, with all that plans need of it. `costs` by block, measured on this machine."""
+    """A recipe's model, with all that plans need of it.
+
+    Attributes:
+        identity: What plan files call it.
+        cut: Its blocks.
+        costs: By block, measured on this machine.
+        training: What a step is.
+        weight_in_loss: Name of a weight that the loss computes with besides calling the model, which no job can cut
+            then; None where there is none.
+    """
 
     identity: ModelIdentity
     cut: Cut
     costs: tuple[BlockCost, ...]
     training: Training
+    weight_in_loss: str | None = None
 
 
 def plannable_model(
@@ -41,7 +51,7 @@ def plannable_model(
     """The recipe's model in blocks, with their costs: those in the user's cache, or measured now.
 
     With `messages` it is collective, and costs are rank 0's. UserError where the recipe sets shares in a way that plans
-    do not know.
+    do not know, and where the loss calls the model twice, or never.
     """
     _check_shares(config)
     model.train()
@@ -50,12 +60,13 @@ def plannable_model(
     large = min(max(least, config.data.batch_size // ranks), most, len(built.train))  # type: ignore[arg-type]
     batches = {samples: batch_of(built, samples, device) for samples in (max(1, large // 2), large)}
     traced = cut(model, observed_call(model, built.loss, batches[large]))
+    weight_in_loss = weight_used(model, built.loss, batches[large])
     digest = weights_of(model)
     measured = Measured(model, traced, built.loss, batches)
     path, seconds = _costs_file(config.model.name, digest), config.run.profile_seconds
     costs = decided_by_first(messages or LocalMessages(), lambda: block_costs(measured, path, seconds))
     training = Training(config.data.batch_size, config.sync, optimizer_buffers(config, model))
-    return PlannableModel(ModelIdentity(config.model.name, digest), traced, costs, training)
+    return PlannableModel(ModelIdentity(config.model.name, digest), traced, costs, training, weight_in_loss)
 
 
 def weights_of(model: torch.nn.Module) -> str:

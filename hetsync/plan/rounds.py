@@ -19,11 +19,24 @@ Segments = Mapping[tuple[int, ...], int]  # bytes, by the ranks that hold them: 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Replicas as rounds see them: samples of each in a slice, and the seconds that these take it."""
+    """Replicas as rounds see them.
+
+    Attributes:
+        shares: Samples of each in a slice.
+        seconds: That these take it, on average.
+        whole: Whether each is one rank that runs its share at once.
+        waiting_seconds: Until the last of them has ended a slice, on average; None where slices do not scatter.
+    """
 
     shares: Sequence[int]
     seconds: Sequence[float]
-    whole: bool = True  # each is one rank that runs its share at once
+    whole: bool = True
+    waiting_seconds: float | None = None
+
+    @property
+    def slowest_seconds(self) -> float:
+        """Of a slice of all, each of which waits for the others."""
+        return max(self.seconds) if self.waiting_seconds is None else self.waiting_seconds
 
     @property
     def delayed_seconds(self) -> float:
@@ -68,7 +81,7 @@ class Rounds:
 
     def step_seconds(self, replicas: Replicas, round_seconds: float) -> float:
         """Of a slice of all replicas, with the rounds that go with it."""
-        slowest, slices = max(replicas.seconds), self.sync.first_accumulation
+        slowest, slices = replicas.slowest_seconds, self.sync.first_accumulation
         if not self.delayed:
             return slowest + (self._synchronous_end(replicas, round_seconds) - slowest) / slices
         waiting = self.sync.first_quorum == 1
@@ -97,7 +110,7 @@ class Rounds:
 
     def _synchronous_end(self, replicas: Replicas, round_seconds: float) -> float:
         """Buckets are full one after the other while the last backward pass runs, two thirds of a slice."""
-        slowest = max(replicas.seconds)
+        slowest = replicas.slowest_seconds
         if not (self.sync.overlap and replicas.whole):
             return slowest + round_seconds
         buckets = max(1, sum(self._buckets(size) for size in self.segments.values()))

@@ -14,10 +14,8 @@ from hetsync.emulation.cluster import Cluster
 from hetsync.emulation.jitter import jitter_sampler
 from hetsync.errors import UserError
 from hetsync.plan.assignment import Assignment, real_cluster, without_limits
-from hetsync.plan.calls import weight_used
-from hetsync.plan.recipe import MEASURED_SAMPLES
 from hetsync.plane.base import Channels
-from hetsync.profiling.measure import Subject, batch_of, measure_ranks
+from hetsync.profiling.measure import Subject, measure_ranks
 from hetsync.replica.base import Replica
 from hetsync.replica.passes import EmulatedPasses, Passes
 from hetsync.replica.scores import forward_outside_of_training
@@ -67,17 +65,15 @@ def make_replica(
     ranks = [stage.ranks for stage in planned.stages]
     times = [profile.time for profile in profiles]
     stages = Stages(stage_of, ranks, [stage.in_flight for stage in planned.stages], times)
-    _check_loss(model, data, at.device)
+    _check_loss(assignment.weight_in_loss)
     scoring = forward_outside_of_training(model, data, at.device)
     return StagedReplica(model, assignment.cut, data.loss, stages, rank, channels, passes, scoring)
 
 
-def _check_loss(model: torch.nn.Module, data: Data, device: torch.device) -> None:
-    samples = min(MEASURED_SAMPLES[0], len(data.train))  # type: ignore[arg-type]
-    name = weight_used(model, data.loss, batch_of(data, samples, device))
-    if name is not None:
+def _check_loss(weight: str | None) -> None:
+    if weight is not None:
         raise UserError(
-            f"the loss computes with {name} itself, which may be on another rank: let the model's forward return what"
+            f"the loss computes with {weight} itself, which may be on another rank: let the model's forward return what"
             " the loss needs"
         )
 

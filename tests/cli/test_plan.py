@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,35 @@ CLUSTER = {
     "link": {"latency_seconds": 1e-4, "bytes_per_second": 1e8},
 }
 RATES = ["--emulation.samples_per_second", "700"]
+MINE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from hetsync.data import Data
+
+class Plain(nn.Module):
+    def __init__(self, ties: bool = False) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        if ties:
+            self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x)))
+
+def once(model, batch):
+    return model(batch[0]).square().mean()
+
+def twice(model, batch):
+    return once(model, batch) + model(batch[0]).mean()
+
+def never(model, batch):
+    return model.first.weight.square().sum()
+
+def data(loss: str = "once"):
+    samples = TensorDataset(torch.randn(64, 8))
+    return Data(samples, samples, globals()[loss], lambda model, batch: {})
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +70,16 @@ def plan(*words: str) -> int:
         cli.main(["plan", "--run.profile_seconds", "0.01", *words])
     torch.set_num_threads(threads)
     return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def mine(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Words that name a model and data of the user's own, and a cluster."""
+    (place / "mine.py").write_text(MINE)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    yield ["--model.name", "mine:Plain", "--data.name", "mine:data", "--emulate", "three.yaml", *RATES]
+    sys.modules.pop("mine", None)
 
 
 def test_a_plan_is_found_written_and_shown(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,6 +226,59 @@ def test_a_plan_of_another_recipe(place: Path, capsys: pytest.CaptureFixture[str
     assert plan(*words, "--data.batch_size", "32", "--explain", "plan.yaml") == 2
     assert "plan plan.yaml: batch_size is 64, but data.batch_size is 32" in capsys.readouterr().err
     assert plan(*words, "--model.options", '{"channels": 8}', "--explain", "plan.yaml") == 2
+
+
+def test_stages_that_would_share_a_weight(place: Path, mine: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    stages = [{"ranks": [0], "blocks": ["first"]}, {"ranks": [1, 2], "blocks": ["last"]}]
+    (place / "tied.yaml").write_text(yaml.safe_dump({"format": 1, "batch_size": 64, "replicas": [{"stages": stages}]}))
+    assert plan(*mine, "--model.options", "{ties: true}", "--explain", "tied.yaml") == 2
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hetsync:")]
+    assert "plan tied.yaml: replicas[0].stages[1].blocks has last, whose weights are part of block first and" in told
+
+
+def test_losses_by_which_no_model_is_cut(mine: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Also once the model's costs are known, so that no loss is measured."""
+    assert plan(*mine, "--search", "data") == 0
+    capsys.readouterr()
+    for loss, sentence in (("twice", "the loss calls the model twice"), ("never", "never never calls the model")):
+        assert plan(*mine, "--data.options.loss", loss, "--search", "data") == 2
+        (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hetsync:")]
+        assert sentence in told
+
+
+def test_what_does_not_fit(place: Path, mine: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A stage, a model, and a block: with the bytes that are needed, and those that are there or short."""
+    tiny = CLUSTER | {"devices": [{"name": "small", "memory_gib": 1}, {"name": "tiny", "count": 2, "memory_gib": 1e-6}]}
+    (place / "tiny.yaml").write_text(yaml.safe_dump(tiny))
+    small = CLUSTER | {"devices": [{"name": "small", "count": 3, "memory_gib": 2e-6}]}
+    (place / "small.yaml").write_text(yaml.safe_dump(small))
+    stages = [{"ranks": [rank], "blocks": [name]} for rank, name in enumerate(["first", "middle", "last"])]
+    (place / "given.yaml").write_text(yaml.safe_dump({"format": 1, "batch_size": 64, "replicas": [{"stages": stages}]}))
+    mine += ["--optimizer.name", "adamw"]
+    limit, limit_of_small = (int(0.9 * int(gib * 2**30)) for gib in (1e-6, 2e-6))
+    weights = 4 * (8 * 8 + 8) * 4  # and gradients, and two values each for the optimizer
+
+    assert plan(*mine, "--emulate", "tiny.yaml", "--explain", "given.yaml") == 2
+    told = capsys.readouterr().err
+    (needed,) = re.findall(
+        rf"given.yaml: rank 1 needs ([\d,]+) bytes for its stage, and {limit:,} of its tiny may", told
+    )
+    assert weights <= int(needed.replace(",", "")) <= weights + 64 * 3 * 8 * 4
+
+    assert plan(*mine, "--emulate", "small.yaml", "--search", "single") == 2
+    told = capsys.readouterr().err
+    sentence = (
+        r"fits nowhere: of \d+ plans the nearest is ([\d,]+) bytes short: rank 0 needs ([\d,]+) and may use ([\d,]+)"
+    )
+    (figures,) = re.findall(sentence, told)
+    short, needed, there = (int(figure.replace(",", "")) for figure in figures)
+    assert short == needed - there > 0
+    assert there == limit_of_small
+
+    (place / "tiny.yaml").write_text(yaml.safe_dump(CLUSTER | {"devices": [{"name": "tiny", "memory_gib": 1e-6}]}))
+    assert plan(*mine, "--emulate", "tiny.yaml") == 2
+    told = capsys.readouterr().err
+    assert re.search(r"no device holds block first: with one sample it needs [\d,]+ bytes, [\d,]+ more than any", told)
 
 
 def test_a_stage_that_does_not_fit(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

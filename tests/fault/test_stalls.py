@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, Done, finished, mpirun, started
+import yaml
+from jobs import ROOT, Done, finished, mpirun, run, started
 
 RANKS = 2
 LIMIT = 2
@@ -153,3 +154,42 @@ def test_an_exit_on_one_rank_ends_the_job_with_its_code(
     assert "Traceback" not in done.err, done.story
     assert any(f"rank {ranks - 1}" in line and "sys.exit" in line for line in done.sentences) == (ranks > 1), done.story
     assert ("no more data" in done.err) == (code == "no more data")
+
+
+CHAIN = """
+import os, time
+from pathlib import Path
+from torch import nn
+
+class Norm(nn.BatchNorm1d):
+    def forward(self, x):
+        saved = any(Path("run/checkpoints").glob("samples-*"))
+        if saved and os.environ["OMPI_COMM_WORLD_RANK"] == os.environ["LATE"]:
+            time.sleep(100)
+        return super().forward(x)
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), Norm(16))
+        self.last = nn.Sequential(Norm(16), nn.Linear(16, 10))
+
+    def forward(self, x):
+        return self.last(self.first(x))
+"""
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_who_waits_for_a_tensor_of_a_stage_names_its_sender(tmp_path: Path, late: int) -> None:
+    """The first stage hangs in a forward pass, or the last: the other waits for activations, or for gradients."""
+    (tmp_path / "mine.py").write_text(CHAIN)
+    stages = [{"ranks": [0], "blocks": ["first"]}, {"ranks": [1], "blocks": ["last"]}]
+    plan = {"format": 1, "batch_size": 64, "replicas": [{"micro_batches": 4, "stages": stages}]}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    words = ["--model.name", "mine:Chain", "--plan", "plan.yaml", "--run.dir", "run", "--run.samples", "640"]
+    words += ["--run.checkpoint_every", "128", "--run.timeout_seconds", str(4 * LIMIT)]
+    done = run(*words, folder=tmp_path, ranks=RANKS, env={"LATE": str(late)})
+    assert done.status not in (0, 85), done.story
+    assert "Traceback" not in done.err, done.story
+    (said,) = done.sentences
+    assert f"rank {1 - late}: waited {4 * LIMIT} s for rank {late} (raise run.timeout_seconds" in said, done.story

@@ -5,6 +5,8 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_plan_on_ranks.py
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,21 @@ import yaml
 from conftest import RANKS
 
 from hetsync.cli import planning_ranks
-from hetsync.cli.planning import Request
-from hetsync.config.schema import Config, DataConfig, RunConfig, SyncConfig
+from hetsync.cli.planning import Request, plan
+from hetsync.config.schema import (
+    Config,
+    DataConfig,
+    EmulationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PlanConfig,
+    RunConfig,
+    SyncConfig,
+)
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane
+from hetsync.stop_signal import StopSignal
+from hetsync.train.planned import train_planned
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 
@@ -62,3 +75,35 @@ def test_mistakes_are_told_on_every_rank(plane: Plane, place: Path) -> None:
         planning_ranks.plan_on_ranks(plane, config(), request(ranks=3), None, measure=False)
     with pytest.raises(UserError, match="--seconds is 600, but other ranks wait"):
         planning_ranks.plan_on_ranks(plane, config(), request(seconds=600.0), None, measure=False)
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_model_that_no_device_holds_trains_by_the_plan_that_is_found(plane: Plane, place: Path) -> None:
+    """Its weights with gradients and Adam's state alone are 1.36 MB, of which a device may use 1.25."""
+    profile, found = place / "tight.yaml", place / "found.yaml"
+    tight = {"name": "tight", "source": "made up", "devices": [{"name": "d", "count": RANKS, "memory_gib": 1.294e-3}]}
+    asked = replace(
+        config(),
+        run=RunConfig(dir=str(place / "run"), samples=120, profile_seconds=0.1, checkpoint_every=None),
+        model=ModelConfig(options={"channels": 32}),
+        optimizer=OptimizerConfig("adamw"),
+        emulation=EmulationConfig(str(profile), 400.0),
+    )
+    if plane.rank == 0:
+        profile.write_text(yaml.safe_dump(tight))
+        for search in ("data", "single"):
+            with pytest.raises(
+                UserError, match=r"the model fits nowhere: .* bytes short: rank 0 needs [\d,]+ and may use"
+            ):
+                plan(asked, request(search=search), None)
+        assert plan(asked, request(), found) == 0
+    plane.barrier()
+    by_plan = replace(asked, plan=PlanConfig(str(found)))
+    assert train_planned(plane, by_plan, None, StopSignal(), "nothing") == 0
+    if plane.rank != 0:
+        return
+    summary = json.loads((place / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["samples_applied"]) == ("finished", 120)
+    for row in summary["per_rank"]:
+        assert row["memory_bytes"] == pytest.approx(row["predicted_memory_bytes"], rel=0.15)
+        assert row["predicted_memory_bytes"] <= 0.9 * 1.294e-3 * 2**30

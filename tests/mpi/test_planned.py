@@ -19,16 +19,20 @@ import yaml
 from conftest import RANKS
 from safetensors.torch import load_file
 
+from hetsync import data
 from hetsync.config.schedule import ScheduleConfig
 from hetsync.config.schema import (
     Config,
     DataConfig,
+    EmulationConfig,
     KeepBestConfig,
+    ModelConfig,
     OptimizerConfig,
     PlanConfig,
     RunConfig,
     SyncConfig,
 )
+from hetsync.data import Data
 from hetsync.errors import TERMINATED, UserError
 from hetsync.plane.base import Plane
 from hetsync.plane.local import LocalPlane
@@ -216,3 +220,63 @@ def test_it_evaluates_on_its_way_and_keeps_the_best(plane: Plane, folder: Path) 
 def test_another_models_plan_is_refused_on_every_rank(plane: Plane, folder: Path) -> None:
     with pytest.raises(UserError, match=r"plan .*pipeline.yaml: model.name is resnet18, but the job's is digits_cnn"):
         by_plan(plane, recipe(folder / "run"), "pipeline", model={"name": "resnet18"})
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (torch.nn.Linear(64, 64) for _ in range(3))
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x.flatten(1))))
+
+
+def twice(**options: Any) -> Data:
+    """Data whose loss calls the model twice."""
+    digits = data.build("digits", options)
+    return replace(digits, loss=lambda model, batch: digits.loss(model, batch) + model(batch[0]).mean())
+
+
+def with_penalty(**options: Any) -> Data:
+    """Data whose loss takes weights itself."""
+    digits = data.build("digits", options)
+    return replace(digits, loss=lambda model, batch: digits.loss(model, batch) + model.features[0].weight.norm())
+
+
+HERE = "test_planned"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("changes", "kind", "sentence"),
+    [
+        (
+            {"model": ModelConfig(f"{HERE}:Tied")},
+            "tied",
+            r"tied.yaml: replicas\[0\].stages\[1\].blocks has last, whose weights are part of block first and cannot",
+        ),
+        ({"data": DataConfig(f"{HERE}:twice", BATCH)}, "pipeline", "the loss calls the model twice: where a plan cuts"),
+        (
+            {"data": DataConfig(f"{HERE}:with_penalty", BATCH)},
+            "pipeline",
+            r"loss computes with features\.0\.weight itself",
+        ),
+        (
+            {"emulation": EmulationConfig("tiny.yaml", 700)},
+            "pipeline",
+            r"pipeline.yaml: rank 1 needs [\d,]+ bytes for its stage, and 965 of its tiny may be used: give it fewer",
+        ),
+    ],
+    ids=["tied", "twice", "penalty", "memory"],
+)
+def test_what_cannot_be_cut_or_held_is_refused_on_every_rank(
+    plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], kind: str, sentence: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(PLANS, ("tied", 2), [{"stages": [stage(0, "first"), stage(1, "last")]}])
+    devices = [{"name": "large", "memory_gib": 1}, {"name": "tiny", "memory_gib": 1e-6}]
+    (folder / "tiny.yaml").write_text(yaml.safe_dump({"name": "tiny", "source": "made up", "devices": devices}))
+    with pytest.raises(UserError, match=sentence):
+        by_plan(plane, replace(recipe(folder / "run"), **changes), kind)

@@ -21,7 +21,7 @@ from hetsync.emulation.cluster import (
     load_cluster,
 )
 from hetsync.emulation.device import EmulatedDevice, affordable_rate, emulated_device, emulated_rates, emulated_times
-from hetsync.emulation.jitter import jitter_sampler
+from hetsync.emulation.jitter import jitter_sampler, likely_factors
 from hetsync.errors import UserError
 
 
@@ -255,6 +255,29 @@ def test_a_bad_trace_is_named(tmp_path, text, words):
 def test_a_missing_trace_is_named(tmp_path):
     with pytest.raises(UserError, match=r"cannot read the trace that jitter.path names: .*absent.csv"):
         jitter_sampler(TraceJitter(str(tmp_path / "absent.csv")), 0, 0)()
+
+
+@pytest.mark.parametrize(
+    "jitter",
+    [
+        *(LognormalJitter(sigma) for sigma in (0.0, 0.5)),
+        *(QuantileJitter((model,), hold=1) for model in load_cluster("alibaba-jitter").jitter.models),
+    ],
+)
+def test_likely_factors_are_spread_as_those_that_are_drawn(jitter):
+    found = likely_factors(jitter, 0, 100)
+    assert found == sorted(found)
+    assert statistics.mean(found) == pytest.approx(1)
+    drawn = sorted(draws(jitter, 1, 0, 20_000))
+    for part in range(5, 95):  # the tails scatter
+        assert found[part] == pytest.approx(drawn[200 * part + 100], rel=0.1)
+
+
+def test_likely_factors_of_a_trace_are_its_own(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("worker,time,batch_time\n" + "".join(f"{w},{t},{t + 1}\n" for w in "ab" for t in range(4)))
+    found = likely_factors(TraceJitter(str(path)), 1, 8)
+    assert found == pytest.approx([factor / 2.5 for factor in (1, 1, 2, 2, 3, 3, 4, 4)])
 
 
 def test_without_jitter_every_factor_is_1():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from block_graphs import cost, graph
 from hypothesis import given, settings
@@ -14,7 +15,8 @@ from slow_pipeline import simulate
 from hetsync.balance.profile import StepTime
 from hetsync.balance.shares import speed_shares
 from hetsync.config.schema import SyncConfig
-from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, PairLink, load_cluster
+from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, LognormalJitter, PairLink, load_cluster
+from hetsync.emulation.jitter import jitter_sampler
 from hetsync.errors import UserError
 from hetsync.plan.evaluate import Evaluator, Training
 from hetsync.plan.placement import Placement, Replica, Stage
@@ -119,6 +121,68 @@ def slow_seconds(model, costs, replica, times, devices):
     ]
     ends = simulate(stages, edges, micro_batch_sizes(replica.share, replica.micro_batches), in_flight, links)
     return max(end + after for end, after in zip(ends, sums, strict=True))
+
+
+JITTER = LognormalJitter(0.5)
+
+
+def scattering(delay_bound=0, quorum=0.25, jitter=JITTER):
+    """Of a chain of three blocks on three equal ranks; slow links."""
+    devices = replace(cluster(3, Link(0.1, 100.0)), jitter=jitter)
+    sync = SyncConfig(delay_bound=delay_bound, quorum=quorum)
+    times = [StepTime(0.0, 1.0)] * 3
+    return Evaluator(graph("abc"), [cost(1, 2, output=1, weight=0)] * 3, devices, times, Training(24, sync))
+
+
+def drawn_seconds(evaluator, placement, slices=1000):
+    """Of so many slices of each replica, in which all ranks are as slow as the emulation draws."""
+    draws = [jitter_sampler(JITTER, 7, rank) for rank in range(len(evaluator.times))]
+    found = []
+    for _ in range(slices):
+        times = [
+            StepTime(0.0, draw() * time.seconds_per_sample) for draw, time in zip(draws, evaluator.times, strict=True)
+        ]
+        devices = replace(evaluator.cluster, jitter=None)
+        one = Evaluator(evaluator.graph, evaluator.block_costs, devices, times, evaluator.training)
+        found.append(one.evaluate(placement).replica_seconds)
+    return np.array(found)
+
+
+def test_stages_wait_for_whoever_is_slow_in_a_slice():
+    evaluator, placement = scattering(), Placement((chain((1, 2), 3, micro_batches=4, share=24),))
+    found = evaluator.evaluate(placement)
+    steady = scattering(jitter=None).evaluate(placement)
+    assert found.step_seconds == pytest.approx(drawn_seconds(evaluator, placement).mean(), rel=0.02)
+    assert found.step_seconds > 1.1 * steady.step_seconds
+    assert evaluator.evaluate(placement) == found
+    assert replace(found, step_seconds=0, replica_seconds=()) == replace(steady, step_seconds=0, replica_seconds=())
+
+
+def test_replicas_that_scatter_wait_for_each_other_only_where_they_must():
+    """A pipeline of two ranks and a rank alone: in step, and with a quorum of all, for the slowest of a slice."""
+    placement = Placement((chain((2,), 3, micro_batches=4, share=16), whole_on(2, 8)))
+    drawn = drawn_seconds(scattering(), placement)
+    pipeline, alone = drawn.mean(axis=0)
+    for evaluator in (scattering(), scattering(4, quorum=1.0)):
+        found = evaluator.evaluate(placement).step_seconds
+        assert found == pytest.approx(drawn.max(axis=1).mean(), rel=0.03)
+    apart = scattering(4).evaluate(placement)
+    assert apart.step_seconds == pytest.approx(24 / (16 / pipeline + 8 / alone), rel=0.03)
+    assert apart.replica_seconds[1] == pytest.approx(8.0)  # which nobody holds up: factors have mean 1
+
+
+def test_shares_by_speed_know_that_a_pipeline_waits():
+    """Of three ranks that are alike, two as a pipeline have less than twice the share of one alone."""
+    placement = Placement((chain((2,), 3, micro_batches=2), whole_on(2, None)))
+    (pipeline, alone), (steady, other) = (
+        scattering(jitter=jitter).evaluate(placement).shares for jitter in (JITTER, None)
+    )
+    assert pipeline + alone == steady + other == 24
+    assert pipeline < steady
+
+
+def whole_on(rank, share):
+    return Replica((Stage((rank,), (0, 1, 2)),), share)
 
 
 @given(pipelines(), st.sampled_from([1.5, 2.0, 10.0]))

@@ -6,18 +6,21 @@ from copy import deepcopy
 from dataclasses import replace
 from graphlib import CycleError
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from replicas import (
     MICRO_BATCHES,
+    OPTIMIZERS,
     ThreadedChannels,
+    Trained,
     assert_equal_to_one_process,
     blocks_of,
     on_threads,
     one_piece,
     train,
+    trained_alone,
     unequal,
 )
 from torch import nn
@@ -42,16 +45,42 @@ from hetsync.replica.whole import WholeReplica
 MODELS = [workload for workload in WORKLOADS if not workload.name.endswith(("_mobile", "_large"))]
 
 
-@pytest.mark.parametrize("workload", MODELS, ids=lambda workload: workload.name)
-def test_three_stages_equal_one_process(workload: Workload, tmp_path: Path) -> None:
-    data = workload.data(tmp_path)
-    model, found = blocks_of(workload, data)
-    stages = Stages(unequal(len(found.graph.blocks), 3), [[1], [2], [0]], [None, 4, 1])
+# Ranks of the stages, and most micro-batches in flight.
+CHAINS: dict[int, tuple[list[list[int]], list[int | None]]] = {
+    2: ([[1], [0]], [None, None]),
+    3: ([[1], [2], [0]], [None, 4, 1]),
+    4: ([[2], [0], [3], [1]], [MICRO_BATCHES] * 4),
+}
+CLIP = 0.05
 
-    on_threads(
-        3,
-        lambda rank, channels: assert_equal_to_one_process(model, found, data, stages, rank, channels, "adamw", 0.5),
-    )
+
+class Prepared(NamedTuple):
+    model: nn.Module
+    found: Cut
+    data: Data
+    alone: dict[str, Trained]  # by optimizer
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda workload: workload.name)
+def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    data = request.param.data(tmp_path_factory.mktemp(request.param.name))
+    model, found = blocks_of(request.param, data)
+    alone = {optimizer: trained_alone(model, data, optimizer, CLIP) for optimizer in OPTIMIZERS}
+    assert all(min(told[1::2]) > CLIP for told, _ in alone.values())  # every other one is a norm
+    return Prepared(model, found, data, alone)
+
+
+@pytest.mark.parametrize("count", CHAINS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_stages_equal_one_process(prepared: Prepared, count: int, optimizer: str) -> None:
+    """Unequal ones of every model, with uneven micro-batches and clipped gradients."""
+    model, found, data, alone = prepared
+    stages = Stages(unequal(len(found.graph.blocks), count), *CHAINS[count])
+
+    def work(rank: int, channels: Channels) -> None:
+        assert_equal_to_one_process(model, found, data, stages, rank, channels, optimizer, CLIP, alone[optimizer])
+
+    on_threads(count, work)
 
 
 # Pooling, which needs the LSTM, is in the block of its query.
@@ -69,7 +98,12 @@ def test_components_run_side_by_side(tmp_path: Path) -> None:
     stage_of = [COMPONENTS[block.name.split(".")[0]] for block in found.graph.blocks]
     stages = Stages(stage_of, [[rank] for rank in range(5)], [MICRO_BATCHES] * 5)
 
-    on_threads(5, lambda rank, channels: assert_equal_to_one_process(model, found, data, stages, rank, channels))
+    alone = trained_alone(model, data, "sgd", None)
+
+    def work(rank: int, channels: Channels) -> None:
+        assert_equal_to_one_process(model, found, data, stages, rank, channels, alone=alone)
+
+    on_threads(5, work)
 
 
 class Skipping(nn.Module):

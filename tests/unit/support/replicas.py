@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -141,6 +141,18 @@ def train(
     return told
 
 
+class Trained(NamedTuple):
+    told: list[float]
+    state: dict[str, torch.Tensor]
+
+
+def trained_alone(model: nn.Module, data: Data, optimizer: str, clip: float | None) -> Trained:
+    """By one process that accumulates the micro-batches; the model stays as it is."""
+    alone = deepcopy(model)
+    told = train(WholeReplica(alone, data.loss), data, optimizer, clip)
+    return Trained(told, alone.state_dict())
+
+
 def assert_equal_to_one_process(
     model: nn.Module,
     found: Cut,
@@ -150,10 +162,12 @@ def assert_equal_to_one_process(
     channels: Channels,
     optimizer: str = "sgd",
     clip: float | None = None,
+    alone: Trained | None = None,
 ) -> None:
-    alone, staged = deepcopy(model), deepcopy(model)
+    """`alone`: `trained_alone` with the same optimizer and clipping, where it is there already."""
+    expected, wanted = alone or trained_alone(model, data, optimizer, clip)
+    staged = deepcopy(model)
     before = {name: tensor.clone() for name, tensor in staged.state_dict().items()}
-    expected = train(WholeReplica(alone, data.loss), data, optimizer, clip)
 
     replica = StagedReplica(staged, found, data.loss, stages, rank, channels)
     replica.release()
@@ -161,7 +175,6 @@ def assert_equal_to_one_process(
 
     assert told == pytest.approx(expected, rel=1e-9)
     assert not replica.parameters or any(not torch.equal(each, before[name]) for name, each in replica.held.items())
-    wanted = alone.state_dict()
     for name, tensor in replica.held.items():
         torch.testing.assert_close(tensor, wanted[name], rtol=1e-9, atol=1e-9)
     whole = replica.whole(stages.all_ranks)
