@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from benchmarks.common.local_job import RECIPES, launched, with_curves
+from benchmarks.common.planning import FIXED_SECONDS
 from benchmarks.common.report import Record, command, grouped, machine, source, spearman, spread, until_target
 from hetsync.cli.planning import prepared
 from hetsync.config.parser import recipe_of
@@ -76,6 +77,14 @@ WORKLOADS = {
 }
 
 
+def devices(fixed_seconds: float = 0.0) -> list[dict[str, Any]]:
+    """Of a cluster profile. `fixed_seconds`: of each micro-batch, without which the smallest would seem best."""
+    return [
+        {"name": kind, "count": count, "speed": speed, "fixed_seconds": fixed_seconds}
+        for kind, (count, speed) in DEVICES.items()
+    ]
+
+
 class Bench:
     """Where results are, and what jobs are told."""
 
@@ -104,11 +113,10 @@ class Bench:
         if not path.exists():
             slice_seconds = self.batch(name) / self.rate(name)
             carried = 2 * (RANKS - 1) / RANKS * self.weight_bytes(name)
-            devices = [{"name": kind, "count": count, "speed": speed} for kind, (count, speed) in DEVICES.items()]
             profile = {
                 "name": f"{name}-{link}",
                 "source": f"made up: a round takes {ROUND_SLICES[link]} slices",
-                "devices": devices,
+                "devices": devices(FIXED_SECONDS),
                 "link": {"latency_seconds": 1e-4, "bytes_per_second": carried / (ROUND_SLICES[link] * slice_seconds)},
             }
             path.write_text(yaml.safe_dump(profile, sort_keys=False))
@@ -125,10 +133,11 @@ class Bench:
     def memory_bytes(self, name: str, link: str, arm: str) -> int:
         """Of the fullest rank, with the whole model on each, as the planner predicts it."""
         emulation = {"profile": str(self.cluster(name, link)), "samples_per_second": self.rate(name)}
-        config = recipe_of({**self.content(name), "emulation": emulation, "sync": UNPLANNED[arm]})
+        sync = {"delay_bound": UNPLANNED[arm]["delay_bound"]}
+        config = recipe_of({**self.content(name), "emulation": emulation, "sync": sync})
         _, evaluator = prepared(config, load_cluster(self.cluster(name, link)), RANKS)
         placement = whole(evaluator, range(RANKS), 1)
-        if config.sync.shares == "equal":
+        if arm == BSP:
             share = config.data.batch_size // RANKS
             placement = Placement(tuple(replace(replica, share=share) for replica in placement.replicas))
         return max(evaluator.evaluate(placement).memory_bytes.values())
@@ -137,9 +146,8 @@ class Bench:
         """Samples a second of all devices together: what a job found that this machine affords, and less."""
         path = self.output / f"{name}-rate.json"
         if not path.exists():
-            devices = [{"name": kind, "count": count, "speed": speed} for kind, (count, speed) in DEVICES.items()]
             profile = self.output / f"{name}-devices.yaml"
-            profile.write_text(yaml.safe_dump({"name": "devices", "source": "made up", "devices": devices}))
+            profile.write_text(yaml.safe_dump({"name": "devices", "source": "made up", "devices": devices()}))
             words = [*self.recipe(name), "--emulate", profile, "--run.samples", 4 * RANKS * 16]
             summary = self.job([*words, "--sync.delay_bound", "0"])
             path.write_text(json.dumps(AFFORDABLE * summary["solo_samples_per_second_sum"]))
