@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from benchmarks import pipelines
 
@@ -42,3 +43,15 @@ def test_targets_are_judged():
 def test_planned_and_measured_are_ranked():
     plans = [job(f"plan {index}", 10 * index, predicted=6.4 / index) for index in (1, 2, 3)]
     assert pipelines.planned_and_measured(plans)[-1].endswith("rank correlation 1.000 over 3 plans (target: 0.9, met).")
+
+
+def test_memory_of_whole_models_is_by_share_and_bound(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    bench = pipelines.Bench(pipelines.parse(["--output", str(tmp_path)]))
+    content = {**bench.content("digits"), "run": {"profile_seconds": 0.05}}
+    monkeypatch.setattr(bench, "content", lambda name: content)
+    (tmp_path / "digits-rate.json").write_text("448.0")
+    threads = torch.get_num_threads()
+    equal, by_speed, delayed = (bench.memory_bytes("digits", "slow", arm) for arm in pipelines.UNPLANNED)
+    torch.set_num_threads(threads)
+    assert equal < by_speed < delayed  # the fastest has the largest share; buffers of delayed rounds
