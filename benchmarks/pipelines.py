@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from hetsync.config.parser import recipe_of
 from hetsync.emulation.cluster import load_cluster
 from hetsync.errors import USER_ERROR
 from hetsync.plan.placement import Placement
+from hetsync.plan.plan_file import read_plan
 from hetsync.plan.search.plain import whole
 from hetsync.simulate.recipe import build
 
@@ -42,6 +44,7 @@ RANKS = 4
 ROUND_SLICES = {"fast": 0.25, "middle": 1.0, "slow": 4.0}  # by link: how long a round takes
 AFFORDABLE = 0.7  # of the speed that a job chooses for itself, so that no arm overruns
 JOB_SECONDS = 1800
+TRAINING_SECONDS = 300  # by which a plan that is predicted to take longer is cut short, after two steps at least
 BSP, BEST = "synchronous, equal shares", "best, D = 0"
 PLANNED = {  # how its plan is searched for, and the bound on delay that it is run with
     "pipeline, exact": (["--search", "exact", "--replicas", "0,1,2,3"], 0),
@@ -172,7 +175,7 @@ class Bench:
 
     def measured(self, name: str, link: str, arm: str, seed: int) -> dict[str, Any]:
         """What one job told."""
-        samples = max(64, int(WORKLOADS[name].samples * self.part))
+        samples = self.samples(name, link, arm)
         words = [*self.recipe(name), *self.emulated(name, link), "--run.seed", seed, "--run.samples", samples]
         words += ["--run.evaluate_every", max(32, samples // 4)]
         if arm in UNPLANNED:
@@ -183,10 +186,20 @@ class Bench:
         if "missing" in summary:
             return summary
         told = figures(summary)
-        told["step_seconds"] = self.batch(name) / told["samples_per_second"]
+        told |= {"samples": samples, "step_seconds": self.batch(name) / told["samples_per_second"]}
         if arm in UNPLANNED:
             told["memory_bytes"] = self.memory_bytes(name, link, arm)
         return told
+
+    def samples(self, name: str, link: str, arm: str) -> int:
+        """Of a job: as many as all arms have, or those for which there is time."""
+        wanted = max(64, int(WORKLOADS[name].samples * self.part))
+        if arm in UNPLANNED:
+            return wanted
+        predicted = read_plan(self.plan(name, link, arm)).predicted
+        assert predicted is not None
+        affordable = int(TRAINING_SECONDS * predicted.samples_per_second)
+        return min(wanted, max(2 * self.batch(name), affordable))
 
     def job(self, words: Sequence[object]) -> dict[str, Any]:
         """A job's summary; `missing`, in its own words, where it is refused. One that fails ends the benchmark."""
@@ -240,10 +253,11 @@ COLUMNS = ("arm", "samples/s", "of BSP", "s a step", "waiting", "ms a sample", "
 
 
 def target_of(cell: Sequence[Record], workload: Workload) -> float:
-    """What the weakest arm ends with, by medians: all can reach it."""
+    """What the weakest arm ends with, by medians: all can reach it that were not cut short."""
+    most = max(one["samples"] for one in cell)
     ends = [
         statistics.median(one["evaluations"][-1][workload.metric] for one in runs)
-        for runs in grouped(cell, "arm").values()
+        for runs in grouped([one for one in cell if one["samples"] == most], "arm").values()
     ]
     return max(ends) if workload.falling else min(ends)
 
@@ -257,7 +271,7 @@ def markdown(records: Sequence[Record]) -> str:
     lines: list[str] = []
     for (name, link), cell in grouped(records, "workload", "link").items():
         done, workload = [one for one in cell if "missing" not in one], WORKLOADS[name]
-        target = target_of(done, workload)
+        target = target_of(done, workload) if done else math.nan
         lines += [f"### {name}, {link} link: a round takes {ROUND_SLICES[link]:g} slices", ""]
         lines += [f"| {' | '.join([*COLUMNS, f's to {workload.metric} {target:.4g}'])} |"]
         lines += ["| --- |" + " --- |" * len(COLUMNS)]

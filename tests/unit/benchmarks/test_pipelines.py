@@ -13,7 +13,15 @@ def job(arm, rate, loss=1.0, predicted=None, **more):
     planned = {"predicted_step_seconds": predicted, "measured_step_seconds": None if predicted is None else 64 / rate}
     told = {"workload": "digits", "link": "slow", "arm": arm, "seed": 0, "samples_per_second": rate}
     told |= {"step_seconds": 64 / rate, "wait_fraction": 0.5, "wait_seconds_per_sample": 2e-3, "bytes_per_sample": 1e3}
-    return {**told, "memory_bytes": 2**20, "overrun_fraction": 0.0, **planned, "evaluations": evaluations, **more}
+    return {
+        **told,
+        "samples": 64,
+        "memory_bytes": 2**20,
+        "overrun_fraction": 0.0,
+        **planned,
+        "evaluations": evaluations,
+        **more,
+    }
 
 
 def test_the_target_is_what_the_weakest_arm_ends_with():
@@ -21,6 +29,7 @@ def test_the_target_is_what_the_weakest_arm_ends_with():
     workload = pipelines.WORKLOADS["digits"]
     assert pipelines.target_of(cell, workload) == 1.5
     assert pipelines.seconds_to(cell[1], workload, 1.5) == pytest.approx(1.5)
+    assert pipelines.target_of([*cell, job("c", 10, loss=1.9, samples=32)], workload) == 1.5  # it was cut short
 
 
 def test_rows_are_compared_with_equal_shares():
@@ -28,6 +37,7 @@ def test_rows_are_compared_with_equal_shares():
     table = pipelines.markdown(records)
     assert "| best, D = 0 | 25.0 | 2.50 | 2.560 | 50.0% | 2.00 | 1.0 | 1.0 | 0.0% | 2.0 |" in table
     assert "| x | refused |" + " |" * 8 in table
+    assert "| x | refused |" in pipelines.markdown(records[2:])
 
 
 def test_targets_are_judged():
