@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.common.planned_job import PlannedRun, costs_kept_in, run_planned
-from benchmarks.common.report import command, machine, source
+from benchmarks.common.report import command, machine, source, spearman
 from benchmarks.planner import WORKLOADS
 from hetsync.config.parser import recipe_of
 from hetsync.config.records import plain
@@ -180,12 +180,6 @@ def random_placements(subject: Subject, ranks: int, count: int) -> Iterator[Plac
         cuts = [0, *sorted(draw.sample(range(1, blocks), stages - 1))]
         micro_batches = draw.choice((2, 4, 8))
         yield Placement((placed(subject, held, micro_batches, draw.choice((None, micro_batches)), cuts),))
-
-
-def spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Correlation of ranks."""
-    ranks = [np.argsort(np.argsort(values)) for values in (one, other)]
-    return float(np.corrcoef(*ranks)[0, 1])
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mpi4py
+import numpy as np
 import torch
 
 from hetsync import __version__
@@ -83,3 +84,13 @@ def until_target(
             return float(before[axis] + part * (point[axis] - before[axis]))
         before = point
     return None
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    """Correlation of ranks; equal values share the mean of theirs."""
+
+    def ranks(values: Sequence[float]) -> Any:
+        _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+        return (np.cumsum(counts) - (counts - 1) / 2)[place]
+
+    return float(np.corrcoef(ranks(one), ranks(other))[0, 1])

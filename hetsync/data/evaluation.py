@@ -27,16 +27,16 @@ def evaluate_range(model: torch.nn.Module, data: Data, first: int, stop: int) ->
     device = next(model.parameters()).device
     sums: dict[str, float] = {}
     with evaluating(model), set_aside(device, seed=0):
-        for batch in test_batches(data, first, stop, device):
+        for batch in test_batches(data, first, stop, device, EVALUATION_BATCH):
             for name, value in numbers("data.metrics", data.metrics(model, batch)).items():
                 sums[name] = sums.get(name, 0.0) + value
     return sums
 
 
-def test_batches(data: Data, first: int, stop: int, device: torch.device) -> Iterator[Any]:
-    """Of test samples [first, stop)."""
-    for start in range(first, stop, EVALUATION_BATCH):
-        indices = list(range(start, min(stop, start + EVALUATION_BATCH)))
+def test_batches(data: Data, first: int, stop: int, device: torch.device, size: int) -> Iterator[Any]:
+    """Of test samples [first, stop), so many at once."""
+    for start in range(first, stop, size):
+        indices = list(range(start, min(stop, start + size)))
         yield to_device(_fetch_test(data, indices), device)
 
 

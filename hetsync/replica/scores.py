@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hetsync.data import Data
-from hetsync.data.evaluation import FIRST_LOOK, evaluating, numbers, test_batches
+from hetsync.data.evaluation import evaluating, numbers, test_batches
 from hetsync.data.random_state import set_aside
 from hetsync.errors import UserError
 from hetsync.plan.blocks import Cut, cut, state_of, tensors_read
@@ -20,12 +20,15 @@ from hetsync.plan.parts import RETURNED, Pass, check_call, split
 from hetsync.plan.schedule import stage_order
 from hetsync.replica.exchange import Exchange
 
+TOGETHER = 32  # test samples: as many as are looked at first, since metrics may call the model in pieces for more
+
 
 def forward_outside_of_training(model: torch.nn.Module, data: Data, device: torch.device) -> Cut | None:
     """The model's forward outside of training, if metrics do nothing with the model but call it."""
     if not len(data.test):  # type: ignore[arg-type]
         return None
-    batch = next(test_batches(data, 0, min(FIRST_LOOK, len(data.test)), device))  # type: ignore[arg-type]
+    samples = min(TOGETHER, len(data.test))  # type: ignore[arg-type]
+    batch = next(test_batches(data, 0, samples, device, samples))
     with evaluating(model):
         try:
             if weight_used(model, data.metrics, batch) is not None:
@@ -106,7 +109,7 @@ class StagedScores:
             return {}
         device = next(self._model.parameters()).device
         with evaluating(self._model), set_aside(device, seed=0):
-            for batch in test_batches(data, first, stop, device):
+            for batch in test_batches(data, first, stop, device, TOGETHER):
                 call = observed_call(self._model, data.metrics, batch)
                 check_call(call, self._traced)
                 inputs = {}

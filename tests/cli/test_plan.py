@@ -14,7 +14,7 @@ import yaml
 from hetsync.cli import main as cli
 from hetsync.plan.evaluate import Costs, Evaluator
 from hetsync.plan.placement import Placement
-from hetsync.plan.search.registry import ARMS_OF_BEST, SEARCHES
+from hetsync.plan.search.registry import ARMS, SEARCHES
 
 CLUSTER = {
     "name": "three",
@@ -120,8 +120,8 @@ def test_best_is_the_default_and_tells_of_every_search(place: Path, capsys: pyte
     assert plan(*words, "--evaluations", "300") == 0
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
     written = yaml.safe_load((place / "plan.yaml").read_text())["search"]
-    assert [one["method"] for one in written["tried"]] == list(ARMS_OF_BEST)
-    assert set(ARMS_OF_BEST) <= {row[0] for row in table if row}
+    assert [one["method"] for one in written["tried"]] == list(ARMS["best"])
+    assert set(ARMS["best"]) <= {row[0] for row in table if row}
     assert written["objective"] == min(one["objective"] for one in written["tried"])
     assert written["evaluations"] == 1 + sum(one["evaluations"] for one in written["tried"]) <= 300
     assert written["seed"] == 3

@@ -68,7 +68,8 @@ class Driver:
         best: Of all arms; what lacks the least memory as long as nothing fits.
         leaders: The best plans that fit, different ones, the best first.
         evaluations: All that were made, with those of the reference.
-        reference: The method whose plan has objective 1: `data`, or `list` where that does not fit.
+        reference: The method whose plan has objective 1: `data`, or `list` where that does not fit and the budget
+            allows to try it.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class Driver:
     def _run(self, arm: Arm) -> None:
         begun = self.seconds
         try:
-            search = make_search(arm.method, self.problem, self.seed, self.fitting, self._policy)
+            search = make_search(arm.method, self.problem, self.seed, self.best, self._policy)
             while not self._spent() and (proposed := search.propose()):
                 search.hear([self._score(arm, one) for one in proposed[: self._evaluations_left()]])
                 self._watch(self)
@@ -182,7 +183,7 @@ class Driver:
         problem, evaluator = self.problem, self.problem.evaluator
         if len(problem.ranks) <= evaluator.training.batch_size:
             costs = self._evaluate(whole(evaluator, problem.ranks, 1))
-            if costs.feasible:
+            if costs.feasible or self._evaluations_left() <= 0:
                 return "data", costs
         number = problem.numbers_for(1)[-1]
         return "list", self._evaluate(list_placement(problem, (problem.ranks,), number))

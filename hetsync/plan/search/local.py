@@ -7,16 +7,13 @@ other replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from hetsync.errors import UserError
 from hetsync.plan.placement import Placement, Replica
 from hetsync.plan.search.contiguous import contiguous_replica
-from hetsync.plan.search.exact import Exact
-from hetsync.plan.search.list_schedule import ListSchedule
 from hetsync.plan.search.search import Problem, Scored, Search
 
 PATIENCE = 300  # neighbours in a row that are no better, until it ends
@@ -24,18 +21,15 @@ LONGEST_RUN = 8
 
 
 class Local(Search):
-    """From `start`; without one, from the best of `list` and `exact`."""
+    """From `start`, whether it fits or not; without one there is nothing to improve."""
 
     def __init__(self, problem: Problem, seed: int = 0, start: Scored | None = None) -> None:
         super().__init__(problem, seed, start)
         self._rng = np.random.default_rng(seed)
         self._at, self._failures = start, 0
-        self._first = iter(()) if start is not None else _starts(problem)
         self._seen = set() if start is None else {start.placement}
 
     def propose(self) -> Sequence[Placement]:
-        if proposed := next(self._first, None):
-            return proposed
         while self._at is not None and self._failures < PATIENCE:
             neighbour = self._neighbour(self._at.placement)
             if neighbour is not None and neighbour not in self._seen:
@@ -46,11 +40,10 @@ class Local(Search):
 
     def hear(self, scored: Sequence[Scored]) -> None:
         for one in scored:
-            if self._at is None or self.problem.order(one) < self.problem.order(self._at):
-                self._failures = 0
-            else:
-                self._failures += 1
-            if self._at is None or self.problem.order(one) <= self.problem.order(self._at):
+            assert self._at is not None  # else nothing was proposed
+            before, after = self.problem.order(self._at), self.problem.order(one)
+            self._failures = 0 if after < before else self._failures + 1
+            if after <= before:
                 self._at = one
 
     def _neighbour(self, placement: Placement) -> Placement | None:
@@ -147,13 +140,3 @@ class Local(Search):
     def _with(self, replica: Replica, ranks: Sequence[int]) -> Replica:
         in_flight = replica.stages[0].in_flight
         return self.problem.replica(ranks, replica.micro_batches, in_flight)
-
-
-def _starts(problem: Problem) -> Iterator[Sequence[Placement]]:
-    for search in (ListSchedule, Exact):
-        try:
-            one = search(problem)
-        except UserError:  # more classes of devices than exact can tell apart
-            continue
-        while proposed := one.propose():
-            yield proposed

@@ -117,7 +117,7 @@ class Search(ABC):
     """
 
     def __init__(self, problem: Problem, seed: int = 0, start: Scored | None = None) -> None:
-        """`start`: the best that is known before, to begin from; None for a search by itself.
+        """`start`: the best that is known before, to begin from, whether it fits or not; None where nothing is known.
 
         UserError where the search cannot search this problem.
         """

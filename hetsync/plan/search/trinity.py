@@ -40,7 +40,8 @@ class _Plan:
 
 
 class Trinity(Conversation):
-    """Begins with the plan that is known, if that leaves anything to place; else with one that took no thought."""
+    """Begins with the plan that is known, if that fits and leaves anything to place; else with one that took no
+    thought."""
 
     def __init__(
         self,
@@ -52,9 +53,9 @@ class Trinity(Conversation):
         """`policy`: one to begin with; it stays as it is. UserError where a device would be left without a group, and
         the problem says that none may be."""
         random = np.random.default_rng(seed)
-        super().__init__(problem, seed, start)
+        super().__init__(problem, seed, start if start is not None and start.costs.feasible else None)
         self.learner = Ppo(deepcopy(policy) if policy is not None else untrained(seed), random)
-        self._replicas = _devices_of(problem, start)
+        self._replicas = _devices_of(problem, self.start)
         self.require_group_each()
         self._features = Features(problem, self._replicas)
         numbers = problem.numbers_for(len(self._replicas))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from benchmarks import pipelines
 
@@ -11,8 +12,15 @@ def job(arm, rate, loss=1.0, predicted=None, **more):
     evaluations = [{"train_seconds": 1.0, "loss": 2.0}, {"train_seconds": 2.0, "loss": loss}]
     planned = {"predicted_step_seconds": predicted, "measured_step_seconds": None if predicted is None else 64 / rate}
     told = {"workload": "digits", "link": "slow", "arm": arm, "seed": 0, "samples_per_second": rate}
-    return {**told, "wait_fraction": 0.5, "bytes_per_sample": 1e3, "memory_bytes": None, **planned, **more} | {
-        "evaluations": evaluations
+    told |= {"step_seconds": 64 / rate, "wait_fraction": 0.5, "wait_seconds_per_sample": 2e-3, "bytes_per_sample": 1e3}
+    return {
+        **told,
+        "samples": 64,
+        "memory_bytes": 2**20,
+        "overrun_fraction": 0.0,
+        **planned,
+        "evaluations": evaluations,
+        **more,
     }
 
 
@@ -21,16 +29,39 @@ def test_the_target_is_what_the_weakest_arm_ends_with():
     workload = pipelines.WORKLOADS["digits"]
     assert pipelines.target_of(cell, workload) == 1.5
     assert pipelines.seconds_to(cell[1], workload, 1.5) == pytest.approx(1.5)
+    assert pipelines.target_of([*cell, job("c", 10, loss=1.9, samples=32)], workload) == 1.5  # it was cut short
 
 
 def test_rows_are_compared_with_equal_shares():
-    records = [job(pipelines.BSP, 10), job(pipelines.BEST, 25, predicted=2.0), {**job("x", 0), "missing": "refused"}]
+    records = [job(pipelines.BSP, 10), job(pipelines.BEST, 25, predicted=2.0), {**job("x", 1), "missing": "refused"}]
     table = pipelines.markdown(records)
-    assert "| best, D = 0 | 25.0 | 2.50 | 50.0% | 1.0 | – | 2.0 |" in table
-    assert "| x | refused |" in table
+    assert "| best, D = 0 | 25.0 | 2.50 | 2.560 | 50.0% | 2.00 | 1.0 | 1.0 | 0.0% | 2.0 |" in table
+    assert "| x | refused |" + " |" * 8 in table
+    assert "| x | refused |" in pipelines.markdown(records[2:])
+
+
+def test_targets_are_judged():
+    waiting = {pipelines.BSP: 0.8, "pipeline, exact": 0.4, pipelines.BEST: 0.7}
+    rates = {pipelines.BSP: 10, "pipeline, exact": 13, pipelines.BEST: 12}
+    told = pipelines.verdicts([job(arm, rates[arm], wait_fraction=waiting[arm]) for arm in rates])
+    assert "| digits, slow | best | rate | 0.923 | missed |" in told
+    assert "| digits, slow | pipeline, exact | rate, of BSP | 1.300 | missed |" in told
+    assert "| digits, slow | pipeline, exact | waiting, against BSP | -50.0% | met |" in told
+    assert "| digits, slow | best, D = 0 | waiting, against BSP | -12.5% | missed |" in told
 
 
 def test_planned_and_measured_are_ranked():
     plans = [job(f"plan {index}", 10 * index, predicted=6.4 / index) for index in (1, 2, 3)]
-    assert pipelines.planned_and_measured(plans)[-1].endswith("rank correlation 1.000 over 3 plans.")
-    assert pipelines.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert pipelines.planned_and_measured(plans)[-1].endswith("rank correlation 1.000 over 3 plans (target: 0.9, met).")
+
+
+def test_memory_of_whole_models_is_by_share_and_bound(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    bench = pipelines.Bench(pipelines.parse(["--output", str(tmp_path)]))
+    content = {**bench.content("digits"), "run": {"profile_seconds": 0.05}}
+    monkeypatch.setattr(bench, "content", lambda name: content)
+    (tmp_path / "digits-rate.json").write_text("448.0")
+    threads = torch.get_num_threads()
+    equal, by_speed, delayed = (bench.memory_bytes("digits", "slow", arm) for arm in pipelines.UNPLANNED)
+    torch.set_num_threads(threads)
+    assert equal < by_speed < delayed  # the fastest has the largest share; buffers of delayed rounds

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from block_graphs import cost, graph
 
+from benchmarks.common.report import spearman
 from benchmarks.components import ARMS, COMPONENTS
-from benchmarks.planned import BATCH_SIZE, CASES, Subject, cluster_of, cuts_of, random_placements, spearman, verdict
+from benchmarks.planned import BATCH_SIZE, CASES, Subject, cluster_of, cuts_of, random_placements, verdict
 from hetsync.config.records import record
 from hetsync.plan.placement import place
 from hetsync.plan.plan_file import PlanFile
@@ -52,6 +53,11 @@ def test_cases_have_slow_links_among_them_and_a_device_for_each_rank() -> None:
 def test_spearman_knows_the_order_alone() -> None:
     assert spearman([1, 2, 3, 9], [10, 20, 21, 22]) == pytest.approx(1)
     assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+
+
+def test_equal_figures_have_one_rank() -> None:
+    assert spearman([1, 1, 2, 2], [5, 5, 9, 9]) == pytest.approx(1)
+    assert spearman([1, 1, 2, 2], [5, 9, 5, 9]) == pytest.approx(0)
     records: list[dict[str, Any]] = [{"error": 0.02}, {"error": -0.2}]
     drawn = [{"predicted": float(n), "measured": float(n)} for n in range(3)]
     assert verdict(records, drawn).startswith("1 of 2 are more than 10% away; the median is 11.0%")

@@ -232,6 +232,29 @@ def test_metrics_are_those_of_the_whole_model(workload: Workload, tmp_path: Path
     assert found_sums == pytest.approx(wanted, rel=1e-4)
 
 
+def in_pieces(model: nn.Module, batch: Any) -> dict[str, float]:
+    """Metrics that call the model once for few samples, so that the scores of many take no memory at once."""
+    return {"loss": sum(len(piece) * skipping_loss(model, piece).item() for piece in batch[0].split(32))}
+
+
+def test_metrics_of_more_samples_than_the_model_is_called_with_at_once() -> None:
+    """As the Penn Treebank's, of 256 windows in pieces of 32."""
+    model, samples = Skipping(), TensorDataset(torch.randn(100, 4))
+    data = Data(samples, samples, skipping_loss, in_pieces)
+    found, scoring = cut_of(model), forward_outside_of_training(model, data, torch.device("cpu"))
+    assert scoring is not None
+    parts: dict[int, dict[str, float]] = {}
+
+    def work(rank: int, channels: Channels) -> None:
+        stages = Stages([0, 0, 1], [[0], [1]], [1, 1])
+        replica = StagedReplica(deepcopy(model), found, skipping_loss, stages, rank, channels, scoring=scoring)
+        parts[rank] = replica.evaluate(data, 0, 100)
+
+    on_threads(2, work)
+    found_loss = sum(part.get("loss", 0.0) for part in parts.values())
+    assert found_loss == pytest.approx(evaluate_range(model, data, 0, 100)["loss"], rel=1e-5)
+
+
 def test_a_rank_keeps_no_weights_of_other_stages() -> None:
     model = Skipping()
     found = cut_of(model)
