@@ -208,7 +208,7 @@ def shortcomings(case: Case, told: Told, undisturbed: Weights | None) -> list[st
 
 
 def record(case: Case, told: Told, undisturbed: Weights | None) -> dict[str, Any]:
-    summary, deaths = told.summary, [each for each in told.summary.get("failures", ()) if each["recovered_seconds"]]
+    summary, deaths = told.summary, [each for each in told.summary.get("failures", ()) if each["kind"] == "died"]
     wrong = shortcomings(case, told, undisturbed)
     return {
         "kind": case.name,

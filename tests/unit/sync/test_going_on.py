@@ -8,9 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from hetsync.plane.base import MembersLost
+from hetsync.plane.base import DamagedError, LostError, MembersLost
 from hetsync.sync.communicator import Communicator
 from hetsync.sync.deltas import Deltas
+from hetsync.sync.mending import Mending
 from hetsync.sync.messages import Settings, Standing, StartRound, Task, TaskFinished, TaskStarted
 from hetsync.sync.milestones import no_marks, rests_for
 from hetsync.sync.recovery import Action, Books, Death, Decision, LandedRound, Report, decide, rebuilt
@@ -94,6 +95,27 @@ def test_deaths_are_outlived_with_weights_of_any_precision(dtype: torch.dtype) -
     made = communicator(_keeps_going=True, _options=EngineOptions(8))
     made._shared.deltas = Deltas([torch.zeros(2, dtype=dtype)])
     assert made._outlives_deaths()
+
+
+def test_a_damaged_message_ends_the_job_where_a_death_would() -> None:
+    made = communicator(_keeps_going=False)
+    with pytest.raises(DamagedError, match="of rank 1"):
+        made._recover(DamagedError("a message of rank 1 has arrived damaged", 1))
+
+
+def test_a_plane_that_fails_again_and_again_though_nobody_goes_is_given_up() -> None:
+    """And not mended for ever."""
+    members = (0, 1)
+    plane = SimpleNamespace(rank=0, members=members, mend=lambda: None, send=lambda message, to: None)
+
+    def receive() -> list[tuple[int, object]]:
+        raise DamagedError("a message of rank 1 has been lost", 1)
+
+    plane.receive = receive
+    report = Report(0, 5, Holding())
+    mending = Mending(cast(Any, plane), lambda: report, lambda reports: decide(reports, 2), lambda: None, 10.0)
+    with pytest.raises(LostError, match="though nobody has gone: a message of rank 1 has been lost"):
+        mending.run()
 
 
 # Who crawls.
