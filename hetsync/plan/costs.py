@@ -83,7 +83,7 @@ def measure(what: Measured, budget_seconds: float = 10.0, clock: Clock = time.pe
 
     A block runs on what those before it hand over, and backward on the gradients of those behind. The whole model with
     its loss is measured in turn with its blocks, and their seconds are scaled to add up to its; the optimizer's step is
-    not among them. Memory that several blocks save for backward is the first one's.
+    not among them. Memory that several blocks save for backward is the first one's, and what the loss saves the last's.
     """
     with untouched(what.model):
         runs = {samples: _Run(what, batch, clock) for samples, batch in sorted(what.batches.items())}
@@ -175,8 +175,12 @@ class _Run:
                 self.saved_bytes[number] = sum(own[address] for address in own.keys() - earlier.keys())
                 self.received_bytes[number] = sum(own[address] for address in own.keys() & earlier.keys())
                 self.output_bytes[number] = _bytes(list(passes[-1].outputs.values())[:-1])
-        returned = detached(values[RETURNED])
-        self._what.loss(stand_in(self._what.model, lambda *_, **__: returned), self._batch).backward()
+        returned, before = detached(values[RETURNED]), len(saved or ())
+        loss = self._what.loss(stand_in(self._what.model, lambda *_, **__: returned), self._batch)
+        if saved is not None:
+            own, earlier = bytes_of(saved[before:]), bytes_of(saved[:before])
+            self.saved_bytes[-1] += sum(own[address] for address in own.keys() - earlier.keys())
+        loss.backward()
         passes[-1].add_gradients(RETURNED, gradients_of(returned))
         for number in reversed(range(len(passes))):
             with self._timed(self._blocks[number][1]):
@@ -236,6 +240,7 @@ def _key(what: Measured) -> str:
                 [asdict(block) for block in what.cut.graph.blocks],
                 [[edge.source, edge.target] for edge in what.cut.graph.edges],
                 {samples: _shapes(batch) for samples, batch in what.batches.items()},
+                getattr(what.loss, "__qualname__", type(what.loss).__name__),
                 gpu_name(device) if device.type == "cuda" else platform.machine(),
                 platform.node(),
                 [each.name for each in fields(BlockCost)],

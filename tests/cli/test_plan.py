@@ -50,7 +50,7 @@ def never(model, batch):
 
 def data(loss: str = "once"):
     samples = TensorDataset(torch.randn(64, 8))
-    return Data(samples, samples, globals()[loss], lambda model, batch: {})
+    return Data(samples, samples, lambda model, batch: globals()[loss](model, batch), lambda model, batch: {})
 """
 
 
@@ -240,7 +240,7 @@ def test_losses_by_which_no_model_is_cut(mine: list[str], capsys: pytest.Capture
     """Also once the model's costs are known, so that no loss is measured."""
     assert plan(*mine, "--search", "data") == 0
     capsys.readouterr()
-    for loss, sentence in (("twice", "the loss calls the model twice"), ("never", "never never calls the model")):
+    for loss, sentence in (("twice", "the loss calls the model twice"), ("never", "<lambda> never calls the model")):
         assert plan(*mine, "--data.options.loss", loss, "--search", "data") == 2
         (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hetsync:")]
         assert sentence in told

@@ -84,8 +84,21 @@ def test_bytes_of_a_sample() -> None:
 
     assert (first.output_bytes, second.output_bytes) == (4 * 8, 0)
     assert first.saved_bytes == 4 * 4 + 4 * 8  # its input and the ReLU's output, which the second one saves as well
-    assert (first.received_bytes, second.saved_bytes, second.received_bytes) == (0, 0, 4 * 8)
+    assert (first.received_bytes, second.received_bytes) == (0, 4 * 8)
+    assert second.saved_bytes == 4 * 2  # what the loss squares
     assert (first.weight_bytes, second.weight_bytes) == (4 * (4 * 8 + 8), 4 * (8 * 2 + 2))
+
+
+def test_what_the_loss_saves_is_the_last_blocks() -> None:
+    """Of a thousand words more than all else."""
+    words = 1000
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch), torch.zeros(len(batch), dtype=torch.long))
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, words))
+    _, last = measure(replace(measured(model, 3, 5), loss=loss), 0.0)
+    assert 4 * words <= last.saved_bytes <= 4 * words + 64
 
 
 def test_the_model_is_left_as_it_was() -> None:
