@@ -43,6 +43,7 @@ DEVICES = {"A100": (1, 3.13), "V100": (1, 2.45), "T4": (2, 1.00)}
 RANKS = 4
 ROUND_SLICES = {"fast": 0.25, "middle": 1.0, "slow": 4.0}  # by link: how long a round takes
 AFFORDABLE = 0.7  # of the speed that a job chooses for itself, so that no arm overruns
+EVALUATIONS = 2  # of a job: few, since it rests at each until its rounds have ended, four slices over slow links
 JOB_SECONDS = 1800
 TRAINING_SECONDS = 300  # by which a plan that is predicted to take longer is cut short, after two steps at least
 BSP, BEST = "synchronous, equal shares", "best, D = 0"
@@ -177,7 +178,7 @@ class Bench:
         """What one job told."""
         samples = self.samples(name, link, arm)
         words = [*self.recipe(name), *self.emulated(name, link), "--run.seed", seed, "--run.samples", samples]
-        words += ["--run.evaluate_every", max(32, samples // 4)]
+        words += ["--run.evaluate_every", max(32, samples // EVALUATIONS)]
         if arm in UNPLANNED:
             words += [word for key, value in UNPLANNED[arm].items() for word in (f"--sync.{key}", value)]
         else:

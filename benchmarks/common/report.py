@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ Record = Mapping[str, Any]
 
 def command(module: str) -> str:
     """The line that repeats this run of `python -m benchmarks.MODULE`."""
-    return " ".join(["python", "-m", f"benchmarks.{module}", *sys.argv[1:]])
+    return shlex.join(["python", "-m", f"benchmarks.{module}", *sys.argv[1:]])
 
 
 def machine() -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from block_graphs import cost, graph
 
-from benchmarks.common.report import spearman
+from benchmarks.common.report import command, spearman
 from benchmarks.components import ARMS, COMPONENTS
 from benchmarks.planned import BATCH_SIZE, CASES, Subject, cluster_of, cuts_of, random_placements, verdict
 from hetsync.config.records import record
@@ -53,6 +53,11 @@ def test_cases_have_slow_links_among_them_and_a_device_for_each_rank() -> None:
 def test_spearman_knows_the_order_alone() -> None:
     assert spearman([1, 2, 3, 9], [10, 20, 21, 22]) == pytest.approx(1)
     assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+
+
+def test_a_command_can_be_given_to_a_shell_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["x", "--arms", "best, D = 0", "tapp"])
+    assert command("pipelines") == "python -m benchmarks.pipelines --arms 'best, D = 0' tapp"
 
 
 def test_equal_figures_have_one_rank() -> None:
