@@ -66,6 +66,12 @@ def told_of_deaths(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("OMPI_MCA_mpi_ft_enable") in ("1", "true")
 
 
+def reaches_later_processes(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ranks can be joined by processes that MPI starts later: Open MPI's shared memory does not reach these."""
+    transports = environ.get("OMPI_MCA_btl", "^").split(",")
+    return transports[0].startswith("^") or "tcp" in transports
+
+
 def first_rank() -> bool:
     """Is this rank 0, judged by what launchers tell (before MPI is there)?"""
     if launched_by_torch() > 1:

@@ -78,6 +78,13 @@ class Speeds:
         """The rank works no more: nobody waits for it to be seen."""
         self._settled.add(rank)
 
+    def join(self, rank: int, profiled: StepTime, cap: int | None) -> None:
+        """Another process works in the rank's place."""
+        self.profiled[rank] = profiled
+        self.caps = {**self.caps, rank: cap}
+        self._ratios.pop(rank, None)
+        self._settled.discard(rank)
+
     def times(self, ranks: Sequence[int]) -> list[StepTime]:
         return [self._scaled(self.profiled[rank], self._ratios[rank].smoothed) for rank in ranks]
 

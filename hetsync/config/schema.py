@@ -406,6 +406,11 @@ class Config:
                 f"fault.not_finite is {self.fault.not_finite}, but control.name is {self.control.name}, which would"
                 " take what is left out for progress: use stop, or control.name fixed"
             )
+        if self.fault.replace and self.control.name != "fixed":
+            raise UserError(
+                f"fault.replace is true, but with control.name {self.control.name} a rank's death ends the job, which"
+                " is then resumed: use fault.replace false, or control.name fixed"
+            )
         if self.fault.tolerate is True and self.control.name != "fixed":
             raise UserError(
                 f"fault.tolerate is true, but with control.name {self.control.name} a rank's death ends the job, which"

@@ -213,7 +213,7 @@ class Communicator:
             shared.wake.clear()
             shared.polls += 1
             try:
-                moved = self.poll()
+                moved = self._admit() or self.poll()
             except MembersLost as lost:
                 self._recover(lost)
                 moved = True
@@ -506,6 +506,14 @@ class Communicator:
         left = set(members) - self.watchdog.excluded.keys() - {rank}
         return too_few(len(left), len(members), self._options.least_ranks) is None
 
+    def _admit(self) -> bool:
+        """Let another rank join, or join, if the main thread asks for it. MembersLost where somebody has died after
+        all have agreed."""
+        admit, self._shared.admit = self._shared.admit, None
+        if admit is not None:
+            self._agree(admit)
+        return admit is not None
+
     def _recover(self, lost: MembersLost) -> None:
         """Go on with those who are left. Raises LostError where that cannot be."""
         going_on = False
@@ -517,8 +525,12 @@ class Communicator:
                 lost = another
 
     def _recover_once(self, lost: MembersLost) -> None:
-        began = time.monotonic()
         self._require_recoverable(lost)
+        self._agree()
+
+    def _agree(self, admit: Callable[[], None] | None = None) -> None:
+        """With all members, which are others now, on how to go on. `admit` lets one join; None: some have gone."""
+        began = time.monotonic()
         before = self._plane.members
         mending = Mending(
             self._plane,
@@ -526,6 +538,7 @@ class Communicator:
             lambda reports: self._decided(reports, before, began),
             self._given,
             self._options.timeout_seconds,
+            admit,
         )
         recovered = mending.run()
         decision = recovered.decision
@@ -545,6 +558,8 @@ class Communicator:
         try:
             self._go_on(recovered)
         finally:  # another death may break it off, and the next decision does not know of these
+            for rank in recovered.decision.survivors:
+                self._deaths.pop(rank, None)
             for death in recovered.decision.deaths:
                 if death.rank not in self._deaths:
                     self._deaths[death.rank] = replace(death, recovered_seconds=round(time.monotonic() - began, 6))
@@ -603,6 +618,8 @@ class Communicator:
         landed = newest.samples if newest is not None and self._books_version < version else {}
         tasks = {} if self._books is None else self._books.tasks
         deaths = dict(self._deaths)
+        for rank in decision.survivors:  # it may have died before
+            deaths.pop(rank, None)
         for rank in sorted(set(before).difference(decision.survivors, deaths)):
             held = sum(task.samples for task in tasks.get(rank, ()))
             known = self._coordinator is not None and self._coordinator.machine.members[rank]

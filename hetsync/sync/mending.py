@@ -86,7 +86,7 @@ class Recovered:
 
 
 class Mending:
-    """One rank's part, from MembersLost on. A death meanwhile begins it anew."""
+    """One rank's part, from MembersLost on, or where another rank joins. A death meanwhile begins it anew."""
 
     def __init__(
         self,
@@ -95,23 +95,32 @@ class Mending:
         decide: Callable[[Mapping[int, Report]], Decision],
         give: Callable[[], Sequence[Part] | None],
         timeout_seconds: float,
+        admit: Callable[[], None] | None = None,
     ) -> None:
         """`report` tells what this rank holds by now; `give` what those behind take over, None while its main thread is
-        still to make the step of the newest round; `decide` is asked on the first survivor."""
+        still to make the step of the newest round; `decide` is asked on the first survivor. `admit` lets another rank
+        join, where that is why members change; None mends the plane."""
         self._plane = plane
         self._report = report
         self._decide = decide
         self._give = give
         self._limit_seconds = wait_limit(plane.rank, timeout_seconds)
+        self._admit = admit
 
     def run(self) -> Recovered:
         """Until all can go on. LostError where they cannot, StalledError where a survivor says nothing."""
+        admit, admitted = self._admit, self._admit is not None
         while True:
             try:
                 before = self._plane.members
-                self._plane.mend()
-                if self._plane.members == before:
-                    raise LostError("the plane has failed, though nobody has gone")
+                if admit is not None:
+                    change, admit = admit, None
+                    change()
+                else:
+                    self._plane.mend()
+                    # It may be the newcomer that has gone.
+                    if self._plane.members == before and not admitted:
+                        raise LostError("the plane has failed, though nobody has gone")
                 return self._attempt()
             except MembersLost:
                 continue

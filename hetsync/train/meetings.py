@@ -14,22 +14,23 @@ class Meetings:
     each rank has heard: whoever lacks the newest meeting takes over what it came to, and all go on with the same.
     """
 
-    def __init__(self, plane: Plane) -> None:
+    def __init__(self, plane: Plane, held: int | None = None) -> None:
+        """`held`: how many the others have held, where this rank joins them."""
         self._plane = plane
-        self._members = plane.members
-        self._held = 0
+        self._members = plane.members if held is None else ()
+        self.held = held or 0
         self._newest: list[Any] = []
 
     def hold(self, what: str, value: Any) -> list[Any]:
         """Everybody's values; MembersLost where a rank has died, and `hold` is to be called once more."""
         members = self._plane.members
         if self._members != members:
-            told = self._plane.gather_objects((self._held, self._newest, value))
+            told = self._plane.gather_objects((self.held, self._newest, value))
             self._members = members
             held, newest, _ = max(told, key=lambda theirs: theirs[0])
-            if held > self._held:
-                self._held, self._newest = held, newest
+            if held > self.held:
+                self.held, self._newest = held, newest
                 return newest
         newest = meet(self._plane, what, value)
-        self._held, self._newest = self._held + 1, newest
+        self.held, self._newest = self.held + 1, newest
         return newest
