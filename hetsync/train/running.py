@@ -542,7 +542,9 @@ class Running:
         if session.applied < self.total and not session.stopping and not self._saved_last:
             self._save(Standing(ended=True), last=True)  # all ranks have ended it at a rest
         session.meet(THE_END)
-        waiting = [] if self._injection is None else self.plane.gather_objects(self._injection.never_struck())
+        waiting = []
+        if self.config.fault.inject:  # a rank that has joined may have none left
+            waiting = self.plane.gather_objects([] if self._injection is None else self._injection.never_struck())
         if self._saver is not None:
             self._saver.stop_timer()
         self._succeed()
@@ -563,7 +565,7 @@ class Running:
         if summary is not None:
             self._tell("end", summary)
         self._held.close()
-        if self._injection is not None and self.plane.leads:  # whose word ends the others
+        if self.config.fault.inject and self.plane.leads:  # whose word ends the others
             require_struck(
                 self.config.fault.injected(), [each for some in waiting for each in some], self.plane.members
             )

@@ -211,8 +211,10 @@ def test_nobody_goes_on_before_all_are_ready():
     assert recoveries[2].handle(Agreed()) == [GoOn(sent.message)]
 
 
-def test_keepers_are_the_lowest_ranks():
-    assert keepers({9, 4, 2, 7}) == (2, 4, 7)
+def test_keepers_are_the_first_ranks():
+    """In their order: who has joined in the place of a dead one comes last, whatever its number."""
+    assert keepers((2, 4, 7, 9)) == (2, 4, 7)
+    assert keepers((1, 2, 3, 0)) == (1, 2, 3)
 
 
 def test_a_report_says_what_was_not_sent():
