@@ -79,10 +79,12 @@ class Speeds:
         self._settled.add(rank)
 
     def join(self, rank: int, profiled: StepTime, cap: int | None) -> None:
-        """Another process works in the rank's place."""
+        """Another process works in the rank's place. Until it is seen at work, what profiles are off by is taken to be
+        what it is with the others: where nothing was measured, that is all."""
         self.profiled[rank] = profiled
         self.caps = {**self.caps, rank: cap}
-        self._ratios.pop(rank, None)
+        seen = [ratio.smoothed for other, ratio in self._ratios.items() if other != rank and ratio.seen]
+        self._ratios[rank] = _Ratio(statistics.median(seen) if seen else 1.0)
         self._settled.discard(rank)
 
     def times(self, ranks: Sequence[int]) -> list[StepTime]:

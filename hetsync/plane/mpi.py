@@ -239,6 +239,8 @@ class MpiMessages(Messages):
     # The end.
 
     def abort(self, code: int) -> NoReturn:
+        if self.newcomer is not None:
+            die()  # the others go on
         self.mpi.end_job(code)
 
     def close(self) -> None:

@@ -364,11 +364,21 @@ class Job:
         torchmetrics are merged; `combine` gets the list of what the ranks have returned and does anything else.
         """
         check_callable("job.evaluate", function, *arguments)
+        self._check_all_can_call("evaluate")
         running = self._begin()
         self._loop.come_to_rest()
         result = combined(self._parts_of(lambda: function(*arguments)), combine)
         running.evaluated(named(result))
         return result
+
+    def _check_all_can_call(self, method: str) -> None:
+        """UserError before the first batch, where a rank may join the job later: it would make the call alone."""
+        begun = self._running is not None and (self._running.finished or self._running.session.engine.started)
+        if self.config.fault.replace and not begun:
+            raise UserError(
+                f"job.{method} was called before the first batch, and fault.replace is true: a rank that joins later"
+                " would call it alone, so call it after a loop over batches, or give fault.replace false"
+            )
 
     def _parts_of(self, function: Callable[[], Any]) -> list[Part]:
         """Of all ranks: once more where one has died before its own was known."""
@@ -382,6 +392,7 @@ class Job:
 
     def gather(self, value: Any) -> list[Any]:
         """Collective, before the loop or at rest: every rank's value, in their order. Tensors come on the CPU."""
+        self._check_all_can_call("gather")
         if self._running is None or not self._running.is_open:
             return self.plane.gather_objects(on_cpu(value))
         self._loop.come_to_rest()

@@ -22,6 +22,7 @@ from hetsync.emulation.device import make_device
 from hetsync.emulation.link import behind_link
 from hetsync.errors import UserError, one_sentence
 from hetsync.files import SUMMARY, write_atomically
+from hetsync.launchers import tell_end
 from hetsync.plane.base import Newcomer, Plane
 from hetsync.profiling.measure import Subject, measure_ranks
 from hetsync.stop_signal import StopSignal
@@ -565,6 +566,8 @@ class Running:
         if summary is not None:
             self._tell("end", summary)
         self._held.close()
+        if self.joins and self.plane.leads and not session.stopping:
+            tell_end()
         if self.config.fault.inject and self.plane.leads:  # whose word ends the others
             require_struck(
                 self.config.fault.injected(), [each for some in waiting for each in some], self.plane.members
