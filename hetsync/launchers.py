@@ -73,7 +73,9 @@ def told_of_deaths(environ: Mapping[str, str] = os.environ) -> bool:
 def reaches_later_processes(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether ranks can be joined by processes that MPI starts later: Open MPI's shared memory does not reach these."""
     transports = environ.get("OMPI_MCA_btl", "^").split(",")
-    return transports[0].startswith("^") or "tcp" in transports
+    if transports[0].startswith("^"):  # all but these
+        return "tcp" not in (transports[0][1:], *transports[1:])
+    return "tcp" in transports
 
 
 def tell_end(environ: Mapping[str, str] = os.environ) -> None:
