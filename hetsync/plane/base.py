@@ -140,8 +140,8 @@ class Summoned(ABC):
         """It enters now, and is told this. Returns the address at which all `admit` it. LostError where it has gone."""
 
     @abstractmethod
-    def dismiss(self) -> None:
-        """It is not needed, and ends."""
+    def dismiss(self, seconds: float) -> None:
+        """It is not needed, and ends, unless it was invited. Waits so long for it to hear that."""
 
 
 class Newcomer(ABC):

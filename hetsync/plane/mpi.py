@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,8 +21,8 @@ from hetsync.plane.base import Channels, MembersLost, Messages, Plane, PlaneErro
 from hetsync.plane.blocking import BlockingCollectives, wait_until
 
 # Before mpi4py, whose absence it explains.
-from hetsync.plane.mpi_members import MPI, MpiMembers
-from hetsync.plane.mpi_summoned import MpiNewcomer, MpiSummoned, die, parent
+from hetsync.plane.mpi_members import MPI, SECONDS_TO_TELL, MpiMembers
+from hetsync.plane.mpi_summoned import SECONDS_TO_DISMISS, MpiNewcomer, MpiSummoned, die, parent
 from hetsync.plane.parcels import empty_parcel, packed
 from hetsync.plane.polled import Lane, PolledSums, Post
 from hetsync.plane.staging import Test
@@ -127,6 +128,7 @@ class MpiMessages(Messages):
         self._closed = False
         self._one_call = threading.Lock()  # held by a blocking call, and while members change
         self._unheeded = False
+        self._summoned: list[Summoned] = []
         newcomer = None if (started_by := parent()) is None else MpiNewcomer(started_by)
         self._meet(MpiMembers.of_world(tolerate) if newcomer is None else MpiMembers.alone(newcomer.rank))
         self.newcomer = newcomer
@@ -221,7 +223,8 @@ class MpiMessages(Messages):
 
     def summon(self, rank: int, told: Any) -> Summoned:
         summoned = MpiSummoned(rank, self._ranks_at_start, told)
-        self.mpi.before_end.append(summoned.dismiss)
+        self._summoned.append(summoned)
+        self.mpi.before_end.append(partial(summoned.dismiss, SECONDS_TO_TELL))
         return summoned
 
     def admit(self, rank: int, address: str) -> None:
@@ -246,8 +249,8 @@ class MpiMessages(Messages):
     def close(self) -> None:
         if self._closed:
             return
-        for last_act in self.mpi.before_end:
-            last_act()
+        for summoned in self._summoned:
+            summoned.dismiss(SECONDS_TO_DISMISS)
         with self.mpi.errors(f"closing on rank {self.rank}"):
             self._wait(self._drained)
             barrier = self._main.Ibarrier()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -16,17 +17,18 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from hetsync.errors import complain
 from hetsync.plane import codec
 from hetsync.plane.base import Invitation, LateError, LostError, Newcomer, Summoned
 from hetsync.plane.blocking import wait_until
 from hetsync.plane.mpi_members import MPI
+from hetsync.processes import Process, own_process
 
 POLL_SECONDS = 0.02
-SECONDS_TO_DISMISS = 5.0
-SECONDS_TO_KNOCK = 60.0
+SECONDS_TO_DISMISS = 30.0
+SECONDS_TO_BE_TOLD = 20.0  # by the starter, which has begun to send when this process came up
 WORD, DISMISSAL = 1, 2  # tags
 
 
@@ -36,31 +38,43 @@ class _Link:
     def __init__(self, comm: MPI.Intercomm) -> None:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._comm = comm
+        self._sent: list[bytes] = []  # MPI may still read them
 
-    def send(self, value: Any, tag: int = WORD, seconds: float = SECONDS_TO_DISMISS) -> None:
+    def send(self, value: Any, tag: int = WORD, seconds: float = math.inf) -> None:
         """LateError where the other has not received it by then, MPI.Exception where it has gone."""
-        request = self._comm.Issend([codec.dumps(value), MPI.BYTE], 0, tag)
+        self._sent.append(codec.dumps(value))
+        request = self._comm.Issend([self._sent[-1], MPI.BYTE], 0, tag)
         wait_until(request.Test, seconds, lambda: "another process")
 
-    def receive(self) -> tuple[int, bytearray]:
-        """The next message, and its tag. MPI.Exception where the other has gone."""
+    def receive(self) -> tuple[int, bytearray] | None:
+        """The next message, and its tag; None where there is none yet. MPI.Exception where the other has gone."""
         status = MPI.Status()
-        while (message := self._comm.Improbe(0, MPI.ANY_TAG, status)) is None:
-            time.sleep(POLL_SECONDS)
+        if (message := self._comm.Improbe(0, MPI.ANY_TAG, status)) is None:
+            return None
         data = bytearray(status.Get_count(MPI.BYTE))
         message.Recv([data, MPI.BYTE])
         return status.Get_tag(), data
+
+
+class _First(NamedTuple):
+    """What a newcomer is told when it comes up."""
+
+    rank: int
+    ranks_at_start: int
+    starter: Process
+    told: bytes
 
 
 class MpiSummoned(Summoned):
     def __init__(self, rank: int, ranks_at_start: int, told: Any) -> None:
         self._rank = rank
         self._link: _Link | None = None
-        self._dismissed = False
-        words = rank, ranks_at_start, codec.dumps(told)  # which it reads once it knows what is in it
+        self._invited = self._dismissed = False
+        # What it is told it reads once it knows what that is.
+        words = _First(rank, ranks_at_start, own_process(), codec.dumps(told))
         threading.Thread(None, self._raise, f"hetsync-summons-{rank}", (words,), daemon=True).start()
 
-    def _raise(self, first: tuple[int, int, bytes]) -> None:
+    def _raise(self, first: _First) -> None:
         """The process comes up, and gets ready."""
         try:
             info = MPI.Info.Create()
@@ -68,29 +82,34 @@ class MpiSummoned(Summoned):
             self._link = _Link(MPI.COMM_SELF.Spawn(sys.executable, sys.orig_argv[1:], 1, info))
             self._link.send(first)
             if self._dismissed:
-                self.dismiss()
                 return
-            _, data = self._link.receive()
-            self.ready = codec.loads(data)
-        except (MPI.Exception, LateError, LostError) as error:
+            while (heard := self._link.receive()) is None:
+                time.sleep(POLL_SECONDS)
+            self.ready = codec.loads(heard[1])
+        except (MPI.Exception, LostError) as error:
             complain(f"no process takes the place of rank {self._rank}: {error}")
             self.gone = True
 
     def invite(self, told: Any) -> str:
         assert self._link is not None
         address = MPI.Open_port()
+        self._invited = True
         try:
-            self._link.send(Invitation(address, told))
+            self._link.send(Invitation(address, told), seconds=SECONDS_TO_DISMISS)
         except (MPI.Exception, LateError) as error:
             self.gone = True
             raise LostError(f"the process that was to take the place of rank {self._rank} has gone") from error
         return address
 
-    def dismiss(self) -> None:
+    def dismiss(self, seconds: float) -> None:
+        if self._invited:
+            return
         self._dismissed = True
-        if self._link is not None:
-            with suppress(MPI.Exception, LateError):
-                self._link.send(None, DISMISSAL)
+        with suppress(MPI.Exception, LateError):
+            # It may be coming up, and would wait to be told.
+            wait_until(lambda: self._link is not None or self.gone, seconds, lambda: "another process")
+            if self._link is not None and not self.gone:
+                self._link.send(None, DISMISSAL, seconds)
 
 
 class MpiNewcomer(Newcomer):
@@ -101,15 +120,21 @@ class MpiNewcomer(Newcomer):
         self._link = _Link(parent)
         self._words: list[bytearray] = []
         self._heard = threading.Condition()
-        self._over = False
+        self._starter: Process | None = None
         threading.Thread(None, self._listen, "hetsync-newcomer", daemon=True).start()
-        self.rank, self.ranks_at_start, self._told = codec.loads(self._next())
+        first: _First = codec.loads(self._next(SECONDS_TO_BE_TOLD))
+        self._starter, self._told = first.starter, first.told
+        self.rank, self.ranks_at_start = first.rank, first.ranks_at_start
 
     def _listen(self) -> None:
         """Until it is invited: it ends at once where it is not needed any more, whatever it does."""
         try:
-            for _ in ("told", "invited"):
-                tag, data = self._link.receive()
+            for _ in ("first words", "an invitation"):
+                while (heard := self._link.receive()) is None:
+                    time.sleep(POLL_SECONDS)
+                    if self._starter is not None and self._starter.has_gone:  # MPI does not tell of an exit
+                        leave()
+                tag, data = heard
                 if tag == DISMISSAL:
                     leave()
                 with self._heard:
@@ -118,9 +143,10 @@ class MpiNewcomer(Newcomer):
         except MPI.Exception:
             leave()
 
-    def _next(self) -> bytearray:
+    def _next(self, seconds: float | None = None) -> bytearray:
         with self._heard:
-            self._heard.wait_for(lambda: self._words)
+            if not self._heard.wait_for(lambda: self._words, seconds):
+                leave()
             return self._words.pop(0)
 
     @property
@@ -129,8 +155,8 @@ class MpiNewcomer(Newcomer):
 
     def knock(self, told: Any) -> Invitation:
         try:
-            self._link.send(told, seconds=SECONDS_TO_KNOCK)
-        except (MPI.Exception, LateError):
+            self._link.send(told)
+        except MPI.Exception:
             leave()
         invitation = codec.loads(self._next())
         assert isinstance(invitation, Invitation)

@@ -542,6 +542,9 @@ class Communicator:
         )
         recovered = mending.run()
         decision = recovered.decision
+        for rank in set(decision.survivors).difference(before):
+            self._deaths.pop(rank, None)
+            self.watchdog.excluded.pop(rank, None)
         leads = self._plane.rank == decision.survivors[0]
         if decision.action is Action.GO_BACK or (leads and decision.books is None):
             raise LostError("all ranks that kept the books have gone, so nobody knows what has been applied")
@@ -558,8 +561,6 @@ class Communicator:
         try:
             self._go_on(recovered)
         finally:  # another death may break it off, and the next decision does not know of these
-            for rank in recovered.decision.survivors:
-                self._deaths.pop(rank, None)
             for death in recovered.decision.deaths:
                 if death.rank not in self._deaths:
                     self._deaths[death.rank] = replace(death, recovered_seconds=round(time.monotonic() - began, 6))
@@ -618,7 +619,7 @@ class Communicator:
         landed = newest.samples if newest is not None and self._books_version < version else {}
         tasks = {} if self._books is None else self._books.tasks
         deaths = dict(self._deaths)
-        for rank in decision.survivors:  # it may have died before
+        for rank in set(decision.survivors).difference(before):  # it is another process now
             deaths.pop(rank, None)
         for rank in sorted(set(before).difference(decision.survivors, deaths)):
             held = sum(task.samples for task in tasks.get(rank, ()))

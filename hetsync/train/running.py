@@ -214,6 +214,8 @@ class Running:
         session.admit(join.rank, arrival.profile, arrival.address)
         self._solo = self._solo_rates()
         self.joins.append(join)
+        if self.plane.leads:
+            self.telemetry.record("join", **join.entry())
         self.display.say(
             f"rank {join.rank} ({join.host}) has joined before round {join.round}: {self.plane.size} ranks"
         )

@@ -280,6 +280,8 @@ class Session:
         self.record("left_out", rank=event.rank, round=number, samples=samples)
 
     def _on_death(self, death: Death) -> None:
+        if any((known.rank, known.round) == (death.rank, death.round) for known, _ in self.deaths):
+            return  # before this rank joined
         self.deaths.append((death, self.seconds_training()))
         if self.plane.leads:
             self.record("death", **asdict(death))
