@@ -22,7 +22,7 @@ from hetsync.plane.blocking import BlockingCollectives, wait_until
 
 # Before mpi4py, whose absence it explains.
 from hetsync.plane.mpi_members import MPI, SECONDS_TO_TELL, MpiMembers
-from hetsync.plane.mpi_summoned import SECONDS_TO_DISMISS, MpiNewcomer, MpiSummoned, die, parent
+from hetsync.plane.mpi_summoned import SECONDS_TO_DISMISS, MpiNewcomer, MpiSummoned, die, entered_in_time, parent
 from hetsync.plane.parcels import empty_parcel, packed
 from hetsync.plane.polled import Lane, PolledSums, Post
 from hetsync.plane.staging import Test
@@ -234,7 +234,8 @@ class MpiMessages(Messages):
 
     def enter(self, members: Sequence[int], address: str) -> None:
         try:
-            self._meet(self.mpi.entering(members, address))
+            with entered_in_time():
+                self._meet(self.mpi.entering(members, address))
         except (MPI.Exception, PlaneError):
             die()
         self.newcomer = None

@@ -151,11 +151,12 @@ class MpiMembers:
         """These and one more; collective among them, while that one `enters`. MembersLost, at all alike, where it could
         not be."""
         joined = None
-        with suppress(MPI.Exception):
-            link = self._comm.Accept(address, root=0)
-            joined = self._merged(link, (*self.ranks, rank))
-        if self._all(joined is not None) and joined is not None:
-            return joined
+        if self._all(True):  # or Accept, which is not made for deaths, would hang
+            with suppress(MPI.Exception):
+                link = self._comm.Accept(address, root=0)
+                joined = self._merged(link, (*self.ranks, rank))
+            if self._all(joined is not None) and joined is not None:
+                return joined
         if joined is not None:
             joined.revoke()  # the newcomer, which would wait for the others, ends
         raise MembersLost("a rank has gone while another joined")
@@ -171,9 +172,8 @@ class MpiMembers:
         return MpiMembers(comm, ranks, self.tolerant, self.before_end)
 
     def _all(self, mine: bool) -> bool:
-        """Collective, also where a rank has gone, and the same at all: is it so at each?"""
+        """Collective, and the same at all: is it so at each, and has none gone?"""
         try:
-            self._comm.Ack_failed()
             return bool(self._comm.Agree(int(mine)))
         except MPI.Exception:
             return False
