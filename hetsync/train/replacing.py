@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from hetsync.balance.profile import RankProfile
-from hetsync.config.schema import Config
 from hetsync.errors import UserError, complain
 from hetsync.plane.base import LostError, Newcomer, Plane, Summoned
 from hetsync.profiling.measure import Place
@@ -69,7 +68,7 @@ def places_of(newcomer: Newcomer, rank: int) -> Sequence[Place]:
     return places
 
 
-def check_replacing(config: Config, plane: Plane, folder: Path | None) -> None:
+def check_replacing(plane: Plane, folder: Path | None) -> None:
     """UserError where nobody can take a dead rank's place."""
     remedy = "or give false, and where a rank has died requeue the job and resume with more ranks"
     if not plane.tolerant:

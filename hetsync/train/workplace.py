@@ -68,7 +68,9 @@ def take_place(config: Config, plane: Plane, folder: Path | None, loaded: checkp
             " start the ranks with mpirun --with-ft ulfm of Open MPI 5, with run.plane mpi, or use wait"
         )
     if config.fault.replace:
-        check_replacing(config, plane, folder)
+        if plane.rank == 0:
+            check_replacing(plane, folder)
+        plane.barrier()  # rank 0's sentence ends the others here
     seed_all(config.run.seed)
     return Workplace(
         config=config, plane=plane, folder=folder, loaded=loaded, cluster=cluster, places=places, device=device
