@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _PLACE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+
+ENDED = "HETSYNC_ENDED"  # a file that is there once the job is at its end
 
 # How the variables begin by which a process knows that it is a rank; without them it is none.
 LAUNCHER_PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "MV2_COMM_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
@@ -64,6 +68,22 @@ def told_of_deaths(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether MPI tells survivors of a rank's death (ULFM, by `mpirun --with-ft ulfm`), instead of ending the job. Its
     functions for that exist in any case."""
     return environ.get("OMPI_MCA_mpi_ft_enable") in ("1", "true")
+
+
+def reaches_later_processes(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ranks can be joined by processes that MPI starts later: Open MPI's shared memory does not reach these."""
+    transports = environ.get("OMPI_MCA_btl", "^").split(",")
+    if transports[0].startswith("^"):  # all but these
+        return "tcp" not in (transports[0][1:], *transports[1:])
+    return "tcp" in transports
+
+
+def tell_end(environ: Mapping[str, str] = os.environ) -> None:
+    """The job is at its end: for launch/local, as mpirun's own status is another where a process has died that was
+    started in the place of a rank."""
+    if ENDED in environ:
+        with contextlib.suppress(OSError):
+            Path(environ[ENDED]).touch()
 
 
 def first_rank() -> bool:

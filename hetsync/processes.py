@@ -35,6 +35,11 @@ class Process(NamedTuple):
             return "gone"
         return "stopped" if found[0] in "Tt" else "runs"
 
+    @property
+    def has_gone(self) -> bool:
+        """Is it known to have ended? False where it was on another host."""
+        return self.started > 0 and self.host == _host() and self.state == "gone"
+
     def kill(self) -> bool:
         """End it at once. False where it is not on this host, or has gone."""
         if not self.started or self.host != _host() or self.state == "gone":
@@ -71,15 +76,18 @@ class Stacks:
         self._file = tempfile.TemporaryFile() if free else None  # noqa: SIM115
         if self._file is not None:
             faulthandler.register(signal.SIGUSR2, self._file)
-        found = _stat(os.getpid())
-        descriptor = -1 if self._file is None else self._file.fileno()
-        self.process = Process(_host(), os.getpid(), 0 if found is None else found[1], descriptor)
+        self.process = own_process()._replace(stacks=-1 if self._file is None else self._file.fileno())
 
     def close(self) -> None:
         if self._file is not None:
             faulthandler.unregister(signal.SIGUSR2)
             self._file.close()
             self._file = None
+
+
+def own_process() -> Process:
+    found = _stat(os.getpid())
+    return Process(_host(), os.getpid(), 0 if found is None else found[1])
 
 
 def own_stack() -> str:

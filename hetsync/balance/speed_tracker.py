@@ -78,6 +78,15 @@ class Speeds:
         """The rank works no more: nobody waits for it to be seen."""
         self._settled.add(rank)
 
+    def join(self, rank: int, profiled: StepTime, cap: int | None) -> None:
+        """Another process works in the rank's place. Until it is seen at work, what profiles are off by is taken to be
+        what it is with the others: where nothing was measured, that is all."""
+        self.profiled[rank] = profiled
+        self.caps = {**self.caps, rank: cap}
+        seen = [ratio.smoothed for other, ratio in self._ratios.items() if other != rank and ratio.seen]
+        self._ratios[rank] = _Ratio(statistics.median(seen) if seen else 1.0)
+        self._settled.discard(rank)
+
     def times(self, ranks: Sequence[int]) -> list[StepTime]:
         return [self._scaled(self.profiled[rank], self._ratios[rank].smoothed) for rank in ranks]
 

@@ -88,6 +88,10 @@ class FaultConfig:
         slow: A rank whose last three tasks each took `slow_factor` times its own median is waited for (wait), or
             excluded in the same way (exclude).
         slow_factor: See `slow`.
+        replace: A process is started in the place of a rank that has died, with its number. It measures its own speed
+            while the others go on, and joins them at a rest, from the checkpoint that is written there. Where none can
+            join (without mpirun --with-ft ulfm of Open MPI 5, with a controller, without a run folder, by a plan) true
+            is refused: there requeue the job and resume with more ranks.
         inject: Faults to put into the job, to see what becomes of it, each {kind: die, rank: 3, round: 40, when:
             during}. Kinds are die, stop (with `seconds`, or for ever), slow (`factor`), exit, raise, memory,
             not_finite, corrupt and drop (a message), delay (`seconds`) and disk_full; `when` is before, during (the
@@ -103,6 +107,7 @@ class FaultConfig:
     silent_seconds: float | None = 300.0
     slow: Literal["wait", "exclude"] = "wait"
     slow_factor: float = 10.0
+    replace: bool = False
     inject: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -116,6 +121,8 @@ class FaultConfig:
         at_least("fault.slow_factor", self.slow_factor, 1, above=True)
         if self.slow == "exclude" and self.tolerate is False:
             raise UserError("fault.slow is exclude, but fault.tolerate is false: use wait, or let the others go on")
+        if self.replace and self.tolerate is False:
+            raise UserError("fault.replace is true, but fault.tolerate is false: let the others go on, or give false")
         self.injected()
 
     def injected(self) -> tuple[InjectedFault, ...]:

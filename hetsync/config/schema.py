@@ -418,3 +418,8 @@ class Config:
                 f"fault.not_finite is {self.fault.not_finite}, but control.name is {self.control.name}, which would"
                 " take what is left out for progress: use stop, or control.name fixed"
             )
+        if self.fault.replace and self.control.name != "fixed":
+            raise UserError(
+                f"fault.replace is true, but control.name is {self.control.name}, which knows of no ranks that join:"
+                " use fault.replace false, or control.name fixed"
+            )

@@ -47,10 +47,11 @@ class LinkTimes:
 
 def behind_link(plane: Plane, cluster: Cluster | None, round_bytes: int, slice_seconds: float) -> Plane:
     """The plane behind an emulated cluster's link; as it is without one. Arguments as in `LinkTimes.of`."""
-    link = Link() if cluster is None else cluster.ring_link(range(plane.size))
-    if link == Link() or plane.size == 1:
+    ranks = plane.ranks_at_start
+    link = Link() if cluster is None else cluster.ring_link(range(ranks))
+    if link == Link() or ranks == 1:
         return plane
-    times = LinkTimes.of(link, plane.size, round_bytes, slice_seconds)
+    times = LinkTimes.of(link, ranks, round_bytes, slice_seconds)
     return EmulatedLink(plane, times.latency_seconds, times.bytes_per_second)
 
 
@@ -170,8 +171,8 @@ class EmulatedLink(Plane):
         self._waiting.append(handle)
         return handle
 
-    def mend(self) -> None:
-        super().mend()
+    def _members_changed(self) -> None:
+        super()._members_changed()
         self._waiting.clear()
 
     def _now(self) -> float:

@@ -24,6 +24,12 @@ left, and waits until the other is in no call, which knows of it once it calls `
 or posted before will arrive, or come to an end. A rank keeps the number that it started with; `members` are the ranks
 that are left, and whatever is collective is among them.
 
+Replacement. Where a plane `replaces`, the first member may start a process that takes the number of a rank that has
+gone (`summon`). That one has a plane of its own at first, with itself as the only member (`newcomer`), on which it gets
+ready, and knocks. When nothing is under way all members `admit` it, while it calls `enter`: as after `mend`, nothing
+from before arrives, and the main thread's blocking calls raise MembersLost until `heed`. Members are in the order in
+which they came: who has joined later comes later, whatever its number.
+
 Threads. `allreduce`, `send`, `unread`, `receive` and the handles' `done` are called from one thread (the communication
 thread); the blocking calls from another (the main thread), never two of them at once.
 """
@@ -32,7 +38,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -120,12 +126,50 @@ class Channels(ABC):
         """Release everything; collective. A second call does nothing."""
 
 
+class Invitation(NamedTuple):
+    """To a newcomer: the address at which the members admit it, and what else it is told."""
+
+    address: str
+    told: Any
+
+
+class Summoned(ABC):
+    """A process that was started in place of a rank that has gone, as the member sees it that has started it."""
+
+    ready: Any = None  # what it told when it knocked
+    gone = False  # it has ended, or could not be started
+
+    @abstractmethod
+    def invite(self, told: Any) -> str:
+        """It enters now, and is told this. Returns the address at which all `admit` it. LostError where it has gone."""
+
+    @abstractmethod
+    def dismiss(self, seconds: float) -> None:
+        """It is not needed, and ends, unless it was invited. Waits so long for it to hear that."""
+
+
+class Newcomer(ABC):
+    """This process, which takes the place of a rank that has gone, as long as it is no member."""
+
+    @property
+    @abstractmethod
+    def told(self) -> Any:
+        """By the member that has started it."""
+
+    @abstractmethod
+    def knock(self, told: Any) -> Invitation:
+        """Tell that member that this process is ready, and wait to be invited. The process ends where it is not needed
+        any more, also before."""
+
+
 class Messages(ABC):
     """One rank's small messages to others, its blocking calls, and the end of the job."""
 
-    rank: int  # the number that it started with
-    members: tuple[int, ...]  # the ranks that are left, ascending
+    rank: int  # the number that it started with, or whose place it has taken
+    members: tuple[int, ...]  # the ranks that are left, ascending, and then those that have joined
     tolerant = False  # is a death `MembersLost`?
+    replaces = False  # can another process take the place of a rank that has gone?
+    newcomer: Newcomer | None = None  # on such a process, until it has entered
 
     @property
     def size(self) -> int:
@@ -135,7 +179,12 @@ class Messages(ABC):
     @property
     def leads(self) -> bool:
         """Is this the first of the ranks that are left: rank 0, while it lives?"""
-        return self.rank == self.members[0]
+        return self.rank == self.members[0] and self.newcomer is None
+
+    @property
+    def ranks_at_start(self) -> int:
+        """The number of ranks that the job began with: none has a number as high."""
+        return self.size
 
     @property
     @abstractmethod
@@ -183,6 +232,19 @@ class Messages(ABC):
 
     def heed(self) -> None:  # noqa: B027 - most are never mended
         """The main thread knows that members are others now: its next blocking call is among these."""
+
+    def summon(self, rank: int, told: Any) -> Summoned:
+        """On the first member: start a process that takes the place of this rank, which has gone. Does not wait."""
+        raise PlaneError(f"messages by {self.messages_by} cannot be joined by another rank")
+
+    def admit(self, rank: int, address: str) -> None:
+        """Collective among the members, while that rank enters: it is the last of them then. Where it raises
+        MembersLost, as somebody has died, `mend` comes next, and members may be the same as before."""
+        raise PlaneError(f"messages by {self.messages_by} cannot be joined by another rank")
+
+    def enter(self, members: Sequence[int], address: str) -> None:
+        """On a newcomer that was invited: join these, who admit it."""
+        raise PlaneError(f"messages by {self.messages_by} cannot be joined by another rank")
 
     @abstractmethod
     def abort(self, code: int) -> None:
@@ -244,9 +306,17 @@ class Plane(Messages, Sums):
 
     def __init__(self, messages: Messages, sums: Sums) -> None:
         self.messages, self.sums = messages, sums
-        self.rank, self.members = messages.rank, messages.members
-        self.times_mended = 0
+        self.rank, self.members, self.newcomer = messages.rank, messages.members, messages.newcomer
+        self.times_mended = 0  # or let others join
         self.tolerant = messages.tolerant and sums.tolerant
+
+    @property
+    def replaces(self) -> bool:  # type: ignore[override]
+        return self.tolerant and self.messages.replaces
+
+    @property
+    def ranks_at_start(self) -> int:
+        return self.messages.ranks_at_start
 
     @property
     def messages_by(self) -> str:
@@ -293,13 +363,28 @@ class Plane(Messages, Sums):
 
     def mend(self) -> None:
         self.messages.mend()
+        self._members_changed()
+
+    def _members_changed(self) -> None:
+        """Collective among those who are members now."""
         # Around another plane, which is both.
         self.sums = self.messages if isinstance(self.messages, Plane) else self.sums.among(self.messages)
-        self.members = self.messages.members
+        self.members, self.newcomer = self.messages.members, self.messages.newcomer
         self.times_mended += 1
 
     def heed(self) -> None:
         self.messages.heed()
+
+    def summon(self, rank: int, told: Any) -> Summoned:
+        return self.messages.summon(rank, told)
+
+    def admit(self, rank: int, address: str) -> None:
+        self.messages.admit(rank, address)
+        self._members_changed()
+
+    def enter(self, members: Sequence[int], address: str) -> None:
+        self.messages.enter(members, address)
+        self._members_changed()
 
     def abort(self, code: int) -> None:
         self.messages.abort(code)
@@ -325,7 +410,7 @@ class Plane(Messages, Sums):
 def decided_by_first(messages: Messages, decide: Callable[[], Told]) -> Told:
     """Collective: what `decide` returns on rank 0, on every rank; or its UserError, raised on every rank."""
     told: Told | UserError | None = None
-    if messages.leads:
+    if messages.leads or messages.newcomer is not None:  # which is alone yet
         try:
             told = decide()
         except UserError as mistake:

@@ -9,17 +9,20 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from hetsync.errors import UserError
+from hetsync.launchers import reaches_later_processes
 from hetsync.plane import codec
-from hetsync.plane.base import Channels, MembersLost, Messages, Plane, PlaneError, Sums, named
+from hetsync.plane.base import Channels, MembersLost, Messages, Plane, PlaneError, Summoned, Sums, named
 from hetsync.plane.blocking import BlockingCollectives, wait_until
 
 # Before mpi4py, whose absence it explains.
-from hetsync.plane.mpi_members import MPI, MpiMembers
+from hetsync.plane.mpi_members import MPI, SECONDS_TO_TELL, MpiMembers
+from hetsync.plane.mpi_summoned import SECONDS_TO_DISMISS, MpiNewcomer, MpiSummoned, die, entered_in_time, parent
 from hetsync.plane.parcels import empty_parcel, packed
 from hetsync.plane.polled import Lane, PolledSums, Post
 from hetsync.plane.staging import Test
@@ -125,8 +128,17 @@ class MpiMessages(Messages):
         self._closed = False
         self._one_call = threading.Lock()  # held by a blocking call, and while members change
         self._unheeded = False
-        self._meet(MpiMembers.of_world(tolerate))
+        self._summoned: list[Summoned] = []
+        newcomer = None if (started_by := parent()) is None else MpiNewcomer(started_by)
+        self._meet(MpiMembers.of_world(tolerate) if newcomer is None else MpiMembers.alone(newcomer.rank))
+        self.newcomer = newcomer
         self.rank, self.tolerant = self.mpi.rank, self.mpi.tolerant
+        self.replaces = self.tolerant and reaches_later_processes()
+        self._ranks_at_start = self.size if newcomer is None else newcomer.ranks_at_start
+
+    @property
+    def ranks_at_start(self) -> int:
+        return self._ranks_at_start
 
     def _meet(self, members: MpiMembers) -> None:
         """Collective among them; nothing that was on its way before will arrive."""
@@ -215,14 +227,39 @@ class MpiMessages(Messages):
     def heed(self) -> None:
         self._unheeded = False
 
+    # A replacement.
+
+    def summon(self, rank: int, told: Any) -> Summoned:
+        summoned = MpiSummoned(rank, self._ranks_at_start, told)
+        self._summoned.append(summoned)
+        self.mpi.before_end.append(partial(summoned.dismiss, SECONDS_TO_TELL))
+        return summoned
+
+    def admit(self, rank: int, address: str) -> None:
+        with self._one_call:
+            self._unheeded = True
+            self._meet(self.mpi.joined_by(rank, address))
+
+    def enter(self, members: Sequence[int], address: str) -> None:
+        try:
+            with entered_in_time():
+                self._meet(self.mpi.entering(members, address))
+        except (MPI.Exception, PlaneError):
+            die()
+        self.newcomer = None
+
     # The end.
 
     def abort(self, code: int) -> NoReturn:
+        if self.newcomer is not None:
+            die()  # the others go on
         self.mpi.end_job(code)
 
     def close(self) -> None:
         if self._closed:
             return
+        for summoned in self._summoned:
+            summoned.dismiss(SECONDS_TO_DISMISS)
         with self.mpi.errors(f"closing on rank {self.rank}"):
             self._wait(self._drained)
             barrier = self._main.Ibarrier()

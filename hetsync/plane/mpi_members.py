@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NoReturn, cast
 
@@ -36,16 +36,24 @@ SECONDS_TO_TELL = 2.0  # all ranks that the job ends
 
 
 class MpiMembers:
-    """The ranks that are left, from one death to the next; `ranks` are the numbers that they started with, ascending.
+    """The ranks that are left, from one death, or newcomer, to the next; `ranks` are their numbers, in MPI's order.
 
     Its communicators are revoked at a death and never used again, so nothing that was sent or posted before reaches
     what is sent or posted after it.
     """
 
-    def __init__(self, comm: MPI.Intracomm, ranks: tuple[int, ...], tolerant: bool) -> None:
-        """Collective. `comm` belongs to the members from now on. `tolerant`: a death is `MembersLost`."""
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        ranks: tuple[int, ...],
+        tolerant: bool,
+        before_end: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        """Collective. `comm` belongs to the members from now on. `tolerant`: a death is `MembersLost`. `before_end` is
+        called where this process ends as the job does."""
         self.ranks = ranks
         self.tolerant = tolerant
+        self.before_end = list(before_end)
         self._comm = comm
         self._ends = _duplicate(comm)  # never revoked: who ends the job tells it here, by a tag
         self._communicators: list[MPI.Intracomm] = []
@@ -55,6 +63,11 @@ class MpiMembers:
         """All that were started; collective."""
         world = MPI.COMM_WORLD
         return MpiMembers(_duplicate(world), tuple(range(world.Get_size())), tolerant and told_of_deaths())
+
+    @staticmethod
+    def alone(rank: int) -> MpiMembers:
+        """A newcomer, before it has entered."""
+        return MpiMembers(_duplicate(MPI.COMM_SELF), (rank,), told_of_deaths())
 
     @property
     def rank(self) -> int:
@@ -128,9 +141,42 @@ class MpiMembers:
             try:
                 self._heed_end_after_death()  # it may have come meanwhile, and would be lost
                 left = self._group_ranks(comm.Get_group())
-                return MpiMembers(comm, left, self.tolerant)
+                return MpiMembers(comm, left, self.tolerant, self.before_end)
             except MPI.Exception:
                 comm.Revoke()  # or those who have noticed nothing would wait for the others
+
+    # A newcomer.
+
+    def joined_by(self, rank: int, address: str) -> MpiMembers:
+        """These and one more; collective among them, while that one `enters`. MembersLost, at all alike, where it could
+        not be."""
+        joined = None
+        if self._all(True):  # or Accept, which is not made for deaths, would hang
+            with suppress(MPI.Exception):
+                link = self._comm.Accept(address, root=0)
+                joined = self._merged(link, (*self.ranks, rank))
+            if self._all(joined is not None) and joined is not None:
+                return joined
+        if joined is not None:
+            joined.revoke()  # the newcomer, which would wait for the others, ends
+        raise MembersLost("a rank has gone while another joined")
+
+    def entering(self, members: Sequence[int], address: str) -> MpiMembers:
+        """The same on the newcomer. MPI.Exception where it could not be."""
+        link = self._comm.Connect(address, root=0)
+        return self._merged(link, tuple(members))
+
+    def _merged(self, link: MPI.Intercomm, ranks: tuple[int, ...]) -> MpiMembers:
+        comm = link.Merge(high=self.ranks[0] == ranks[-1])  # the newcomer comes last
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        return MpiMembers(comm, ranks, self.tolerant, self.before_end)
+
+    def _all(self, mine: bool) -> bool:
+        """Collective, and the same at all: is it so at each, and has none gone?"""
+        try:
+            return bool(self._comm.Agree(int(mine)))
+        except MPI.Exception:
+            return False
 
     def _group_ranks(self, group: MPI.Group) -> tuple[int, ...]:
         places = MPI.Group.Translate_ranks(group, list(range(group.Get_size())), self._comm.Get_group())
@@ -147,8 +193,7 @@ class MpiMembers:
 
     def end_job(self, code: int) -> NoReturn:
         """End all ranks with this exit code."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        self._come_to_an_end()
         if not told_of_deaths():
             MPI.COMM_WORLD.Abort(code)
             os._exit(code)  # should MPI return
@@ -179,9 +224,14 @@ class MpiMembers:
         status = MPI.Status()
         if (message := self._ends.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
             message.Recv([bytearray(), MPI.BYTE])
-            sys.stdout.flush()
-            sys.stderr.flush()
+            self._come_to_an_end()
             os._exit(status.Get_tag())
+
+    def _come_to_an_end(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for last_act in self.before_end:
+            last_act()
 
     def _heed_end_after_death(self) -> None:
         with suppress(MPI.Exception):

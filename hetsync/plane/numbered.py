@@ -33,7 +33,7 @@ class NumberedPlane(Plane):
             arrived.append((sender, message))
         return arrived
 
-    def mend(self) -> None:
-        super().mend()
+    def _members_changed(self) -> None:
+        super()._members_changed()
         self._sent.clear()
         self._received.clear()

@@ -53,11 +53,18 @@ class Place:
 
 def find_place(plane: Plane) -> Place:
     """Collective."""
-    places = plane.gather_objects((socket.gethostname(), os.sched_getaffinity(0)))
-    mine, cores = places[plane.rank]
-    hosts = [host for host, _ in places]
-    sharing = sum(host == mine and not cores.isdisjoint(theirs) for host, theirs in places)
-    return Place(mine, hosts[: plane.rank].count(mine), hosts.count(mine), sharing)
+    return find_places(plane)[plane.rank]
+
+
+def find_places(plane: Plane) -> list[Place]:
+    """Collective: of every rank."""
+    told = plane.gather_objects((socket.gethostname(), os.sched_getaffinity(0)))
+    hosts = [host for host, _ in told]
+    places = []
+    for rank, (mine, cores) in enumerate(told):
+        sharing = sum(host == mine and not cores.isdisjoint(theirs) for host, theirs in told)
+        places.append(Place(mine, hosts[:rank].count(mine), hosts.count(mine), sharing))
+    return places
 
 
 def choose_device(name: str, place: Place) -> torch.device:
@@ -261,7 +268,7 @@ def _measured(subject: Subject) -> RankProfile:
     plane, place = subject.plane, subject.place
     sharing = ranks_sharing(plane, place, subject.device)
     cap = subject.cap(sharing)  # before anything larger is tried
-    typical = max(1, subject.config.data.batch_size // plane.size)
+    typical = max(1, subject.config.data.batch_size // plane.ranks_at_start)
     wanted = (typical // 2, typical, 2 * typical)
     plane.barrier()  # ranks that still start would take this one's core
     found = subject.step_time(sorted({max(1, size if cap is None else min(size, cap)) for size in wanted}), sharing)

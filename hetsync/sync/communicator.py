@@ -229,7 +229,7 @@ class Communicator:
             shared.wake.clear()
             shared.polls += 1
             try:
-                moved = self.poll()
+                moved = self._admit() or self.poll()
             except (MembersLost, DamagedError) as failure:
                 self._recover(failure)
                 moved = True
@@ -524,6 +524,14 @@ class Communicator:
         left = set(members) - self.watchdog.excluded.keys() - {rank}
         return too_few(len(left), len(members), self._options.least_ranks) is None
 
+    def _admit(self) -> bool:
+        """Let another rank join, or join, if the main thread asks for it. MembersLost where somebody has died after
+        all have agreed."""
+        admit, self._shared.admit = self._shared.admit, None
+        if admit is not None:
+            self._agree(admit)
+        return admit is not None
+
     def _recover(self, failure: MembersLost | DamagedError) -> None:
         """Go on with those who are left. Raises the failure where that cannot be."""
         self._require_recoverable(failure)
@@ -536,8 +544,18 @@ class Communicator:
                 failure = another
 
     def _recover_once(self, failure: MembersLost | DamagedError) -> None:
-        began = time.monotonic()
+        before = self._plane.members
         self._damaged = failure.sender if isinstance(failure, DamagedError) else None
+        self._agree()
+        self._in_vain += self._plane.members == before
+        if self._in_vain > MOST_IN_VAIN:
+            raise LostError(
+                f"ranks have begun anew {self._in_vain} times, though nobody has gone: {failure}"
+            ) from failure
+
+    def _agree(self, admit: Callable[[], None] | None = None) -> None:
+        """With all members, which are others now, on how to go on. `admit` lets one join; None: some have gone."""
+        began = time.monotonic()
         before = self._plane.members
         mending = Mending(
             self._plane,
@@ -545,14 +563,13 @@ class Communicator:
             lambda reports: self._decided(reports, before, began),
             self._given,
             self._options.timeout_seconds,
+            admit,
         )
         recovered = mending.run()
         decision = recovered.decision
-        self._in_vain += self._plane.members == before
-        if self._in_vain > MOST_IN_VAIN:
-            raise LostError(
-                f"ranks have begun anew {self._in_vain} times, though nobody has gone: {failure}"
-            ) from failure
+        for rank in set(decision.survivors).difference(before):
+            self._deaths.pop(rank, None)
+            self.watchdog.excluded.pop(rank, None)
         leads = self._plane.rank == decision.survivors[0]
         if decision.action is Action.GO_BACK or (leads and decision.books is None):
             raise LostError("all ranks that kept the books have gone, so nobody knows what has been applied")
@@ -624,6 +641,8 @@ class Communicator:
         landed = newest.samples if newest is not None and self._books_version < version else {}
         tasks = {} if self._books is None else self._books.tasks
         deaths = dict(self._deaths)
+        for rank in set(decision.survivors).difference(before):  # it is another process now
+            deaths.pop(rank, None)
         for rank in sorted(set(before).difference(decision.survivors, deaths)):
             held = sum(task.samples for task in tasks.get(rank, ()))
             known = self._coordinator is not None and self._coordinator.machine.members[rank]

@@ -105,15 +105,16 @@ class Coordinator:
         self._deliver(self.machine.first_instructions())
 
     def go_on(self, decision: Decision, reports: Mapping[int, Report]) -> None:
-        """After a death, as survivors have agreed: B is sliced anew, and their tasks are handed out."""
+        """After a death, or with one more rank, as members have agreed: B is sliced anew, and tasks are handed out."""
         assert self._rebuild is not None
         assert decision.books is not None
         self.left_out = list(decision.books.left_out)
-        shares = {rank: self.machine.members[rank].share for rank in decision.survivors}
+        members = self.machine.members
+        shares = {rank: members[rank].share if rank in members else 0 for rank in decision.survivors}
         working = {rank: share for rank, share in shares.items() if not reports[rank].holding.withdrawn}
         for rank in set(self.machine.members).difference(shares):
             self.speeds.forget(rank)
-        shares |= self._sliced_anew(working)
+        shares |= self._sliced_anew(working, anyway=not members.keys() >= shares.keys())
         self.machine, self._deliver = self._rebuild(decision, reports, shares)
         self.settings = self.machine.settings
         self._reconsider_from = self.machine.version + LEAST_OBSERVATIONS
@@ -233,11 +234,12 @@ class Coordinator:
         shares = self._sliced_anew(working)
         return [] if shares == working else self.machine.handle(SharesChanged(shares))
 
-    def _sliced_anew(self, shares: dict[int, int]) -> dict[int, int]:
-        """B among these ranks, whose shares come to less, as far as their memory and pins let them."""
+    def _sliced_anew(self, shares: dict[int, int], anyway: bool = False) -> dict[int, int]:
+        """B among these ranks, as far as their memory and pins let them, where their shares come to less, or
+        `anyway`."""
         caps, pins = self.speeds.limits(ranks := list(shares))
         total = min(self._batch, self._most(caps, pins))
-        if total <= sum(shares.values()):
+        if total <= sum(shares.values()) and not anyway:
             return shares
         parts = rebalanced(tuple(shares.values()), self.speeds.times(ranks), total, caps, pins)
         return dict(zip(ranks, parts, strict=True))

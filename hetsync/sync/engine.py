@@ -142,7 +142,7 @@ class Engine:
         self._recoveries = 0  # that the main thread knows of
         one = plane.size == 1
         alone = one and not options.measure_norms
-        counted = plane.size if plane.tolerant and not alone else 0
+        counted = plane.ranks_at_start if plane.tolerant and not alone else 0
         self._shared = SharedState(self.worker, outer, alone, one, counted, options.skips, segments, followers)
         self._delayed_only = bool(segments)
         self._communicator = Communicator(
@@ -172,6 +172,54 @@ class Engine:
         self._shared.order.leave()
         self._communicator.start()
 
+    def join(self, travel: Sequence[int]) -> None:
+        """In place of `start`, on a rank that joins the others at their rest, with the weights that they have, and with
+        the buffers that travel there. MembersLost where one has died before all had agreed."""
+        shared = self._shared
+        shared.order = device_order(next(self._model.parameters()).device)
+        shared.travel = travel
+        self._take_stock()
+        self._gradients.tail.travel = list(travel)
+        shared.phase = Phase.RESTING
+        shared.order.leave()
+        shared.admit = lambda: None  # it has entered
+        self._communicator.start()
+        self._wait_for_agreement()
+
+    def admit(self, admit: Callable[[], None]) -> None:
+        """Collective, at rest: another rank joins, by what `admit` does in the communication thread. MembersLost where
+        one has died meanwhile, so that the rest begins anew."""
+        self._shared.order.leave()
+        self._shared.admit = admit
+        self._shared.wake.set()
+        self._wait_for_agreement()
+
+    def _wait_for_agreement(self) -> None:
+        shared = self._shared
+        with shared.changed:
+            while shared.recoveries == self._recoveries:
+                self._raise_failure()
+                self._wait(shared.changed.wait)
+            if shared.rest_again or shared.recoveries > self._recoveries + 1:
+                raise MembersLost("another rank has gone")
+            self._heed()
+
+    @property
+    def travel(self) -> Sequence[int]:
+        """At rest: buffers that travel in rounds."""
+        deltas = self._shared.deltas
+        assert not isinstance(deltas, SegmentedDeltas)
+        return list((self._gradients if deltas is None else deltas).tail.travel)
+
+    @property
+    def processes(self) -> Mapping[int, Process]:
+        """Of all members, as far as this one knows."""
+        return self._communicator.watchdog.processes
+
+    @processes.setter
+    def processes(self, processes: Mapping[int, Process]) -> None:
+        self._communicator.watchdog.processes = processes
+
     def _take_stock(self) -> None:
         """Of the model as it is now."""
         shared, options = self._shared, self._options
@@ -200,7 +248,7 @@ class Engine:
         """At rest, on every rank, with identical weights: other ones are trained from now on."""
         with self._shared.changed:  # a rank may die meanwhile
             self._gradients.close()
-            self._shared.deltas = None
+            self._shared.deltas, self._shared.travel = None, ()
             self._take_stock()
 
     # Tasks.

@@ -89,7 +89,7 @@ class Recovered:
 
 
 class Mending:
-    """One rank's part, from MembersLost on. A death meanwhile begins it anew."""
+    """One rank's part, from MembersLost on, or where another rank joins. A death meanwhile begins it anew."""
 
     def __init__(
         self,
@@ -98,22 +98,29 @@ class Mending:
         decide: Callable[[Mapping[int, Report]], Decision],
         give: Callable[[], Sequence[Part] | None],
         timeout_seconds: float,
+        admit: Callable[[], None] | None = None,
     ) -> None:
         """`report` tells what this rank holds by now; `give` what those behind take over, None while its main thread is
-        still to make the step of the newest round; `decide` is asked on the first survivor."""
+        still to make the step of the newest round; `decide` is asked on the first survivor. `admit` lets another rank
+        join, where that is why members change; None mends the plane."""
         self._plane = plane
         self._report = report
         self._decide = decide
         self._give = give
         self._limit_seconds = wait_limit(plane.rank, timeout_seconds)
+        self._admit = admit
 
     def run(self) -> Recovered:
         """Until all can go on. LostError where they cannot, StalledError where a survivor says nothing."""
-        in_vain = 0
+        admit, in_vain = self._admit, 0
         while True:
             before = self._plane.members
             try:
-                self._plane.mend()
+                if admit is not None:
+                    change, admit = admit, None
+                    change()
+                else:
+                    self._plane.mend()
                 return self._attempt()
             except (MembersLost, DamagedError) as failure:
                 in_vain += self._plane.members == before

@@ -14,6 +14,7 @@ from typing import Any
 STOP = "stop requested"
 CHECKPOINT = "checkpoint"
 EPOCH = "end of an epoch"
+JOIN = "a rank joins"
 TOO_FEW = "too few ranks are left"
 
 Marks = Callable[[int], int | None]

@@ -7,7 +7,7 @@ changes before the agreement, and whoever has gone on after it reports what the 
 not matter whom the agreement has reached.
 
     all report    what has landed, what they have begun; some also a copy of the books. They start no other task.
-    one decides   the lowest survivor: which rounds count, who is behind, what goes out again
+    one decides   the first survivor: which rounds count, who is behind, what goes out again
     catching up   who is behind receives the anchor (D = 0: weights and optimizer state) and the outer velocity
     all agree     once all are ready; then contributions to void rounds return, and a new state machine goes on
 
@@ -16,15 +16,19 @@ most. A round that landed on none of them is void: what was put into it returns 
 the same number. What is only queued is dropped, at D = 0 also what is computed, and goes out again: at D = 0 the same
 global batch, since its positions are the first that are free.
 
-**The books.** The lowest ranks (`keepers`) follow all assignments, each of which reaches them before the `StartRound`
+**The books.** The first ranks (`keepers`) follow all assignments, each of which reaches them before the `StartRound`
 that follows it, and book by what the round's sum says of who put in how many samples. A rank puts into a round only
 what it was assigned before that (`Worker.announce`). So whoever has joined a round knows the samples of every task in
 it, whoever dies; rank 0's copy is one of several, and its death is like any other.
+
+**A newcomer.** A rank that joins at a rest is agreed on in the same way: members have changed, and all report. It holds
+nothing and has landed what all have landed, as it begins from the checkpoint of that rest. Members are in the order in
+which they came, so that the first of them stays the first when the number of a dead one is taken again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -55,12 +59,12 @@ from hetsync.sync.milestones import TOO_FEW, Marks, Milestones
 from hetsync.sync.state_machine import RoundStateMachine
 from hetsync.sync.worker import kept_of
 
-KEEPERS = 3  # ranks with a copy of the books: the coordinator's, and the two lowest others
+KEEPERS = 3  # ranks with a copy of the books: the coordinator's, and the two that come next
 
 
-def keepers(members: Collection[int]) -> tuple[int, ...]:
+def keepers(members: Sequence[int]) -> tuple[int, ...]:
     """The ranks that keep the books; the first of them hosts the coordinator."""
-    return tuple(sorted(members)[:KEEPERS])
+    return tuple(members[:KEEPERS])
 
 
 # The books.
@@ -258,7 +262,7 @@ class Decision(NamedTuple):
 
     Args:
         version: the rounds below count; the next one has this number.
-        survivors: by rank. The first hosts the coordinator.
+        survivors: in their order. The first hosts the coordinator.
         behind: those who adopt the anchor of `donor`.
         rest_again: the newest round is a drain whose rest nobody has come out of: all break it off and come to it once
             more, by another drain. Otherwise who is still at it comes out, since all have done their part.
@@ -296,8 +300,8 @@ def too_few(ranks: int, last_ranks: int, least_ranks: int | None) -> str | None:
 
 
 def decide(reports: Mapping[int, Report], last_ranks: int, least_ranks: int | None = None) -> Decision:
-    """What becomes of the job, by the survivors' reports; `last_ranks` were members before."""
-    survivors = tuple(sorted(reports))
+    """What becomes of the job, by the survivors' reports, in their order; `last_ranks` were members before."""
+    survivors = tuple(reports)
     version = max(report.landed for report in reports.values())
     level = [rank for rank in survivors if reports[rank].landed == version]
     behind = tuple(rank for rank in survivors if reports[rank].landed < version)
@@ -462,13 +466,13 @@ TRANSITIONS = {
 class Recovery:
     """One rank's part. Carry out the steps that each call returns, in their order."""
 
-    def __init__(self, report: Report, survivors: Collection[int], decide: Callable[[Mapping[int, Report]], Decision]):
-        """`report` of this rank; `decide` is called on the lowest of the survivors, once all have reported."""
+    def __init__(self, report: Report, survivors: Sequence[int], decide: Callable[[Mapping[int, Report]], Decision]):
+        """`report` of this rank; `decide` is called on the first of the survivors, once all have reported."""
         self.rank = report.rank
         self.stage = Stage.REPORTED
-        self.reports: dict[int, Report] = {}  # on the lowest survivor
+        self.reports: dict[int, Report] = {}  # on the first survivor
         self._report = report
-        self._survivors = tuple(sorted(survivors))
+        self._survivors = tuple(survivors)
         self._decide = decide
         self._decision: Decision | None = None
         self._ready: set[int] = set()
@@ -497,6 +501,7 @@ class Recovery:
         return self._get_ready(Cause.CAUGHT_UP)
 
     def _announce(self) -> list[Step]:
+        self.reports = {rank: self.reports[rank] for rank in self._survivors}
         decision, keeping = self._decide(self.reports), keepers(self._survivors)
         without = decision._replace(books=None)
         return self._tell_all(lambda rank: decision if rank in keeping else without)

@@ -8,7 +8,6 @@ ranks, rank 0 leads all, and nothing is passed on.
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +55,7 @@ class Router:
 
     def _leader_of(self, rank: int) -> int:
         members = self._plane.members
-        return members[bisect(members, rank - 1) // self._group * self._group]
+        return members[members.index(rank) // self._group * self._group]
 
     def begin_anew(self, early: Sequence[tuple[int, Message]]) -> None:
         """Members are others now, and what was on its way is void; `early` has come since."""

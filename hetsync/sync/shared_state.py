@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -127,6 +127,7 @@ class SharedState:
         self.recovering = False  # the rank has reported what it holds, and survivors have not agreed yet
         self.recoveries = 0  # from deaths, by the communication thread
         self.rest_again = False  # the rest that the main thread is at has been broken off, and all come to it once more
+        self.admit: Callable[[], None] | None = None  # at a rest: lets another rank join, in the communication thread
         self.void = False  # the main thread is still to give up a synchronous task, whose gradients nobody fetches
         self.adopted: Mapping[str, Any] | None = None  # by another rank's step: the main thread's to take over
         self.marked: deque[int] = deque()  # synchronous rounds to be evaluated that have not landed
@@ -151,6 +152,7 @@ class SharedState:
         self.order = DeviceOrder()
         self.weights: Sequence[torch.Tensor] = ()
         self.buffers: Sequence[torch.Tensor] = ()
+        self.travel: Sequence[int] = ()  # buffers that travel from the first round of this rank on
         self._outer = outer
         self.alone = alone
         self.ranks_counted = ranks_counted
@@ -168,4 +170,5 @@ class SharedState:
         elif self.deltas is None:
             with self.order:
                 self.deltas = Deltas(self.weights, self._outer, self.buffers, self.worker.rank, self.ranks_counted)
+                self.deltas.tail.travel = list(self.travel)
         return self.deltas

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -40,8 +41,9 @@ from hetsync.train.loop import Loop, StoppedByRequest
 from hetsync.train.parts import Factor
 from hetsync.train.preparation import Loss, Preparation
 from hetsync.train.prepared import PreparedScheduler, TrainingLoader
+from hetsync.train.replacing import summons_of
 from hetsync.train.resumption import FinishedError, Standing
-from hetsync.train.run_folder import Resume, Status, opened_folder, status_of
+from hetsync.train.run_folder import Resume, Status, opened_folder, shared_folder, status_of
 from hetsync.train.running import THE_END, Running, Shown
 from hetsync.train.session import Session
 from hetsync.train.trackers import Tracked, check_trackers
@@ -85,14 +87,16 @@ class Job:
             raise UserError("resume needs the folder of the run: give hetsync.join a run")
         self.config = config
         self.plane = plane
-        self.rank, self.size = plane.rank, plane.size
+        self.rank, self.size = plane.rank, plane.ranks_at_start
         self.epoch = 0
         self._running: Running | None = None
         self._stop = stop
         self._owns_plane = owns_plane
         with contextlib.ExitStack() as held:
             self.folder, loaded = None, None
-            if keep:
+            if keep and plane.newcomer is not None:
+                self.folder = held.enter_context(shared_folder(Path(summons_of(plane.newcomer).folder)))
+            elif keep:
                 self.folder, resumed = held.enter_context(opened_folder(plane, config.run, resume))
                 loaded = checkpoint.load_agreed(self.folder, plane) if resumed else None
             check_trackers(track, self.folder)
@@ -217,9 +221,14 @@ class Job:
         """The run that was to be gone on with is at its end already: loops over batches are empty."""
         return self._running is not None and self._running.finished
 
-    def ready(self) -> Running:
+    def ready(self) -> None:
         """Collective, once all is prepared: check it, go on from where the run stands, measure. Nothing is written yet.
-        The first of loop and evaluation does it otherwise."""
+        The first of loop and evaluation does it otherwise. A rank that joins while the job runs does it as late as it
+        can, since the others are at rest for it."""
+        if self.plane.newcomer is None:
+            self._stand_ready()
+
+    def _stand_ready(self) -> Running:
         if self._running is not None:
             return self._running
         prepared, parts, loaded = self._prepared, self._prepared.parts, self._at.loaded
@@ -355,11 +364,21 @@ class Job:
         torchmetrics are merged; `combine` gets the list of what the ranks have returned and does anything else.
         """
         check_callable("job.evaluate", function, *arguments)
+        self._check_all_can_call("evaluate")
         running = self._begin()
         self._loop.come_to_rest()
         result = combined(self._parts_of(lambda: function(*arguments)), combine)
         running.evaluated(named(result))
         return result
+
+    def _check_all_can_call(self, method: str) -> None:
+        """UserError before the first batch, where a rank may join the job later: it would make the call alone."""
+        begun = self._running is not None and (self._running.finished or self._running.session.engine.started)
+        if self.config.fault.replace and not begun:
+            raise UserError(
+                f"job.{method} was called before the first batch, and fault.replace is true: a rank that joins later"
+                " would call it alone, so call it after a loop over batches, or give fault.replace false"
+            )
 
     def _parts_of(self, function: Callable[[], Any]) -> list[Part]:
         """Of all ranks: once more where one has died before its own was known."""
@@ -373,6 +392,7 @@ class Job:
 
     def gather(self, value: Any) -> list[Any]:
         """Collective, before the loop or at rest: every rank's value, in their order. Tensors come on the CPU."""
+        self._check_all_can_call("gather")
         if self._running is None or not self._running.is_open:
             return self.plane.gather_objects(on_cpu(value))
         self._loop.come_to_rest()
@@ -416,7 +436,7 @@ class Job:
 
     def _begin(self) -> Running:
         """Collective: training is about to begin."""
-        running = self.ready()
+        running = self._stand_ready()
         if not self.finished and not running.is_open:
             running.open(self._stop)
         return running

@@ -14,22 +14,23 @@ class Meetings:
     each rank has heard: whoever lacks the newest meeting takes over what it came to, and all go on with the same.
     """
 
-    def __init__(self, plane: Plane) -> None:
+    def __init__(self, plane: Plane, held: int | None = None) -> None:
+        """`held`: how many the others have held, where this rank joins them."""
         self._plane = plane
-        self._times_mended = 0
-        self._held = 0
+        self._times_mended = 0 if held is None else -1  # whoever joins has heard nothing
+        self.held = held or 0
         self._newest: list[Any] = []
 
     def hold(self, what: str, value: Any) -> list[Any]:
         """Everybody's values; MembersLost where a rank has died, and `hold` is to be called once more."""
         if self._times_mended != self._plane.times_mended:
             times_mended = self._plane.times_mended
-            told = self._plane.gather_objects((self._held, self._newest, value))
+            told = self._plane.gather_objects((self.held, self._newest, value))
             self._times_mended = times_mended
             held, newest, _ = max(told, key=lambda theirs: theirs[0])
-            if held > self._held:
-                self._held, self._newest = held, newest
+            if held > self.held:
+                self.held, self._newest = held, newest
                 return newest
         newest = meet(self._plane, what, value)
-        self._held, self._newest = self._held + 1, newest
+        self.held, self._newest = self.held + 1, newest
         return newest

@@ -103,6 +103,7 @@ def check_settings(config: Config, plan: GivenPlan) -> None:
         "run.compile": (config.run.compile, "give false"),
         "fault.tolerate": (config.fault.tolerate is True, "give auto"),
         "fault.least_ranks": (config.fault.least_ranks is not None, "leave it out"),
+        "fault.replace": (config.fault.replace, "give false, and resume with more ranks"),
         "fault.slow": (config.fault.slow != "wait", "give wait"),
         "fault.not_finite": (config.fault.not_finite != "stop", "give stop"),
         "fault.inject": (bool(config.fault.inject), "leave it out"),

@@ -47,6 +47,10 @@ class CommonState:
             module.load_state_dict(state)
         self._agreement.remember_counters()
 
+    def remember_counters(self) -> None:
+        """Of a rank that joins: they are as all have them."""
+        self._agreement.remember_counters()
+
     def given(self) -> dict[str, torch.Tensor]:
         """In synchronous mode: all that steps have made, for a rank that is behind."""
         return {name: value.detach().cpu().clone() for name, value in self._agreement.values(None, ()).items()}

@@ -82,6 +82,13 @@ def working_folder(plane: Plane, run: RunConfig, resume: Path | None) -> Iterato
 
 
 @contextlib.contextmanager
+def shared_folder(folder: Path) -> Iterator[Path]:
+    """The run folder of a job that this process joins, and that another holds."""
+    with _not_writable_for_others():
+        yield folder
+
+
+@contextlib.contextmanager
 def _not_writable_for_others() -> Iterator[None]:
     """Inside, whatever umask the user has: of each file that this process makes. The group's rights stay."""
     before = os.umask(0o077)

@@ -8,25 +8,27 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hetsync.balance.profile import RankProfile
 from hetsync.balance.shares import choose_shares, makespan, solo_rates
-from hetsync.config.faults import When
+from hetsync.config.faults import InjectedFault, When
 from hetsync.control.process import ControlProcess
 from hetsync.data import Data
 from hetsync.emulation.device import make_device
 from hetsync.emulation.link import behind_link
 from hetsync.errors import UserError, one_sentence
 from hetsync.files import SUMMARY, write_atomically
-from hetsync.plane.base import Plane
+from hetsync.launchers import tell_end
+from hetsync.plane.base import Newcomer, Plane
 from hetsync.profiling.measure import Subject, measure_ranks
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.messages import NO_BOUND, Settings
-from hetsync.sync.milestones import CHECKPOINT, EPOCH, Marks, marks_every, rests_for
+from hetsync.sync.milestones import CHECKPOINT, EPOCH, JOIN, Marks, marks_every, rests_for
 from hetsync.sync.observation import mean_staleness
 from hetsync.sync.tail import travelling_values
 from hetsync.telemetry import Telemetry
@@ -37,6 +39,7 @@ from hetsync.train.evaluation import Evaluations, combined, named, record
 from hetsync.train.injection import InjectedDevice, Injection, require_struck
 from hetsync.train.memory import slice_memory
 from hetsync.train.preparation import Preparation
+from hetsync.train.replacing import Replacements, Summons, Welcome, summons_of
 from hetsync.train.resumption import Standing, first_settings, kept_shares
 from hetsync.train.run_folder import Status, mark_failed, taken_over
 from hetsync.train.saving import Saver
@@ -45,6 +48,7 @@ from hetsync.train.speeds import assumed_profiles
 from hetsync.train.summary import (
     Damaged,
     JobFigures,
+    Join,
     LeftOut,
     LostRank,
     RankFigures,
@@ -100,6 +104,7 @@ class Running:
         """Collective."""
         loader = prepared.training_data
         self.at = at
+        self._newcomer = at.plane.newcomer
         self.prepared = prepared
         self.plane = at.plane
         self.config = replace(at.config, data=replace(at.config.data, batch_size=loader.batch_size))
@@ -109,7 +114,10 @@ class Running:
         self.finished = finished
         self.lines_due = False
         self._shown = shown
-        self._restore()
+        self._welcome: Welcome | None = None  # of a rank that joins while the job runs
+        self.joins: list[Join] = []
+        if self._newcomer is None:
+            self._restore()
         self.over = False
         self.is_open = False
         self.left = False
@@ -118,19 +126,22 @@ class Running:
         self._resting = False  # at a rest where the script's own lines run
         self._saver: Saver | None = None
         self.tracking: Tracking | None = None  # on rank 0, where something is tracked
-        self._progress = at.loaded.progress if at.loaded else None
-        self._seconds_before = self._progress.train_seconds if self._progress else 0.0  # of training
         self._round = -1  # that callbacks have been told of
         self._settings_told: Settings | None = None
         self._deaths_told = self._left_out_told = 0
         self._leading = False
         self._held = ExitStack()  # the run folder, where the rank that did has died
         self.profiles = self._profiles()
-        self._solo = solo_rates(loader.batch_size, self.profiles) if self._is_measured else None
+        self._memory = None if self._is_measured else slice_memory(self.plane, at.place, self._device)
+        if self._newcomer is not None:
+            self._enter(self._newcomer)
+        self._progress = self.at.loaded.progress if self.at.loaded else None
+        self._seconds_before = self._progress.train_seconds if self._progress else 0.0  # of training
+        self._solo = self._solo_rates()
         rank, folder = at.plane.rank, at.folder
         self.timer = make_device(at.cluster, rank, self.profiles[rank].time, at.config.run.seed, self._device)
         self.telemetry = Telemetry(None if folder is None else folder / "telemetry" / f"rank-{rank:04d}.jsonl")
-        faults = self.config.fault.injected()
+        faults = self._faults()
         self._injection = Injection(faults, self.plane, self.model) if faults else None
         self.evaluations = Evaluations(
             parts=prepared.rank_parts,
@@ -146,6 +157,8 @@ class Running:
             self.evaluations.use(*prepared.evaluation[1:])
         self.session = self._make_session()
         self.leaving = self._leaving()
+        summons = Summons(str(at.folder), at.places, self.profiles)
+        self._replacements = Replacements(self.plane, lambda: summons) if self.config.fault.replace else None
 
     def _injecting(self, when: When) -> Callable[[], None]:
         """What is to be called at such a moment."""
@@ -160,12 +173,71 @@ class Running:
         loaded, parts = self.at.loaded, self.prepared.parts
         if loaded is None:
             return
-        if self.prepared.interval_samples is not None and not self.finished:
+        if self.prepared.interval_samples is not None and not self.finished and self._welcome is None:
             at_the_end = loaded.progress.samples_applied == self.total
             self.lines_due = Standing.of(loaded.state).lines_due or at_the_end
         checkpoint.restore(loaded, self.model, parts.optimizers)
         if loaded.state:  # of the first version there is none
             parts.restore(loaded.state)
+
+    # A rank that joins while the job runs.
+
+    def _enter(self, newcomer: Newcomer) -> None:
+        """Come to the others' rest, and stand where they stand."""
+        rank, parts = self.plane.rank, self.prepared.parts
+        address, welcome = newcomer.knock(self.profiles[rank])
+        self._welcome = welcome
+        self.plane.enter(welcome.members, address)
+        loaded = checkpoint.load(Path(welcome.checkpoint))
+        checkpoint.check_model(loaded, self.model)
+        parts.restore_roles(loaded.state)
+        self.at = replace(self.at, loaded=loaded)
+        self.profiles, self.joins = list(welcome.profiles), list(welcome.joins)
+        self._restore()
+
+    def _faults(self) -> tuple[InjectedFault, ...]:
+        """Those that are still to come, of a rank that joins: others have struck the one that it replaces."""
+        faults = self.config.fault.injected()
+        if self._welcome is None:
+            return faults
+        assert self._progress is not None
+        version = self._progress.version
+        return tuple(fault for fault in faults if fault.round is not None and fault.round >= version)
+
+    def _admit(self) -> None:
+        """Collective, the last at a rest: one joins, if it is ready and there is a checkpoint of this rest."""
+        assert self._replacements is not None
+        session, saved, arrival = self.session, self._saver and self._saver.newest, None
+        if session.coordinator is not None and saved is not None:
+            samples = session.coordinator.machine.samples_by_rank
+
+            def welcome(rank: int, profile: RankProfile) -> Welcome:
+                return Welcome(
+                    members=(*self.plane.members, rank),
+                    checkpoint=str(saved),
+                    shares=session.shares,
+                    profiles=[profile if n == rank else other for n, other in enumerate(self.profiles)],
+                    entry=session.entry,
+                    deaths=session.deaths,
+                    joins=self.joins,
+                )
+
+            arrival = self._replacements.invite(welcome, session.version, samples)
+        arrival = self.plane.broadcast_object(arrival)
+        if arrival is None:
+            return
+        join, self.profiles[arrival.join.rank] = arrival.join, arrival.profile
+        session.admit(join.rank, arrival.profile, arrival.address)
+        self._solo = self._solo_rates()
+        self.joins.append(join)
+        if self.plane.leads:
+            self.telemetry.record("join", **join.entry())
+        self.display.say(
+            f"rank {join.rank} ({join.host}) has joined before round {join.round}: {self.plane.size} ranks"
+        )
+
+    def _solo_rates(self) -> list[float] | None:
+        return solo_rates(self.config.data.batch_size, self.profiles) if self._is_measured else None
 
     # Making the session.
 
@@ -176,17 +248,32 @@ class Running:
     def _profiles(self) -> list[RankProfile]:
         """How fast every rank is: measured, or the same for all until it is known."""
         at = self.at
+        if self._newcomer is not None and (at.cluster is not None or self.prepared.loss is None):
+            known = list(summons_of(self._newcomer).profiles)
+            known[self.plane.rank] = replace(known[self.plane.rank], host=at.place.host)
+            return known
         if self.prepared.loss is not None and not self.finished:
             material = Data(self.source.dataset, self.source.dataset, self.prepared.loss, collate=self.source.collate)
             what = (self.plane, self.config, self.model, material, at.place, self.prepared.parts.optimizers)
-            return measure_ranks(Subject(*what), at.cluster)
+            return self._among_known(measure_ranks(Subject(*what), at.cluster))
         cluster = None if self.finished else at.cluster
         total = self.config.emulation.samples_per_second
         return assumed_profiles(self.plane, cluster, total, self._device, at.place.host)
 
+    def _among_known(self, measured: list[RankProfile]) -> list[RankProfile]:
+        """By number: a newcomer has measured itself alone."""
+        if self._newcomer is None:
+            return measured
+        known = list(summons_of(self._newcomer).profiles)
+        known[self.plane.rank] = measured[0]
+        return known
+
     def _make_session(self) -> Session:
         at, config = self.at, self.config
-        shares = kept_shares(config, self._progress, self.plane.size)
+        if self._welcome is not None:
+            shares: tuple[int, ...] | None = tuple(self._welcome.shares)
+        else:
+            shares = kept_shares(config, self._progress, self.plane.size)
         shares = shares or choose_shares(config.sync, config.data.batch_size, self.profiles)
         slice_seconds = makespan(shares, [profile.time for profile in self.profiles])
         injection = self._injection
@@ -208,13 +295,14 @@ class Running:
             timeout_seconds=config.run.timeout_seconds,
             make_control=self._start_control(),
             scorer=self.evaluations if self.prepared.evaluation is not None else None,
-            memory=None if self._is_measured else slice_memory(self.plane, at.place, self._device),
+            memory=self._memory,
             fault=config.fault,
             around=injection.around if injection is not None else lambda start, steps: steps,
         )
         loaded = at.loaded
         if loaded is not None and session.outer is not None and loaded.outer is not None:
             session.outer.velocity = loaded.outer.to(self._device)
+        session.deaths += [] if self._welcome is None else self._welcome.deaths
         return session
 
     def _make_terms(self, shares: tuple[int, ...]) -> Terms:
@@ -233,6 +321,7 @@ class Running:
             shares=shares,
             settings=first_settings(self.config, progress),
             evaluations=marks_every(self.prepared.evaluation[0] if self.prepared.evaluation else None, self.total),
+            entry=None if self._welcome is None else self._welcome.entry,
         )
 
     def _start_control(self) -> ControlFactory | None:
@@ -317,6 +406,8 @@ class Running:
 
     def between_batches(self) -> None:
         self._succeed()
+        if self._replacements is not None and self._replacements.wants_rest():
+            self.session.request_rest(JOIN)
         coordinator = self.session.coordinator
         if coordinator is not None:
             if self.display.due():
@@ -405,12 +496,14 @@ class Running:
         self._share_scale()
         self._take_evaluations()
         self.over |= rest.final or session.stopping
-        if self.over or rest.reason == CHECKPOINT or (every is not None and session.applied % every == 0):
+        if self.over or rest.reason in (CHECKPOINT, JOIN) or (every is not None and session.applied % every == 0):
             self._save(standing, last=self.over)  # before an evaluation, which may fail
             self._saved_last = self.over
         if rest.evaluation_due and self.prepared.evaluation is not None:
             part = self.evaluations.score(session.shares)
             self.evaluated(named(combined(self.plane.gather_objects(part), self.prepared.evaluation[2])))
+        if rest.reason == JOIN and not self.over and self._replacements is not None:
+            self._admit()
 
     def break_off_rest(self) -> None:
         """A rank has died, and the rest begins anew."""
@@ -472,7 +565,9 @@ class Running:
         if session.applied < self.total and not session.stopping and not self._saved_last:
             self._save(Standing(ended=True), last=True)  # all ranks have ended it at a rest
         session.meet(THE_END)
-        waiting = [] if self._injection is None else self.plane.gather_objects(self._injection.never_struck())
+        waiting = []
+        if self.config.fault.inject:  # a rank that has joined may have none left
+            waiting = self.plane.gather_objects([] if self._injection is None else self._injection.never_struck())
         if self._saver is not None:
             self._saver.stop_timer()
         self._succeed()
@@ -493,7 +588,9 @@ class Running:
         if summary is not None:
             self._tell("end", summary)
         self._held.close()
-        if self._injection is not None and self.plane.leads:  # whose word ends the others
+        if self.joins and self.plane.leads and not session.stopping:
+            tell_end()
+        if self.config.fault.inject and self.plane.leads:  # whose word ends the others
             require_struck(
                 self.config.fault.injected(), [each for some in waiting for each in some], self.plane.members
             )
@@ -543,6 +640,7 @@ class Running:
             job=self._job_figures(Status.STOPPED if session.stopping else Status.FINISHED),
             per_rank=per_rank,
             lost=self._lost_ranks(session.coordinator),
+            joins=self.joins,
             left_out=[
                 LeftOut(rank=left.rank, host=self.profiles[left.rank].host, round=left.round, samples=left.samples)
                 for left in session.left_out
@@ -560,18 +658,26 @@ class Running:
         )
 
     def _lost_ranks(self, coordinator: Coordinator) -> list[LostRank]:
-        return [
-            LostRank(
-                death=death,
-                profile=self.profiles[death.rank],
-                samples=coordinator.machine.samples_by_rank[death.rank],
-                solo_samples_per_second=None if self._solo is None else self._solo[death.rank],
-                train_seconds=seconds,
-                # Of all its samples rank 0 alone has heard.
-                compute_seconds=coordinator.device_seconds[death.rank] if self.plane.rank == 0 else 0.0,
+        lost: list[LostRank] = []
+        for death, seconds in self.session.deaths:
+            rank = death.rank
+            before = sum(other.samples for other in lost if other.death.rank == rank)  # of whom it had replaced
+            joins = [join for join in self.joins if join.rank == rank]
+            later = [join.samples for join in joins if join.round >= death.round]
+            applied = later[0] if later else coordinator.machine.samples_by_rank[rank]
+            # Of all samples of its number rank 0 alone has heard.
+            heard = self.plane.rank == 0 and not joins
+            lost.append(
+                LostRank(
+                    death=death,
+                    profile=self.profiles[rank],
+                    samples=applied - before,
+                    solo_samples_per_second=None if self._solo is None else self._solo[rank],
+                    train_seconds=seconds,
+                    compute_seconds=coordinator.device_seconds[rank] if heard else 0.0,
+                )
             )
-            for death, seconds in self.session.deaths
-        ]
+        return lost
 
     def _rank_figures(self) -> RankFigures:
         session, rank, totals, engine = self.session, self.plane.rank, self.session.totals, self.session.engine
@@ -590,4 +696,5 @@ class Running:
             slices=self.timer.slices,
             real_seconds=self.timer.real_seconds,
             overruns=self.timer.overruns,
+            joined_at_round=session.terms.version if self._welcome is not None else None,
         )

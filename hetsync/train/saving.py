@@ -16,7 +16,9 @@ from hetsync.train.session import Session
 
 
 class Saver:
-    """Every rank has one; the first writes. `saved`: there is a checkpoint by this process."""
+    """Every rank has one; the first writes. `saved`: there is a checkpoint by this process; `newest` was written last.
+
+    None where it stood there already: what has changed at the rest since is not in it."""
 
     def __init__(
         self,
@@ -29,6 +31,7 @@ class Saver:
         """`seconds_before`: of training, by the jobs that this one goes on from. `before` is called before each
         checkpoint, on all ranks."""
         self.saved = False
+        self.newest: Path | None = None
         self._session = session
         self._folder = run_folder / "checkpoints"
         self._keep = run.keep_checkpoints
@@ -57,6 +60,7 @@ class Saver:
         DiskError for the last one.
         """
         self.stop_timer()
+        self.newest = None
         plane, agreed = self._session.plane, False
 
         def agree() -> None:
@@ -93,4 +97,8 @@ class Saver:
             train_seconds=self._seconds_before + session.totals.train_seconds,
         )
         outer = session.outer.velocity if session.outer is not None else None
-        checkpoint.save(self._folder, progress, session.model, session.optimizers, outer, self._keep, state, agree)
+        before = checkpoint.complete(self._folder)
+        written = checkpoint.save(
+            self._folder, progress, session.model, session.optimizers, outer, self._keep, state, agree
+        )
+        self.newest = None if written in before else written

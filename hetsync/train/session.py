@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from hetsync.balance.device import Device
+from hetsync.balance.profile import RankProfile
 from hetsync.balance.shares import choose_shares
 from hetsync.balance.speed_tracker import Speeds
 from hetsync.config.schema import FaultConfig, SyncConfig
@@ -27,7 +28,7 @@ from hetsync.data.random_state import seed_all
 from hetsync.errors import UserError
 from hetsync.plane.base import MembersLost, Plane
 from hetsync.plane.numbered import NumberedPlane
-from hetsync.processes import Stacks
+from hetsync.processes import Process, Stacks
 from hetsync.sync.communicator import Around
 from hetsync.sync.coordinator import Coordinator, Deliver, Send, as_messages
 from hetsync.sync.deltas import Snapshot, make_outer
@@ -54,7 +55,7 @@ from hetsync.train.meetings import Meetings
 from hetsync.train.memory import SliceMemory
 from hetsync.train.rest import CommonState, not_finite
 from hetsync.train.tasks import TaskRunner, Trained
-from hetsync.train.terms import ControlFactory, ControlledJob, JobControl, NoEvaluation, Scorer, Terms
+from hetsync.train.terms import ControlFactory, ControlledJob, Entry, JobControl, NoEvaluation, Scorer, Terms
 
 MOST_NAMED = 32  # samples in a sentence
 
@@ -66,6 +67,17 @@ class AtRest:
     reason: str
     final: bool
     evaluation_due: bool
+
+
+class Ready(NamedTuple):
+    """What a rank tells before it goes on after a rest. `ending`: its loop has ended. `current`: it trains the same
+    tensors as before."""
+
+    rank: int
+    ending: bool
+    current: bool
+    rates: list[list[float]]
+    process: Process
 
 
 class Session:
@@ -136,7 +148,7 @@ class Session:
         self._rest_began: float | None = None  # the moment, while all ranks are at rest
         self._again = False  # a rank has died at the rest, and all come to it once more
         self._carrying_out = False  # what is to be done at a rest
-        self._meetings = Meetings(plane)
+        self._meetings = Meetings(plane, None if terms.entry is None else terms.entry.held)
 
     def _check_skipping(self) -> None:
         if self._skips and self.settings.synchronous and len(self.optimizers) > 1:
@@ -204,8 +216,8 @@ class Session:
 
     def _first_books(self) -> Books | None:
         plane, terms = self.plane, self.terms
-        if not plane.tolerant or plane.rank not in keepers(plane.members):
-            return None
+        if not plane.tolerant or terms.entry is not None or plane.rank not in keepers(plane.members):
+            return None  # who joins is told the books
         standing = first_standing(self.settings, terms.milestones, terms.evaluations, terms.version, terms.applied)
         return Books([standing], [(0, terms.applied)], terms.version)
 
@@ -266,6 +278,8 @@ class Session:
         self.record("left_out", rank=left.rank, round=left.round, samples=left.samples)
 
     def _on_death(self, death: Death) -> None:
+        if any((known.rank, known.round) == (death.rank, death.round) for known, _ in self.deaths):
+            return  # before this rank joined
         self.deaths.append((death, self.seconds_training()))
         if self.plane.leads:
             self.record("death", **asdict(death))
@@ -344,6 +358,9 @@ class Session:
                 yield from self.tasks.slices(item)
 
     def _start(self) -> None:
+        if self.terms.entry is not None:
+            self._join(self.terms.entry)
+            return
         self.meet("the first batch")
         self._seed_ranks()
         self._common.share_first_weights(lambda make: self.plane.broadcast_object(make()))
@@ -355,6 +372,32 @@ class Session:
         self._clock.start()
         for steps in self.tasks.steps:
             steps.start()
+
+    def _join(self, entry: Entry) -> None:
+        """Come to the others, who are at rest, and go on with them."""
+        self.tasks.tensors = ModelTensors(self.model, self.optimizers)
+        self._common.remember_counters()
+        self._stacks = Stacks()
+        for steps in self.tasks.steps:
+            steps.start()
+            steps.show_owner(self.applied)
+        self.at_rest(lambda: self.engine.join(entry.travel))
+        self._under_way = True
+        self._go_on()
+
+    def admit(self, rank: int, profile: RankProfile, address: str) -> None:
+        """Collective, and the last that is done at a rest: another process joins as this rank, which has gone."""
+        ranks = list(self.terms.ranks)
+        ranks[rank] = profile
+        self.terms = replace(self.terms, ranks=ranks)
+        if self.coordinator is not None:
+            self.coordinator.speeds.join(rank, profile.time, profile.cap)
+        self.engine.admit(lambda: self.plane.admit(rank, address))
+
+    @property
+    def entry(self) -> Entry:
+        """For a rank that joins at this rest."""
+        return Entry(self.engine.travel, self._meetings.held)
 
     def _tasks(self) -> Iterator[Task | AtRest]:
         """Work until the job ends, with rests between; evaluations beside."""
@@ -393,19 +436,22 @@ class Session:
     def _go_on(self, ending: bool = False) -> bool:
         """Collective: training begins anew after a rest, with what was set meanwhile; False where all ranks are
         `ending` it."""
+        assert self._stacks is not None
         rates = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
-        told = self.meet("the next batch or the end of training", (ending, self.tasks.tensors.is_current(), rates))
+        mine = Ready(self.plane.rank, ending, self.tasks.tensors.is_current(), rates, self._stacks.process)
+        told: list[Ready] = self.meet("the next batch or the end of training", mine)
         self._end_rest()
-        if all(theirs for theirs, *_ in told):
+        if all(theirs.ending for theirs in told):
             self._under_way = False
             return False
-        if not all(current for _, current, _ in told):
+        if not all(theirs.current for theirs in told):
             self._renew()
-        if any(theirs != rates for *_, theirs in told):
+        if any(theirs.rates != rates for theirs in told):
             raise UserError(
-                f"learning rates are {', '.join(f'{theirs} on rank {n}' for n, (*_, theirs) in enumerate(told))}:"
+                f"learning rates are {', '.join(f'{theirs.rates} on rank {theirs.rank}' for theirs in told)}:"
                 " change them, or step their schedulers, on all ranks alike"
             )
+        self.engine.processes = {theirs.rank: theirs.process for theirs in told}
         for steps in self.tasks.steps:
             steps.start()
         self._seed_ranks()

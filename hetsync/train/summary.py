@@ -81,6 +81,7 @@ class RankFigures:
     real_seconds: float = 0.0  # the host's, within slices
     overruns: int = 0
     planned: PlannedRank | None = None
+    joined_at_round: int | None = None  # in the place of another
 
     def row(self) -> dict[str, Any]:
         """The rank's part of a summary."""
@@ -106,7 +107,12 @@ class RankFigures:
             "real_seconds": self.real_seconds,
             "overruns": self.overruns,
             **(asdict(self.planned) if self.planned is not None else {}),
+            **({} if self.joined_at_round is None else {"joined_at_round": self.joined_at_round}),
         }
+
+    def row_over(self, seconds: float) -> dict[str, Any]:
+        """The same, with its speeds in the mean over a job of so many seconds."""
+        return self.row() if self.joined_at_round is None else _over(self.row(), self.train_seconds, seconds)
 
     @property
     def _whole_samples(self) -> float:
@@ -143,16 +149,37 @@ class LostRank:
 
     def row_over(self, seconds: float) -> dict[str, Any]:
         """The same, with its speeds in the mean over a job of so many seconds."""
-        part = min(1.0, self.train_seconds / max(1e-9, seconds))
-        row = self.row()
-        speeds = ("solo_samples_per_second", "device_samples_per_second")
-        return {**row, **{key: None if row[key] is None else part * row[key] for key in speeds}}
+        return _over(self.row(), self.train_seconds, seconds)
 
     def failure(self) -> dict[str, Any]:
         """Its entry among a summary's failures."""
         told = asdict(self.death)
         kind = told.pop("cause")
         return {**told, "host": self.profile.host, "kind": kind, "action": "went on"}
+
+
+def _over(row: dict[str, Any], seconds: float, all_seconds: float) -> dict[str, Any]:
+    part = min(1.0, seconds / max(1e-9, all_seconds))
+    speeds = ("solo_samples_per_second", "device_samples_per_second")
+    return {**row, **{key: None if row[key] is None else part * row[key] for key in speeds}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """A process has taken the place of a rank that had died, before `round`: so many seconds after it was asked for.
+    `samples` of this rank's number were applied before."""
+
+    rank: int
+    host: str
+    round: int
+    seconds: float
+    samples: int
+
+    def entry(self) -> dict[str, Any]:
+        """Its entry among a summary's joins."""
+        told = asdict(self)
+        del told["samples"]
+        return told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +235,7 @@ class RunFigures:
     lost: Sequence[LostRank] = ()
     left_out: Sequence[LeftOut] = ()
     damaged: Sequence[Damaged] = ()
+    joins: Sequence[Join] = ()
     samples_before: int = 0  # applied by the jobs that this one goes on from
     rounds: int
     staleness: Mapping[int, int]  # tasks by their staleness
@@ -238,7 +266,7 @@ def summarise(run: RunFigures) -> dict[str, Any]:
         **first_summary(run.job),
         **_of_one_kind(run),
         "samples_per_second": rate,
-        **report_card(rate, [*rows, *(rank.row_over(seconds) for rank in lost)]),
+        **report_card(rate, [*(rank.row_over(seconds) for rank in ranks), *(rank.row_over(seconds) for rank in lost)]),
         "rounds": run.rounds,
         "staleness": {
             "mean": mean_staleness(run.staleness),
@@ -263,6 +291,7 @@ def summarise(run: RunFigures) -> dict[str, Any]:
             ],
             key=lambda failure: failure["round"],
         ),
+        "joins": [join.entry() for join in run.joins],
         "per_rank": sorted([*rows, *(rank.row() for rank in lost)], key=lambda row: row["rank"]),
     }
 

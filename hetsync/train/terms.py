@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hetsync.balance.profile import RankProfile
 from hetsync.sync.coordinator import Control
@@ -12,6 +12,14 @@ from hetsync.sync.messages import Settings
 from hetsync.sync.milestones import Evaluation, Marks, Milestones, no_marks
 from hetsync.sync.state_machine import RoundStateMachine
 from hetsync.telemetry import Telemetry
+
+
+class Entry(NamedTuple):
+    """What a rank must know that joins the others at a rest: buffers that travel in rounds, and the number of meetings
+    that they have held."""
+
+    travel: Sequence[int]
+    held: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +37,7 @@ class Terms:
         shares: Shares to start with; None computes them from the profiles.
         settings: Settings to start with; None takes those of the recipe.
         evaluations: Where the shared weights are evaluated while training goes on.
+        entry: Of a rank that joins while the job runs; None where all begin together.
     """
 
     batch_size: int
@@ -41,6 +50,7 @@ class Terms:
     shares: tuple[int, ...] | None = None
     settings: Settings | None = None
     evaluations: Marks = no_marks
+    entry: Entry | None = None
 
 
 class Scorer(Protocol):

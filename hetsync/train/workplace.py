@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from hetsync.data.random_state import seed_all
 from hetsync.emulation.cluster import Cluster, load_cluster
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane
-from hetsync.profiling.measure import Place, find_place, limit_threads, take_device
+from hetsync.profiling.measure import Place, find_places, limit_threads, take_device
 from hetsync.train import checkpoint
+from hetsync.train.replacing import check_replacing, places_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,7 @@ class Workplace:
     folder: The run folder, if any.
     loaded: Where the job goes on from, if anywhere.
     cluster: That is emulated, if any.
-    place: Host and cores.
+    places: Host and cores of every rank; of a rank that joins while the job runs its own alone counts.
     began: The moment, by the monotonic clock.
     """
 
@@ -33,9 +35,14 @@ class Workplace:
     folder: Path | None
     loaded: checkpoint.Loaded | None
     cluster: Cluster | None
-    place: Place
+    places: Sequence[Place]
     device: torch.device
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def place(self) -> Place:
+        """Of this rank."""
+        return self.places[self.plane.rank]
 
 
 def take_place(config: Config, plane: Plane, folder: Path | None, loaded: checkpoint.Loaded | None) -> Workplace:
@@ -43,12 +50,13 @@ def take_place(config: Config, plane: Plane, folder: Path | None, loaded: checkp
     profile = config.emulation.profile
     cluster = load_cluster(profile) if profile is not None else None
     if cluster is not None:
-        cluster.device_of(plane.size - 1)  # is there one for every rank?
-    place = find_place(plane)
+        cluster.device_of(plane.ranks_at_start - 1)  # is there one for every rank?
+    places = find_places(plane) if plane.newcomer is None else places_of(plane.newcomer, plane.rank)
+    place = places[plane.rank]
     limit_threads(place, cluster is not None)
     device = take_device(config.run.device, place)
     plane.settle(device)
-    config.fault.check_ranks(plane.size)
+    config.fault.check_ranks(plane.ranks_at_start)
     if config.fault.tolerate is True and not plane.tolerant:
         raise UserError(
             f"fault.tolerate is true, but a rank's death ends jobs with {plane.described}: start the ranks with"
@@ -59,7 +67,11 @@ def take_place(config: Config, plane: Plane, folder: Path | None, loaded: checkp
             f"fault.slow is exclude, but a rank's death ends jobs with {plane.described}, so that none can be excluded:"
             " start the ranks with mpirun --with-ft ulfm of Open MPI 5, with run.plane mpi, or use wait"
         )
+    if config.fault.replace:
+        if plane.rank == 0:
+            check_replacing(plane, folder)
+        plane.barrier()  # rank 0's sentence ends the others here
     seed_all(config.run.seed)
     return Workplace(
-        config=config, plane=plane, folder=folder, loaded=loaded, cluster=cluster, place=place, device=device
+        config=config, plane=plane, folder=folder, loaded=loaded, cluster=cluster, places=places, device=device
     )

@@ -118,3 +118,18 @@ def test_the_slowest_rank_is_the_one_furthest_below_its_profile() -> None:
     for rank, seconds in enumerate((1.0, 2.0, 1.25)):
         speeds.observe(rank, 10, 1, seconds)
     assert speeds.slowest() == (1, 0.5)
+
+
+def test_another_process_in_a_ranks_place_is_taken_to_be_off_its_profile_as_the_others_are():
+    """Where nothing was measured profiles are of 1 s a sample, whatever the device takes."""
+    watched = speeds(1.0, 1.0, 1.0)
+    for _ in range(LEAST_OBSERVATIONS):
+        for rank, seconds in enumerate((0.02, 0.04, 0.09)):
+            watched.observe(rank, 10, 1, 10 * seconds)
+    watched.forget(2)
+    watched.join(2, StepTime(0, 1.0), cap=7)
+    assert watched.times([2])[0].seconds_per_sample == pytest.approx(0.03)
+    assert watched.limits([2]) == ([7], {})
+    assert not watched.settled([0, 1, 2])
+    watched.observe(2, 10, 1, 5.0)
+    assert watched.times([2])[0].seconds_per_sample == pytest.approx(0.5), "what it does itself counts from then on"

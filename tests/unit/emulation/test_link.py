@@ -24,6 +24,8 @@ class _Ready(Handle):
 class _FourRanks(LocalPlane):
     """One of four ranks, whose collectives end when the test says so."""
 
+    ranks_at_start = 4  # type: ignore[assignment]
+
     def __init__(self) -> None:
         super().__init__()
         self.members = tuple(range(4))

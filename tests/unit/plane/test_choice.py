@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from hetsync.errors import UserError
-from hetsync.launchers import first_on_host, first_rank, launched_by_mpi, launched_by_torch, ranks_started
+from hetsync.launchers import (
+    first_on_host,
+    first_rank,
+    launched_by_mpi,
+    launched_by_torch,
+    ranks_started,
+    reaches_later_processes,
+)
 from hetsync.plane import open_plane
 from hetsync.plane.base import LostError, Messages, made_by_all
 from hetsync.plane.choice import ChosenPlane, DeviceOf, groups_of, reason_against_nccl
@@ -298,3 +305,10 @@ def test_a_lost_rank_is_no_traceback() -> None:
     from hetsync.plane.ending import _verdict
 
     assert _verdict(LostError("lost another rank")) == (1, "lost another rank")
+
+
+@pytest.mark.parametrize(
+    ("told", "reached"), [({}, True), ("self,sm", False), ("self,sm,tcp", True), ("^vader", True), ("^tcp", False)]
+)
+def test_whether_a_process_that_starts_later_is_reached(told: dict[str, str] | str, reached: bool) -> None:
+    assert reaches_later_processes({"OMPI_MCA_btl": told} if isinstance(told, str) else told) is reached

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hetsync.emulation.link import EmulatedLink
-from hetsync.plane.base import LostError, MembersLost, Messages, Plane, Sums
+from hetsync.plane.base import LostError, MembersLost, Messages, Plane, PlaneError, Sums
 from hetsync.plane.faulty import FaultyPlane
 from hetsync.plane.local import LocalMessages, LocalPlane, LocalSums
 from hetsync.plane.polled import Lane, PolledSums, Post
@@ -85,3 +85,28 @@ def test_a_plane_goes_on_only_where_messages_and_sums_do() -> None:
     assert not LocalPlane().tolerant
     with pytest.raises(LostError, match="messages by this process alone do not go on"):
         LocalPlane().mend()
+
+
+class GrowingMessages(PlayedMessages):
+    """Of rank 0 of 2, whom another joins in the place of rank 1."""
+
+    members = (0, 2)
+
+    def admit(self, rank: int, address: str) -> None:
+        self.members = (*self.members, rank)
+
+
+@pytest.mark.parametrize(
+    "around", [lambda plane: plane, lambda plane: FaultyPlane(plane, ()), lambda plane: EmulatedLink(plane, 0, 1e9)]
+)
+def test_every_plane_sums_with_one_that_joins(around) -> None:  # type: ignore[no-untyped-def]
+    plane = around(Plane(GrowingMessages(), PlayedSums(2, dead=False)))
+    plane.admit(1, "there")
+    assert (plane.members, plane.size, plane.leads) == ((0, 2, 1), 3, True)
+    assert plane.allreduce(FEW.clone()).done()
+
+
+def test_a_plane_without_others_admits_nobody() -> None:
+    assert not LocalPlane().replaces
+    with pytest.raises(PlaneError, match="messages by this process alone cannot be joined"):
+        LocalPlane().summon(1, None)

@@ -29,7 +29,7 @@ from hetsync.sync.messages import (
     TaskSpoiled,
     TaskStarted,
 )
-from hetsync.sync.recovery import Books, Report, decide
+from hetsync.sync.recovery import Action, Books, Decision, Report, decide
 from hetsync.sync.state_machine import LEAST_TASKS_HELD, RoundStateMachine
 from hetsync.train.running import Running
 
@@ -410,3 +410,16 @@ def test_the_display_can_be_told_while_rounds_land(busy):
     finally:
         shown.extend([None] * 100)  # ends the other
         worker.join()
+
+
+def test_one_more_rank_gets_its_part_of_the_batch():
+    """By its profile, though the others had all of it."""
+    office = Office(shares=(8, 8))
+    office.coordinator._rebuild = lambda decision, reports, shares: (
+        make_machine(list(shares.values()), Settings(8, 0.1), 1000),
+        lambda instructions: None,
+    )
+    office.coordinator.speeds.join(2, StepTime(0.0, 2.0), None)
+    reports = {rank: Report(rank, 0, Holding()) for rank in (0, 1, 2)}
+    office.coordinator.go_on(Decision(Action.GO_ON, 0, (0, 1, 2), 0, books=Books([], [], 0)), reports)
+    assert [member.share for member in office.coordinator.machine.members.values()] == [7, 6, 3]

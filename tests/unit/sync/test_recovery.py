@@ -211,8 +211,10 @@ def test_nobody_goes_on_before_all_are_ready():
     assert recoveries[2].handle(Agreed()) == [GoOn(sent.message)]
 
 
-def test_keepers_are_the_lowest_ranks():
-    assert keepers({9, 4, 2, 7}) == (2, 4, 7)
+def test_keepers_are_the_first_ranks():
+    """In their order: who has joined in the place of a dead one comes last, whatever its number."""
+    assert keepers((2, 4, 7, 9)) == (2, 4, 7)
+    assert keepers((1, 2, 3, 0)) == (1, 2, 3)
 
 
 def test_a_report_says_what_was_not_sent():
@@ -238,3 +240,20 @@ def test_at_a_quorum_of_one_nobody_counts_as_ahead_by_an_older_bound():
     held = [HeldTask(task(number, at, at + 4)._replace(delay_bound=9), 3) for number, at in enumerate(range(20, 36, 4))]
     machine = going_on(report(0, holding=Holding(tuple(held)), books=books))
     assert max(one.task.not_before for one in machine.first_instructions() if isinstance(one, AssignTask)) <= 4
+
+
+def test_who_joins_at_a_rest_is_agreed_on_without_another_rest():
+    """It has landed what all have, holds nothing, and comes last, though its number is the lowest."""
+    drained = LandedRound(StartRound(4, frozenset(), 50, True, "a rank joins", False), {})
+    books = Books([standing(version=5)], [(0, 50)], 5)
+    reports = {rank: Report(rank, 5, Holding(), drained, at_rest=True, books=books) for rank in (1, 2)}
+    reports[0] = Report(0, 5, Holding())
+    decision = decide(reports, 2)
+    assert decision.survivors == (1, 2, 0)
+    assert (decision.action, decision.version, decision.behind, decision.donor) == (Action.GO_ON, 5, (), 1)
+    assert not decision.rest_again
+    recovery = Recovery(reports[1], decision.survivors, lambda told: decide(told, 2))
+    recovery.begin()
+    recovery.handle(reports[0])
+    recovery.handle(reports[2])
+    assert list(recovery.reports) == [1, 2, 0]

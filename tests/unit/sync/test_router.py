@@ -160,3 +160,10 @@ def test_an_unknown_message_is_an_error() -> None:
     wires.under_way[1, 0] = deque([pickle.dumps({"kind": "progress"})])
     with pytest.raises(AssertionError, match="rank 0 has got a dict"):
         take_in(routers[0])
+
+
+def test_leaders_follow_the_order_in_which_members_have_come():
+    """Rank 0 has died, and another process has taken its number: it comes last."""
+    wires, dice, members = Wires(), random.Random(0), (1, 2, 3, 4, 0)
+    routers = {rank: Router(Wire(rank, members, wires, dice), 2) for rank in members}  # type: ignore[arg-type]
+    assert {rank: router._leader_of(rank) for rank, router in routers.items()} == {1: 1, 2: 1, 3: 3, 4: 3, 0: 0}

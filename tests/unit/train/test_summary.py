@@ -9,7 +9,7 @@ import pytest
 from hetsync.balance.profile import RankProfile, StepTime
 from hetsync.sync.communicator import Death
 from hetsync.sync.messages import NO_BOUND, Settings
-from hetsync.train.summary import JobFigures, LostRank, RankFigures, RunFigures, first_summary, summarise
+from hetsync.train.summary import JobFigures, Join, LostRank, RankFigures, RunFigures, first_summary, summarise
 
 JOB = JobFigures(
     status="finished",
@@ -112,3 +112,23 @@ def test_a_rank_that_has_died_counts_for_the_time_it_was_there() -> None:
     assert (gone["left_at_round"], gone["samples"], gone["share"]) == (3, 400, 0)
     assert gone["solo_samples_per_second"] == 100.0
     assert "wait_fraction" not in gone, "nobody has measured it"
+
+
+def test_a_rank_that_has_died_and_been_replaced_has_two_rows() -> None:
+    """Each counts for the part of the job in which it was there."""
+    death = Death(1, 3, "computing", 0.1, 0.2, 8)
+    lost = LostRank(
+        death=death,
+        profile=RUN.per_rank[1].profile,
+        samples=500,
+        solo_samples_per_second=100.0,
+        train_seconds=5.0,
+        compute_seconds=5.0,
+    )
+    join = Join(rank=1, host="host", round=4, seconds=2.5, samples=500)
+    newcomer = replace(figures(1, 10.0), joined_at_round=4)
+    summary = summarise(replace(RUN, per_rank=[figures(0, 20.0), newcomer], lost=[lost], joins=[join]))
+    assert summary["joins"] == [{"rank": 1, "host": "host", "round": 4, "seconds": 2.5}]
+    rows = [(row["rank"], row.get("left_at_round"), row.get("joined_at_round")) for row in summary["per_rank"]]
+    assert sorted(rows, key=str) == [(0, None, None), (1, 3, None), (1, None, 4)]
+    assert summary["solo_samples_per_second_sum"] == 100.0 + 25.0 + 50.0

@@ -1,0 +1,141 @@
+"""Processes that take the place of ranks that have died (`fault.replace`): who starts them, and what they are told.
+
+The first rank starts one, which gets ready beside the job. Then all come to rest, and save; the newcomer begins from
+that checkpoint, as in a resume, and is one of the ranks when the others go on.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from hetsync.balance.profile import RankProfile
+from hetsync.errors import UserError, complain
+from hetsync.plane.base import LostError, Newcomer, Plane, Summoned
+from hetsync.profiling.measure import Place
+from hetsync.sync.recovery import Death
+from hetsync.train.summary import Join
+from hetsync.train.terms import Entry
+
+MOST_TRIES = 3  # for one place
+SECONDS_BETWEEN_RESTS = 1.0
+
+
+@dataclass(frozen=True)
+class Summons:
+    """What a newcomer is told at its start: the run folder, and what is known of all ranks."""
+
+    folder: str
+    places: Sequence[Place]
+    profiles: Sequence[RankProfile]
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What a newcomer is told as it enters."""
+
+    members: Sequence[int]  # itself the last
+    checkpoint: str
+    shares: Sequence[int]
+    profiles: Sequence[RankProfile]
+    entry: Entry
+    deaths: Sequence[tuple[Death, float]]
+    joins: Sequence[Join]
+
+
+class Arrival(NamedTuple):
+    """What all are told of one that enters now."""
+
+    join: Join
+    profile: RankProfile
+    address: str
+
+
+def summons_of(newcomer: Newcomer) -> Summons:
+    return cast(Summons, newcomer.told)
+
+
+def places_of(newcomer: Newcomer, rank: int) -> Sequence[Place]:
+    """With its own, which may be on another host than that of the rank that it replaces."""
+    places, host = list(summons_of(newcomer).places), socket.gethostname()
+    if places[rank].host != host:
+        places[rank] = Place(host, 0, 1)
+    return places
+
+
+def check_replacing(plane: Plane, folder: Path | None) -> None:
+    """UserError where nobody can take a dead rank's place."""
+    remedy = "or give false, and where a rank has died requeue the job and resume with more ranks"
+    if not plane.tolerant:
+        raise UserError(
+            f"fault.replace is true, but a rank's death ends jobs with {plane.described}: start the ranks with mpirun"
+            f" --with-ft ulfm of Open MPI 5, with run.plane mpi, {remedy}"
+        )
+    if not plane.replaces:
+        raise UserError(
+            "fault.replace is true, but Open MPI was told to use shared memory alone, which does not reach a rank that"
+            f" starts later: add tcp to its --mca btl (launch/local --replace does), {remedy}"
+        )
+    if folder is None:
+        raise UserError(
+            "fault.replace is true, but a rank that joins begins from a checkpoint, and there is no run folder: give"
+            " hetsync.join a run, or give false"
+        )
+
+
+class Replacements:
+    """On every rank; the first one starts processes."""
+
+    def __init__(self, plane: Plane, summons: Callable[[], Summons]) -> None:
+        self._plane = plane
+        self._summons = summons
+        self._summoned: dict[int, tuple[Summoned, float]] = {}  # and the moment
+        self._tries: Counter[int] = Counter()
+        self._rest_from = 0.0  # the moment
+
+    def wants_rest(self) -> bool:
+        """Between two batches: start what is to be started. True where one is ready, and the job is to come to rest."""
+        if not self._plane.leads:
+            return False
+        missing = set(range(self._plane.ranks_at_start)).difference(self._plane.members)
+        for rank in sorted(missing):
+            self._look_after(rank)
+        ready = any(summoned.ready is not None for summoned, _ in self._summoned.values())
+        if not ready or time.monotonic() < self._rest_from:
+            return False
+        self._rest_from = time.monotonic() + SECONDS_BETWEEN_RESTS
+        return True
+
+    def _look_after(self, rank: int) -> None:
+        if rank in self._summoned and self._summoned[rank][0].gone:
+            del self._summoned[rank]
+            if self._tries[rank] == MOST_TRIES:
+                complain(f"no process could take the place of rank {rank}, {MOST_TRIES} times: the others go on")
+        if rank not in self._summoned and self._tries[rank] < MOST_TRIES:
+            self._tries[rank] += 1
+            self._summoned[rank] = self._plane.summon(rank, self._summons()), time.monotonic()
+
+    def invite(
+        self, welcome: Callable[[int, RankProfile], Welcome], version: int, samples: Counter[int]
+    ) -> Arrival | None:
+        """At rest, on the first rank, with all saved: the next one enters. None where there is none."""
+        for rank, (summoned, since) in list(self._summoned.items()):
+            if summoned.ready is None or summoned.gone:
+                continue
+            profile: RankProfile = summoned.ready
+            try:
+                address = summoned.invite(welcome(rank, profile))
+            except LostError as error:
+                complain(str(error))
+                continue
+            del self._summoned[rank]
+            self._tries[rank] = 0
+            seconds = round(time.monotonic() - since, 6)
+            join = Join(rank=rank, host=profile.host, round=version, seconds=seconds, samples=samples[rank])
+            return Arrival(join, profile, address)
+        return None
