@@ -126,6 +126,7 @@ def _communicator(main_thread: MainThread, phase: Phase, delayed: bool) -> commu
         on_task=lambda task: None,
         on_dropped=lambda task: None,
         on_death=lambda death: None,
+        on_damage=lambda damage: None,
         state=dict,
         books=None,
         succeed=None,

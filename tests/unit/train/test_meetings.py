@@ -19,7 +19,7 @@ class Room:
     def __init__(self, ranks: int) -> None:
         self.members = tuple(range(ranks))
         self.unheard: set[int] = set()  # ranks that a death keeps from hearing what the next meeting came to
-        self.times_lost = 0
+        self.times_changed = 0
         self._come(self.members)
 
     def _come(self, members: tuple[int, ...]) -> None:
@@ -27,8 +27,11 @@ class Room:
         self._all_here, self._all_heard = Barrier(len(members)), Barrier(len(members))
 
     def lose(self, rank: int) -> None:
-        self.times_lost += 1
-        self._come(tuple(one for one in self.members if one != rank))
+        self.change(tuple(one for one in self.members if one != rank))
+
+    def change(self, members: tuple[int, ...]) -> None:
+        self.times_changed += 1
+        self._come(members)
 
     def meet(self, rank: int, value: Any) -> list[Any]:
         self._values[rank] = value
@@ -48,7 +51,7 @@ class Seat:
 
     @property
     def times_mended(self) -> int:
-        return self._room.times_lost
+        return self._room.times_changed
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -120,6 +123,6 @@ def test_who_joins_meets_the_others_at_their_next_meeting() -> None:
     room = Room(2)
     meetings = [Meetings(Seat(room, rank)) for rank in range(2)]  # type: ignore[arg-type]
     all_hold(meetings, "first", "second")
-    room._come((0, 1, 2))
+    room.change((0, 1, 2))
     meetings.append(Meetings(Seat(room, 2), held=meetings[0].held))  # type: ignore[arg-type]
     assert all_hold(meetings, "third") == [[["third 0", "third 1", "third 2"]]] * 3
