@@ -104,7 +104,7 @@ def slow_seconds(model, costs, replica, times, devices):
             needed = {e.source for e in model.edges if e.source in one.blocks and e.target in other.blocks}
             if a != b and needed:
                 edges[a, b] = sum(costs[block].output_bytes for block in needed)
-    last = stage_order(len(stages), list(edges))[-1]
+    last, needed = stage_order(len(stages), list(edges))[-1], set(edges)
     for block in set(range(len(costs))) - {edge.source for edge in model.edges}:  # what the model returns
         (stage,) = (index for index, one in enumerate(replica.stages) if block in one.blocks)
         if stage != last:
@@ -119,7 +119,8 @@ def slow_seconds(model, costs, replica, times, devices):
     sums = [  # of a lockstep stage's gradients: weights have no bytes here, so latency is all
         devices.ring_link(stage.ranks).latency_seconds if len(stage.ranks) > 1 else 0.0 for stage in replica.stages
     ]
-    ends = simulate(stages, edges, micro_batch_sizes(replica.share, replica.micro_batches), in_flight, links)
+    sizes = micro_batch_sizes(replica.share, replica.micro_batches)
+    ends = simulate(stages, edges, sizes, in_flight, links, late=set(edges) - needed)
     return max(end + after for end, after in zip(ends, sums, strict=True))
 
 
