@@ -21,6 +21,7 @@ from hetsync.errors import UserError
 from hetsync.plan.evaluate import Evaluator, Training
 from hetsync.plan.placement import Placement, Replica, Stage
 from hetsync.plan.schedule import bounded_in_flight, micro_batch_sizes, stage_order
+from hetsync.plan.search.contiguous import first_shares
 
 FREE = Link()
 
@@ -322,3 +323,10 @@ def test_the_timeline_is_that_of_the_step():
 def test_a_link_that_is_a_fraction_of_computing_is_refused():
     with pytest.raises(UserError, match=r"slow-link: link.compute_fraction is 0.5, by which nobody .*give bytes"):
         Evaluator(graph("a"), [cost()], load_cluster("slow-link"), [StepTime(0, 1)], Training(8))
+
+
+def test_first_shares_of_ranks_whose_slices_seem_to_take_no_longer_for_more_samples():
+    """Measured on a busy machine."""
+    times = [StepTime(1.0, 0.0), StepTime(3.0, 0.0)]
+    evaluator = Evaluator(graph("ab"), [cost(1, 2)] * 2, cluster(2), times, Training(40))
+    assert first_shares(evaluator, [(0,), (1,)]) == (30, 10)
