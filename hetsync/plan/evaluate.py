@@ -105,6 +105,7 @@ class _Staged:
     sample_bytes: Mapping[tuple[int, int], float]  # between two stages, a sample's
     received_bytes: Array  # by stage: a sample's of these, which backward needs
     in_flight: tuple[int, ...]
+    late: frozenset[tuple[int, int]]  # pairs of stages between which goes only what the loss needs
 
 
 @dataclass(frozen=True)
@@ -240,12 +241,12 @@ class Evaluator:
         for index, stage in enumerate(replica.stages):
             stage_of[list(stage.blocks)] = index
         member = stage_of == np.arange(len(replica.stages))[:, None]
-        sample_bytes = self._sample_bytes(stage_of, len(replica.stages))
+        sample_bytes, late = self._sample_bytes(stage_of, len(replica.stages))
         in_flight = bounded_in_flight(
             len(replica.stages), sample_bytes, replica.micro_batches, [stage.in_flight for stage in replica.stages]
         )
         received = self._received_bytes(stage_of, sample_bytes, len(replica.stages))
-        return _Staged(replica, member @ self.figures, sample_bytes, received, in_flight)
+        return _Staged(replica, member @ self.figures, sample_bytes, received, in_flight, late)
 
     def _received_bytes(
         self, stage_of: npt.NDArray[Any], sample_bytes: Mapping[tuple[int, int], float], stages: int
@@ -258,8 +259,13 @@ class Evaluator:
             needed[stage] = min(needed[stage], came)
         return needed
 
-    def _sample_bytes(self, stage_of: npt.NDArray[Any], stages: int) -> dict[tuple[int, int], float]:
-        """Between stages: a block's output goes to each stage once, however many of its blocks need it."""
+    def _sample_bytes(
+        self, stage_of: npt.NDArray[Any], stages: int
+    ) -> tuple[dict[tuple[int, int], float], frozenset[tuple[int, int]]]:
+        """Between stages: a block's output goes to each stage once, however many of its blocks need it.
+
+        And the pairs of which the second needs nothing for its blocks, but what the model returns, for the loss.
+        """
         source_stage, target_stage = stage_of[self._sources], stage_of[self._targets]
         across = source_stage != target_stage
         block_to_stage = np.unique(self._sources[across] * stages + target_stage[across])
@@ -267,13 +273,14 @@ class Evaluator:
         for block, target in zip(*(part.tolist() for part in np.divmod(block_to_stage, stages)), strict=True):
             pair = (int(stage_of[block]), target)
             found[pair] = found.get(pair, 0.0) + float(self.output_bytes[block])
+        needed = frozenset(found)
         if len(self._sinks) > 1:  # what the model returns goes to the last stage, which computes the loss
             last = stage_order(stages, found)[-1]
             for block in self._sinks:
                 if stage_of[block] != last:
                     pair = (int(stage_of[block]), last)
                     found[pair] = found.get(pair, 0.0) + float(self.output_bytes[block])
-        return found
+        return found, frozenset(found) - needed
 
     def _shares(self, staged: Sequence[_Staged]) -> tuple[int, ...]:
         given = {index: one.replica.share for index, one in enumerate(staged) if one.replica.share is not None}
@@ -357,18 +364,19 @@ class Evaluator:
         self, staged: _Staged, workers: Sequence[tuple[int, int]], parts: Sequence[tuple[int, ...]]
     ) -> tuple[list[list[Send]], list[list[Send]]]:
         """What each worker sends after the forward and after the backward pass of a micro-batch: for the samples that
-        both ends compute."""
+        both ends compute. What is late only the backward pass waits for, which begins with the loss."""
         onwards: list[list[Send]] = [[] for _ in workers]
         back: list[list[Send]] = [[] for _ in workers]
         spans = [list(pairwise([0, *accumulate(sizes)])) for sizes in parts]
         first = [0, *accumulate(len(sizes) for sizes in parts)]
         for (source, target), sample_bytes in sorted(staged.sample_bytes.items()):
+            ahead = staged.replica.micro_batches if (source, target) in staged.late else 0
             for i, (begin, end) in enumerate(spans[source], first[source]):
                 for j, (other_begin, other_end) in enumerate(spans[target], first[target]):
                     samples = min(end, other_end) - max(begin, other_begin)
                     if samples > 0:
                         latency, byte_seconds = self.link(workers[i][1], workers[j][1])
-                        onwards[i].append(Send(j, samples * sample_bytes * byte_seconds, latency))
+                        onwards[i].append(Send(j, samples * sample_bytes * byte_seconds, latency, ahead))
                         back[j].append(Send(i, samples * sample_bytes * byte_seconds, latency))
         return onwards, back
 

@@ -30,12 +30,21 @@ class Part:
         arguments: Arguments of the model's forward that it reads itself.
         reads: Names of values by the parts that hand them over.
         writes: Names of values by the parts that they are handed to.
+        late: Parts whose values it reads only to return them: they may come after it has run.
     """
 
     module: fx.GraphModule
     arguments: tuple[str, ...]
     reads: Mapping[int, tuple[str, ...]]
     writes: Mapping[int, tuple[str, ...]]
+    late: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Missing:
+    """Stands for a value that has yet to come, among what the model returns."""
+
+    name: str
 
 
 def split(model: nn.Module, traced: Traced, part_of: Sequence[int], last: int | None = None) -> list[Part]:
@@ -67,17 +76,24 @@ class Pass:
     """The forward pass of a batch through a part, kept until its backward pass.
 
     `outputs` are the values that the part hands over, by name, and under `RETURNED` what the model returns, if it is
-    the last part.
+    the last part. `inputs` of parts that are `late` may be left out, and be given to `complete`.
     """
 
     def __init__(self, part: Part, call: inspect.BoundArguments, inputs: Mapping[str, Any]) -> None:
         self._inputs = {name: detached(value) for name, value in inputs.items()}
         own = [call.arguments[name] for name in part.arguments]
-        received = [self._inputs[name] for names in part.reads.values() for name in names]
+        received = [self._inputs.get(name, _Missing(name)) for names in part.reads.values() for name in names]
         values = part.module(*own, *received)
         names = dict.fromkeys(name for names in part.writes.values() for name in names)
         self.outputs: dict[str, Any] = dict(zip((*names, RETURNED), values, strict=True))
         self._gradients: dict[str, Gradients] = {}
+
+    def complete(self, inputs: Mapping[str, Any]) -> None:
+        """With those that came late."""
+        self._inputs.update({name: detached(value) for name, value in inputs.items()})
+        self.outputs[RETURNED] = tree_map(
+            lambda value: self._inputs[value.name] if isinstance(value, _Missing) else value, self.outputs[RETURNED]
+        )
 
     def add_gradients(self, name: str, gradients: Gradients) -> None:
         """Of one of its readers, for an output."""
@@ -153,7 +169,9 @@ class _Splitter:
         return Part(
             fx.GraphModule(self._model, graph),
             tuple(str(node.target) for node in arguments),
-            *({part: tuple(node.name for node in nodes) for part, nodes in each.items()} for each in (reads, writes)),
+            _names(reads),
+            _names(writes),
+            frozenset(part for part, nodes in reads.items() if not self._needed.intersection(nodes)),
         )
 
     def _running(self) -> list[fx.Node]:
@@ -163,6 +181,11 @@ class _Splitter:
             if node in wanted:
                 wanted.update(read for read in node.all_input_nodes if self._of.get(read, self._number) == self._number)
         return [node for node in self._graph.nodes if node in wanted]
+
+    @property
+    def _needed(self) -> set[fx.Node]:
+        """What its own operations read."""
+        return {read for node in self._roots if node is not self._output for read in node.all_input_nodes}
 
     def _read(self) -> list[fx.Node]:
         read = {read for node in self._roots for read in node.all_input_nodes}
@@ -174,3 +197,7 @@ class _Splitter:
     def _by_part(self, parts: Mapping[fx.Node, Sequence[int]]) -> dict[int, list[fx.Node]]:
         numbers = sorted({number for found in parts.values() for number in found})
         return {number: [node for node in parts if number in parts[node]] for number in numbers}
+
+
+def _names(nodes: Mapping[int, Sequence[fx.Node]]) -> dict[int, tuple[str, ...]]:
+    return {part: tuple(node.name for node in each) for part, each in nodes.items()}

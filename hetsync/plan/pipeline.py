@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 
 class Send(NamedTuple):
-    """A tensor for the same work of another worker. The link is taken for `seconds`; it comes `latency` later."""
+    """A tensor for the same work of another worker, or for work numbered so much higher. The link is taken for
+    `seconds`; it comes `latency` later."""
 
     target: int  # index of the worker
     seconds: float
     latency_seconds: float
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ def end_times(workers: Sequence[Worker], later: Callable[[Any, Any], Any] = max)
     ready: list[list[Any]] = [[0.0 for _ in numbers] for _ in workers]  # when the last of those that came was there
     for worker in workers:
         for number, sends in enumerate(worker.sends):
-            for target, _, _ in sends:
-                lacking[target][number] += 1
+            for target, _, _, ahead in sends:
+                lacking[target][number + ahead] += 1
     ends: list[list[Any]] = [[] for _ in workers]
     link_free: list[list[Any]] = [[0.0] * len(workers) for _ in workers]
     active = [*range(len(workers))]
@@ -60,12 +62,12 @@ def end_times(workers: Sequence[Worker], later: Callable[[Any, Any], Any] = max)
                 break
             now = later(now, ready[index][number]) + worker.seconds[number]
             done.append(now)
-            for target, seconds, latency in worker.sends[number]:
-                free = link_free[index]
+            for target, seconds, latency, ahead in worker.sends[number]:
+                free, needed = link_free[index], number + ahead
                 free[target] = later(now, free[target]) + seconds
-                ready[target][number] = later(ready[target][number], free[target] + latency)
-                lacking[target][number] -= 1
-                if not lacking[target][number]:
+                ready[target][needed] = later(ready[target][needed], free[target] + latency)
+                lacking[target][needed] -= 1
+                if not lacking[target][needed]:
                     active.append(target)
     if any(len(done) < len(worker.work) for done, worker in zip(ends, workers, strict=True)):
         raise ValueError("the workers' lists wait for each other")

@@ -23,19 +23,19 @@ class Memory:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._slices = 0
-        self._in_flight: dict[int, int] = {}  # bytes by micro-batch
+        self._in_flight: dict[int, dict[int, int]] = {}  # by micro-batch, bytes by address
         self._saved = self._gradients = 0  # the most so far
 
     @contextmanager
     def saving(self, micro_batch: int) -> Iterator[None]:
-        """Around a forward pass."""
+        """Around a forward pass, and around the loss."""
         if self._slices == WATCHED_SLICES:
             yield
             return
         with storages_saved(self._model) as saved:
             yield
-        self._in_flight[micro_batch] = sum(bytes_of(saved).values())
-        self._saved = max(self._saved, sum(self._in_flight.values()))
+        self._in_flight.setdefault(micro_batch, {}).update(bytes_of(saved))
+        self._saved = max(self._saved, sum(sum(each.values()) for each in self._in_flight.values()))
 
     def freed(self, micro_batch: int) -> None:
         """Its backward pass is over."""

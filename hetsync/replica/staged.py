@@ -150,12 +150,12 @@ class StagedReplica(Replica):
         total = 0.0
         self._lockstep.begin()
         for kind, index in work[self._stage]:
-            if kind == "forward":
-                with self.memory.saving(index):
-                    under_way[index], loss = self._forward(micro_batches[index], samples)
-                total += loss
-            else:
-                self._backward(under_way.pop(index), micro_batches[index])
+            with self.memory.saving(index):
+                if kind == "forward":
+                    under_way[index] = self._forward(micro_batches[index])
+                else:
+                    total += self._backward(under_way.pop(index), micro_batches[index], samples)
+            if kind == "backward":
                 self.memory.freed(index)
         self.memory.end_slice()
         self._check_gradients()
@@ -210,30 +210,51 @@ class StagedReplica(Replica):
                     " what the loss needs"
                 )
 
-    def _forward(self, micro_batch: MicroBatch, samples: int) -> tuple[dict[int, Pass], float]:
-        """Passes of its own pieces by their places, and its part of the loss, which is weighted by the slice's
-        `samples`."""
+    def _forward(self, micro_batch: MicroBatch) -> dict[int, Pass]:
+        """Passes of its own pieces by their places."""
         own, ways = self._lockstep.own(micro_batch), self._ways(micro_batch)
         calls, inputs = {}, {}
         for place, piece in own:
             calls[place], inputs[place] = observed_call(self.model, self._loss, piece.batch), dict[str, Any]()
             check_call(calls[place], self._traced)
-            for source in self._part.reads:
+            for source in sorted(self._part.reads.keys() - self._part.late):
                 inputs[place].update(self._exchange.receive(ways[source][place]))
-        under_way, loss = dict[int, Pass](), 0.0
+        under_way = {}
         with self.passes.timed(samples_of(own), backward=False):
-            for place, piece in own:
-                one = under_way[place] = Pass(self._part, calls[place], inputs[place])
-                if self._stage == self._last:
-                    loss += self._loss_of(one, piece.batch, piece.samples / samples)
+            for place, _ in own:
+                under_way[place] = Pass(self._part, calls[place], inputs[place])
         for place, one in under_way.items():
             for target, names in self._part.writes.items():
                 self._exchange.send({name: one.outputs[name] for name in names}, ways[target][place])
-        return under_way, loss
+        return under_way
 
     def _ways(self, micro_batch: MicroBatch) -> list[tuple[int, ...]]:
         """By stage, the ranks that compute the pieces."""
         return [self._division.owners(stage, micro_batch.samples) for stage in range(len(self._stages.ranks))]
+
+    def _backward(self, under_way: Mapping[int, Pass], micro_batch: MicroBatch, samples: int) -> float:
+        """Its part of the loss, weighted by the slice's `samples`; 0 on all stages but the last.
+
+        There the loss comes first: only it needs what the model returns of stages that run side by side with this one,
+        so that the forward pass does not wait for them.
+        """
+        own, ways = self._lockstep.own(micro_batch), self._ways(micro_batch)
+        for place, one in under_way.items():
+            for source in sorted(self._part.late):
+                one.complete(self._exchange.receive(ways[source][place]))
+            for target, names in self._part.writes.items():
+                for name, gradients in zip(names, self._exchange.receive_gradients(ways[target][place]), strict=True):
+                    one.add_gradients(name, gradients)
+        loss = 0.0
+        with self.passes.timed(samples_of(own), backward=True):
+            for place, piece in own:
+                if self._stage == self._last:
+                    loss += self._loss_of(under_way[place], piece.batch, piece.samples / samples)
+                under_way[place].backward()
+        for place, one in under_way.items():
+            for source, names in self._part.reads.items():
+                self._exchange.send_gradients([one.gradients(name) for name in names], ways[source][place])
+        return loss
 
     def _loss_of(self, under_way: Pass, batch: Any, weight: float) -> float:
         """Weighted; its gradient is that of what the model returns."""
@@ -242,19 +263,6 @@ class StagedReplica(Replica):
         loss.backward()
         under_way.add_gradients(RETURNED, gradients_of(returned))
         return loss.item()
-
-    def _backward(self, under_way: Mapping[int, Pass], micro_batch: MicroBatch) -> None:
-        ways = self._ways(micro_batch)
-        for place, one in under_way.items():
-            for target, names in self._part.writes.items():
-                for name, gradients in zip(names, self._exchange.receive_gradients(ways[target][place]), strict=True):
-                    one.add_gradients(name, gradients)
-        with self.passes.timed(samples_of(self._lockstep.own(micro_batch)), backward=True):
-            for one in under_way.values():
-                one.backward()
-        for place, one in under_way.items():
-            for source, names in self._part.reads.items():
-                self._exchange.send_gradients([one.gradients(name) for name in names], ways[source][place])
 
     def _told_by_last(self, loss: float) -> float:
         """The sum of what the ranks of the last stage have of the loss, which they alone know."""

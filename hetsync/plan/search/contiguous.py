@@ -56,8 +56,9 @@ def contiguous_placement(problem: Problem, replicas: Sequence[Sequence[int]], mi
 
 def first_shares(evaluator: Evaluator, replicas: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Of each replica, as if no rank of it ever waited."""
-    rates = [sum(1 / evaluator.times[rank].seconds_per_sample for rank in ranks) for ranks in replicas]
-    return speed_shares([StepTime(0.0, 1 / rate) for rate in rates], evaluator.training.batch_size)
+    batch = evaluator.training.batch_size  # a measured slice may seem to take no longer for more samples
+    rates = [sum(evaluator.times[rank].rate(batch) for rank in ranks) for ranks in replicas]
+    return speed_shares([StepTime(0.0, 1 / rate) for rate in rates], batch)
 
 
 def contiguous_replica(

@@ -21,6 +21,7 @@ from hetsync.errors import UserError
 from hetsync.plan.evaluate import Evaluator, Training
 from hetsync.plan.placement import Placement, Replica, Stage
 from hetsync.plan.schedule import bounded_in_flight, micro_batch_sizes, stage_order
+from hetsync.plan.search.contiguous import first_shares
 
 FREE = Link()
 
@@ -104,7 +105,7 @@ def slow_seconds(model, costs, replica, times, devices):
             needed = {e.source for e in model.edges if e.source in one.blocks and e.target in other.blocks}
             if a != b and needed:
                 edges[a, b] = sum(costs[block].output_bytes for block in needed)
-    last = stage_order(len(stages), list(edges))[-1]
+    last, needed = stage_order(len(stages), list(edges))[-1], set(edges)
     for block in set(range(len(costs))) - {edge.source for edge in model.edges}:  # what the model returns
         (stage,) = (index for index, one in enumerate(replica.stages) if block in one.blocks)
         if stage != last:
@@ -119,7 +120,8 @@ def slow_seconds(model, costs, replica, times, devices):
     sums = [  # of a lockstep stage's gradients: weights have no bytes here, so latency is all
         devices.ring_link(stage.ranks).latency_seconds if len(stage.ranks) > 1 else 0.0 for stage in replica.stages
     ]
-    ends = simulate(stages, edges, micro_batch_sizes(replica.share, replica.micro_batches), in_flight, links)
+    sizes = micro_batch_sizes(replica.share, replica.micro_batches)
+    ends = simulate(stages, edges, sizes, in_flight, links, late=set(edges) - needed)
     return max(end + after for end, after in zip(ends, sums, strict=True))
 
 
@@ -321,3 +323,10 @@ def test_the_timeline_is_that_of_the_step():
 def test_a_link_that_is_a_fraction_of_computing_is_refused():
     with pytest.raises(UserError, match=r"slow-link: link.compute_fraction is 0.5, by which nobody .*give bytes"):
         Evaluator(graph("a"), [cost()], load_cluster("slow-link"), [StepTime(0, 1)], Training(8))
+
+
+def test_first_shares_of_ranks_whose_slices_seem_to_take_no_longer_for_more_samples():
+    """Measured on a busy machine."""
+    times = [StepTime(1.0, 0.0), StepTime(3.0, 0.0)]
+    evaluator = Evaluator(graph("ab"), [cost(1, 2)] * 2, cluster(2), times, Training(40))
+    assert first_shares(evaluator, [(0,), (1,)]) == (30, 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from copy import deepcopy
 from dataclasses import replace
 from graphlib import CycleError
@@ -104,6 +105,47 @@ def test_components_run_side_by_side(tmp_path: Path) -> None:
         assert_equal_to_one_process(model, found, data, stages, rank, channels, alone=alone)
 
     on_threads(5, work)
+
+
+class Heads(nn.Module):
+    """Two, of which neither needs the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values = self.trunk(x)
+        return self.left(values), self.right(values)
+
+
+def heads_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    left, right = model(batch)
+    loss: torch.Tensor = (left * right).square().mean()
+    return loss
+
+
+def test_blocks_do_not_wait_for_what_only_the_loss_needs() -> None:
+    """The left head's forward pass waits for the right one's, on the stage that computes the loss of both."""
+    model, alone, batches = Heads(), Heads(), [one_piece(torch.randn(3, 4)), one_piece(torch.randn(2, 4))]
+    alone.load_state_dict(model.state_dict())
+    loss = WholeReplica(alone, heads_loss).run(batches)
+    found = cut(model, observed_call(model, heads_loss, torch.ones(3, 4)))
+    gone, in_time = threading.Semaphore(0), list[bool]()
+
+    def work(rank: int, channels: Channels) -> None:
+        own = deepcopy(model)
+        own.right.register_forward_hook(lambda *_: gone.release())
+        own.left.register_forward_pre_hook(lambda *_: in_time.append(gone.acquire(timeout=20)))
+        stages = Stages([0, 1, 2], [[0], [1], [2]], [None, None, None])
+        replica = StagedReplica(own, found, heads_loss, stages, rank, channels)
+        assert replica.run(batches) == pytest.approx(loss)
+        for name, weight in own.named_parameters():
+            if name in replica.held:
+                torch.testing.assert_close(weight.grad, alone.get_parameter(name).grad)
+
+    on_threads(3, work)
+    assert in_time == [True, True]
 
 
 class Skipping(nn.Module):

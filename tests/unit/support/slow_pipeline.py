@@ -31,12 +31,12 @@ def samples_of(part, size):
     return bounds
 
 
-def simulate(stages, edges, sizes, in_flight, links):
+def simulate(stages, edges, sizes, in_flight, links, late=()):
     """When the last rank of each stage has ended.
 
     `stages`: for each a list of ranks as {"F": (fixed, each), "B": (fixed, each)}, and a function from a micro-batch's
     size to the ranks' samples. `edges`: bytes a sample between two stages. `links(a, b)`: latency and seconds a byte
-    between two (stage, place).
+    between two (stage, place). `late`: edges whose target needs what comes only once it goes backward.
     """
     ranks = [(s, i) for s, (members, _) in enumerate(stages) for i in range(len(members))]
     owned = {(s, m): samples_of(stages[s][1], n) for s in range(len(stages)) for m, n in enumerate(sizes)}
@@ -55,11 +55,19 @@ def simulate(stages, edges, sizes, in_flight, links):
                     if shared := len(theirs & owned[stage, m][place]):
                         yield (other, j), shared * per_sample
 
+    def needed(rank, m, kind):
+        for other, _ in partners(rank, m, kind):
+            if kind == "B" or (other[0], rank[0]) not in late:
+                yield kind, m, other
+        for other, _ in partners(rank, m, "F") if kind == "B" else ():
+            if (other[0], rank[0]) in late:
+                yield "F", m, other
+
     def try_to_begin(rank, now):
         if rank in busy or not to_do[rank]:
             return
         kind, m = to_do[rank][0]
-        if all((kind, m, other) in inbox[rank] for other, _ in partners(rank, m, kind)):
+        if all(each in inbox[rank] for each in needed(rank, m, kind)):
             busy.add(rank)
             fixed, each = stages[rank[0]][0][rank[1]][kind]
             heapq.heappush(events, (now + fixed + each * len(owned[rank[0], m][rank[1]]), next(order), "done", rank))
