@@ -21,6 +21,10 @@ class Meetings:
         self.held = held or 0
         self._newest: list[Any] = []
 
+    def expect_another(self) -> None:
+        """Another rank is about to join: members may be called the same as before a death."""
+        self._members = ()
+
     def hold(self, what: str, value: Any) -> list[Any]:
         """Everybody's values; MembersLost where a rank has died, and `hold` is to be called once more."""
         members = self._plane.members

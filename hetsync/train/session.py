@@ -389,6 +389,7 @@ class Session:
         self.terms = replace(self.terms, ranks=ranks)
         if self.coordinator is not None:
             self.coordinator.speeds.join(rank, profile.time, profile.cap)
+        self._meetings.expect_another()
         self.engine.admit(lambda: self.plane.admit(rank, address))
 
     @property
