@@ -50,6 +50,8 @@ class Loop:
     def _begin(self) -> Running:
         if self._began is None:
             self._began = self._begin_job()
+            if self._began.has_joined:
+                self._lines_at = self._began.session.applied
         return self._began
 
     def collect(self, optimizer: torch.optim.Optimizer) -> bool:

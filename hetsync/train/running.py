@@ -236,6 +236,11 @@ class Running:
             f"rank {join.rank} ({join.host}) has joined before round {join.round}: {self.plane.size} ranks"
         )
 
+    @property
+    def has_joined(self) -> bool:
+        """While the job ran, at a rest of its own: where an epoch had ended there, its last lines had been run."""
+        return self._welcome is not None
+
     def _solo_rates(self) -> list[float] | None:
         return solo_rates(self.config.data.batch_size, self.profiles) if self._is_measured else None
 

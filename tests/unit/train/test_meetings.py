@@ -118,11 +118,12 @@ def test_ranks_at_different_calls_are_told(mistaken: int) -> None:
         list(threads.map(hold, range(2)))
 
 
-def test_who_joins_meets_the_others_at_their_next_meeting() -> None:
-    """What they have come to before is not for it."""
-    room = Room(2)
-    meetings = [Meetings(Seat(room, rank)) for rank in range(2)]  # type: ignore[arg-type]
+@pytest.mark.parametrize("before", [2, 3])
+def test_who_joins_meets_the_others_at_their_next_meeting(before: int) -> None:
+    """What they have come to before is not for it; where one with its number has died, members look as they did."""
+    room = Room(before)
+    meetings = [Meetings(Seat(room, rank)) for rank in range(before)]  # type: ignore[arg-type]
     all_hold(meetings, "first", "second")
     room.change((0, 1, 2))
-    meetings.append(Meetings(Seat(room, 2), held=meetings[0].held))  # type: ignore[arg-type]
-    assert all_hold(meetings, "third") == [[["third 0", "third 1", "third 2"]]] * 3
+    joined = Meetings(Seat(room, 2), held=meetings[0].held)  # type: ignore[arg-type]
+    assert all_hold([*meetings[:2], joined], "third") == [[["third 0", "third 1", "third 2"]]] * 3
