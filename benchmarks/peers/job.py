@@ -56,6 +56,7 @@ class Meeting:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+        self.ranks_at_start = size
 
     def gather_objects(self, value: Any) -> list[Any]:
         everyones: list[Any] = [None] * self.size

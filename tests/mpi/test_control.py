@@ -79,10 +79,7 @@ def controlled(
     schedule: ScheduleConfig | None = None,
 ) -> Outcome:
     """A job of which rank 0 does `on_slice` after each of its slices."""
-    controller = None
-    if plane.rank == 0:
-        config = ControlConfig("random", interval_seconds=0.02, min_delay_bound=min_delay_bound)
-        controller = ControlProcess(config, 0, 24, None, make)
+    config = ControlConfig("random", interval_seconds=0.02, min_delay_bound=min_delay_bound)
 
     def after_slice(session: Session, number: int) -> None:
         time.sleep(SLICE_SECONDS)
@@ -98,7 +95,7 @@ def controlled(
         on_slice=after_slice,
         device=of_unequal_speed(plane.rank),
         schedule=schedule,
-        controller=controller,
+        controller=lambda: ControlProcess(config, 0, 24, None, make),
     )
 
 

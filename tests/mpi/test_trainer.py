@@ -91,7 +91,9 @@ def test_parts_make_the_whole_and_no_position_comes_twice(
 @pytest.mark.parametrize("bound", [0, 4])
 def test_a_stopped_job_keeps_its_last_metrics(plane: Plane, folder: Path, bound: int) -> None:
     def stop_then(trainer: Trainer) -> None:
-        evaluations = trainer.job.ready().evaluations
+        trainer.job.ready()
+        assert trainer.job._running is not None
+        evaluations = trainer.job._running.evaluations
         report = evaluations.report
 
         def report_and_stop(evaluation: Any, train_seconds: float) -> None:

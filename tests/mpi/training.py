@@ -152,7 +152,7 @@ def train(
     loaded: Loaded | None = None,
     timeout_seconds: float = 30.0,
     telemetry: Telemetry | None = None,
-    controller: ControlProcess | None = None,
+    controller: Callable[[], ControlProcess] | None = None,
     evaluate_every: int | None = None,
     scorer: Scorer | None = None,
 ) -> Outcome:
