@@ -60,6 +60,7 @@ def test_the_options_of_benchmarks_in_sentences(page: Path, folder: Path) -> Non
         "hetsync-train missing.yaml",
         "launch/local 2 --sync.quorum many",
         "launch/local --tolerate 2 --sync.quorum many",
+        "launch/local --replace 2 --fault.replace perhaps",
         "launch/local 2 -- hetsync simulate --emulat quickstart",
         "launch/mps 100,half --sync.quorum 1",
         "launch/horovod 0.28.1",
@@ -87,7 +88,7 @@ def mistake_in(words: list[str], folder: Path) -> str | None:
     match words:
         case [name, *_] if name in OTHERS:
             return None
-        case ["launch/local", "--tolerate", *rest]:
+        case ["launch/local", "--tolerate" | "--replace", *rest]:
             return mistake_in(["launch/local", *rest], folder)
         case ["launch/local", _, "--", *program_words]:
             return mistake_in(program_words, folder)
