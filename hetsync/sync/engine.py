@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -61,7 +61,7 @@ class Spent:
 
     work: float
     waits: float
-    process: float = field(default_factory=time.process_time)
+    process: float
 
 
 class MainThreadTimer:
@@ -575,7 +575,8 @@ class Engine:
         fifth of a core five times as long as by its own clock.
         """
         on_host = self._options.on_host
-        now = Spent(self.cpu_seconds() if on_host else self.timer.cpu_seconds, self.timer.wait_seconds)
+        work = self.cpu_seconds() if on_host else self.timer.cpu_seconds
+        now = Spent(work, self.timer.wait_seconds, time.process_time())
         before, self._told = self._told or now, now
         work = now.work - before.work
         if on_host and (process := now.process - before.process) > 0:
