@@ -48,10 +48,11 @@ class Seat:
 
     def __init__(self, room: Room, rank: int) -> None:
         self._room, self.rank = room, rank
+        self._changed_before = room.times_changed  # this plane knows of no change before it was made
 
     @property
     def times_mended(self) -> int:
-        return self._room.times_changed
+        return self._room.times_changed - self._changed_before
 
     @property
     def members(self) -> tuple[int, ...]:
