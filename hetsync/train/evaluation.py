@@ -152,8 +152,9 @@ def check_callable(who: str, function: Any, *arguments: Any) -> None:
         signature.bind(*arguments)
     except TypeError as error:
         name = getattr(function, "__qualname__", type(function).__name__)
+        given = f"with {len(arguments)} arguments" if arguments else "without arguments"
         raise UserError(
-            f"{who} got {name}{signature}, which does not take what it is called with ({error}): wrap it in a lambda"
+            f"{who} got {name}{signature}, which is called {given} here ({error}): wrap it in a lambda that gives them"
         ) from None
 
 
