@@ -13,7 +13,7 @@ _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _PLACE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
-ENDED = "HETSYNC_ENDED"  # a file that is there once the job is at its end
+STATUS_FILE = "HETSYNC_STATUS_FILE"  # that launch/local reads
 
 # How the variables begin by which a process knows that it is a rank; without them it is none.
 LAUNCHER_PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "MV2_COMM_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
@@ -78,12 +78,12 @@ def reaches_later_processes(environ: Mapping[str, str] = os.environ) -> bool:
     return "tcp" in transports
 
 
-def tell_end(environ: Mapping[str, str] = os.environ) -> None:
-    """The job is at its end: for launch/local, as mpirun's own status is another where a process has died that was
+def write_status(status: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Of the job, which is at its end: for launch/local, as mpirun's own is another where a process has died that was
     started in the place of a rank."""
-    if ENDED in environ:
+    if STATUS_FILE in environ:
         with contextlib.suppress(OSError):
-            Path(environ[ENDED]).touch()
+            Path(environ[STATUS_FILE]).write_text(str(status))
 
 
 def first_rank() -> bool:

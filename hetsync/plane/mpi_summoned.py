@@ -73,9 +73,9 @@ class MpiSummoned(Summoned):
         self._invited = self._dismissed = False
         # What it is told it reads once it knows what that is.
         words = _First(rank, ranks_at_start, own_process(), codec.dumps(told))
-        threading.Thread(None, self._raise, f"hetsync-summons-{rank}", (words,), daemon=True).start()
+        threading.Thread(None, self._start_process, f"hetsync-summons-{rank}", (words,), daemon=True).start()
 
-    def _raise(self, first: _First) -> None:
+    def _start_process(self, first: _First) -> None:
         """The process comes up, and gets ready."""
         try:
             info = MPI.Info.Create()

@@ -547,6 +547,7 @@ class Communicator:
         before = self._plane.members
         self._damaged = failure.sender if isinstance(failure, DamagedError) else None
         self._agree()
+        self._damaged = None  # told
         self._in_vain += self._plane.members == before
         if self._in_vain > MOST_IN_VAIN:
             raise LostError(
@@ -681,6 +682,7 @@ class Communicator:
             shared.landed, self._newest = decision.version, decision.newest
             self._go_on_at_rest(decision)
             shared.requests.clear()
+            shared.admit = None
             shared.recovering = False
             shared.recoveries += 1
             shared.changed.notify_all()

@@ -190,7 +190,9 @@ class Engine:
         """Collective, at rest: another rank joins, by what `admit` does in the communication thread. MembersLost where
         one has died meanwhile, so that the rest begins anew."""
         self._shared.order.leave()
-        self._shared.admit = admit
+        with self._shared.changed:
+            self._check_members()
+            self._shared.admit = admit
         self._shared.wake.set()
         self._wait_for_agreement()
 

@@ -114,6 +114,7 @@ class RoundsRule:
         self._retry_in = 0  # windows, where a step has been refused
         self._retry_after = RETRY_WINDOWS
         self._promised: float | None = None  # the overhead that a step should bring, until a window has shown it
+        self._came_from = 0  # the rung before that step
         self._calm = 0  # windows in a row that would bear more rounds
         self._calm_needed = CALM_WINDOWS
 
@@ -129,7 +130,11 @@ class RoundsRule:
         window.wait_seconds += wait_seconds
 
     def restart(self, version: int) -> None:
-        """Shares or settings have changed: what was seen before is of no use."""
+        """Ranks or shares have changed: what was seen before is of no use, nor what was promised."""
+        self._promised = None
+        self._settle(version)
+
+    def _settle(self, version: int) -> None:
         self._settling.clear()
         self._begin_window(version)
 
@@ -150,7 +155,7 @@ class RoundsRule:
         chosen, besides = self._choose(at, work, waits)
         if chosen == at:
             return None
-        self.restart(version)
+        self._settle(version)
         rung = self._rungs[chosen]
         reason = f"rounds take {work:.0%} of a slice, and waits {waits:.0%}{besides}: {rung.called}"
         return RoundsChange(version, rung.accumulation, rung.quorum, work, waits, reason)
@@ -159,16 +164,17 @@ class RoundsRule:
         """A rung, and what else is to be said of it."""
         promised, self._promised = self._promised, None
         if promised is not None and work + waits > promised:
-            self._most, self._retry_in = at - 1, self._retry_after
+            back = min(at, self._came_from)
+            self._most, self._retry_in = max(back, at - 1), self._retry_after
             self._retry_after *= 4
-            return at - 1, ", so fewer of them save too little"
+            return back, ", so fewer of them save too little"
         self._retry_in -= 1
         if self._retry_in == 0:
             self._most = len(self._rungs) - 1
         for number in range(at + 1, self._most + 1):
             rung = self._rungs[number]
             if (saving := rung.saving(work, waits)) > rung.costs:
-                self._promised = work + waits - KEPT * saving
+                self._promised, self._came_from = work + waits - KEPT * saving, at
                 self._calm, self._calm_needed = 0, 4 * self._calm_needed
                 return number, ""
         self._calm = self._calm + 1 if at and self._would_not_come_back(at, work, waits) else 0
@@ -178,7 +184,8 @@ class RoundsRule:
         return at, ""
 
     def _would_not_come_back(self, at: int, work: float, waits: float) -> bool:
-        return work + waits < LOWER_AT * self._rungs[at].costs / self._rungs[at].work_saved / 2
+        raised_at = self._rungs[at].costs / self._rungs[at].work_saved  # of which about half is left now
+        return work + waits < LOWER_AT * raised_at / 2
 
 
 def rule_for(sync: SyncConfig, version: int = 0) -> RoundsRule | None:

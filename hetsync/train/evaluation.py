@@ -172,6 +172,11 @@ def on_cpu(value: Any) -> Any:
     return value
 
 
+def by_rank(members: Sequence[int], parts: Sequence[Part]) -> list[Part]:
+    """Parts of these, in the order of the ranks' numbers, as data is cut: members are in that in which they came."""
+    return [part for _, part in sorted(zip(members, parts, strict=True), key=lambda each: each[0])]
+
+
 def combined(parts: Sequence[Part], combine: Combine | None) -> Any:
     """The result of all ranks: what `combine` makes of the parts, or their mean weighted by samples."""
     found = [part for part in parts if part.samples or part.found is not None]

@@ -36,7 +36,7 @@ from hetsync.train import checkpoint
 from hetsync.train.alike import data_described, parts_described, require_alike, settings_described
 from hetsync.train.best import Best, Mode, comparable
 from hetsync.train.display import Shows
-from hetsync.train.evaluation import Combine, EvaluationLoader, Part, check_callable, combined, named, on_cpu
+from hetsync.train.evaluation import Combine, EvaluationLoader, Part, by_rank, check_callable, combined, named, on_cpu
 from hetsync.train.loop import Loop, StoppedByRequest
 from hetsync.train.parts import Factor
 from hetsync.train.preparation import Loss, Preparation
@@ -388,7 +388,7 @@ class Job:
             part = running.evaluations.part_of(function, running.session.shares_left)
             told = running.session.meet("job.evaluate", (members, part))
             if all(len(theirs) == len(told) for theirs, _ in told):
-                return [part for _, part in told]
+                return by_rank(members, [part for _, part in told])
 
     def gather(self, value: Any) -> list[Any]:
         """Collective, before the loop or at rest: every rank's value, in their order. Tensors come on the CPU."""

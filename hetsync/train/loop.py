@@ -154,6 +154,7 @@ class Loop:
             running.break_off_rest()
             return False
         if running.session.stopping:
+            running.status = status
             raise StoppedByRequest(status)
         if at_intervals_end:
             self._lines_at = applied

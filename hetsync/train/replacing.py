@@ -22,8 +22,9 @@ from hetsync.sync.recovery import Death
 from hetsync.train.summary import Join
 from hetsync.train.terms import Entry
 
-MOST_TRIES = 3  # for one place
-SECONDS_BETWEEN_RESTS = 1.0
+MOST_TRIES = 3  # in a row, for one place
+SECONDS_BETWEEN_RESTS = 1.0  # twice as many after each at which nobody could enter
+SECONDS_FOR_A_REST = 60.0  # to come, before it is asked for once more
 
 
 @dataclass(frozen=True)
@@ -97,19 +98,27 @@ class Replacements:
         self._summoned: dict[int, tuple[Summoned, float]] = {}  # and the moment
         self._tries: Counter[int] = Counter()
         self._rest_from = 0.0  # the moment
+        self._pause_seconds = SECONDS_BETWEEN_RESTS
 
     def wants_rest(self) -> bool:
         """Between two batches: start what is to be started. True where one is ready, and the job is to come to rest."""
         if not self._plane.leads:
             return False
+        for rank in self._plane.members:
+            self._tries.pop(rank, None)
         missing = set(range(self._plane.ranks_at_start)).difference(self._plane.members)
         for rank in sorted(missing):
             self._look_after(rank)
         ready = any(summoned.ready is not None for summoned, _ in self._summoned.values())
         if not ready or time.monotonic() < self._rest_from:
             return False
-        self._rest_from = time.monotonic() + SECONDS_BETWEEN_RESTS
+        self._rest_from = time.monotonic() + SECONDS_FOR_A_REST
         return True
+
+    def put_off(self) -> None:
+        """At a rest for that, nobody can enter."""
+        self._rest_from = time.monotonic() + self._pause_seconds
+        self._pause_seconds *= 2
 
     def _look_after(self, rank: int) -> None:
         if rank in self._summoned and self._summoned[rank][0].gone:
@@ -121,21 +130,22 @@ class Replacements:
             self._summoned[rank] = self._plane.summon(rank, self._summons()), time.monotonic()
 
     def invite(
-        self, welcome: Callable[[int, RankProfile], Welcome], version: int, samples: Counter[int]
+        self, welcome: Callable[[Join, RankProfile], Welcome], version: int, samples: Counter[int]
     ) -> Arrival | None:
         """At rest, on the first rank, with all saved: the next one enters. None where there is none."""
         for rank, (summoned, since) in list(self._summoned.items()):
             if summoned.ready is None or summoned.gone:
                 continue
             profile: RankProfile = summoned.ready
+            seconds = round(time.monotonic() - since, 6)
+            join = Join(rank=rank, host=profile.host, round=version, seconds=seconds, samples=samples[rank])
             try:
-                address = summoned.invite(welcome(rank, profile))
+                address = summoned.invite(welcome(join, profile))
             except LostError as error:
                 complain(str(error))
                 continue
             del self._summoned[rank]
-            self._tries[rank] = 0
-            seconds = round(time.monotonic() - since, 6)
-            join = Join(rank=rank, host=profile.host, round=version, seconds=seconds, samples=samples[rank])
+            self._rest_from, self._pause_seconds = 0.0, SECONDS_BETWEEN_RESTS
             return Arrival(join, profile, address)
+        self.put_off()
         return None

@@ -22,7 +22,7 @@ from hetsync.emulation.device import make_device
 from hetsync.emulation.link import behind_link
 from hetsync.errors import UserError, one_sentence
 from hetsync.files import SUMMARY, write_atomically
-from hetsync.launchers import tell_end
+from hetsync.launchers import write_status
 from hetsync.plane.base import Newcomer, Plane
 from hetsync.profiling.measure import Subject, measure_ranks
 from hetsync.stop_signal import StopSignal
@@ -35,7 +35,7 @@ from hetsync.telemetry import Telemetry
 from hetsync.train import checkpoint
 from hetsync.train.control_factory import control_factory
 from hetsync.train.display import Shows, make_display
-from hetsync.train.evaluation import Evaluations, combined, named, record
+from hetsync.train.evaluation import Evaluations, by_rank, combined, named, record
 from hetsync.train.injection import InjectedDevice, Injection, require_struck
 from hetsync.train.memory import slice_memory
 from hetsync.train.preparation import Preparation
@@ -64,11 +64,6 @@ from hetsync.train.tracking import Tracking
 from hetsync.train.workplace import Workplace
 
 THE_END = "the end of the job"
-
-
-def begun_already(process: ControlProcess) -> ControlProcess:
-    """That of the first rank: it is to be ready by the first window."""
-    return process
 
 
 LOWEST_SCALE = 1e-6  # of gradients: infinities in float16 have ended long before
@@ -157,8 +152,8 @@ class Running:
             self.evaluations.use(*prepared.evaluation[1:])
         self.session = self._make_session()
         self.leaving = self._leaving()
-        summons = Summons(str(at.folder), at.places, self.profiles)
-        self._replacements = Replacements(self.plane, lambda: summons) if self.config.fault.replace else None
+        self.status = 0  # another one of a job that has been asked to stop
+        self._replacements = Replacements(self.plane, self._summons) if self.config.fault.replace else None
 
     def _injecting(self, when: When) -> Callable[[], None]:
         """What is to be called at such a moment."""
@@ -181,6 +176,9 @@ class Running:
             parts.restore(loaded.state)
 
     # A rank that joins while the job runs.
+
+    def _summons(self) -> Summons:
+        return Summons(str(self.at.folder), self.at.places, self.profiles)
 
     def _enter(self, newcomer: Newcomer) -> None:
         """Come to the others' rest, and stand where they stand."""
@@ -208,18 +206,20 @@ class Running:
         """Collective, the last at a rest: one joins, if it is ready and there is a checkpoint of this rest."""
         assert self._replacements is not None
         session, saved, arrival = self.session, self._saver and self._saver.newest, None
-        if session.coordinator is not None and saved is not None:
+        if saved is None:
+            self._replacements.put_off()
+        elif session.coordinator is not None:
             samples = session.coordinator.machine.samples_by_rank
 
-            def welcome(rank: int, profile: RankProfile) -> Welcome:
+            def welcome(join: Join, profile: RankProfile) -> Welcome:
                 return Welcome(
-                    members=(*self.plane.members, rank),
+                    members=(*self.plane.members, join.rank),
                     checkpoint=str(saved),
                     shares=session.shares,
-                    profiles=[profile if n == rank else other for n, other in enumerate(self.profiles)],
+                    profiles=[profile if n == join.rank else other for n, other in enumerate(self.profiles)],
                     entry=session.entry,
                     deaths=session.deaths,
-                    joins=self.joins,
+                    joins=[*self.joins, join],
                 )
 
             arrival = self._replacements.invite(welcome, session.version, samples)
@@ -227,9 +227,12 @@ class Running:
         if arrival is None:
             return
         join, self.profiles[arrival.join.rank] = arrival.join, arrival.profile
-        session.admit(join.rank, arrival.profile, arrival.address)
-        self._solo = self._solo_rates()
-        self.joins.append(join)
+        try:
+            session.admit(join.rank, arrival.profile, arrival.address)
+        finally:  # another may die as soon as all have agreed
+            if join.rank in self.plane.members:
+                self.joins.append(join)
+                self._solo = self._solo_rates()
         if self.plane.leads:
             self.telemetry.record("join", **join.entry())
         self.display.say(
@@ -339,10 +342,14 @@ class Running:
                 " hetsync.join a run, and job.measure the loss"
             )
         log = at.folder / "control.log"
-        process = partial(ControlProcess, config.control, config.run.seed, config.data.batch_size, log)
-        if self.plane.leads:  # elsewhere only once all lower ranks have died
-            process = partial(begun_already, process())
-        return control_factory(process, self.profiles, self.prepared.parts.optimizers[0], self.prepared.parts.factor(0))
+
+        def process() -> ControlProcess:
+            return ControlProcess(config.control, config.run.seed, config.data.batch_size, log)
+
+        # The first rank's is to be ready by the first window; elsewhere there is one only once that rank has died.
+        begun = process() if self.plane.leads else None
+        parts = self.prepared.parts
+        return control_factory(lambda: begun or process(), self.profiles, parts.optimizers[0], parts.factor(0))
 
     def open(self, stop: StopSignal | None) -> None:
         """Training is about to begin: from now on signals save and stop, and there is something on disk."""
@@ -443,10 +450,12 @@ class Running:
         )
 
     def _tell_settings(self, settings: Settings) -> None:
-        """What a controller has decided, once it is asked for."""
+        """What a controller or the rule has decided, once it is asked for."""
         if self._settings_told is not None:
             bound = "none" if settings.delay_bound == NO_BOUND else settings.delay_bound
-            self.display.say(f"from now on accumulation {settings.accumulation}, delay bound {bound}")
+            self.display.say(
+                f"from now on accumulation {settings.accumulation}, quorum {settings.quorum:g}, delay bound {bound}"
+            )
         self._settings_told = settings
 
     def _tell_deaths(self) -> None:
@@ -506,7 +515,8 @@ class Running:
             self._saved_last = self.over
         if rest.evaluation_due and self.prepared.evaluation is not None:
             part = self.evaluations.score(session.shares)
-            self.evaluated(named(combined(self.plane.gather_objects(part), self.prepared.evaluation[2])))
+            parts = by_rank(self.plane.members, self.plane.gather_objects(part))
+            self.evaluated(named(combined(parts, self.prepared.evaluation[2])))
         if rest.reason == JOIN and not self.over and self._replacements is not None:
             self._admit()
 
@@ -593,12 +603,12 @@ class Running:
         if summary is not None:
             self._tell("end", summary)
         self._held.close()
-        if self.joins and self.plane.leads and not session.stopping:
-            tell_end()
         if self.config.fault.inject and self.plane.leads:  # whose word ends the others
             require_struck(
                 self.config.fault.injected(), [each for some in waiting for each in some], self.plane.members
             )
+        if self._replacements is not None and self.plane.leads:
+            write_status(self.status)
 
     def failed(self, failure: BaseException) -> None:
         """The job is about to end by this."""
@@ -670,8 +680,8 @@ class Running:
             joins = [join for join in self.joins if join.rank == rank]
             later = [join.samples for join in joins if join.round >= death.round]
             applied = later[0] if later else coordinator.machine.samples_by_rank[rank]
-            # Of all samples of its number rank 0 alone has heard.
-            heard = self.plane.rank == 0 and not joins
+            # Of all samples of its number only who has led from the start has heard.
+            heard = self.plane.rank == 0 and self._welcome is None and not joins
             lost.append(
                 LostRank(
                     death=death,

@@ -90,7 +90,7 @@ class Saver:
             samples_applied=session.applied,
             version=session.version,
             ranks=session.plane.size,
-            shares=tuple(session.shares[rank] for rank in session.plane.members),
+            shares=tuple(session.shares[rank] for rank in sorted(session.plane.members)),
             delay_bound=settings.delay_bound,
             quorum=settings.quorum,
             accumulation=settings.accumulation,

@@ -232,8 +232,9 @@ class Session:
         if self._make_control is not None:
             self.control = self._make_control(ControlledJob(machine, self.seconds_training, self._telemetry))
         rebalance = sync.rebalance and sync.shares == "speed"
-        ruled = self.control is None and self.plane.size > 1
-        tolerant = self.plane.tolerant and self.plane.size > 1
+        several = self.plane.ranks_at_start > 1  # or there will be again, by replacement
+        ruled = self.control is None and several
+        tolerant = self.plane.tolerant and several
 
         def deliver_for(machine: RoundStateMachine) -> Deliver:
             return as_messages(machine, send, keepers(self.plane.members) if tolerant else ())

@@ -223,3 +223,25 @@ def test_nothing_is_by_rule_where_the_recipe_sets_both():
 def test_a_resumed_job_goes_on_with_what_the_rule_had_come_to(sync, found, expected):
     settings = found_before(sync, found)
     assert (settings.quorum, settings.accumulation) == expected
+
+
+def test_a_step_that_saves_too_little_is_taken_back_to_where_it_came_from():
+    """Also where it has passed over a rung, which would not have been worth its cost."""
+    job = Job(sync=SyncConfig(accumulation="auto"))
+    assert job.window(lambda k: (0.05, 0.3)).accumulation == 2
+    back = job.window(lambda k: (0.05, 0.3))
+    assert (back.accumulation, back.quorum) == (1, 0.25)
+
+
+def test_what_was_promised_to_other_ranks_is_forgotten():
+    job = Job(sync=BY_RULE)
+    assert job.window(lambda k: (0.1, 0.0)).quorum == GREATER_QUORUM
+    job.rule.restart(job.version)
+    assert job.window(lambda k: (0.1, 0.0)) is None
+
+
+def test_settings_that_a_death_has_set_back_leave_no_rung_below_the_first():
+    job = Job(sync=SyncConfig(accumulation="auto"))
+    assert job.window(lambda k: (0.1, 0.0)).quorum == GREATER_QUORUM
+    job.settings = settings_of(SyncConfig(accumulation="auto"))
+    assert job.window(lambda k: (0.1, 0.0)) is None

@@ -1,0 +1,120 @@
+"""Processes in dead ranks' places, without MPI: when they are started, and when ranks come to rest for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hetsync.plane.base import LostError
+from hetsync.train import replacing
+from hetsync.train.evaluation import Part, by_rank
+from hetsync.train.replacing import MOST_TRIES, SECONDS_BETWEEN_RESTS, SECONDS_FOR_A_REST, Replacements
+
+
+class Process:
+    """One that has been started; `enters` where its invitation reaches it."""
+
+    def __init__(self) -> None:
+        self.ready: Any = None
+        self.gone = False
+        self.enters = True
+
+    def invite(self, told: Any) -> str:
+        if not self.enters:
+            self.gone = True
+            raise LostError("it has gone")
+        return "address"
+
+
+class Job:
+    """The first rank of three, of which the last has died."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(replacing.time, "monotonic", lambda: self.now)
+        self.started: list[Process] = []
+        self.plane: Any = SimpleNamespace(leads=True, ranks_at_start=3, members=(0, 1), summon=self.summon)
+        self.replacements = Replacements(self.plane, lambda: None)  # type: ignore[arg-type, return-value]
+
+    def summon(self, rank: int, told: Any) -> Process:
+        self.started.append(Process())
+        return self.started[-1]
+
+    def invite(self) -> Any:
+        return self.replacements.invite(lambda join, profile: (join, profile), 7, Counter())  # type: ignore[arg-type, return-value]
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    return Job(monkeypatch)
+
+
+def get_ready(job: Job) -> None:
+    job.started[-1].ready = SimpleNamespace(host="there")
+
+
+def test_one_is_started_and_enters_once_it_is_ready(job: Job) -> None:
+    assert not job.replacements.wants_rest()
+    assert len(job.started) == 1
+    get_ready(job)
+    job.now += 3
+    assert job.replacements.wants_rest()
+    assert not job.replacements.wants_rest(), "the rest is on its way"
+    arrival = job.invite()
+    assert (arrival.join.rank, arrival.join.host, arrival.join.round, arrival.join.seconds) == (2, "there", 7, 3.0)
+    job.plane.members = (0, 1, 2)
+    assert not job.replacements.wants_rest()
+    assert len(job.started) == 1
+
+
+def test_a_rest_that_does_not_come_is_asked_for_once_more(job: Job) -> None:
+    job.replacements.wants_rest()
+    get_ready(job)
+    assert job.replacements.wants_rest()
+    job.now += SECONDS_FOR_A_REST
+    assert job.replacements.wants_rest()
+
+
+def test_rests_at_which_nobody_can_enter_become_ever_more_seldom(job: Job) -> None:
+    """As where the disk is full: there is no checkpoint to begin from."""
+    job.replacements.wants_rest()
+    get_ready(job)
+    for pause in (SECONDS_BETWEEN_RESTS, 2 * SECONDS_BETWEEN_RESTS, 4 * SECONDS_BETWEEN_RESTS):
+        assert job.replacements.wants_rest()
+        job.replacements.put_off()
+        job.now += pause - 0.1
+        assert not job.replacements.wants_rest()
+        job.now += 0.1
+
+
+@pytest.mark.parametrize("fails", ["while it comes up", "when it is invited", "while it enters"])
+def test_after_some_tries_in_a_row_nobody_is_started_any_more(job: Job, fails: str) -> None:
+    for _ in range(2 * MOST_TRIES):
+        job.replacements.wants_rest()
+        if fails == "while it comes up":
+            job.started[-1].gone = True
+        else:
+            get_ready(job)
+            job.started[-1].enters = fails == "while it enters"
+            job.invite()
+        job.now += 1000
+    assert len(job.started) == MOST_TRIES
+
+
+def test_whoever_is_a_member_again_may_be_replaced_as_often(job: Job) -> None:
+    for number in range(2 * MOST_TRIES):
+        job.plane.members = (0, 1)
+        job.replacements.wants_rest()
+        assert len(job.started) == number + 1
+        get_ready(job)
+        assert job.invite() is not None
+        job.plane.members = (0, 1, 2)
+        job.replacements.wants_rest()
+
+
+def test_parts_are_in_the_order_of_ranks_whoever_came_last() -> None:
+    parts = [Part(f"of {rank}", 1) for rank in (1, 3, 0)]
+    assert [part.found for part in by_rank((1, 3, 0), parts)] == ["of 0", "of 1", "of 3"]
