@@ -3,7 +3,7 @@
     python -m benchmarks.studies.rounds --output results [--processes 2]
 
 Real gradients on the simulator's clock (`hetsync.simulate.replicas`), where rounds take no device's time: so what an
-arm loses here, it loses by merging later, and that is what fewer rounds must save (`hetsync/sync/accumulation.py`).
+arm loses here, it loses by merging later, and that is what fewer rounds must save (`hetsync/sync/rounds_rule.py`).
 Ratios are to the first arm of the same workload, cluster and seed. Results are kept in the output folder and not
 repeated.
 

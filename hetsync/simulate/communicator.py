@@ -287,7 +287,7 @@ def _coordinator(
         machine,
         speeds,
         deliver,
-        rebalance,
+        rebalance=rebalance,
         on_evaluation=evaluations.report,
         rule=rule_for(sync) if len(scenario.ranks) > 1 else None,
         on_rounds_change=on_rounds_change,

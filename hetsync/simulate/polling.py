@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from hetsync.sync.communicator import (
+from hetsync.sync.polling import (
     LONGEST_COLLECTIVE_POLL_SECONDS,
     LONGEST_IDLE_POLL_SECONDS,
     POLL_FRACTION_COMPUTING,

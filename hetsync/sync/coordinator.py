@@ -67,6 +67,7 @@ class Coordinator:
         machine: RoundStateMachine,
         speeds: Speeds,
         deliver: Deliver,
+        *,
         rebalance: bool,
         control: Control | None = None,
         on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
@@ -150,7 +151,7 @@ class Coordinator:
         if self._rebalance:
             self._balance()
         if self._rule is not None:
-            self._thin_out(self._rule)
+            self._change_rounds(self._rule)
         if self._control is not None and (settings := self._control.steer(self.settings)) is not None:
             self.handle([SettingsChanged(settings)])
 
@@ -195,7 +196,7 @@ class Coordinator:
         if self._rule is not None and len(state.task.slices) == self.settings.accumulation:
             self._rule.observe(event.rank, event.seconds, event.work_seconds, event.wait_seconds)
 
-    def _thin_out(self, rule: RoundsRule) -> None:
+    def _change_rounds(self, rule: RoundsRule) -> None:
         """Another K or q, where the rule finds that rounds are dear, or no more. At D = 0 K would be another batch."""
         if self.settings.synchronous:
             return

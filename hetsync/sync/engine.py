@@ -21,7 +21,7 @@ from hetsync.data.ledger import Span
 from hetsync.errors import UserError
 from hetsync.plane.base import MembersLost, Plane, StalledError
 from hetsync.processes import Process
-from hetsync.sync.communicator import SHORTEST_POLL_SECONDS, Around, Communicator
+from hetsync.sync.communicator import Around, Communicator
 from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Nesterov, Snapshot
 from hetsync.sync.device_order import device_order
@@ -29,6 +29,7 @@ from hetsync.sync.gradients import Gradients
 from hetsync.sync.log import Applied, Began, Closed, Finished, Followers
 from hetsync.sync.lone import LoneGradients
 from hetsync.sync.messages import Evaluated, Event, StartRound, Task, TaskSpoiled
+from hetsync.sync.polling import SHORTEST_POLL_SECONDS
 from hetsync.sync.recovery import Books, Damage, Death, spans_of
 from hetsync.sync.router import Router
 from hetsync.sync.segmented import Segment, SegmentedDeltas
@@ -196,12 +197,16 @@ class Engine:
         self._shared.wake.set()
         self._wait_for_agreement()
 
+    def _wait_for_recovery(self) -> None:
+        """Under the lock: until all have agreed on how to go on."""
+        while self._shared.recoveries == self._recoveries:
+            self._raise_failure()
+            self._wait(self._shared.changed.wait)
+
     def _wait_for_agreement(self) -> None:
         shared = self._shared
         with shared.changed:
-            while shared.recoveries == self._recoveries:
-                self._raise_failure()
-                self._wait(shared.changed.wait)
+            self._wait_for_recovery()
             if shared.rest_again or shared.recoveries > self._recoveries + 1:
                 raise MembersLost("another rank has gone")
             self._heed()
@@ -496,9 +501,7 @@ class Engine:
         is at has been broken off: `next_work` comes to it once more."""
         shared = self._shared
         with shared.changed:
-            while shared.recoveries == self._recoveries:
-                self._raise_failure()
-                self._wait(shared.changed.wait)
+            self._wait_for_recovery()
             self._heed()
             again, shared.rest_again = shared.rest_again, False
             return again

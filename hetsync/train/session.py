@@ -249,13 +249,13 @@ class Session:
             machine,
             speeds,
             deliver_for(machine),
-            rebalance,
-            self.control,
-            self._report,
-            rule_for(sync, terms.version) if ruled else None,
-            self._on_rounds_change,
-            rebuild,
-            self._on_left_out,
+            rebalance=rebalance,
+            control=self.control,
+            on_evaluation=self._report,
+            rule=rule_for(sync, terms.version) if ruled else None,
+            on_rounds_change=self._on_rounds_change,
+            rebuild=rebuild,
+            on_left_out=self._on_left_out,
         )
 
     def _on_rounds_change(self, change: RoundsChange) -> None:

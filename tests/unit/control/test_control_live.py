@@ -91,8 +91,8 @@ class Job:
             self.machine,
             Speeds(dict(enumerate(times))),
             as_messages(self.machine, lambda messages: self.messages.extend(messages.items())),
-            False,
-            self.control,
+            rebalance=False,
+            control=self.control,
         )
         self.coordinator.start()
         self.file = folder / "rank-0000.jsonl"

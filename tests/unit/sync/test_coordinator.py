@@ -51,7 +51,7 @@ class Office:
             self.machine,
             speeds(*[1.0] * len(shares)),
             as_messages(self.machine, lambda messages: self.messages.extend(messages.items())),
-            rebalance,
+            rebalance=rebalance,
         )
         self.coordinator.start()
         self.version = dict.fromkeys(range(len(shares)), 0)

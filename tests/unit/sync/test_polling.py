@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetsync.plane.local import LocalPlane
-from hetsync.sync import communicator
+from hetsync.sync import communicator, polling
 from hetsync.sync.router import Router
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState
 from hetsync.sync.worker import Worker
@@ -20,37 +20,35 @@ seconds = st.floats(0, 100)
 @pytest.mark.parametrize(
     ("quiet", "shortest", "expected"),
     [
-        (0.0, communicator.SHORTEST_POLL_SECONDS, 50e-6),  # news: the next may follow at once
-        (0.0, communicator.SHORTEST_DELAYED_POLL_SECONDS, 4e-3),  # a rank that computes lets them wait
-        (0.010, communicator.SHORTEST_DELAYED_POLL_SECONDS, 5e-3),
-        (1.0, communicator.SHORTEST_POLL_SECONDS, 16e-3),
+        (0.0, polling.SHORTEST_POLL_SECONDS, 50e-6),  # news: the next may follow at once
+        (0.0, polling.SHORTEST_DELAYED_POLL_SECONDS, 4e-3),  # a rank that computes lets them wait
+        (0.010, polling.SHORTEST_DELAYED_POLL_SECONDS, 5e-3),
+        (1.0, polling.SHORTEST_POLL_SECONDS, 16e-3),
     ],
 )
 def test_sleeps_grow_with_the_quiet(quiet: float, shortest: float, expected: float) -> None:
-    found = communicator.poll_seconds(
-        quiet, communicator.POLL_FRACTION_COMPUTING, communicator.LONGEST_IDLE_POLL_SECONDS, shortest
-    )
+    found = polling.poll_seconds(quiet, polling.POLL_FRACTION_COMPUTING, polling.LONGEST_IDLE_POLL_SECONDS, shortest)
     assert found == pytest.approx(expected)
 
 
 @given(quiet=seconds, longest=seconds, shortest=seconds)
 def test_a_limit_is_a_limit(quiet: float, longest: float, shortest: float) -> None:
-    assert communicator.poll_seconds(quiet, communicator.POLL_FRACTION_WAITING, longest, shortest) <= longest
+    assert polling.poll_seconds(quiet, polling.POLL_FRACTION_WAITING, longest, shortest) <= longest
 
 
 @given(quiet=seconds)
 def test_whoever_waits_loses_a_tenth_at_most(quiet: float) -> None:
-    found = communicator.poll_seconds(quiet, communicator.POLL_FRACTION_WAITING, communicator.LONGEST_IDLE_POLL_SECONDS)
-    assert found <= max(0.1 * quiet, communicator.SHORTEST_POLL_SECONDS)
+    found = polling.poll_seconds(quiet, polling.POLL_FRACTION_WAITING, polling.LONGEST_IDLE_POLL_SECONDS)
+    assert found <= max(0.1 * quiet, polling.SHORTEST_POLL_SECONDS)
 
 
 @pytest.mark.parametrize(
     ("delayed", "main_thread", "phase", "fraction", "shortest"),
     [
-        (True, MainThread.COMPUTING, Phase.TRAINING, communicator.POLL_FRACTION_COMPUTING, 4e-3),
-        (False, MainThread.COMPUTING, Phase.TRAINING, communicator.POLL_FRACTION_COMPUTING, 50e-6),
-        (True, MainThread.WAITING, Phase.TRAINING, communicator.POLL_FRACTION_WAITING, 50e-6),  # polls soon
-        (True, MainThread.COMPUTING, Phase.RESTING, communicator.POLL_FRACTION_COMPUTING, 50e-6),  # sums of its own
+        (True, MainThread.COMPUTING, Phase.TRAINING, polling.POLL_FRACTION_COMPUTING, 4e-3),
+        (False, MainThread.COMPUTING, Phase.TRAINING, polling.POLL_FRACTION_COMPUTING, 50e-6),
+        (True, MainThread.WAITING, Phase.TRAINING, polling.POLL_FRACTION_WAITING, 50e-6),  # polls soon
+        (True, MainThread.COMPUTING, Phase.RESTING, polling.POLL_FRACTION_COMPUTING, 50e-6),  # sums of its own
     ],
 )
 def test_only_a_rank_that_computes_in_delayed_mode_lets_news_wait(
@@ -68,7 +66,7 @@ def test_only_a_rank_that_computes_in_delayed_mode_lets_news_wait(
         asked.append((fraction, shortest))
         return 1e-3
 
-    monkeypatch.setattr(communicator, "poll_seconds", poll_seconds)
+    monkeypatch.setattr(polling, "poll_seconds", poll_seconds)
     made = _communicator(main_thread, phase, delayed)
     assert made._sleep_seconds(0.0) == 1e-3
     assert asked == [(fraction, shortest)]
