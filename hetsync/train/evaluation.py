@@ -152,9 +152,9 @@ def check_callable(who: str, function: Any, *arguments: Any) -> None:
         signature.bind(*arguments)
     except TypeError as error:
         name = getattr(function, "__qualname__", type(function).__name__)
-        given = f"with {len(arguments)} arguments" if arguments else "without arguments"
+        given = ", ".join(type(each).__name__ for each in arguments)
         raise UserError(
-            f"{who} got {name}{signature}, which is called {given} here ({error}): wrap it in a lambda that gives them"
+            f"{who} got {name}{signature}, which is called with ({given}) here ({error}): wrap it in a lambda"
         ) from None
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from hetsync.config.faults import FaultConfig
 from hetsync.config.parser import make_parser, parse_recipe
+from hetsync.config.schema import Config, ControlConfig
 from hetsync.errors import UserError
 
 GOOD = {"kind": "die", "rank": 3, "round": 40}
@@ -58,3 +59,8 @@ def test_a_rank_that_is_not_there_is_one_sentence() -> None:
         config.check_ranks(2)
     with pytest.raises(UserError, match="hetsync simulate takes none"):
         config.check_uninjected("hetsync simulate")
+
+
+def test_a_controller_knows_of_no_ranks_that_join():
+    with pytest.raises(UserError, match=r"fault.replace is true, but control.name is random"):
+        Config(fault=FaultConfig(replace=True), control=ControlConfig("random"))

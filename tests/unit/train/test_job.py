@@ -28,6 +28,7 @@ from torch.utils.data import (
 )
 
 import hetsync
+from hetsync.train import workplace
 from hetsync.train.job import Job
 
 SAMPLES, BATCH = 48, 16
@@ -227,8 +228,11 @@ RESTS: dict[str, tuple[Act, str]] = {
     "the optimizer's step": (lambda script: script.optimizer.step(), "no batch is out"),
     "nothing": (lambda script: script.job.evaluate(lambda: None), "found nothing on any rank"),
     "no function": (lambda script: script.job.evaluate(3), "job.evaluate got a int"),  # type: ignore[arg-type]
-    "wants more": (lambda script: script.job.evaluate(lambda model: 1.0), r"\(model\), which .*missing.*'model'"),
-    "wants less": (lambda script: script.job.evaluate(lambda: 1.0, 3), "too many positional arguments"),
+    "wants more": (
+        lambda script: script.job.evaluate(lambda model: 1.0),
+        r"\(model\), .* with \(\) here .*missing.*'model'",
+    ),
+    "wants less": (lambda script: script.job.evaluate(lambda: 1.0, 3), r"with \(int\) here .*too many"),
     "nan": (lambda script: script.job.keep_best(float("nan")), "job.keep_best got nan"),
     "text": (lambda script: script.job.keep_best("good"), "job.keep_best got good"),  # type: ignore[arg-type]
     "two numbers": (lambda script: script.job.keep_best(torch.zeros(2)), "job.keep_best got tensor"),  # type: ignore[arg-type]
@@ -236,6 +240,17 @@ RESTS: dict[str, tuple[Act, str]] = {
     "epochs": (lambda script: next(script.job.epochs(3)), "told twice how long to train"),
     "preparing": (lambda script: script.job.prepare(nn.Linear(4, 2)), "after the loop had begun"),
 }
+
+
+@pytest.mark.parametrize("method", ["evaluate", "gather"])
+def test_where_ranks_may_join_nothing_is_done_together_before_the_first_batch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
+) -> None:
+    """Whoever joins would do it alone."""
+    monkeypatch.setattr(workplace, "check_replacing", lambda *words: None)
+    act = after(lambda script: getattr(script.job, method)(lambda: 1.0))
+    said = sentence_of(capsys, lambda: train(act, run=tmp_path / "run", fault={"replace": True}))
+    assert f"job.{method} was called before the first batch, and fault.replace is true" in said
 
 
 @pytest.mark.parametrize("case", RESTS)

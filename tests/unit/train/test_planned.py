@@ -68,6 +68,7 @@ def run(tmp_path: Path, config: Config, replicas: list[dict[str, Any]], resume: 
         ("fault", "least_ranks", 1),
         ("fault", "slow", "exclude"),
         ("fault", "not_finite", "skip"),
+        ("fault", "replace", True),
         ("fault", "inject", [{"kind": "die", "rank": 0, "round": 1}]),
     ],
 )
