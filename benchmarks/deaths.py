@@ -1,0 +1,218 @@
+"""What a rank's death costs a job: HetSync beside DDP under torchrun and torchft, on four equal devices.
+
+    python -m benchmarks.deaths [--output results] [--repetitions 3] [--arms …] [--torchft-python PYTHON]
+
+Every arm trains the digits CNN for 300 steps of 64 samples, 0.1 s each, twice: undisturbed, and with rank 1 killed by
+SIGKILL within step 125. DDP saves every 50 steps (5 s), so half of that is trained again; torchft's dead replica group
+is started again at once, as a scheduler would; HetSync goes on with three ranks (`hetsync`) or replaces the fourth
+(`hetsync-replace`), at D = 0 and D = 4, there with q = 1, so that its rounds count steps. Devices are emulated:
+HetSync's by a profile, the others' by sleeping for what is left of a step.
+
+Three figures: seconds that the death costs, which is the whole command's, start-up included, less that of the
+undisturbed job of the same repetition; samples that were trained twice; samples of the job that no weight has ever
+seen. Three ranks need 4/3 of the time for what is left, which is 5.8 s here, and no cost of the death itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.local_job import RECIPES, ROOT, launched, summary_of
+from benchmarks.common.processes import environment, free_port
+from benchmarks.common.report import Record, command, grouped, machine, source, spread
+from benchmarks.peers.mortal import DYING_RANK, STEP_SECONDS
+from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, save_cluster
+from hetsync.files import write_atomically
+
+RANKS, BATCH = 4, 64
+STEPS, DYING_STEP = 300, 125
+LIMIT_SECONDS = 240
+MODULE = "benchmarks.peers.mortal"
+HETSYNC = {
+    "hetsync, D = 0": ("--tolerate", "0"),
+    "hetsync, D = 4": ("--tolerate", "4"),
+    "hetsync-replace, D = 0": ("--replace", "0"),
+    "hetsync-replace, D = 4": ("--replace", "4"),
+}
+ARMS = ("ddp", "torchft", *HETSYNC)
+
+
+def hetsync_job(arm: str, steps: int, dying_step: int | None, folder: Path) -> dict[str, Any]:
+    """Figures of a job of ours. In delayed mode rounds are not steps: the death comes after as many samples."""
+    flag, bound = HETSYNC[arm]
+    profile = folder / "equal.yaml"
+    save_cluster(Cluster("equal", "made up", (DeviceGroup("equal", RANKS),), Link()), profile)
+    words = [RECIPES / "digits.yaml", "--emulate", profile, "--emulation.samples_per_second", BATCH / STEP_SECONDS]
+    words += ["--run.samples", steps * BATCH, "--sync.delay_bound", bound, "--run.dir", folder / "run"]
+    words += ["--sync.quorum", 1] if bound != "0" else []
+    if flag == "--replace":
+        words += ["--fault.replace", "true"]
+    if dying_step is not None:
+        fault = {"kind": "die", "rank": DYING_RANK, "round": dying_step, "when": "during"}
+        words += ["--fault.inject", json.dumps([fault])]
+    program, *rest = launched(RANKS, words)
+    summary = summary_of([program, flag, *rest], folder / "run", LIMIT_SECONDS)
+    assert len(summary["failures"]) == (dying_step is not None), summary["failures"]
+    return {"again": 0, "unseen": steps * BATCH - summary["samples_applied"]}
+
+
+def peer_job(arm: str, steps: int, dying_step: int | None, folder: Path, python: str) -> dict[str, Any]:
+    words = [arm, str(folder), str(steps), *([] if dying_step is None else [str(dying_step)])]
+    run = ddp_run if arm == "ddp" else torchft_run
+    run(words, folder, python)
+    assert (folder / "died.json").exists() == (dying_step is not None)
+    return counted([read_lines(path) for path in sorted(folder.glob("steps-*.jsonl"))], steps)
+
+
+def counted(everyones: Sequence[Sequence[Record]], steps: int) -> dict[str, Any]:
+    """Of what processes have told: samples trained again after going back, and those that no step has brought.
+
+    The steps that count are the last of their number; that of a rank which was behind says as much as any other's.
+    """
+    times: dict[int, int] = {}
+    samples: dict[int, int] = {}
+    for lines in everyones:
+        mine: dict[int, int] = {}
+        for line in lines:
+            mine[line["step"]] = mine.get(line["step"], 0) + 1
+            samples[line["step"]] = line["samples"]
+        times = {step: max(times.get(step, 0), mine.get(step, 0)) for step in times.keys() | mine.keys()}
+    again = sum((count - 1) * samples[step] for step, count in times.items())
+    return {"again": again, "unseen": steps * BATCH - sum(samples.values())}
+
+
+def ddp_run(words: Sequence[str], folder: Path, python: str) -> None:
+    torchrun = [python, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS), "--max-restarts", "1"]
+    torchrun += ["--master_port", str(free_port()), "-m", MODULE]
+    with (folder / "out.log").open("w") as log:
+        line, told = [*torchrun, *words], environment() | {"PEERS_SIZE": str(RANKS)}
+        done = subprocess.run(line, env=told, cwd=ROOT, stdout=log, stderr=log, timeout=LIMIT_SECONDS)
+    if done.returncode:
+        sys.exit(f"torchrun ended with {done.returncode}:\n{(folder / 'out.log').read_text()[-3000:]}")
+
+
+def torchft_run(words: Sequence[str], folder: Path, python: str) -> None:
+    """Four replica groups of one process each; one that dies is started again."""
+    with lighthouse(folder, python) as address, (folder / "out.log").open("w") as log:
+        started_at = time.monotonic()
+
+        def start(rank: int) -> subprocess.Popen[bytes]:
+            told = {"RANK": str(rank), "PEERS_SIZE": str(RANKS), "TORCHFT_LIGHTHOUSE": address}
+            line = [python, "-m", MODULE, *words]
+            return subprocess.Popen(line, env=environment() | told, cwd=ROOT, stdout=log, stderr=log)
+
+        groups = {rank: start(rank) for rank in range(RANKS)}
+        restarts = 1
+        try:
+            while any(group.poll() is None for group in groups.values()):
+                for rank, group in groups.items():
+                    if group.poll() and restarts:
+                        groups[rank], restarts = start(rank), restarts - 1
+                if time.monotonic() - started_at > LIMIT_SECONDS:
+                    sys.exit(f"torchft's job did not end within {LIMIT_SECONDS} s: {folder / 'out.log'}")
+                time.sleep(0.05)
+        finally:
+            for group in groups.values():
+                group.kill()
+                group.wait()
+        statuses = [group.returncode for group in groups.values()]
+        if any(statuses):
+            sys.exit(f"torchft's replica groups ended with {statuses}:\n{(folder / 'out.log').read_text()[-3000:]}")
+
+
+@contextmanager
+def lighthouse(folder: Path, python: str) -> Iterator[str]:
+    port = free_port()
+    program = Path(python).with_name("torchft_lighthouse")
+    flags = ["--bind", f"127.0.0.1:{port}", "--min_replicas", "1", "--quorum_tick_ms", "100"]
+    flags += ["--join_timeout_ms", "10000"]  # as in its example
+    with (
+        (folder / "lighthouse.log").open("w") as log,
+        subprocess.Popen([program, *flags], stdout=log, stderr=log) as it,
+    ):
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            it.kill()
+
+
+def read_lines(path: Path) -> list[Record]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def job(arm: str, steps: int, dying_step: int | None, python: str) -> dict[str, Any]:
+    """Figures, and the seconds of the whole command."""
+    with tempfile.TemporaryDirectory() as scratch:
+        began = time.monotonic()
+        if arm in HETSYNC:
+            figures = hetsync_job(arm, steps, dying_step, Path(scratch))
+        else:
+            figures = peer_job(arm, steps, dying_step, Path(scratch), python)
+        return {**figures, "seconds": time.monotonic() - began}
+
+
+def table(records: Sequence[Record]) -> str:
+    lines = ["| arm | s undisturbed | s with the death | s that it costs | trained again | never trained |"]
+    lines += ["| --- | --- | --- | --- | --- | --- |"]
+    for (arm,), runs in grouped(records, "arm").items():
+        calm, struck = ([run[kind] for run in runs] for kind in ("undisturbed", "struck"))
+        costs = [one["seconds"] - other["seconds"] for one, other in zip(struck, calm, strict=True)]
+        cells = [spread([one["seconds"] for one in calm], ".1f"), spread([one["seconds"] for one in struck], ".1f")]
+        cells += [spread(costs, ".1f")]
+        cells += [spread([one[kind] for one in struck], ".0f") for kind in ("again", "unseen")]
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("results"), help="folder for JSON and Markdown")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--dying-step", type=int, default=DYING_STEP)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", default=list(ARMS), help="; ".join(ARMS))
+    parser.add_argument("--torchft-python", default=None, help="of an environment with torchft and HetSync")
+    options = parser.parse_args()
+    if not 0 < options.dying_step < options.steps:
+        parser.error(f"--dying-step is {options.dying_step}: give one below the {options.steps} steps")
+    if "torchft" in options.arms and options.torchft_python is None:
+        if importlib.util.find_spec("torchft") is None:
+            parser.error(
+                "torchft is not installed: --torchft-python names an interpreter that has it, or leave the arm out"
+            )
+        options.torchft_python = sys.executable
+    return options
+
+
+def main() -> None:
+    options = parse()
+    records: list[dict[str, Any]] = []
+    for repetition in range(options.repetitions):
+        for arm in options.arms:
+            python = options.torchft_python if arm == "torchft" else sys.executable
+            told = {
+                kind: job(arm, options.steps, step, python)
+                for kind, step in (("undisturbed", None), ("struck", options.dying_step))
+            }
+            records.append({"arm": arm, "repetition": repetition, **told})
+            print(json.dumps(records[-1]), flush=True)
+            kept = {"command": command("deaths"), "machine": machine(), "jobs": records}
+            options.output.mkdir(parents=True, exist_ok=True)
+            write_atomically(options.output / "deaths.json", json.dumps(kept, indent=1) + "\n")
+    text = f"{source('deaths')}\n\n{table(records)}\n"
+    write_atomically(options.output / "deaths.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""One process of a rival's job in which a rank dies: DDP under torchrun, or a replica group of torchft.
+
+    python -m benchmarks.peers.mortal ddp|torchft FOLDER STEPS [DYING_STEP]
+
+The loop is that of each project's own example: DDP saves a snapshot every `SAVE_EVERY` steps, and torchrun starts all
+processes anew, which go on from there; in torchft every replica group takes its part of each batch, by its number, and
+the others go on without it. Rank 1 kills itself within its `DYING_STEP`, once. Each process appends a line for a step
+that it has applied to FOLDER/steps-RANK.jsonl; `died.json` says when it died, in seconds of this machine's clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common.local_job import RECIPES
+from hetsync import data, models
+from hetsync.config.parser import read_recipe
+from hetsync.data.loader import EpochOrder
+from hetsync.data.workers import fetch
+from hetsync.files import write_atomically
+from hetsync.sync.optimizers import build_optimizer
+
+DYING_RANK = 1
+SAVE_EVERY = 50  # steps: 5 s
+STEP_SECONDS = 0.1  # of every device: what is left of it after backward is slept
+TIMEOUT = timedelta(seconds=10)  # of torchft's calls, as in its example
+
+
+class Work(NamedTuple):
+    """What one process has to do, and where it tells of it."""
+
+    folder: Path
+    rank: int
+    size: int
+    steps: int
+    dying_step: int | None
+
+    def dies_in(self, step: int) -> None:
+        path = self.folder / "died.json"
+        if self.rank == DYING_RANK and step == self.dying_step and not path.exists():
+            write_atomically(path, json.dumps(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def applied(self, step: int, samples: int) -> None:
+        """In one write each, so that a death leaves no half of a line."""
+        line = json.dumps({"step": step, "at": time.monotonic(), "samples": samples}) + "\n"
+        with (self.folder / f"steps-{self.rank}.jsonl").open("a") as file:
+            file.write(line)
+
+
+class Training:
+    """HetSync's recipe for digits: model, data, order of samples, optimizer."""
+
+    def __init__(self) -> None:
+        config = read_recipe(RECIPES / "digits.yaml")
+        torch.set_num_threads(1)
+        torch.manual_seed(config.run.seed)
+        self.batch_size = config.data.batch_size
+        self.source = data.build(config.data.name, config.data.options)
+        self.model = models.build_for(self.source, config.model.name, config.model.options)
+        self.optimizer = build_optimizer(config.optimizer, self.model)
+        self._order = EpochOrder(len(self.source.train), config.run.seed, self.source.costs)  # type: ignore[arg-type]
+
+    def batch(self, step: int, rank: int, size: int) -> Any:
+        """A rank's equal part of a step's batch."""
+        share = self.batch_size // size
+        first = step * self.batch_size + rank * share
+        return fetch(self.source.train, self._order.indices([(first, first + share)]), self.source.collate)
+
+    def backward(self, module: torch.nn.Module, batch: Any, work: Work, step: int) -> None:
+        began = time.monotonic()
+        loss = self.source.loss(module, batch)
+        work.dies_in(step)
+        loss.backward()
+        time.sleep(max(0.0, began + STEP_SECONDS - time.monotonic()))
+
+
+def ddp(work: Work) -> None:
+    dist.init_process_group("gloo")
+    training, snapshot = Training(), work.folder / "snapshot.pt"
+    first = 0
+    if snapshot.exists():
+        kept = torch.load(snapshot, weights_only=True)
+        training.model.load_state_dict(kept["model"])
+        training.optimizer.load_state_dict(kept["optimizer"])
+        first = kept["step"]
+    module = torch.nn.parallel.DistributedDataParallel(training.model)
+    for step in range(first, work.steps):
+        training.backward(module, training.batch(step, work.rank, work.size), work, step)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        work.applied(step, training.batch_size)
+        if work.rank == 0 and (step + 1) % SAVE_EVERY == 0:
+            kept = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
+            torch.save({**kept, "step": step + 1}, snapshot.with_suffix(".new"))
+            snapshot.with_suffix(".new").replace(snapshot)
+    dist.destroy_process_group()
+
+
+@contextmanager
+def managed(training: Training, work: Work) -> Iterator[Any]:
+    """torchft's manager; where its lighthouse is, is in the environment."""
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    def load(state: dict[str, Any]) -> None:
+        training.model.load_state_dict(state["model"])
+        training.optimizer.load_state_dict(state["optimizer"])
+
+    def state() -> dict[str, Any]:
+        return {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=TIMEOUT),
+        load_state_dict=load,
+        state_dict=state,
+        min_replica_size=1,
+        timeout=TIMEOUT,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        replica_id=f"rank-{work.rank}-",
+        hostname="127.0.0.1",
+    )
+    yield manager
+    manager.shutdown(wait=False)
+
+
+def torchft(work: Work) -> None:
+    from torchft.ddp import DistributedDataParallel
+    from torchft.optim import OptimizerWrapper
+
+    training = Training()
+    with managed(training, work) as manager:
+        module = DistributedDataParallel(manager, training.model)
+        optimizer = OptimizerWrapper(manager, training.optimizer)
+        while (step := manager.current_step()) < work.steps:
+            optimizer.zero_grad()  # asks for a quorum
+            training.backward(module, training.batch(step, work.rank, work.size), work, step)
+            optimizer.step()
+            if manager.current_step() > step:
+                share = training.batch_size // work.size
+                work.applied(manager.current_step() - 1, share * manager.num_participants())
+
+
+def main() -> None:
+    peer, folder, steps, *dying = sys.argv[1:]
+    rank, size = int(os.environ["RANK"]), int(os.environ["PEERS_SIZE"])
+    work = Work(Path(folder), rank, size, int(steps), int(dying[0]) if dying else None)
+    {"ddp": ddp, "torchft": torchft}[peer](work)
+
+
+if __name__ == "__main__":
+    main()
