@@ -8,12 +8,14 @@ their order. Untrained, the partition has groups of about equal time.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from hetsync.plan.search.features import Features
-from hetsync.plan.search.reinforce import Placer, PolicyGradient, sampled, start_even
+from hetsync.plan.search.features import Features, Floats, Indices
+from hetsync.plan.search.reinforce import FORBIDDEN, Placer, PolicyGradient, log_probabilities, of_allowed, start_even
 
 HIDDEN = 64  # of the partition network
 SHARPNESS = 1.0  # by which an untrained partition draws a layer to the group at its place in time
@@ -40,7 +42,8 @@ class Tapp(PolicyGradient):
 
     def sample(self, allowed_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         groups_NG, cut_N = self._cut(allowed_ND.sum(1))
-        devices_NS, placed_NS = self._allocation.place(self._vectors(groups_NG), allowed_ND, self.random, once=True)
+        even_NSD = of_allowed(allowed_ND)[:, None].expand(-1, self._untrained_GS.shape[1], -1)
+        devices_NS, placed_NS = self._allocation.place(self._vectors(groups_NG), even_NSD, self.random, once=True)
         there_NS = torch.arange(devices_NS.shape[1]) <= groups_NG[:, -1:]
         return devices_NS.gather(1, groups_NG), cut_N + (placed_NS * there_NS).sum(1)
 
@@ -51,19 +54,27 @@ class Tapp(PolicyGradient):
         layers, stages = logits_GS.shape
         most_N = devices_N.clamp(max=stages)
         least_N = most_N if self.problem.every_rank else torch.zeros_like(most_N)
-        group_N, log_probabilities_N = torch.zeros_like(devices_N), torch.zeros(len(devices_N))
-        groups, places = [group_N], torch.arange(stages)
-        for layer in range(1, layers):
+        groups_NG = torch.from_numpy(self._drawn(logits_GS.detach().numpy(), most_N.numpy(), least_N.numpy()))
+        own_NG1, places = groups_NG[:, :-1, None], torch.arange(stages)
+        late_NG1 = _late(own_NG1, least_N[:, None, None], torch.arange(layers - 1, 0, -1)[:, None])
+        stay_NGS = (places == own_NG1) & ~late_NG1
+        begin_NGS = (places == own_NG1 + 1) & (own_NG1 + 1 < most_N[:, None, None])
+        allowed_NGS = logits_GS[1:].expand(len(devices_N), -1, -1).masked_fill(~(stay_NGS | begin_NGS), FORBIDDEN)
+        return groups_NG, log_probabilities(allowed_NGS, groups_NG[:, 1:]).sum(1)
+
+    def _drawn(self, logits_GS: Floats, most_N: Indices, least_N: Indices) -> Indices:
+        """The groups, layer after layer, by Gumbel's trick."""
+        layers, stages = logits_GS.shape
+        noise_GNS = self.random.gumbel(size=(layers - 1, len(most_N), stages)).astype(np.float32)
+        rows, group_N = np.arange(len(most_N)), np.zeros_like(most_N)
+        groups = [group_N]
+        for left, scores_NS in zip(range(layers - 1, 0, -1), logits_GS[1:, None] + noise_GNS, strict=True):
             next_N = group_N + 1
-            late_N = least_N - next_N >= layers - layer  # every layer that is left must begin a group
-            stay = (places == group_N[:, None]) & ~late_N[:, None]
-            begin = (places == next_N[:, None]) & (next_N < most_N)[:, None]
-            group_N, chosen_N = sampled(
-                logits_GS[layer].expand(len(devices_N), -1).masked_fill(~(stay | begin), -1e9), self.random
-            )
-            log_probabilities_N = log_probabilities_N + chosen_N
+            wants_N = scores_NS[rows, np.minimum(next_N, stages - 1)] > scores_NS[rows, group_N]
+            begins_N = (next_N < most_N) & (wants_N | _late(group_N, least_N, left))
+            group_N = group_N + begins_N
             groups.append(group_N)
-        return torch.stack(groups, 1), log_probabilities_N
+        return np.stack(groups, 1)
 
     def _vectors(self, groups_NG: torch.Tensor) -> torch.Tensor:
         """Of groups (N, S, F): means over layers, how many these are, and the same of the next group."""
@@ -72,3 +83,8 @@ class Tapp(PolicyGradient):
         own_NSF = torch.cat([on_NSG @ self._layers_GF / counts_NS1.clamp(min=1), counts_NS1.log1p()], 2)
         next_NSF = torch.cat([own_NSF[:, 1:], torch.zeros_like(own_NSF[:, :1])], 1)
         return torch.cat([own_NSF, next_NSF], 2)
+
+
+def _late(group: Any, least: Any, left: Any) -> Any:
+    """Whether every layer that is left must begin a group, so that there are `least`."""
+    return least - (group + 1) >= left
