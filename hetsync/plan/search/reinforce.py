@@ -118,11 +118,13 @@ class PolicyGradient(Conversation):
 
     Attributes:
         width: Of the placer; the paper has 512.
+        number_rate: Of learning the number of micro-batches, whose logits are no layer's outputs.
         random: Of all that is drawn.
         present: (R, D): devices of each replica.
     """
 
     learning_rate = 3e-3
+    number_rate = 3e-3
     width = 128
 
     def __init__(self, problem: Problem, seed: int = 0, start: Scored | None = None) -> None:
@@ -135,7 +137,8 @@ class PolicyGradient(Conversation):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self._parameters = [self._number, *self.networks(features)]
-        self._optimizer = torch.optim.Adam(self._parameters, self.learning_rate)
+        rates = [{"params": self._parameters[1:]}, {"params": [self._number], "lr": self.number_rate}]
+        self._optimizer = torch.optim.Adam(rates, self.learning_rate)
         self._baseline: float | None = None
 
     @abstractmethod

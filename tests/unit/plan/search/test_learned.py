@@ -143,10 +143,17 @@ def test_a_placer_knows_how_likely_its_choices_are(once):
 
 def test_tapp_knows_how_likely_its_cuts_are():
     search = make_search("tapp", problem(4, (1.0, 1.0, 1.0), replicas=((0, 1, 2),)))
+    search._untrained_RGS.zero_()  # or some were too rare to be drawn
     groups, chances = search._cut(torch.full((2000,), 3))
     found = dict(zip(map(tuple, groups.tolist()), chances.exp().tolist(), strict=True))
     assert len(found) == 7  # into one, two and three groups
     assert sum(found.values()) == pytest.approx(1, abs=1e-5)
+
+
+def test_tapp_begins_with_parts_that_suit_devices():
+    search = make_search("tapp", problem(16, (1.0, 3.0), replicas=((0, 1),)))
+    devices, _ = search.sample(search.present.repeat(100, 1))
+    assert (devices == 0).float().mean() > 0.57  # three quarters would be even; without regard to speed, a half
 
 
 def test_masks_are_those_of_trying():
