@@ -1,11 +1,15 @@
 """Plans that are run: pipelines, replicas and data parallelism on emulated clusters of three link speeds.
 
-    python -m benchmarks.pipelines --output results --data DIR [--quick] [--seeds 3] [--workloads NAME ...]
+    python -m benchmarks.pipelines --output results --data DIR [--quick] [--seeds 3] [--seconds 5]
 
 Every cell is a job of its own under mpirun, started by launch/local, on four emulated devices of three kinds; gradients
 and what travels are real. A link is so fast that a round of the whole model takes a quarter, one or four slices. Each
 workload's speed is what this machine affords, found out once and kept under `--output`, as plans are. Within a seed all
 arms run one after the other. Jobs are kept in jobs.jsonl: a run that is begun again goes on there.
+
+Models are small and jobs short: with equal shares a job trains for `--seconds`, and the other arms on as many samples,
+or on fewer where the plan is predicted to take longer. Few test samples are looked at, since what stages of a pipeline
+send for each of them crosses the emulated links as well.
 
 `--data` is a folder with cifar10_lossless, ptb and multi30k_en_de; digits come with scikit-learn.
 """
@@ -34,6 +38,7 @@ from hetsync.cli.planning import prepared
 from hetsync.config.parser import recipe_of
 from hetsync.emulation.cluster import load_cluster
 from hetsync.errors import USER_ERROR
+from hetsync.files import write_atomically
 from hetsync.plan.placement import Placement
 from hetsync.plan.plan_file import read_plan
 from hetsync.plan.search.plain import whole
@@ -42,10 +47,13 @@ from hetsync.simulate.recipe import build
 DEVICES = {"A100": (1, 3.13), "V100": (1, 2.45), "T4": (2, 1.00)}
 RANKS = 4
 ROUND_SLICES = {"fast": 0.25, "middle": 1.0, "slow": 4.0}  # by link: how long a round takes
+EQUAL_SLICES = 1.9  # how long equal shares take to compute one: the slowest device has a quarter of it
 AFFORDABLE = 0.7  # of the speed that a job chooses for itself, so that no arm overruns
 EVALUATIONS = 2  # of a job: few, since it rests at each until its rounds have ended, four slices over slow links
-JOB_SECONDS = 1800
-TRAINING_SECONDS = 300  # by which a plan that is predicted to take longer is cut short, after two steps at least
+TEST_SAMPLES = 64
+PLAN_EVALUATIONS = 300
+LEAST_STEPS = 2  # of a plan that is predicted to take longer than there is time
+JOB_SECONDS = 300
 BSP, BEST = "synchronous, equal shares", "best, D = 0"
 PLANNED = {  # how its plan is searched for, and the bound on delay that it is run with
     "pipeline, exact": (["--search", "exact", "--replicas", "0,1,2,3"], 0),
@@ -64,20 +72,22 @@ TARGETS = {"rate": 1.37, "waiting": -0.4892, "best": 0.98, "spearman": 0.9}
 
 
 class Workload(NamedTuple):
-    """`samples`: of a job. `metric`: of its evaluations, by which the target is told."""
+    """`model`, `data`: options that differ from the recipe's. `metric`: of evaluations, by which the target is told."""
 
     recipe: str
     folder: str | None
-    samples: int
+    batch: int
+    model: dict[str, Any]
+    data: dict[str, Any]
     metric: str
     falling: bool
 
 
 WORKLOADS = {
-    "digits": Workload("digits", None, 6400, "loss", True),
-    "nasnet": Workload("cifar10_nasnet_a", "cifar10_lossless", 1920, "accuracy", False),
-    "ptb": Workload("ptb_lstm_small", "ptb", 1600, "perplexity", True),
-    "nmt": Workload("nmt_multi30k", "multi30k_en_de", 3200, "perplexity", True),
+    "digits": Workload("digits", None, 64, {}, {}, "loss", True),
+    "nasnet": Workload("cifar10_nasnet_a", "cifar10_lossless", 16, {"filters": 4}, {}, "accuracy", False),
+    "ptb": Workload("ptb_lstm_small", "ptb", 20, {"hidden": 64}, {"window": 10, "context": 10}, "perplexity", True),
+    "nmt": Workload("nmt_multi30k", "multi30k_en_de", 32, {"hidden": 64}, {"vocabulary": 2000}, "perplexity", True),
 }
 
 
@@ -93,23 +103,29 @@ class Bench:
     """Where results are, and what jobs are told."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.output, self.data, self.part = options.output, options.data, options.part
+        self.output, self.data, self.seconds = options.output, options.data, options.seconds
         self.output.mkdir(parents=True, exist_ok=True)
 
     def content(self, name: str) -> dict[str, Any]:
         """The recipe of a workload, with its data."""
         workload = WORKLOADS[name]
         content: dict[str, Any] = yaml.safe_load((RECIPES / f"{workload.recipe}.yaml").read_text())
+        options = {**content["data"].get("options", {}), **workload.data}
         if workload.folder is not None:
-            content["data"]["options"]["path"] = str(self.data / workload.folder)
+            options["path"] = str((self.data / workload.folder).resolve())
+        content["data"] = {
+            "name": "benchmarks.common.few_tests:few_tests",
+            "batch_size": workload.batch,
+            "options": {"name": content["data"]["name"], "options": options, "samples": TEST_SAMPLES},
+        }
+        content["model"]["options"] = {**content["model"].get("options", {}), **workload.model}
         return content
 
-    def recipe(self, name: str) -> list[object]:
-        """The same as words of a command."""
-        words: list[object] = [RECIPES / f"{WORKLOADS[name].recipe}.yaml"]
-        if options := self.content(name)["data"].get("options"):
-            words += ["--data.options", json.dumps(options)]
-        return words
+    def recipe(self, name: str) -> Path:
+        """The same as a file."""
+        path = self.output / f"{name}.yaml"
+        write_atomically(path, yaml.safe_dump(self.content(name), sort_keys=False))
+        return path
 
     def cluster(self, name: str, link: str) -> Path:
         """The profile of this link for this workload, written."""
@@ -152,7 +168,7 @@ class Bench:
         if not path.exists():
             profile = self.output / f"{name}-devices.yaml"
             profile.write_text(yaml.safe_dump({"name": "devices", "source": "made up", "devices": devices()}))
-            words = [*self.recipe(name), "--emulate", profile, "--run.samples", 4 * RANKS * 16]
+            words = [self.recipe(name), "--emulate", profile, "--run.samples", 4 * RANKS * 16]
             summary = self.job([*words, "--sync.delay_bound", "0"])
             path.write_text(json.dumps(AFFORDABLE * summary["solo_samples_per_second_sum"]))
         rate: float = json.loads(path.read_text())
@@ -163,7 +179,8 @@ class Bench:
         path = self.output / f"{name}-{link}-{arm.replace(', ', '-').replace(' ', '')}.yaml"
         if not path.exists():
             search, bound = PLANNED[arm]
-            words = [*self.recipe(name), *self.emulated(name, link), *search, "--sync.delay_bound", bound]
+            words = [self.recipe(name), *self.emulated(name, link), *search, "--sync.delay_bound", bound]
+            words += ["--evaluations", PLAN_EVALUATIONS]
             asked = [Path(sys.executable).with_name("hetsync"), "plan", *words, "--output", path]
             done = subprocess.run(list(map(str, asked)), capture_output=True, text=True, timeout=JOB_SECONDS)
             if done.returncode:
@@ -177,8 +194,8 @@ class Bench:
     def measured(self, name: str, link: str, arm: str, seed: int) -> dict[str, Any]:
         """What one job told."""
         samples = self.samples(name, link, arm)
-        words = [*self.recipe(name), *self.emulated(name, link), "--run.seed", seed, "--run.samples", samples]
-        words += ["--run.evaluate_every", max(32, samples // EVALUATIONS)]
+        words = [self.recipe(name), *self.emulated(name, link), "--run.seed", seed, "--run.samples", samples]
+        words += ["--run.evaluate_every", max(1, samples // EVALUATIONS)]
         if arm in UNPLANNED:
             words += [word for key, value in UNPLANNED[arm].items() for word in (f"--sync.{key}", value)]
         else:
@@ -193,14 +210,14 @@ class Bench:
         return told
 
     def samples(self, name: str, link: str, arm: str) -> int:
-        """Of a job: as many as all arms have, or those for which there is time."""
-        wanted = max(64, int(WORKLOADS[name].samples * self.part))
-        if arm in UNPLANNED:
-            return wanted
-        predicted = read_plan(self.plan(name, link, arm)).predicted
-        assert predicted is not None
-        affordable = int(TRAINING_SECONDS * predicted.samples_per_second)
-        return min(wanted, max(2 * self.batch(name), affordable))
+        """Of a job: those that equal shares train on in the time, or those for which there is time by the plan."""
+        rate, batch = self.rate(name), self.batch(name)
+        wanted = self.seconds * rate / (EQUAL_SLICES + ROUND_SLICES[link])
+        if arm in PLANNED:
+            predicted = read_plan(self.plan(name, link, arm)).predicted
+            assert predicted is not None
+            wanted = min(wanted, self.seconds * predicted.samples_per_second)
+        return max(LEAST_STEPS, round(wanted / batch)) * batch
 
     def job(self, words: Sequence[object]) -> dict[str, Any]:
         """A job's summary; `missing`, in its own words, where it is refused. One that fails ends the benchmark."""
@@ -371,11 +388,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--links", nargs="+", choices=ROUND_SLICES, default=list(ROUND_SLICES))
     parser.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", default=list(ARMS), help="; ".join(ARMS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--part", type=float, default=1.0, help="of each workload's samples")
-    parser.add_argument("--quick", action="store_true", help="digits alone, one seed, half of the samples")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for which equal shares train, and nobody longer")
+    parser.add_argument("--quick", action="store_true", help="digits alone, one seed, two seconds")
     options = parser.parse_args(words)
     if options.quick:
-        options.workloads, options.seeds, options.part = ["digits"], 1, 0.5
+        options.workloads, options.seeds, options.seconds = ["digits"], 1, 2.0
     return options
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from hetsync.plan.search.conversation import Conversation
 from hetsync.plan.search.features import Features
-from hetsync.plan.search.reinforce import Placer, PolicyGradient, sampled
+from hetsync.plan.search.reinforce import Placer, PolicyGradient, of_allowed, sampled
 from hetsync.plan.search.search import Scored
 
 HIDDEN = 64  # of the grouper
@@ -37,7 +37,8 @@ class Hierarchical(PolicyGradient):
     def sample(self, allowed_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits_NGH = self._grouper(self._operations_GF).expand(len(allowed_ND), -1, -1)
         groups_NG, grouped_NG = sampled(logits_NGH, self.random)
-        devices_NH, placed_NH = self._placer.place(self._vectors(groups_NG), allowed_ND, self.random, once=False)
+        even_NHD = of_allowed(allowed_ND)[:, None].expand(-1, self._groups, -1)
+        devices_NH, placed_NH = self._placer.place(self._vectors(groups_NG), even_NHD, self.random, once=False)
         return devices_NH.gather(1, groups_NG), grouped_NG.sum(1) + placed_NH.sum(1)
 
     def _vectors(self, groups_NG: torch.Tensor) -> torch.Tensor:

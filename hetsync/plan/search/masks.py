@@ -71,7 +71,7 @@ class _Circles:
     def allowed(self, group: int) -> Flags:
         """(N, D): where the group may go, all others staying where they are. Where it is, it may stay."""
         before, behind = self._neighbours(group)
-        reach = self._reach(self._edges - self._own_edges(group))
+        reach = self._reach(self._edges - _edges_at(before, self._on[:, group], behind))
         before, behind = np.minimum(before, 1), np.minimum(behind, 1)
         onwards = (reach @ before[:, :, None])[:, :, 0]  # devices before the group that each device reaches
         back = (behind[:, None, :] @ reach)[:, 0, :]
@@ -81,18 +81,16 @@ class _Circles:
 
     def put(self, group: int, devices: Indices) -> None:
         """On (N,) devices, which are allowed."""
-        self._edges -= self._own_edges(group)
-        self._on[:, group] = devices[:, None] == np.arange(self._on.shape[2])
-        self._edges += self._own_edges(group)
+        here: Floats = (devices[:, None] == np.arange(self._on.shape[2])).astype(np.float32)
+        change = here - self._on[:, group]
+        if change.any():
+            before, behind = self._neighbours(group)
+            self._edges += _edges_at(before, change, behind)
+            self._on[:, group] = here
 
     def _neighbours(self, group: int) -> tuple[Floats, Floats]:
         """(N, D): groups that it needs, and that need it, by device."""
         return self._on[:, self._before[group]].sum(1), self._on[:, self._behind[group]].sum(1)
-
-    def _own_edges(self, group: int) -> Floats:
-        (before, behind), here = self._neighbours(group), self._on[:, group]
-        own: Floats = before[:, :, None] * here[:, None, :] + here[:, :, None] * behind[:, None, :]
-        return own
 
     def _reach(self, edges: Floats) -> Floats:
         """(N, D, D): whether a way leads from one device to another; from each to itself."""
@@ -100,3 +98,9 @@ class _Circles:
         for _ in range(self._squarings):
             reach = np.minimum(reach @ reach, 1)
         return reach
+
+
+def _edges_at(before: Floats, here: Floats, behind: Floats) -> Floats:
+    """(N, D, D): of a group that is there, to and from its neighbours."""
+    found: Floats = before[:, :, None] * here[:, None, :] + here[:, :, None] * behind[:, None, :]
+    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,19 @@ class Inputs:
     devices: torch.Tensor
     pairs: torch.Tensor
     paces: torch.Tensor
+
+    @cached_property
+    def distinct(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first row of each kind, and which of these each row is like: most episodes stand at the same plan."""
+        places: dict[bytes, int] = {}
+        first, like = [], []
+        for row, figures in enumerate(zip(self.devices, self.pairs, self.paces, strict=True)):
+            key = b"".join(each.numpy().tobytes() for each in figures)
+            if key not in places:
+                places[key] = len(first)
+                first.append(row)
+            like.append(places[key])
+        return torch.tensor(first), torch.tensor(like)
 
 
 @dataclass(frozen=True)
@@ -99,10 +113,11 @@ class Ppo:
         return -gain - ENTROPY * entropy + VALUE * (values_N - returned).square().mean()
 
     def _outputs(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self.policy(
-            inputs.groups, inputs.joined, inputs.devices, inputs.pairs, inputs.paces
+        first, like = inputs.distinct
+        logits, pace_logits, values = self.policy(
+            inputs.groups, inputs.joined, inputs.devices[first], inputs.pairs[first], inputs.paces[first]
         )
-        return found
+        return logits[like], pace_logits[like], values[like]
 
     def _sampled(self, logits: Floats, allowed: npt.NDArray[np.bool_]) -> Indices:
         """One a row (Gumbel's trick)."""

@@ -21,14 +21,29 @@ from hetsync.plan.search.search import Problem, Scored
 SAMPLES = 16  # of an update
 KEPT = 0.9  # of the baseline, at each update
 MOST_NORM = 1.0
+FORBIDDEN = -1e9  # logit of what may not be chosen
 LEAST_SPREAD = 0.01  # of advantages: what is less is noise
 
 
 def sampled(logits: torch.Tensor, random: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """One of the last dimension's, and its log-probability."""
+    chosen = drawn(logits, random)
+    return chosen, log_probabilities(logits, chosen)
+
+
+def drawn(logits: torch.Tensor, random: np.random.Generator) -> torch.Tensor:
+    """One of the last dimension's (Gumbel's trick)."""
     noise = torch.from_numpy(random.gumbel(size=tuple(logits.shape)).astype(np.float32))
-    chosen = (logits.detach() + noise).argmax(-1)
-    return chosen, logits.log_softmax(-1).gather(-1, chosen[..., None]).squeeze(-1)
+    return (logits.detach() + noise).argmax(-1)
+
+
+def log_probabilities(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(-1, chosen[..., None]).squeeze(-1)
+
+
+def of_allowed(allowed: torch.Tensor) -> torch.Tensor:
+    """Logits that are even, but for what may not be chosen."""
+    return torch.zeros(allowed.shape).masked_fill(~allowed, FORBIDDEN)
 
 
 def start_even(layer: nn.Linear) -> None:
@@ -43,32 +58,59 @@ class Placer(nn.Module):
     def __init__(self, features: int, devices: int, width: int) -> None:
         super().__init__()
         self.encoder = nn.LSTM(features, width // 2, batch_first=True, bidirectional=True)
-        self.decoder = nn.LSTMCell(2 * width, width)
+        self.decoder = nn.LSTM(2 * width, width, batch_first=True)
         self.device = nn.Embedding(devices + 1, width)  # the last is that before the first
         self.choice = nn.Linear(2 * width, devices)
         start_even(self.choice)
 
     def place(
-        self, groups_NGF: torch.Tensor, allowed_ND: torch.Tensor, random: np.random.Generator, once: bool
+        self, groups_NGF: torch.Tensor, untrained_NGD: torch.Tensor, random: np.random.Generator, once: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sampled devices of those allowed, and their log-probabilities (N, G); with `once` each for one group, as long
-        as there are any."""
+        """Sampled devices, and their log-probabilities (N, G).
+
+        `untrained_NGD`: logits to which those of the layers are added. With `once` a device is for one group, while
+        there are others. Gradients need no loop: what was chosen, group after group, goes through all layers at once.
+        """
         encoded_NGW, (last, cell) = self.encoder(groups_NGF)
         state = (torch.cat([*last], 1), torch.cat([*cell], 1))
-        rows = torch.arange(len(groups_NGF))
-        device = torch.full((len(groups_NGF),), self.device.num_embeddings - 1)
-        allowed_ND, devices, log_probabilities = allowed_ND.clone(), [], []
-        for group_NW in encoded_NGW.unbind(1):
-            state = self.decoder(torch.cat([group_NW, self.device(device)], 1), state)
-            weights_NG = (encoded_NGW @ state[0][:, :, None]).squeeze(2).softmax(1)
-            context_NW = (weights_NG[:, :, None] * encoded_NGW).sum(1)
-            logits = self.choice(torch.cat([state[0], context_NW], 1)).masked_fill(~allowed_ND, -1e9)
-            device, log_probability = sampled(logits, random)
-            devices.append(device)
-            log_probabilities.append(log_probability)
+        devices_NG, untrained_NGD = self._sampled(encoded_NGW, state, untrained_NGD, random, once)
+        before_NG = torch.cat([torch.full_like(devices_NG[:, :1], self._none), devices_NG[:, :-1]], 1)
+        inputs_NGW = torch.cat([encoded_NGW, self.device(before_NG)], 2)
+        decoded_NGW, _ = self.decoder(inputs_NGW, (state[0][None], state[1][None]))
+        logits_NGD = self._logits(decoded_NGW, encoded_NGW) + untrained_NGD
+        return devices_NG, log_probabilities(logits_NGD, devices_NG)
+
+    @torch.no_grad()
+    def _sampled(
+        self,
+        encoded_NGW: torch.Tensor,
+        state: tuple[torch.Tensor, torch.Tensor],
+        untrained_NGD: torch.Tensor,
+        random: np.random.Generator,
+        once: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Devices (N, G), and untrained logits without the devices that were taken."""
+        rows, untrained_NGD = torch.arange(len(encoded_NGW)), untrained_NGD.clone()
+        device_N, devices = torch.full_like(rows, self._none), []
+        for group, group_NW in enumerate(encoded_NGW.unbind(1)):
+            inputs_NW = torch.cat([group_NW, self.device(device_N)], 1)
+            state = torch.lstm_cell(inputs_NW, state, *self.decoder.all_weights[0])
+            logits_ND = self._logits(state[0][:, None], encoded_NGW)[:, 0] + untrained_NGD[:, group]
+            device_N = drawn(logits_ND, random)
+            devices.append(device_N)
             if once:
-                allowed_ND[rows, device] = False
-        return torch.stack(devices, 1), torch.stack(log_probabilities, 1)
+                untrained_NGD[rows, group + 1 :, device_N] = FORBIDDEN
+        return torch.stack(devices, 1), untrained_NGD
+
+    def _logits(self, decoded_NSW: torch.Tensor, encoded_NGW: torch.Tensor) -> torch.Tensor:
+        """(N, S, D), by attention over all groups."""
+        weights_NSG = (decoded_NSW @ encoded_NGW.transpose(1, 2)).softmax(2)
+        logits_NSD: torch.Tensor = self.choice(torch.cat([decoded_NSW, weights_NSG @ encoded_NGW], 2))
+        return logits_NSD
+
+    @property
+    def _none(self) -> int:
+        return self.device.num_embeddings - 1
 
 
 class PolicyGradient(Conversation):
@@ -76,11 +118,13 @@ class PolicyGradient(Conversation):
 
     Attributes:
         width: Of the placer; the paper has 512.
+        number_rate: Of learning the number of micro-batches, whose logits are no layer's outputs.
         random: Of all that is drawn.
         present: (R, D): devices of each replica.
     """
 
     learning_rate = 3e-3
+    number_rate = 3e-3
     width = 128
 
     def __init__(self, problem: Problem, seed: int = 0, start: Scored | None = None) -> None:
@@ -93,7 +137,8 @@ class PolicyGradient(Conversation):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self._parameters = [self._number, *self.networks(features)]
-        self._optimizer = torch.optim.Adam(self._parameters, self.learning_rate)
+        rates = [{"params": self._parameters[1:]}, {"params": [self._number], "lr": self.number_rate}]
+        self._optimizer = torch.optim.Adam(rates, self.learning_rate)
         self._baseline: float | None = None
 
     @abstractmethod

@@ -22,6 +22,7 @@ from hetsync.plan.search.placement_policy import untrained
 from hetsync.plan.search.policy_file import SHIPPED, Specification, load_policy, save_policy
 from hetsync.plan.search.pretraining import pretrain
 from hetsync.plan.search.registry import make_search
+from hetsync.plan.search.reinforce import Placer
 from hetsync.plan.search.search import Problem
 
 LEARNED = ["hierarchical", "hierarchical-multi", "ppo-time", "tapp", "trinity"]
@@ -124,6 +125,35 @@ def test_trinity_begins_with_the_plan_that_is_known_and_never_ends_worse():
     ]
     driver.run("trinity")
     assert driver.found().objective <= known.objective
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_placer_knows_how_likely_its_choices_are(once):
+    """Of all plans for two groups on three devices together: certain."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        placer = Placer(3, 3, 8)
+        torch.nn.init.normal_(placer.choice.weight)
+    groups_NGF = torch.arange(6.0).view(1, 2, 3).expand(2000, -1, -1)
+    devices, chances = placer.place(groups_NGF, torch.zeros(2000, 2, 3), np.random.default_rng(0), once)
+    found = dict(zip(map(tuple, devices.tolist()), chances.sum(1).exp().tolist(), strict=True))
+    assert len(found) == (6 if once else 9)
+    assert sum(found.values()) == pytest.approx(1, abs=1e-5)
+
+
+def test_tapp_knows_how_likely_its_cuts_are():
+    search = make_search("tapp", problem(4, (1.0, 1.0, 1.0), replicas=((0, 1, 2),)))
+    search._untrained_RGS.zero_()  # or some were too rare to be drawn
+    groups, chances = search._cut(torch.full((2000,), 3))
+    found = dict(zip(map(tuple, groups.tolist()), chances.exp().tolist(), strict=True))
+    assert len(found) == 7  # into one, two and three groups
+    assert sum(found.values()) == pytest.approx(1, abs=1e-5)
+
+
+def test_tapp_begins_with_parts_that_suit_devices():
+    search = make_search("tapp", problem(16, (1.0, 3.0), replicas=((0, 1),)))
+    devices, _ = search.sample(search.present.repeat(100, 1))
+    assert (devices == 0).float().mean() > 0.57  # three quarters would be even; without regard to speed, a half
 
 
 def test_masks_are_those_of_trying():
