@@ -16,7 +16,8 @@ CHECKPOINTS = 10 * BATCH
 
 def job(folder: Path, ranks: int, faults: str, *words: str) -> Done:
     every = ["--run.samples", str(24 * BATCH), "--run.checkpoint_every", str(CHECKPOINTS)]
-    told = ["--run.dir", "run", *every, "--fault.not_finite", "rollback", "--fault.inject", faults, *words]
+    rounds = ["--sync.shares", "equal", "--sync.quorum", "1.0"]  # of a batch each
+    told = ["--run.dir", "run", *every, *rounds, "--fault.not_finite", "rollback", "--fault.inject", faults, *words]
     with started([*mpirun(ranks), "--with-ft", "ulfm", *command(*told)], folder) as process:
         return finished(process)
 
@@ -24,7 +25,7 @@ def job(folder: Path, ranks: int, faults: str, *words: str) -> Done:
 @pytest.mark.parametrize("bound", ["0", "4"])
 def test_all_ranks_go_back_in_place(tmp_path: Path, bound: str) -> None:
     """Ranks that differed at the end would end the job. Of sums that are rounded nothing is kept."""
-    words = ["--sync.delay_bound", bound, "--sync.wire", "int8", "--sync.shares", "equal"]
+    words = ["--sync.delay_bound", bound, "--sync.wire", "int8"]
     done = job(tmp_path, 2, "[{kind: not_finite, rank: 1, round: 15}]", *words)
     assert done.status == 0, done.story
     summary = summary_of(tmp_path / "run")
@@ -39,10 +40,10 @@ def test_all_ranks_go_back_in_place(tmp_path: Path, bound: str) -> None:
 def test_deaths_on_the_way_back(tmp_path: Path) -> None:
     """Of the first rank, too, after which another has the books."""
     faults = (
-        "[{kind: not_finite, rank: 1, round: 20}, {kind: die, rank: 0, round: 21},"
-        " {kind: not_finite, rank: 2, round: 28}, {kind: die, rank: 3, round: 29}]"
+        "[{kind: not_finite, rank: 1, round: 14}, {kind: die, rank: 0, round: 15},"
+        " {kind: not_finite, rank: 2, round: 22}, {kind: die, rank: 3, round: 23}]"
     )
-    done = job(tmp_path, 4, faults, "--sync.shares", "equal", "--sync.quorum", "0.5", "--fault.least_ranks", "1")
+    done = job(tmp_path, 4, faults, "--fault.least_ranks", "1")
     assert done.status == 0, done.story
     summary = summary_of(tmp_path / "run")
     assert summary["samples_applied"] == summary["samples_expected"]
