@@ -141,13 +141,13 @@ class Coordinator:
                 self._rule = None
             elif isinstance(event, TaskSpoiled):
                 out.append(self._leave_out(event))
+                if self._goes_back:  # first, or its samples would go out at once
+                    out += self.machine.handle(DrainRequested(ROLLBACK))
             elif isinstance(event, RankWithdrew):
                 self.speeds.forget(event.rank)
             if self._control is not None:
                 self._control.on_event(event)
             out += self.machine.handle(event)
-            if isinstance(event, TaskSpoiled) and self._goes_back:
-                out += self.machine.handle(DrainRequested(ROLLBACK))
             if isinstance(event, RankWithdrew) and self.machine.settings.synchronous and self._rebalance:
                 out += self._take_over()
         self._deliver(out)
