@@ -79,9 +79,11 @@ class FaultConfig:
             mpirun --with-ft ulfm), true (refuse to start elsewhere) or false (end the job).
         least_ranks: With fewer ranks left the job saves and ends with status 86; null takes more than half of the last
             ranks.
-        not_finite: Gradients that are not finite end the job (stop), or are left out before they are in any round, and
-            their samples go out once more (skip): the job ends where the same samples spoil gradients again, and names
-            them. rollback is refused yet.
+        not_finite: Gradients that are not finite end the job (stop), or are left out before they are in any round. Then
+            their samples go out once more (skip), and the job ends where the same samples spoil gradients again, and
+            names them; or all ranks go back to the newest checkpoint (rollback), at once and without a new start, and
+            train on from there: the job ends at the third failure after the same checkpoint, and names the samples.
+            rollback needs a run folder and checkpoints on the way.
         silent_seconds: A rank that gives no sign of life for so many seconds is excluded: another rank of its host
             kills it, and the others go on as after a death. Nothing happens where it is alone on its host, where all
             of its host are silent, or where a death ends the job: there run.timeout_seconds ends it. null never.
@@ -111,11 +113,6 @@ class FaultConfig:
     inject: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.not_finite == "rollback":
-            raise UserError(
-                "fault.not_finite is rollback, which cannot be done while a job runs yet: use skip, or stop and go on"
-                " from the newest checkpoint by --resume with a lower optimizer.learning_rate"
-            )
         at_least("fault.least_ranks", self.least_ranks, 1)
         at_least("fault.silent_seconds", self.silent_seconds, 1)
         at_least("fault.slow_factor", self.slow_factor, 1, above=True)

@@ -418,6 +418,11 @@ class Config:
                 f"fault.not_finite is {self.fault.not_finite}, but control.name is {self.control.name}, which would"
                 " take what is left out for progress: use stop, or control.name fixed"
             )
+        if self.fault.not_finite == "rollback" and self.run.checkpoint_every is self.run.checkpoint_seconds is None:
+            raise UserError(
+                "fault.not_finite is rollback, but run.checkpoint_every and run.checkpoint_seconds are null, so that"
+                " there is no checkpoint to go back to: give one of them, or use skip"
+            )
         if self.fault.replace and self.control.name != "fixed":
             raise UserError(
                 f"fault.replace is true, but control.name is {self.control.name}, which knows of no ranks that join:"

@@ -143,6 +143,13 @@ class Ledger:
         """Nobody will take what came back: the job ends with what is applied."""
         self._returned, self._cursor = [], self.applied
 
+    def go_back(self, applied: int) -> None:
+        """Positions from `applied` on, of which nobody holds any, are to be applied again."""
+        assert not self._held
+        assert applied <= self.applied
+        self.applied = self._cursor = applied
+        self._returned = []
+
     def outstanding(self) -> int:
         """Positions handed out and not yet applied."""
         return sum(length(spans) for spans in self._held.values())

@@ -148,6 +148,11 @@ class Communicator:
         """On the first member."""
         return self._coordinator
 
+    def go_back(self, applied: int) -> None:
+        """At rest, under the lock: this rank holds what a checkpoint of so many samples holds."""
+        if self._books is not None:
+            self._books.go_back(applied)
+
     def use(self, gradients: Gradients | LoneGradients) -> None:
         """Before the start, or at rest."""
         self._gradients = gradients

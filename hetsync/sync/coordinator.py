@@ -16,6 +16,7 @@ from hetsync.balance.speed_tracker import LEAST_OBSERVATIONS, Speeds
 from hetsync.errors import UserError
 from hetsync.sync.messages import (
     CapFound,
+    DrainRequested,
     Event,
     Instruction,
     Notice,
@@ -29,7 +30,7 @@ from hetsync.sync.messages import (
     TaskLeftOut,
     TaskSpoiled,
 )
-from hetsync.sync.milestones import Evaluation
+from hetsync.sync.milestones import ROLLBACK, Evaluation
 from hetsync.sync.recovery import Decision, Report
 from hetsync.sync.rounds_rule import RoundsChange, RoundsRule
 from hetsync.sync.state_machine import LEAST_TASKS_HELD, RoundStateMachine
@@ -75,13 +76,14 @@ class Coordinator:
         on_rounds_change: Callable[[RoundsChange], None] = lambda change: None,
         rebuild: Rebuild | None = None,
         on_left_out: Callable[[TaskLeftOut], None] = lambda left: None,
+        goes_back: bool = False,
     ) -> None:
         """`rebalance`: shares follow the smoothed speeds. `rule`: K and q follow what rounds cost, unless somebody
         sets them.
 
         `on_evaluation` is called with what all ranks together have found at a snapshot, `on_rounds_change` with what
         the rule has changed. `rebuild` makes the machine anew after a death. `on_left_out` is told what is about to be,
-        and ends the job where that is too much.
+        and ends the job where that is too much. `goes_back`: then all come to rest, to go back to a checkpoint.
         """
         self.machine = machine
         self.settings = machine.settings  # asked for last; a change of mode comes into force only at a drain
@@ -98,6 +100,7 @@ class Coordinator:
         self._rebuild = rebuild
         self.left_out: list[TaskLeftOut] = []  # so far
         self._on_left_out = on_left_out
+        self._goes_back = goes_back
         self._batch = machine.batch  # B
         self._reconsider_from = machine.version + LEAST_OBSERVATIONS  # the version that shares are reconsidered at
 
@@ -138,6 +141,8 @@ class Coordinator:
                 self._rule = None
             elif isinstance(event, TaskSpoiled):
                 out.append(self._leave_out(event))
+                if self._goes_back:  # first, or its samples would go out at once
+                    out += self.machine.handle(DrainRequested(ROLLBACK))
             elif isinstance(event, RankWithdrew):
                 self.speeds.forget(event.rank)
             if self._control is not None:

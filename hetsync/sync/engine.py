@@ -28,7 +28,7 @@ from hetsync.sync.device_order import device_order
 from hetsync.sync.gradients import Gradients
 from hetsync.sync.log import Applied, Began, Closed, Finished, Followers
 from hetsync.sync.lone import LoneGradients
-from hetsync.sync.messages import Evaluated, Event, StartRound, Task, TaskSpoiled
+from hetsync.sync.messages import Evaluated, Event, StartRound, Task, TaskSpoiled, WentBack
 from hetsync.sync.polling import SHORTEST_POLL_SECONDS
 from hetsync.sync.recovery import Books, Damage, Death, spans_of
 from hetsync.sync.router import Router
@@ -250,6 +250,20 @@ class Engine:
             )
         self._gradients.adopt_buffers()
         self._communicator.use(self._gradients)
+
+    def go_back(self, applied: int) -> None:
+        """At rest, on every rank: the model is as in a checkpoint of so many samples, and nothing else of what has been
+        done since is kept. The first rank's coordinator goes on from there."""
+        self.renew()
+        shared = self._shared
+        with shared.changed:
+            self._check_members()
+            if shared.recovering:  # all come to this rest once more
+                raise MembersLost("another rank has gone")
+            self._communicator.go_back(applied)
+            if self.coordinator is not None:
+                shared.outbox.append(WentBack(applied))
+        shared.wake.set()
 
     def renew(self) -> None:
         """At rest, on every rank, with identical weights: other ones are trained from now on."""

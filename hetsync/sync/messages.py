@@ -193,6 +193,13 @@ class DrainRequested:
 
 
 @dataclass(frozen=True)
+class WentBack:
+    """At a rest for that, all ranks hold what a checkpoint of so many samples holds: go on from there."""
+
+    applied: int
+
+
+@dataclass(frozen=True)
 class RankLeft:
     """The rank is gone; the samples of what it had not applied go out again."""
 
@@ -228,6 +235,7 @@ Event = (
     | SettingsChanged
     | SharesChanged
     | DrainRequested
+    | WentBack
     | RankLeft
     | RankWithdrew
     | RankJoined

@@ -15,6 +15,7 @@ STOP = "stop requested"
 CHECKPOINT = "checkpoint"
 EPOCH = "end of an epoch"
 JOIN = "a rank joins"
+ROLLBACK = "back to a checkpoint"
 TOO_FEW = "too few ranks are left"
 
 Marks = Callable[[int], int | None]
@@ -87,6 +88,19 @@ class Rests:
         if not self.bring_forward(frontier, reason):
             self._requested.append(reason)
 
+    def go_back(self, applied: int) -> None:
+        """Rest as soon as what is handed out is over, with `applied` samples by now: all that comes after is to be done
+        again. Rests that were asked for follow it."""
+        if self.going_back:
+            return
+        if self.next != self._milestones(applied):
+            self._requested.appendleft(self.next.reason)
+        self.next = Milestone(applied, ROLLBACK)
+
+    @property
+    def going_back(self) -> bool:
+        return self.next.reason == ROLLBACK
+
     @property
     def requested(self) -> tuple[str, ...]:
         """Reasons of rests that are to follow the next."""
@@ -98,7 +112,7 @@ class Rests:
 
     def repeat(self, rest: Milestone) -> None:
         """All have come to this rest, and are to come to it once more before they go on to the next."""
-        if self.next not in (rest, self._milestones(rest.position)):
+        if self.next not in (rest, self._milestones(rest.position)) and not self.going_back:
             self._requested.appendleft(self.next.reason)
         self.next = rest
 
@@ -134,6 +148,10 @@ class Snapshots:
         self._whole = True
         self._parts: dict[int, Any] = {}
         self.awaited: set[int] = set()  # ranks that have not done their part
+
+    def go_back(self, position: int) -> None:
+        """What lies behind is evaluated again."""
+        self.next = self._due_from = self._marks(position)
 
     def due(self, reaches: int) -> bool:
         """Is the anchor to be evaluated after a round that brings the job to `reaches` samples or more?"""

@@ -141,6 +141,10 @@ class Books:
         self.version = number + 1
         self._forget_standings()
 
+    def go_back(self, applied: int) -> None:
+        """At rest: all hold what a checkpoint of so many samples holds."""
+        self.applied = [(0, applied)]
+
     def standing(self, version: int) -> Standing:
         """The newest that knows of no round from `version` on."""
         return [standing for standing in self.standings if standing.version <= version][-1]

@@ -16,6 +16,9 @@ no rank waits for an instruction; each rank contributes to every round.
 Near a milestone (checkpoint, end) tasks shrink with the samples left, so that ranks of unequal speed come to rest
 together; then a drain round merges everything. The anchor of a round is the same on all ranks, so it is evaluated
 without a rest: each rank does its part between two tasks.
+
+Where all are to go back to a checkpoint, nothing more is handed out; once all rest, the machine waits to be told that
+they have (`WentBack`).
 """
 
 from __future__ import annotations
@@ -56,8 +59,9 @@ from hetsync.sync.messages import (
     TaskFinished,
     TaskSpoiled,
     TaskStarted,
+    WentBack,
 )
-from hetsync.sync.milestones import Marks, Milestone, Milestones, Rests, Snapshots, no_marks
+from hetsync.sync.milestones import ROLLBACK, Marks, Milestone, Milestones, Rests, Snapshots, no_marks
 
 LEAST_TASKS_HELD = 2  # the one that a rank computes and the next, so that it never waits for an answer
 EVENTS_KEPT = 40
@@ -98,6 +102,7 @@ class RoundStateMachine:
         self._next_task = 0
         self._pending_settings: Settings | None = None
         self._ended = False
+        self._waits = False  # at rest, for all to go back to a checkpoint
         self._history: deque[Event] = deque(maxlen=EVENTS_KEPT)  # for an event that cannot happen
 
     # What the driver asks.
@@ -166,8 +171,12 @@ class RoundStateMachine:
             assert drained.drain is not None
             self.rests.repeat(Milestone(self.ledger.applied, drained.drain, drained.final))
             evaluation = self.ledger.applied if drained.evaluate else evaluation
-        elif drained is not None and (drained.final or standing.version <= drained.number):
-            self._after_drain(drained)  # that machine did not know that it was complete
+        elif drained is not None and (
+            drained.final
+            or standing.version <= drained.number  # that machine did not know that it was complete
+            or drained.drain == standing.rest.reason == ROLLBACK  # nor that all have gone back
+        ):
+            self._after_drain(drained)
             evaluation = following if drained.evaluate else evaluation
         self.snapshots.resume(evaluation, owed)
 
@@ -208,7 +217,12 @@ class RoundStateMachine:
                 for rank, share in event.shares.items():
                     self._membership.set_share(rank, 0 if self._member(rank).withdrawn else share)
             case DrainRequested():
-                self.rests.request(self.ledger.frontier, event.reason)
+                if event.reason == ROLLBACK:
+                    self.rests.go_back(self.ledger.applied)
+                else:
+                    self.rests.request(self.ledger.frontier, event.reason)
+            case WentBack():
+                self._on_went_back(event)
             case RankLeft():
                 self._on_rank_left(event)
             case RankWithdrew():
@@ -339,9 +353,12 @@ class RoundStateMachine:
                 self._count_applied(rank, state, 0)
 
     def _on_drained(self, started: StartRound) -> None:
-        if self._all_withdrawn:
+        self._waits = started.drain == ROLLBACK
+        if self._all_withdrawn or self._waits:
             self.ledger.abandon()
-        self.ledger.check(self.ledger.applied if self._all_withdrawn else self.rests.next.position)
+            self.ledger.check(self.ledger.applied)
+        else:
+            self.ledger.check(self.rests.next.position)
         self._after_drain(started)
 
     def _after_drain(self, started: StartRound) -> None:
@@ -350,8 +367,17 @@ class RoundStateMachine:
         self._reset_pace()
         self._membership.all_need_work()
         self._ended = started.final
-        if not started.final:
+        if not started.final and not self._waits:
             self.rests.advance(self.ledger.applied)
+
+    def _on_went_back(self, event: WentBack) -> None:
+        if not self._waits:
+            raise self._error("nobody was to go back")
+        self._waits = False
+        self.ledger.go_back(event.applied)
+        self.snapshots.go_back(event.applied)
+        self.rests.advance(event.applied)
+        self._membership.all_need_work()
 
     def _on_settings_changed(self, event: SettingsChanged) -> None:
         self._reset_pace()
@@ -400,10 +426,14 @@ class RoundStateMachine:
     # Decisions.
 
     def _decide(self) -> list[Instruction]:
-        if self._ended:
+        if self._ended or self._waits:
             return []
         assigned = self._assign_synchronous() if self.settings.synchronous else self._assign_delayed()
         return assigned if self._rounds else assigned + self._start_round()
+
+    def _available(self) -> int:
+        """Samples that may be handed out before the next rest."""
+        return 0 if self.rests.going_back else self.ledger.available(self.rests.next.position)
 
     def _held(self) -> int:
         """Tasks of a rank, what it computes and what is queued: no more than it must have where an evaluation is near,
@@ -428,7 +458,7 @@ class RoundStateMachine:
     def _task_samples(self, member: RankState) -> int:
         """A full task; near the milestone the rank's part of what is left, down to a quarter of a slice. One sample is
         neither given nor left, where that can be helped: batch norm does not train on one."""
-        available = self.ledger.available(self.rests.next.position) if member.share else 0
+        available = self._available() if member.share else 0
         wanted = self.settings.accumulation * member.share
         if available < self.full_set:
             part = -(-available * member.share // self.batch)
@@ -446,7 +476,7 @@ class RoundStateMachine:
             return out
         while self._next_round < self.version + self._held():
             position = self.ledger.frontier
-            total = min(self.full_set, self.ledger.available(self.rests.next.position))
+            total = min(self.full_set, self._available())
             if not total:
                 break
             parts = without_single({rank: member.share for rank, member in self.members.items()}, total)
@@ -501,7 +531,7 @@ class RoundStateMachine:
     def _at_rest(self) -> bool:
         if not self._membership.resting or self.snapshots.awaited:
             return False
-        return self._all_withdrawn or not self.ledger.available(self.rests.next.position)
+        return self._all_withdrawn or not self._available()
 
     @property
     def _all_withdrawn(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from hetsync.errors import STOPPED, TOO_FEW_LEFT, UserError
 from hetsync.stop_signal import STATUSES, StopSignal
-from hetsync.sync.milestones import TOO_FEW
+from hetsync.sync.milestones import ROLLBACK, TOO_FEW
 from hetsync.train.preparation import Preparation
 from hetsync.train.resumption import Standing
 from hetsync.train.running import Running
@@ -105,8 +105,8 @@ class Loop:
             return
         if self._course is None:
             self._course = running.session.course()
-        self._slices = 0
-        self._prepared.parts.begin_loop(running.session.applied)
+        self._count_from(running)
+        running.looped_from = running.session.applied
         try:
             yield from self._until_lines(running, self._course)
         except GeneratorExit:
@@ -114,6 +114,11 @@ class Loop:
             raise
         finally:
             self.in_batch = False
+
+    def _count_from(self, running: Running) -> None:
+        """Slices of the loop, by which schedulers are stepped in it, from where it stands."""
+        self._slices = 0
+        self._prepared.parts.begin_loop(running.session.applied)
 
     def _until_lines(self, running: Running, course: Iterator[Any]) -> Generator[Any]:
         """Batches up to the rest at which the script's own lines come."""
@@ -138,7 +143,10 @@ class Loop:
         has died, and the course comes to this rest once more."""
         running, every = self._begin(), self._prepared.interval_samples
         applied = running.session.applied
-        at_intervals_end = every is not None and (rest.final or applied % every == 0) and applied != self._lines_at
+        back = rest.reason == ROLLBACK
+        at_intervals_end = (
+            every is not None and (rest.final or applied % every == 0) and applied != self._lines_at and not back
+        )
         ended = rest.final and applied < running.total  # all loops have
         status = STOPPED
 
@@ -153,6 +161,8 @@ class Loop:
         if not running.session.at_rest(work):
             running.break_off_rest()
             return False
+        if back:
+            self._count_from(running)
         if running.session.stopping:
             running.status = status
             raise StoppedByRequest(status)

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,12 @@ from hetsync.emulation.link import behind_link
 from hetsync.errors import UserError, one_sentence
 from hetsync.files import SUMMARY, write_atomically
 from hetsync.launchers import write_status
-from hetsync.plane.base import Newcomer, Plane
+from hetsync.plane.base import Newcomer, Plane, decided_by_first
 from hetsync.profiling.measure import Subject, measure_ranks
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.messages import NO_BOUND, Settings
-from hetsync.sync.milestones import CHECKPOINT, EPOCH, JOIN, Marks, marks_every, rests_for
+from hetsync.sync.milestones import CHECKPOINT, EPOCH, JOIN, ROLLBACK, Marks, marks_every, rests_for
 from hetsync.sync.observation import mean_staleness
 from hetsync.sync.tail import travelling_values
 from hetsync.telemetry import Telemetry
@@ -41,6 +41,7 @@ from hetsync.train.memory import slice_memory
 from hetsync.train.preparation import Preparation
 from hetsync.train.replacing import Replacements, Summons, Welcome, summons_of
 from hetsync.train.resumption import Standing, first_settings, kept_shares
+from hetsync.train.rollback import check_going_back, destination
 from hetsync.train.run_folder import Status, mark_failed, taken_over
 from hetsync.train.saving import Saver
 from hetsync.train.session import AtRest, Session
@@ -52,6 +53,7 @@ from hetsync.train.summary import (
     LeftOut,
     LostRank,
     RankFigures,
+    Rollback,
     RunFigures,
     first_summary,
     summarise,
@@ -93,6 +95,7 @@ class Running:
     lines_due: It stands at an interval's end, whose last lines in the script have not been run.
     over: Training is, at rest.
     left: The loop has been left: this rank takes part in rounds and rests only.
+    looped_from: Samples applied when the loop over batches began.
     """
 
     def __init__(self, at: Workplace, prepared: Preparation, shown: Shown, finished: bool) -> None:
@@ -103,6 +106,7 @@ class Running:
         self.prepared = prepared
         self.plane = at.plane
         self.config = replace(at.config, data=replace(at.config.data, batch_size=loader.batch_size))
+        check_going_back(self.config.fault, at.folder)
         self.model = prepared.parts.model
         self.source = loader.source
         self.total = prepared.total
@@ -116,6 +120,8 @@ class Running:
         self.over = False
         self.is_open = False
         self.left = False
+        self.looped_from = 0
+        self._rollbacks: list[Rollback] = []
         self.display: Display = Silence()
         self._saved_last = False
         self._resting = False  # at a rest where the script's own lines run
@@ -467,11 +473,16 @@ class Running:
             )
         self._deaths_told = len(deaths)
 
+    @property
+    def _goes_back(self) -> bool:
+        return self.config.fault.not_finite == "rollback"
+
     def _tell_left_out(self) -> None:
         for left in self.session.left_out[self._left_out_told :]:
             self.display.say(
                 f"gradients were not finite on rank {left.rank} ({self.profiles[left.rank].host}) in round"
-                f" {left.round}: they are left out, and {left.samples} samples go out once more"
+                f" {left.round}: they are left out, and "
+                + ("all go back to a checkpoint" if self._goes_back else f"{left.samples} samples go out once more")
             )
             self._left_out_told += 1
 
@@ -507,6 +518,9 @@ class Running:
         session, every = self.session, self.config.run.checkpoint_every
         self._resting = True
         self._succeed()
+        if rest.reason == ROLLBACK:
+            self._go_back()
+            return
         self._share_scale()
         self._take_evaluations()
         self.over |= rest.final or session.stopping
@@ -519,6 +533,30 @@ class Running:
             self.evaluated(named(combined(parts, self.prepared.evaluation[2])))
         if rest.reason == JOIN and not self.over and self._replacements is not None:
             self._admit()
+
+    def _go_back(self) -> None:
+        """Collective: to the newest checkpoint."""
+        assert self.at.folder is not None
+        session, every = self.session, self.prepared.interval_samples
+        epoch_from = 0 if every is None else self.looped_from // every * every
+        folder, rollbacks, hosts = self.at.folder, self._rollbacks, [profile.host for profile in self.profiles]
+        path, rollback = decided_by_first(
+            self.plane, lambda: destination(folder, session, hosts, rollbacks, epoch_from)
+        )
+        loaded = checkpoint.load(path)
+        checkpoint.restore(loaded, self.model, self.prepared.parts.optimizers)
+        self.prepared.parts.restore(loaded.state)
+        velocity = None if loaded.outer is None else loaded.outer.to(self._device)
+        session.go_back(loaded.progress.samples_applied, velocity)
+        if rollback is not None:
+            self._rollbacks.append(rollback)
+            if self.plane.leads:
+                self.telemetry.record("rollback", **asdict(rollback))
+                self._tell_left_out()
+                self.display.say(
+                    f"all ranks have gone back to the checkpoint of {rollback.checkpoint_samples} samples:"
+                    f" {rollback.samples} are trained on again"
+                )
 
     def break_off_rest(self) -> None:
         """A rank has died, and the rest begins anew."""
@@ -657,9 +695,16 @@ class Running:
             lost=self._lost_ranks(session.coordinator),
             joins=self.joins,
             left_out=[
-                LeftOut(rank=left.rank, host=self.profiles[left.rank].host, round=left.round, samples=left.samples)
+                LeftOut(
+                    rank=left.rank,
+                    host=self.profiles[left.rank].host,
+                    round=left.round,
+                    samples=left.samples,
+                    went_back=self._goes_back,
+                )
                 for left in session.left_out
             ],
+            rollbacks=self._rollbacks,
             damaged=[Damaged(damage=damage, host=self.profiles[damage.rank].host) for damage in session.damages],
             samples_before=session.terms.applied,
             rounds=session.version,

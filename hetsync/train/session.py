@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from hetsync.balance.profile import RankProfile
 from hetsync.balance.shares import choose_shares
 from hetsync.balance.speed_tracker import Speeds
 from hetsync.config.schema import FaultConfig, SyncConfig
-from hetsync.data.ledger import Ledger, common
+from hetsync.data.ledger import Ledger, Span, common
 from hetsync.data.loader import Loader, Source
 from hetsync.data.random_state import seed_all
 from hetsync.errors import UserError
@@ -122,7 +122,8 @@ class Session:
         self._make_control = make_control
         self._around = around
         self._fault = fault or FaultConfig(silent_seconds=None)
-        self._skips = self._fault.not_finite == "skip"
+        self._skips = self._fault.not_finite != "stop"
+        self._goes_back = self._fault.not_finite == "rollback"
         self._check_skipping()
         self._scorer = scorer or NoEvaluation()
         self._telemetry = telemetry or Telemetry(None)
@@ -153,15 +154,16 @@ class Session:
     def _check_skipping(self) -> None:
         if self._skips and self.settings.synchronous and len(self.optimizers) > 1:
             raise UserError(
-                f"fault.not_finite is skip, but at sync.delay_bound 0 the loop has {len(self.optimizers)} optimizers,"
-                " of which one has stepped before the other's gradients are known: use stop, or a delay bound of 1 or"
-                " more"
+                f"fault.not_finite is {self._fault.not_finite}, but at sync.delay_bound 0 the loop has"
+                f" {len(self.optimizers)} optimizers, of which one has stepped before the other's gradients are known:"
+                " use stop, or a delay bound of 1 or more"
             )
         kinds = {weight.dtype for weight in self.model.parameters()} - {torch.float32}
         if self._skips and not self.settings.synchronous and kinds:
             raise UserError(
-                f"fault.not_finite is skip, but weights are {', '.join(map(str, kinds))}, which with a delay bound of 1"
-                " or more cannot be put back exactly: use stop, float32 weights, or sync.delay_bound 0"
+                f"fault.not_finite is {self._fault.not_finite}, but weights are {', '.join(map(str, kinds))}, which"
+                " with a delay bound of 1 or more cannot be put back exactly: use stop, float32 weights, or"
+                " sync.delay_bound 0"
             )
 
     def _begin_at(self, sync: SyncConfig) -> None:
@@ -256,6 +258,7 @@ class Session:
             on_rounds_change=self._on_rounds_change,
             rebuild=rebuild,
             on_left_out=self._on_left_out,
+            goes_back=self._goes_back,
         )
 
     def _on_rounds_change(self, change: RoundsChange) -> None:
@@ -268,15 +271,20 @@ class Session:
         return () if self.coordinator is None else self.coordinator.left_out
 
     def _on_left_out(self, left: TaskLeftOut) -> None:
-        """In the first rank's communication thread. UserError where samples have spoiled gradients before."""
-        if again := common(left.spans, [span for before in self.left_out for span in before.spans]):
-            found = self._loader.indices(again)
-            named = ", ".join(map(str, found[:MOST_NAMED])) + (" and others" if len(found) > MOST_NAMED else "")
+        """In the first rank's communication thread. UserError where samples that go out once more have spoiled
+        gradients before."""
+        before = [] if self._goes_back else [span for known in self.left_out for span in known.spans]
+        if again := common(left.spans, before):
             raise UserError(
                 f"gradients were not finite for the second time with these samples of the data set, on rank"
-                f" {left.rank} now: {named}; look at them, or lower optimizer.learning_rate"
+                f" {left.rank} now: {self.named(again)}; look at them, or lower optimizer.learning_rate"
             )
         self.record("left_out", rank=left.rank, round=left.round, samples=left.samples)
+
+    def named(self, spans: Iterable[Span]) -> str:
+        """Samples of the data set, for a sentence."""
+        found = self._loader.indices(spans)
+        return ", ".join(map(str, found[:MOST_NAMED])) + (" and others" if len(found) > MOST_NAMED else "")
 
     def _on_death(self, death: Death) -> None:
         if any((known.rank, known.round) == (death.rank, death.round) for known, _ in self.deaths):
@@ -561,6 +569,19 @@ class Session:
     def request_rest(self, reason: str) -> None:
         """Come to rest as soon as possible, and go on; from any thread."""
         self.engine.report(DrainRequested(reason))
+
+    def go_back(self, applied: int, velocity: torch.Tensor | None) -> None:
+        """At a rest for that, on every rank, where model, optimizers and what else is trained are as in a checkpoint of
+        so many samples, and the outer optimizer's `velocity` is: training goes on from there. MembersLost where a rank
+        has died meanwhile."""
+        self.applied = applied
+        if self.outer is not None:
+            self.outer.velocity = velocity
+        self._common.remember_counters()
+        self.tasks.tensors = ModelTensors(self.model, self.optimizers)  # as the engine finds them
+        for steps in self.tasks.steps:
+            steps.show_owner(applied)
+        self.engine.go_back(applied)
 
     def _come_to_rest(self, drained: StartRound) -> None:
         self.tasks.tensors.check()

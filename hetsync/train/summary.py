@@ -184,12 +184,14 @@ class Join:
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """What was not finite on a rank, and is in no round: so many samples went out once more."""
+    """What was not finite on a rank, and is in no round: so many samples went out once more. With `went_back` all have
+    gone back to a checkpoint for it."""
 
     rank: int
     host: str
     round: int
     samples: int
+    went_back: bool = False
 
     def failure(self) -> dict[str, Any]:
         """Its entry among a summary's failures. It is looked at before a round could wait for it."""
@@ -202,8 +204,21 @@ class LeftOut:
             "noticed_seconds": None,
             "recovered_seconds": None,
             "samples_returned": self.samples,
-            "action": "left out",
+            "action": "went back" if self.went_back else "left out",
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollback:
+    """All ranks have gone back to the checkpoint of `checkpoint_samples`, as what a rank brought in `round` was not
+    finite. They went on with round `next_round`; so many `samples` that had been applied are trained on again."""
+
+    rank: int
+    host: str
+    round: int
+    next_round: int
+    samples: int
+    checkpoint_samples: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +250,7 @@ class RunFigures:
     lost: Sequence[LostRank] = ()
     left_out: Sequence[LeftOut] = ()
     damaged: Sequence[Damaged] = ()
+    rollbacks: Sequence[Rollback] = ()
     joins: Sequence[Join] = ()
     samples_before: int = 0  # applied by the jobs that this one goes on from
     rounds: int
@@ -291,6 +307,7 @@ def summarise(run: RunFigures) -> dict[str, Any]:
             ],
             key=lambda failure: failure["round"],
         ),
+        "rollbacks": [asdict(rollback) for rollback in run.rollbacks],
         "joins": [join.entry() for join in run.joins],
         "per_rank": sorted([*rows, *(rank.row() for rank in lost)], key=lambda row: row["rank"]),
     }

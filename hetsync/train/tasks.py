@@ -267,8 +267,8 @@ class TaskRunner:
     def _check_whole(self) -> None:
         if self._adds_up:
             raise UserError(
-                "gradients were not finite while the loop adds them up over batches, of which fault.not_finite skip"
-                " would lose all: use stop, or step after each batch"
+                "gradients were not finite while the loop adds them up over batches, of which fault.not_finite"
+                " other than stop would lose all: use stop, or step after each batch"
             )
 
     def _before(self, number: int) -> None:

@@ -122,7 +122,5 @@ def test_it_is_refused_for_weights_of_sixteen_bits(tmp_path: Path, capfd: pytest
 
 
 def test_it_is_refused_where_it_cannot_be() -> None:
-    with pytest.raises(UserError, match=r"fault\.not_finite is rollback, which cannot be done"):
-        FaultConfig(not_finite="rollback")
     with pytest.raises(UserError, match=r"fault\.not_finite is skip, but control.name is goodput"):
         Config(fault=FaultConfig(not_finite="skip"), control=ControlConfig("goodput"))

@@ -1,0 +1,76 @@
+"""Where all ranks go back to, once what one has brought was not finite (`fault.not_finite: rollback`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hetsync.config.faults import FaultConfig
+from hetsync.errors import UserError
+from hetsync.sync.messages import TaskLeftOut
+from hetsync.train import checkpoint
+from hetsync.train.session import Session
+from hetsync.train.summary import Rollback
+
+MOST_TIMES = 2  # to the same checkpoint
+
+
+def check_going_back(fault: FaultConfig, folder: Path | None) -> None:
+    """UserError where there will be no checkpoint to go back to."""
+    if fault.not_finite == "rollback" and folder is None:
+        raise UserError(
+            "fault.not_finite is rollback, but there is no run folder, and so no checkpoint to go back to: give"
+            " hetsync.join a run, or use skip"
+        )
+
+
+def destination(
+    folder: Path, session: Session, hosts: Sequence[str], before: Sequence[Rollback], epoch_from: int
+) -> tuple[Path, Rollback | None]:
+    """On the first rank, at rest: the newest sound checkpoint of the run `folder`, and what there is to tell, once.
+
+    Args:
+        hosts: of the ranks, by number.
+        before: times that all have gone back so far.
+        epoch_from: where the epoch began that a script is in: its lines before that are not run again.
+
+    Raises UserError where nothing is gained by going back, or nothing is there.
+    """
+    causes = [left for left in session.left_out if not before or left.round >= before[-1].next_round]
+    cause = causes[0] if causes else session.left_out[-1]
+    if not checkpoint.complete(folder / "checkpoints"):
+        raise UserError(
+            f"{_failure(cause, session)}, and there is no checkpoint yet to go back to: look at the samples, lower"
+            " optimizer.learning_rate, or save sooner (run.checkpoint_every)"
+        )
+    loaded = checkpoint.load_newest(folder)
+    applied = loaded.progress.samples_applied
+    if causes and sum(known.checkpoint_samples == applied for known in before) >= MOST_TIMES:
+        raise UserError(
+            f"{_failure(cause, session)}, for the third time since the checkpoint of {applied} samples: look at the"
+            " samples, or lower optimizer.learning_rate"
+        )
+    if 0 < epoch_from >= applied:
+        raise UserError(
+            f"{_failure(cause, session)}, and the newest checkpoint, of {applied} samples, is of before this epoch,"
+            " whose lines in the script are not run again: go on with --resume (in a script: resume='auto'), or save"
+            " more often (run.checkpoint_every)"
+        )
+    if not causes:
+        return loaded.path, None
+    rollback = Rollback(
+        rank=cause.rank,
+        host=hosts[cause.rank],
+        round=cause.round,
+        next_round=session.version,
+        samples=session.applied - applied,
+        checkpoint_samples=applied,
+    )
+    return loaded.path, rollback
+
+
+def _failure(left: TaskLeftOut, session: Session) -> str:
+    return (
+        f"gradients were not finite on rank {left.rank} in round {left.round}, with these samples of the data set:"
+        f" {session.named(left.spans)}"
+    )

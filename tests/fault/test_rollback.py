@@ -1,0 +1,60 @@
+"""fault.not_finite rollback between ranks: all go back to one checkpoint, and on from there.
+
+Each case is a job of its own. python -m pytest tests/fault/test_rollback.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import Done, command, finished, mpirun, started, summary_of
+
+BATCH = 64
+SAMPLES = 48 * BATCH
+CHECKPOINTS = 10 * BATCH
+
+
+def job(folder: Path, ranks: int, faults: str, *words: str) -> Done:
+    every = ["--run.samples", str(SAMPLES), "--run.checkpoint_every", str(CHECKPOINTS)]
+    rounds = ["--sync.shares", "equal", "--sync.quorum", "1.0"]  # of a batch or more
+    told = ["--run.dir", "run", *every, *rounds, "--fault.not_finite", "rollback", "--fault.inject", faults, *words]
+    with started([*mpirun(ranks), "--with-ft", "ulfm", *command(*told)], folder) as process:
+        return finished(process)
+
+
+@pytest.mark.parametrize("bound", ["0", "4"])
+def test_all_ranks_go_back_in_place(tmp_path: Path, bound: str) -> None:
+    """Ranks that differed at the end would end the job. Of sums that are rounded nothing is kept."""
+    words = ["--sync.delay_bound", bound, "--sync.wire", "int8"]
+    done = job(tmp_path, 2, "[{kind: not_finite, rank: 1, round: 15}]", *words)
+    assert done.status == 0, done.story
+    summary = summary_of(tmp_path / "run")
+    assert summary["samples_applied"] == summary["samples_expected"] == SAMPLES
+    (rollback,) = summary["rollbacks"]
+    assert rollback["rank"] == 1
+    assert rollback["checkpoint_samples"] % CHECKPOINTS == 0
+    computed = sum(rank["samples"] for rank in summary["per_rank"])
+    assert computed == SAMPLES + rollback["samples"]
+
+
+def test_deaths_on_the_way_back(tmp_path: Path) -> None:
+    """Of the first rank, too, after which another has the books."""
+    faults = (
+        "[{kind: not_finite, rank: 1, round: 14}, {kind: die, rank: 0, round: 15},"
+        " {kind: not_finite, rank: 2, round: 24}, {kind: die, rank: 3, round: 25}]"
+    )
+    done = job(tmp_path, 4, faults, "--fault.least_ranks", "1")
+    assert done.status == 0, done.story
+    summary = summary_of(tmp_path / "run")
+    assert summary["samples_applied"] == summary["samples_expected"]
+    assert 1 <= len(summary["rollbacks"]) <= 2
+    assert sorted(failure["rank"] for failure in summary["failures"] if failure["kind"] == "died") == [0, 3]
+
+
+def test_where_there_is_no_checkpoint_one_sentence_says_so(tmp_path: Path) -> None:
+    done = job(tmp_path, 2, "[{kind: not_finite, rank: 1, round: 2}]")
+    assert done.status == 2, done.story
+    (sentence,) = [each for each in done.sentences if "fault fired" not in each]
+    assert "gradients were not finite on rank 1 in round" in sentence
+    assert "there is no checkpoint yet to go back to" in sentence

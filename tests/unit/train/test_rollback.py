@@ -1,0 +1,167 @@
+"""fault.not_finite rollback, on a rank alone: all that was trained since the newest checkpoint is trained again."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hetsync
+from hetsync.config.faults import FaultConfig
+from hetsync.config.schema import Config, ControlConfig, RunConfig
+from hetsync.errors import UserError
+
+SAMPLES, BATCH = 96, 16
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.body(points)
+        return scores
+
+
+class Counted:
+    """What a script registers."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.batches = state["batches"]
+
+
+def train_nowhere() -> None:
+    """Without a run folder."""
+    with hetsync.join(progress=False, fault={"not_finite": "rollback"}) as job:
+        model = Net()
+        data = TensorDataset(torch.zeros(8, 4), torch.zeros(8).long())
+        job.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data, 4, shuffle=True))
+        for _ in job.epochs(1):
+            job.ready()
+
+
+class Outcome:
+    def __init__(self, model: nn.Module, counted: Counted, seen: list[int], folder: Path) -> None:
+        self.weights = model.state_dict()
+        self.batches = counted.batches
+        self.seen = seen
+        summary = folder / "run" / "summary.json"
+        self.summary: dict[str, Any] = json.loads(summary.read_text())
+
+
+def train(folder: Path, bound: int | None, spoiled: tuple[int, ...], *, epochs: int = 1, **settings: Any) -> Outcome:
+    """The batches of these numbers, in the order in which they come, are nan."""
+    points = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(points, (points[:, 0] > 0).long(), torch.arange(SAMPLES))
+    model, counted, seen, batches = Net(), Counted(), list[int](), 0
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    told = {"checkpoint_every": 2 * BATCH, "fault": {"not_finite": "rollback"}, "delay_bound": bound, **settings}
+    with hetsync.join(run=folder / "run", progress=False, **told) as job:
+        loader = DataLoader(data, BATCH, shuffle=True)
+        model, optimizer, scheduler, loader = job.prepare(model, optimizer, scheduler, loader)
+        job.register("counted", counted)
+        for _ in job.epochs(epochs):
+            for points, labels, indices in loader:
+                seen += indices.tolist()
+                batches += 1
+                counted.batches += 1
+                points = points * torch.nan if batches in spoiled else points
+                job.backward(nn.functional.cross_entropy(model(points), labels))
+                job.step(optimizer, scheduler)
+    return Outcome(model, counted, seen, folder)
+
+
+@pytest.mark.parametrize("bound", [0, 4, None])
+def test_all_is_trained_again_from_the_newest_checkpoint(tmp_path: Path, bound: int | None) -> None:
+    """Weights, optimizer, scheduler and what is registered are as if nothing had been."""
+    plain = train(tmp_path / "plain", bound, ())
+    outcome = train(tmp_path / "spoiled", bound, (4,))
+    summary = outcome.summary
+    assert summary["samples_applied"] == summary["samples_expected"] == SAMPLES
+    (rollback,) = summary["rollbacks"]
+    assert rollback["rank"] == 0
+    assert rollback["checkpoint_samples"] == 2 * BATCH
+    assert rollback["samples"] >= BATCH
+    (failure,) = summary["failures"]
+    assert (failure["kind"], failure["action"]) == ("not_finite", "went back")
+    again = Counter(outcome.seen)
+    assert set(again) == set(range(SAMPLES))
+    assert set(again.values()) == {1, 2}
+    assert outcome.batches == plain.batches == SAMPLES // BATCH
+    assert plain.summary["rollbacks"] == []
+    for name, value in plain.weights.items():
+        assert torch.equal(outcome.weights[name], value), name
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_the_third_failure_after_the_same_checkpoint_ends_the_job(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], bound: int
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        train(tmp_path, bound, tuple(range(4, 40)))
+    assert ended.value.code == 2
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("hetsync:")]
+    assert "gradients were not finite on rank 0 in round" in said
+    assert "for the third time since the checkpoint of 32 samples" in said
+    named = said.partition("of the data set: ")[2].partition(", for the third")[0].split(", ")
+    assert len(named) == BATCH
+
+
+def test_a_newer_checkpoint_begins_the_count_anew(tmp_path: Path) -> None:
+    summary = train(tmp_path, 0, (4, 6, 10)).summary  # nan in the second batch after a checkpoint, each time
+    assert [rollback["checkpoint_samples"] for rollback in summary["rollbacks"]] == [32, 32, 64]
+    assert summary["samples_applied"] == SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "every", "said"),
+    [
+        ((1,), 2 * BATCH, "there is no checkpoint yet to go back to"),
+        ((7,), SAMPLES, "the newest checkpoint, of 96 samples, is of before this epoch"),
+    ],
+)
+def test_where_nobody_can_go_back_the_job_ends(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], spoiled: tuple[int, ...], every: int, said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        train(tmp_path, 4, spoiled, epochs=2, checkpoint_every=every)
+    assert ended.value.code == 2
+    (sentence,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("hetsync:")]
+    assert said in sentence
+    assert "gradients were not finite on rank 0 in round" in sentence
+
+
+def test_it_goes_back_within_an_epoch(tmp_path: Path) -> None:
+    """The second one, which a checkpoint is of, too."""
+    summary = train(tmp_path, 4, (10,), epochs=2, checkpoint_every=2 * BATCH + 8).summary
+    assert len(summary["rollbacks"]) == 1
+    assert summary["samples_applied"] == 2 * SAMPLES
+
+
+def test_it_is_refused_where_there_will_be_no_checkpoint() -> None:
+    back = FaultConfig(not_finite="rollback")
+    with pytest.raises(UserError, match=r"run\.checkpoint_every and run\.checkpoint_seconds are null"):
+        Config(fault=back, run=RunConfig(checkpoint_seconds=None))
+    with pytest.raises(UserError, match=r"fault\.not_finite is rollback, but control\.name is goodput"):
+        Config(fault=back, control=ControlConfig("goodput"))
+
+
+def test_it_is_refused_without_a_run_folder(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train_nowhere()
+    assert "fault.not_finite is rollback, but there is no run folder" in capfd.readouterr().err
