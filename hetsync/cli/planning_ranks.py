@@ -14,7 +14,7 @@ from hetsync import data
 from hetsync.cli.planning import Request, Terms, check_request, plan_file_of, prepared, search, tell, terms_of
 from hetsync.config.schema import Config
 from hetsync.emulation.cluster import load_cluster
-from hetsync.errors import UserError, announce, brief
+from hetsync.errors import UserError, announce
 from hetsync.plan.assignment import given_plan
 from hetsync.plan.evaluate import Evaluator
 from hetsync.plan.plan_file import PlanFile, write_plan

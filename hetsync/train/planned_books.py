@@ -160,9 +160,7 @@ class Books:
         if self.clock.seconds() - self._since.seconds >= LOG_SECONDS:
             self._log(rate)
 
-    def task_done(
-        self, task: Task, own_samples: int, version: int, loss: float, seconds: Mapping[str, float]
-    ) -> None:
+    def task_done(self, task: Task, own_samples: int, version: int, loss: float, seconds: Mapping[str, float]) -> None:
         """Delayed mode: this rank's replica has computed a task, with this mean loss, on weights that have seen
         `version`; `own_samples`, `seconds` as above."""
         self._samples += own_samples
