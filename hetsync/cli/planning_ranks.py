@@ -14,7 +14,7 @@ from hetsync import data
 from hetsync.cli.planning import Request, Terms, check_request, plan_file_of, prepared, search, tell, terms_of
 from hetsync.config.schema import Config
 from hetsync.emulation.cluster import load_cluster
-from hetsync.errors import UserError, announce, brief
+from hetsync.errors import UserError, announce
 from hetsync.plan.assignment import given_plan
 from hetsync.plan.evaluate import Evaluator
 from hetsync.plan.plan_file import PlanFile, write_plan
@@ -28,8 +28,6 @@ from hetsync.train.workplace import Workplace, take_place
 
 MEASURED_STEPS = 10  # of each plan, after one that warms up
 PROFILE_SECONDS = 2.0  # at most, for how fast ranks are: each plan's job finds it out anew
-
-Rehearsed = float | UserError  # seconds of a step, or why a job cannot run the plan
 
 
 def plan_on_ranks(plane: Plane, config: Config, request: Request, output: Path | None, measure: bool) -> int:
@@ -56,6 +54,8 @@ def plan_on_ranks(plane: Plane, config: Config, request: Request, output: Path |
 
 def _checked(ranks: int, config: Config, request: Request, measure: bool) -> Terms:
     terms, profile = terms_of(request), config.emulation.profile
+    if measure:
+        check_settings(config)
     devices = ranks if profile is None else load_cluster(profile).size
     here = profile is None or measure
     if here and request.ranks not in (None, ranks):
@@ -92,7 +92,7 @@ def _ranks_here(plane: Plane, config: Config) -> tuple[PlannableModel, Evaluator
 # Running the best.
 
 
-def _rehearsed(plane: Plane, config: Config, plans: list[PlanFile]) -> list[Rehearsed]:
+def _rehearsed(plane: Plane, config: Config, plans: list[PlanFile]) -> list[float]:
     """Collective: of each plan the seconds of a step."""
     seconds = min(config.run.profile_seconds, PROFILE_SECONDS)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, profile_seconds=seconds))
@@ -101,39 +101,26 @@ def _rehearsed(plane: Plane, config: Config, plans: list[PlanFile]) -> list[Rehe
         return [_rehearse(at, plan) for plan in plans]
 
 
-def _rehearse(at: Workplace, plan: PlanFile) -> Rehearsed:
+def _rehearse(at: Workplace, plan: PlanFile) -> float:
     assert at.folder is not None
     path = at.folder / "plan.yaml"
     if at.plane.rank == 0:
         write_plan(plan, path)
     given = given_plan(path, at.plane)
-    try:
-        check_settings(at.config, given)
-    except UserError as refused:  # on all ranks alike
-        return refused
     with closing(PlannedJob(at, given, "nothing")) as job:
         seconds: float = at.plane.broadcast_object(job.rehearse(MEASURED_STEPS))
     return seconds
 
 
-def _chosen(driver: Driver, rehearsed: list[Rehearsed]) -> int:
-    """The place of the plan with the least objective by measured time; says what was measured. UserError where no job
-    can run any."""
+def _chosen(driver: Driver, rehearsed: list[float]) -> int:
+    """The place of the plan with the least objective by measured time; says what was measured."""
     table = Table("place", "search", "s a step", "measured", "objective by that", box=None, pad_edge=False)
     by_place: dict[int, float] = {}
     for place, (seconds, (method, one)) in enumerate(zip(rehearsed, driver.leaders, strict=True)):
-        shown = [str(place + 1), method, f"{one.costs.step_seconds:.4g}"]
-        if isinstance(seconds, UserError):
-            table.add_row(*shown, "–", "–")
-            continue
         figures = figures_of(one.costs, driver.problem.evaluator)
         per_sample = seconds / driver.problem.evaluator.training.batch_size
         by_place[place] = driver.objective.weighted(figures._replace(seconds_per_sample=per_sample))
-        table.add_row(*shown, f"{seconds:.4g}", f"{by_place[place]:.4g}")
+        shown = [f"{figure:.4g}" for figure in (one.costs.step_seconds, seconds, by_place[place])]
+        table.add_row(str(place + 1), method, *shown)
     Console(highlight=False, soft_wrap=True).print(table)
-    refused = [one for one in rehearsed if isinstance(one, UserError)]
-    if not by_place:
-        raise UserError(f"no job can run any of the {len(rehearsed)} best plans to measure it: {brief(refused[0])}")
-    if refused:
-        print(f"{len(refused)} were not measured: {refused[0]}")
     return min(by_place, key=lambda place: by_place[place])

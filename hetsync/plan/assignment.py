@@ -67,6 +67,11 @@ class Assignment:
     def replica_of(self, rank: int) -> Replica:
         return self.placement.replicas[self.place_of(rank)[0]]
 
+    def speaks(self, rank: int) -> bool:
+        """Is it the first of the ranks that share its stage, which speaks for these?"""
+        replica, stage = self.place_of(rank)
+        return self.placement.replicas[replica].stages[stage].ranks[0] == rank
+
     def ranks_beside(self, rank: int) -> int:
         """That share its stage, itself among them."""
         replica, stage = self.place_of(rank)

@@ -401,11 +401,11 @@ class Evaluator:
     def _rounds(self, placement: Placement) -> Rounds:
         holders = []
         for replica in placement.replicas:
-            rank_of = [0] * len(self.graph.blocks)
+            ranks_of: list[tuple[int, ...]] = [()] * len(self.graph.blocks)
             for stage in replica.stages:
                 for block in stage.blocks:
-                    rank_of[block] = stage.ranks[0]
-            holders.append(rank_of)
+                    ranks_of[block] = stage.ranks
+            holders.append(ranks_of)
         return Rounds(segments(holders, self._wire_bytes), self.cluster, self.training.sync)
 
     def _memory(self, staged: Sequence[_Staged], shares: Sequence[int]) -> dict[int, int]:

@@ -10,11 +10,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from hetsync.config.schema import SyncConfig
 from hetsync.emulation.cluster import Cluster
 
-Segments = Mapping[tuple[int, ...], int]  # bytes, by the ranks that hold them: one of every replica
+Segments = Mapping[tuple[int, ...], int]  # bytes, by the ranks that hold them
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class Replicas:
         return sum(self.shares) / sum(share / seconds for share, seconds in zip(self.shares, self.seconds, strict=True))
 
 
-def segments(holders: Iterable[Sequence[int]], weight_bytes: Sequence[int]) -> Segments:
-    """What is summed over the same ranks. `holders`: for each replica, by block, the rank that holds it."""
+def segments(holders: Iterable[Sequence[tuple[int, ...]]], weight_bytes: Sequence[int]) -> Segments:
+    """What is summed over the same ranks. `holders`: for each replica, by block, the ranks that hold it."""
     found: Counter[tuple[int, ...]] = Counter()
     for ranks, size in zip(zip(*holders, strict=True), weight_bytes, strict=True):
-        found[ranks] += size
+        found[tuple(chain.from_iterable(ranks))] += size
     return found
 
 

@@ -40,7 +40,7 @@ def average_over_holders(
     channels: Channels,
 ) -> None:
     """Collective among all ranks. `weights` that are trained, by name; `samples` that this rank's replica has used
-    since the last drain."""
+    since the last drain; 0 where another rank speaks for its stage."""
     for holders, names in sorted(segments.items()):
         if rank not in holders:
             gather(None)

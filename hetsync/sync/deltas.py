@@ -114,12 +114,14 @@ class Deltas:
         buffers: Sequence[torch.Tensor] = (),
         rank: int = 0,
         ranks_counted: int = 0,
+        speaks: bool = True,
     ) -> None:
         """Local `weights` and float `buffers`, in the same order on every rank; `outer` acts on weights only. Of
-        `ranks_counted` each round tells who has given how many samples; this is `rank`."""
+        `ranks_counted` each round tells who has given how many samples; this is `rank`. Of ranks that make the same
+        progress together, one `speaks`: the others add zeros where it adds what they have made, too."""
         self._local = [tensor.detach() for tensor in [*weights, *buffers]]
         self.exact = all(tensor.dtype is torch.float32 for tensor in self._local)
-        self._outer = outer
+        self._outer, self._speaks = outer, speaks
         self._weights = sum(tensor.numel() for tensor in weights)  # values
         self._first_buffer = len(weights)
         device = self._local[0].device
@@ -268,7 +270,7 @@ class Deltas:
         self._land()
         flight, pending = self._flight.values, self._pending
         addend = flight[: self._weights]
-        if not contribute or pending.empty:
+        if not (contribute and self._speaks) or pending.empty:
             flight.zero_()
         else:
             if self._steps:
@@ -278,7 +280,7 @@ class Deltas:
             if self._rounded:
                 torch.div(round_trip(addend, wire), self._weight, out=pending.values[: self._weights])
         self.tail.counts.zero_()
-        self.tail.counts[self._own_count] = self._samples if contribute else 0
+        self.tail.counts[self._own_count] = self._samples if contribute and self._speaks else 0
         if contribute:
             self.packed = (self._samples, self._steps)
             self._samples = self._steps = 0

@@ -1,7 +1,7 @@
 """Delayed mode of a replica on several ranks: each rank has the buffers of the segments that it holds.
 
-A segment is what has the same holders, one in every replica, and is summed over these. Replicas may be cut at different
-places, so a rank may hold several.
+A segment is what has the same holders, in every replica one or those that share a stage, and is summed over these.
+Replicas may be cut at different places, so a rank may hold several.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from hetsync.sync.deltas import Deltas, Snapshot
 
 
 class Segment(NamedTuple):
-    """Tensors of this rank's that the same ranks hold, in the same order on all of these, and what sums over them."""
+    """Tensors of this rank's that the same ranks hold, in the same order on all of these, and what sums over them.
+
+    Of ranks that share a stage, and so make the same progress, one `speaks` in these sums.
+    """
 
     weights: Sequence[torch.Tensor]
     buffers: Sequence[torch.Tensor]
     sums: Sums
+    speaks: bool = True
 
 
 class SegmentedDeltas:
@@ -30,7 +34,7 @@ class SegmentedDeltas:
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         """At least one."""
-        self.parts = [Deltas(segment.weights, buffers=segment.buffers) for segment in segments]
+        self.parts = [Deltas(each.weights, buffers=each.buffers, speaks=each.speaks) for each in segments]
         for part, segment in zip(self.parts, segments, strict=True):
             part.sums = segment.sums
 

@@ -66,7 +66,7 @@ def train_planned(plane: Plane, config: Config, resume: Path | None, stop: StopS
     """
     assert config.plan.file is not None
     plan = given_plan(Path(config.plan.file), plane)
-    check_settings(config, plan)
+    check_settings(config)
     with opened_folder(plane, config.run, resume or False) as (folder, resumed):
         loaded = checkpoint.load_agreed(folder, plane) if resumed else None
         job = PlannedJob(take_place(config, plane, folder, loaded), plan, shows if plane.rank == 0 else "nothing")
@@ -82,17 +82,9 @@ def train_planned(plane: Plane, config: Config, resume: Path | None, stop: StopS
             job.close()
 
 
-def check_settings(config: Config, plan: GivenPlan) -> None:
+def check_settings(config: Config) -> None:
     """UserError for what jobs by a plan cannot do."""
     sync = config.sync
-    stages = [stage for replica in plan.file.replicas for stage in replica.stages]
-    shared = next((stage.ranks for stage in stages if len(stage.ranks) > 1), None)
-    if shared is not None and len(plan.file.replicas) > 1 and sync.delay_bound != 0:
-        bound = "null" if sync.delay_bound is None else sync.delay_bound
-        raise UserError(
-            f"sync.delay_bound is {bound}, and plan {plan.path} has several replicas of which one has a stage on ranks"
-            f" {list(shared)}, which jobs can only train in step yet: give --sync.delay_bound 0, or a rank a stage"
-        )
     refused = {
         "sync.accumulation": (sync.first_accumulation != 1, "raise micro_batches in the plan"),
         "sync.wire": (sync.wire != "float32", "give float32"),

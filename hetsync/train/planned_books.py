@@ -160,15 +160,15 @@ class Books:
         if self.clock.seconds() - self._since.seconds >= LOG_SECONDS:
             self._log(rate)
 
-    def task_done(self, task: Task, version: int, loss: float, seconds: Mapping[str, float]) -> None:
+    def task_done(self, task: Task, own_samples: int, version: int, loss: float, seconds: Mapping[str, float]) -> None:
         """Delayed mode: this rank's replica has computed a task, with this mean loss, on weights that have seen
-        `version`; `seconds` as above."""
-        self._samples += task.samples
+        `version`; `own_samples`, `seconds` as above."""
+        self._samples += own_samples
         self._data_seconds += seconds["data"]
         self._telemetry.record(
             "piece",
             piece=task.number,
-            samples=task.samples,
+            samples=own_samples,
             slices=len(task.slices),
             version=version,
             **{f"{name}_seconds": round(value, 6) for name, value in seconds.items()},

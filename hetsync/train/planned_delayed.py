@@ -74,6 +74,7 @@ class DelayedReplicas:
         self._milestones, self._total, self._save_due = milestones, total, save_due
         self._save_asked = False
         self._rank, self._leaders = at.plane.rank, [each.leader for each in assignment.placement.replicas]
+        self._speaks = assignment.speaks(self._rank)
         self._segments = segments_of(assignment.placement, assignment.cut.graph)
         self._counters = Counters(replica.held)
         config = at.config
@@ -130,7 +131,7 @@ class DelayedReplicas:
             if weights or buffers:
                 sums = self._at.plane.open_sums(holders)
                 self._opened.append(sums)
-                found.append(Segment(weights, buffers, self._behind_link(sums, holders, way)))
+                found.append(Segment(weights, buffers, self._behind_link(sums, holders, way), self._speaks))
         return found
 
     def _behind_link(self, sums: Sums, holders: tuple[int, ...], way: Way) -> Sums:
@@ -170,7 +171,7 @@ class DelayedReplicas:
 
     def _compute(self, task: Task) -> None:
         part, passes, steps = self._part, self._replica.passes, self._steps
-        waited, computed = part.timer.wait_seconds, passes.seconds
+        waited, computed, through = part.timer.wait_seconds, passes.seconds, passes.samples
         steps.begin_task(task)
         batches = self._loader.slices(task)
         loading = spent = loss_sum = 0.0
@@ -190,7 +191,8 @@ class DelayedReplicas:
             "data": loading,
             "wait": part.timer.wait_seconds - waited + max(0.0, spent - (passes.seconds - computed)),
         }
-        self._books.task_done(task, part.worker.version, loss_sum / task.samples, seconds)
+        own = passes.samples - through
+        self._books.task_done(task, own, part.worker.version, loss_sum / task.samples, seconds)
         self._between_tasks()
 
     def _step(self) -> None:
@@ -234,8 +236,9 @@ class DelayedReplicas:
     def _come_together(self) -> None:
         gather, weights = self._at.plane.gather_objects, dict(self._replica.model.named_parameters())
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        samples = self._samples if self._speaks else 0  # ranks that share a stage have used the same ones
         average_over_holders(
-            self._steps.optimizer, trained, self._segments, self._samples, self._rank, gather, self._channels
+            self._steps.optimizer, trained, self._segments, samples, self._rank, gather, self._channels
         )
         self._counters.share(gather)
 

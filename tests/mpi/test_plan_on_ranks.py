@@ -75,6 +75,9 @@ def test_mistakes_are_told_on_every_rank(plane: Plane, place: Path) -> None:
         planning_ranks.plan_on_ranks(plane, config(), request(ranks=3), None, measure=False)
     with pytest.raises(UserError, match="--seconds is 600, but other ranks wait"):
         planning_ranks.plan_on_ranks(plane, config(), request(seconds=600.0), None, measure=False)
+    wired = replace(config(), sync=SyncConfig(wire="float16"))
+    with pytest.raises(UserError, match=r"sync\.wire is float16, which jobs by a plan"):
+        planning_ranks.plan_on_ranks(plane, wired, request(), None, measure=True)
 
 
 @pytest.mark.ranks(2, 4)

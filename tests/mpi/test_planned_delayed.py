@@ -35,6 +35,21 @@ PLANS["mixed", 4] = [
 ]
 PLANS["mixed", 2] = PLANS["replicas", 2]
 
+# Ranks that share a stage, beside others; a whole replica on two, whose leader is not the first of them.
+PLANS["lockstep", 4] = [
+    {
+        "share": 34,
+        "micro_batches": 3,
+        "stages": [stage(0, "features.0", in_flight=3), stage([2, 3], "features.2", "classifier")],
+    },
+    {"share": 16, "stages": [stage(1, "*")]},
+]
+PLANS["lockstep", 2] = PLANS["replicas", 2]
+PLANS["couple", 4] = [
+    {"share": 25, "micro_batches": 2, "stages": [stage([3, 0], "*")]},
+    {"share": 25, "stages": [stage(1, "features"), stage(2, "classifier")]},
+]
+
 
 def delayed(folder: Path, bound: int | None = BOUND, quorum: float = 0.25, **more: Any) -> Config:
     config = recipe(folder, "adamw", 0.5, **more)
@@ -46,7 +61,15 @@ def lines(folder: Path, rank: int, kind: str) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, told) if line["kind"] == kind]
 
 
-@pytest.mark.parametrize(("kind", "bound", "quorum"), [("replicas", BOUND, 0.25), ("mixed", 1, 1.0)])
+@pytest.mark.parametrize(
+    ("kind", "bound", "quorum"),
+    [
+        ("replicas", BOUND, 0.25),
+        ("mixed", 1, 1.0),
+        pytest.param("lockstep", 4, 0.25, marks=pytest.mark.ranks(4)),
+        pytest.param("couple", 1, 1.0, marks=pytest.mark.ranks(4)),
+    ],
+)
 def test_replicas_train_on_their_own(plane: Plane, folder: Path, kind: str, bound: int, quorum: float) -> None:
     """That all ranks hold the same weights, and the ledger's books, are looked at in each rest."""
     config = delayed(folder / "run", bound, quorum, evaluate_every=100)
@@ -60,20 +83,24 @@ def test_replicas_train_on_their_own(plane: Plane, folder: Path, kind: str, boun
     assert found["shares"] == [replica["share"] for replica in PLANS[kind, RANKS]]
     assert found["plan"]["measured_step_seconds"] > 0
     assert found["metrics"]["loss"] < 3
-    leaders = [min(each["ranks"][0] for each in replica["stages"]) for replica in PLANS[kind, RANKS]]
-    assert sum(found["per_rank"][leader]["samples"] for leader in leaders) == SAMPLES
-    for index, replica in enumerate(PLANS[kind, RANKS]):
-        computed = {found["per_rank"][each["ranks"][0]]["samples"] for each in replica["stages"]}
-        assert len(computed) == 1, f"stages of replica {index} have computed {computed}"
+    computed = [
+        {sum(found["per_rank"][rank]["samples"] for rank in each["ranks"]) for each in replica["stages"]}
+        for replica in PLANS[kind, RANKS]
+    ]
+    assert [len(each) for each in computed] == [1] * len(computed), f"stages have computed {computed}"
+    assert sum(sum(each) for each in computed) == SAMPLES
     told = [line["samples_applied"] for line in lines(folder / "run", 0, "evaluation")]
     assert told == [100, 200, 300, SAMPLES]
     for replica in PLANS[kind, RANKS]:
-        pieces = [lines(folder / "run", each["ranks"][0], "piece") for each in replica["stages"]]
-        own = [[(line["piece"], line["samples"], line["version"]) for line in each] for each in pieces]
-        assert all(each == own[0] for each in own), "stages of a replica have computed other tasks, or other versions"
+        pieces = [lines(folder / "run", rank, "piece") for each in replica["stages"] for rank in each["ranks"]]
+        own = [[(line["piece"], line["version"]) for line in each] for each in pieces]
+        assert all(each == own[0] for each in own), "ranks of a replica have computed other tasks, or other versions"
     assert len(lines(folder / "run", RANKS - 1, "round")) == found["rounds"]
     assert {row["runtime_cpu_fraction"] > 0 for row in found["per_rank"]} == {True}
-    saved(folder / "run")
+    steps = [tensor for name, tensor in saved(folder / "run").items() if name.endswith("step")]
+    assert len(steps) > 1
+    for each in steps:  # an average over replicas by samples, however many ranks a weight is on
+        torch.testing.assert_close(each, steps[0])
 
 
 def test_it_goes_on_under_another_plan_and_under_none(plane: Plane, folder: Path) -> None:
@@ -91,7 +118,7 @@ def test_it_goes_on_under_another_plan_and_under_none(plane: Plane, folder: Path
         return replace(config, run=replace(config.run, samples=samples), sync=SyncConfig(rebalance=False, **sync))
 
     assert by_plan(plane, until(EVERY + 10, delay_bound=0), "mixed", resume=True) == 0
-    assert by_plan(plane, until(EVERY + 50, delay_bound=None), "mixed", resume=True) == 0
+    assert by_plan(plane, until(EVERY + 50, delay_bound=None), "lockstep", resume=True) == 0
     alone(plane, until(EVERY + 100, delay_bound=2), resume=True)
     assert by_plan(plane, until(SAMPLES, delay_bound=2), "replicas", resume=True) == 0
     if plane.rank == 0:

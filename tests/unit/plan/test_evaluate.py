@@ -242,6 +242,13 @@ def test_bytes_are_those_of_activations_their_gradients_and_sums():
     assert evaluator.evaluate(Placement((lockstep,))).step_bytes == 2 * 6 * 10 + 2 * 120
     two = Placement((chain([1], 4, 1, 3), chain([2], 4, 1, 3, first_rank=2)))
     assert evaluator.evaluate(two).step_bytes == 2 * 3 * 10 + 2 * 3 * 20 + 2 * 160
+    # Ranks that share a stage sum its gradients, and take part in the sums over replicas.
+    both = Placement((replace(lockstep, share=3), chain([], 4, share=3, first_rank=3)))
+    assert evaluator.evaluate(both).step_bytes == 2 * 3 * 10 + 2 * 120 + 2 * 40 + 2 * 2 * 120
+    delayed = Evaluator(model, costs, cluster(4), [StepTime(0, 1)] * 4, Training(6, SyncConfig(quorum=1.0)))
+    found = delayed.evaluate(both)
+    assert found.step_bytes == evaluator.evaluate(both).step_bytes
+    assert found.memory_bytes[1] == found.memory_bytes[2] == 8 * 120 + 3 * 200
 
 
 def test_what_the_model_returns_goes_to_the_last_stage():

@@ -45,7 +45,7 @@ def test_a_step_takes_what_it_takes_on_a_virtual_clock(delay_bound, slices_a_rou
 
 def test_replicas_that_are_cut_differently_sum_segments_with_those_who_hold_them():
     """Three blocks; one replica on rank 0, one on 1 and 2: the first block's sum must end before the others' begins."""
-    held = segments([(0, 0, 0), (1, 2, 2)], [100, 300, 500])
+    held = segments([[(0,)] * 3, [(1,), (2,), (2,)]], [100, 300, 500])
     assert held == {(0, 1): 100, (0, 2): 800}
     devices = Cluster("made up", "made up", (DeviceGroup("d", 3),), Link(1.0, 100.0))
     rounds = Rounds(held, devices, SyncConfig())
@@ -54,7 +54,7 @@ def test_replicas_that_are_cut_differently_sum_segments_with_those_who_hold_them
 
 
 def test_segments_without_a_rank_in_common_are_summed_side_by_side():
-    held = segments([(0, 1), (2, 3)], [100, 800])
+    held = segments([[(0,), (1,)], [(2,), (3,)]], [100, 800])
     devices = Cluster("made up", "made up", (DeviceGroup("d", 4),), Link(1.0, 100.0))
     assert Rounds(held, devices, SyncConfig()).seconds(9.0) == 1 + 8
 

@@ -13,12 +13,14 @@ import torch
 from replicas import on_threads
 from torch import nn
 
+from hetsync.balance.profile import StepTime
 from hetsync.errors import UserError
 from hetsync.plan.blocks import cut
 from hetsync.plan.calls import observed_call
+from hetsync.plan.division import WHOLE, Division
 from hetsync.plane.base import Channels, Handle, Residual, StalledError, Sums, WireFormat
 from hetsync.plane.local import LocalPlane
-from hetsync.replica.base import MicroBatch, Piece, Replica
+from hetsync.replica.base import MicroBatch, MicroBatches, Replica
 from hetsync.replica.staged import StagedReplica, Stages
 from hetsync.replica.whole import WholeReplica
 from hetsync.sync.follower import Follower
@@ -27,8 +29,9 @@ from hetsync.sync.messages import StartRound, Task
 from hetsync.sync.segmented import Segment
 from hetsync.sync.shared_state import EngineOptions
 
-LEADER, BATCH, ROUNDS = 99, 14, 7
-SHARES = (8, 6)  # of the replica that is cut, and of the other
+LEADER, BATCH, ROUNDS = 99, 28, 7
+SHARES = (16, 12)  # of the replica that is cut, and of the other
+SPEEDS = (1, 1, 3, 5, 1)  # of ranks; of those that share a stage other parts of each micro-batch are
 
 
 class Model(nn.Module):
@@ -45,11 +48,9 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return (model(batch) - batch[:, :3]).square().mean()
 
 
-def batch_of(task: Task) -> list[MicroBatch]:
+def batch_of(task: Task, division: Division) -> list[MicroBatch]:
     drawn = torch.randn(task.samples, 4, generator=torch.Generator().manual_seed(task.number))
-    half = task.samples // 2
-    pieces = Piece(drawn[:half], half), Piece(drawn[half:], task.samples - half)
-    return [MicroBatch([piece]) for piece in pieces]
+    return MicroBatches(torch.stack, 2, division)(list(drawn))
 
 
 class Meeting:
@@ -141,11 +142,11 @@ def scripted(seed: int, share: int, first_task: int) -> list[Entry]:
     return entries
 
 
-def train(follower: Follower, replica: Replica) -> None:
+def train(follower: Follower, replica: Replica, division: Division) -> None:
     optimizer = torch.optim.SGD(replica.parameters, 0.05, momentum=0.9)
     follower.start()
     while isinstance(work := follower.next_work(), Task):
-        replica.run(batch_of(work))
+        replica.run(batch_of(work, division))
         optimizer.step()
         optimizer.zero_grad()
         follower.close_slice(work)
@@ -154,49 +155,52 @@ def train(follower: Follower, replica: Replica) -> None:
     follower.stop()
 
 
-def run(seed: int, stages: int) -> list[dict[str, torch.Tensor]]:
-    """Two replicas, of which the first is cut; what each rank holds at the end."""
+def run(seed: int, stages: Sequence[Sequence[int]], division: Division) -> list[dict[str, torch.Tensor]]:
+    """Two replicas, of which the first is cut, one block a stage or all, and the second is on the last rank; what each
+    rank holds at the end. `division` of the first one's micro-batches."""
     torch.manual_seed(seed)
-    model, ranks = Model(), stages + 1
+    model, other = Model(), sum(map(len, stages))
     found = cut(model, observed_call(model, loss, torch.ones(4, 4)))
     blocks = [block.parameters for block in found.graph.blocks]
-    assert len(blocks) == 3
-    stage_of = [block * stages // 3 for block in range(3)]
-    names = [sum((blocks[b] for b in range(3) if stage_of[b] == stage), ()) for stage in range(stages)]
-    meetings = [Meeting((stage, stages)) for stage in range(stages)]
+    names = blocks if len(stages) == len(blocks) == 3 else [sum(blocks, ())]
+    meetings = [Meeting((*ranks, other)) for ranks in stages]
     logs = [scripted(seed, SHARES[0], 0), scripted(seed + 1, SHARES[1], 1000)]
-    held: list[dict[str, torch.Tensor]] = [{} for _ in range(ranks)]
+    held: list[dict[str, torch.Tensor]] = [{} for _ in range(other + 1)]
 
     def work(rank: int, channels: Channels) -> None:
-        own, place = deepcopy(model), Stages(stage_of, [(rank,) for rank in range(stages)], [None] * stages)
+        own, place = deepcopy(model), Stages(range(len(stages)), stages, [None] * len(stages), division.times)
         replica: Replica = WholeReplica(own, loss)
-        if rank < stages > 1:
+        if rank < other and len(stages) > 1:
             replica = StagedReplica(own, found, loss, place, rank, channels)
         state = {**dict(own.named_parameters()), **dict(own.named_buffers())}
+        mine = [stage for stage, ranks in enumerate(stages) if rank in (*ranks, other)]
         segments = [
             Segment(
                 [state[name] for name in names[stage] if state[name].requires_grad],
                 [state[name] for name in names[stage] if not state[name].requires_grad],
                 meetings[stage].sums_of(rank),
+                speaks=rank in (stages[stage][0], other),
             )
-            for stage in (range(stages) if rank == stages else [rank])
+            for stage in mine
         ]
-        plane = LogPlane(rank, logs[rank == stages])
+        plane = LogPlane(rank, logs[rank == other])
         options = EngineOptions(batch=BATCH, timeout_seconds=20.0)
-        train(Follower(plane, LEADER, torch.device("cpu"), segments, options), replica)
-        mine = [name for stage in (range(stages) if rank == stages else [rank]) for name in names[stage]]
-        held[rank] = {name: state[name].detach() for name in mine}
+        follower = Follower(plane, LEADER, torch.device("cpu"), segments, options)
+        train(follower, replica, WHOLE if rank == other else division)
+        held[rank] = {name: state[name].detach() for stage in mine for name in names[stage]}
 
-    on_threads(ranks, work)
+    on_threads(other + 1, work)
     return held
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_three_stages_end_with_the_anchor_of_one_rank(seed: int) -> None:
-    *stages, other = run(seed, stages=3)
-    whole, _ = run(seed, stages=1)
-    assert {name for each in stages for name in each} == whole.keys()
-    for own in stages:
+@pytest.mark.parametrize("stages", [[(0,), (1,), (2,)], [(0,), (1,), (3, 2)], [(2, 3), (1,), (0,)]])
+def test_three_stages_end_with_the_anchor_of_one_rank(stages: Sequence[Sequence[int]], seed: int) -> None:
+    division = Division(stages, [StepTime(0.0, 1 / speed) for speed in SPEEDS])
+    *ranks, other = run(seed, stages, division)
+    whole, _ = run(seed, [(0,)], division)
+    assert {name for each in ranks for name in each} == whole.keys()
+    for own in ranks:
         for name, tensor in own.items():
             torch.testing.assert_close(tensor, whole[name], rtol=1e-6, atol=1e-6)
             assert torch.equal(tensor, other[name]), f"holders of {name} have other bits"
