@@ -36,7 +36,8 @@ Array = npt.NDArray[np.float64]
 FloatOrArray = TypeVar("FloatOrArray", float, npt.NDArray[np.float64])
 BYTES_PER_VALUE = 4
 SLICES = 256  # of which the mean is taken where devices have jitter
-FORWARD, BACKWARD, SAVED, WEIGHTS = range(4)  # columns of figures: parts of a step, a sample's bytes, bytes
+# Columns of figures: parts of a step, a sample's bytes, bytes, and a sample's of those saved that the loss saves.
+FORWARD, BACKWARD, SAVED, WEIGHTS, LOSS = range(5)
 
 
 @dataclass(frozen=True)
@@ -415,6 +416,8 @@ class Evaluator:
             for index, stage in enumerate(one.replica.stages):
                 held = self.held_bytes(float(one.figures[index, WEIGHTS]), len(staged))
                 saved = float(one.figures[index, SAVED] + one.received_bytes[index]) * one.in_flight[index]
+                # A loss is computed just before its backward pass, so that there is one at a time.
+                saved -= float(one.figures[index, LOSS]) * (one.in_flight[index] - 1)
                 for rank, part in zip(stage.ranks, self._split(stage.ranks, largest), strict=True):
                     found[rank] = int(held + saved * part)
         return dict(sorted(found.items()))
@@ -427,7 +430,7 @@ def _figures(costs: Sequence[BlockCost], samples: float) -> Array:
     step = forward.sum() + backward.sum()
     if not step > 0:
         raise ValueError("blocks that take no time cannot be planned")
-    memory = np.array([(cost.saved_bytes, cost.weight_bytes) for cost in costs], dtype=float)
+    memory = np.array([(cost.saved_bytes, cost.weight_bytes, cost.loss_bytes) for cost in costs], dtype=float)
     return np.column_stack([forward / step, backward / step, memory])
 
 
