@@ -40,7 +40,7 @@ def cluster() -> Cluster:
 def figures(summary: Mapping[str, Any]) -> dict[str, Any]:
     plan = summary["plan"]
     predicted, step = plan["predicted_samples_per_second"], plan["measured_step_seconds"]
-    kept = {key: summary[key] for key in ("seed", "staleness", "overrun_fraction", "real_compute_cores", "per_rank")}
+    kept = {key: summary[key] for key in ("staleness", "overrun_fraction", "real_compute_cores", "per_rank")}
     measured = BATCH_SIZE / step
     return {"predicted": predicted, "measured": measured, "of_predicted": measured / predicted, **kept}
 
@@ -77,7 +77,7 @@ def main(words: Sequence[str] | None = None) -> None:
             recipe = [*subject.words, *devices, *rate, "--run.seed", seed]
             summary = finished(plan, recipe, options.steps, partial(launched, len(SPEEDS)), DELAY_BOUND).summary
             warn_of_overruns(summary["overrun_fraction"], f"seed {seed}")
-            records.append(figures(summary))
+            records.append({"seed": seed, **figures(summary)})
             print(f"seed {seed}: {records[-1]['of_predicted']:.3f} of the predicted samples/s", flush=True)
             kept = {"machine": machine(), "command": command("planned_jitter"), "records": records}
             write_atomically(options.output / "planned-jitter.json", json.dumps(kept, indent=1) + "\n")
