@@ -196,7 +196,7 @@ def _fitting(best: Scored | None) -> Scored | None:
 def _check_blocks(evaluator: Evaluator) -> None:
     """UserError where a block alone, with one sample, is more than any device may hold."""
     most = max(evaluator.limit_bytes)
-    for block, (_, _, saved, weights, _) in zip(evaluator.graph.blocks, evaluator.figures.tolist(), strict=True):
+    for block, (_, _, saved, weights) in zip(evaluator.graph.blocks, evaluator.figures.tolist(), strict=True):
         needed = int(evaluator.held_bytes(weights, 1) + saved)
         if needed > most:
             raise UserError(
