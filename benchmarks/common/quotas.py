@@ -35,5 +35,5 @@ def quotas(percents: Sequence[int]) -> Iterator[Path]:
 
 
 def join_group(groups: Path, rank: int) -> None:
-    """This process enters a rank's cgroup: before any thread is there."""
-    (groups / f"rank-{rank}" / "tasks").write_text(str(os.getpid()))
+    """This process enters a rank's cgroup, with all of its threads."""
+    (groups / f"rank-{rank}" / "cgroup.procs").write_text(str(os.getpid()))

@@ -7,12 +7,11 @@ from pathlib import Path
 
 from benchmarks.common.processes import launched_as
 from benchmarks.common.quotas import join_group
+from hetsync.cli import train
 
 
 def main() -> None:
     join_group(Path(sys.argv[1]), launched_as()[0])
-    from hetsync.cli import train  # which may start threads
-
     train.main(sys.argv[2:])
 
 
