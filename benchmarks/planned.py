@@ -17,27 +17,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-
+from benchmarks.common.placements import Held, Subject, by_parts, chain, placed, subject_of
 from benchmarks.common.planned_job import PlannedRun, costs_kept_in, run_planned
 from benchmarks.common.report import command, machine, source, spearman
-from benchmarks.planner import WORKLOADS
-from hetsync.config.parser import recipe_of
 from hetsync.config.records import plain
 from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, PairLink
 from hetsync.files import write_atomically
-from hetsync.plan.graph import BATCH, BlockCost, BlockGraph
-from hetsync.plan.placement import Placement, Replica, Stage, as_plan_file
-from hetsync.plan.recipe import plannable_model
-from hetsync.simulate.recipe import build
+from hetsync.plan.placement import Placement, as_plan_file
 
 BATCH_SIZE = 32
 FIXED_SECONDS = 2e-3  # of each micro-batch on any device, so that many small ones are not free
 LINK = 0.5
 GOALS = {"each": 0.10, "median": 0.05, "spearman": 0.9}
-
-Held = Sequence[tuple[Sequence[int], float]]  # by stage: its ranks, and its part of the model's work
 
 
 class Case(NamedTuple):
@@ -50,11 +41,6 @@ class Case(NamedTuple):
     micro_batches: int = 8
     in_flight: int | None = None
     slow: str = ""  # everywhere, between
-
-
-def chain(*ranks: int) -> Held:
-    """Stages of equal work."""
-    return [((rank,), 1 / len(ranks)) for rank in ranks]
 
 
 CASES = (
@@ -80,57 +66,6 @@ QUICK = (
     Case("digits", "a shared stage", (2, 1, 1), [[((0,), 0.5), ((1, 2), 0.5)]], 4),
 )
 RANDOM = ("nasnet", (3.0, 2.0, 1.0, 1.0))
-
-
-class Subject(NamedTuple):
-    """A model's blocks, and what a recipe says of it."""
-
-    graph: BlockGraph
-    costs: Sequence[BlockCost]
-    words: list[object]
-
-    def work(self, block: int) -> float:
-        return self.costs[block].forward_seconds + self.costs[block].backward_seconds
-
-    def carried_bytes(self, cut: int) -> float:
-        """A sample's, from the blocks before the cut to those behind it, and back."""
-        crossing = {e.source for e in self.graph.edges if e.source != BATCH and e.source < cut <= e.target}
-        return 2.0 * sum(self.costs[source].output_bytes for source in crossing)
-
-
-def subject_of(model: str, profile_seconds: float) -> Subject:
-    workload = WORKLOADS[model]
-    model_section = {"name": workload.model, "options": workload.options}
-    data_section = {"name": workload.data, "batch_size": BATCH_SIZE, "options": workload.data_options}
-    config = recipe_of({"run": {"profile_seconds": profile_seconds}, "model": model_section, "data": data_section})
-    torch.set_num_threads(1)  # as emulated ranks have it
-    plannable = plannable_model(config, *build(config), 1)
-    words = [
-        *("--model.name", workload.model, "--model.options", json.dumps(workload.options)),
-        *("--data.name", workload.data, "--data.options", json.dumps(workload.data_options)),
-        *("--data.batch_size", BATCH_SIZE, "--run.profile_seconds", profile_seconds),
-    ]
-    return Subject(plannable.cut.graph, plannable.costs, words)
-
-
-def cuts_of(subject: Subject, parts: Sequence[float]) -> list[int]:
-    """First blocks of the stages, whose work is about these parts of all; each has a block."""
-    blocks = range(len(subject.graph.blocks))
-    done = np.cumsum([subject.work(block) for block in blocks]) / sum(subject.work(block) for block in blocks)
-    cuts = [0]
-    for number, wanted in enumerate(np.cumsum(parts)[:-1], 1):
-        cut = int(np.searchsorted(done, wanted)) + 1
-        cuts.append(min(max(cut, cuts[-1] + 1), len(blocks) - len(parts) + number))
-    return cuts
-
-
-def placed(subject: Subject, held: Held, micro_batches: int, in_flight: int | None, cuts: Sequence[int]) -> Replica:
-    ends = [*cuts[1:], len(subject.graph.blocks)]
-    stages = [
-        Stage(tuple(ranks), tuple(range(first, end)), in_flight)
-        for (ranks, _), first, end in zip(held, cuts, ends, strict=True)
-    ]
-    return Replica(tuple(stages), None, micro_batches)
 
 
 def cluster_of(speeds: Sequence[float], slow: str, carried: float, seconds: float) -> Cluster:
@@ -159,13 +94,11 @@ def run_placement(subject: Subject, placement: Placement, cluster: Cluster, opti
 
 
 def run_case(case: Case, subject: Subject, options: argparse.Namespace) -> PlannedRun:
-    replicas, carried = [], 0.0
-    for held in case.replicas:
-        cuts = cuts_of(subject, [part for _, part in held])
-        replicas.append(placed(subject, held, case.micro_batches, case.in_flight, cuts))
-        carried = max([carried, *(BATCH_SIZE * subject.carried_bytes(cut) for cut in cuts[1:])])
+    placement = by_parts(subject, case.replicas, case.micro_batches, case.in_flight)
+    cuts = [stage.blocks[0] for replica in placement.replicas for stage in replica.stages[1:]]
+    carried = max((BATCH_SIZE * subject.carried_bytes(cut) for cut in cuts), default=0.0)
     cluster = cluster_of(case.speeds, case.slow, carried, options.seconds)
-    return run_placement(subject, Placement(tuple(replicas)), cluster, options)
+    return run_placement(subject, placement, cluster, options)
 
 
 def random_placements(subject: Subject, ranks: int, count: int) -> Iterator[Placement]:
@@ -226,7 +159,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     model, speeds = options.drawn
     subjects = {
-        name: subject_of(name, options.profile_seconds)
+        name: subject_of(name, BATCH_SIZE, options.profile_seconds)
         for name in dict.fromkeys([*(case.model for case in options.cases), model])
     }
     records, drawn = [], []

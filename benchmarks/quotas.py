@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.quotas import MOST_PERCENT
 from benchmarks.common.report import command, grouped, machine, source, spread
 from benchmarks.peers.cells import CPU_PERCENT, PEERS, WORKLOADS, Cell, Scenario
 from benchmarks.peers.report import final_metric, kilobytes_per_sample, rate, runtime_cpu
@@ -30,7 +31,6 @@ from benchmarks.peers.starter import Starter
 from benchmarks.peers.timeline import Timeline
 from hetsync.files import write_atomically
 
-MOST_PERCENT = 160  # of two cores: what else the machine does needs the rest
 CONTROL = "unsynchronised"
 ARMS = (CONTROL, "hetsync-delayed")
 FIRST_BATCHES = 20  # of the job that tells how many samples last for `--seconds`

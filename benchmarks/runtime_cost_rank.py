@@ -8,10 +8,8 @@ FOLDER/result.json.
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,6 +20,7 @@ from mpi4py import MPI
 from torch.utils.data import TensorDataset
 
 import hetsync
+from benchmarks.common.parts_meter import Parts, PartsMeter
 from hetsync.api import JoinedSession
 from hetsync.files import write_atomically
 from hetsync.models.resnet import resnet50
@@ -37,7 +36,7 @@ LONGEST_LOOP = 20  # sums of one size, by the engine and bare each
 SETTINGS: dict[str, dict[str, Any]] = {"delayed": {"quorum": 1.0}, "synchronous": {"delay_bound": 0}}
 
 # What the runtime does, by purpose; all else of the communication thread is polling.
-PARTS: dict[str, list[tuple[type, str]]] = {
+PARTS: Parts = {
     "main thread's copies": [
         *((Deltas, name) for name in ("finish", "apply")),
         *((Gradients, name) for name in ("_arrive", "close_slice", "flush", "collect")),
@@ -48,31 +47,6 @@ PARTS: dict[str, list[tuple[type, str]]] = {
     "coordinator": [(Coordinator, "handle")],
 }
 OF_MAIN_THREAD = ("main thread's copies",)
-
-
-class PartsMeter:
-    """CPU seconds by purpose. A part that runs within another counts for its own purpose only."""
-
-    def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
-        self._threads = threading.local()
-        for purpose, methods in PARTS.items():
-            for owner, name in methods:
-                setattr(owner, name, self._timed(getattr(owner, name), purpose))
-
-    def _timed(self, method: Any, purpose: str) -> Any:
-        @functools.wraps(method)
-        def timed(*words: Any) -> Any:
-            outer, self._threads.inner = getattr(self._threads, "inner", 0.0), 0.0
-            began = time.thread_time()
-            try:
-                return method(*words)
-            finally:
-                spent = time.thread_time() - began
-                self.seconds[purpose] += spent - self._threads.inner
-                self._threads.inner = outer + spent
-
-        return timed
 
 
 class Weights(torch.nn.Module):
@@ -107,7 +81,7 @@ def per_second(before: Counter[str], after: Counter[str]) -> dict[str, Any]:
 
 def train(mode: str, seconds: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Collective: CPU seconds of each rank's runtime per second of training, by purpose; and the times of sums."""
-    meter, plane = PartsMeter(), MpiPlane()
+    meter, plane = PartsMeter(PARTS), MpiPlane()
     half = round(seconds * ROUNDS_PER_SECOND) * plane.size
     model = Weights()
     session = hetsync.join(

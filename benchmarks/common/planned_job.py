@@ -6,8 +6,9 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,24 +40,55 @@ class PlannedRun(NamedTuple):
         return {"predicted": self.predicted, "measured": self.measured, "spread": self.spread, **kept}
 
 
-def run_planned(plan: Mapping[str, Any], cluster: Cluster, recipe: Sequence[object], steps: int) -> PlannedRun:
-    """One job of so many steps; one that fails ends the benchmark."""
+class Finished(NamedTuple):
+    """A job by a plan. `pieces`: lines of rank 0's telemetry."""
+
+    summary: dict[str, Any]
+    pieces: list[dict[str, Any]]
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """In step, of those after the warm-up."""
+        names = [f"{name}_seconds" for name in ("compute", "data", "wait")]
+        return [sum(line[name] for name in names) for line in self.pieces][WARM_UP:]
+
+
+def finished(
+    plan: Mapping[str, Any],
+    recipe: Sequence[object],
+    steps: int,
+    command: Callable[[Sequence[object]], Sequence[object]],
+    delay_bound: int = 0,
+) -> Finished:
+    """One job of so many steps, by the `command` of its words; one that fails ends the benchmark."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         (place / "plan.yaml").write_text(yaml.safe_dump(plan))
-        save_cluster(cluster, place / "cluster.yaml")
-        given = ["--plan", place / "plan.yaml", "--emulate", place / "cluster.yaml", "--run.dir", place / "run"]
+        given = ["--plan", place / "plan.yaml", "--run.dir", place / "run", "--sync.delay_bound", delay_bound]
         length = ["--run.samples", steps * plan["batch_size"], "--run.checkpoint_every", "null"]
-        words = [*recipe, *given, *length, "--sync.delay_bound", 0]
-        summary = summary_of(launched(cluster.size, words), place / "run", JOB_SECONDS)
+        summary = summary_of(command([*recipe, *given, *length]), place / "run", JOB_SECONDS)
         lines = (place / "run" / "telemetry" / "rank-0000.jsonl").read_text().splitlines()
-    pieces = [line for line in map(json.loads, lines) if line["kind"] == "piece"]
-    warm = [sum(line[f"{name}_seconds"] for name in ("compute", "data", "wait")) for line in pieces][WARM_UP:]
-    warn_of_overruns(summary["overrun_fraction"], " ".join(map(str, recipe)))
+    return Finished(summary, [line for line in map(json.loads, lines) if line["kind"] == "piece"])
+
+
+@contextmanager
+def emulated(cluster: Cluster) -> Iterator[list[object]]:
+    """The words of a job on this cluster."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_cluster(cluster, Path(folder) / "cluster.yaml")
+        yield ["--emulate", Path(folder) / "cluster.yaml"]
+
+
+def run_planned(plan: Mapping[str, Any], cluster: Cluster, recipe: Sequence[object], steps: int) -> PlannedRun:
+    """One job of so many steps, in step, on emulated devices."""
+    with emulated(cluster) as words:
+        done = finished(plan, [*recipe, *words], steps, partial(launched, cluster.size))
+    warn_of_overruns(done.summary["overrun_fraction"], " ".join(map(str, recipe)))
+    warm = done.step_seconds
     middle = statistics.median(warm)
     low, _, high = statistics.quantiles(warm, n=4)
-    predicted = summary["plan"]["predicted_step_seconds"]
-    return PlannedRun(predicted, middle, (high - low) / middle, [line["loss"] for line in pieces], summary)
+    predicted = done.summary["plan"]["predicted_step_seconds"]
+    return PlannedRun(predicted, middle, (high - low) / middle, [line["loss"] for line in done.pieces], done.summary)
 
 
 @contextmanager

@@ -32,6 +32,13 @@ def environment() -> dict[str, str]:
     return {**os.environ, **told}
 
 
+def launched_as() -> tuple[int, int]:
+    """Rank and world size as Open MPI or torchrun tell them."""
+    rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0"))
+    size = os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
+    return int(rank), int(size)
+
+
 def free_port() -> int:
     """Of those that the kernel gives to nobody who does not name them: it stays free until the job takes it."""
     for port in random.sample(PORTS, 100):

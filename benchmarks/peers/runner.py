@@ -12,6 +12,9 @@ import os
 import sys
 from pathlib import Path
 
+from benchmarks.common.processes import launched_as
+from benchmarks.common.quotas import join_group
+
 CPU_GROUPS = "PEERS_CPU_GROUPS"  # environment: the folder of the ranks' cgroups, where devices are throttled
 
 # Where each peer's adapter is. "hetsync-sync" and the like are settings in the recipe.
@@ -26,19 +29,6 @@ PEERS = {
     "torchft-local-sgd": "torchft:local_sgd",
     "torchft-diloco": "torchft:diloco",
 }
-
-
-def launched() -> tuple[int, int]:
-    """Rank and world size as Open MPI or torchrun tell them."""
-    rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0"))
-    size = os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
-    return int(rank), int(size)
-
-
-def join_group(rank: int) -> None:
-    """Enter the CPU quota that the starter has made for this rank, before any thread is there."""
-    if (groups := os.environ.get(CPU_GROUPS)) is not None:
-        Path(groups, f"rank-{rank}", "tasks").write_text(str(os.getpid()))
 
 
 def run_hetsync(recipe: str, folder: Path, rank: int) -> None:
@@ -70,8 +60,9 @@ def run_peer(name: str, recipe: str, folder: Path, rank: int, size: int) -> None
 
 def main() -> None:
     name, recipe, folder = sys.argv[1:]
-    rank, size = launched()
-    join_group(rank)
+    rank, size = launched_as()
+    if (groups := os.environ.get(CPU_GROUPS)) is not None:
+        join_group(Path(groups), rank)
     if name.startswith("hetsync"):
         run_hetsync(recipe, Path(folder), rank)
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ import torch
 import yaml
 
 from benchmarks.common.processes import environment, failure_of, mpirun
+from benchmarks.common.quotas import permitted, quotas
 from benchmarks.peers.cells import HETSYNC, SLOW_RANK, Cell, Workload, phases, profile, recipe
 from benchmarks.peers.recovery import recovery
 from benchmarks.peers.report import from_hetsync
@@ -27,8 +27,6 @@ from hetsync.profiling.device import memory_cap
 from hetsync.profiling.measure import loss_on
 
 RUNNER = ("-m", "benchmarks.peers.runner")
-CGROUPS = Path("/sys/fs/cgroup/cpu")
-CGROUP_PERIOD_US = 20_000
 OPTIONAL = ("torchft", "horovod")
 START_SECONDS = 120  # for a job to start and end, beside its training
 
@@ -49,7 +47,7 @@ class Starter:
             return f"skipped: {package} is not installed (--{package}-python names an interpreter that has it)"
         if cell.workload.folder is not None and not (self._data and (self._data / cell.workload.folder).is_dir()):
             return f"skipped: --data names no folder with {cell.workload.folder} in it"
-        if cell.scenario.cluster is None and not os.access(CGROUPS / "cpu.cfs_quota_us", os.W_OK):
+        if cell.scenario.cluster is None and not permitted():
             return "skipped: CPU quotas by cgroup (version 1) are not permitted here"
         return None
 
@@ -57,7 +55,7 @@ class Starter:
         """{"result": figures, "timeline": intervals of each rank} or {"missing": sentence}."""
         if (reason := self.missing(cell)) is not None:
             return {"missing": reason}
-        with tempfile.TemporaryDirectory() as scratch, quotas(cell) as groups:
+        with tempfile.TemporaryDirectory() as scratch, throttled(cell) as groups:
             folder = Path(scratch)
             written, run = folder / "recipe.yaml", folder / "run"
             run.mkdir()
@@ -132,24 +130,13 @@ def seconds_allowed(cell: Cell) -> float:
 
 
 @contextmanager
-def quotas(cell: Cell) -> Iterator[Path | None]:
-    """One cgroup a rank, where devices are really throttled."""
+def throttled(cell: Cell) -> Iterator[Path | None]:
+    """The cgroups of its ranks, where devices are really throttled."""
     if cell.scenario.cluster is not None:
         yield None
         return
     percents = cell.scenario.cpu_percent
     if cell.peer == "alone":
         percents = [percents[cell.fastest]]
-    parent = CGROUPS / f"hetsync-peers-{os.getpid()}"
-    groups = [parent / f"rank-{rank}" for rank in range(len(percents))]
-    parent.mkdir()
-    try:
-        for group, percent in zip(groups, percents, strict=True):
-            group.mkdir()
-            (group / "cpu.cfs_period_us").write_text(str(CGROUP_PERIOD_US))
-            (group / "cpu.cfs_quota_us").write_text(str(CGROUP_PERIOD_US * percent // 100))
-        yield parent
-    finally:
-        for group in [*groups, parent]:
-            if group.exists():
-                group.rmdir()
+    with quotas(percents) as groups:
+        yield groups

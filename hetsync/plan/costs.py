@@ -110,6 +110,7 @@ def measure(what: Measured, budget_seconds: float = 10.0, clock: Clock = time.pe
             saved_bytes=math.ceil(largest.saved_bytes[number] / sizes[1]),
             weight_bytes=block.weight_bytes,
             received_bytes=math.ceil(largest.received_bytes[number] / sizes[1]),
+            loss_bytes=math.ceil(largest.loss_bytes[number] / sizes[1]),
         )
         for number, block in enumerate(what.cut.graph.blocks)
     )
@@ -126,7 +127,8 @@ class _Run:
         self._call = observed_call(what.model, what.loss, batch)
         self._whole: tuple[Seconds, Seconds] = ([], [])
         self._blocks: list[tuple[Seconds, Seconds]] = [([], []) for _ in blocks]
-        self.output_bytes, self.saved_bytes, self.received_bytes = ([0 for _ in blocks] for _ in range(3))
+        self.output_bytes, self.saved_bytes = [0 for _ in blocks], [0 for _ in blocks]
+        self.received_bytes, self.loss_bytes = [0 for _ in blocks], [0 for _ in blocks]
 
     def warm_up(self) -> None:
         """A round whose bytes count, and not its seconds."""
@@ -179,7 +181,8 @@ class _Run:
         loss = self._what.loss(stand_in(self._what.model, lambda *_, **__: returned), self._batch)
         if saved is not None:
             own, earlier = bytes_of(saved[before:]), bytes_of(saved[:before])
-            self.saved_bytes[-1] += sum(own[address] for address in own.keys() - earlier.keys())
+            self.loss_bytes[-1] = sum(own[address] for address in own.keys() - earlier.keys())
+            self.saved_bytes[-1] += self.loss_bytes[-1]
         loss.backward()
         passes[-1].add_gradients(RETURNED, gradients_of(returned))
         for number in reversed(range(len(passes))):

@@ -104,6 +104,7 @@ class _Staged:
     figures: Array  # summed over its blocks: the columns of Evaluator's figures
     sample_bytes: Mapping[tuple[int, int], float]  # between two stages, a sample's
     received_bytes: Array  # by stage: a sample's of these, which backward needs
+    loss_bytes: Array  # by stage: a sample's of what is saved for backward, of one micro-batch at a time
     in_flight: tuple[int, ...]
     late: frozenset[tuple[int, int]]  # pairs of stages between which goes only what the loss needs
 
@@ -147,6 +148,7 @@ class Evaluator:
         self.figures = _figures(costs, training.batch_size / len(times))
         self.output_bytes = np.array([cost.output_bytes for cost in costs], dtype=float)
         self._needed_bytes = np.array([cost.received_bytes for cost in costs], dtype=float)
+        self._loss_bytes = np.array([cost.loss_bytes for cost in costs], dtype=float)
         inner = [(edge.source, edge.target) for edge in graph.edges if edge.source != BATCH]
         self._sources, self._targets = np.array(inner, dtype=int).reshape(-1, 2).T
         self._sinks = sorted(set(range(len(costs))) - {source for source, _ in inner})
@@ -246,7 +248,8 @@ class Evaluator:
             len(replica.stages), sample_bytes, replica.micro_batches, [stage.in_flight for stage in replica.stages]
         )
         received = self._received_bytes(stage_of, sample_bytes, len(replica.stages))
-        return _Staged(replica, member @ self.figures, sample_bytes, received, in_flight, late)
+        loss = member @ self._loss_bytes
+        return _Staged(replica, member @ self.figures, sample_bytes, received, loss, in_flight, late)
 
     def _received_bytes(
         self, stage_of: npt.NDArray[Any], sample_bytes: Mapping[tuple[int, int], float], stages: int
@@ -415,6 +418,8 @@ class Evaluator:
             for index, stage in enumerate(one.replica.stages):
                 held = self.held_bytes(float(one.figures[index, WEIGHTS]), len(staged))
                 saved = float(one.figures[index, SAVED] + one.received_bytes[index]) * one.in_flight[index]
+                # A loss is computed just before its backward pass, so that there is one at a time.
+                saved -= float(one.loss_bytes[index]) * (one.in_flight[index] - 1)
                 for rank, part in zip(stage.ranks, self._split(stage.ranks, largest), strict=True):
                     found[rank] = int(held + saved * part)
         return dict(sorted(found.items()))

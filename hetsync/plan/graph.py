@@ -69,6 +69,7 @@ class BlockCost:
         weight_bytes: Of its parameters and float buffers.
         received_bytes: A sample's, of what backward needs that blocks before have saved: there once more where these
             are on another rank.
+        loss_bytes: A sample's, of `saved_bytes`: what the loss saves, of one micro-batch at a time.
     """
 
     forward_seconds: float
@@ -79,6 +80,7 @@ class BlockCost:
     saved_bytes: int
     weight_bytes: int
     received_bytes: int = 0
+    loss_bytes: int = 0
 
 
 def _require_once(what: str, names: list[str]) -> None:

@@ -133,9 +133,13 @@ def device_name(device: torch.device) -> str:
 
 
 def batch_of(data: Data, samples: int, device: torch.device) -> Any:
-    """A batch from all over the training set: its beginning may hold the shortest samples, or one class."""
+    """A batch from all over the training set: its beginning may hold the shortest samples, or one class. Where samples
+    differ in cost, their costs are spread as those of all are: so does training even out its batches."""
     count = len(data.train)  # type: ignore[arg-type]
     indices = [index * count // samples for index in range(samples)]
+    if data.costs is not None:
+        by_cost = torch.as_tensor(data.costs).argsort(stable=True)
+        indices = by_cost[[(2 * index + 1) * count // (2 * samples) for index in range(samples)]].tolist()
     return to_device(fetch(data.train, indices, data.collate), device)
 
 

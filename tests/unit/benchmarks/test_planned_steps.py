@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from block_graphs import cost, graph
 
+from benchmarks.common.placements import Subject, cuts_of
 from benchmarks.common.report import command, spearman
 from benchmarks.components import ARMS, COMPONENTS
-from benchmarks.planned import BATCH_SIZE, CASES, Subject, cluster_of, cuts_of, random_placements, verdict
+from benchmarks.planned import BATCH_SIZE, CASES, cluster_of, random_placements, verdict
 from hetsync.config.records import record
 from hetsync.plan.placement import place
 from hetsync.plan.plan_file import PlanFile

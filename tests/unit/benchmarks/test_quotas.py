@@ -67,14 +67,15 @@ def test_quotas_that_the_machine_has_not_are_refused(monkeypatch, capsys, percen
 
 
 def test_cgroups_have_the_scenarios_quotas(monkeypatch, tmp_path):
+    from benchmarks.common import quotas as cgroups
     from benchmarks.peers import starter
 
-    monkeypatch.setattr(starter, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cgroups, "CGROUPS", tmp_path)
     monkeypatch.setattr(Path, "rmdir", lambda self: None)
     cell = next(iter_cells(options(percents=[60, 15])))
-    with starter.quotas(cell) as folder:
+    with starter.throttled(cell) as folder:
         written = [int((folder / f"rank-{rank}" / "cpu.cfs_quota_us").read_text()) for rank in (0, 1)]
-    assert [quota / starter.CGROUP_PERIOD_US for quota in written] == [0.6, 0.15]
+    assert [quota / cgroups.PERIOD_US for quota in written] == [0.6, 0.15]
 
 
 def iter_cells(asked):

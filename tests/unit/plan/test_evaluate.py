@@ -278,6 +278,17 @@ def test_memory_is_weights_their_likes_and_activations_in_flight():
     assert both.memory_bytes == {0: 4 * 700 + 60 * 6, 1: 4 * 700 + 60 * 2}
 
 
+def test_what_the_loss_saves_is_there_for_one_micro_batch_at_a_time():
+    model, costs = graph("ab"), [cost(saved=10, weight=100), cost(saved=30, weight=100)]
+    scored = [costs[0], replace(costs[1], loss_bytes=20)]  # of the 30
+    gpipe = Placement((chain([1], 2, 4, in_flight=4),))
+    needs = [
+        Evaluator(model, each, cluster(2), [StepTime(0, 1)] * 2, Training(8)).evaluate(gpipe).memory_bytes
+        for each in (costs, scored)
+    ]
+    assert needs == [{0: 400 + 4 * 2 * 10, 1: 400 + 4 * 2 * 30}, {0: 400 + 4 * 2 * 10, 1: 400 + 2 * (4 * 10 + 20)}]
+
+
 def test_what_does_not_fit_is_infeasible():
     model, costs = graph("ab"), [cost(weight=2**20), cost(weight=2**28)]
     evaluator = Evaluator(model, costs, cluster(2, memory_gib=1), [StepTime(0, 1)] * 2, Training(8))

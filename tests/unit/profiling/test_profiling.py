@@ -194,6 +194,16 @@ def test_profiled_batches_hold_samples_from_all_over_the_data_set():
     assert len(batch) == 80
 
 
+@pytest.mark.parametrize("samples", [4, 8, 16])
+def test_profiled_batches_cost_about_as_much_as_those_of_training(samples):
+    """Every other sample is short; evenly spaced ones all are."""
+    lengths = [1.0 if index % 2 == 0 else 9.0 for index in range(64)]
+    data_set = TensorDataset(torch.tensor(lengths))
+    material = Data(data_set, data_set, lambda model, batch: batch[0].sum(), costs=lengths)
+    (batch,) = batch_of(material, samples, CPU)
+    assert batch.mean() == pytest.approx(5.0)
+
+
 class Host:
     """A subject whose steps take `factor` times 0.1 s and 10 ms a sample; it writes down the sizes that are timed."""
 
