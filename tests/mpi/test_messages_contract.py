@@ -96,6 +96,7 @@ def test_barrier_waits_for_the_last(plane: Plane) -> None:
     assert left >= max(plane.gather_objects(entered))
 
 
+@pytest.mark.ranks(2)
 def test_waiting_burns_no_core(plane: Plane) -> None:
     waited = 1.5
     # Horovod's own thread, once started, takes up to a whole core whatever we do.
