@@ -335,8 +335,6 @@ def test_a_start_that_fails_leaves_no_folder(words: list[str], here: Path) -> No
 
 TOGETHER = {
     "unknown key": (["--sync.quorun", "0"], 2, "there is no option --sync.quorun"),
-    "bad value": (["--sync.quorum", "0"], 2, "sync.quorum is 0.0"),
-    "missing recipe": (["nowhere.yaml"], 2, "recipe nowhere.yaml does not exist"),
     "no checkpoint": (["--resume", "old"], 2, "old: there is no complete checkpoint"),
     "model": (["--model.name", "vgg"], 2, "model.name is vgg"),
     "batch": (

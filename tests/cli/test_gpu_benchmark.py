@@ -24,7 +24,7 @@ def test_copies_beside_kernels_are_measured_in_unions() -> None:
 
 
 def test_the_small_form_trains_every_task_in_every_way(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "benchmarks.gpu", "--small", "--seconds", "0.5", "--output", str(tmp_path)]
+    words = [sys.executable, "-m", "benchmarks.gpu", "--small", "--seconds", "0.1", "--output", str(tmp_path)]
     done = subprocess.run(
         words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False
     )

@@ -4,14 +4,19 @@ options, keys, extras and files checked."""
 from __future__ import annotations
 
 import configparser
+import contextlib
+import io
+import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from jobs import environment, finished, program, started
 from pages import GUIDE, PAGES, ROOT, Block, blocks, furnish, is_run, words_of
+
+from hetsync.cli import main as cli_main
+from hetsync.cli import train as cli_train
 
 SECONDS = 150.0  # of a block
 # Not ours to check.
@@ -123,9 +128,18 @@ def mistake_in(words: list[str], folder: Path) -> str | None:
 
 
 def _said(words: list[str], folder: Path) -> tuple[int, str]:
-    whole = [program(words[0]), *words[1:]]
-    done = subprocess.run(whole, cwd=folder, env=environment(), capture_output=True, text=True, timeout=60, check=False)
-    return done.returncode, done.stderr.strip()
+    """In this process: to read options takes a tenth of what a process takes to start."""
+    main = {"hetsync": cli_main.main, "hetsync-train": cli_train.main}[words[0]]
+    told, before = io.StringIO(), Path.cwd()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(told):
+            main(words[1:])
+    except SystemExit as ended:
+        return int(ended.code or 0), told.getvalue().strip()
+    finally:
+        os.chdir(before)
+    return 0, told.getvalue().strip()
 
 
 def _parsed(words: list[str], folder: Path) -> str | None:

@@ -21,6 +21,7 @@ from safetensors.torch import load
 
 from hetsync.train.checkpoint import complete
 
+pytestmark = pytest.mark.xdist_group("kill_and_resume")  # of one worker: they share a fixture that is dear
 RANKS = 2
 SAMPLES = 3600
 STOPPED = 85

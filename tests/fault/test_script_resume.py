@@ -20,6 +20,7 @@ import pytest
 from jobs import ROOT, SECONDS, Done, finished, kill, mpirun, started, summary_of
 from test_kill_and_resume import kill_rank_1, newest, process_of_rank
 
+pytestmark = pytest.mark.xdist_group("script_resume")  # of one worker: they share a fixture that is dear
 RANKS = 2
 KILLS = int(os.environ.get("HETSYNC_TEST_KILLS", 2))
 EPOCHS, EPOCH_SAMPLES = KILLS + 1, 1200  # each kill comes about half an epoch after the one before

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from jobs import environment, program, summary_of
 
+pytestmark = pytest.mark.xdist_group("slurm")  # of one worker: they share a fixture that is dear
 ROOT = Path(__file__).resolve().parents[2]
 LAB = Path(__file__).with_name("slurm_lab.sh")
 SECONDS = 100.0  # this machine may be busy with other tests

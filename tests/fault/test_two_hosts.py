@@ -14,6 +14,7 @@ import pytest
 import yaml
 from jobs import Done, environment, finished, program, started, summary_of
 
+pytestmark = pytest.mark.xdist_group("two_hosts")  # of one worker: they share a fixture that is dear
 LAB = Path(__file__).with_name("namespaces_lab.sh")
 RATE = "1gbit"
 BYTES_PER_SECOND = 1e9 / 8

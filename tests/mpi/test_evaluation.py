@@ -84,6 +84,7 @@ def test_synchronous_training_is_the_same_with_and_without(plane: Plane) -> None
         assert torch.equal(mine, plain)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("bound", [0, 4])
 def test_evaluation_is_not_training_time(plane: Plane, bound: int) -> None:
     """Each sleeps longer than the whole job trains."""
@@ -94,6 +95,7 @@ def test_evaluation_is_not_training_time(plane: Plane, bound: int) -> None:
     assert time.monotonic() - began > outcome.session.totals.train_seconds + 0.5
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("bound", [0, 4])
 def test_an_evaluation_may_last_longer_than_a_rank_may_be_silent(plane: Plane, bound: int) -> None:
     """All ranks do their part at once: nobody is late, though nothing moves for longer than limit and probe."""

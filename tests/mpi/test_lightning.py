@@ -215,6 +215,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     options, sentence = REFUSED[case]
@@ -224,6 +225,7 @@ def test_refused(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.ranks(1)
 def test_a_metric_shared_within_the_loop_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     class Shares(Module):
         def training_step(self, batch: Any) -> torch.Tensor:

@@ -224,7 +224,6 @@ EACH = pytest.mark.parametrize("name", ROWS)
 
 
 @EACH
-@pytest.mark.ranks(1, 2, 4)
 def test_synchronous_loops_are_one_process(plane: Plane, name: str) -> None:
     row = ROWS[name]
     loop = in_a_job(plane, row, 0)

@@ -50,7 +50,8 @@ from training import Blobs, Net
 
 from hetsync.plane.base import Plane
 
-pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("bound", BOUNDS)]
+# Four ranks show nothing that two do not: sums and staleness are test_engine.py's, loops of four test_job_leaving.py's.
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2), pytest.mark.parametrize("bound", BOUNDS)]
 
 Schedulers = Callable[[Optimizer], list[LRScheduler]]
 STEPS = EPOCHS * BATCHES

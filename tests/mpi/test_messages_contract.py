@@ -96,6 +96,8 @@ def test_barrier_waits_for_the_last(plane: Plane) -> None:
     assert left >= max(plane.gather_objects(entered))
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("plane", ["mpi", "store"], indirect=True)  # the others have messages of one of them
 def test_waiting_burns_no_core(plane: Plane) -> None:
     waited = 1.5
     # Horovod's own thread, once started, takes up to a whole core whatever we do.

@@ -23,7 +23,7 @@ from hetsync.train.evaluation import Evaluations, Part
 from hetsync.train.job import Job, StoppedByRequest
 from hetsync.train.trainer import Trainer
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
 
 SAMPLES = 960
 EVERY = 320
@@ -108,6 +108,7 @@ def test_a_stopped_job_keeps_its_last_metrics(plane: Plane, folder: Path, bound:
         assert 0 < summary["metrics"]["accuracy"] == evaluations(folder)[-1]["accuracy"]
 
 
+@pytest.mark.ranks(2)
 def test_the_average_of_optimizer_states_at_rest_is_off_the_clock(
     plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

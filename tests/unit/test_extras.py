@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs import environment
 
 from hetsync import extras
 from hetsync.data import build
@@ -83,8 +84,9 @@ def test_each_start_without_them_is_one_sentence(start: str, tmp_path: Path) -> 
     names, call, sentence = STARTS[start]
     (tmp_path / "x").mkdir()
     program = WITHOUT.format(names=names, call=call.format(run=str(tmp_path / "x")))
+    words = [sys.executable, "-c", program]
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path
+        words, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path, env=environment()
     )
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()

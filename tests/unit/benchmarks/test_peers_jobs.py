@@ -12,6 +12,7 @@ from argparse import Namespace
 import pytest
 import torch
 import yaml
+from jobs import environment
 from peers_fixtures import DIGITS, RANK_FIGURES, cell, job
 
 from benchmarks.common.local_job import ROOT
@@ -244,9 +245,8 @@ def run_on_two_ranks(peer, folder, pins=None):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "SLURM_"))}
     words = [sys.executable, *starter.RUNNER, peer, folder / "recipe.yaml", folder]
-    env = {**clean, **told, "OMP_NUM_THREADS": "1"}
+    env = environment(**told)
     started = [subprocess.Popen(words, env={**env, "RANK": str(rank)}, cwd=ROOT) for rank in range(2)]
     try:
         assert [process.wait(120) for process in started] == [0, 0]

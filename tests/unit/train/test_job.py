@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import environment
 from torch import nn
 from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import StepLR
@@ -339,7 +339,7 @@ with hetsync.join() as job:
 def test_workers_of_a_script_without_a_guard(tmp_path: Path, samples: str) -> None:
     (tmp_path / "script.py").write_text(NO_GUARD.replace("SAMPLES", samples))
     words = [sys.executable, "script.py"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = environment(PYTHONPATH=str(ROOT))
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100, env=env)
     assert done.returncode == 2, done.stderr
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("hetsync:")]
