@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-STARTUP = Path(__file__).with_name("startup")
 SECONDS = 100.0  # this machine may be busy with other tests
 
 SHARED_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -64,12 +63,11 @@ def command(*words: str | Path | float, ranks: int | None = None) -> list[str]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Nothing of a launcher around these tests; one thread a rank; torch's compiler only where something compiles."""
+    """Nothing of a launcher around these tests; one thread a rank."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_"))}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(CACHE), "COLUMNS": "100"}
-    paths = filter(None, [changes.get("PYTHONPATH"), str(STARTUP), kept.get("PYTHONPATH")])
-    return {**kept, **root, **own, **changes, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**kept, **root, **own, **changes}
 
 
 @contextlib.contextmanager
