@@ -42,7 +42,8 @@ class Inputs:
     def distinct(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The first row of each kind, and which of these each row is like: most episodes stand at the same plan."""
         places: dict[bytes, int] = {}
-        first, like = [], []
+        first: list[int] = []
+        like: list[int] = []
         for row, figures in enumerate(zip(self.devices, self.pairs, self.paces, strict=True)):
             key = b"".join(each.numpy().tobytes() for each in figures)
             if key not in places:

@@ -137,8 +137,8 @@ class PolicyGradient(Conversation):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self._parameters = [self._number, *self.networks(features)]
-        rates = [{"params": self._parameters[1:]}, {"params": [self._number], "lr": self.number_rate}]
-        self._optimizer = torch.optim.Adam(rates, self.learning_rate)
+        self._optimizer = torch.optim.Adam(self._parameters[1:], self.learning_rate)
+        self._optimizer.add_param_group({"params": [self._number], "lr": self.number_rate})
         self._baseline: float | None = None
 
     @abstractmethod
