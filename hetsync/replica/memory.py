@@ -18,10 +18,14 @@ class Memory:
     """What backward needs of the micro-batches in flight, and gradients. What a kernel takes for a moment is not in it.
 
     On a GPU the allocator knows all of it.
+
+    Attributes:
+        beside: Bytes that something else has for the replica: delayed mode's buffers.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self.beside = 0
         self._slices = 0
         self._in_flight: dict[int, dict[int, int]] = {}  # by micro-batch, bytes by address
         self._saved = self._gradients = 0  # the most so far
@@ -50,11 +54,11 @@ class Memory:
         self._gradients = max(self._gradients, sum(gradient.nbytes for gradient in gradients))
 
     def bytes(self, optimizer: torch.optim.Optimizer) -> int:
-        """Of weights, buffers, gradients, the optimizer's state, and what backward needs, at the most."""
+        """Of weights, buffers, gradients, the optimizer's state, most that backward needs, and what is beside."""
         device = next(self._model.parameters()).device
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
         values = [value for state in optimizer.state.values() for value in state.values()]
         held = [*state_of(self._model).values(), *(value for value in values if isinstance(value, torch.Tensor))]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
-        return sum(storages.values()) + self._gradients + self._saved
+        return sum(storages.values()) + self._gradients + self._saved + self.beside

@@ -586,6 +586,12 @@ class Engine:
     def bytes_sent(self) -> int:
         return self._communicator.bytes_sent
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory that delayed mode takes on this rank."""
+        deltas = self._shared.deltas
+        return 0 if deltas is None else deltas.buffer_bytes
+
     def _kept_from_computing(self, seconds: float) -> tuple[float, float]:
         """For how long synchronisation's own work, and waits, have kept the device since the last call, in which it has
         computed for so many seconds.

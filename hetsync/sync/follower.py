@@ -125,6 +125,11 @@ class Follower:
         return self._pending.bytes_sent
 
     @property
+    def buffer_bytes(self) -> int:
+        """Memory that delayed mode takes on this rank."""
+        return self._deltas.buffer_bytes
+
+    @property
     def _deltas(self) -> SegmentedDeltas:
         deltas = self._shared.deltas
         assert isinstance(deltas, SegmentedDeltas)

@@ -243,6 +243,11 @@ class LoneDeltas:
         return (self,)
 
     @property
+    def buffer_bytes(self) -> int:
+        """Memory beside the weights."""
+        return sum(tensor.nbytes for tensor in self._before or ())
+
+    @property
     def anchor(self) -> torch.Tensor:
         """Flat, in float32."""
         return torch.cat([tensor.flatten().float() for tensor in self._local])

@@ -43,6 +43,10 @@ class SegmentedDeltas:
         return self.parts[0].packed
 
     @property
+    def buffer_bytes(self) -> int:
+        return sum(part.buffer_bytes for part in self.parts)
+
+    @property
     def anchor(self) -> torch.Tensor:
         return torch.cat([part.anchor for part in self.parts])
 

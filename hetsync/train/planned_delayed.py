@@ -246,6 +246,7 @@ class DelayedReplicas:
         """Collective, at rest; nothing of it runs on."""
         books, part = self._books, self._part
         books.round_bytes_sent, books.runtime_cpu_seconds = part.bytes_sent, part.cpu_seconds()
+        self._replica.memory.beside = part.buffer_bytes
         part.stop()
         self._steps.close(books.applied)
         for sums in self._opened:

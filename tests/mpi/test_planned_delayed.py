@@ -97,6 +97,8 @@ def test_replicas_train_on_their_own(plane: Plane, folder: Path, kind: str, boun
         assert all(each == own[0] for each in own), "ranks of a replica have computed other tasks, or other versions"
     assert len(lines(folder / "run", RANKS - 1, "round")) == found["rounds"]
     assert {row["runtime_cpu_fraction"] > 0 for row in found["per_rank"]} == {True}
+    for row in found["per_rank"]:
+        assert row["memory_bytes"] == pytest.approx(row["predicted_memory_bytes"], rel=0.15)
     steps = [tensor for name, tensor in saved(folder / "run").items() if name.endswith("step")]
     assert len(steps) > 1
     for each in steps:  # an average over replicas by samples, however many ranks a weight is on
