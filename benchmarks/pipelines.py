@@ -388,7 +388,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--links", nargs="+", choices=ROUND_SLICES, default=list(ROUND_SLICES))
     parser.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", default=list(ARMS), help="; ".join(ARMS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=5.0, help="for which equal shares train, and nobody longer")
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="for which equal shares train, and nobody longer, but for two steps"
+    )
     parser.add_argument("--quick", action="store_true", help="digits alone, one seed, two seconds")
     options = parser.parse_args(words)
     if options.quick:
@@ -396,9 +398,19 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def check_sizes(output: Path, seconds: float) -> None:
+    """Jobs, rates and plans that are kept there must be of jobs of the same sizes."""
+    sizes = json.loads(json.dumps({"seconds": seconds, "workloads": {n: w._asdict() for n, w in WORKLOADS.items()}}))
+    path = output / "sizes.json"
+    if path.exists() and json.loads(path.read_text()) != sizes:
+        sys.exit(f"--output {output} holds jobs of other sizes or --seconds: name another folder, or remove it")
+    write_atomically(path, json.dumps(sizes, indent=1) + "\n")
+
+
 def main(words: Sequence[str] | None = None) -> None:
     options = parse(words)
     options.output.mkdir(parents=True, exist_ok=True)
+    check_sizes(options.output, options.seconds)
     path = options.output / "jobs.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     for record in run(options, records):

@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -141,7 +142,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> None:
     options = parse(words)
     records = []
-    with costs_kept_in(options.output / "costs"):
+    with tempfile.TemporaryDirectory() as fresh, costs_kept_in(Path(fresh)):  # of this machine, as it is now
         names = dict.fromkeys(case.model for case in options.cases)
         subjects = {name: subject_of(name, BATCH_SIZE, options.profile_seconds) for name in names}
         for seed in range(options.repetitions):

@@ -35,7 +35,7 @@ from hetsync.sync.optimizers import build_optimizer
 DYING_RANK = 1
 SAVE_EVERY = 50  # steps: 5 s
 STEP_SECONDS = 0.1  # of every device: what is left of it after backward is slept
-TIMEOUT = timedelta(seconds=10)  # of torchft's calls, as in its example
+SUMS_TIMEOUT, TIMEOUT = timedelta(seconds=5), timedelta(seconds=30)  # of torchft, as in its example of DDP
 
 
 class Work(NamedTuple):
@@ -124,7 +124,7 @@ def managed(training: Training, work: Work) -> Iterator[Any]:
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=TIMEOUT),
+        pg=ProcessGroupGloo(timeout=SUMS_TIMEOUT),
         load_state_dict=load,
         state_dict=state,
         min_replica_size=1,

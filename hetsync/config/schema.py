@@ -418,7 +418,8 @@ class Config:
                 f"fault.not_finite is {self.fault.not_finite}, but control.name is {self.control.name}, which would"
                 " take what is left out for progress: use stop, or control.name fixed"
             )
-        if self.fault.not_finite == "rollback" and self.run.checkpoint_every is self.run.checkpoint_seconds is None:
+        never_saves = self.run.checkpoint_every is None and self.run.checkpoint_seconds is None
+        if self.fault.not_finite == "rollback" and never_saves:
             raise UserError(
                 "fault.not_finite is rollback, but run.checkpoint_every and run.checkpoint_seconds are null, so that"
                 " there is no checkpoint to go back to: give one of them, or use skip"
