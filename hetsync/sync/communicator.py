@@ -45,7 +45,7 @@ from hetsync.sync.messages import (
     TaskLeftOut,
     TaskStarted,
 )
-from hetsync.sync.milestones import TOO_FEW
+from hetsync.sync.milestones import ROLLBACK, TOO_FEW
 from hetsync.sync.polling import pause_seconds
 from hetsync.sync.recovery import Action, Books, Damage, Death, Decision, LandedRound, Report, decide, too_few
 from hetsync.sync.router import Router
@@ -328,7 +328,10 @@ class Communicator:
             self._shared.phase = Phase.TRAINING if start.drain is None else Phase.DRAINING
             self._shared.worker.join(start.number)
             self._shared.changed.notify_all()  # a task may start that was not to be in this round
-        return self._around(start, (self._synchronous_round if start.synchronous else self._delayed_round)(start))
+        # Where all come once more to go back, some have done so, and weights differ: nothing is made of them.
+        going_back = start.drain == ROLLBACK and not start.contributors
+        synchronous = start.synchronous or going_back
+        return self._around(start, (self._synchronous_round if synchronous else self._delayed_round)(start))
 
     def _delayed_round(self, start: StartRound) -> Iterator[None]:
         shared = self._shared

@@ -291,7 +291,7 @@ class Standing(NamedTuple):
 
     `pending` settings follow the next drain; rests for the `requested` reasons follow `rest`. From `evaluation` on, in
     samples, an evaluation is due; one that is under way is due still. `staleness` are pairs of a staleness and the
-    number of tasks that were applied with it.
+    number of tasks that were applied with it. `goes_back`: all are at rest to go back to a checkpoint, and have yet to.
     """
 
     version: int
@@ -301,6 +301,7 @@ class Standing(NamedTuple):
     pending: Settings | None = None
     requested: tuple[str, ...] = ()
     staleness: tuple[tuple[int, int], ...] = ()
+    goes_back: bool = False
 
 
 Instruction = AssignTask | TaskDropped | TaskLeftOut | StartRound

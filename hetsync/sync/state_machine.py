@@ -138,6 +138,7 @@ class RoundStateMachine:
             self._pending_settings,
             self.rests.requested,
             tuple(sorted(self.staleness.items())),
+            self._waits,
         )
 
     def resume(
@@ -174,7 +175,7 @@ class RoundStateMachine:
         elif drained is not None and (
             drained.final
             or standing.version <= drained.number  # that machine did not know that it was complete
-            or drained.drain == standing.rest.reason == ROLLBACK  # nor that all have gone back
+            or standing.goes_back  # nor that they have
         ):
             self._after_drain(drained)
             evaluation = following if drained.evaluate else evaluation

@@ -43,7 +43,7 @@ from hetsync.sync.messages import (
     TaskLeftOut,
     settings_of,
 )
-from hetsync.sync.milestones import STOP, TOO_FEW, Evaluation
+from hetsync.sync.milestones import ROLLBACK, STOP, TOO_FEW, Evaluation
 from hetsync.sync.model_tensors import ModelTensors
 from hetsync.sync.recovery import Books, Damage, Death, Decision, Report, first_standing, keepers, rebuilt
 from hetsync.sync.rounds_rule import RoundsChange, rule_for
@@ -591,15 +591,18 @@ class Session:
         self.evaluation_due = drained.evaluate or drained.final
         told = self.plane.broadcast_object(self._booked())
         self.applied, self.settings, self.shares = told
+        if drained.drain != ROLLBACK:  # or what they have is thrown away, and some may have done so
+            self._agree(drained)
+        self.totals.since_rest = self.totals.loop_steps = 0
+
+    def _agree(self, drained: StartRound) -> None:
         if not drained.synchronous:
             self._common.average(self.totals.since_rest)
-        self.totals.since_rest = 0
         for steps in self.tasks.steps:
             steps.rates.agree(self.plane.gather_objects)
             steps.show_owner(self.applied)
         velocity = self.outer.velocity if self.outer is not None else None
         self.totals.anchor_sha256 = self._common.agree(velocity, self.version, self.totals.loop_steps)
-        self.totals.loop_steps = 0
 
     def _booked(self) -> tuple[int, Settings, tuple[int, ...]] | None:
         """Samples applied, settings and shares, on the first rank."""

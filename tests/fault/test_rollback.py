@@ -5,6 +5,8 @@ Each case is a job of its own. python -m pytest tests/fault/test_rollback.py
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,13 @@ SAMPLES = 48 * BATCH
 CHECKPOINTS = 10 * BATCH
 
 
-def job(folder: Path, ranks: int, faults: str, *words: str) -> Done:
+def job(folder: Path, ranks: int, faults: str, *words: str, program: Sequence[str] = ()) -> Done:
+    """`program`: in place of hetsync-train."""
     every = ["--run.samples", str(SAMPLES), "--run.checkpoint_every", str(CHECKPOINTS)]
     rounds = ["--sync.shares", "equal", "--sync.quorum", "1.0"]  # of a batch or more
     told = ["--run.dir", "run", *every, *rounds, "--fault.not_finite", "rollback", "--fault.inject", faults, *words]
-    with started([*mpirun(ranks), "--with-ft", "ulfm", *command(*told)], folder) as process:
+    train, *rest = command(*told)
+    with started([*mpirun(ranks), "--with-ft", "ulfm", *(program or [train]), *rest], folder) as process:
         return finished(process)
 
 
@@ -50,6 +54,35 @@ def test_deaths_on_the_way_back(tmp_path: Path) -> None:
     assert summary["samples_applied"] == summary["samples_expected"]
     assert 1 <= len(summary["rollbacks"]) <= 2
     assert sorted(failure["rank"] for failure in summary["failures"] if failure["kind"] == "died") == [0, 3]
+
+
+LATE = """
+import os, signal, sys, time
+from hetsync.cli.train import main
+from hetsync.train import checkpoint
+
+load, rank = checkpoint.load, int(os.environ["OMPI_COMM_WORLD_RANK"])
+def late(path):
+    time.sleep((0.0, 1.5, 0.5)[rank])
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    checkpoint.load = load
+    return load(path)
+checkpoint.load = late
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("bound", ["0", "4"])
+def test_a_death_while_some_have_gone_back_has_all_go_back_once_more(tmp_path: Path, bound: str) -> None:
+    """Rank 0 has read the checkpoint, and rank 1 has not, when rank 2 dies. Statistics of batches travel, too."""
+    words = ["--model.options", "{batch_norm: true}", "--sync.delay_bound", bound]
+    done = job(tmp_path, 3, "[{kind: not_finite, rank: 1, round: 15}]", *words, program=[sys.executable, "-c", LATE])
+    assert done.status == 0, done.story
+    summary = summary_of(tmp_path / "run")
+    assert summary["samples_applied"] == summary["samples_expected"] == SAMPLES
+    assert summary["rollbacks"]
+    assert [failure["rank"] for failure in summary["failures"] if failure["kind"] == "died"] == [2]
 
 
 def test_where_there_is_no_checkpoint_one_sentence_says_so(tmp_path: Path) -> None:

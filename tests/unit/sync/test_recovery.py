@@ -27,7 +27,7 @@ from hetsync.sync.messages import (
     Task,
     TaskFinished,
 )
-from hetsync.sync.milestones import CHECKPOINT, STOP, Milestone, marks_every, no_marks, rests_at
+from hetsync.sync.milestones import CHECKPOINT, ROLLBACK, STOP, Milestone, marks_every, no_marks, rests_at
 from hetsync.sync.recovery import (
     Action,
     Agreed,
@@ -231,6 +231,16 @@ def test_what_was_asked_for_is_not_forgotten():
     machine = going_on(report(0, books=after, at_rest=True)._replace(newest=landed(drain=CHECKPOINT)))
     assert machine.rests.next == Milestone(50, CHECKPOINT)
     assert machine.rests.requested == (STOP,)
+
+
+def test_who_was_to_go_back_again_still_is():
+    """All have gone back once, and the next samples have spoiled a task before any round: no rest is over by that."""
+    told = standing()._replace(rest=Milestone(20, ROLLBACK))
+    books = Books([told], [(0, 20)], version=3)
+    back = landed(drain=ROLLBACK)
+    assert going_on(report(0, books=books)._replace(newest=back)).rests.next == Milestone(20, ROLLBACK)
+    books = Books([told._replace(goes_back=True)], [(0, 20)], version=3)
+    assert going_on(report(0, books=books)._replace(newest=back)).rests.next == Milestone(50, CHECKPOINT)
 
 
 def test_at_a_quorum_of_one_nobody_counts_as_ahead_by_an_older_bound():

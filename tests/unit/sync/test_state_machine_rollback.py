@@ -58,7 +58,7 @@ def test_what_comes_after_the_checkpoint_goes_out_again(settings: Settings, step
     if stops:
         assert cluster.drains[at + 1] == (to, STOP)
     marks = [position for position, reason in cluster.drains[at + 1 :] if reason != STOP]
-    assert marks == list(range(to + CHECKPOINTS, TOTAL + 1, CHECKPOINTS))
+    assert marks == (list(range(to + CHECKPOINTS, TOTAL + 1, CHECKPOINTS)) or [TOTAL])  # the end has a rest anyway
 
 
 @relaxed
