@@ -63,8 +63,11 @@ class Outcome:
         self.summary: dict[str, Any] = json.loads(summary.read_text())
 
 
-def train(folder: Path, bound: int | None, spoiled: tuple[int, ...], *, epochs: int = 1, **settings: Any) -> Outcome:
-    """The batches of these numbers, in the order in which they come, are nan."""
+def train(
+    folder: Path, bound: int | None, spoiled: tuple[int, ...], *, epochs: int = 1, every: int = 1, **settings: Any
+) -> Outcome:
+    """The batches of these numbers, in the order in which they come, are nan. The scheduler is stepped after each
+    `every` of an epoch's, which the loop counts itself."""
     points = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(points, (points[:, 0] > 0).long(), torch.arange(SAMPLES))
     model, counted, seen, batches = Net(), Counted(), list[int](), 0
@@ -76,13 +79,15 @@ def train(folder: Path, bound: int | None, spoiled: tuple[int, ...], *, epochs: 
         model, optimizer, scheduler, loader = job.prepare(model, optimizer, scheduler, loader)
         job.register("counted", counted)
         for _ in job.epochs(epochs):
-            for points, labels, indices in loader:
+            for number, (points, labels, indices) in enumerate(loader, start=1):
                 seen += indices.tolist()
                 batches += 1
                 counted.batches += 1
                 points = points * torch.nan if batches in spoiled else points
                 job.backward(nn.functional.cross_entropy(model(points), labels))
-                job.step(optimizer, scheduler)
+                job.step(optimizer)
+                if number % every == 0:
+                    scheduler.step()
     return Outcome(model, counted, seen, folder)
 
 
@@ -151,6 +156,17 @@ def test_it_goes_back_within_an_epoch(tmp_path: Path) -> None:
     summary = train(tmp_path, 4, (10,), epochs=2, checkpoint_every=2 * BATCH + 8).summary
     assert len(summary["rollbacks"]) == 1
     assert summary["samples_applied"] == 2 * SAMPLES
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+@pytest.mark.parametrize("spoiled", [4, 5])  # back to before the scheduler's first step, and to after it
+def test_a_loop_that_counts_its_batches_steps_its_scheduler_as_before(tmp_path: Path, bound: int, spoiled: int) -> None:
+    """Its counter goes on where all go back, and its steps are after as many samples as without that."""
+    plain = train(tmp_path / "plain", bound, (), epochs=2, every=3)
+    outcome = train(tmp_path / "spoiled", bound, (spoiled,), epochs=2, every=3)
+    assert len(outcome.summary["rollbacks"]) == 1
+    for name, value in plain.weights.items():
+        assert torch.equal(outcome.weights[name], value), name
 
 
 def test_it_is_refused_where_there_will_be_no_checkpoint() -> None:
