@@ -169,6 +169,28 @@ def test_a_loop_that_counts_its_batches_steps_its_scheduler_as_before(tmp_path: 
         assert torch.equal(outcome.weights[name], value), name
 
 
+def test_gradients_of_before_are_gone(tmp_path: Path) -> None:
+    """Those of a task's second batch, after a first that was nan: a loop may add to what it finds in `.grad`."""
+    points = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
+    model, counted, held = Net(), Counted(), list[tuple[int, bool]]()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    told = {"checkpoint_every": 2 * BATCH, "fault": {"not_finite": "rollback"}, "delay_bound": 4, "accumulation": 2}
+    with hetsync.join(run=tmp_path / "run", progress=False, **told) as job:
+        loader = DataLoader(TensorDataset(points), BATCH, shuffle=True)
+        model, optimizer, loader = job.prepare(model, optimizer, loader)
+        job.register("counted", counted)
+        for _ in job.epochs(1):
+            for (batch,) in loader:
+                held.append((counted.batches, any(weight.grad is not None for weight in model.parameters())))
+                counted.batches += 1
+                optimizer.zero_grad()
+                spoiled = len(held) == 3
+                model(batch * torch.nan if spoiled else batch).square().mean().backward()
+                optimizer.step()
+    at_checkpoint = [grad for batches, grad in held if batches == 2]
+    assert at_checkpoint == [True, False], held
+
+
 def test_it_is_refused_where_there_will_be_no_checkpoint() -> None:
     back = FaultConfig(not_finite="rollback")
     with pytest.raises(UserError, match=r"run\.checkpoint_every and run\.checkpoint_seconds are null"):
