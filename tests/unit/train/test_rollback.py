@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ import hetsync
 from hetsync.config.faults import FaultConfig
 from hetsync.config.schema import Config, ControlConfig, RunConfig
 from hetsync.errors import UserError
+from hetsync.sync.messages import TaskLeftOut
+from hetsync.train import checkpoint
+from hetsync.train.rollback import agreed, destination
+from hetsync.train.summary import Rollback
 
 SAMPLES, BATCH = 96, 16
 
@@ -189,6 +194,27 @@ def test_gradients_of_before_are_gone(tmp_path: Path) -> None:
                 optimizer.step()
     at_checkpoint = [grad for batches, grad in held if batches == 2]
     assert at_checkpoint == [True, False], held
+
+
+def test_what_only_some_have_been_told_of_counts_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first rank has died on the way back, and the one that is the first now has not heard of what it decided."""
+    loaded = SimpleNamespace(path=tmp_path, progress=SimpleNamespace(samples_applied=64))
+    monkeypatch.setattr(checkpoint, "complete", lambda folder: [folder])
+    monkeypatch.setattr(checkpoint, "load_newest", lambda folder: loaded)
+    known = [
+        Rollback(rank=0, host="a", round=number, next_round=number + 2, samples=16, checkpoint_samples=64)
+        for number in (3, 6)
+    ]
+    session: Any = SimpleNamespace(
+        left_out=[TaskLeftOut(0, 3, 16, ()), TaskLeftOut(0, 6, 16, ())], applied=64, version=8, named=lambda spans: "7"
+    )
+    messages: Any = SimpleNamespace(gather_objects=lambda mine: [mine, known])
+    before = agreed(messages, known[:1])
+    assert before == known
+    assert destination(tmp_path, session, ["a", "b"], before, 0) == (tmp_path, None)
+    session.left_out.append(TaskLeftOut(1, 9, 16, ()))
+    with pytest.raises(UserError, match=r"on rank 1 in round 9, .* for the third time since the checkpoint of 64"):
+        destination(tmp_path, session, ["a", "b"], before, 0)
 
 
 def test_it_is_refused_where_there_will_be_no_checkpoint() -> None:
