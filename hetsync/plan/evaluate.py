@@ -148,7 +148,7 @@ class Evaluator:
         self.figures = _figures(costs, training.batch_size / len(times))
         self.output_bytes = np.array([cost.output_bytes for cost in costs], dtype=float)
         self._needed_bytes = np.array([cost.received_bytes for cost in costs], dtype=float)
-        self._loss_bytes = np.array([cost.loss_bytes for cost in costs], dtype=float)
+        self.loss_bytes = np.array([cost.loss_bytes for cost in costs], dtype=float)
         inner = [(edge.source, edge.target) for edge in graph.edges if edge.source != BATCH]
         self._sources, self._targets = np.array(inner, dtype=int).reshape(-1, 2).T
         self._sinks = sorted(set(range(len(costs))) - {source for source, _ in inner})
@@ -248,7 +248,7 @@ class Evaluator:
             len(replica.stages), sample_bytes, replica.micro_batches, [stage.in_flight for stage in replica.stages]
         )
         received = self._received_bytes(stage_of, sample_bytes, len(replica.stages))
-        loss = member @ self._loss_bytes
+        loss = member @ self.loss_bytes
         return _Staged(replica, member @ self.figures, sample_bytes, received, loss, in_flight, late)
 
     def _received_bytes(

@@ -194,7 +194,11 @@ class SchedulerRates:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for scheduler, mine in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(mine)
-        self._cadences = [Cadence(**mine) for mine in state["cadences"]]
+        for cadence, kept in zip(self._cadences, state["cadences"], strict=True):
+            # Where all go back within a loop it goes on, and calls as before: what is known of it stays.
+            cadence.done = kept["done"]
+            if cadence.every is None:
+                cadence.every, cadence.first = kept["every"], kept["first"]
 
 
 def check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -105,7 +105,8 @@ class Loop:
             return
         if self._course is None:
             self._course = running.session.course()
-        self._count_from(running)
+        self._slices = 0
+        self._prepared.parts.begin_loop(running.session.applied)
         running.looped_from = running.session.applied
         try:
             yield from self._until_lines(running, self._course)
@@ -114,11 +115,6 @@ class Loop:
             raise
         finally:
             self.in_batch = False
-
-    def _count_from(self, running: Running) -> None:
-        """Slices of the loop, by which schedulers are stepped in it, from where it stands."""
-        self._slices = 0
-        self._prepared.parts.begin_loop(running.session.applied)
 
     def _until_lines(self, running: Running, course: Iterator[Any]) -> Generator[Any]:
         """Batches up to the rest at which the script's own lines come."""
@@ -143,9 +139,11 @@ class Loop:
         has died, and the course comes to this rest once more."""
         running, every = self._begin(), self._prepared.interval_samples
         applied = running.session.applied
-        back = rest.reason == ROLLBACK
         at_intervals_end = (
-            every is not None and (rest.final or applied % every == 0) and applied != self._lines_at and not back
+            every is not None
+            and rest.reason != ROLLBACK
+            and (rest.final or applied % every == 0)
+            and applied != self._lines_at
         )
         ended = rest.final and applied < running.total  # all loops have
         status = STOPPED
@@ -161,8 +159,6 @@ class Loop:
         if not running.session.at_rest(work):
             running.break_off_rest()
             return False
-        if back:
-            self._count_from(running)
         if running.session.stopping:
             running.status = status
             raise StoppedByRequest(status)

@@ -19,7 +19,7 @@ from hetsync.errors import UserError, complain
 from hetsync.plane.base import LostError, Newcomer, Plane, Summoned
 from hetsync.profiling.measure import Place
 from hetsync.sync.recovery import Death
-from hetsync.train.summary import Join
+from hetsync.train.summary import Join, Rollback
 from hetsync.train.terms import Entry
 
 MOST_TRIES = 3  # in a row, for one place
@@ -47,6 +47,7 @@ class Welcome:
     entry: Entry
     deaths: Sequence[tuple[Death, float]]
     joins: Sequence[Join]
+    rollbacks: Sequence[Rollback]
 
 
 class Arrival(NamedTuple):

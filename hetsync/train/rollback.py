@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hetsync.config.faults import FaultConfig
 from hetsync.errors import UserError
+from hetsync.plane.base import Messages
 from hetsync.sync.messages import TaskLeftOut
 from hetsync.train import checkpoint
 from hetsync.train.session import Session
@@ -22,6 +23,13 @@ def check_going_back(fault: FaultConfig, folder: Path | None) -> None:
             "fault.not_finite is rollback, but there is no run folder, and so no checkpoint to go back to: give"
             " hetsync.join a run, or use skip"
         )
+
+
+def agreed(messages: Messages, known: Sequence[Rollback]) -> list[Rollback]:
+    """Collective, at rest: the times that all have gone back so far, of which this rank knows these. Where one has died
+    while it told of the newest, only some know it."""
+    told: list[list[Rollback]] = messages.gather_objects(list(known))
+    return max(told, key=len)
 
 
 def destination(

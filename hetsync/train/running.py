@@ -41,7 +41,7 @@ from hetsync.train.memory import slice_memory
 from hetsync.train.preparation import Preparation
 from hetsync.train.replacing import Replacements, Summons, Welcome, summons_of
 from hetsync.train.resumption import Standing, first_settings, kept_shares
-from hetsync.train.rollback import check_going_back, destination
+from hetsync.train.rollback import agreed, check_going_back, destination
 from hetsync.train.run_folder import Status, mark_failed, taken_over
 from hetsync.train.saving import Saver
 from hetsync.train.session import AtRest, Session
@@ -197,6 +197,7 @@ class Running:
         parts.restore_roles(loaded.state)
         self.at = replace(self.at, loaded=loaded)
         self.profiles, self.joins = list(welcome.profiles), list(welcome.joins)
+        self._rollbacks = list(welcome.rollbacks)
         self._restore()
 
     def _faults(self) -> tuple[InjectedFault, ...]:
@@ -226,6 +227,7 @@ class Running:
                     entry=session.entry,
                     deaths=session.deaths,
                     joins=[*self.joins, join],
+                    rollbacks=self._rollbacks,
                 )
 
             arrival = self._replacements.invite(welcome, session.version, samples)
@@ -539,24 +541,27 @@ class Running:
         assert self.at.folder is not None
         session, every = self.session, self.prepared.interval_samples
         epoch_from = 0 if every is None else self.looped_from // every * every
-        folder, rollbacks, hosts = self.at.folder, self._rollbacks, [profile.host for profile in self.profiles]
-        path, rollback = decided_by_first(
-            self.plane, lambda: destination(folder, session, hosts, rollbacks, epoch_from)
-        )
+        folder, hosts = self.at.folder, [profile.host for profile in self.profiles]
+        before = self._rollbacks = agreed(self.plane, self._rollbacks)
+        path, rollback = decided_by_first(self.plane, lambda: destination(folder, session, hosts, before, epoch_from))
+        if rollback is not None:
+            self._note(rollback)
         loaded = checkpoint.load(path)
         checkpoint.restore(loaded, self.model, self.prepared.parts.optimizers)
         self.prepared.parts.restore(loaded.state)
         velocity = None if loaded.outer is None else loaded.outer.to(self._device)
         session.go_back(loaded.progress.samples_applied, velocity)
-        if rollback is not None:
-            self._rollbacks.append(rollback)
-            if self.plane.leads:
-                self.telemetry.record("rollback", **asdict(rollback))
-                self._tell_left_out()
-                self.display.say(
-                    f"all ranks have gone back to the checkpoint of {rollback.checkpoint_samples} samples:"
-                    f" {rollback.samples} are trained on again"
-                )
+
+    def _note(self, rollback: Rollback) -> None:
+        """As soon as it is decided: where a rank dies on the way, all go back once more, and nobody notes it again."""
+        self._rollbacks.append(rollback)
+        if self.plane.leads:
+            self.telemetry.record("rollback", **asdict(rollback))
+            self._tell_left_out()
+            self.display.say(
+                f"all ranks go back to the checkpoint of {rollback.checkpoint_samples} samples:"
+                f" {rollback.samples} are trained on again"
+            )
 
     def break_off_rest(self) -> None:
         """A rank has died, and the rest begins anew."""

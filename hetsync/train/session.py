@@ -575,6 +575,7 @@ class Session:
         so many samples, and the outer optimizer's `velocity` is: training goes on from there. MembersLost where a rank
         has died meanwhile."""
         self.applied = applied
+        self.model.zero_grad(set_to_none=True)  # a loop may add to what it finds
         if self.outer is not None:
             self.outer.velocity = velocity
         self._common.remember_counters()

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from hetsync.plan.evaluate import BACKWARD, FORWARD, SAVED, WEIGHTS
-from hetsync.plan.search.list_schedule import group_figures
+from hetsync.plan.evaluate import BACKWARD, FORWARD, WEIGHTS
+from hetsync.plan.search.list_schedule import group_figures, group_saved_bytes
 from hetsync.plan.search.search import Problem
 
 MOST_GROUPS = 24
@@ -72,9 +72,10 @@ def _devices(model: Any, asked: Pipeline, hint: Sequence[int]) -> dict[tuple[int
 
 
 def _heed_memory(model: Any, asked: Pipeline, on: Mapping[tuple[int, int], Any]) -> None:
-    evaluator, figures = asked.problem.evaluator, group_figures(asked.problem.evaluator, asked.problem.groups)
+    evaluator, groups = asked.problem.evaluator, asked.problem.groups
     in_flight = min(asked.micro_batches, len(asked.ranks))
-    needed = evaluator.held_bytes(figures[:, WEIGHTS], 1) + figures[:, SAVED] * asked.samples * in_flight
+    held = evaluator.held_bytes(group_figures(evaluator, groups)[:, WEIGHTS], 1)
+    needed = held + group_saved_bytes(evaluator, groups, in_flight) * asked.samples
     most = int(needed.sum())
     for rank in asked.ranks:
         if (limit := evaluator.limit_bytes[rank]) < most:

@@ -55,7 +55,8 @@ class _Schedule:
         self._speeds = {rank: 1 / max(seconds, SHORTEST_SECONDS) for rank, seconds in whole.items()}
         self._work: list[float] = work.tolist()  # parts of the model
         in_flight = min(micro_batches, len(ranks))
-        held = problem.evaluator.held_bytes(figures[:, WEIGHTS], replicas) + figures[:, SAVED] * samples * in_flight
+        saved = group_saved_bytes(problem.evaluator, problem.groups, in_flight) * samples
+        held = problem.evaluator.held_bytes(figures[:, WEIGHTS], replicas) + saved
         self._held: list[float] = held.tolist()
         self._before: dict[int, list[tuple[int, float]]] = defaultdict(list)  # by group: needed ones, bytes
         for (source, target), size in problem.groups.edges.items():
@@ -143,3 +144,9 @@ def group_figures(evaluator: Evaluator, groups: Groups) -> Array:
     """The columns of the evaluator's figures, summed over each group's blocks: a row a group."""
     summed: Array = np.add.reduceat(evaluator.figures, groups.bounds[:-1], axis=0)
     return summed
+
+
+def group_saved_bytes(evaluator: Evaluator, groups: Groups, in_flight: int) -> Array:
+    """By group, a sample's of what so many micro-batches save for backward: of the loss, one at a time."""
+    loss: Array = np.add.reduceat(evaluator.loss_bytes, groups.bounds[:-1])
+    return group_figures(evaluator, groups)[:, SAVED] * in_flight - loss * (in_flight - 1)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hetsync.plane import codec
 from hetsync.plane.base import LostError
-from hetsync.train import replacing
+from hetsync.train import checkpoint, replacing
 from hetsync.train.evaluation import Part, by_rank
-from hetsync.train.replacing import MOST_TRIES, SECONDS_BETWEEN_RESTS, SECONDS_FOR_A_REST, Replacements
+from hetsync.train.replacing import MOST_TRIES, SECONDS_BETWEEN_RESTS, SECONDS_FOR_A_REST, Replacements, Welcome
+from hetsync.train.running import Running
+from hetsync.train.summary import Join, Rollback
 
 
 class Process:
@@ -118,3 +122,47 @@ def test_whoever_is_a_member_again_may_be_replaced_as_often(job: Job) -> None:
 def test_parts_are_in_the_order_of_ranks_whoever_came_last() -> None:
     parts = [Part(f"of {rank}", 1) for rank in (1, 3, 0)]
     assert [part.found for part in by_rank((1, 3, 0), parts)] == ["of 0", "of 1", "of 3"]
+
+
+@dataclass(frozen=True)
+class Place:
+    loaded: Any = None
+
+
+def test_one_that_enters_knows_how_often_all_have_gone_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the first rank one day, which counts that, and tells it at the end."""
+    monkeypatch.setattr(checkpoint, "load", lambda path: SimpleNamespace(state={}))
+    monkeypatch.setattr(checkpoint, "check_model", lambda loaded, model: None)
+    rollback = Rollback(rank=0, host="here", round=3, next_round=5, samples=32, checkpoint_samples=64)
+    join = Join(rank=1, host="there", round=9, seconds=1.0, samples=0)
+    sent: list[bytes | bytearray] = []
+
+    def invite(welcome: Any, version: int, samples: Any) -> None:
+        sent.append(codec.dumps(welcome(join, None)))
+
+    machine = SimpleNamespace(samples_by_rank=Counter[int]())
+    first: Any = SimpleNamespace(
+        _replacements=SimpleNamespace(invite=invite),
+        _saver=SimpleNamespace(newest="checkpoints/64"),
+        _rollbacks=[rollback],
+        joins=[],
+        profiles=[None, None],
+        plane=SimpleNamespace(members=(0,), broadcast_object=lambda told: told),
+        session=SimpleNamespace(
+            coordinator=SimpleNamespace(machine=machine), shares=(8, 0), entry=None, deaths=[], version=9
+        ),
+    )
+    Running._admit(first)
+    welcome = codec.loads(sent[0])
+    assert isinstance(welcome, Welcome)
+    entered: Any = SimpleNamespace(
+        plane=SimpleNamespace(rank=1, enter=lambda members, address: None),
+        prepared=SimpleNamespace(parts=SimpleNamespace(restore_roles=lambda state: None)),
+        profiles=[None, None],
+        model=None,
+        at=Place(),
+        _restore=lambda: None,
+        _rollbacks=[],
+    )
+    Running._enter(entered, SimpleNamespace(knock=lambda profile: ("address", welcome)))  # type: ignore[arg-type]
+    assert entered._rollbacks == [rollback]

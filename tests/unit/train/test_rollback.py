@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ import hetsync
 from hetsync.config.faults import FaultConfig
 from hetsync.config.schema import Config, ControlConfig, RunConfig
 from hetsync.errors import UserError
+from hetsync.sync.messages import TaskLeftOut
+from hetsync.train import checkpoint
+from hetsync.train.rollback import agreed, destination
+from hetsync.train.summary import Rollback
 
 SAMPLES, BATCH = 96, 16
 
@@ -63,8 +68,11 @@ class Outcome:
         self.summary: dict[str, Any] = json.loads(summary.read_text())
 
 
-def train(folder: Path, bound: int | None, spoiled: tuple[int, ...], *, epochs: int = 1, **settings: Any) -> Outcome:
-    """The batches of these numbers, in the order in which they come, are nan."""
+def train(
+    folder: Path, bound: int | None, spoiled: tuple[int, ...], *, epochs: int = 1, every: int = 1, **settings: Any
+) -> Outcome:
+    """The batches of these numbers, in the order in which they come, are nan. The scheduler is stepped after each
+    `every` of an epoch's, which the loop counts itself."""
     points = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(points, (points[:, 0] > 0).long(), torch.arange(SAMPLES))
     model, counted, seen, batches = Net(), Counted(), list[int](), 0
@@ -76,13 +84,15 @@ def train(folder: Path, bound: int | None, spoiled: tuple[int, ...], *, epochs: 
         model, optimizer, scheduler, loader = job.prepare(model, optimizer, scheduler, loader)
         job.register("counted", counted)
         for _ in job.epochs(epochs):
-            for points, labels, indices in loader:
+            for number, (points, labels, indices) in enumerate(loader, start=1):
                 seen += indices.tolist()
                 batches += 1
                 counted.batches += 1
                 points = points * torch.nan if batches in spoiled else points
                 job.backward(nn.functional.cross_entropy(model(points), labels))
-                job.step(optimizer, scheduler)
+                job.step(optimizer)
+                if number % every == 0:
+                    scheduler.step()
     return Outcome(model, counted, seen, folder)
 
 
@@ -151,6 +161,60 @@ def test_it_goes_back_within_an_epoch(tmp_path: Path) -> None:
     summary = train(tmp_path, 4, (10,), epochs=2, checkpoint_every=2 * BATCH + 8).summary
     assert len(summary["rollbacks"]) == 1
     assert summary["samples_applied"] == 2 * SAMPLES
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+@pytest.mark.parametrize("spoiled", [4, 5])  # back to before the scheduler's first step, and to after it
+def test_a_loop_that_counts_its_batches_steps_its_scheduler_as_before(tmp_path: Path, bound: int, spoiled: int) -> None:
+    """Its counter goes on where all go back, and its steps are after as many samples as without that."""
+    plain = train(tmp_path / "plain", bound, (), epochs=2, every=3)
+    outcome = train(tmp_path / "spoiled", bound, (spoiled,), epochs=2, every=3)
+    assert len(outcome.summary["rollbacks"]) == 1
+    for name, value in plain.weights.items():
+        assert torch.equal(outcome.weights[name], value), name
+
+
+def test_gradients_of_before_are_gone(tmp_path: Path) -> None:
+    """Those of a task's second batch, after a first that was nan: a loop may add to what it finds in `.grad`."""
+    points = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
+    model, counted, held = Net(), Counted(), list[tuple[int, bool]]()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    told = {"checkpoint_every": 2 * BATCH, "fault": {"not_finite": "rollback"}, "delay_bound": 4, "accumulation": 2}
+    with hetsync.join(run=tmp_path / "run", progress=False, **told) as job:
+        loader = DataLoader(TensorDataset(points), BATCH, shuffle=True)
+        model, optimizer, loader = job.prepare(model, optimizer, loader)
+        job.register("counted", counted)
+        for _ in job.epochs(1):
+            for (batch,) in loader:
+                held.append((counted.batches, any(weight.grad is not None for weight in model.parameters())))
+                counted.batches += 1
+                optimizer.zero_grad()
+                spoiled = len(held) == 3
+                model(batch * torch.nan if spoiled else batch).square().mean().backward()
+                optimizer.step()
+    at_checkpoint = [grad for batches, grad in held if batches == 2]
+    assert at_checkpoint == [True, False], held
+
+
+def test_what_only_some_have_been_told_of_counts_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first rank has died on the way back, and the one that is the first now has not heard of what it decided."""
+    loaded = SimpleNamespace(path=tmp_path, progress=SimpleNamespace(samples_applied=64))
+    monkeypatch.setattr(checkpoint, "complete", lambda folder: [folder])
+    monkeypatch.setattr(checkpoint, "load_newest", lambda folder: loaded)
+    known = [
+        Rollback(rank=0, host="a", round=number, next_round=number + 2, samples=16, checkpoint_samples=64)
+        for number in (3, 6)
+    ]
+    session: Any = SimpleNamespace(
+        left_out=[TaskLeftOut(0, 3, 16, ()), TaskLeftOut(0, 6, 16, ())], applied=64, version=8, named=lambda spans: "7"
+    )
+    messages: Any = SimpleNamespace(gather_objects=lambda mine: [mine, known])
+    before = agreed(messages, known[:1])
+    assert before == known
+    assert destination(tmp_path, session, ["a", "b"], before, 0) == (tmp_path, None)
+    session.left_out.append(TaskLeftOut(1, 9, 16, ()))
+    with pytest.raises(UserError, match=r"on rank 1 in round 9, .* for the third time since the checkpoint of 64"):
+        destination(tmp_path, session, ["a", "b"], before, 0)
 
 
 def test_it_is_refused_where_there_will_be_no_checkpoint() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 from block_graphs import cost, graph
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +12,11 @@ from hypothesis import strategies as st
 from hetsync.balance.profile import StepTime
 from hetsync.emulation.cluster import Cluster, DeviceGroup
 from hetsync.plan.evaluate import Evaluator, Training
+from hetsync.plan.placement import Placement
+from hetsync.plan.search.cp_sat import Pipeline, _heed_memory
 from hetsync.plan.search.groups import contract
+from hetsync.plan.search.list_schedule import _Schedule
+from hetsync.plan.search.search import Problem
 
 
 def evaluator(costs, edges=None):
@@ -54,3 +61,19 @@ def test_an_output_counts_once_for_each_group_that_needs_it():
 
 def test_small_neighbours_become_one_before_large_ones():
     assert contract(evaluator([cost(9.0), cost(0.1), cost(0.1), cost(9.0)]), 3).bounds == (0, 1, 3, 4)
+
+
+def test_groups_need_what_their_stages_do_of_which_the_loss_is_saved_once():
+    costs = [cost(saved=10, weight=100), replace(cost(saved=30, weight=100), loss_bytes=20)]
+    devices = (DeviceGroup("a", 2, memory_gib=1),)
+    scored = Evaluator(graph("ab"), costs, Cluster("x", "s", devices), [StepTime(0.0, 1.0)] * 2, Training(8))
+    asked = Problem(scored, (4,))
+    in_flight = 2
+    memory = scored.evaluate(Placement((asked.replica([0, 1], 4, in_flight),))).memory_bytes
+    assert memory == {0: 400 + 2 * 2 * 10, 1: 400 + 2 * (2 * 10 + 20)}
+    assert _Schedule(asked, (0, 1), 4, 2, 1)._held == [*memory.values()]
+    scored.limit_bytes = [*memory.values()]
+    told = []
+    one_each = {(group, rank): int(group == rank) for group in range(2) for rank in range(2)}
+    _heed_memory(SimpleNamespace(add=told.append), Pipeline(asked, range(2), 4, 2), one_each)
+    assert told == [True, True]
