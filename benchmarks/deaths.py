@@ -101,8 +101,8 @@ def counted(everyones: Sequence[Sequence[Record]], steps: int) -> dict[str, Any]
 
 
 def ddp_run(words: Sequence[str], folder: Path, python: str) -> None:
-    torchrun = [python, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS), "--max-restarts", "1"]
-    torchrun += ["--master_port", str(free_port()), "-m", MODULE]
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
+    torchrun += ["--max-restarts", "1", "-m", MODULE]
     with (folder / "out.log").open("w") as log:
         line, told = [*torchrun, *words], environment() | {"PEERS_SIZE": str(RANKS)}
         done = subprocess.run(line, env=told, cwd=ROOT, stdout=log, stderr=log, timeout=LIMIT_SECONDS)
