@@ -44,7 +44,6 @@ class Case(NamedTuple):
 CASES = (
     Case("two stages", [chain(0, 1)], 0),
     Case("two replicas", [chain(0, 1), chain(2, 3)], 0),
-    Case("a shared stage", [[((0, 1), 1.0)]], 0),
     Case("two replicas", [chain(0, 1), chain(2, 3)], 4),
 )
 
