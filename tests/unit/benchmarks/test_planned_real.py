@@ -71,9 +71,9 @@ def test_costs_are_parts_of_a_core_on_the_worst_rank() -> None:
     record = {"parts": planned_cost.parts_of(spent)}
     assert planned_cost.of_goal(record) == pytest.approx(0.025)
     idle = {"parts": planned_cost.parts_of({"seconds": 10.0})}
-    assert planned_cost.verdict([idle, record]).endswith("2.50% of a core at most, on any rank (goal: 3%, met).")
+    assert planned_cost.verdict([idle, record]).endswith("(goal: 3%, met); all of HetSync 7.50%.")
     worse = {"parts": {"log": 0.04}}
-    assert planned_cost.verdict([worse, idle]).endswith("(goal: 3%, missed).")
+    assert planned_cost.verdict([worse, idle]).endswith("(goal: 3%, missed); all of HetSync 4.00%.")
 
 
 class Work:
