@@ -14,7 +14,6 @@ a component is not divided. `bound` is that, times the replicas.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from itertools import product
@@ -23,9 +22,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.common.local_job import RECIPES
 from benchmarks.common.planned_job import PlannedRun, costs_kept_in, run_planned
-from benchmarks.common.report import command, machine, source, spread
+from benchmarks.common.report import keep, publish, spread
 from hetsync.emulation.cluster import Cluster, DeviceGroup, Link
-from hetsync.files import write_atomically
 
 COMPONENTS = {
     "attributes": ["attributes"],
@@ -138,11 +136,8 @@ def main(words: Sequence[str] | None = None) -> None:
                 runs.append(job(arm, options, seed))
                 print(f"seed {seed}  {arm.name}: {runs[-1].measured:.3f} s a step", flush=True)
     records = [{"arm": arm.name, **run.figures, "losses": run.losses} for arm, runs in found.items() for run in runs]
-    kept = {"machine": machine(), "command": command("components"), "records": records}
-    write_atomically(options.output / "components.json", json.dumps(kept, indent=1) + "\n")
-    text = f"{source('components')}\n\n{table(found)}\n"
-    write_atomically(options.output / "components.md", text)
-    print(text)
+    keep(options.output, "components", records=records)
+    publish(options.output, "components", table(found))
 
 
 if __name__ == "__main__":

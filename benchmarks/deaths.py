@@ -31,10 +31,9 @@ from typing import Any
 
 from benchmarks.common.local_job import RECIPES, ROOT, launched, summary_of
 from benchmarks.common.processes import environment, free_port
-from benchmarks.common.report import Record, command, grouped, machine, source, spread
+from benchmarks.common.report import Record, grouped, keep, publish, spread
 from benchmarks.peers.mortal import DYING_RANK, STEP_SECONDS
 from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, save_cluster
-from hetsync.files import write_atomically
 
 RANKS, BATCH = 4, 64
 STEPS, DYING_STEP = 300, 125
@@ -104,7 +103,9 @@ def ddp_run(words: Sequence[str], folder: Path, python: str) -> None:
     torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
     torchrun += ["--max-restarts", "1", "-m", MODULE]
     with (folder / "out.log").open("w") as log:
-        line, told = [*torchrun, *words], environment() | {"PEERS_SIZE": str(RANKS)}
+        # Restarted processes would find the addresses of those before in a store that is the same.
+        told = environment() | {"PEERS_SIZE": str(RANKS), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        line = [*torchrun, *words]
         done = subprocess.run(line, env=told, cwd=ROOT, stdout=log, stderr=log, timeout=LIMIT_SECONDS)
     if done.returncode:
         sys.exit(f"torchrun ended with {done.returncode}:\n{(folder / 'out.log').read_text()[-3000:]}")
@@ -214,12 +215,8 @@ def main() -> None:
             }
             records.append({"arm": arm, "repetition": repetition, **told})
             print(json.dumps(records[-1]), flush=True)
-            kept = {"command": command("deaths"), "machine": machine(), "jobs": records}
-            options.output.mkdir(parents=True, exist_ok=True)
-            write_atomically(options.output / "deaths.json", json.dumps(kept, indent=1) + "\n")
-    text = f"{source('deaths')}\n\n{table(records)}\n"
-    write_atomically(options.output / "deaths.md", text)
-    print(text)
+            keep(options.output, "deaths", jobs=records)
+    publish(options.output, "deaths", table(records))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Random plans are of one model on one cluster: cuts, order of ranks, micro-batche
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +18,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.common.placements import Held, Subject, by_parts, chain, placed, subject_of
 from benchmarks.common.planned_job import PlannedRun, costs_kept_in, run_planned
-from benchmarks.common.report import command, machine, source, spearman
+from benchmarks.common.report import keep, publish, spearman
 from hetsync.config.records import plain
 from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, PairLink
-from hetsync.files import write_atomically
 from hetsync.plan.placement import Placement, as_plan_file
 
 BATCH_SIZE = 32
@@ -182,11 +180,8 @@ def main(words: Sequence[str] | None = None) -> None:
     options = parse(words)
     with costs_kept_in(options.output / "costs"):
         records, drawn = run(options)
-    kept = {"machine": machine(), "command": command("planned"), "records": records, "random": drawn}
-    write_atomically(options.output / "planned.json", json.dumps(kept, indent=1) + "\n")
-    text = "\n\n".join([source("planned"), verdict(records, drawn), table(records)]) + "\n"
-    write_atomically(options.output / "planned.md", text)
-    print(text)
+    keep(options.output, "planned", records=records, random=drawn)
+    publish(options.output, "planned", verdict(records, drawn), table(records))
 
 
 if __name__ == "__main__":

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 from benchmarks.common.local_job import launched, warn_of_overruns
 from benchmarks.common.placements import Held, Subject, by_parts, chain, subject_of
 from benchmarks.common.planned_job import costs_kept_in, emulated, finished
-from benchmarks.common.report import command, grouped, machine, source, spread
+from benchmarks.common.report import grouped, keep, publish, spread
 from hetsync.config.records import plain
 from hetsync.emulation.cluster import Cluster, DeviceGroup, Link
-from hetsync.files import write_atomically
 from hetsync.plan.placement import as_plan_file
 
 BATCH_SIZE, MICRO_BATCHES = 64, 4
@@ -119,11 +118,8 @@ def main(words: Sequence[str] | None = None) -> None:
                 records += run(case, subject, seed, options)
                 most = max(of_goal(one) for one in records[-case.ranks :])
                 print(f"seed {seed}  {case.name}, D = {case.delay_bound}: {most:.2%} at most", flush=True)
-                kept = {"machine": machine(), "command": command("planned_cost"), "records": records}
-                write_atomically(options.output / "planned-cost.json", json.dumps(kept, indent=1) + "\n")
-    text = "\n\n".join([source("planned_cost"), verdict(records), table(records)]) + "\n"
-    write_atomically(options.output / "planned-cost.md", text)
-    print(text)
+                keep(options.output, "planned_cost", records=records)
+    publish(options.output, "planned_cost", verdict(records), table(records))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ jitter and samples of its own. The prediction knows the jitter's distribution.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,10 +19,9 @@ from typing import Any
 from benchmarks.common.local_job import launched, warn_of_overruns
 from benchmarks.common.placements import by_parts, chain, subject_of
 from benchmarks.common.planned_job import costs_kept_in, emulated, finished
-from benchmarks.common.report import command, machine, source, spread
+from benchmarks.common.report import keep, publish, spread
 from hetsync.config.records import plain
 from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, LognormalJitter
-from hetsync.files import write_atomically
 from hetsync.plan.placement import as_plan_file
 
 SPEEDS = (3.0, 2.0, 1.0, 1.0)
@@ -79,11 +77,8 @@ def main(words: Sequence[str] | None = None) -> None:
             warn_of_overruns(summary["overrun_fraction"], f"seed {seed}")
             records.append({"seed": seed, **figures(summary)})
             print(f"seed {seed}: {records[-1]['of_predicted']:.3f} of the predicted samples/s", flush=True)
-            kept = {"machine": machine(), "command": command("planned_jitter"), "records": records}
-            write_atomically(options.output / "planned-jitter.json", json.dumps(kept, indent=1) + "\n")
-    text = f"{source('planned_jitter')}\n\n{markdown(records)}\n"
-    write_atomically(options.output / "planned-jitter.md", text)
-    print(text)
+            keep(options.output, "planned_jitter", records=records)
+    publish(options.output, "planned_jitter", markdown(records))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ job itself predicted, from the speeds that it measured under the quotas at its s
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -23,12 +22,11 @@ from benchmarks.common.local_job import launched
 from benchmarks.common.placements import Held, Subject, by_parts, chain, subject_of
 from benchmarks.common.planned_job import Finished, costs_kept_in, finished
 from benchmarks.common.quotas import MOST_PERCENT, permitted, quotas
-from benchmarks.common.report import command, grouped, machine, source, spread
+from benchmarks.common.report import grouped, keep, publish, spread
 from hetsync.balance.profile import StepTime
 from hetsync.config.records import plain
 from hetsync.config.schema import SyncConfig
 from hetsync.emulation.cluster import Cluster, DeviceGroup
-from hetsync.files import write_atomically
 from hetsync.plan.evaluate import Evaluator, Training
 from hetsync.plan.placement import Placement, as_plan_file
 
@@ -151,11 +149,8 @@ def main(words: Sequence[str] | None = None) -> None:
                 one = records[-1]
                 told = f"{one['predicted']:.3f} s predicted, {one['error']:+.1%}, the job's own {one['own_error']:+.1%}"
                 print(f"seed {seed}  {case.model}, {case.name}: {told}", flush=True)
-                kept = {"machine": machine(), "command": command("planned_quotas"), "records": records}
-                write_atomically(options.output / "planned-quotas.json", json.dumps(kept, indent=1) + "\n")
-    text = "\n\n".join([source("planned_quotas"), verdict(records), table(records)]) + "\n"
-    write_atomically(options.output / "planned-quotas.md", text)
-    print(text)
+                keep(options.output, "planned_quotas", records=records)
+    publish(options.output, "planned_quotas", verdict(records), table(records))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ against them.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.quotas import MOST_PERCENT
-from benchmarks.common.report import command, grouped, machine, source, spread
+from benchmarks.common.report import grouped, keep, publish, spread
 from benchmarks.peers.cells import CPU_PERCENT, PEERS, WORKLOADS, Cell, Scenario
 from benchmarks.peers.report import final_metric, kilobytes_per_sample, rate, runtime_cpu
 from benchmarks.peers.starter import Starter
 from benchmarks.peers.timeline import Timeline
-from hetsync.files import write_atomically
 
 CONTROL = "unsynchronised"
 ARMS = (CONTROL, "hetsync-delayed")
@@ -147,14 +145,10 @@ def main() -> None:
         for told in measure(options, starter):
             records.append(told)
             tell(told)
-            kept = {"command": command("quotas"), "machine": machine(), "jobs": records}
-            options.output.mkdir(parents=True, exist_ok=True)
-            write_atomically(options.output / "quotas.json", json.dumps(kept, indent=1))
+            keep(options.output, "quotas", jobs=records)
     except KeyboardInterrupt:
         print(f"interrupted: {len(records)} jobs are in {options.output}", file=sys.stderr)
-    text = "\n\n".join([source("quotas"), markdown(records).rstrip(), *verdict(records)]) + "\n"
-    write_atomically(options.output / "quotas.md", text)
-    print(text)
+    publish(options.output, "quotas", markdown(records), *verdict(records))
 
 
 if __name__ == "__main__":

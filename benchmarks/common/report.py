@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from hetsync import __version__
+from hetsync.files import write_atomically
 
 Record = Mapping[str, Any]
 
@@ -40,6 +42,21 @@ def source(module: str) -> str:
     """Command and machine in a line, for the head of a table."""
     told = ", ".join(f"{name} {value}" for name, value in machine().items())
     return f"`{command(module)}` on {told}"
+
+
+def keep(output: Path, module: str, **content: Any) -> None:
+    """What a run of `benchmarks.MODULE` has found so far, with its command and machine: OUTPUT/MODULE.json."""
+    told = {"command": command(module), "machine": machine(), **content}
+    output.mkdir(parents=True, exist_ok=True)
+    write_atomically(output / f"{module.replace('_', '-')}.json", json.dumps(told, indent=1) + "\n")
+
+
+def publish(output: Path, module: str, *parts: str) -> None:
+    """Its tables and verdicts, printed and as OUTPUT/MODULE.md."""
+    text = "\n\n".join([source(module), *(part.rstrip("\n") for part in parts)]) + "\n"
+    output.mkdir(parents=True, exist_ok=True)
+    write_atomically(output / f"{module.replace('_', '-')}.md", text)
+    print(text)
 
 
 def grouped(records: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], list[Record]]:

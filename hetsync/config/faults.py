@@ -112,6 +112,10 @@ class FaultConfig:
     replace: bool = False
     inject: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def goes_back(self) -> bool:
+        return self.not_finite == "rollback"
+
     def __post_init__(self) -> None:
         at_least("fault.least_ranks", self.least_ranks, 1)
         at_least("fault.silent_seconds", self.silent_seconds, 1)

@@ -419,7 +419,7 @@ class Config:
                 " take what is left out for progress: use stop, or control.name fixed"
             )
         never_saves = self.run.checkpoint_every is None and self.run.checkpoint_seconds is None
-        if self.fault.not_finite == "rollback" and never_saves:
+        if self.fault.goes_back and never_saves:
             raise UserError(
                 "fault.not_finite is rollback, but run.checkpoint_every and run.checkpoint_seconds are null, so that"
                 " there is no checkpoint to go back to: give one of them, or use skip"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hetsync.config.faults import FaultConfig
 from hetsync.errors import UserError
-from hetsync.plane.base import Messages
+from hetsync.plane.base import Messages, decided_by_first
 from hetsync.sync.messages import TaskLeftOut
 from hetsync.train import checkpoint
 from hetsync.train.session import Session
@@ -16,13 +16,29 @@ from hetsync.train.summary import Rollback
 MOST_TIMES = 2  # to the same checkpoint
 
 
-def check_going_back(fault: FaultConfig, folder: Path | None) -> None:
-    """UserError where there will be no checkpoint to go back to."""
-    if fault.not_finite == "rollback" and folder is None:
-        raise UserError(
-            "fault.not_finite is rollback, but there is no run folder, and so no checkpoint to go back to: give"
-            " hetsync.join a run, or use skip"
-        )
+class Rollbacks:
+    """How often all ranks have gone back, as this one knows: `known`."""
+
+    def __init__(self, fault: FaultConfig, folder: Path | None) -> None:
+        """UserError where there will be no checkpoint to go back to."""
+        if fault.goes_back and folder is None:
+            raise UserError(
+                "fault.not_finite is rollback, but there is no run folder, and so no checkpoint to go back to: give"
+                " hetsync.join a run, or use skip"
+            )
+        self.known: list[Rollback] = []
+        self._folder = folder
+
+    def decide(
+        self, messages: Messages, session: Session, hosts: Sequence[str], epoch_from: int
+    ) -> tuple[checkpoint.Loaded, Rollback | None]:
+        """Collective, at rest: the checkpoint that all go back to, and what there is to tell, once. Known from here on:
+        where a rank dies on the way, all go back once more for the same failure. See `destination`."""
+        folder, self.known = self._folder, agreed(messages, self.known)
+        assert folder is not None
+        path, newest = decided_by_first(messages, lambda: destination(folder, session, hosts, self.known, epoch_from))
+        self.known += [] if newest is None else [newest]
+        return checkpoint.load(path), newest
 
 
 def agreed(messages: Messages, known: Sequence[Rollback]) -> list[Rollback]:

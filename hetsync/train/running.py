@@ -23,7 +23,7 @@ from hetsync.emulation.link import behind_link
 from hetsync.errors import UserError, one_sentence
 from hetsync.files import SUMMARY, write_atomically
 from hetsync.launchers import write_status
-from hetsync.plane.base import Newcomer, Plane, decided_by_first
+from hetsync.plane.base import Newcomer, Plane
 from hetsync.profiling.measure import Subject, measure_ranks
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.coordinator import Coordinator
@@ -41,7 +41,7 @@ from hetsync.train.memory import slice_memory
 from hetsync.train.preparation import Preparation
 from hetsync.train.replacing import Replacements, Summons, Welcome, summons_of
 from hetsync.train.resumption import Standing, first_settings, kept_shares
-from hetsync.train.rollback import agreed, check_going_back, destination
+from hetsync.train.rollback import Rollbacks
 from hetsync.train.run_folder import Status, mark_failed, taken_over
 from hetsync.train.saving import Saver
 from hetsync.train.session import AtRest, Session
@@ -53,7 +53,6 @@ from hetsync.train.summary import (
     LeftOut,
     LostRank,
     RankFigures,
-    Rollback,
     RunFigures,
     first_summary,
     summarise,
@@ -106,7 +105,7 @@ class Running:
         self.prepared = prepared
         self.plane = at.plane
         self.config = replace(at.config, data=replace(at.config.data, batch_size=loader.batch_size))
-        check_going_back(self.config.fault, at.folder)
+        self._rollbacks = Rollbacks(self.config.fault, at.folder)
         self.model = prepared.parts.model
         self.source = loader.source
         self.total = prepared.total
@@ -121,7 +120,6 @@ class Running:
         self.is_open = False
         self.left = False
         self.looped_from = 0
-        self._rollbacks: list[Rollback] = []
         self.display: Display = Silence()
         self._saved_last = False
         self._resting = False  # at a rest where the script's own lines run
@@ -197,7 +195,7 @@ class Running:
         parts.restore_roles(loaded.state)
         self.at = replace(self.at, loaded=loaded)
         self.profiles, self.joins = list(welcome.profiles), list(welcome.joins)
-        self._rollbacks = list(welcome.rollbacks)
+        self._rollbacks.known = list(welcome.rollbacks)
         self._restore()
 
     def _faults(self) -> tuple[InjectedFault, ...]:
@@ -227,7 +225,7 @@ class Running:
                     entry=session.entry,
                     deaths=session.deaths,
                     joins=[*self.joins, join],
-                    rollbacks=self._rollbacks,
+                    rollbacks=self._rollbacks.known,
                 )
 
             arrival = self._replacements.invite(welcome, session.version, samples)
@@ -475,16 +473,16 @@ class Running:
             )
         self._deaths_told = len(deaths)
 
-    @property
-    def _goes_back(self) -> bool:
-        return self.config.fault.not_finite == "rollback"
-
     def _tell_left_out(self) -> None:
         for left in self.session.left_out[self._left_out_told :]:
             self.display.say(
                 f"gradients were not finite on rank {left.rank} ({self.profiles[left.rank].host}) in round"
                 f" {left.round}: they are left out, and "
-                + ("all go back to a checkpoint" if self._goes_back else f"{left.samples} samples go out once more")
+                + (
+                    "all go back to a checkpoint"
+                    if self.config.fault.goes_back
+                    else f"{left.samples} samples go out once more"
+                )
             )
             self._left_out_told += 1
 
@@ -538,30 +536,21 @@ class Running:
 
     def _go_back(self) -> None:
         """Collective: to the newest checkpoint."""
-        assert self.at.folder is not None
-        session, every = self.session, self.prepared.interval_samples
+        every = self.prepared.interval_samples
         epoch_from = 0 if every is None else self.looped_from // every * every
-        folder, hosts = self.at.folder, [profile.host for profile in self.profiles]
-        before = self._rollbacks = agreed(self.plane, self._rollbacks)
-        path, rollback = decided_by_first(self.plane, lambda: destination(folder, session, hosts, before, epoch_from))
-        if rollback is not None:
-            self._note(rollback)
-        loaded = checkpoint.load(path)
-        checkpoint.restore(loaded, self.model, self.prepared.parts.optimizers)
-        self.prepared.parts.restore(loaded.state)
-        velocity = None if loaded.outer is None else loaded.outer.to(self._device)
-        session.go_back(loaded.progress.samples_applied, velocity)
-
-    def _note(self, rollback: Rollback) -> None:
-        """As soon as it is decided: where a rank dies on the way, all go back once more, and nobody notes it again."""
-        self._rollbacks.append(rollback)
-        if self.plane.leads:
+        hosts = [profile.host for profile in self.profiles]
+        loaded, rollback = self._rollbacks.decide(self.plane, self.session, hosts, epoch_from)
+        if rollback is not None and self.plane.leads:
             self.telemetry.record("rollback", **asdict(rollback))
             self._tell_left_out()
             self.display.say(
                 f"all ranks go back to the checkpoint of {rollback.checkpoint_samples} samples:"
                 f" {rollback.samples} are trained on again"
             )
+        checkpoint.restore(loaded, self.model, self.prepared.parts.optimizers)
+        self.prepared.parts.restore(loaded.state)
+        velocity = None if loaded.outer is None else loaded.outer.to(self._device)
+        self.session.go_back(loaded.progress.samples_applied, velocity)
 
     def break_off_rest(self) -> None:
         """A rank has died, and the rest begins anew."""
@@ -705,11 +694,11 @@ class Running:
                     host=self.profiles[left.rank].host,
                     round=left.round,
                     samples=left.samples,
-                    went_back=self._goes_back,
+                    went_back=self.config.fault.goes_back,
                 )
                 for left in session.left_out
             ],
-            rollbacks=self._rollbacks,
+            rollbacks=self._rollbacks.known,
             damaged=[Damaged(damage=damage, host=self.profiles[damage.rank].host) for damage in session.damages],
             samples_before=session.terms.applied,
             rounds=session.version,

@@ -123,7 +123,6 @@ class Session:
         self._around = around
         self._fault = fault or FaultConfig(silent_seconds=None)
         self._skips = self._fault.not_finite != "stop"
-        self._goes_back = self._fault.not_finite == "rollback"
         self._check_skipping()
         self._scorer = scorer or NoEvaluation()
         self._telemetry = telemetry or Telemetry(None)
@@ -258,7 +257,7 @@ class Session:
             on_rounds_change=self._on_rounds_change,
             rebuild=rebuild,
             on_left_out=self._on_left_out,
-            goes_back=self._goes_back,
+            goes_back=self._fault.goes_back,
         )
 
     def _on_rounds_change(self, change: RoundsChange) -> None:
@@ -273,7 +272,7 @@ class Session:
     def _on_left_out(self, left: TaskLeftOut) -> None:
         """In the first rank's communication thread. UserError where samples that go out once more have spoiled
         gradients before."""
-        before = [] if self._goes_back else [span for known in self.left_out for span in known.spans]
+        before = [] if self._fault.goes_back else [span for known in self.left_out for span in known.spans]
         if again := common(left.spans, before):
             raise UserError(
                 f"gradients were not finite for the second time with these samples of the data set, on rank"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from normed_net import NormedNet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,19 +18,6 @@ from hetsync.config.schema import Config, ControlConfig
 from hetsync.errors import UserError
 
 SAMPLES, BATCH = 96, 16
-
-
-class Net(nn.Module):
-    """Its batch-norm statistics are spoiled with its gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.body(points)
-        return scores
 
 
 class Spoiled:
@@ -59,7 +47,7 @@ def train(
     **settings: Any,
 ) -> nn.Module:
     """Steps after so many batches."""
-    model = Net().to(dtype)
+    model = NormedNet().to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     with hetsync.join(
         run=folder / "run",

@@ -144,7 +144,7 @@ def test_one_that_enters_knows_how_often_all_have_gone_back(monkeypatch: pytest.
     first: Any = SimpleNamespace(
         _replacements=SimpleNamespace(invite=invite),
         _saver=SimpleNamespace(newest="checkpoints/64"),
-        _rollbacks=[rollback],
+        _rollbacks=SimpleNamespace(known=[rollback]),
         joins=[],
         profiles=[None, None],
         plane=SimpleNamespace(members=(0,), broadcast_object=lambda told: told),
@@ -162,7 +162,7 @@ def test_one_that_enters_knows_how_often_all_have_gone_back(monkeypatch: pytest.
         model=None,
         at=Place(),
         _restore=lambda: None,
-        _rollbacks=[],
+        _rollbacks=SimpleNamespace(known=[]),
     )
     Running._enter(entered, SimpleNamespace(knock=lambda profile: ("address", welcome)))  # type: ignore[arg-type]
-    assert entered._rollbacks == [rollback]
+    assert entered._rollbacks.known == [rollback]

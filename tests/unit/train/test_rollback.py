@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from normed_net import NormedNet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,17 +24,6 @@ from hetsync.train.rollback import agreed, destination
 from hetsync.train.summary import Rollback
 
 SAMPLES, BATCH = 96, 16
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.body(points)
-        return scores
 
 
 class Counted:
@@ -52,7 +42,7 @@ class Counted:
 def train_nowhere() -> None:
     """Without a run folder."""
     with hetsync.join(progress=False, fault={"not_finite": "rollback"}) as job:
-        model = Net()
+        model = NormedNet()
         data = TensorDataset(torch.zeros(8, 4), torch.zeros(8).long())
         job.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data, 4, shuffle=True))
         for _ in job.epochs(1):
@@ -75,7 +65,7 @@ def train(
     `every` of an epoch's, which the loop counts itself."""
     points = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(points, (points[:, 0] > 0).long(), torch.arange(SAMPLES))
-    model, counted, seen, batches = Net(), Counted(), list[int](), 0
+    model, counted, seen, batches = NormedNet(), Counted(), list[int](), 0
     optimizer = torch.optim.AdamW(model.parameters(), 0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     told = {"checkpoint_every": 2 * BATCH, "fault": {"not_finite": "rollback"}, "delay_bound": bound, **settings}
@@ -177,7 +167,7 @@ def test_a_loop_that_counts_its_batches_steps_its_scheduler_as_before(tmp_path: 
 def test_gradients_of_before_are_gone(tmp_path: Path) -> None:
     """Those of a task's second batch, after a first that was nan: a loop may add to what it finds in `.grad`."""
     points = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
-    model, counted, held = Net(), Counted(), list[tuple[int, bool]]()
+    model, counted, held = NormedNet(), Counted(), list[tuple[int, bool]]()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     told = {"checkpoint_every": 2 * BATCH, "fault": {"not_finite": "rollback"}, "delay_bound": 4, "accumulation": 2}
     with hetsync.join(run=tmp_path / "run", progress=False, **told) as job:
