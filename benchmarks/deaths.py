@@ -171,14 +171,15 @@ def job(arm: str, steps: int, dying_step: int | None, python: str) -> dict[str, 
 
 
 def table(records: Sequence[Record]) -> str:
-    lines = ["| arm | s undisturbed | s with the death | s that it costs | trained again | never trained |"]
-    lines += ["| --- | --- | --- | --- | --- | --- |"]
+    columns = "s undisturbed | s with the death | s that it costs | trained again | never trained | undisturbed"
+    lines = [f"| arm | {columns} |", "| --- " * 7 + "|"]
     for (arm,), runs in grouped(records, "arm").items():
         calm, struck = ([run[kind] for run in runs] for kind in ("undisturbed", "struck"))
         costs = [one["seconds"] - other["seconds"] for one, other in zip(struck, calm, strict=True)]
         cells = [spread([one["seconds"] for one in calm], ".1f"), spread([one["seconds"] for one in struck], ".1f")]
         cells += [spread(costs, ".1f")]
         cells += [spread([one[kind] for one in struck], ".0f") for kind in ("again", "unseen")]
+        cells.append(spread([one["unseen"] for one in calm], ".0f"))
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
