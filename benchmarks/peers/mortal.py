@@ -3,9 +3,10 @@
     python -m benchmarks.peers.mortal ddp|torchft FOLDER STEPS [DYING_STEP]
 
 The loop is that of each project's own example: DDP saves a snapshot every `SAVE_EVERY` steps, and torchrun starts all
-processes anew, which go on from there; in torchft every replica group takes its part of each batch, by its number, and
-the others go on without it, and it sums gradients in one piece (`average`). Rank 1 kills itself within its `DYING_STEP`, once. Each process appends a line for a step
-that it has applied to FOLDER/steps-RANK.jsonl; `died.json` says when it died, in seconds of this machine's clock.
+processes anew, which go on from there; in torchft every replica group takes its part of each batch, by its number, the
+others go on without it, and gradients are summed in one piece (`average`). Rank 1 kills itself within its
+`DYING_STEP`, once. Each process appends a line for a step that it has applied to FOLDER/steps-RANK.jsonl; `died.json`
+says when it died, in seconds of this machine's clock.
 """
 
 from __future__ import annotations
