@@ -41,6 +41,7 @@ from hetsync.train.loop import Loop, StoppedByRequest
 from hetsync.train.parts import Factor
 from hetsync.train.preparation import Loss, Preparation
 from hetsync.train.prepared import PreparedScheduler, TrainingLoader
+from hetsync.train.reduction import Reduction
 from hetsync.train.replacing import summons_of
 from hetsync.train.resumption import FinishedError, Standing
 from hetsync.train.run_folder import Resume, Status, opened_folder, shared_folder, status_of
@@ -280,23 +281,38 @@ class Job:
         self._prepared.interval_samples = samples
         return self._loop.intervals(samples)
 
-    def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """`loss.backward(**options)`, of the scaled loss where gradients are float16; the records keep it."""
+    def backward(self, loss: torch.Tensor, *, reduction: Reduction | None = None, **options: Any) -> None:
+        """`loss.backward(**options)`, of the scaled loss where gradients are float16; the records keep it.
+
+        `reduction`: what the loss is over the batch. Gradients of a `"sum"` become those of a sum over all ranks'
+        samples of the batch. By default it is a mean, and what is plainly a sum is refused.
+        """
         if not isinstance(loss, torch.Tensor):
             raise UserError(
                 f"job.backward got a {type(loss).__name__}: give the loss that the model has made, a tensor"
             )
         scaler = self._prepared.parts.scaler
-        scales = scaler is not None and scaler.is_enabled()
-        # Where float16 overflows, that step is skipped: the records take the loss for 0.
-        self.record_loss(loss.detach().nan_to_num(0.0, 0.0, 0.0) if scales else loss)
         if scaler is not None and scaler.has_made(loss):
             raise UserError("job.backward got a loss that is scaled already: give the loss itself, which it scales")
+        tasks = self.session.tasks
+        match reduction:
+            case None:
+                tasks.check_loss(loss)
+            case "sum":
+                loss = tasks.as_of_batch(loss)
+            case "mean":
+                pass
+            case _:
+                raise UserError(f"job.backward got reduction {reduction!r}: give 'mean' or 'sum'")
+        mean = loss.detach() / tasks.batch_samples if reduction == "sum" else loss.detach()
+        # Where float16 overflows, that step is skipped: the records take the loss for 0.
+        self.record_loss(mean.nan_to_num(0.0, 0.0, 0.0) if scaler is not None and scaler.is_enabled() else mean)
         (loss if scaler is None else scaler.scale(loss)).backward(**options)
 
     def record_loss(self, loss: torch.Tensor) -> None:
         """What `backward` does beside its backward pass: the records keep this mean over the batch that is out. The
-        losses of a batch add up."""
+        losses of a batch add up. What is plainly a sum is refused."""
+        self.session.tasks.check_loss(loss)
         self.session.tasks.add_loss(loss)
 
     def collect(self, optimizer: torch.optim.Optimizer) -> bool:

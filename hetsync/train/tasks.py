@@ -27,6 +27,7 @@ from hetsync.sync.undo import BeforeStep, Tensors
 from hetsync.train.accounts import RankTotals, TaskInWork
 from hetsync.train.memory import SliceMemory
 from hetsync.train.prepared import PreparedScaler
+from hetsync.train.reduction import check_is_mean
 
 SCALE = "loss scale"
 
@@ -89,6 +90,7 @@ class TaskRunner:
         self._scale_before: Mapping[str, Any] | None = None  # the first of these
         self._kept: Tensors | None = None  # what a void task is not to change
         self._trained = trained
+        self._batch_size = batch_size
         self._scaler = trained.scaler
         self._scaled = trained.scaler is not None and trained.scaler.is_enabled()
         self._device = device
@@ -317,8 +319,24 @@ class TaskRunner:
             if self.collect(number):
                 steps.step()
         if loss is not None:
+            self.check_loss(loss)
             self.add_loss(loss)
         self.close_slice(work)
+
+    @property
+    def batch_samples(self) -> int:
+        """Of those on which a step is made, over all ranks: of K batches in synchronous mode."""
+        work = self.slice_out("backward")
+        return work.task.round_samples if work.synchronous else self._batch_size
+
+    def as_of_batch(self, total: torch.Tensor) -> torch.Tensor:
+        """A loss that is a sum over the slice that is out, as it is for as many samples as the batch has."""
+        return total * (self.batch_samples / self.slice_out("backward").slice_samples)
+
+    def check_loss(self, loss: torch.Tensor | float) -> None:
+        """UserError where it is plainly a sum over the slice that is out."""
+        if isinstance(loss, torch.Tensor):
+            check_is_mean(loss, self.slice_out("backward").slice_samples)
 
     def add_loss(self, mean: torch.Tensor | float) -> None:
         """Of the slice that is out, for the records; several add up. UserError unless it is one number."""

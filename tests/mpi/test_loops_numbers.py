@@ -109,6 +109,13 @@ def auxiliary_loss(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> No
     loop.job.step()
 
 
+def summed(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    """Two backward passes of sums, as of a variational autoencoder's."""
+    loop.job.backward(0.02 * cross_entropy(loop.model(points), labels, reduction="sum"), reduction="sum")
+    loop.job.backward(1e-3 * loop.model(points).square().sum(), reduction="sum")
+    loop.job.step()
+
+
 def every_third(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
     """Accumulation as scripts have it; what is left at an epoch's end goes into the next epoch's first step."""
     (cross_entropy(loop.model(points), labels) / 3).backward()
@@ -211,6 +218,8 @@ ROWS = {
     "clipped, AdamW": Row(body=clipped, optimizer=adamw),
     "several backwards": Row(body=several_backwards, falls_to=0.7),
     "auxiliary loss": Row(body=auxiliary_loss, falls_to=0.7),
+    "sums": Row(body=summed, falls_to=0.7),
+    "sums, K = 2": Row(body=summed, accumulation=2, falls_to=0.7),
     "own accumulation": Row(body=every_third, falls_to=0.7),
     "own accumulation, rest stepped": Row(body=every_third_and_last, falls_to=0.7),
     "own accumulation by job": Row(body=every_second_by_job, falls_to=0.8),

@@ -134,7 +134,7 @@ def test_a_job_computes_on_all_cores_and_loads_and_talks_on_one() -> None:
     with hetsync.join(model, optimizer, Samples(watched), batch_size=4, plane=WatchedPlane(watched)) as session:
         for batch in session.slices():
             watched.note()
-            loss = model(batch).sum()
+            loss = model(batch).mean()
             loss.backward()
             session.step(loss)
     main = watched.seen.pop("MainThread")

@@ -100,6 +100,14 @@ def grown(script: Script, number: int, loss: torch.Tensor) -> None:
     script.second.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
+def summed(script: Script, number: int, loss: torch.Tensor) -> None:
+    script.job.backward(script.model(torch.ones(8, 4)).square().sum())
+
+
+def reduced(script: Script, number: int, loss: torch.Tensor) -> None:
+    script.job.backward(loss, reduction="max")
+
+
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize(
     ("in_slice", "sentence"),
@@ -115,6 +123,8 @@ def grown(script: Script, number: int, loss: torch.Tensor) -> None:
         (irregular, "a scheduler was stepped first after 1 batches of the loop, and for the 2. time after 4"),
         (thawed, "weight 0.bias was unfrozen in the loop"),
         (grown, "the optimizer has"),
+        (summed, "the loss is a sum over the batch's samples"),
+        (reduced, "job.backward got reduction 'max': give 'mean' or 'sum'"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

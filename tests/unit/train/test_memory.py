@@ -71,7 +71,7 @@ def test_a_script_reports_what_its_slices_take(monkeypatch: pytest.MonkeyPatch) 
     with hetsync.join(model, optimizer, data, batch_size=4, plane=LocalPlane()) as session:
         for (batch,) in session.slices():
             allocator.samples = len(batch)
-            loss = model(batch).sum()
+            loss = model(batch).mean()
             loss.backward()
             session.step(loss)
     assert session.coordinator is not None
