@@ -38,6 +38,7 @@ from hetsync.config.schema import SyncConfig
 from hetsync.errors import UserError
 from hetsync.plane.base import Residual, Sums, WireFormat
 from hetsync.plane.wire import round_trip
+from hetsync.sync.reals import count_reals, reals
 from hetsync.sync.tail import Tail
 
 CPU_SEGMENT = 1 << 18  # values: a few such fit into the cache, and calls cost little beside work on them
@@ -119,10 +120,10 @@ class Deltas:
         """Local `weights` and float `buffers`, in the same order on every rank; `outer` acts on weights only. Of
         `ranks_counted` each round tells who has given how many samples; this is `rank`. Of ranks that make the same
         progress together, one `speaks`: the others add zeros where it adds what they have made, too."""
-        self._local = [tensor.detach() for tensor in [*weights, *buffers]]
+        self._local = [reals(tensor.detach()) for tensor in [*weights, *buffers]]
         self.exact = all(tensor.dtype is torch.float32 for tensor in self._local)
         self._outer, self._speaks = outer, speaks
-        self._weights = sum(tensor.numel() for tensor in weights)  # values
+        self._weights = sum(map(count_reals, weights))  # values
         self._first_buffer = len(weights)
         device = self._local[0].device
         most = segment_values(device)

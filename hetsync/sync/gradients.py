@@ -28,6 +28,7 @@ import torch
 from hetsync.errors import UserError
 from hetsync.plane.base import Residual, WireFormat
 from hetsync.plane.wire import round_trip
+from hetsync.sync.reals import as_of, count_reals, reals
 from hetsync.sync.tail import Tail, shared_buffers
 
 SAMPLE_VALUES = 64
@@ -43,10 +44,9 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        count = sum(p.numel() for p in parameters)
-        self.flat = torch.zeros(count, dtype=torch.float32, device=parameters[0].device)
-        parts = self.flat.split([parameter.numel() for parameter in parameters])
-        self.views = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
+        sizes = [count_reals(parameter) for parameter in parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=parameters[0].device)
+        self.views = [part.view_as(reals(p)) for part, p in zip(self.flat.split(sizes), parameters, strict=True)]
         self.used = [0] * len(parameters)  # slices of this round in which each parameter got a gradient
         self.missing = len(parameters)  # in the last slice
         self.lost: torch.Tensor | None = None  # what rounding took from our addend last time
@@ -56,7 +56,7 @@ class Bucket:
         """The mean gradients of a slice."""
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if parameter.grad is not None:
-                view.add_(parameter.grad, alpha=samples)
+                view.add_(reals(parameter.grad), alpha=samples)
                 self.used[index] += 1
 
     def clear(self) -> None:
@@ -71,11 +71,11 @@ def make_buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) ->
     group: list[torch.nn.Parameter] = []
     size = 0
     for parameter in reversed(parameters):
-        if group and size + 4 * parameter.numel() > bucket_bytes:
+        if group and size + 4 * count_reals(parameter) > bucket_bytes:
             buckets.append(Bucket(group))
             group, size = [], 0
         group.append(parameter)
-        size += 4 * parameter.numel()
+        size += 4 * count_reals(parameter)
     return [*buckets, Bucket(group)] if group else buckets
 
 
@@ -450,7 +450,7 @@ class Gradients:
             for bucket in self.buckets[stage.first : stage.stop]:
                 for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                     any_used = used.pop(0) and not self.spoiled
-                    parameter.grad = view.div(samples).to(parameter.dtype) if any_used else None
+                    parameter.grad = as_of(view.div(samples), parameter) if any_used else None
                 bucket.clear()
                 if self.spoiled:  # so is what rounding has taken from it
                     bucket.lost, bucket.residual = None, Residual()

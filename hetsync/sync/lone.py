@@ -18,6 +18,7 @@ from hetsync.errors import UserError
 from hetsync.plane.base import Residual, Sums, WireFormat
 from hetsync.sync.deltas import Snapshot
 from hetsync.sync.gradients import CHANGED, Arrivals, Bucket, Stage
+from hetsync.sync.reals import as_of, reals
 from hetsync.sync.tail import Tail, shared_buffers
 
 WATCHED_SLICES = 8  # a loop that changes gradients where it must not does so from the beginning
@@ -39,7 +40,7 @@ class FiniteCheck:
 
 def total_of(tensors: Iterable[torch.Tensor]) -> float:
     """A sum over all: finite where they are."""
-    sums = [tensor.detach().sum(dtype=torch.float32) for tensor in tensors]
+    sums = [reals(tensor.detach()).sum(dtype=torch.float32) for tensor in tensors]
     return float(torch.stack(sums).sum()) if sums else 0.0
 
 
@@ -128,7 +129,7 @@ class LoneGradients:
     def _put_aside(self, number: int) -> None:
         for parameter in self._parameters[number]:
             if parameter.grad is not None:
-                addend = parameter.grad.float() * self._slice_samples
+                addend = reals(parameter.grad).float() * self._slice_samples
                 before = self._sums.get(parameter)
                 self._sums[parameter] = addend if before is None else before.add_(addend)
                 parameter.grad = None
@@ -181,7 +182,7 @@ class LoneGradients:
     def _take_mean(self, place: int) -> None:
         for parameter in self._parameters[place]:
             if (total := self._sums.pop(parameter, None)) is not None:
-                parameter.grad = total.div_(self.samples).to(parameter.dtype)
+                parameter.grad = as_of(total.div_(self.samples), parameter)
 
     @property
     def has_released(self) -> bool:
@@ -229,7 +230,7 @@ class LoneDeltas:
     ) -> None:
         """As those of `Deltas`; `skips`: tasks may be undone."""
         self._weights = list(weights)
-        self._local = [tensor.detach() for tensor in [*weights, *buffers]]
+        self._local = [reals(tensor.detach()) for tensor in [*weights, *buffers]]
         self._before: list[torch.Tensor] | None = None  # the task that is computed
         self._batch = 0
         self._skips = skips

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hetsync.errors import UserError
+from hetsync.sync.reals import reals
 
 Key = tuple[int, str, tuple[int, ...]]  # parameter's place, name in the state, shape
 
@@ -23,9 +24,13 @@ def _keys(optimizer: torch.optim.Optimizer) -> list[Key]:
     keys = []
     for place, parameter in enumerate(_parameters(optimizer)):
         for name, value in sorted(optimizer.state.get(parameter, {}).items()):
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
+            if _has_mean(value):
                 keys.append((place, name, tuple(value.shape)))
     return keys
+
+
+def _has_mean(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _tensor(optimizer: torch.optim.Optimizer, key: Key) -> torch.Tensor:
@@ -42,11 +47,11 @@ def _tensor(optimizer: torch.optim.Optimizer, key: Key) -> torch.Tensor:
 
 
 def _others(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], Any]:
-    """What is no floating-point tensor, by parameter's place and name."""
+    """What has no mean, by parameter's place and name."""
     found = {}
     for place, parameter in enumerate(_parameters(optimizer)):
         for name, value in optimizer.state.get(parameter, {}).items():
-            if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+            if not _has_mean(value):
                 found[place, name] = value.cpu() if isinstance(value, torch.Tensor) else value
     return found
 
@@ -128,8 +133,8 @@ def average_tensors(
 
 
 def _average(tensors: Sequence[torch.Tensor], weight: float, allreduce: Callable[[torch.Tensor], None]) -> None:
-    flat = torch.cat([tensor.detach().float().flatten().cpu() for tensor in tensors]).mul_(weight)
+    values = [reals(tensor.detach()) for tensor in tensors]
+    flat = torch.cat([each.float().flatten().cpu() for each in values]).mul_(weight)
     allreduce(flat)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view_as(tensor))
+    for each, part in zip(values, flat.split([each.numel() for each in values]), strict=True):
+        each.copy_(part.view_as(each))

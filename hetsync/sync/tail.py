@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hetsync.sync.reals import count_reals
+
 
 def shared_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
     """The float buffers that ranks hold alike: of the state_dict, and finite. Sums would turn infinities (an attention
@@ -22,7 +24,7 @@ def shared_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def travelling_values(model: torch.nn.Module) -> int:
     """Float32 values that a round sums at most: weights that are trained, and shared buffers."""
-    weights = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    weights = sum(count_reals(weight) for weight in model.parameters() if weight.requires_grad)
     return weights + sum(buffer.numel() for buffer in shared_buffers(model))
 
 

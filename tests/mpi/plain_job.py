@@ -231,7 +231,7 @@ def assert_equal(plane: Plane, mine: Loop, theirs: Loop, tolerance: float) -> No
     """Collective: weights, relative to the largest of each tensor."""
     pairs = zip(local_tensors(inner(mine.model)), local_tensors(inner(theirs.model)), strict=True)
     off = [float((a.detach() - b.detach()).abs().max() / b.detach().abs().max()) for a, b in pairs]
-    assert max(plane.gather_objects(max(off))) < tolerance
+    assert max(plane.gather_objects(max(off))) < tolerance, off
 
 
 def assert_learned(loop: Loop, falls_to: float) -> None:

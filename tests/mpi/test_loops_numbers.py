@@ -116,6 +116,14 @@ def summed(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
     loop.job.step()
 
 
+def second_derivatives(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    points = points.clone().requires_grad_()
+    scores = loop.model(points)
+    (slope,) = torch.autograd.grad(scores.sum(), points, create_graph=True)
+    loop.job.backward(cross_entropy(scores, labels) + 0.1 * slope.square().sum(1).mean())
+    loop.job.step()
+
+
 def every_third(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
     """Accumulation as scripts have it; what is left at an epoch's end goes into the next epoch's first step."""
     (cross_entropy(loop.model(points), labels) / 3).backward()
@@ -151,6 +159,35 @@ def skips_a_batch(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> Non
 
 
 # Models.
+
+
+class Fourier(nn.Module):
+    """A layer of complex weights on the features' spectrum, as neural operators have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weights = nn.Parameter(0.3 * torch.randn(FEATURES // 2 + 1, 8, dtype=torch.cfloat))
+        self.classify = nn.Linear(8, CLASSES)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.classify((torch.fft.rfft(points) @ self.weights).abs())
+        return found
+
+
+class Looked(nn.Module):
+    """Rows of a table, with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(50, 8, sparse=True)
+        self.classify = nn.Linear(8 + FEATURES, CLASSES)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        rows = self.table((7 * points[:, 0]).long().abs() % 50)
+        found: torch.Tensor = self.classify(torch.cat([rows, points], 1))
+        return found
 
 
 class Pictures(nn.Module):
@@ -197,6 +234,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 ROWS = {
     "plain": Row(body=plain),
     "zero_grad first": Row(body=zero_grad_first),
@@ -214,6 +255,11 @@ ROWS = {
     "model.compile": Row(body=plain, wrap=compiled_in_place),
     "checkpoint, reentrant": Row(body=plain, model=lambda: Recomputed(True)),
     "checkpoint": Row(body=plain, model=lambda: Recomputed(False)),
+    "complex weights": Row(body=plain, model=Fourier),
+    "complex weights, clipped, AdamW": Row(body=clipped, model=Fourier, optimizer=adamw, tolerance=1e-3),
+    "complex weights, K = 2": Row(body=plain, model=Fourier, accumulation=2),
+    "sparse gradients": Row(body=plain, model=Looked, optimizer=sgd),
+    "second derivatives": Row(body=second_derivatives, falls_to=0.9),
     "clipped": Row(body=clipped),
     "clipped, AdamW": Row(body=clipped, optimizer=adamw),
     "several backwards": Row(body=several_backwards, falls_to=0.7),

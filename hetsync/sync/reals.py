@@ -1,0 +1,19 @@
+"""Complex tensors (weights of Fourier layers) as pairs of real values: all that is summed is real."""
+
+from __future__ import annotations
+
+import torch
+
+
+def reals(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, with a last dimension of real and imaginary parts; a real tensor itself."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def count_reals(tensor: torch.Tensor) -> int:
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def as_of(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Real values as `reals` has them, of the tensor's own kind and type."""
+    return (torch.view_as_complex(values.contiguous()) if tensor.is_complex() else values).to(tensor.dtype)
