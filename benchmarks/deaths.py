@@ -1,10 +1,12 @@
-"""What a rank's death costs a job: HetSync beside DDP under torchrun and torchft, on four equal devices.
+"""What a rank's death costs a job: HetSync beside DDP under torchrun, torchft, Horovod Elastic; on four equal devices.
 
     python -m benchmarks.deaths [--output results] [--repetitions 3] [--arms …] [--torchft-python PYTHON]
+                                [--horovod-python PYTHON]
 
 Every arm trains the digits CNN for 300 steps of 64 samples, 0.1 s each, twice: undisturbed, and with rank 1 killed by
 SIGKILL within step 125. DDP saves every 50 steps (5 s), so half of that is trained again; torchft's dead replica group
-is started again at once, as a scheduler would; HetSync goes on with three ranks (`hetsync`) or replaces the fourth
+is started again at once, as a scheduler would; Horovod's three others go back to what they have committed in memory
+(every 10 steps) and go on; HetSync goes on with three ranks (`hetsync`) or replaces the fourth
 (`hetsync-replace`), at D = 0 and D = 4, there with q = 1, so that its rounds count steps. Devices are emulated:
 HetSync's by a profile, the others' by sleeping for what is left of a step.
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,12 +33,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.local_job import RECIPES, ROOT, launched, summary_of
-from benchmarks.common.processes import environment, free_port
+from benchmarks.common.processes import end_session, environment, free_port
 from benchmarks.common.report import Record, grouped, keep, publish, spread
-from benchmarks.peers.mortal import DYING_RANK, STEP_SECONDS
+from benchmarks.peers.mortal import DYING_HOST, DYING_RANK, FIRST_HOST, STEP_SECONDS, SUMS_TIMEOUT
 from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, save_cluster
 
 RANKS, BATCH = 4, 64
+HOSTS = (f"{FIRST_HOST}:1", f"{DYING_HOST}:1", f"{socket.gethostname()}:{RANKS - 2}")
 STEPS, DYING_STEP = 300, 125
 LIMIT_SECONDS = 240
 MODULE = "benchmarks.peers.mortal"
@@ -49,7 +53,8 @@ TORCHFT = {  # how long its lighthouse waits for who is missing: as in its examp
     "torchft": ("--quorum_tick_ms", "100", "--join_timeout_ms", "10000"),
     "torchft, quick": ("--quorum_tick_ms", "50", "--join_timeout_ms", "1000", "--heartbeat_timeout_ms", "1000"),
 }
-ARMS = ("ddp", *TORCHFT, *HETSYNC)
+HOROVOD = "horovod"
+ARMS = ("ddp", *TORCHFT, HOROVOD, *HETSYNC)
 
 
 def hetsync_job(arm: str, steps: int, dying_step: int | None, folder: Path) -> dict[str, Any]:
@@ -76,10 +81,13 @@ def peer_job(arm: str, steps: int, dying_step: int | None, folder: Path, python:
     words = [arm.split(",")[0], str(folder), str(steps), *([] if dying_step is None else [str(dying_step)])]
     if arm == "ddp":
         ddp_run(words, folder, python)
+    elif arm == HOROVOD:
+        horovod_run(words, folder, python)
     else:
         torchft_run(words, folder, python, TORCHFT[arm])
     assert (folder / "died.json").exists() == (dying_step is not None)
-    return counted([read_lines(path) for path in sorted(folder.glob("steps-*.jsonl"))], steps)
+    told = [read_lines(path) for path in sorted(folder.glob("steps-*.jsonl"))]
+    return covered(told, steps) if arm == HOROVOD else counted(told, steps)
 
 
 def counted(everyones: Sequence[Sequence[Record]], steps: int) -> dict[str, Any]:
@@ -99,6 +107,14 @@ def counted(everyones: Sequence[Sequence[Record]], steps: int) -> dict[str, Any]
     return {"again": again, "unseen": steps * BATCH - sum(samples.values())}
 
 
+def covered(everyones: Sequence[Sequence[Record]], steps: int) -> dict[str, Any]:
+    """The same of Horovod's processes, whose steps are told by the position of their first sample: after going back
+    they have other sizes. Who has done most has lived to the end."""
+    longest = max(everyones, key=lambda lines: sum(line["samples"] for line in lines))
+    seen = {at for line in longest for at in range(line["step"], line["step"] + line["samples"])}
+    return {"again": sum(line["samples"] for line in longest) - len(seen), "unseen": steps * BATCH - len(seen)}
+
+
 def ddp_run(words: Sequence[str], folder: Path, python: str) -> None:
     torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
     torchrun += ["--max-restarts", "1", "-m", MODULE]
@@ -109,6 +125,27 @@ def ddp_run(words: Sequence[str], folder: Path, python: str) -> None:
         done = subprocess.run(line, env=told, cwd=ROOT, stdout=log, stderr=log, timeout=LIMIT_SECONDS)
     if done.returncode:
         sys.exit(f"torchrun ended with {done.returncode}:\n{(folder / 'out.log').read_text()[-3000:]}")
+
+
+def horovod_run(words: Sequence[str], folder: Path, python: str) -> None:
+    """As three hosts, which Horovod leaves out as a whole where one process of theirs has died."""
+    script = folder / "hosts"
+    script.write_text("#!/bin/sh\n" + "".join(f"echo {host}\n" for host in HOSTS))
+    script.chmod(0o755)
+    line = [str(Path(python).with_name("horovodrun")), "--gloo", "--network-interface", "lo"]
+    line += ["--min-np", str(RANKS - 1), "-np", str(RANKS), "--max-np", str(RANKS)]
+    line += ["--host-discovery-script", str(script), python, "-m", MODULE, *words]
+    with (folder / "out.log").open("w") as log:
+        told = environment() | {"PEERS_SIZE": str(RANKS)}
+        told["HOROVOD_GLOO_TIMEOUT_SECONDS"] = f"{SUMS_TIMEOUT.total_seconds():.0f}"
+        with subprocess.Popen(line, env=told, cwd=ROOT, stdout=log, stderr=log, start_new_session=True) as run:
+            try:
+                status: object = run.wait(LIMIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                status = f"nothing within {LIMIT_SECONDS} s"
+                end_session(run.pid)  # it hands TERM on, and waits
+    if status:
+        sys.exit(f"horovodrun ended with {status}:\n{(folder / 'out.log').read_text()[-3000:]}")
 
 
 def torchft_run(words: Sequence[str], folder: Path, python: str, waits: Sequence[str]) -> None:
@@ -192,16 +229,24 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dying-step", type=int, default=DYING_STEP)
     parser.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", default=list(ARMS), help="; ".join(ARMS))
     parser.add_argument("--torchft-python", default=None, help="of an environment with torchft and HetSync")
+    parser.add_argument("--horovod-python", default=None, help="with Horovod that was built with Gloo, and HetSync")
     options = parser.parse_args()
     if not 0 < options.dying_step < options.steps:
         parser.error(f"--dying-step is {options.dying_step}: give one below the {options.steps} steps")
-    if not TORCHFT.keys().isdisjoint(options.arms) and options.torchft_python is None:
-        if importlib.util.find_spec("torchft") is None:
-            parser.error(
-                "torchft is not installed: --torchft-python names an interpreter that has it, or leave the arm out"
-            )
-        options.torchft_python = sys.executable
+    for name, arms in (("torchft", TORCHFT), ("horovod", (HOROVOD,))):
+        if getattr(options, f"{name}_python") is None:
+            if not set(arms).isdisjoint(options.arms) and importlib.util.find_spec(name) is None:
+                parser.error(
+                    f"{name} is not installed: --{name}-python names an interpreter that has it, or leave the arm out"
+                )
+            setattr(options, f"{name}_python", sys.executable)
     return options
+
+
+def python_of(arm: str, options: argparse.Namespace) -> str:
+    if arm == HOROVOD:
+        return str(options.horovod_python)
+    return str(options.torchft_python) if arm in TORCHFT else sys.executable
 
 
 def main() -> None:
@@ -209,9 +254,8 @@ def main() -> None:
     records: list[dict[str, Any]] = []
     for repetition in range(options.repetitions):
         for arm in options.arms:
-            python = options.torchft_python if arm in TORCHFT else sys.executable
             told = {
-                kind: job(arm, options.steps, step, python)
+                kind: job(arm, options.steps, step, python_of(arm, options))
                 for kind, step in (("undisturbed", None), ("struck", options.dying_step))
             }
             records.append({"arm": arm, "repetition": repetition, **told})

@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -35,6 +34,7 @@ import torch
 import yaml
 
 from benchmarks.common.local_job import launched
+from benchmarks.common.processes import end_session
 from benchmarks.common.report import command, machine, source
 from hetsync.config.faults import OF_A_ROUND, TAKES, Kind, When
 from hetsync.files import write_atomically
@@ -170,16 +170,6 @@ def run(ranks: int, told: Sequence[object], limit_seconds: float, watch: Sampler
         summary = json.loads(path.read_text()) if path.is_file() else {}
         weights = load_newest(Path(folder)).model if status == 0 else None
     return Told(status, ended - began, summary, lines, None if struck is None else ended - struck, weights)
-
-
-def end_session(leader: int) -> None:
-    """The launcher, and ranks that may be process groups of their own."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getsid(int(process.name)) == leader:
-                os.kill(int(process.name), signal.SIGKILL)
-        except ProcessLookupError:
-            continue
 
 
 def shortcomings(case: Case, told: Told, undisturbed: Weights | None) -> list[str]:

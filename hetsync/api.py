@@ -101,7 +101,7 @@ class JoinedSession(Session):
             self.plane.close()
         self.unclosed.closed()
 
-    def _give_up(self) -> None:
+    def _give_up(self, failure: BaseException) -> None:
         if self.plane.size == 1:
             self.release()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -49,6 +50,16 @@ def free_port() -> int:
                 continue
             return port
     sys.exit(f"no free port among {PORTS.start} to {PORTS.stop}")
+
+
+def end_session(leader: int) -> None:
+    """The launcher, and ranks that may be process groups of their own."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(process.name)) == leader:
+                os.kill(int(process.name), signal.SIGKILL)
+        except ProcessLookupError:
+            continue
 
 
 def failure_of(command: Sequence[object], env: dict[str, str], limit_seconds: float) -> str | None:

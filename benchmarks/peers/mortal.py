@@ -1,12 +1,13 @@
-"""One process of a rival's job in which a rank dies: DDP under torchrun, or a replica group of torchft.
+"""One process of a rival's job in which a rank dies: DDP under torchrun, torchft's replica groups, Horovod Elastic.
 
-    python -m benchmarks.peers.mortal ddp|torchft FOLDER STEPS [DYING_STEP]
+    python -m benchmarks.peers.mortal ddp|torchft|horovod FOLDER STEPS [DYING_STEP]
 
 The loop is that of each project's own example: DDP saves a snapshot every `SAVE_EVERY` steps, and torchrun starts all
 processes anew, which go on from there; in torchft every replica group takes its part of each batch, by its number, the
-others go on without it, and gradients are summed in one piece (`average`). Rank 1 kills itself within its
-`DYING_STEP`, once. Each process appends a line for a step that it has applied to FOLDER/steps-RANK.jsonl; `died.json`
-says when it died, in seconds of this machine's clock.
+others go on without it, and gradients are summed in one piece (`average`); in Horovod Elastic all go back to what was
+committed in memory, every `COMMIT_EVERY` steps, and those left go on with as many samples each. Rank 1 kills itself
+within its `DYING_STEP`, once. Each process appends a line for a step that it has applied to FOLDER/steps-RANK.jsonl;
+`died.json` says when it died, in seconds of this machine's clock.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ from hetsync.sync.optimizers import build_optimizer
 
 DYING_RANK = 1
 SAVE_EVERY = 50  # steps: 5 s
+COMMIT_EVERY = 10  # steps
+FIRST_HOST, DYING_HOST = "localhost", "127.0.0.1"  # names of this one, to Horovod
 STEP_SECONDS = 0.1  # of every device: what is left of it after backward is slept
-SUMS_TIMEOUT, TIMEOUT = timedelta(seconds=5), timedelta(seconds=30)  # of torchft, as in its example of DDP
+SUMS_TIMEOUT, TIMEOUT = timedelta(seconds=5), timedelta(seconds=30)  # of torchft and Horovod, as in torchft's example
 
 
 class Work(NamedTuple):
@@ -78,7 +81,11 @@ class Training:
         """A rank's equal part of a step's batch."""
         share = self.batch_size // size
         first = step * self.batch_size + rank * share
-        return fetch(self.source.train, self._order.indices([(first, first + share)]), self.source.collate)
+        return self.samples(first, first + share)
+
+    def samples(self, first: int, last: int) -> Any:
+        """Of these positions in the order of samples."""
+        return fetch(self.source.train, self._order.indices([(first, last)]), self.source.collate)
 
     def backward(self, module: torch.nn.Module, batch: Any, work: Work, step: int) -> None:
         began = time.monotonic()
@@ -166,11 +173,40 @@ def torchft(work: Work) -> None:
                 work.applied(manager.current_step() - 1, share * manager.num_participants())
 
 
+def horovod(work: Work) -> None:
+    import horovod.torch as hvd
+
+    hvd.init()
+    # Ranks change; and of those on the dead one's host Horovod would keep none, so it is alone on a name of its own.
+    host, place = os.environ["HOROVOD_HOSTNAME"], int(os.environ["HOROVOD_LOCAL_RANK"])
+    number = DYING_RANK if host == DYING_HOST else DYING_RANK + 1 + place if host != FIRST_HOST else 0
+    work, training = work._replace(rank=number), Training()
+    optimizer = hvd.DistributedOptimizer(training.optimizer, named_parameters=training.model.named_parameters())
+    share, total = training.batch_size // work.size, work.steps * training.batch_size
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while state.position < total:
+            count = min(share * hvd.size(), total - state.position)
+            each = -(-count // hvd.size())  # the last step's may be fewer
+            first = state.position + hvd.rank() * each
+            batch = training.samples(first, min(first + each, state.position + count))
+            training.backward(training.model, batch, work, state.step)
+            optimizer.step()
+            optimizer.zero_grad()
+            work.applied(state.position, count)
+            state.step, state.position = state.step + 1, state.position + count
+            if state.step % COMMIT_EVERY == 0:
+                state.commit()
+
+    train(hvd.elastic.TorchState(model=training.model, optimizer=optimizer, step=0, position=0))
+
+
 def main() -> None:
     peer, folder, steps, *dying = sys.argv[1:]
-    rank, size = int(os.environ["RANK"]), int(os.environ["PEERS_SIZE"])
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ["PEERS_SIZE"])  # Horovod tells it later
     work = Work(Path(folder), rank, size, int(steps), int(dying[0]) if dying else None)
-    {"ddp": ddp, "torchft": torchft}[peer](work)
+    {"ddp": ddp, "torchft": torchft, "horovod": horovod}[peer](work)
 
 
 if __name__ == "__main__":

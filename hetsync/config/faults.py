@@ -78,7 +78,8 @@ class FaultConfig:
         tolerate: Go on with the others when a rank dies: auto (where that can be: with an MPI that tells of deaths, by
             mpirun --with-ft ulfm), true (refuse to start elsewhere) or false (end the job).
         least_ranks: With fewer ranks left the job saves and ends with status 86; null takes more than half of the last
-            ranks.
+            ranks. Where whole hosts have gone whose ranks would be enough, they may live behind a cut link, and go on:
+            then those who are too few end without saving. With a number of at most half both sides may go on.
         not_finite: Gradients that are not finite end the job (stop), or are left out before they are in any round. Then
             their samples go out once more (skip), and the job ends where the same samples spoil gradients again, and
             names them; or all ranks go back to the newest checkpoint (rollback), at once and without a new start, and

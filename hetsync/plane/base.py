@@ -60,6 +60,10 @@ class LostError(PlaneError):
     """Another rank has gone, or what the ranks meet at."""
 
 
+class CutOffError(LostError):
+    """So many have gone, whole hosts of them, that they may live and go on without this rank."""
+
+
 class MembersLost(LostError):
     """Another rank has gone, and those who are left can go on: see `Plane.mend`."""
 

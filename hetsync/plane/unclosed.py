@@ -20,9 +20,15 @@ class Unclosed:
     """
 
     def __init__(
-        self, plane: Plane, *, is_over: Callable[[], bool], close: Callable[[], None], give_up: Callable[[], None]
+        self,
+        plane: Plane,
+        *,
+        is_over: Callable[[], bool],
+        close: Callable[[], None],
+        give_up: Callable[[BaseException], None],
     ) -> None:
-        """`close` ends the job in order, and collectively; `give_up` releases what this rank holds of it."""
+        """`close` ends the job in order, and collectively; `give_up` releases what this rank holds of it,
+        where such a failure has ended it."""
         self._plane = plane
         self._is_over = is_over
         self._close = close
@@ -42,7 +48,7 @@ class Unclosed:
     def fail(self, failure: BaseException) -> None:
         """See `end_loop`."""
         self.closed()
-        self._give_up()
+        self._give_up(failure)
         end_loop(self._plane, failure)
 
     def _uncaught(self, kind: type[BaseException], failure: BaseException, trace: TracebackType | None) -> None:
@@ -60,5 +66,5 @@ class Unclosed:
                 )
             self._close()
         except BaseException as failure:
-            self._give_up()
+            self._give_up(failure)
             end_job(self._plane, failure)

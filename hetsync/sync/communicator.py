@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hetsync.errors import complain
-from hetsync.plane.base import DamagedError, LostError, MembersLost, Plane, Sums, WireFormat
+from hetsync.plane.base import CutOffError, DamagedError, LostError, MembersLost, Plane, Sums, WireFormat
 from hetsync.plane.ending import end_job
 from hetsync.processes import own_stack
 from hetsync.sync.collectives import PendingCollectives
@@ -47,7 +47,18 @@ from hetsync.sync.messages import (
 )
 from hetsync.sync.milestones import ROLLBACK, TOO_FEW
 from hetsync.sync.polling import pause_seconds
-from hetsync.sync.recovery import Action, Books, Damage, Death, Decision, LandedRound, Report, decide, too_few
+from hetsync.sync.recovery import (
+    Action,
+    Books,
+    Damage,
+    Death,
+    Decision,
+    LandedRound,
+    Report,
+    decide,
+    too_few,
+    unseen,
+)
 from hetsync.sync.router import Router
 from hetsync.sync.segmented import SegmentedDeltas
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
@@ -543,6 +554,8 @@ class Communicator:
             self._deaths.pop(rank, None)
             self.watchdog.excluded.pop(rank, None)
         leads = self._plane.rank == decision.survivors[0]
+        if decision.action is Action.GIVE_WAY:
+            raise CutOffError(self._cut_off(before, decision.survivors))
         if decision.action is Action.GO_BACK or (leads and decision.books is None):
             raise LostError("all ranks that kept the books have gone, so nobody knows what has been applied")
         if decision.action is Action.END and TOO_FEW not in self._requested:
@@ -553,6 +566,18 @@ class Communicator:
         self._collective = None
         self._pending.drop()
         self._carry_out(recovered, began)
+
+    @property
+    def _hosts(self) -> dict[int, str]:
+        return {rank: process.host for rank, process in self.watchdog.processes.items()}
+
+    def _cut_off(self, before: Sequence[int], survivors: Sequence[int]) -> str:
+        hosts = self._hosts
+        away = ", ".join(dict.fromkeys(hosts[rank].split()[0] for rank in unseen(before, survivors, hosts)))
+        return (
+            f"{len(survivors)} of {len(before)} ranks are left, and the others, on {away}, may live and go on without"
+            " them: they end, and save nothing; once the others have ended, too, go on with --resume"
+        )
 
     def _carry_out(self, recovered: Recovered, began: float) -> None:
         try:
@@ -608,7 +633,8 @@ class Communicator:
 
     def _decided(self, reports: Mapping[int, Report], before: Sequence[int], began: float) -> Decision:
         """Asked on the first of the survivors."""
-        decision = decide(reports, len(before), self._options.least_ranks)
+        apart = unseen(before, tuple(reports), self._hosts)
+        decision = decide(reports, len(before), self._options.least_ranks, len(apart))
         newest, version = decision.newest, decision.version
         landed = newest.samples if newest is not None and self._books_version < version else {}
         tasks = {} if self._books is None else self._books.tasks

@@ -259,6 +259,7 @@ class Action(Enum):
     GO_ON = auto()
     GO_BACK = auto()  # to the newest checkpoint, in place: nobody is left who kept the books
     END = auto()  # too few are left: drain, save where the books are there, and end
+    GIVE_WAY = auto()  # too few are left, and those who cannot be seen may go on: end, and write nothing
 
 
 class Decision(NamedTuple):
@@ -303,8 +304,19 @@ def too_few(ranks: int, last_ranks: int, least_ranks: int | None) -> str | None:
     return f"{ranks} of {last_ranks} ranks are left, and {why}: the job ends; go on with --resume"
 
 
-def decide(reports: Mapping[int, Report], last_ranks: int, least_ranks: int | None = None) -> Decision:
-    """What becomes of the job, by the survivors' reports, in their order; `last_ranks` were members before."""
+def unseen(last: Iterable[int], survivors: Iterable[int], hosts: Mapping[int, str]) -> tuple[int, ...]:
+    """Of the last members, who have gone with all others of their hosts: it may be the network that has, and they live.
+    Nobody, as far as `hosts` are not known."""
+    left = set(survivors)
+    reached = {hosts.get(rank) for rank in left}
+    return tuple(rank for rank in last if rank not in left and rank in hosts and hosts[rank] not in reached)
+
+
+def decide(
+    reports: Mapping[int, Report], last_ranks: int, least_ranks: int | None = None, unseen_ranks: int = 0
+) -> Decision:
+    """What becomes of the job, by the survivors' reports, in their order; `last_ranks` were members before, and so many
+    of them are `unseen`."""
     survivors = tuple(reports)
     version = max(report.landed for report in reports.values())
     level = [rank for rank in survivors if reports[rank].landed == version]
@@ -315,8 +327,11 @@ def decide(reports: Mapping[int, Report], last_ranks: int, least_ranks: int | No
         _give_up_tasks(books, {rank: kept_of(reports[rank].holding, version, rank in behind) for rank in survivors})
     action = Action.GO_ON if books is not None else Action.GO_BACK
     ending = any(TOO_FEW in report.requested for report in reports.values())
-    if ending or too_few(len(survivors), last_ranks, least_ranks) is not None:
-        action = Action.END
+    few = too_few(len(survivors), last_ranks, least_ranks) is not None
+    if ending or few:
+        # Who was about to end anyway has agreed on that with those who have gone since.
+        others_go_on = not ending and unseen_ranks >= least_to_go_on(least_ranks, last_ranks)
+        action = Action.GIVE_WAY if others_go_on else Action.END
     at_rest = _drain(reports[level[0]]) is not None and all(reports[rank].at_rest for rank in level)
     damaged = tuple(sorted({report.damaged for report in reports.values() if report.damaged is not None}))
     newest = reports[level[0]].newest

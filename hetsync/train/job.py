@@ -482,9 +482,9 @@ class Job:
         """Training, if it has begun."""
         return self._running is None or not self._running.is_open or self._running.over
 
-    def _give_up(self) -> None:
+    def _give_up(self, failure: BaseException) -> None:
         if self._running is not None:
-            self._running.give_up(release=self.size == 1)
+            self._running.give_up(failure, release=self.size == 1)
         self._held.close()
 
     def close(self) -> None:

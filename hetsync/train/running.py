@@ -23,7 +23,7 @@ from hetsync.emulation.link import behind_link
 from hetsync.errors import UserError, one_sentence
 from hetsync.files import SUMMARY, write_atomically
 from hetsync.launchers import write_status
-from hetsync.plane.base import Newcomer, Plane
+from hetsync.plane.base import CutOffError, LateError, LostError, Newcomer, Plane, StalledError
 from hetsync.profiling.measure import Subject, measure_ranks
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.coordinator import Coordinator
@@ -649,16 +649,22 @@ class Running:
         self.telemetry.close()
         self.display.failed(error)
 
-    def give_up(self, release: bool) -> None:
-        """The job has failed; with `release` the model may be trained in another."""
+    def give_up(self, failure: BaseException, release: bool) -> None:
+        """The job has failed by this; with `release` the model may be trained in another."""
         if self._saver is not None:
             self._saver.stop_timer()
-        if self.is_open and self.at.folder is not None:
+        if self.is_open and self.at.folder is not None and not self._may_go_on_elsewhere(failure):
             mark_failed(self.at.folder)
         self.display.close(None)
         self._held.close()
         if release:
             self.session.release()
+
+    def _may_go_on_elsewhere(self, failure: BaseException) -> bool:
+        """May ranks that this one does not reach live, and go on? Then the summary is theirs."""
+        if not self.plane.tolerant or not isinstance(failure, LostError | LateError | StalledError):
+            return False
+        return isinstance(failure, CutOffError) or not self._leading
 
     # Figures, for the summary.
 

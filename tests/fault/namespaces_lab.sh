@@ -5,13 +5,20 @@
 #
 #   namespaces_lab.sh up FOLDER HOSTS [RATE]   starts hosts h0, h1 ... at 10.77.0.1 and so on; RATE as tc has it,
 #                                              of each host's link, in each direction (1gbit, 100mbit); without it, free
+#   namespaces_lab.sh cut FOLDER HOST          cuts its link, without a word to anybody on either side
+#   namespaces_lab.sh mend FOLDER HOST
+#   namespaces_lab.sh crash FOLDER HOST        cuts its link, and ends what runs on it
+#   namespaces_lab.sh hasten FOLDER            makes hosts give connections up after seconds without an answer, and not
+#                                              after a quarter of an hour
+#   namespaces_lab.sh pids FOLDER              what runs on the hosts
 #   namespaces_lab.sh down FOLDER              ends what runs there, and removes them
 #
 # FOLDER/on HOST COMMAND...   runs a command on a host, as ssh does
-# FOLDER/mpirun -np N ...     Open MPI's mpirun on h0, with ranks on as many hosts as there are, over their links
+# FOLDER/mpirun -np N ...     Open MPI's mpirun on h0, with a rank on each host, over their links; or on HOSTS, such as
+#                             h1:2,h0:3, which is the order of the ranks
 set -euo pipefail
 
-action=${1:?up or down} base=$(readlink -f "${2:?a folder}")
+action=${1:?what to do} base=$(readlink -f "${2:?a folder}")
 tag=lab$(cksum <<<"$base" | cut -d' ' -f1) # namespaces have names of the whole machine
 switch=$tag-sw network=10.77.0.0/24
 
@@ -27,7 +34,7 @@ ON
     cat >"$base/mpirun" <<MPIRUN
 #!/usr/bin/env bash
 exec $base/on h0 exec mpirun --prtemca plm_ssh_agent $base/on --prtemca prte_if_include $network \
-    --host $(seq -f h%g -s, 0 $(($1 - 1))) --bind-to none --mca pml ob1 --mca btl tcp,self \
+    --host \${HOSTS:-$(seq -f h%g -s, 0 $(($1 - 1)))} --bind-to none --mca pml ob1 --mca btl tcp,self \
     --mca btl_tcp_if_include $network --mca mpi_yield_when_idle 1 "\$@"
 MPIRUN
     chmod +x "$base/on" "$base/mpirun"
@@ -61,6 +68,37 @@ up() {
     done
 }
 
+link() { # a remote shell's client would be on the other side, and hear nothing of what ends here
+    local host=$1 to=$2 signal=$3
+    ip -n "$switch" link set "p${host#h}" "$to"
+    signal "$signal" "$host" sh
+}
+
+crash() {
+    link "$1" down STOP
+    signal KILL "$1" '[^s]*'
+}
+
+signal() { # what is called like this
+    local pid
+    for pid in $(ip netns pids "$tag-$2"); do
+        # shellcheck disable=SC2053 # a pattern
+        if [[ $(ps -o comm= "$pid") == $3 ]]; then kill "-$1" "$pid" 2>/dev/null || true; fi
+    done
+}
+
+hosts() { ip netns list | cut -d' ' -f1 | grep "^$tag-h" || true; }
+
+hasten() {
+    local name
+    for name in $(hosts); do nsenter --net="/run/netns/$name" sysctl -qw net.ipv4.tcp_retries2=3; done
+}
+
+pids() {
+    local name
+    for name in $(hosts); do ip netns pids "$name"; done
+}
+
 down() {
     local name pids
     for name in $(ip netns list | cut -d' ' -f1 | grep "^$tag-" || true); do
@@ -72,6 +110,9 @@ down() {
 
 case $action in
     up) up "${3:?a number of hosts}" "${4:-}" || { down && exit 1; } ;;
-    down) down ;;
-    *) echo "namespaces_lab.sh: up FOLDER HOSTS [RATE], or down FOLDER" >&2 && exit 2 ;;
+    cut) link "${3:?a host}" down STOP ;;
+    mend) link "${3:?a host}" up CONT ;;
+    crash) crash "${3:?a host}" ;;
+    hasten | pids | down) "$action" ;;
+    *) echo "namespaces_lab.sh: $action is none of its actions, which its head lists" >&2 && exit 2 ;;
 esac

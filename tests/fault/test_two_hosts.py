@@ -1,4 +1,6 @@
-"""Jobs on two hosts with a slow link between them: network namespaces of this machine (namespaces_lab.sh)."""
+"""Jobs on two hosts with a slow link between them, which may be cut, as a host may die: network namespaces of this
+machine (namespaces_lab.sh).
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,24 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from jobs import Done, environment, finished, program, started, summary_of
+from jobs import SECONDS, Done, command, environment, finished, program, run, started, summary_of
+
+from hetsync.sync.milestones import TOO_FEW
+from hetsync.train.checkpoint import complete, load_newest
 
 pytestmark = pytest.mark.xdist_group("two_hosts")  # of one worker: they share a fixture that is dear
 LAB = Path(__file__).with_name("namespaces_lab.sh")
 RATE = "1gbit"
 BYTES_PER_SECOND = 1e9 / 8
 SAMPLES = 1200
+SAVE_EVERY = 256  # samples, four batches
 TRAIN = ["--run.samples", str(SAMPLES), "--run.profile_seconds", "0.3", "--run.dir", "run"]
 
 
@@ -112,6 +119,106 @@ def test_sums_between_hosts_are_not_in_place(lab: Path, tmp_path: Path) -> None:
     )
     done = _ended([str(lab / "mpirun"), "-np", "2", sys.executable, str(script)], tmp_path)
     assert done.out.splitlines() == 2 * ["[True, True]"], done.story
+
+
+# What becomes of a job whose host dies, or whose link is cut.
+
+ULFM = ["--with-ft", "ulfm", "--mca", "mpi_preconnect_mpi", "1"]  # or MPI may wait for the lost
+LOOKS_AFTER = [  # mpirun, after other hosts: every second, after so many without a word
+    *("--prtemca", "oob_tcp_keepalive_time", "3", "--prtemca", "oob_tcp_keepalive_intvl", "1"),
+    *("--prtemca", "oob_tcp_keepalive_probes", "3"),
+]
+
+
+def _does(lab: Path, *action: str) -> None:
+    subprocess.run([LAB, action[0], lab, *action[1:]], check=True, timeout=20)
+
+
+def _tolerant(lab: Path, folder: Path, hosts: str, *words: str) -> list[str]:
+    """A job of emulated devices, some seconds long, with ranks on `hosts` as in `h0:2,h1:1`."""
+    ranks = sum(int(each.split(":")[1]) for each in hosts.split(","))
+    (folder / "even.yaml").write_text(f"name: even\nsource: none\ndevices: [{{name: a, count: {ranks}, speed: 1}}]\n")
+    mine = ["--run.dir", "run", "--run.samples", SAMPLES, "--run.checkpoint_every", SAVE_EVERY]
+    mine += ["--emulate", "even.yaml", "--emulation.samples_per_second", 400]
+    mine += ["--run.timeout_seconds", 30]
+    mpirun = ["env", f"HOSTS={hosts}", str(lab / "mpirun"), "-np", str(ranks), *ULFM]
+    return [*mpirun, *words, *command(*mine)]
+
+
+def _until_saved(job: subprocess.Popen[str], folder: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not complete(folder / "run" / "checkpoints"):
+        assert job.poll() is None, finished(job).story
+        assert time.monotonic() < deadline, "no checkpoint in time"
+        time.sleep(0.02)
+
+
+def _until_nothing_runs(lab: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while running := subprocess.run([LAB, "pids", lab], capture_output=True, text=True, check=True).stdout.split():
+        assert time.monotonic() < deadline, f"still there: {running}"
+        time.sleep(0.1)
+
+
+def _goes_on_to_the_end(folder: Path) -> None:
+    done = run("--resume", "run", "--emulation.samples_per_second", 20_000, folder=folder)
+    assert done.status == 0, done.story
+    summary = summary_of(folder / "run")
+    assert (summary["status"], summary["samples_applied"]) == ("finished", SAMPLES)
+
+
+def test_where_a_host_dies_the_job_ends_and_can_be_resumed(lab: Path, tmp_path: Path) -> None:
+    """Open MPI's mpirun ends all of it, though the others could go on, and with status 0."""
+    try:
+        with started(_tolerant(lab, tmp_path, "h0:2,h1:1", *LOOKS_AFTER), tmp_path) as job:
+            _until_saved(job, tmp_path)
+            _does(lab, "crash", "h1")
+            done = finished(job)
+        _until_nothing_runs(lab)
+    finally:
+        _does(lab, "mend", "h1")
+    assert "lost communication with a remote daemon" in done.err, done.story
+    assert summary_of(tmp_path / "run")["status"] == "running", "of a job that was killed"
+    _goes_on_to_the_end(tmp_path)
+
+
+def test_a_link_that_is_cut_for_seconds_costs_time_alone(lab: Path, tmp_path: Path) -> None:
+    same = ["--sync.delay_bound", "0", "--optimizer.name", "sgd", "--optimizer.momentum", "0.9"]
+    with started([*_tolerant(lab, tmp_path, "h0:2,h1:1"), *same], tmp_path) as job:
+        _until_saved(job, tmp_path)
+        _does(lab, "cut", "h1")
+        time.sleep(5)
+        _does(lab, "mend", "h1")
+        done = finished(job)
+    assert done.status == 0, done.story
+    summary = summary_of(tmp_path / "run")
+    assert (summary["samples_applied"], summary["ranks"], summary["failures"]) == (SAMPLES, 3, [])
+    alone = run("--run.dir", "alone", "--run.samples", SAMPLES, *same, folder=tmp_path)  # saves at its end
+    assert alone.status == 0, alone.story
+    theirs, mine = (load_newest(tmp_path / name).model for name in ("run", "alone"))
+    assert max(float((theirs[name] - value).abs().max()) for name, value in mine.items()) < 1e-5
+
+
+def test_of_a_link_that_is_cut_for_ever_at_most_one_side_goes_on(lab: Path, tmp_path: Path) -> None:
+    """The side of rank 0 is the smaller one: it ends, and leaves the run folder to those who may go on. Whether these
+    do before mpirun ends all is left to the system's clocks; nobody waits for ever."""
+    _does(lab, "hasten")
+    try:
+        with started(_tolerant(lab, tmp_path, "h1:2,h0:3"), tmp_path) as job:
+            _until_saved(job, tmp_path)
+            _does(lab, "cut", "h1")
+            finished(job)
+        _until_nothing_runs(lab)
+    finally:
+        _does(lab, "mend", "h1")
+    summary = summary_of(tmp_path / "run")
+    assert summary["status"] != "stopped", "that of the smaller side"
+    if summary["status"] == "finished":
+        assert (summary["samples_applied"], summary["ranks"]) == (SAMPLES, 3)
+        assert [(death["rank"], death["host"]) for death in summary["failures"]] == [(0, "h1"), (1, "h1")]
+    told = [path.read_text() for path in (tmp_path / "run" / "telemetry").iterdir()]
+    assert not any(TOO_FEW in lines for lines in told), "a rest at which the smaller side saves"
+    _goes_on_to_the_end(tmp_path)
 
 
 def test_the_lab_leaves_nothing_behind(tmp_path: Path) -> None:

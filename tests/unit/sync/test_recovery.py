@@ -27,7 +27,7 @@ from hetsync.sync.messages import (
     Task,
     TaskFinished,
 )
-from hetsync.sync.milestones import CHECKPOINT, ROLLBACK, STOP, Milestone, marks_every, no_marks, rests_at
+from hetsync.sync.milestones import CHECKPOINT, ROLLBACK, STOP, TOO_FEW, Milestone, marks_every, no_marks, rests_at
 from hetsync.sync.recovery import (
     Action,
     Agreed,
@@ -44,6 +44,7 @@ from hetsync.sync.recovery import (
     rebuilt,
     still_to_tell,
     too_few,
+    unseen,
 )
 
 EXAMPLES = int(os.environ.get("HETSYNC_RECOVERY_EXAMPLES", "150"))
@@ -189,6 +190,29 @@ def test_too_few_survivors_save_and_end():
     reports = {0: report(0, books=books), 1: report(1)}
     assert decide(reports, 4).action is Action.END
     assert decide(reports, 4, least_ranks=2).action is Action.GO_ON
+
+
+def test_who_is_cut_off_from_enough_to_go_on_writes_nothing():
+    """They may live, and write the same run's checkpoints."""
+    hosts = {0: "one", 1: "one", 2: "two", 3: "two", 4: "two"}
+    reports = {rank: report(rank, books=Books([standing()], version=3)) for rank in range(5)}
+
+    def action(*survivors, of=range(5), least=None):
+        apart = unseen(of, survivors, hosts)
+        return decide({rank: reports[rank] for rank in survivors}, len(of), least, len(apart)).action
+
+    assert action(0, 1) is Action.GIVE_WAY
+    assert action(2, 3, 4) is Action.GO_ON
+    assert action(0, 2) is Action.END, "the others' hosts are reached: they have died"
+    assert action(0, 1, of=range(4)) is action(2, 3, of=range(4)) is Action.END, "neither is enough"
+    assert action(0, 1, least=4) is Action.END
+    assert action(0, 1, least=3) is Action.GIVE_WAY
+    assert unseen(range(5), (0, 1), {}) == (), "where hosts are not known yet"
+
+
+def test_who_was_about_to_end_saves_whoever_goes_besides():
+    reports = {0: report(0, books=Books([standing()], version=3), requested=(TOO_FEW,))}
+    assert decide(reports, 4, unseen_ranks=3).action is Action.END
 
 
 def test_nobody_goes_on_before_all_are_ready():

@@ -1,0 +1,32 @@
+"""Who writes that a run has failed, where others may go on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from hetsync.errors import UserError
+from hetsync.plane.base import CutOffError, LateError, LostError, StalledError
+from hetsync.train.running import Running
+
+
+def may_go_on_elsewhere(failure: Exception, leading: bool, tolerant: bool = True) -> bool:
+    running = Running.__new__(Running)
+    vars(running).update(plane=SimpleNamespace(tolerant=tolerant), _leading=leading)
+    return running._may_go_on_elsewhere(failure)
+
+
+@pytest.mark.parametrize("failure", [LostError("gone"), LateError("late"), StalledError("no word from rank 0")])
+def test_who_does_not_reach_the_first_rank_leaves_the_summary_to_it(failure: Exception) -> None:
+    assert may_go_on_elsewhere(failure, leading=False)
+    assert not may_go_on_elsewhere(failure, leading=True)
+    assert not may_go_on_elsewhere(failure, leading=False, tolerant=False)
+
+
+def test_so_does_the_first_rank_where_it_is_cut_off() -> None:
+    assert may_go_on_elsewhere(CutOffError("the others may live"), leading=True)
+
+
+def test_what_ends_all_ranks_is_told_by_whom_it_befalls() -> None:
+    assert not may_go_on_elsewhere(UserError("a mistake"), leading=False)
