@@ -133,8 +133,7 @@ class Communicator:
     def _make_watchdog(self) -> Watchdog:
         hosted = self._coordinator
         version = None if hosted is None else lambda: hosted.machine.version
-        silent_seconds = self._options.silent_seconds if self._keeps_going else None
-        return Watchdog(self._plane, version, self._options.timeout_seconds, silent_seconds)
+        return Watchdog(self._plane, version, self._options.timeout_seconds, self._options.silent_seconds)
 
     # For the main thread.
 
@@ -214,7 +213,7 @@ class Communicator:
         it where it would wait: nobody else is waited for, and two threads would take each other's processor."""
         moved = self._receive() + self._flush() + self._proceed() > 0
         self._watch(moved)
-        self.watchdog.watch_silence(self._outlives_deaths)
+        self.watchdog.watch_silence()
         return moved
 
     def _watch(self, moved: bool) -> None:
