@@ -111,8 +111,11 @@ class Rests:
         self.next, self._requested = rest, deque(requested)
 
     def repeat(self, rest: Milestone) -> None:
-        """All have come to this rest, and are to come to it once more before they go on to the next."""
-        if self.next not in (rest, self._milestones(rest.position)) and not self.going_back:
+        """All have come to this rest, and are to come to it once more before they go on to the next; or to another, at
+        which they go back, and after which it comes again."""
+        if self.going_back:
+            return
+        if self.next not in (rest, self._milestones(rest.position)):
             self._requested.appendleft(self.next.reason)
         self.next = rest
 
