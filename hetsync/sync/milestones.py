@@ -115,7 +115,8 @@ class Rests:
         which they go back, and after which it comes again."""
         if self.going_back:
             return
-        if self.next not in (rest, self._milestones(rest.position)):
+        # One that is due at its position anyway comes again, also where all have gone back to before others.
+        if self.next not in (rest, self._milestones(self.next.position - 1)):
             self._requested.appendleft(self.next.reason)
         self.next = rest
 

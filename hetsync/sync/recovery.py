@@ -23,7 +23,8 @@ it, whoever dies; rank 0's copy is one of several, and its death is like any oth
 
 **Where all copies are lost.** Once all keepers have died together nobody knows which samples have been applied, but
 each rank has counted how many (`Tally`). The first survivor makes up books by that (`begun_anew`), in which all that is
-to come is a rest to go back to the newest checkpoint: there they become true. A job that cannot go back ends.
+to come is a rest to go back to the newest checkpoint: there they become true. At a rest they are true, and it begins
+anew. A job that cannot go back ends.
 
 **A newcomer.** A rank that joins at a rest is agreed on in the same way: members have changed, and all report. It holds
 nothing and has landed what all have landed, as it begins from the checkpoint of that rest. Members are in the order in
@@ -86,9 +87,10 @@ class LandedRound(NamedTuple):
 @dataclass
 class Tally:
     """What every rank knows, also one that keeps no books: how many samples have been applied by what has landed on it,
-    and the settings as they were at the last rest."""
+    the settings as they were at the last rest, and where evaluations are due."""
 
     settings: Settings
+    evaluations: Marks
     applied: int = 0
     samples_by_rank: dict[int, int] = field(default_factory=dict)
 
@@ -349,16 +351,29 @@ def decide(reports: Mapping[int, Report], last_ranks: int, least_ranks: int | No
 def begun_anew(decision: Decision, reports: Mapping[int, Report], tally: Tally) -> Decision:
     """Where nobody kept books, with such as let all go back: by the `tally` of one who has landed all that counts. So
     many samples have been applied, and these may as well be the first that nobody holds: none of them stays applied,
-    nor does what is held."""
+    nor does what is held. At a rest that begins anew they are the first, and nobody need go back."""
     version = decision.version
+    rest = Milestone(tally.applied, ROLLBACK)
+    if decision.rest_again:
+        assert decision.newest is not None
+        drained = decision.newest.start
+        assert drained.drain is not None
+        rest = Milestone(tally.applied, drained.drain, drained.final)
+    goes_back = rest.reason == ROLLBACK
     kept = {rank: kept_of(one.holding, version, rank in decision.behind) for rank, one in reports.items()}
     held = merged(spans_of([one.task for holding in kept.values() for one in unapplied(holding)]))
     end = held[-1][1] if held else 0
     applied, _ = cut([*gaps(held), (end, end + tally.applied)], tally.applied)
-    standing = Standing(version, tally.settings, Milestone(tally.applied, ROLLBACK))
-    books = Books([standing], list(applied), version, 1, lost_at=version, samples_by_rank=dict(tally.samples_by_rank))
+    books = Books(
+        [Standing(version, tally.settings, rest, tally.evaluations(tally.applied))],
+        list(applied),
+        version,
+        attempt=1,
+        samples_by_rank=dict(tally.samples_by_rank),
+        lost_at=version if goes_back else None,
+    )
     _give_up_tasks(books, kept)
-    return decision._replace(books=books)
+    return decision._replace(books=books, action=Action.GO_BACK if goes_back else Action.GO_ON)
 
 
 def _newest_books(reports: Mapping[int, Report], newest: LandedRound | None, version: int) -> Books | None:

@@ -125,7 +125,7 @@ class Session:
         self._around = around
         self._fault = fault or FaultConfig(silent_seconds=None)
         self._skips = self._fault.not_finite != "stop"
-        self._tally = Tally(self.settings, terms.applied) if goes_back else None
+        self._tally = Tally(self.settings, terms.evaluations, terms.applied) if goes_back else None
         self._check_skipping()
         self._scorer = scorer or NoEvaluation()
         self._telemetry = telemetry or Telemetry(None)
