@@ -158,8 +158,8 @@ class Watchdog:
             return
         self.excluded[rank] = why
         process = self.processes[rank]
-        place = f"process {process.pid} on {process.host.split()[0]}"
-        announce(f"hetsync: rank {rank} ({place}) is {why}{details}: it is excluded")
+        host, told = process.host.split()[0], why + details
+        announce(f"hetsync: rank {rank} (process {process.pid} on {host}) is {told}: it is excluded")
         if peer == self._plane.rank:
             self._end(rank)
         else:
