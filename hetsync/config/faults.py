@@ -85,9 +85,10 @@ class FaultConfig:
             names them; or all ranks go back to the newest checkpoint (rollback), at once and without a new start, and
             train on from there: the job ends at the third failure after the same checkpoint, and names the samples.
             rollback needs a run folder and checkpoints on the way.
-        silent_seconds: A rank that gives no sign of life for so many seconds is excluded: another rank of its host
-            kills it, and the others go on as after a death. Nothing happens where it is alone on its host, where all
-            of its host are silent, or where a death ends the job: there run.timeout_seconds ends it. null never.
+        silent_seconds: A rank that gives no sign of life for so many seconds (the first rank: half as many again) is
+            excluded: another rank of its host kills it, which is a death, that the others outlive or that ends the job.
+            Nothing happens where it is alone on its host, where all of its host are silent, or where the second rank
+            is silent together with the first: there run.timeout_seconds ends the job. null never.
         slow: A rank whose last three tasks each took `slow_factor` times its own median is waited for (wait), or
             excluded in the same way (exclude).
         slow_factor: See `slow`.

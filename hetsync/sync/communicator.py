@@ -7,6 +7,7 @@ When it polls says `polling.py`.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -48,6 +49,7 @@ from hetsync.sync.messages import (
 from hetsync.sync.milestones import ROLLBACK, TOO_FEW
 from hetsync.sync.polling import pause_seconds
 from hetsync.sync.recovery import (
+    BOOKS_LOST,
     Action,
     Books,
     Damage,
@@ -55,6 +57,8 @@ from hetsync.sync.recovery import (
     Decision,
     LandedRound,
     Report,
+    Tally,
+    begun_anew,
     decide,
     too_few,
     unseen,
@@ -104,12 +108,14 @@ class Communicator:
         telemetry: Telemetry,
         state: Callable[[], Mapping[str, Any]],
         books: Books | None,
+        tally: Tally | None,
         succeed: Callable[[], Coordinator],
         around: Around = lambda start, steps: steps,
     ) -> None:
         """`coordinator` on rank 0; `succeed` makes one here, once all lower ranks have died. `books` are those of a
-        keeper. `on_task` is called with each task as soon as it is known, outside the lock, and `on_dropped` with those
-        of them that will not be computed, since a rank has gone (`on_death` tells of it) or a message (`on_damage`).
+        keeper; by the `tally` all go back to a checkpoint where nobody is left who kept any, None ends the job.
+        `on_task` is called with each task as soon as it is known, outside the lock, and `on_dropped` with those of them
+        that will not be computed, since a rank has gone (`on_death` tells of it) or a message (`on_damage`).
         `around` is given the steps of each round. `state`: all that this rank's steps have made, for one that is
         behind."""
         self._plane = plane
@@ -129,6 +135,7 @@ class Communicator:
         self._pending = PendingCollectives(plane, options.measure_norms)  # of that collective
         self._keeps_going = plane.tolerant and plane.size > 1  # after a death, where that can be
         self._books = books if self._keeps_going else None
+        self._tally = tally
         self._succeed = succeed
         self._deaths: dict[int, Death] = {}
         self._damaged: int | None = None  # rank of which a message was, as this one has noticed
@@ -144,8 +151,7 @@ class Communicator:
     def _make_watchdog(self) -> Watchdog:
         hosted = self._coordinator
         version = None if hosted is None else lambda: hosted.machine.version
-        silent_seconds = self._options.silent_seconds if self._keeps_going else None
-        return Watchdog(self._plane, version, self._options.timeout_seconds, silent_seconds)
+        return Watchdog(self._plane, version, self._options.timeout_seconds, self._options.silent_seconds)
 
     # For the main thread.
 
@@ -161,6 +167,8 @@ class Communicator:
 
     def go_back(self, applied: int) -> None:
         """At rest, under the lock: this rank holds what a checkpoint of so many samples holds."""
+        if self._tally is not None:
+            self._tally.applied = applied
         if self._books is not None:
             self._books.go_back(applied)
 
@@ -225,7 +233,7 @@ class Communicator:
         it where it would wait: nobody else is waited for, and two threads would take each other's processor."""
         moved = self._receive() + self._flush() + self._proceed() > 0
         self._watch(moved)
-        self.watchdog.watch_silence(self._outlives_deaths)
+        self.watchdog.watch_silence()
         return moved
 
     def _watch(self, moved: bool) -> None:
@@ -388,6 +396,8 @@ class Communicator:
             self._newest = LandedRound(start, given)
             if self._books is not None:
                 self._books.land(self._newest)
+            if self._tally is not None:
+                self._tally.land(self._newest)
         self._shared.at_rest = start.drain is not None
         if start.drain is not None:
             self._requested.clear()
@@ -556,8 +566,8 @@ class Communicator:
         leads = self._plane.rank == decision.survivors[0]
         if decision.action is Action.GIVE_WAY:
             raise CutOffError(self._cut_off(before, decision.survivors))
-        if decision.action is Action.GO_BACK or (leads and decision.books is None):
-            raise LostError("all ranks that kept the books have gone, so nobody knows what has been applied")
+        if leads and decision.books is None:  # whose word ends the others
+            raise LostError(BOOKS_LOST)
         if decision.action is Action.END and TOO_FEW not in self._requested:
             self._requested.append(TOO_FEW)
             if leads:
@@ -635,14 +645,16 @@ class Communicator:
         """Asked on the first of the survivors."""
         apart = unseen(before, tuple(reports), self._hosts)
         decision = decide(reports, len(before), self._options.least_ranks, len(apart))
+        if decision.action is Action.GO_BACK and self._tally is not None:
+            decision = begun_anew(decision, reports, self._tally_of(decision))
         newest, version = decision.newest, decision.version
-        landed = newest.samples if newest is not None and self._books_version < version else {}
-        tasks = {} if self._books is None else self._books.tasks
+        books = self._books or Books([], version=version)
+        landed = newest.samples if newest is not None and books.version < version else {}
         deaths = dict(self._deaths)
         for rank in set(decision.survivors).difference(before):  # it is another process now
             deaths.pop(rank, None)
         for rank in sorted(set(before).difference(decision.survivors, deaths)):
-            held = sum(task.samples for task in tasks.get(rank, ()))
+            held = sum(task.samples for task in books.tasks.get(rank, ()))
             known = self._coordinator is not None and self._coordinator.machine.members[rank]
             deaths[rank] = Death(
                 rank=rank,
@@ -655,9 +667,13 @@ class Communicator:
             )
         return decision._replace(deaths=tuple(deaths.values()))
 
-    @property
-    def _books_version(self) -> int:
-        return 0 if self._books is None else self._books.version
+    def _tally_of(self, decision: Decision) -> Tally:
+        """Of all that counts: this rank may be behind."""
+        assert self._tally is not None
+        tally = copy.deepcopy(self._tally)
+        if self._plane.rank in decision.behind and decision.newest is not None:
+            tally.land(decision.newest)
+        return tally
 
     def _go_on(self, recovered: Recovered) -> None:
         shared, decision = self._shared, recovered.decision
@@ -677,6 +693,8 @@ class Communicator:
                 assert isinstance(self._gradients, Gradients)
                 self._gradients.begin_anew()
             shared.landed, self._newest = decision.version, decision.newest
+            if behind and self._tally is not None and decision.newest is not None:
+                self._tally.land(decision.newest)
             self._go_on_at_rest(decision)
             shared.requests.clear()
             shared.admit = None

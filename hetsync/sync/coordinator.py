@@ -99,6 +99,7 @@ class Coordinator:
         self._on_rounds_change = on_rounds_change
         self._rebuild = rebuild
         self.left_out: list[TaskLeftOut] = []  # so far
+        self.lost_at: int | None = None  # the version at which nobody was left who kept the books, the last time
         self._on_left_out = on_left_out
         self._goes_back = goes_back
         self._batch = machine.batch  # B
@@ -112,7 +113,7 @@ class Coordinator:
         """After a death, or with one more rank, as members have agreed: B is sliced anew, and tasks are handed out."""
         assert self._rebuild is not None
         assert decision.books is not None
-        self.left_out = list(decision.books.left_out)
+        self.left_out, self.lost_at = list(decision.books.left_out), decision.books.lost_at
         members = self.machine.members
         shares = {rank: members[rank].share if rank in members else 0 for rank in decision.survivors}
         working = {rank: share for rank, share in shares.items() if not reports[rank].holding.withdrawn}

@@ -30,7 +30,7 @@ from hetsync.sync.log import Applied, Began, Closed, Finished, Followers
 from hetsync.sync.lone import LoneGradients
 from hetsync.sync.messages import Evaluated, Event, StartRound, Task, TaskSpoiled, WentBack
 from hetsync.sync.polling import SHORTEST_POLL_SECONDS
-from hetsync.sync.recovery import Books, Damage, Death, spans_of
+from hetsync.sync.recovery import Books, Damage, Death, Tally, spans_of
 from hetsync.sync.router import Router
 from hetsync.sync.segmented import Segment, SegmentedDeltas
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
@@ -103,6 +103,7 @@ class Engine:
         *,
         coordinator: Callable[[Send], Coordinator] | None = None,
         books: Books | None = None,
+        tally: Tally | None = None,
         outer: Nesterov | None = None,
         pace: Callable[[float], None] = lambda fraction: None,
         on_task: Callable[[Task], None] = lambda task: None,
@@ -119,7 +120,8 @@ class Engine:
         followers: Followers | None = None,
     ) -> None:
         """`coordinator` makes that of the first member: rank 0's, and another's once those below it have died. `books`:
-        those of a keeper (`recovery.py`). `on_task` is called with each task as soon as it is known (to load its data),
+        those of a keeper (`recovery.py`); `tally`, where all can go back to a checkpoint once nobody is left who kept
+        any. `on_task` is called with each task as soon as it is known (to load its data),
         from the communication thread, and `on_dropped` with those that are not to be computed after all, as another
         rank has died (`on_death` tells of that) or a message was not what it should be (`on_damage`). `around` is given
         the steps of each round. `stages` tells the parameters of each optimizer, in the order of their steps. `state`
@@ -160,6 +162,7 @@ class Engine:
             telemetry=telemetry or Telemetry(None),
             state=state,
             books=books,
+            tally=tally,
             succeed=succeed,
         )
         self._missed_seconds = 0.0  # without a poll, while the main thread waited

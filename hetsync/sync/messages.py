@@ -331,7 +331,9 @@ class GroupBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """Rank 0 asks for a sign of life, where a round takes too long."""
+    """Rank `by`, the first or the second, asks for a sign of life."""
+
+    by: int
 
 
 @dataclass(frozen=True)
@@ -370,7 +372,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Exclude:
-    """Rank 0 has a rank ended by a peer on its host."""
+    """A rank is to be ended by this peer on its host."""
 
     rank: int
 

@@ -111,8 +111,12 @@ class Rests:
         self.next, self._requested = rest, deque(requested)
 
     def repeat(self, rest: Milestone) -> None:
-        """All have come to this rest, and are to come to it once more before they go on to the next."""
-        if self.next not in (rest, self._milestones(rest.position)) and not self.going_back:
+        """All have come to this rest, and are to come to it once more before they go on to the next; or to another, at
+        which they go back, and after which it comes again."""
+        if self.going_back:
+            return
+        # One that is due at its position anyway comes again, also where all have gone back to before others.
+        if self.next not in (rest, self._milestones(self.next.position - 1)):
             self._requested.appendleft(self.next.reason)
         self.next = rest
 

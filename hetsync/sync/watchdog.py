@@ -14,12 +14,16 @@ PROBE_SECONDS = 2.0  # to answer a probe
 LONGEST_GAP_SECONDS = 1.0  # between two looks: a longer one is this process's own, and nobody else's silence
 LISTEN_SECONDS = 0.2
 PROBES = 4  # in the time after which a rank is excluded
+# The second rank gives the first so many times as long. Where the two do not hear each other any more, each has heard
+# of the other in the time of a probe before, so the second has gone before it would have the first ended, too.
+PATIENCE_OF_SECOND = 1.5
 
 Sign = Probe | Alive | Look | Seen | Exclude
 
 
 class Watchdog:
-    """The clock over one rank's communication thread. Rank 0 finds out who is late."""
+    """The clock over one rank's communication thread. The first rank finds out who is late, and watches the silence of
+    all others; the second watches that of the first."""
 
     def __init__(
         self,
@@ -29,13 +33,14 @@ class Watchdog:
         silent_seconds: float | None = None,
     ) -> None:
         """`version`, where the coordinator is: the number of rounds that are complete there. After `silent_seconds`
-        without a sign of life a rank is excluded, where the others go on without it."""
+        without a sign of life a rank is excluded."""
         self.processes: Mapping[int, Process] = {}  # of all ranks
         self.excluded: dict[int, str] = {}  # by this rank's word, and why
         self._plane = plane
         self._version = version
         self._limit_seconds = wait_limit(plane.rank, timeout_seconds) + (0 if version is not None else PROBE_SECONDS)
-        self._silence = Silence(silent_seconds) if version is not None and silent_seconds is not None else None
+        patience = 1.0 if version is not None else PATIENCE_OF_SECOND
+        self._silence = None if silent_seconds is None else Silence(patience * silent_seconds)
         self._listened_at = self._moved_at = time.monotonic()
         self._probed_at: float | None = None
         self._looked_at: float | None = None
@@ -52,7 +57,8 @@ class Watchdog:
             self._silence.heard(ranks)
 
     def answer(self, message: Sign, sign: Callable[[], Alive]) -> None:
-        """Rank 0 asks for signs of life, and what peers see of each other; the others answer."""
+        """The first rank asks for signs of life, and what peers see of each other, and the second asks the first for
+        such a sign; who is asked answers."""
         match message:
             case Alive():
                 self._signs[message.rank] = message
@@ -60,12 +66,14 @@ class Watchdog:
             case Seen():
                 self._seen[message.rank] = message
             case Probe():
-                self.moved()  # rank 0 lives
-                self._plane.send(sign(), self._plane.members[0])
+                self.heard([message.by])
+                if message.by == self._plane.members[0]:  # which knows more
+                    self.moved()
+                self._plane.send(sign(), message.by)
             case Look():
                 self._plane.send(self._look(message.rank), self._plane.members[0])
             case Exclude():
-                self.processes[message.rank].kill()
+                self._end(message.rank)
 
     def check(self, sign: Callable[[], Alive]) -> None:
         """Nothing happened this time. Raises StalledError when that has lasted too long."""
@@ -80,7 +88,7 @@ class Watchdog:
         elif self._probed_at is None:
             self._probed_at, self._signs, self._seen = now, {self._plane.rank: sign()}, {}
             for rank in self._plane.members[1:]:
-                self._plane.send(Probe(), rank)
+                self._plane.send(Probe(self._plane.rank), rank)
         elif now > self._probed_at + PROBE_SECONDS and self._looked_at is None:
             self._looked_at = now
             for rank in self._silent():
@@ -124,31 +132,44 @@ class Watchdog:
 
     # Exclusion.
 
-    def watch_silence(self, may_exclude: Callable[[], bool]) -> None:
+    def watch_silence(self) -> None:
         """Call often. Asks those who have said nothing for long, and excludes who does not answer either."""
         now = time.monotonic()
         if self._silence is None or now < self._listened_at + LISTEN_SECONDS:
             return
         self._listened_at = now
-        others = [rank for rank in self._plane.members if rank != self._plane.rank and rank not in self.excluded]
-        for rank in self._silence.to_be_asked(now, others):
-            self._plane.send(Probe(), rank)
-        for rank in self._silence.too_long(others):
-            if may_exclude():
-                self.exclude(rank, "silent")
+        watched = self._watched()
+        for rank in self._silence.to_be_asked(now, watched):
+            self._plane.send(Probe(self._plane.rank), rank)
+        for rank in self._silence.too_long(watched):
+            self.exclude(rank, "silent", f" for {self._silence.limit_seconds:.0f} s")
 
-    def exclude(self, rank: int, why: str) -> None:
-        """End it by a peer on its host, as the others then go on without it; nothing where it has none."""
+    def _watched(self) -> list[int]:
+        """By this rank, and not excluded yet."""
+        first, *others = self._plane.members
+        if self._version is None:
+            others = [first] if others[:1] == [self._plane.rank] else []
+        return [rank for rank in others if rank not in self.excluded]
+
+    def exclude(self, rank: int, why: str, details: str = "") -> None:
+        """End it by a peer on its host, which is a death to the others; nothing where it has none."""
         peer = self._peer_of(rank)
         if peer is None or rank in self.excluded:
             return
         self.excluded[rank] = why
         process = self.processes[rank]
-        announce(f"hetsync: rank {rank} (process {process.pid} on {process.host.split()[0]}) is {why}: it is excluded")
+        host, told = process.host.split()[0], why + details
+        announce(f"hetsync: rank {rank} (process {process.pid} on {host}) is {told}: it is excluded")
         if peer == self._plane.rank:
-            process.kill()
+            self._end(rank)
         else:
             self._plane.send(Exclude(rank), peer)
+
+    def _end(self, rank: int) -> None:
+        """A process of this host, which says first what it sees of it."""
+        seen = self._look(rank)
+        announce(f"rank {rank} {_STATES[seen.state]}" + (f", at\n{seen.stack.rstrip()}" if seen.stack else ""))
+        self.processes[rank].kill()
 
     # Last words.
 
@@ -196,7 +217,7 @@ class Silence:
     """
 
     def __init__(self, limit_seconds: float) -> None:
-        self._limit = limit_seconds
+        self.limit_seconds = limit_seconds
         self._looked_at: float | None = None
         self._now = 0.0  # seconds that have been looked at
         self._heard: dict[int, float] = {}
@@ -215,14 +236,14 @@ class Silence:
         late = []
         for rank in ranks:
             last = max(self._heard.setdefault(rank, self._now), self._asked.get(rank, 0.0))
-            if self._now > last + self._limit / PROBES:
+            if self._now > last + self.limit_seconds / PROBES:
                 self._asked[rank] = self._now
                 late.append(rank)
         return late
 
     def too_long(self, ranks: Iterable[int]) -> list[int]:
         """Of these, who has been silent for the limit, although asked."""
-        return [rank for rank in ranks if rank in self._asked and self._now > self._heard[rank] + self._limit]
+        return [rank for rank in ranks if rank in self._asked and self._now > self._heard[rank] + self.limit_seconds]
 
     @property
     def silent(self) -> set[int]:

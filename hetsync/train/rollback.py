@@ -1,4 +1,5 @@
-"""Where all ranks go back to, once what one has brought was not finite (`fault.not_finite: rollback`)."""
+"""Where all ranks go back to, once what one has brought was not finite (`fault.not_finite: rollback`), or nobody is
+left who kept the books."""
 
 from __future__ import annotations
 
@@ -7,13 +8,16 @@ from pathlib import Path
 
 from hetsync.config.faults import FaultConfig
 from hetsync.errors import UserError
-from hetsync.plane.base import Messages, decided_by_first
+from hetsync.plane.base import LostError, Messages, decided_by_first
 from hetsync.sync.messages import TaskLeftOut
+from hetsync.sync.recovery import BOOKS_LOST, Death
 from hetsync.train import checkpoint
 from hetsync.train.session import Session
 from hetsync.train.summary import Rollback
 
-MOST_TIMES = 2  # to the same checkpoint
+MOST_TIMES = 2  # to the same checkpoint, by what was not finite
+
+Cause = TaskLeftOut | Death
 
 
 class Rollbacks:
@@ -58,31 +62,36 @@ def destination(
         before: times that all have gone back so far.
         epoch_from: where the epoch began that a script is in: its lines before that are not run again.
 
-    Raises UserError where nothing is gained by going back, or nothing is there.
+    Raises UserError where nothing is gained by going back, or nothing is there; LostError where that is no mistake.
     """
-    causes = [left for left in session.left_out if not before or left.round >= before[-1].next_round]
-    cause = causes[0] if causes else session.left_out[-1]
+    known: list[Cause] = [*session.left_out, *session.books_lost]
+    causes = [cause for cause in known if not before or cause.round >= before[-1].next_round]
+    cause = causes[0] if causes else known[-1]
     if not checkpoint.complete(folder / "checkpoints"):
-        raise UserError(
-            f"{_failure(cause, session)}, and there is no checkpoint yet to go back to: look at the samples, lower"
-            " optimizer.learning_rate, or save sooner (run.checkpoint_every)"
+        look = "" if isinstance(cause, Death) else "look at the samples, lower optimizer.learning_rate, or "
+        raise _nowhere(
+            cause,
+            session,
+            f"there is no checkpoint yet to go back to: {look}save sooner (run.checkpoint_every)",
         )
     loaded = checkpoint.load_newest(folder)
     applied = loaded.progress.samples_applied
-    if causes and sum(known.checkpoint_samples == applied for known in before) >= MOST_TIMES:
+    if isinstance(cause, TaskLeftOut) and causes and _times(before, applied) >= MOST_TIMES:
         raise UserError(
             f"{_failure(cause, session)}, for the third time since the checkpoint of {applied} samples: look at the"
             " samples, or lower optimizer.learning_rate"
         )
     if 0 < epoch_from >= applied:
-        raise UserError(
-            f"{_failure(cause, session)}, and the newest checkpoint, of {applied} samples, is of before this epoch,"
-            " whose lines in the script are not run again: go on with --resume (in a script: resume='auto'), or save"
-            " more often (run.checkpoint_every)"
+        raise _nowhere(
+            cause,
+            session,
+            f"the newest checkpoint, of {applied} samples, is of before this epoch, whose lines in the script are not"
+            " run again: go on with --resume (in a script: resume='auto'), or save more often (run.checkpoint_every)",
         )
     if not causes:
         return loaded.path, None
     rollback = Rollback(
+        cause="books_lost" if isinstance(cause, Death) else "not_finite",
         rank=cause.rank,
         host=hosts[cause.rank],
         round=cause.round,
@@ -93,8 +102,21 @@ def destination(
     return loaded.path, rollback
 
 
-def _failure(left: TaskLeftOut, session: Session) -> str:
+def _times(before: Sequence[Rollback], applied: int) -> int:
+    """All have gone back to the checkpoint of so many samples by what was not finite."""
+    return sum(known.checkpoint_samples == applied and known.cause == "not_finite" for known in before)
+
+
+def _nowhere(cause: Cause, session: Session, why: str) -> Exception:
+    """A death is nobody's mistake: another start may well go on."""
+    kind = LostError if isinstance(cause, Death) else UserError
+    return kind(f"{_failure(cause, session)}, and {why}")
+
+
+def _failure(cause: Cause, session: Session) -> str:
+    if isinstance(cause, Death):
+        return BOOKS_LOST
     return (
-        f"gradients were not finite on rank {left.rank} in round {left.round}, with these samples of the data set:"
-        f" {session.named(left.spans)}"
+        f"gradients were not finite on rank {cause.rank} in round {cause.round}, with these samples of the data set:"
+        f" {session.named(cause.spans)}"
     )

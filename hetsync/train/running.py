@@ -311,6 +311,7 @@ class Running:
             scorer=self.evaluations if self.prepared.evaluation is not None else None,
             memory=self._memory,
             fault=config.fault,
+            goes_back=at.folder is not None and config.control.name == "fixed",  # no controller knows of steps back
             around=injection.around if injection is not None else lambda start, steps: steps,
         )
         loaded = at.loaded

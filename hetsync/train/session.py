@@ -45,7 +45,7 @@ from hetsync.sync.messages import (
 )
 from hetsync.sync.milestones import ROLLBACK, STOP, TOO_FEW, Evaluation
 from hetsync.sync.model_tensors import ModelTensors
-from hetsync.sync.recovery import Books, Damage, Death, Decision, Report, first_standing, keepers, rebuilt
+from hetsync.sync.recovery import Books, Damage, Death, Decision, Report, Tally, first_standing, keepers, rebuilt
 from hetsync.sync.rounds_rule import RoundsChange, rule_for
 from hetsync.sync.shared_state import EngineOptions
 from hetsync.sync.state_machine import RoundStateMachine
@@ -98,13 +98,15 @@ class Session:
         memory: SliceMemory | None = None,
         around: Around = lambda start, steps: steps,
         fault: FaultConfig | None = None,
+        goes_back: bool = False,
     ) -> None:
         """Collective. The model's weights may differ between ranks: all start from rank 0's.
 
         What the first rank's `make_control` makes may change the settings while the job runs; the session closes it.
         After a death another rank may be the first, and makes its own. `around`
         is given the steps of each round. `fault`: what becomes of deaths, of gradients that are not finite, and of
-        ranks that are silent or slow; None ends the job.
+        ranks that are silent or slow; None ends the job. `goes_back`: where nobody is left who kept the books, all come
+        to a rest for that, and `go_back` to a checkpoint is called there; otherwise the job ends.
         """
         self.plane = plane = NumberedPlane(plane)
         self.model = trained.model
@@ -123,6 +125,7 @@ class Session:
         self._around = around
         self._fault = fault or FaultConfig(silent_seconds=None)
         self._skips = self._fault.not_finite != "stop"
+        self._tally = Tally(self.settings, terms.evaluations, terms.applied) if goes_back else None
         self._check_skipping()
         self._scorer = scorer or NoEvaluation()
         self._telemetry = telemetry or Telemetry(None)
@@ -196,6 +199,7 @@ class Session:
             ),
             coordinator=self._make_coordinator,
             books=self._first_books(),
+            tally=self._tally,
             outer=self.outer,
             pace=self._device.pace,
             on_task=self._loader.prefetch,
@@ -268,6 +272,12 @@ class Session:
     def left_out(self) -> Sequence[TaskLeftOut]:
         """So far, on the first rank."""
         return () if self.coordinator is None else self.coordinator.left_out
+
+    @property
+    def books_lost(self) -> Sequence[Death]:
+        """On the first rank: those that have died as nobody was left who kept the books, the last time."""
+        lost_at = None if self.coordinator is None else self.coordinator.lost_at
+        return [death for death, _ in self.deaths if death.round == lost_at]
 
     def _on_left_out(self, left: TaskLeftOut) -> None:
         """In the first rank's communication thread. UserError where samples that go out once more have spoiled
@@ -591,6 +601,8 @@ class Session:
         self.evaluation_due = drained.evaluate or drained.final
         told = self.plane.broadcast_object(self._booked())
         self.applied, self.settings, self.shares = told
+        if self._tally is not None:
+            self._tally.settings = self.settings
         if drained.drain != ROLLBACK:  # or what they have is thrown away, and some may have done so
             self._agree(drained)
         self.totals.since_rest = self.totals.loop_steps = 0

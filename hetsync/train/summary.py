@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from hetsync.balance.profile import RankProfile
 from hetsync.sync.messages import NO_BOUND, Settings
@@ -211,8 +211,10 @@ class LeftOut:
 @dataclass(frozen=True, kw_only=True)
 class Rollback:
     """All ranks have gone back to the checkpoint of `checkpoint_samples`, as what a rank brought in `round` was not
-    finite. They went on with round `next_round`; so many `samples` that had been applied are trained on again."""
+    finite, or as with it the last of those had died who kept the books (`cause`). They went on with round `next_round`;
+    so many `samples` that had been applied are trained on again."""
 
+    cause: Literal["not_finite", "books_lost"]
     rank: int
     host: str
     round: int

@@ -58,7 +58,7 @@ class Acts:
 @pytest.mark.parametrize(
     "value",
     [
-        EventBatch([TaskFinished(1, 2, 3, 0.5), Probe()]),
+        EventBatch([TaskFinished(1, 2, 3, 0.5), Probe(0)]),
         AssignTask(0, Task(1, (((0, 3),),), 4, 0, 0)),
         Record({"a": Pair(1, Kind.ONE)}),
         [None, True, 1, 1.5, 2j, "a", b"a", bytearray(b"a"), (1,), {2}, frozenset({3}), {4: 5}, range(6), slice(7)],

@@ -8,6 +8,7 @@ are no others: what a dead leader had not passed on is lost with all that the ol
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter, deque
 from collections.abc import Callable
@@ -29,8 +30,9 @@ from hetsync.sync.messages import (
     StartRound,
     Task,
     TaskDropped,
+    WentBack,
 )
-from hetsync.sync.milestones import EPOCH, TOO_FEW, marks_every, rests_at
+from hetsync.sync.milestones import EPOCH, ROLLBACK, TOO_FEW, marks_every, rests_at
 from hetsync.sync.recovery import (
     Action,
     Agreed,
@@ -43,6 +45,8 @@ from hetsync.sync.recovery import (
     Recovery,
     Report,
     Send,
+    Tally,
+    begun_anew,
     decide,
     first_standing,
     keepers,
@@ -124,6 +128,7 @@ class Job:
     spoils: float = 0.0  # of tasks that are finished in delayed mode
     changes: float = 0.0  # of shares, settings; rests that are asked for
     least_ranks: int | None = 1
+    goes_back: bool = False  # to a checkpoint, each of which is an epoch's end, where no books are left: often
     seed: int = 0
 
 
@@ -132,6 +137,7 @@ class Rank:
     number: int
     worker: Worker
     books: Books | None
+    tally: Tally
     weights: Weights = field(default_factory=Weights)
     landed: int = 0
     newest: LandedRound | None = None
@@ -165,7 +171,13 @@ class World:
         members = range(len(job.shares))
         standing = first_standing(job.settings, self.milestones, self.evaluations)
         self.ranks = {
-            rank: Rank(rank, Worker(rank), Books([standing]) if rank in keepers(members) else None) for rank in members
+            rank: Rank(
+                rank,
+                Worker(rank),
+                Books([standing]) if rank in keepers(members) else None,
+                Tally(job.settings, self.evaluations),
+            )
+            for rank in members
         }
         self.members = tuple(members)  # of the plane
         self.channels: dict[tuple[int, int], deque[object]] = {}
@@ -173,8 +185,10 @@ class World:
         self.batch = sum(job.shares)
         self.agreed_on = self.members
         self.mending = False
+        self.epochs_over: list[tuple[int, str]] = []  # rests of a rank that has come out of the newest
         self.lost = False  # all who kept the books have died
         self.entered: dict[int, set[int]] = {}  # who has come to the rest of a version
+        self.gone_back: set[int] = set()  # at the rest for that
         self.over: set[int] = set()  # versions whose rest somebody has come out of
         self.history: dict[int, list[Task]] = {}  # tasks of rounds that count
         self.anchors = {0: 0}  # by version
@@ -311,21 +325,57 @@ class World:
             return None
         entered = self.entered.setdefault(rank.landed, set())
         if rank.number in entered:
-            return self._leave_rest if len(entered) == len(self.members) else None
+            all_are_there = len(entered) == len(self.members)
+            if all_are_there and rank.newest.start.drain == ROLLBACK:
+                if rank.number not in self.gone_back:
+                    return self._go_back
+                all_are_there = len(self.gone_back) == len(self.members)
+            return self._leave_rest if all_are_there else None
         books_are_closed = rank.number != self.host or self.machine.version == rank.landed
         return self._enter_rest if books_are_closed else None
 
     def _enter_rest(self, rank: Rank) -> None:
         self.entered[rank.landed].add(rank.number)
+        rank.tally.settings = self.machine.settings
+
+    def _go_back(self, rank: Rank) -> None:
+        """To what a checkpoint holds: the newest, whatever others have done by now."""
+        self.gone_back.add(rank.number)
+        applied = self._checkpoint
+        anchor = worth([Task(0, (((0, applied),),), 0, 0, 0)])
+        rank.weights = Weights()
+        rank.weights.step(anchor)
+        rank.tally.applied = applied
+        if rank.books is not None:
+            rank.books.go_back(applied)
+        if rank.number == self.host:
+            self._coordinate(WentBack(applied))
+
+    @property
+    def _checkpoint(self) -> int:
+        return max([position for position, reason in self.epochs_over if reason == EPOCH], default=0)
+
+    def _all_have_gone_back(self, version: int) -> None:
+        """What came after the checkpoint counts no more."""
+        applied = self._checkpoint
+        self.counts["went back"] += 1
+        self.history = {-1: [Task(0, (((0, applied),),), 0, 0, 0)]}
+        self.anchors = {version: worth(self.history[-1])}
+        self.evaluated = [at for at in self.evaluated if at <= applied]
 
     def _leave_rest(self, rank: Rank) -> None:
         drain = rank.newest.start
+        if drain.drain == ROLLBACK and rank.landed not in self.over:
+            self._all_have_gone_back(rank.landed)
         self.over.add(rank.landed)
         rank.resting = rank.at_rest = rank.draining = False
         rank.requested = [reason for reason in rank.requested if reason != drain.drain]
         rank.ended = drain.final or drain.drain == TOO_FEW
         position = length(spans_of(self._tasks_below(rank.landed)))
+        if drain.drain == ROLLBACK:
+            rank.rests = [rest for rest in rank.rests if rest[0] <= position]
         rank.rests.append((position, drain.drain))
+        self.epochs_over = rank.rests
         if drain.evaluate:
             self.evaluated.append(position)
 
@@ -393,7 +443,10 @@ class World:
         """The round has landed, or another's anchor has been adopted."""
         start = landed.start
         rank.landed, rank.newest = start.number + 1, landed
-        assert self.anchors.setdefault(rank.landed, anchor) == anchor
+        if start.drain == ROLLBACK and not start.contributors:  # some may have gone back already
+            anchor = rank.weights.w
+        else:
+            assert self.anchors.setdefault(rank.landed, anchor) == anchor
         if start.synchronous and not start.drain:
             rank.weights.step(anchor)
         else:
@@ -405,6 +458,7 @@ class World:
             rank.weights.step(anchor)
             rank.worker.version = rank.landed
             rank.resting = rank.at_rest = True
+        rank.tally.land(landed)
         if rank.books is not None:
             rank.books.land(landed)
 
@@ -417,7 +471,11 @@ class World:
 
     def _kill(self, count: int) -> None:
         self.counts["in recovery"] += self._recovering()
-        for number in self.dice.sample(sorted(self.ranks), min(count, len(self.ranks) - 1)):
+        victims = self.dice.sample(sorted(self.ranks), min(count, len(self.ranks) - 1))
+        kept = [rank.number for rank in self.ranks.values() if rank.books is not None]
+        if self.job.goes_back and len(self.ranks) > len(kept) and self.dice.random() < 0.5:
+            victims = kept
+        for number in victims:
             self.counts["deaths"] += 1
             self.counts["of the host"] += number == self.host
             del self.ranks[number]
@@ -440,6 +498,7 @@ class World:
         self.channels.clear()
         self.sums.clear()
         self.entered.clear()
+        self.gone_back.clear()
         self.members = tuple(sorted(self.ranks))
         for rank in self.ranks.values():
             rank.noticed, rank.is_to_report = False, True
@@ -463,7 +522,14 @@ class World:
         self._take_steps(rank, rank.recovery.begin())
 
     def _decide(self, reports) -> Decision:
-        return decide(reports, len(self.agreed_on), self.job.least_ranks)
+        decision = decide(reports, len(self.agreed_on), self.job.least_ranks)
+        if decision.action is Action.GO_BACK and self.job.goes_back:
+            first = self.ranks[self.members[0]]
+            tally = copy.deepcopy(first.tally)
+            if first.number in decision.behind:
+                tally.land(decision.newest)
+            decision = begun_anew(decision, reports, tally)
+        return decision
 
     def _take_steps(self, rank: Rank, steps) -> None:
         for step in steps:
@@ -531,8 +597,10 @@ class World:
             shares |= apportion(self.batch, {rank: self.dice.choice([1, 2, 4]) for rank in alive})
         machine = rebuilt(decision, reports, shares, self.job.total, self.milestones, self.evaluations)
         applied = spans_of(self._tasks_below(decision.version))
-        assert machine.ledger.applied == length(applied)
-        assert sum(machine.samples_by_rank.values()) == length(applied)
+        if not self.counts["went back"] and not machine.rests.going_back:
+            assert sum(machine.samples_by_rank.values()) == length(applied)
+        if not (decision.rest_again and machine.rests.going_back):  # where some may have gone back
+            assert machine.ledger.applied == length(applied)
         self._host(machine)
 
     # What the job asks for.

@@ -39,6 +39,8 @@ from hetsync.sync.recovery import (
     Recovery,
     Report,
     Send,
+    Tally,
+    begun_anew,
     decide,
     keepers,
     rebuilt,
@@ -77,6 +79,13 @@ def jobs(settings, **others):
 @given(jobs(delayed, spoils=st.sampled_from([0.05, 0.3])))
 def test_tasks_that_are_left_out_go_out_again_whoever_dies(job):
     """Who keeps the books sees samples of rounds only: no left-out task may be taken for one that is in."""
+    World(job).run()
+
+
+@many
+@given(jobs(delayed | synchronous, goes_back=st.just(True), changes=st.sampled_from([0.0, 0.02])))
+def test_where_no_books_are_left_all_go_back_to_one_checkpoint(job):
+    """And end with each sample once, whoever dies on the way there."""
     World(job).run()
 
 
@@ -178,6 +187,39 @@ def test_a_rest_that_all_have_come_out_of_is_over_even_if_the_books_do_not_know(
 
 def test_without_books_all_go_back():
     assert decide({3: report(3), 4: report(4)}, 3).action is Action.GO_BACK
+
+
+def test_books_that_are_made_up_hold_as_many_samples_and_what_is_held():
+    """Of which nothing goes out before all have gone back."""
+    tally = Tally(delayed_by_one, no_marks, 20, {0: 12, 3: 8})
+    reports = {3: report(3, holding=Holding((HeldTask(task(7, 4, 8), 3),))), 4: report(4)}
+    decision = begun_anew(decide(reports, 5, least_ranks=1), reports, tally)
+    assert decision.action is Action.GO_BACK
+    assert decision.books.lost_at == decision.version == 3
+    machine = rebuilt(decision, reports, {3: 4, 4: 4}, 100, rests, no_marks)
+    assert (machine.ledger.applied, machine.ledger.outstanding()) == (20, 4)
+    assert machine.samples_by_rank == {0: 12, 3: 8}
+    (start,) = machine.first_instructions()
+    assert (start.drain, start.contributors) == (ROLLBACK, {3})
+
+
+def test_at_a_rest_that_begins_anew_lost_books_are_known():
+    reports = {rank: report(rank, at_rest=True)._replace(newest=landed(drain=CHECKPOINT)) for rank in (3, 4)}
+    tally = Tally(delayed_by_one, marks_every(30, 100), 50)
+    decision = begun_anew(decide(reports, 5, least_ranks=1), reports, tally)
+    assert (decision.action, decision.books.lost_at, decision.books.applied) == (Action.GO_ON, None, [(0, 50)])
+    machine = rebuilt(decision, reports, {3: 4, 4: 4}, 100, rests, marks_every(30, 100))
+    assert machine.rests.next == Milestone(50, CHECKPOINT)
+    assert machine.snapshots.next == 60
+
+
+def test_where_some_have_gone_back_no_other_rest_is_asked_for():
+    """The machine had gone on from 0, and the books that are left still tell of 70."""
+    told = standing()._replace(rest=Milestone(50, CHECKPOINT))
+    books = Books([told], [(0, 70)], version=3)
+    machine = going_on(report(0, books=books, at_rest=True)._replace(newest=landed(drain=ROLLBACK)))
+    assert machine.rests.next == Milestone(70, ROLLBACK)
+    assert machine.rests.requested == ()
 
 
 def test_too_few_survivors_save_and_end():

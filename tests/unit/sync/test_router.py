@@ -139,7 +139,7 @@ def test_up_to_a_group_nobody_is_in_between() -> None:
     assert wires.under_way[5, 0]
 
 
-@pytest.mark.parametrize("sign", [Probe(), Alive(5, 3, True)])
+@pytest.mark.parametrize("sign", [Probe(0), Alive(5, 3, True)])
 def test_signs_of_life_are_no_messages(sign: Probe | Alive) -> None:
     routers, wires = make_routers(8, 2)
     wires.under_way[5, 4] = deque([pickle.dumps(sign)])

@@ -53,11 +53,11 @@ def test_who_was_never_asked_is_never_too_late() -> None:
 
 
 class Peers(LocalPlane):
-    """Of three ranks on two hosts; this is rank 0."""
+    """Of three ranks on two hosts; this is one of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
         super().__init__()
-        self.members = (0, 1, 2)
+        self.rank, self.members = rank, (0, 1, 2)
         self.told: list[tuple[int, Any]] = []
 
     def send(self, message: Any, to: int) -> None:
@@ -72,7 +72,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def dog_of(plane: Peers, silent_seconds: float | None = None) -> Watchdog:
-    dog = Watchdog(plane, lambda: 7, timeout_seconds=10.0, silent_seconds=silent_seconds)
+    version = (lambda: 7) if plane.rank == 0 else None
+    dog = Watchdog(plane, version, timeout_seconds=10.0, silent_seconds=silent_seconds)
     dog.processes = {0: Process("a 1", 1), 1: Process("b 1", 2), 2: Process("b 1", 3)}
     return dog
 
@@ -88,7 +89,7 @@ def test_the_last_words_name_rank_host_activity_and_seconds(
     dog = dog_of(plane)
     clock[0] = 11.0
     dog.check(sign)
-    assert plane.told == [(1, Probe()), (2, Probe())]
+    assert plane.told == [(1, Probe(0)), (2, Probe(0))]
     dog.answer(Alive(1, 7, False, "computing", 12.5, 'File "loop.py", line 3'), sign)
     clock[0] = 14.0
     dog.check(sign)
@@ -110,19 +111,9 @@ def test_who_is_silent_is_ended_by_a_peer_once(clock: list[float]) -> None:
     for _ in range(200):
         clock[0] += 0.5
         dog.heard([1])
-        dog.watch_silence(lambda: True)
+        dog.watch_silence()
     assert [told for told in plane.told if not isinstance(told[1], Probe)] == [(1, Exclude(2))]
     assert dog.excluded == {2: "silent"}
-
-
-def test_nobody_is_excluded_where_the_others_would_not_go_on(clock: list[float]) -> None:
-    plane = Peers()
-    dog = dog_of(plane, LIMIT)
-    for _ in range(200):
-        clock[0] += 0.5
-        dog.heard([1])
-        dog.watch_silence(lambda: False)
-    assert dog.excluded == {}
 
 
 def test_nobody_is_excluded_who_has_no_peer(clock: list[float]) -> None:
@@ -132,8 +123,96 @@ def test_nobody_is_excluded_who_has_no_peer(clock: list[float]) -> None:
     for _ in range(200):
         clock[0] += 0.5
         dog.heard([1])
-        dog.watch_silence(lambda: True)
+        dog.watch_silence()
     assert dog.excluded == {}
+
+
+# The first rank's own silence.
+
+
+def second(first_at: str = "b 1") -> tuple[Peers, Watchdog]:
+    """With the first on its host, or on another, where rank 2 is."""
+    plane = Peers(rank=1)
+    dog = dog_of(plane, LIMIT)
+    dog.processes = {0: Process(first_at, 1), 1: Process("b 1", 2), 2: Process("a 1", 3)}
+    return plane, dog
+
+
+def watch(dog: Watchdog, clock: list[float], seconds: float) -> None:
+    until = clock[0] + seconds
+    while clock[0] < until:
+        clock[0] += 0.5
+        dog.watch_silence()
+
+
+def test_the_second_rank_has_the_first_ended_by_a_peer(clock: list[float], capfd: pytest.CaptureFixture[str]) -> None:
+    plane, dog = second("a 1")
+    watch(dog, clock, LIMIT)
+    assert set(plane.told) == {(0, Probe(1))}
+    watch(dog, clock, LIMIT)
+    assert plane.told[-1] == (2, Exclude(0))
+    assert dog.excluded == {0: "silent"}
+    assert "hetsync: rank 0 (process 1 on a) is silent for 60 s: it is excluded" in capfd.readouterr().err
+
+
+def test_of_the_first_s_host_the_second_ends_it_itself(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    killed: list[Process] = []
+    monkeypatch.setattr(Process, "kill", lambda process: killed.append(process))
+    _, dog = second()
+    watch(dog, clock, 2 * LIMIT)
+    assert killed == [dog.processes[0]]
+    assert "rank 0 has gone" in capfd.readouterr().err  # there is no such process
+
+
+def test_a_first_rank_that_answers_is_not_silent_and_nobody_else_watches_it(clock: list[float]) -> None:
+    plane, dog = second()
+    third = Peers(rank=2)
+    other = dog_of(third, LIMIT)
+    for _ in range(400):
+        watch(dog, clock, 0.5)
+        other.watch_silence()
+        if plane.told[-1:] == [(0, Probe(1))]:
+            plane.told.clear()
+            dog.answer(Alive(0, 8, False, "computing", clock[0]), sign)
+    assert dog.excluded == {}
+    assert third.told == []
+
+
+def test_the_second_accuses_nobody_after_a_pause_of_its_own(clock: list[float]) -> None:
+    _, dog = second()
+    watch(dog, clock, LIMIT)
+    clock[0] += 3600
+    watch(dog, clock, LIMIT / 4)
+    assert dog.excluded == {}
+
+
+def test_where_two_accuse_each_other_the_second_goes(clock: list[float]) -> None:
+    """They hear each other no more: the first has just been heard of when the second has just been asked."""
+    first = Peers()
+    accuser = dog_of(first, LIMIT)
+    _, accused = second()
+    watch(accused, clock, LIMIT / 4 - 0.5)  # nothing was said for so long: this was to be its next probe
+    while not accuser.excluded:
+        clock[0] += 0.5
+        accuser.heard([2])
+        accuser.watch_silence()
+        accused.watch_silence()
+    assert accuser.excluded == {1: "silent"}
+    assert accused.excluded == {}
+    watch(accused, clock, LIMIT / 5)
+    assert accused.excluded == {}, "it has time to end"
+
+
+def test_who_asks_is_answered_and_only_the_first_is_word_enough(clock: list[float]) -> None:
+    plane = Peers()
+    dog = dog_of(plane)
+    clock[0] = 11.0
+    dog.answer(Probe(1), sign)
+    assert plane.told == [(1, sign())]
+    dog.check(sign)
+    assert plane.told[1:] == [(1, Probe(0)), (2, Probe(0))], "the job has not moved by that"
 
 
 def test_a_rank_crawls_by_its_own_measure_and_only_in_a_row() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,12 +192,14 @@ def test_what_only_some_have_been_told_of_counts_once(monkeypatch: pytest.Monkey
     loaded = SimpleNamespace(path=tmp_path, progress=SimpleNamespace(samples_applied=64))
     monkeypatch.setattr(checkpoint, "complete", lambda folder: [folder])
     monkeypatch.setattr(checkpoint, "load_newest", lambda folder: loaded)
-    known = [
-        Rollback(rank=0, host="a", round=number, next_round=number + 2, samples=16, checkpoint_samples=64)
-        for number in (3, 6)
-    ]
+    told = Rollback(cause="not_finite", rank=0, host="a", round=3, next_round=5, samples=16, checkpoint_samples=64)
+    known = [told, replace(told, round=6, next_round=8)]
     session: Any = SimpleNamespace(
-        left_out=[TaskLeftOut(0, 3, 16, ()), TaskLeftOut(0, 6, 16, ())], applied=64, version=8, named=lambda spans: "7"
+        left_out=[TaskLeftOut(0, 3, 16, ()), TaskLeftOut(0, 6, 16, ())],
+        books_lost=[],
+        applied=64,
+        version=8,
+        named=lambda spans: "7",
     )
     messages: Any = SimpleNamespace(gather_objects=lambda mine: [mine, known])
     before = agreed(messages, known[:1])

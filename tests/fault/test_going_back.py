@@ -1,6 +1,6 @@
 """fault.not_finite rollback between ranks: all go back to one checkpoint, and on from there.
 
-Each case is a job of its own. python -m pytest tests/fault/test_rollback.py
+Each case is a job of its own. python -m pytest tests/fault/test_going_back.py
 """
 
 from __future__ import annotations
