@@ -127,6 +127,7 @@ def _communicator(main_thread: MainThread, phase: Phase, delayed: bool) -> commu
         on_damage=lambda damage: None,
         state=dict,
         books=None,
+        tally=None,
         succeed=None,
         telemetry=Telemetry(None),
     )

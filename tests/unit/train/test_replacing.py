@@ -133,7 +133,9 @@ def test_one_that_enters_knows_how_often_all_have_gone_back(monkeypatch: pytest.
     """It may be the first rank one day, which counts that, and tells it at the end."""
     monkeypatch.setattr(checkpoint, "load", lambda path: SimpleNamespace(state={}))
     monkeypatch.setattr(checkpoint, "check_model", lambda loaded, model: None)
-    rollback = Rollback(rank=0, host="here", round=3, next_round=5, samples=32, checkpoint_samples=64)
+    rollback = Rollback(
+        cause="not_finite", rank=0, host="here", round=3, next_round=5, samples=32, checkpoint_samples=64
+    )
     join = Join(rank=1, host="there", round=9, seconds=1.0, samples=0)
     sent: list[bytes | bytearray] = []
 
