@@ -91,15 +91,18 @@ def started(words: list[str], folder: Path, env: Mapping[str, str] | None = None
             kill(process)
 
 
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
 @contextlib.contextmanager
 def ranks_alone(
     ranks: int, words: list[str], folder: Path, env: Mapping[str, str] | None = None
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """A job whose launcher tells each process who it is, and nobody of a death."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    told = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(env or {})}
+    told = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **(env or {})}
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(started(words, folder, {**told, "RANK": str(rank)})) for rank in range(ranks)]
 
