@@ -70,6 +70,15 @@ def told_of_deaths(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("OMPI_MCA_mpi_ft_enable") in ("1", "true")
 
 
+def leaves_survivors(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher without MPI leaves the others alone when a rank dies: torchrun ends all on that rank's node,
+    and starts all of them anew where it was told to restart. Others are taken at their word, which is none."""
+    if _TORCHRUN not in environ:
+        return True
+    nodes, restarts = (_number(environ.get(name)) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"))
+    return nodes > 1 and not restarts
+
+
 def reaches_later_processes(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether ranks can be joined by processes that MPI starts later: Open MPI's shared memory does not reach these."""
     transports = environ.get("OMPI_MCA_btl", "^").split(",")

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -88,6 +89,22 @@ def started(words: list[str], folder: Path, env: Mapping[str, str] | None = None
             yield process
         finally:
             kill(process)
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+@contextlib.contextmanager
+def ranks_alone(
+    ranks: int, words: list[str], folder: Path, env: Mapping[str, str] | None = None
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """A job whose launcher tells each process who it is, and nobody of a death."""
+    told = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **(env or {})}
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(started(words, folder, {**told, "RANK": str(rank)})) for rank in range(ranks)]
 
 
 def session_folder(folder: str) -> dict[str, str]:

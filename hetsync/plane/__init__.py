@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hetsync.errors import UserError
-from hetsync.launchers import half_told, launched_by_mpi, launched_by_torch, ranks_started
+from hetsync.errors import INTERNAL_ERROR, UserError, complain, one_sentence
+from hetsync.launchers import half_told, launched_by_mpi, launched_by_torch, leaves_survivors, ranks_started
 
 if TYPE_CHECKING:
     from hetsync.plane.base import Messages, Plane, Sums
@@ -25,7 +25,7 @@ def open_plane(name: str, timeout_seconds: float = 600.0, tolerate: bool = True)
         raise UserError(f"plane: {name!r} is unknown; choose one of {', '.join(PLANES)}")
     by_torch, by_mpi = launched_by_torch(), launched_by_mpi()
     if name == "torch" or (name == "auto" and by_torch > 1):
-        return _torch(name, by_torch, by_mpi, timeout_seconds)  # which a death ends in any case
+        return _torch(name, by_torch, by_mpi, timeout_seconds, tolerate)
     if name in ("mpi", "horovod") or (name == "auto" and by_mpi):
         return _mpi(name, by_torch, timeout_seconds, tolerate)
     return _local(name, max(by_torch, ranks_started()))
@@ -57,7 +57,7 @@ def _horovod_sums(messages: Messages) -> Sums:
     return made_by_all(messages, lambda: HorovodSums(messages))
 
 
-def _torch(name: str, by_torch: int, by_mpi: bool, timeout_seconds: float) -> Plane:
+def _torch(name: str, by_torch: int, by_mpi: bool, timeout_seconds: float, tolerate: bool) -> Plane:
     if not by_torch and not by_mpi:
         raise UserError(
             "run.plane is torch, but no launcher started this process: start it with torchrun --nproc-per-node N or"
@@ -72,21 +72,31 @@ def _torch(name: str, by_torch: int, by_mpi: bool, timeout_seconds: float) -> Pl
             " run.plane mpi"
         )
     from hetsync.plane.choice import ChosenPlane, torch_sums
-    from hetsync.plane.rendezvous import rendezvous_by_environment, rendezvous_by_messages
+    from hetsync.plane.rendezvous import rendezvous_by_messages
 
-    messages: Messages
     if by_torch:
-        from hetsync.plane.store import StoreMessages
+        return ChosenPlane(*_without_mpi(timeout_seconds, tolerate and leaves_survivors()), name, why, timeout_seconds)
+    from hetsync.plane.mpi import MpiMessages
 
-        rendezvous = rendezvous_by_environment(timeout_seconds)
-        messages = StoreMessages(rendezvous)
-    else:
-        from hetsync.plane.mpi import MpiMessages
+    messages = MpiMessages(timeout_seconds)
+    _check_size(messages.size, ranks_started())
+    sums = torch_sums(messages, rendezvous_by_messages(messages, timeout_seconds))
+    return ChosenPlane(messages, sums, name, why, timeout_seconds)
 
-        messages = MpiMessages(timeout_seconds)
-        _check_size(messages.size, ranks_started())
-        rendezvous = rendezvous_by_messages(messages, timeout_seconds)
-    return ChosenPlane(messages, torch_sums(messages, rendezvous), name, why, timeout_seconds)
+
+def _without_mpi(timeout_seconds: float, tolerant: bool) -> tuple[Messages, Sums]:
+    from hetsync.plane.base import LostError, made_by_all
+    from hetsync.plane.lifelines import leave
+    from hetsync.plane.rendezvous import rendezvous_by_environment
+    from hetsync.plane.store import StoreMessages, StoreSums
+
+    rendezvous = rendezvous_by_environment(timeout_seconds)
+    try:
+        messages = StoreMessages(rendezvous, tolerant)
+        return messages, made_by_all(messages, lambda: StoreSums(messages))
+    except LostError as lost:
+        complain(f"rank {rendezvous.rank}: {one_sentence(str(lost))}, before all ranks had met")
+        leave(INTERNAL_ERROR)  # at once: threads that wait in the store of a rank that has gone spoil an orderly end
 
 
 def _local(name: str, started: int) -> Plane:

@@ -71,9 +71,13 @@ def groups_of(devices: Sequence[DeviceOf]) -> list[list[int]]:
 def torch_sums(messages: Messages, rendezvous: Rendezvous) -> TorchSums:
     """Collective. UserError, on every rank, where one of them does not reach the others."""
     store = made_by_all(messages, rendezvous.connect)
-    return made_by_all(
-        messages, lambda: TorchSums(store, messages.rank, messages.size, rendezvous.timeout_seconds, rendezvous.server)
-    )
+    rank, size, timeout_seconds = messages.rank, messages.size, rendezvous.timeout_seconds
+
+    def made() -> TorchSums:
+        gloo = gloo_sums(lambda name: open_gloo(store, name, rank, size, timeout_seconds), rank, size)
+        return TorchSums(gloo, store, rank, size, timeout_seconds, rendezvous.server)
+
+    return made_by_all(messages, made)
 
 
 def hierarchical_sums(
@@ -102,7 +106,10 @@ def hierarchical_sums(
         if rank not in leaders:
             return None
         if isinstance(flat, TorchSums):
-            return gloo_sums(store, "leaders ", rank, leaders, timeout_seconds)
+            place, size = leaders.index(rank), len(leaders)
+            return gloo_sums(
+                lambda name: open_gloo(store, f"leaders {name}", place, size, timeout_seconds), place, size
+            )
         from hetsync.plane.mpi import MpiMessages, MpiSums
 
         assert isinstance(messages, MpiMessages)

@@ -5,7 +5,7 @@ Groups are made here, not by `init_process_group`: a script may have a default g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -33,16 +33,31 @@ def open_gloo(store: dist.Store, name: str, rank: int, size: int, timeout_second
     return group
 
 
-def completion_of(work: dist.Work) -> Test:
-    """Whether it has come to its end; `LostError` where it has failed."""
+class Watch:
+    """Over the ranks of groups: this one knows nothing but their libraries' errors."""
+
+    def look(self) -> None:
+        """Raise where one of them has gone."""
+
+    def failure(self, error: RuntimeError) -> LostError:
+        """What an error of a library means."""
+        return LostError(f"lost another rank, which has most likely ended ({cause(error)})")
+
+
+UNWATCHED = Watch()
+
+
+def completion_of(work: dist.Work, watch: Watch = UNWATCHED) -> Test:
+    """Whether it has come to its end; `LostError` where it has failed, or will not."""
 
     def test() -> bool:
+        watch.look()
         if not work.is_completed():
             return False
         try:
             work.wait()
         except RuntimeError as error:
-            raise LostError(f"lost another rank, which has most likely ended ({cause(error)})") from error
+            raise watch.failure(error) from error
         return True
 
     return test
@@ -53,9 +68,10 @@ class GroupLane(Lane):
 
     reads_cuda = False
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, watch: Watch = UNWATCHED) -> None:
         super().__init__()
         self.group = group
+        self._watch = watch
 
     def sum_in_place(self, values: torch.Tensor) -> Post:
         return self._post(lambda: self.group.allreduce([values]))
@@ -74,7 +90,7 @@ class GroupLane(Lane):
         """Only after everything has come to its end."""
 
     def _post(self, begin: Callable[[], dist.Work]) -> Post:
-        return lambda: completion_of(begin())
+        return lambda: completion_of(begin(), self._watch)
 
 
 class GatedLane(GroupLane):
@@ -127,18 +143,24 @@ class NcclLane(GatedLane):
 
 
 class TorchSums(Sums):
-    """Sums over all ranks that have come to a store; building it is collective.
+    """Sums over ranks that have come to a store, by these sums of `gloo`, until others are chosen. `rank` and `size`
+    are those of groups.
 
     `server`: of the store, where this rank holds it; kept as long as the sums.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout_seconds: float = 600.0, server: Any = None
+        self,
+        gloo: PolledSums,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout_seconds: float = 600.0,
+        server: Any = None,
     ) -> None:
         self._rank, self._size = rank, size
         self._timeout_seconds = timeout_seconds
         self._store, self._server = store, server
-        gloo = gloo_sums(store, "", rank, range(size), timeout_seconds)
         self._nccl: NcclLane | None = None
         self._by_device: dict[str, PolledSums] = {"cpu": gloo, "cuda": gloo}
 
@@ -146,6 +168,7 @@ class TorchSums(Sums):
         """Collective: sums of CUDA tensors by NCCL from now on. Every rank has a `device` of its own."""
         if self._nccl is not None:  # a second job on the same plane
             return
+        self.tolerant = False  # its kernels cannot be given up
         self._nccl = lane = NcclLane(self._store, "nccl", self._rank, self._size, device, self._timeout_seconds)
         self._by_device["cuda"] = PolledSums("NCCL", self._rank, self._size, lane, lane, lane.reads_cuda)
 
@@ -172,10 +195,7 @@ class TorchSums(Sums):
             self._nccl = None
 
 
-def gloo_sums(store: dist.Store, name: str, rank: int, ranks: Sequence[int], timeout_seconds: float) -> PolledSums:
-    """Collective among these `ranks`, of which this is one."""
-    place, size = ranks.index(rank), len(ranks)
-    first, second = (
-        GroupLane(open_gloo(store, name + lane, place, size, timeout_seconds)) for lane in ("first", "second")
-    )
-    return PolledSums("Gloo", place, size, first, second)
+def gloo_sums(open_group: Callable[[str], Any], rank: int, size: int, watch: Watch = UNWATCHED) -> PolledSums:
+    """Collective. `open_group` opens a group of these ranks under a name of its own; `rank` is this one's in it."""
+    first, second = (GroupLane(open_group(lane), watch) for lane in ("first", "second"))
+    return PolledSums("Gloo", rank, size, first, second)

@@ -6,152 +6,213 @@ for the next one, so that nothing is polled over the network.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from hetsync.errors import cause
 from hetsync.plane import codec
-from hetsync.plane.base import Channels, DamagedError, LostError, Messages, Sums, named, wait_limit
+from hetsync.plane.base import Channels, DamagedError, LostError, MembersLost, Messages, Sums, named, wait_limit
 from hetsync.plane.blocking import wait_until
 from hetsync.plane.gloo_channels import GlooChannels
-from hetsync.plane.groups import completion_of, gloo_sums, open_gloo
+from hetsync.plane.groups import TorchSums, completion_of
+from hetsync.plane.lifelines import Lifeline
 from hetsync.plane.rendezvous import Rendezvous
+from hetsync.plane.store_members import StoreMembers
 
-SECONDS_TO_TELL = 0.2
-
-
-@dataclass(frozen=True)
-class _End:
-    """To a rank's listener: of the job, with its status; None where the rank itself closes."""
-
-    status: int | None
+RANK_BYTES = 4  # of the sender, before a message
+SECONDS_TO_STOP = 0.05
+STOP = b"stop"  # in place of a message, to a rank's own listener
 
 
 class StoreMessages(Messages):
-    """Among the ranks of a rendezvous; building it is collective."""
+    """Among the ranks of a rendezvous; building it is collective.
+
+    `tolerant`: a death is `MembersLost`, but rank 0's, which ends the job.
+    """
 
     messages_by = "torch's store"
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self.rank, self.members = rendezvous.rank, tuple(range(rendezvous.size))
-        self._store = rendezvous.connect()
+    def __init__(self, rendezvous: Rendezvous, tolerant: bool = False) -> None:
+        self.rank, self.tolerant = rendezvous.rank, tolerant
+        self._ranks_at_start = rendezvous.size
         self._rendezvous = rendezvous  # its server lives as long as the messages
-        self._last_sent: dict[int, str] = {}
-        self._arrived: deque[tuple[int, str, Any]] = deque()
-        self._meetings = _Meetings(self._store, self.rank, self.size, rendezvous.timeout_seconds)
-        self._lost: LostError | DamagedError | None = None
+        self._timeout_seconds = rendezvous.timeout_seconds
+        self._listening_store = rendezvous.connect()  # of the thread that waits in it
+        self._lifeline = Lifeline(rendezvous)
         self._closed = False
+        self._one_call = threading.Lock()  # held by a blocking call, and while members change
+        self._unheeded = False
+        self._meet(StoreMembers(rendezvous.connect(), self._lifeline, self.rank, rendezvous.timeout_seconds, tolerant))
+
+    @property
+    def ranks_at_start(self) -> int:
+        return self._ranks_at_start
+
+    def _meet(self, members: StoreMembers) -> None:
+        """Collective among them; nothing that was on its way before will arrive."""
+        self.group_members, self.members = members, members.ranks
+        self._last_sent: dict[int, str] = {}
         self._opened: Counter[str] = Counter()  # so far, by name: a group's keys in the store are its own
-        self._listener = threading.Thread(None, self._listen, "hetsync-messages", (rendezvous.connect(),), daemon=True)
-        self._listener.start()
+        self._inbox = _Inbox(members, self._listening_store)
+        self._meetings = _Meetings(members)
 
     def send(self, message: Any, to: int) -> None:
-        with _store_errors():
-            key = f"message/{to}/{self._store.add(f'sent/{to}', 1)}"
-            whole = message if isinstance(message, codec.Encoded) else (self.rank, key, message)
-            self._store.set(key, codec.dumps(whole))  # type: ignore[arg-type]
+        members = self.group_members
+        members.look()
+        members.require(to)
+        with _store_errors(members):
+            key = f"message/{to}/{members.store.add(f'sent/{to}', 1)}"
+            members.store.set(key, self.rank.to_bytes(RANK_BYTES, "big") + codec.dumps(message))  # type: ignore[arg-type]
         self._last_sent[to] = key
 
     def unread(self, to: int) -> bool:
-        with _store_errors():
+        members = self.group_members
+        members.look()
+        with _store_errors(members):
             # They are read in order.
-            return to in self._last_sent and self._store.check([self._last_sent[to]])
+            return to in self._last_sent and members.store.check([self._last_sent[to]])
 
     def receive(self) -> Sequence[tuple[int, Any]]:
-        if self._lost is not None:
-            raise self._lost
-        arrived: list[tuple[int, Any]] = []
-        while self._arrived:
-            sender, key, message = self._arrived.popleft()
-            with _store_errors():
-                self._store.delete_key(key)
-            arrived.append((sender, message))
-        return arrived
+        self.group_members.look()
+        return self._inbox.take()
 
-    def _listen(self, store: dist.Store) -> None:
-        number = 0
-        while True:
-            number += 1
-            try:
-                sender, key, message = codec.loads(store.get(f"message/{self.rank}/{number}"))
-            except DamagedError as damaged:
-                self._lost = damaged
-                return
-            except RuntimeError as error:
-                self._lost = _lost(error)
-                return
-            if not isinstance(message, _End):
-                self._arrived.append((sender, key, message))
-            elif message.status is None:
-                return
-            else:
-                _exit(message.status)
+    # Blocking calls.
+
+    @contextmanager
+    def _meeting_of_all(self) -> Iterator[_Meetings]:
+        with self._one_call:
+            if self._unheeded:
+                raise MembersLost("another rank has gone")
+            yield self._meetings
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return self._meetings.gather(value)
+        with self._meeting_of_all() as meetings:
+            return meetings.gather(value)
 
     def broadcast_object(self, value: Any) -> Any:
-        return self._meetings.broadcast(value)
+        with self._meeting_of_all() as meetings:
+            return meetings.broadcast(value)
 
     def open_channels(self) -> Channels:
-        timeout = self._rendezvous.timeout_seconds
-        return GlooChannels(open_gloo(self._store, self._name("channels"), self.rank, self.size, timeout), timeout)
+        return GlooChannels(self.group_members.group(self._name("channels")), self._timeout_seconds)
 
     def open_sums(self, ranks: Sequence[int]) -> Sums:
-        name = self._name(f"sums of {','.join(map(str, ranks))}")
-        return gloo_sums(self._store, f"{name} ", self.rank, ranks, self._rendezvous.timeout_seconds)
+        return self.group_members.sums(f"{self._name(f'sums of {named(ranks)}')} ", ranks)
 
     def _name(self, kind: str) -> str:
         self._opened[kind] += 1
         return f"{kind} {self._opened[kind]}"
 
+    # A death.
+
+    def mend(self) -> None:
+        self.group_members.revoke()  # a call of the other thread comes to its end
+        with self._one_call:
+            self._unheeded = True
+            self._inbox.close()
+            self._meet(self.group_members.mended())
+
+    def heed(self) -> None:
+        self._unheeded = False
+
+    # The end.
+
     def abort(self, code: int) -> NoReturn:
-        with contextlib.suppress(LostError):
-            for rank in range(self.size):
-                if rank != self.rank:
-                    self.send(_End(code), rank)
-        if self._rendezvous.server is not None:
-            time.sleep(SECONDS_TO_TELL)  # the store ends with this process
-        _exit(code)
+        self._lifeline.end_job(code)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         self.barrier()
-        self.send(_End(None), self.rank)
-        self._listener.join()
+        self._inbox.close()
+        self._lifeline.expect_close()
         self._meetings.end()
+        self._lifeline.close()
 
 
-def _exit(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+class StoreSums(TorchSums):
+    """Sums over the members of such messages; building it is collective. By Gloo they go on after a death."""
+
+    def __init__(self, messages: StoreMessages) -> None:
+        members = messages.group_members
+        place, size = members.ranks.index(members.rank), len(members.ranks)
+        super().__init__(members.sums(), members.store, place, size, members.timeout_seconds)
+        self.tolerant = messages.tolerant
+
+    def among(self, messages: Messages) -> Sums:
+        assert isinstance(messages, StoreMessages)
+        return StoreSums(messages)
+
+
+class _Inbox:
+    """What has come for this rank from other members, and the thread that waits for it."""
+
+    def __init__(self, members: StoreMembers, store: dist.Store) -> None:
+        """`store`: a connection that nobody else waits in meanwhile."""
+        self._members = members
+        self._arrived: deque[tuple[int, Any, str]] = deque()
+        self._lost: LostError | DamagedError | None = None
+        self._awaited = ""  # the key
+        self._listener = threading.Thread(None, self._listen, "hetsync-messages", (members.keys(store),), daemon=True)
+        self._listener.start()
+
+    def take(self) -> list[tuple[int, Any]]:
+        if self._lost is not None:
+            raise self._lost
+        taken: list[tuple[int, Any]] = []
+        while self._arrived:
+            sender, message, key = self._arrived.popleft()
+            with _store_errors(self._members):
+                self._members.store.delete_key(key)
+            taken.append((sender, message))
+        return taken
+
+    def close(self) -> None:
+        """The thread has ended. One who died may have left a number without a message, at which it waits for ever."""
+        while self._listener.is_alive():
+            if self._awaited:
+                with _store_errors(self._members):
+                    self._members.store.set(self._awaited, STOP)  # type: ignore[arg-type]
+            self._listener.join(SECONDS_TO_STOP)
+
+    def _listen(self, store: dist.Store) -> None:
+        number = 0
+        while True:
+            number += 1
+            self._awaited = key = f"message/{self._members.rank}/{number}"
+            try:
+                data = store.get(key)
+                if data == STOP:
+                    return
+                sender = int.from_bytes(data[:RANK_BYTES], "big")
+                self._arrived.append((sender, codec.loads(data[RANK_BYTES:], sender=sender), key))
+            except DamagedError as damaged:
+                self._lost = damaged
+                return
+            except RuntimeError as error:
+                self._lost = self._members.failure_of_store(error)
+                return
 
 
 class _Meetings:
     """The main thread's blocking calls, over a group of their own: they sleep while they wait, end in time, and say who
     is late, as the store knows who has come."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout_seconds: float) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        self._limit_seconds = wait_limit(rank, timeout_seconds)
+    def __init__(self, members: StoreMembers) -> None:
+        self._members = members
+        self._store, self._size = members.store, len(members.ranks)
+        self._leads = members.rank == members.ranks[0]
+        self._limit_seconds = wait_limit(members.rank, members.timeout_seconds)
         self._number = 0
-        with _store_errors():
-            self._store.set(f"came/{rank}", "0")
-        self._group = open_gloo(store, "meetings", rank, size, timeout_seconds)
+        with _store_errors(members):
+            self._store.set(f"came/{members.rank}", "0")
+        self._group = members.group("meetings")
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
@@ -164,9 +225,9 @@ class _Meetings:
         return [codec.loads(bytes(part[:length].numpy()), own) for part, length in zip(parts, lengths, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
+        """The first rank's value on every rank."""
         self._come()
-        data = bytearray(codec.dumps(value) if self._rank == 0 else b"")
+        data = bytearray(codec.dumps(value) if self._leads else b"")
         length = torch.tensor([len(data)])
         self._wait(self._group.broadcast([length]))
         told = torch.frombuffer(data, dtype=torch.uint8) if data else torch.zeros(int(length), dtype=torch.uint8)
@@ -179,8 +240,9 @@ class _Meetings:
 
     def _come(self) -> None:
         self._number += 1
-        with _store_errors():
-            self._store.set(f"came/{self._rank}", str(self._number))
+        self._members.look()
+        with _store_errors(self._members):
+            self._store.set(f"came/{self._members.rank}", str(self._number))
 
     def _all_gather(self, own: torch.Tensor) -> torch.Tensor:
         gathered = own.new_empty(self._size * own.numel())
@@ -188,20 +250,18 @@ class _Meetings:
         return gathered
 
     def _wait(self, work: dist.Work) -> None:
-        wait_until(completion_of(work), self._limit_seconds, lambda: named(self._late()))
+        completed = completion_of(work, self._members)
+        wait_until(completed, self._limit_seconds, lambda: named(self._late()))
 
     def _late(self) -> list[int]:
-        with _store_errors():
-            return [rank for rank in range(self._size) if int(self._store.get(f"came/{rank}")) < self._number]
+        with _store_errors(self._members):
+            came = {rank: int(self._store.get(f"came/{rank}")) for rank in self._members.ranks}
+        return [rank for rank, number in came.items() if number < self._number]
 
 
 @contextmanager
-def _store_errors() -> Iterator[None]:
+def _store_errors(members: StoreMembers) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise _lost(error) from error
-
-
-def _lost(error: RuntimeError) -> LostError:
-    return LostError(f"lost the store of the job, which torchrun or rank 0 holds ({cause(error)})")
+        raise members.failure_of_store(error) from error

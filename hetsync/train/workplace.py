@@ -18,6 +18,11 @@ from hetsync.profiling.measure import Place, find_places, limit_threads, take_de
 from hetsync.train import checkpoint
 from hetsync.train.replacing import check_replacing, places_of
 
+HOW_TO_TOLERATE = (
+    "start the ranks with mpirun --with-ft ulfm of Open MPI 5, with run.plane mpi, or on CPUs without MPI, by one"
+    " torchrun a node without restarts, or a launcher that leaves the others alone"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workplace:
@@ -59,13 +64,13 @@ def take_place(config: Config, plane: Plane, folder: Path | None, loaded: checkp
     config.fault.check_ranks(plane.ranks_at_start)
     if config.fault.tolerate is True and not plane.tolerant:
         raise UserError(
-            f"fault.tolerate is true, but a rank's death ends jobs with {plane.described}: start the ranks with"
-            " mpirun --with-ft ulfm of Open MPI 5, with run.plane mpi, or use fault.tolerate auto"
+            f"fault.tolerate is true, but a rank's death ends jobs with {plane.described}: {HOW_TO_TOLERATE}, or use"
+            " fault.tolerate auto"
         )
     if config.fault.slow == "exclude" and not plane.tolerant:
         raise UserError(
             f"fault.slow is exclude, but a rank's death ends jobs with {plane.described}, so that none can be excluded:"
-            " start the ranks with mpirun --with-ft ulfm of Open MPI 5, with run.plane mpi, or use wait"
+            f" {HOW_TO_TOLERATE}, or use wait"
         )
     if config.fault.replace:
         if plane.rank == 0:

@@ -1,15 +1,16 @@
-"""A plane after deaths, where MPI tells of them (`mpirun --with-ft ulfm`): each case is a job of its own.
+"""A plane after deaths, where MPI tells of them (`mpirun --with-ft ulfm`), and where no launcher does.
 
-python -m pytest tests/fault
+Each case is a job of its own. python -m pytest tests/fault
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, Done, finished, mpirun, started
+from jobs import ROOT, Done, finished, mpirun, ranks_alone, started
 
 JOB_SECONDS = 60.0
 ULFM = ["--with-ft", "ulfm"]
@@ -17,9 +18,9 @@ ULFM = ["--with-ft", "ulfm"]
 PREAMBLE = """
 import os, signal, sys, threading, time
 import torch
+from hetsync.plane import open_plane
 from hetsync.plane.base import LostError, MembersLost
-from hetsync.plane.mpi import MpiPlane
-plane = MpiPlane(20.0)
+plane = open_plane("auto", 20.0)
 first = plane.rank  # the number that it started with
 def wait(handle):
     while not handle.done():
@@ -44,12 +45,27 @@ def job(folder: Path, ranks: int, code: str, flags: list[str] = ULFM) -> Done:
         return finished(process, JOB_SECONDS)
 
 
-def test_survivors_sum_and_talk_after_deaths(tmp_path: Path) -> None:
-    """Of a rank in a sum of many segments beside messages, and then of the first rank, in a meeting."""
-    done = job(
+def job_without_mpi(folder: Path, ranks: int, code: str) -> Done:
+    """Its ranks' words, one after the other, and the worst status of those that were not killed."""
+    with ranks_alone(ranks, [sys.executable, "-c", PREAMBLE + code], folder, {"PYTHONPATH": str(ROOT)}) as processes:
+        ends = [finished(process, JOB_SECONDS) for process in processes]
+    status = max(done.status for done in ends)
+    return Done(status, "".join(done.out for done in ends), "".join(done.err for done in ends))
+
+
+Run = Callable[[Path, int, str], Done]
+BY = pytest.mark.parametrize("run_job", [job, job_without_mpi])
+
+
+@pytest.mark.parametrize(("run_job", "second"), [(job, 0), (job_without_mpi, 1)])
+def test_survivors_sum_and_talk_after_deaths(tmp_path: Path, run_job: Run, second: int) -> None:
+    """Of a rank in a sum of many segments beside messages, and then of another, with MPI the first, in a meeting."""
+    left = [rank for rank in (0, 1, 3) if rank != second]
+    done = run_job(
         tmp_path,
         4,
-        """
+        f"second, left = {second}, {left}"
+        + """
 # Stale after the death: a message that nobody has read, and one that waits for its receiver.
 plane.send("stale", to=(first + 1) % 4)
 plane.barrier()
@@ -84,27 +100,28 @@ while len(arrived) < 2:
     arrived += plane.receive()
 assert sorted(arrived) == [(rank, ("fresh", rank)) for rank in others], arrived
 
-if first == 0:
+if first == second:
     die()
 until_lost(lambda: plane.gather_objects(first))
 plane.mend()
 plane.heed()
-assert plane.members == (1, 3)
-assert plane.broadcast_object(first) == 1
+assert plane.members == tuple(left)
+assert plane.broadcast_object(first) == left[0]
 tensor = torch.full((5,), float(first))
 wait(plane.allreduce(tensor))
-assert tensor.tolist() == [4.0] * 5
+assert tensor.tolist() == [float(sum(left))] * 5
 plane.close()
 plane.close()
 print("survived", first)
 """,
     )
     assert done.status == 0, done.story
-    assert sorted(done.out.split("\n"))[1:] == ["survived 1", "survived 3"], done.story
+    assert sorted(done.out.split("\n"))[1:] == [f"survived {rank}" for rank in left], done.story
 
 
-def test_a_death_while_survivors_mend_is_mended_too(tmp_path: Path) -> None:
-    done = job(
+@BY
+def test_a_death_while_survivors_mend_is_mended_too(tmp_path: Path, run_job: Run) -> None:
+    done = run_job(
         tmp_path,
         4,
         """
@@ -131,8 +148,9 @@ print("survived", first)
     assert sorted(done.out.split("\n"))[1:] == ["survived 0", "survived 2"], done.story
 
 
-def test_the_main_thread_hears_of_a_death_while_another_thread_mends(tmp_path: Path) -> None:
-    done = job(
+@BY
+def test_the_main_thread_hears_of_a_death_while_another_thread_mends(tmp_path: Path, run_job: Run) -> None:
+    done = run_job(
         tmp_path,
         3,
         """
@@ -159,12 +177,21 @@ print("survived", first)
     assert sorted(done.out.split("\n"))[1:] == ["survived 0", "survived 2"], done.story
 
 
+MENDED = "until_lost(plane.receive)\nplane.mend()\nplane.heed()\n"
+
+
 @pytest.mark.parametrize(
-    "before", ["", "if first == 0: die()\nuntil_lost(plane.receive)\nplane.mend()\nplane.heed()\n"]
+    ("run_job", "before"),
+    [
+        (job, ""),
+        (job, f"if first == 0: die()\n{MENDED}"),
+        (job_without_mpi, ""),
+        (job_without_mpi, f"if first == 3: die()\n{MENDED}"),
+    ],
 )
-def test_abort_ends_the_job_with_its_code(tmp_path: Path, before: str) -> None:
+def test_abort_ends_the_job_with_its_code(tmp_path: Path, run_job: Run, before: str) -> None:
     """MPI_Abort would end nobody but its caller. Others wait for a message, and in a meeting."""
-    done = job(
+    done = run_job(
         tmp_path,
         4,
         before
@@ -191,3 +218,54 @@ def test_without_ulfm_a_death_ends_the_job(tmp_path: Path) -> None:
     done = job(tmp_path, 2, code, flags=[])
     assert done.status != 0
     assert "came back" not in done.out
+
+
+def test_where_nobody_has_gone_all_begin_anew(tmp_path: Path) -> None:
+    done = job_without_mpi(
+        tmp_path,
+        3,
+        """
+handle = plane.allreduce(torch.ones(3)) if first > 0 else None  # which rank 0 never joins
+for rank in range(3):
+    plane.send("ready", to=rank)
+if first == 1:
+    ready = []
+    while len(ready) < 3:
+        ready += plane.receive()
+    plane.mend()
+else:
+    until_lost(plane.receive)
+    plane.mend()
+plane.heed()
+assert plane.members == (0, 1, 2)
+tensor = torch.ones(3)
+wait(plane.allreduce(tensor))
+assert tensor.tolist() == [3.0] * 3
+plane.barrier()
+assert plane.receive() == []
+plane.close()
+print("went on", first)
+""",
+    )
+    assert done.status == 0, done.story
+    assert done.out.count("went on") == 3, done.story
+
+
+def test_without_mpi_rank_0_is_the_last_to_die(tmp_path: Path) -> None:
+    """It holds what the others meet at. These say so at once, whether they wait in a meeting or not."""
+    done = job_without_mpi(
+        tmp_path,
+        3,
+        """
+assert plane.tolerant
+if first == 0:
+    die()
+try:
+    until_lost(plane.receive if first == 1 else lambda: plane.gather_objects(None))
+except LostError as lost:
+    print(lost)
+    plane.abort(7)
+""",
+    )
+    assert done.status == 7, done.story
+    assert done.out.count("rank 0 has gone") == 2, done.story

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import SECONDS, Done, descendants, finished, mpirun, program, started, summary_of
+from jobs import SECONDS, Done, descendants, finished, free_port, mpirun, program, ranks_alone, started, summary_of
 from safetensors.torch import load_file
 from test_kill_and_resume import newest
 
@@ -218,13 +218,45 @@ def test_a_killed_rank_ends_the_job_which_resumes(folder: Path, rank: int, bound
     assert done.status != 0
     # torchrun tells of whom it sees first: of the killed rank, or of one that has lost it.
     assert exit_code(done) in (-9, 1), done.story
-    assert exit_code(done) == -9 or "lost another rank" in done.err, done.story
+    assert exit_code(done) == -9 or f"rank {rank} has gone" in done.err, done.story
     saved = newest(folder)
     total = saved + 400
     done = run(train("--resume", "run", "--run.samples", str(total)), folder)
     assert done.status == 0, done.story
     summary = summary_of(folder / "run")
     assert (summary["status"], summary["samples_applied"]) == ("finished", total)
+
+
+def test_another_torchrun_outlives_a_death(folder: Path) -> None:
+    """Each looks after its own node's ranks only. That of rank 0 holds the store."""
+    here = ["--master-addr", "127.0.0.1", "--master-port", free_port(), "--nnodes", "2", "--nproc-per-node", "1"]
+    words = [program("hetsync-train"), *RECIPE, *EMULATED, "--fault.tolerate", "true", "--fault.least_ranks", "1"]
+    with contextlib.ExitStack() as nodes:
+        first, second = (
+            nodes.enter_context(
+                job([sys.executable, "-m", "torch.distributed.run", *here, "--node-rank", str(node), *words], folder)
+            )
+            for node in range(2)
+        )
+        trains(first, folder)
+        os.kill(rank_process(second, 1), signal.SIGKILL)
+        assert exit_code(finished(second)) == -9
+        deadline = time.monotonic() + SECONDS
+        while summary_of(folder / "run")["status"] == "running":  # it waits for the other torchrun afterwards, for long
+            assert first.poll() is None, finished(first).story
+            assert time.monotonic() < deadline, "the job has not ended in time"
+            time.sleep(0.1)
+    summary = summary_of(folder / "run")
+    assert (summary["status"], summary["samples_applied"], summary["ranks"]) == ("finished", SAMPLES, 1)
+    assert [failure["rank"] for failure in summary["failures"]] == [1]
+
+
+def test_under_one_torchrun_tolerance_is_refused(folder: Path) -> None:
+    done = run(train("--fault.tolerate", "true"), folder)
+    assert len(done.sentences) == 1, done.story
+    assert "fault.tolerate is true, but a rank's death ends jobs with sums by Gloo" in done.sentences[0]
+    assert "one torchrun a node" in done.sentences[0]
+    assert exit_code(done) == 2, done.story
 
 
 @BOUNDS
@@ -276,13 +308,7 @@ def test_a_rank_that_does_not_reach_the_store_says_so(folder: Path) -> None:
 @pytest.mark.parametrize("bound", ["4"])
 def test_a_launcher_other_than_torchrun(folder: Path, bound: str) -> None:
     """Rank 0 holds the store, and leaves last."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    words = [program("hetsync-train"), *RECIPE, "--sync.delay_bound", bound]
-    with contextlib.ExitStack() as ranks:
-        processes = [ranks.enter_context(started(words, folder, {**told, "RANK": str(rank)})) for rank in range(2)]
+    with ranks_alone(2, [program("hetsync-train"), *RECIPE, "--sync.delay_bound", bound], folder) as processes:
         ends = [finished(process) for process in processes]
     for done in ends:
         assert done.status == 0, done.story

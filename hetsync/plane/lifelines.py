@@ -1,0 +1,325 @@
+"""A connection of each rank to rank 0, whose end is a death, for jobs whose launcher tells nobody of one.
+
+The system closes a dead process's connections, so that rank 0 hears of it at once, and those who are left by its word,
+while nobody asks anything. Of a host that has vanished it hears after `SILENCE_SECONDS`, by TCP's own probes. Rank 0
+also says who is left once all of these have come to be mended, and passes on how the job ends. Its own death ends the
+job: it holds the store at which the ranks meet, or is beside the agent that does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from hetsync.errors import OwnMistakeError, cause
+from hetsync.plane.base import LateError, LostError, named
+from hetsync.plane.rendezvous import Rendezvous
+
+SECONDS_TO_TELL = 2.0  # all ranks that the job ends
+SECONDS_TO_GREET = 5.0  # for whoever has connected
+# TCP probes a connection that is silent for so long, and so often: a host that answers none has gone.
+IDLE_SECONDS, PROBE_SECONDS, PROBES = 20, 10, 4
+SILENCE_SECONDS = IDLE_SECONDS + PROBES * PROBE_SECONDS
+
+Word = list[Any]  # its kind, and what belongs to it
+
+
+class Roll:
+    """Who is left, by rank 0's books. Pure: what happens goes in, and what to tell all who are left comes out.
+
+    An epoch ends with a death, or once somebody asks for its end; the next begins when all who are left have come.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.left = tuple(ranks)
+        self._epoch = 0
+        self._over = False
+        self._come = set[int]()
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Those who have not come yet."""
+        return tuple(rank for rank in self.left if rank not in self._come)
+
+    def gone(self, rank: int) -> list[Word]:
+        self.left = tuple(each for each in self.left if each != rank)
+        self._come.discard(rank)
+        return self._end_epoch(f"rank {rank} has gone")
+
+    def come(self, rank: int) -> list[Word]:
+        self._come.add(rank)
+        return self._end_epoch(f"rank {rank} has lost another, or a message")
+
+    def _end_epoch(self, why: str) -> list[Word]:
+        words: list[Word] = [] if self._over else [["over", why]]
+        self._over = bool(self.missing)
+        if not self._over:
+            self._epoch += 1
+            self._come.clear()
+            words.append(["left", self._epoch, list(self.left)])
+        return words
+
+
+class Lifeline:
+    """One rank's; building it is collective. Threads may share it.
+
+    Attributes:
+        epoch: Counts from 0, from one death to the next.
+        ranks: Who is left in this epoch.
+        why: The last one that is over has ended, for people to read.
+        cut: There is no rank 0 any more.
+    """
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        """UserError where rank 0 cannot be reached, or others do not come in time."""
+        self.epoch, self.ranks = 0, tuple(range(rendezvous.size))
+        self.why, self.cut = "", False
+        self._over = -1  # this epoch, and all before
+        self._closing = False
+        self._news = threading.Condition()
+        self._hub = _Hub.opened(rendezvous) if rendezvous.rank == 0 else None
+        self._wire = self._hub.own_end if self._hub is not None else _wire_to_first(rendezvous)
+        threading.Thread(None, self._follow, "hetsync-lifeline", daemon=True).start()
+
+    def over(self, epoch: int) -> bool:
+        """Has somebody gone since this one began?"""
+        return epoch <= self._over
+
+    def await_word(self, epoch: int, seconds: float) -> bool:
+        """Whether an epoch is over, waiting so long for it: libraries may notice a death before rank 0 does. Where the
+        job ends the process does, too."""
+        with self._news:
+            return self._news.wait_for(lambda: self.over(epoch), seconds)
+
+    def next_epoch(self, limit_seconds: float) -> None:
+        """Collective among those who are left. LateError names who does not come; LostError where rank 0 has gone."""
+        before = self.epoch
+        self._wire.send("come")
+        with self._news:
+            begun = self._news.wait_for(lambda: self.cut or self.epoch > before, limit_seconds)
+        if self.cut:
+            raise LostError(self.why)
+        if not begun:
+            late = named(self._hub.roll.missing if self._hub is not None else [0])
+            raise LateError(f"after a rank had gone, the others waited {limit_seconds:.0f} s for {late}")
+
+    def end_job(self, code: int) -> NoReturn:
+        """End all ranks with this exit code."""
+        if self._wire.send("end", code):
+            time.sleep(SECONDS_TO_TELL)  # rank 0's word ends this process before
+        leave(code)
+
+    def expect_close(self) -> None:
+        """Before the last that ranks do together: who leaves from now on has not died."""
+        self._closing = True
+        if self._hub is not None:
+            self._hub.closing = True
+
+    def close(self) -> None:
+        self._wire.close()
+
+    def _follow(self) -> None:
+        while (words := self._wire.receive()) is not None:
+            for word in words:
+                self._heed(*word)
+        if not self._closing:
+            with self._news:
+                self.cut = True
+                self._end_epoch("rank 0 has gone, and with it what the ranks meet at")
+
+    def _heed(self, kind: str, *told: Any) -> None:
+        if kind == "end":
+            leave(*told)
+        with self._news:
+            if kind == "over":
+                self._end_epoch(*told)
+            else:
+                self.epoch, ranks = told
+                self.ranks = tuple(ranks)
+                self._news.notify_all()
+
+    def _end_epoch(self, why: str) -> None:
+        self._over, self.why = self.epoch, why
+        self._news.notify_all()
+
+
+class _Hub:
+    """Where all lifelines meet, with a thread of its own."""
+
+    def __init__(self, wires: dict[int, _Wire], own_end: _Wire) -> None:
+        self.roll = Roll(sorted(wires))
+        self.own_end = own_end
+        self.closing = False
+        self._wires = wires
+        self._selector = selectors.DefaultSelector()
+        for rank, wire in wires.items():
+            self._selector.register(wire.socket, selectors.EVENT_READ, rank)
+        threading.Thread(None, self._serve, "hetsync-lifelines", daemon=True).start()
+
+    @staticmethod
+    def opened(rendezvous: Rendezvous) -> _Hub:
+        """Once all have connected."""
+        mine, own_end = map(_Wire, socket.socketpair())
+        wires, token = {rendezvous.rank: mine}, secrets.token_hex()
+        with _listening() as server:
+            store = rendezvous.connect()
+            store.set("lifeline", json.dumps([server.getsockname()[1], token]))
+            deadline = time.monotonic() + rendezvous.timeout_seconds
+            while len(wires) < rendezvous.size:
+                server.settimeout(max(deadline - time.monotonic(), 1e-3))
+                try:
+                    greeted = _greeted(server.accept()[0], token)
+                except TimeoutError as error:
+                    late = named(rank for rank in range(rendezvous.size) if rank not in wires)
+                    raise OwnMistakeError(
+                        f"rank 0 waited {rendezvous.timeout_seconds:.0f} s for {late} to connect: has it been started,"
+                        " and are the ports of rank 0's host open between the hosts?"
+                    ) from error
+                if greeted is not None:
+                    rank, wire = greeted
+                    wires[rank] = wire
+        return _Hub(wires, own_end)
+
+    def _serve(self) -> None:
+        while self._selector.get_map():
+            for rank, word in self._heard(None):
+                if word is None:
+                    self._tell_all([] if self.closing else self.roll.gone(rank))
+                elif word[0] == "come":
+                    self._tell_all(self.roll.come(rank))
+                else:
+                    self._end_job(word[1])
+
+    def _heard(self, seconds: float | None) -> list[tuple[int, Word | None]]:
+        """By rank; None where it has gone."""
+        heard: list[tuple[int, Word | None]] = []
+        for key, _ in self._selector.select(seconds):
+            rank, words = key.data, self._wires[key.data].receive()
+            if words is None:
+                self._selector.unregister(key.fileobj)
+                self._wires.pop(rank).close()
+                heard.append((rank, None))
+            else:
+                heard += [(rank, word) for word in words]
+        return heard
+
+    def _tell_all(self, words: Sequence[Word]) -> None:
+        for word in words:
+            for rank in self.roll.left:
+                if rank in self._wires:
+                    self._wires[rank].send(*word)
+
+    def _end_job(self, code: int) -> NoReturn:
+        for rank, wire in self._wires.items():
+            if rank > 0:
+                wire.send("end", code)
+        deadline = time.monotonic() + SECONDS_TO_TELL
+        while set(self._wires) != {0} and (left := deadline - time.monotonic()) > 0:
+            self._heard(left)  # the store ends with this process: it is the last
+        leave(code)
+
+
+class _Wire:
+    """Words over a socket, each a line of JSON."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self._rest = b""
+        # Or a child that loads data would keep the connection of its dead parent alive.
+        os.register_at_fork(after_in_child=_closing(weakref.ref(self)))
+
+    def send(self, *word: Any) -> bool:
+        """False where the other has gone."""
+        try:
+            self.socket.sendall(json.dumps(word).encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def receive(self) -> list[Word] | None:
+        """Sleeps until something has come; None where the other has gone."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except OSError:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines] if data else None
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # which wakes a thread that waits in `receive`
+        self.socket.close()
+
+
+def _closing(wire: weakref.ref[_Wire]) -> Callable[[], None]:
+    def close() -> None:
+        if (held := wire()) is not None:
+            held.socket.close()
+
+    return close
+
+
+def _wire_to_first(rendezvous: Rendezvous) -> _Wire:
+    store, seconds = rendezvous.connect(), rendezvous.timeout_seconds
+    try:
+        store.wait(["lifeline"], timedelta(seconds=seconds))
+        port, token = json.loads(store.get("lifeline"))
+        connected = socket.create_connection((rendezvous.host, port), seconds)
+    except (RuntimeError, OSError) as error:
+        raise OwnMistakeError(
+            f"rank {rendezvous.rank} does not reach rank 0 at {rendezvous.host} ({cause(error)}): has it been started,"
+            " and are the ports of its host open between the hosts?"
+        ) from error
+    wire = _Wire(_probed(connected))
+    wire.send(rendezvous.rank, token)
+    return wire
+
+
+def _listening() -> socket.socket:
+    """At a free port of every interface, as libraries of sums do."""
+    with suppress(OSError):
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def _greeted(connected: socket.socket, token: str) -> tuple[int, _Wire] | None:
+    """The rank that has connected; None where it is none of the job."""
+    connected.settimeout(SECONDS_TO_GREET)
+    wire = _Wire(connected)
+    with suppress(ValueError, TypeError):
+        ((rank, told),) = wire.receive() or []
+        if isinstance(rank, int) and secrets.compare_digest(str(told), token):
+            _probed(connected)
+            return rank, wire
+    wire.close()
+    return None
+
+
+def _probed(connected: socket.socket) -> socket.socket:
+    connected.settimeout(None)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+    return connected
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, whatever its threads do."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

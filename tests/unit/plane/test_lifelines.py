@@ -1,0 +1,129 @@
+"""Who is left, and how each rank hears of it: by rank 0's books, and over real connections between threads."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from hetsync.errors import UserError
+from hetsync.plane.base import LateError, LostError
+from hetsync.plane.lifelines import Lifeline, Roll
+from hetsync.plane.rendezvous import Rendezvous
+
+RANKS = 3
+SECONDS = 20.0
+
+
+def test_an_epoch_begins_when_all_who_are_left_have_come() -> None:
+    roll = Roll(range(4))
+    assert roll.gone(2) == [["over", "rank 2 has gone"]]
+    assert roll.come(3) == []
+    assert roll.missing == (0, 1)
+    assert roll.come(0) == []
+    assert roll.come(1) == [["left", 1, [0, 1, 3]]]
+    assert roll.gone(3) == [["over", "rank 3 has gone"]]
+
+
+def test_a_death_meanwhile_is_waited_for_no_more() -> None:
+    roll = Roll(range(4))
+    roll.gone(2)
+    roll.come(0)
+    roll.come(1)
+    assert roll.gone(3) == [["left", 1, [0, 1]]]
+    roll = Roll(range(3))
+    roll.come(2)
+    assert roll.gone(2) == [], "who has come may die"
+    assert roll.missing == (0, 1)
+
+
+def test_whoever_comes_first_ends_the_epoch() -> None:
+    roll = Roll(range(2))
+    ((kind, _),) = roll.come(1)
+    assert kind == "over"
+    assert roll.come(0) == [["left", 1, [0, 1]]]
+
+
+@pytest.fixture
+def rendezvous() -> Callable[[int], Rendezvous]:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return lambda rank: Rendezvous("127.0.0.1", server.port, rank, RANKS, "test", SECONDS, server)
+
+
+@pytest.fixture
+def lifelines(rendezvous: Callable[[int], Rendezvous]) -> Iterator[list[Lifeline]]:
+    with ThreadPoolExecutor(RANKS) as threads:
+        opened = list(threads.map(lambda rank: Lifeline(rendezvous(rank)), range(RANKS)))
+    yield opened
+    for lifeline in reversed(opened):
+        lifeline.expect_close()
+        lifeline.close()
+
+
+def test_those_who_are_left_hear_of_a_death_and_agree(lifelines: list[Lifeline]) -> None:
+    first, second, last = lifelines
+    last.close()  # as the system does for a dead process
+    for lifeline in (first, second):
+        assert lifeline.await_word(0, SECONDS)
+        assert (lifeline.why, lifeline.cut) == ("rank 2 has gone", False)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda lifeline: lifeline.next_epoch(SECONDS), (first, second)))
+    for lifeline in (first, second):
+        assert (lifeline.epoch, lifeline.ranks) == (1, (0, 1))
+        assert lifeline.over(0)
+        assert not lifeline.over(1)
+
+
+def test_who_does_not_come_is_named(lifelines: list[Lifeline]) -> None:
+    with pytest.raises(LateError, match="for rank 1, 2"):
+        lifelines[0].next_epoch(0.1)
+
+
+def test_the_death_of_rank_0_is_the_end(lifelines: list[Lifeline]) -> None:
+    hub = lifelines[0]._hub
+    assert hub is not None
+    hub._wires[1].close()
+    assert lifelines[1].await_word(0, SECONDS)
+    assert lifelines[1].cut
+    with pytest.raises(LostError, match="rank 0 has gone"):
+        lifelines[1].next_epoch(SECONDS)
+
+
+def test_who_leaves_at_the_end_has_not_died(lifelines: list[Lifeline]) -> None:
+    for lifeline in lifelines:
+        lifeline.expect_close()
+    lifelines[1].close()
+    assert not lifelines[0].await_word(0, 0.1)
+
+
+def test_a_stranger_is_not_let_in(rendezvous: Callable[[int], Rendezvous]) -> None:
+    """Who has not read the store does not know the word."""
+    opened: list[Lifeline] = []
+    first = threading.Thread(target=lambda: opened.append(Lifeline(rendezvous(0))))
+    first.start()
+    port, _ = json.loads(rendezvous(1).connect().get("lifeline"))
+    for greeting in (b'[1, "guess"]\n', b"GET / HTTP/1.0\r\n\r\n", b"[[1]]\n", b""):
+        with socket.create_connection(("127.0.0.1", port), SECONDS) as stranger:
+            stranger.sendall(greeting)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(1) == b""
+    with ThreadPoolExecutor(2) as threads:
+        opened += threads.map(lambda rank: Lifeline(rendezvous(rank)), (1, 2))
+    first.join(SECONDS)
+    assert len(opened) == RANKS
+    for lifeline in opened:
+        lifeline.expect_close()
+    for lifeline in opened:
+        lifeline.close()
+
+
+def test_who_never_comes_is_named(rendezvous: Callable[[int], Rendezvous]) -> None:
+    from dataclasses import replace
+
+    with pytest.raises(UserError, match="rank 0 waited 0 s for rank 1, 2 to connect"):
+        Lifeline(replace(rendezvous(0), timeout_seconds=0.1))
