@@ -76,8 +76,8 @@ class FaultConfig:
 
     Args:
         tolerate: Go on with the others when a rank dies: auto (where that can be: with an MPI that tells of deaths, by
-            mpirun --with-ft ulfm; or with sums by Gloo under a launcher that leaves the others alone, such as one torchrun
-            a node, while rank 0 lives), true (refuse to start elsewhere) or false (end the job).
+            mpirun --with-ft ulfm; or with sums by Gloo under a launcher that leaves the others alone, such as one
+            torchrun a node, while rank 0 lives), true (refuse to start elsewhere) or false (end the job).
         least_ranks: With fewer ranks left the job saves and ends with status 86; null takes more than half of the last
             ranks.
         not_finite: Gradients that are not finite end the job (stop), or are left out before they are in any round. Then
