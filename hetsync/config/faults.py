@@ -76,7 +76,8 @@ class FaultConfig:
 
     Args:
         tolerate: Go on with the others when a rank dies: auto (where that can be: with an MPI that tells of deaths, by
-            mpirun --with-ft ulfm), true (refuse to start elsewhere) or false (end the job).
+            mpirun --with-ft ulfm; or with sums by Gloo under a launcher that leaves the others alone, such as one
+            torchrun a node, while rank 0 lives), true (refuse to start elsewhere) or false (end the job).
         least_ranks: With fewer ranks left the job saves and ends with status 86; null takes more than half of the last
             ranks. Where whole hosts have gone whose ranks would be enough, they may live behind a cut link, and go on:
             then those who are too few end without saving. With a number of at most half both sides may go on.

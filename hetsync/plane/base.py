@@ -18,11 +18,11 @@ Failure. Anything that goes wrong raises `PlaneError`, from the call itself or f
 is not what was sent. A plane never retries. How
 long a handle may take is the caller's business.
 
-Death. Where a plane is `tolerant`, a rank's death is `MembersLost`, at every other rank and in either thread: from
-whatever was under way and from every later call, until `mend`. That is called by one thread of each of those who are
-left, and waits until the other is in no call, which knows of it once it calls `heed`. Afterwards nothing that was sent
-or posted before will arrive, or come to an end. A rank keeps the number that it started with; `members` are the ranks
-that are left, and whatever is collective is among them.
+Death. Where a plane is `tolerant`, a rank's death is `MembersLost` (`LostError` where it held what the ranks meet at),
+at every other rank and in either thread: from whatever was under way and from every later call, until `mend`. That is
+called by one thread of each of those who are left, and waits until the other is in no call, which knows of it once it
+calls `heed`. Afterwards nothing that was sent or posted before will arrive, or come to an end. A rank keeps the number
+that it started with; `members` are the ranks that are left, and whatever is collective is among them.
 
 Replacement. Where a plane `replaces`, the first member may start a process that takes the number of a rank that has
 gone (`summon`). That one has a plane of its own at first, with itself as the only member (`newcomer`), on which it gets

@@ -17,6 +17,7 @@ from hetsync.launchers import (
     first_rank,
     launched_by_mpi,
     launched_by_torch,
+    leaves_survivors,
     ranks_started,
     reaches_later_processes,
 )
@@ -154,6 +155,19 @@ def test_a_torch_without_gloo_is_named(environ: pytest.MonkeyPatch) -> None:
         UserError, match=r"run.plane is auto, and torchrun started 4 ranks, which takes Gloo, but this torch has none"
     ):
         open_plane("auto")
+
+
+@pytest.mark.parametrize(
+    ("told", "leaves"),
+    [
+        (BY_TORCH, True),  # it says nothing of itself
+        ({**BY_TORCHRUN, "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        ({**BY_TORCHRUN, "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "0"}, True),
+        ({**BY_TORCHRUN, "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}, False),
+    ],
+)
+def test_whether_a_launcher_leaves_the_others_alone(told: dict[str, str], leaves: bool) -> None:
+    assert leaves_survivors(told) == leaves
 
 
 def test_a_port_that_is_taken_is_named() -> None:
