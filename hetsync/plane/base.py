@@ -172,6 +172,7 @@ class Messages(ABC):
     rank: int  # the number that it started with, or whose place it has taken
     members: tuple[int, ...]  # the ranks that are left, ascending, and then those that have joined
     tolerant = False  # is a death `MembersLost`?
+    outlives_first = True  # where it is: also the first member's?
     replaces = False  # can another process take the place of a rank that has gone?
     newcomer: Newcomer | None = None  # on such a process, until it has entered
 
@@ -312,7 +313,7 @@ class Plane(Messages, Sums):
         self.messages, self.sums = messages, sums
         self.rank, self.members, self.newcomer = messages.rank, messages.members, messages.newcomer
         self.times_mended = 0  # or let others join
-        self.tolerant = messages.tolerant and sums.tolerant
+        self.tolerant, self.outlives_first = messages.tolerant and sums.tolerant, messages.outlives_first
 
     @property
     def replaces(self) -> bool:  # type: ignore[override]

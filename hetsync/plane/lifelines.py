@@ -298,7 +298,7 @@ def _greeted(connected: socket.socket, token: str) -> tuple[int, _Wire] | None:
     """The rank that has connected; None where it is none of the job."""
     connected.settimeout(SECONDS_TO_GREET)
     wire = _Wire(connected)
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError, TypeError, RecursionError):
         ((rank, told),) = wire.receive() or []
         if isinstance(rank, int) and secrets.compare_digest(str(told), token):
             _probed(connected)
@@ -315,11 +315,14 @@ def _probed(connected: socket.socket) -> socket.socket:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+        # Probes rest while a word has not been acknowledged: then this holds, in place of a quarter of an hour.
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_SECONDS)
     return connected
 
 
 def leave(code: int) -> NoReturn:
     """End this process now, whatever its threads do."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # whoever read it has gone
+            stream.flush()
     os._exit(code)

@@ -36,6 +36,7 @@ class StoreMessages(Messages):
     """
 
     messages_by = "torch's store"
+    outlives_first = False
 
     def __init__(self, rendezvous: Rendezvous, tolerant: bool = False) -> None:
         self.rank, self.tolerant = rendezvous.rank, tolerant
@@ -115,7 +116,7 @@ class StoreMessages(Messages):
         with self._one_call:
             self._unheeded = True
             self._inbox.close()
-            self._meet(self.group_members.mended())
+            self._meet(self.group_members.mended(self._rendezvous.connect))
 
     def heed(self) -> None:
         self._unheeded = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -28,11 +28,10 @@ class StoreMembers(Watch):
     def __init__(
         self, job_store: dist.Store, lifeline: Lifeline, rank: int, timeout_seconds: float, tolerant: bool
     ) -> None:
-        """Those who are left by now. `job_store` outlives them."""
+        """Those who are left by now, by this connection to the job's store."""
         self.rank, self.ranks, self.tolerant = rank, lifeline.ranks, tolerant
         self.timeout_seconds = timeout_seconds
         self._epoch = lifeline.epoch
-        self._job_store = job_store
         self.store = self.keys(job_store)
         self._lifeline = lifeline
         self._revoked = False
@@ -94,13 +93,14 @@ class StoreMembers(Watch):
         """They are members no more: whoever looks raises."""
         self._revoked = True
 
-    def mended(self) -> StoreMembers:
+    def mended(self, connect: Callable[[], dist.Store]) -> StoreMembers:
         """Those who are left; collective among them, once no other thread of this rank is in a call. Another death
-        meanwhile shows in what they do next."""
+        meanwhile shows in what they do next. The connection to the store is another one: a thread that was left to
+        itself may hold this one until its time limit."""
         for group in self._groups:
             group.abort()  # what is pending fails, also where it waits for a rank that lives
         self._lifeline.next_epoch(wait_limit(self.rank, self.timeout_seconds))
-        return StoreMembers(self._job_store, self._lifeline, self.rank, self.timeout_seconds, self.tolerant)
+        return StoreMembers(connect(), self._lifeline, self.rank, self.timeout_seconds, self.tolerant)
 
 
 class _Opened(threading.Thread):

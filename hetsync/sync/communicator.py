@@ -643,7 +643,8 @@ class Communicator:
 
     def _decided(self, reports: Mapping[int, Report], before: Sequence[int], began: float) -> Decision:
         """Asked on the first of the survivors."""
-        apart = unseen(before, tuple(reports), self._hosts)
+        # Where all end with the first rank, which is here, nobody else goes on.
+        apart = unseen(before, tuple(reports), self._hosts) if self._plane.outlives_first else ()
         decision = decide(reports, len(before), self._options.least_ranks, len(apart))
         if decision.action is Action.GO_BACK and self._tally is not None:
             decision = begun_anew(decision, reports, self._tally_of(decision))

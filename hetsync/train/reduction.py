@@ -6,7 +6,6 @@ the samples four times.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -14,38 +13,60 @@ import torch
 from hetsync.errors import UserError
 
 Reduction = Literal["mean", "sum"]
-SUMMED = 2  # as autograd's nodes of losses keep the word "sum"
+SUMMED, AVERAGED = 2, 1  # as autograd's nodes of losses keep the words "sum" and "mean"
 PASSED = ("AddBackward", "SubBackward", "NegBackward", "ToCopyBackward")  # what is made of a sum by these is one
+SCALED = ("MulBackward", "DivBackward")  # which may make a mean of a sum
+MOST_NODES = 200  # that are looked at: of more terms the graph does not tell
 
 
 def looks_summed(loss: torch.Tensor, samples: int) -> bool:
-    """Is it made, by additions only, of a sum over a batch of so many samples? False where the graph does not tell: in
-    compiled models, and where anything is multiplied or divided, which may have made a mean of it."""
-    return any(_sums(node, samples) for node in _terms(loss.grad_fn))
+    """Is it made, by additions only, of sums over a batch of so many samples? False where the graph does not tell: in
+    compiled models, beside a mean, and where anything is multiplied or divided, which may have made a mean of it."""
+    terms = _terms(loss.grad_fn)
+    if not terms or any(_is_mean(term) for term in terms):
+        return False
+    if any(getattr(term, "_saved_reduction", None) == SUMMED for term in terms):
+        return True
+    # Sums over anything else, such as several losses, have hardly just as many rows.
+    return samples > 1 and all(_rows(term) == samples for term in terms)
 
 
 def check_is_mean(loss: torch.Tensor, samples: int) -> None:
     """UserError where it looks like a sum."""
     if looks_summed(loss, samples):
         raise UserError(
-            "the loss is a sum over the batch's samples, and slices of unequal size want its mean: take that, or in a"
-            " script call job.backward(loss, reduction='sum'), and with reduction='mean' if it only looks like a sum"
+            "the loss is a sum over the batch's samples, and slices of unequal size want its mean: take that (divide by"
+            " the batch's samples), or in a script call job.backward(loss, reduction='sum'), and with reduction='mean'"
+            " if it only looks like a sum"
         )
 
 
-def _terms(node: Any) -> Iterator[Any]:
-    if node is None:
-        return
-    if node.name().startswith(PASSED):
-        for following, _ in node.next_functions:
-            yield from _terms(following)
-    else:
-        yield node
+def _terms(root: Any) -> list[Any]:
+    """What the loss is a sum of; none where there are too many."""
+    terms, waiting, seen = [], [root], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if len(seen) > MOST_NODES:
+            return []
+        if node.name().startswith(PASSED):
+            waiting += [following for following, _ in node.next_functions]
+        else:
+            terms.append(node)
+    return terms
 
 
-def _sums(node: Any, samples: int) -> bool:
-    if getattr(node, "_saved_reduction", None) == SUMMED:
-        return True
-    # A sum over anything else, such as several losses, or weights, has hardly just as many rows.
-    sizes = list(node._saved_self_sym_sizes) if node.name().startswith("SumBackward0") else []
-    return samples > 1 and sizes[:1] == [samples]
+def _is_mean(node: Any) -> bool:
+    return getattr(node, "_saved_reduction", None) == AVERAGED or node.name().startswith("MeanBackward")
+
+
+def _rows(node: Any) -> int | None:
+    """Of what is summed up whole; None where nothing is, or by weights."""
+    if not node.name().startswith("SumBackward0"):
+        return None
+    sizes = list(node._saved_self_sym_sizes)
+    inner = node.next_functions[0][0]
+    scaled = inner is not None and inner.name().startswith(SCALED)
+    return int(sizes[0]) if sizes and not scaled else None

@@ -663,7 +663,11 @@ class Running:
 
     def _may_go_on_elsewhere(self, failure: BaseException) -> bool:
         """May ranks that this one does not reach live, and go on? Then the summary is theirs."""
-        if not self.plane.tolerant or not isinstance(failure, LostError | LateError | StalledError):
+        if (
+            not self.plane.tolerant
+            or not self.plane.outlives_first
+            or not isinstance(failure, LostError | LateError | StalledError)
+        ):
             return False
         return isinstance(failure, CutOffError) or not self._leading
 

@@ -68,6 +68,7 @@ def test_the_others_go_on_with_every_sample(tmp_path: Path, bound: str) -> None:
 def test_a_death_of_rank_0_ends_all_at_once(tmp_path: Path) -> None:
     ends = killed(tmp_path, 0, "--sync.delay_bound", "4")
     assert [done.status for done in ends] == [-signal.SIGKILL, 1, 1], [done.story for done in ends]
+    assert summary_of(tmp_path / "run")["status"] == "failed", "nobody goes on elsewhere"
     for done in ends[1:]:
         assert any("rank 0 has gone" in sentence for sentence in done.sentences), done.story
 

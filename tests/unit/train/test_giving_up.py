@@ -11,9 +11,9 @@ from hetsync.plane.base import CutOffError, LateError, LostError, StalledError
 from hetsync.train.running import Running
 
 
-def may_go_on_elsewhere(failure: Exception, leading: bool, tolerant: bool = True) -> bool:
+def may_go_on_elsewhere(failure: Exception, leading: bool, tolerant: bool = True, outlives_first: bool = True) -> bool:
     running = Running.__new__(Running)
-    vars(running).update(plane=SimpleNamespace(tolerant=tolerant), _leading=leading)
+    vars(running).update(plane=SimpleNamespace(tolerant=tolerant, outlives_first=outlives_first), _leading=leading)
     return running._may_go_on_elsewhere(failure)
 
 
@@ -22,6 +22,7 @@ def test_who_does_not_reach_the_first_rank_leaves_the_summary_to_it(failure: Exc
     assert may_go_on_elsewhere(failure, leading=False)
     assert not may_go_on_elsewhere(failure, leading=True)
     assert not may_go_on_elsewhere(failure, leading=False, tolerant=False)
+    assert not may_go_on_elsewhere(failure, leading=False, outlives_first=False)
 
 
 def test_so_does_the_first_rank_where_it_is_cut_off() -> None:

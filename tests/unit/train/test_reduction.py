@@ -14,7 +14,7 @@ from hetsync.train.reduction import check_is_mean, looks_summed
 SAMPLES = 8
 SCORES = torch.randn(SAMPLES, 4, requires_grad=True)
 TARGETS, LABELS = torch.rand(SAMPLES, 4), torch.arange(SAMPLES) % 4
-WEIGHTS = torch.ones(6, 4, requires_grad=True)
+WEIGHTS = torch.ones(SAMPLES, 4, requires_grad=True)  # as many rows as samples, by chance
 
 SUMS: dict[str, Callable[[], torch.Tensor]] = {
     "cross entropy": lambda: F.cross_entropy(SCORES, LABELS, reduction="sum"),
@@ -36,6 +36,9 @@ MEANS: dict[str, Callable[[], torch.Tensor]] = {
     "batch's mean": lambda: F.kl_div(SCORES, TARGETS, reduction="batchmean"),
     "of sums": lambda: SCORES.square().sum(1).mean(),
     "of several losses": lambda: torch.stack([SCORES.mean(), SCORES.square().mean()]).sum(),
+    "by weights": lambda: (SCORES.square().sum(1) * torch.full((SAMPLES,), 1 / SAMPLES)).sum(),
+    "of parts": lambda: (SCORES.square().sum(1) / SAMPLES).sum(),
+    "with a penalty's sum": lambda: F.cross_entropy(SCORES, LABELS) + F.mse_loss(WEIGHTS, TARGETS, reduction="sum"),
     "with a penalty": lambda: F.mse_loss(SCORES, TARGETS) + WEIGHTS.square().sum(),
     "without a graph": lambda: torch.tensor(3.0),
 }
@@ -49,6 +52,17 @@ def test_a_sum_is_seen(name: str) -> None:
 @pytest.mark.parametrize("name", MEANS)
 def test_what_may_be_a_mean_is_none(name: str) -> None:
     assert not looks_summed(MEANS[name](), SAMPLES)
+
+
+def test_a_loss_of_thousands_of_terms_is_not_looked_through() -> None:
+    assert not looks_summed(sum(SCORES.square().sum() for _ in range(2000)) + SCORES.mean(), SAMPLES)
+
+
+def test_what_is_added_to_itself_is_looked_at_once() -> None:
+    loss = SCORES.square().sum()
+    for _ in range(60):
+        loss = loss + loss
+    assert looks_summed(loss, SAMPLES)
 
 
 def test_it_is_refused_with_the_remedy() -> None:
