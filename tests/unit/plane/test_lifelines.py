@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from hetsync.errors import UserError
 from hetsync.plane.base import LateError, LostError
-from hetsync.plane.lifelines import Lifeline, Roll
+from hetsync.plane.lifelines import Lifeline, Roll, _Wire
 from hetsync.plane.rendezvous import Rendezvous
 
 RANKS = 3
@@ -127,3 +129,18 @@ def test_who_never_comes_is_named(rendezvous: Callable[[int], Rendezvous]) -> No
 
     with pytest.raises(UserError, match="rank 0 waited 0 s for rank 1, 2 to connect"):
         Lifeline(replace(rendezvous(0), timeout_seconds=0.1))
+
+
+def test_a_child_that_loads_data_does_not_keep_its_dead_parent_s_connection() -> None:
+    mine, others = socket.socketpair()
+    wire = _Wire(mine)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        wire.socket.close()  # as the system does at a death
+        others.settimeout(SECONDS)
+        assert others.recv(1) == b""
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
