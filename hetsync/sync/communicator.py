@@ -562,7 +562,7 @@ class Communicator:
         decision = recovered.decision
         for rank in set(decision.survivors).difference(before):
             self._deaths.pop(rank, None)
-            self.watchdog.excluded.pop(rank, None)
+            self.watchdog.readmit(rank)
         leads = self._plane.rank == decision.survivors[0]
         if decision.action is Action.GIVE_WAY:
             raise CutOffError(self._cut_off(before, decision.survivors))

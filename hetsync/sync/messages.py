@@ -372,9 +372,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Exclude:
-    """A rank is to be ended by this peer on its host."""
+    """A rank is to be ended by this peer on its host; `if_silent`: to that one, too."""
 
     rank: int
+    if_silent: bool = False
 
 
 Message = EventBatch | InstructionBatch | GroupBatch | Probe | Ping | Alive | Look | Seen | Exclude

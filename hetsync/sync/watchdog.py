@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from hetsync.errors import announce
 from hetsync.plane.base import Plane, StalledError, named, wait_limit
@@ -13,10 +13,13 @@ from hetsync.sync.messages import Alive, Exclude, Look, Probe, Seen
 PROBE_SECONDS = 2.0  # to answer a probe
 LONGEST_GAP_SECONDS = 1.0  # between two looks: a longer one is this process's own, and nobody else's silence
 LISTEN_SECONDS = 0.2
+PEER_SECONDS = 2 * PROBE_SECONDS  # for a peer to ask a rank, and to end it
 PROBES = 4  # in the time after which a rank is excluded
 # The second rank gives the first so many times as long. Where the two do not hear each other any more, each has heard
 # of the other in the time of a probe before, so the second has gone before it would have the first ended, too.
 PATIENCE_OF_SECOND = 1.5
+
+SILENT = "silent"
 
 Sign = Probe | Alive | Look | Seen | Exclude
 
@@ -36,6 +39,8 @@ class Watchdog:
         without a sign of life a rank is excluded."""
         self.processes: Mapping[int, Process] = {}  # of all ranks
         self.excluded: dict[int, str] = {}  # by this rank's word, and why
+        self._told: dict[int, dict[int, float]] = {}  # of the excluded, which peers were told to end it, and when
+        self._accused: dict[int, float] = {}  # by others, for silence: when this rank has asked them
         self._plane = plane
         self._version = version
         self._limit_seconds = wait_limit(plane.rank, timeout_seconds) + (0 if version is not None else PROBE_SECONDS)
@@ -62,6 +67,9 @@ class Watchdog:
         match message:
             case Alive():
                 self._signs[message.rank] = message
+                self._accused.pop(message.rank, None)
+                if self.excluded.get(message.rank) == SILENT:
+                    self.readmit(message.rank)
                 self.heard([message.rank])
             case Seen():
                 self._seen[message.rank] = message
@@ -72,6 +80,9 @@ class Watchdog:
                 self._plane.send(sign(), message.by)
             case Look():
                 self._plane.send(self._look(message.rank), self._plane.members[0])
+            case Exclude() if message.if_silent:  # the word may be old, and what lay between them mended
+                self._accused[message.rank] = time.monotonic()
+                self._plane.send(Probe(self._plane.rank), message.rank)
             case Exclude():
                 self._end(message.rank)
 
@@ -104,13 +115,13 @@ class Watchdog:
 
     # Peers.
 
-    def _peer_of(self, rank: int) -> int | None:
-        """A rank that shares its host, and lives as far as this rank knows; best this one."""
+    def _peer_of(self, rank: int, besides: Container[int] = ()) -> int | None:
+        """A rank that shares its host, and lives as far as this rank knows; best this one. None `besides` these."""
         if rank not in self.processes:
             return None
         host = self.processes[rank].host
         lives = [peer for peer in self._plane.members if peer != rank and peer in self._alive()]
-        ours = [peer for peer in lives if self.processes[peer].host == host]
+        ours = [peer for peer in lives if self.processes[peer].host == host and peer not in besides]
         return self._plane.rank if self._plane.rank in ours else next(iter(ours), None)
 
     def _alive(self) -> set[int]:
@@ -135,6 +146,9 @@ class Watchdog:
     def watch_silence(self) -> None:
         """Call often. Asks those who have said nothing for long, and excludes who does not answer either."""
         now = time.monotonic()
+        for rank in [rank for rank, asked_at in self._accused.items() if now > asked_at + PROBE_SECONDS]:
+            del self._accused[rank]
+            self._end(rank)
         if self._silence is None or now < self._listened_at + LISTEN_SECONDS:
             return
         self._listened_at = now
@@ -142,28 +156,39 @@ class Watchdog:
         for rank in self._silence.to_be_asked(now, watched):
             self._plane.send(Probe(self._plane.rank), rank)
         for rank in self._silence.too_long(watched):
-            self.exclude(rank, "silent", f" for {self._silence.limit_seconds:.0f} s")
+            self.exclude(rank, SILENT, f" for {self._silence.limit_seconds:.0f} s")
 
     def _watched(self) -> list[int]:
-        """By this rank, and not excluded yet."""
+        """By this rank; also those who were excluded for silence, and may speak again."""
         first, *others = self._plane.members
         if self._version is None:
             others = [first] if others[:1] == [self._plane.rank] else []
-        return [rank for rank in others if rank not in self.excluded]
+        return [rank for rank in others if self.excluded.get(rank, SILENT) == SILENT]
 
     def exclude(self, rank: int, why: str, details: str = "") -> None:
-        """End it by a peer on its host, which is a death to the others; nothing where it has none."""
-        peer = self._peer_of(rank)
-        if peer is None or rank in self.excluded:
+        """End it by a peer on its host, which is a death to the others; by another one where it has not gone some
+        seconds later. Nothing where it has none."""
+        now, told = time.monotonic(), self._told.setdefault(rank, {})
+        if any(now < told_at + PEER_SECONDS for told_at in told.values()):
             return
-        self.excluded[rank] = why
-        process = self.processes[rank]
-        host, told = process.host.split()[0], why + details
-        announce(f"hetsync: rank {rank} (process {process.pid} on {host}) is {told}: it is excluded")
+        peer = self._peer_of(rank, besides=told)
+        if peer is None:
+            return
+        told[peer] = now
+        if rank not in self.excluded:
+            self.excluded[rank] = why
+            process = self.processes[rank]
+            host = process.host.split()[0]
+            announce(f"hetsync: rank {rank} (process {process.pid} on {host}) is {why}{details}: it is excluded")
         if peer == self._plane.rank:
             self._end(rank)
         else:
-            self._plane.send(Exclude(rank), peer)
+            self._plane.send(Exclude(rank, if_silent=why == SILENT), peer)
+
+    def readmit(self, rank: int) -> None:
+        """It is not excluded any more, or another process now."""
+        self.excluded.pop(rank, None)
+        self._told.pop(rank, None)
 
     def _end(self, rank: int) -> None:
         """A process of this host, which says first what it sees of it."""

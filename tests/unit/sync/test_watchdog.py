@@ -78,6 +78,10 @@ def dog_of(plane: Peers, silent_seconds: float | None = None) -> Watchdog:
     return dog
 
 
+def orders(plane: Peers) -> list[tuple[int, Any]]:
+    return [told for told in plane.told if not isinstance(told[1], Probe)]
+
+
 def sign() -> Alive:
     return Alive(0, 8, True)
 
@@ -112,8 +116,54 @@ def test_who_is_silent_is_ended_by_a_peer_once(clock: list[float]) -> None:
         clock[0] += 0.5
         dog.heard([1])
         dog.watch_silence()
-    assert [told for told in plane.told if not isinstance(told[1], Probe)] == [(1, Exclude(2))]
+    assert orders(plane) == [(1, Exclude(2, if_silent=True))]
     assert dog.excluded == {2: "silent"}
+
+
+def test_another_peer_ends_it_where_the_first_one_does_not(clock: list[float]) -> None:
+    plane = Peers()
+    plane.members = (0, 1, 2, 3)
+    dog = dog_of(plane, LIMIT)
+    dog.processes = {**dog.processes, 3: Process("b 1", 4)}
+    for _ in range(200):
+        clock[0] += 0.5
+        dog.heard([1, 3])
+        dog.watch_silence()
+    assert [peer for peer, _ in orders(plane)] == [1, 3]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_peer_ends_only_who_is_silent_to_it_too(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """The accuser's word may have waited behind a link that was cut, as did what it has not heard."""
+    killed: list[Process] = []
+    monkeypatch.setattr(Process, "kill", lambda process: killed.append(process))
+    plane = Peers(rank=2)
+    dog = dog_of(plane, LIMIT)
+    dog.answer(Exclude(0, if_silent=True), sign)
+    assert plane.told == [(0, Probe(2))]
+    if answers:
+        dog.answer(Alive(0, 8, False), sign)
+    clock[0] += 3.0
+    dog.watch_silence()
+    assert killed == ([] if answers else [dog.processes[0]])
+
+
+def test_a_rank_that_crawls_is_ended_though_it_answers(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Process] = []
+    monkeypatch.setattr(Process, "kill", lambda process: killed.append(process))
+    dog = dog_of(Peers(rank=2), LIMIT)
+    dog.answer(Exclude(1), sign)
+    assert killed == [dog.processes[1]]
+
+
+def test_who_speaks_again_is_excluded_no_more(clock: list[float]) -> None:
+    _, dog = second("a 1")
+    watch(dog, clock, 2 * LIMIT)
+    assert dog.excluded == {0: "silent"}
+    dog.answer(Alive(0, 8, False), sign)
+    assert dog.excluded == {}
 
 
 def test_nobody_is_excluded_who_has_no_peer(clock: list[float]) -> None:
@@ -150,7 +200,7 @@ def test_the_second_rank_has_the_first_ended_by_a_peer(clock: list[float], capfd
     watch(dog, clock, LIMIT)
     assert set(plane.told) == {(0, Probe(1))}
     watch(dog, clock, LIMIT)
-    assert plane.told[-1] == (2, Exclude(0))
+    assert orders(plane) == [(2, Exclude(0, if_silent=True))]
     assert dog.excluded == {0: "silent"}
     assert "hetsync: rank 0 (process 1 on a) is silent for 60 s: it is excluded" in capfd.readouterr().err
 
