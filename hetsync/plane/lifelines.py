@@ -17,17 +17,19 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from hetsync.errors import OwnMistakeError, cause
+from hetsync.errors import INTERNAL_ERROR, OwnMistakeError, cause, complain
 from hetsync.plane.base import LateError, LostError, named
 from hetsync.plane.rendezvous import Rendezvous
 
 SECONDS_TO_TELL = 2.0  # all ranks that the job ends
 SECONDS_TO_GREET = 5.0  # for whoever has connected
+PIECES = 8  # at most, that a greeting comes in
+SECONDS_TO_END = 20.0  # by itself, where rank 0 has gone
 # TCP probes a connection that is silent for so long, and so often: a host that answers none has gone.
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 20, 10, 4
 SILENCE_SECONDS = IDLE_SECONDS + PROBES * PROBE_SECONDS
@@ -87,10 +89,12 @@ class Lifeline:
         self.why, self.cut = "", False
         self._over = -1  # this epoch, and all before
         self._closing = False
+        self._closed = threading.Event()
         self._news = threading.Condition()
         self._hub = _Hub.opened(rendezvous) if rendezvous.rank == 0 else None
-        self._wire = self._hub.own_end if self._hub is not None else _wire_to_first(rendezvous)
-        threading.Thread(None, self._follow, "hetsync-lifeline", daemon=True).start()
+        self._connection = self._hub.own_end if self._hub is not None else _connected_to_first(rendezvous)
+        self._follower = threading.Thread(None, self._follow, "hetsync-lifeline", daemon=True)
+        self._follower.start()
 
     def over(self, epoch: int) -> bool:
         """Has somebody gone since this one began?"""
@@ -105,7 +109,7 @@ class Lifeline:
     def next_epoch(self, limit_seconds: float) -> None:
         """Collective among those who are left. LateError names who does not come; LostError where rank 0 has gone."""
         before = self.epoch
-        self._wire.send("come")
+        self._connection.send("come")
         with self._news:
             begun = self._news.wait_for(lambda: self.cut or self.epoch > before, limit_seconds)
         if self.cut:
@@ -116,7 +120,7 @@ class Lifeline:
 
     def end_job(self, code: int) -> NoReturn:
         """End all ranks with this exit code."""
-        if self._wire.send("end", code):
+        if self._connection.send("end", code):
             time.sleep(SECONDS_TO_TELL)  # rank 0's word ends this process before
         leave(code)
 
@@ -127,16 +131,21 @@ class Lifeline:
             self._hub.closing = True
 
     def close(self) -> None:
-        self._wire.close()
+        self._closed.set()
+        self._connection.close()
 
     def _follow(self) -> None:
-        while (words := self._wire.receive()) is not None:
+        while (words := self._connection.receive()) is not None:
             for word in words:
                 self._heed(*word)
         if not self._closing:
             with self._news:
                 self.cut = True
                 self._end_epoch("rank 0 has gone, and with it what the ranks meet at")
+            # Of a host that has vanished the store's calls hear nothing, and no limit of Python's ends them.
+            if not self._closed.wait(SECONDS_TO_END):
+                complain(f"{self.why}; something still waits for it")
+                leave(INTERNAL_ERROR)
 
     def _heed(self, kind: str, *told: Any) -> None:
         if kind == "end":
@@ -157,39 +166,38 @@ class Lifeline:
 class _Hub:
     """Where all lifelines meet, with a thread of its own."""
 
-    def __init__(self, wires: dict[int, _Wire], own_end: _Wire) -> None:
-        self.roll = Roll(sorted(wires))
+    def __init__(self, connections: dict[int, _Connection], own_end: _Connection) -> None:
+        self.roll = Roll(sorted(connections))
         self.own_end = own_end
         self.closing = False
-        self._wires = wires
+        self._connections = connections
         self._selector = selectors.DefaultSelector()
-        for rank, wire in wires.items():
-            self._selector.register(wire.socket, selectors.EVENT_READ, rank)
+        for rank, connection in connections.items():
+            self._selector.register(connection.socket, selectors.EVENT_READ, rank)
         threading.Thread(None, self._serve, "hetsync-lifelines", daemon=True).start()
 
     @staticmethod
     def opened(rendezvous: Rendezvous) -> _Hub:
         """Once all have connected."""
-        mine, own_end = map(_Wire, socket.socketpair())
-        wires, token = {rendezvous.rank: mine}, secrets.token_hex()
+        mine, own_end = map(_Connection, socket.socketpair())
+        connections, token = {rendezvous.rank: mine}, secrets.token_hex()
         with _listening() as server:
             store = rendezvous.connect()
             store.set("lifeline", json.dumps([server.getsockname()[1], token]))
             deadline = time.monotonic() + rendezvous.timeout_seconds
-            while len(wires) < rendezvous.size:
+            while missing := [rank for rank in range(rendezvous.size) if rank not in connections]:
                 server.settimeout(max(deadline - time.monotonic(), 1e-3))
                 try:
-                    greeted = _greeted(server.accept()[0], token)
+                    greeted = _greeted(server.accept()[0], token, missing)
                 except TimeoutError as error:
-                    late = named(rank for rank in range(rendezvous.size) if rank not in wires)
                     raise OwnMistakeError(
-                        f"rank 0 waited {rendezvous.timeout_seconds:.0f} s for {late} to connect: has it been started,"
-                        " and are the ports of rank 0's host open between the hosts?"
+                        f"rank 0 waited {rendezvous.timeout_seconds:.0f} s for {named(missing)} to connect: has it been"
+                        " started, and are the ports of rank 0's host open between the hosts?"
                     ) from error
                 if greeted is not None:
-                    rank, wire = greeted
-                    wires[rank] = wire
-        return _Hub(wires, own_end)
+                    rank, connection = greeted
+                    connections[rank] = connection
+        return _Hub(connections, own_end)
 
     def _serve(self) -> None:
         while self._selector.get_map():
@@ -205,10 +213,10 @@ class _Hub:
         """By rank; None where it has gone."""
         heard: list[tuple[int, Word | None]] = []
         for key, _ in self._selector.select(seconds):
-            rank, words = key.data, self._wires[key.data].receive()
+            rank, words = key.data, self._connections[key.data].receive()
             if words is None:
                 self._selector.unregister(key.fileobj)
-                self._wires.pop(rank).close()
+                self._connections.pop(rank).close()
                 heard.append((rank, None))
             else:
                 heard += [(rank, word) for word in words]
@@ -217,27 +225,27 @@ class _Hub:
     def _tell_all(self, words: Sequence[Word]) -> None:
         for word in words:
             for rank in self.roll.left:
-                if rank in self._wires:
-                    self._wires[rank].send(*word)
+                if rank in self._connections:
+                    self._connections[rank].send(*word)
 
     def _end_job(self, code: int) -> NoReturn:
-        for rank, wire in self._wires.items():
+        for rank, connection in self._connections.items():
             if rank > 0:
-                wire.send("end", code)
+                connection.send("end", code)
         deadline = time.monotonic() + SECONDS_TO_TELL
-        while set(self._wires) != {0} and (left := deadline - time.monotonic()) > 0:
+        while set(self._connections) != {0} and (left := deadline - time.monotonic()) > 0:
             self._heard(left)  # the store ends with this process: it is the last
         leave(code)
 
 
-class _Wire:
+class _Connection:
     """Words over a socket, each a line of JSON."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
         self._rest = b""
         # Or a child that loads data would keep the connection of its dead parent alive.
-        os.register_at_fork(after_in_child=_closing(weakref.ref(self)))
+        os.register_at_fork(after_in_child=_close_in_child(weakref.ref(self)))
 
     def send(self, *word: Any) -> bool:
         """False where the other has gone."""
@@ -262,15 +270,15 @@ class _Wire:
         self.socket.close()
 
 
-def _closing(wire: weakref.ref[_Wire]) -> Callable[[], None]:
+def _close_in_child(connection: weakref.ref[_Connection]) -> Callable[[], None]:
     def close() -> None:
-        if (held := wire()) is not None:
+        if (held := connection()) is not None:
             held.socket.close()
 
     return close
 
 
-def _wire_to_first(rendezvous: Rendezvous) -> _Wire:
+def _connected_to_first(rendezvous: Rendezvous) -> _Connection:
     store, seconds = rendezvous.connect(), rendezvous.timeout_seconds
     try:
         store.wait(["lifeline"], timedelta(seconds=seconds))
@@ -281,9 +289,9 @@ def _wire_to_first(rendezvous: Rendezvous) -> _Wire:
             f"rank {rendezvous.rank} does not reach rank 0 at {rendezvous.host} ({cause(error)}): has it been started,"
             " and are the ports of its host open between the hosts?"
         ) from error
-    wire = _Wire(_probed(connected))
-    wire.send(rendezvous.rank, token)
-    return wire
+    connection = _Connection(_probed(connected))
+    connection.send(rendezvous.rank, token)
+    return connection
 
 
 def _listening() -> socket.socket:
@@ -294,16 +302,19 @@ def _listening() -> socket.socket:
     return socket.create_server(("", 0), backlog=1024)
 
 
-def _greeted(connected: socket.socket, token: str) -> tuple[int, _Wire] | None:
-    """The rank that has connected; None where it is none of the job."""
+def _greeted(connected: socket.socket, token: str, missing: Container[int]) -> tuple[int, _Connection] | None:
+    """The rank that has connected; None where it is none of those that are still missing."""
     connected.settimeout(SECONDS_TO_GREET)
-    wire = _Wire(connected)
+    connection = _Connection(connected)
     with suppress(ValueError, TypeError, RecursionError):
-        ((rank, told),) = wire.receive() or []
-        if isinstance(rank, int) and secrets.compare_digest(str(told), token):
+        words: list[Word] | None = []
+        for _ in range(PIECES):
+            words = words or connection.receive()
+        ((rank, told),) = words or []
+        if rank in missing and secrets.compare_digest(str(told), token):
             _probed(connected)
-            return rank, wire
-    wire.close()
+            return rank, connection
+    connection.close()
     return None
 
 

@@ -6,7 +6,8 @@ import torch
 
 
 def reals(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, with a last dimension of real and imaginary parts; a real tensor itself."""
+    """The same memory, with a last dimension of real and imaginary parts; a real tensor itself. Of a view that is
+    conjugate by name only, which weights and their states are not, a copy."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 

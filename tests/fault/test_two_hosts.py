@@ -207,18 +207,20 @@ def test_of_a_link_that_is_cut_for_ever_at_most_one_side_goes_on(lab: Path, tmp_
         with started(_tolerant(lab, tmp_path, "h1:2,h0:3"), tmp_path) as job:
             _until_saved(job, tmp_path)
             _does(lab, "cut", "h1")
-            finished(job)
+            done = finished(job)
         _until_nothing_runs(lab)
     finally:
         _does(lab, "mend", "h1")
     summary = summary_of(tmp_path / "run")
-    assert summary["status"] != "stopped", "that of the smaller side"
+    assert summary["status"] in ("running", "finished"), "that of the smaller side"
     if summary["status"] == "finished":
         assert (summary["samples_applied"], summary["ranks"]) == (SAMPLES, 3)
         assert [(death["rank"], death["host"]) for death in summary["failures"]] == [(0, "h1"), (1, "h1")]
     told = [path.read_text() for path in (tmp_path / "run" / "telemetry").iterdir()]
     assert not any(TOO_FEW in lines for lines in told), "a rest at which the smaller side saves"
     _goes_on_to_the_end(tmp_path)
+    if "may live and go on without them" not in done.story:
+        pytest.skip("mpirun has ended all before any rank noticed the cut; what is left of the job is as it should be")
 
 
 def test_the_lab_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hetsync.errors import UserError
 from hetsync.plane.base import LateError, LostError
-from hetsync.plane.lifelines import Lifeline, Roll, _Wire
+from hetsync.plane.lifelines import Lifeline, Roll, _Connection
 from hetsync.plane.rendezvous import Rendezvous
 
 RANKS = 3
@@ -89,11 +89,29 @@ def test_who_does_not_come_is_named(lifelines: list[Lifeline]) -> None:
 def test_the_death_of_rank_0_is_the_end(lifelines: list[Lifeline]) -> None:
     hub = lifelines[0]._hub
     assert hub is not None
-    hub._wires[1].close()
+    hub._connections[1].close()
     assert lifelines[1].await_word(0, SECONDS)
     assert lifelines[1].cut
     with pytest.raises(LostError, match="rank 0 has gone"):
         lifelines[1].next_epoch(SECONDS)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_who_still_waits_for_rank_0_s_host_is_ended(
+    lifelines: list[Lifeline], monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """A call into the store of a host that has vanished would last for a quarter of an hour."""
+    left: list[int] = []
+    monkeypatch.setattr("hetsync.plane.lifelines.SECONDS_TO_END", 0.3)
+    monkeypatch.setattr("hetsync.plane.lifelines.leave", left.append)
+    hub = lifelines[0]._hub
+    assert hub is not None
+    hub._connections[1].close()
+    assert lifelines[1].await_word(0, SECONDS)
+    if ends:
+        lifelines[1].close()
+    lifelines[1]._follower.join(SECONDS)
+    assert left == ([] if ends else [1])
 
 
 def test_who_leaves_at_the_end_has_not_died(lifelines: list[Lifeline]) -> None:
@@ -133,12 +151,12 @@ def test_who_never_comes_is_named(rendezvous: Callable[[int], Rendezvous]) -> No
 
 def test_a_child_that_loads_data_does_not_keep_its_dead_parent_s_connection() -> None:
     mine, others = socket.socketpair()
-    wire = _Wire(mine)
+    connection = _Connection(mine)
     child = os.fork()
     if child == 0:
         signal.pause()
     try:
-        wire.socket.close()  # as the system does at a death
+        connection.socket.close()  # as the system does at a death
         others.settimeout(SECONDS)
         assert others.recv(1) == b""
     finally:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hetsync.errors import UserError
+from hetsync.files import SUMMARY
 from hetsync.plane.base import CutOffError, LateError, LostError, StalledError
 from hetsync.train.running import Running
 
@@ -31,3 +35,18 @@ def test_so_does_the_first_rank_where_it_is_cut_off() -> None:
 
 def test_what_ends_all_ranks_is_told_by_whom_it_befalls() -> None:
     assert not may_go_on_elsewhere(UserError("a mistake"), leading=False)
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_the_summary_is_left_to_those_who_may_go_on(tmp_path: Path, elsewhere: bool) -> None:
+    (tmp_path / SUMMARY).write_text(json.dumps({"status": "running"}))
+    one: Any = SimpleNamespace(
+        _saver=None,
+        is_open=True,
+        at=SimpleNamespace(folder=tmp_path),
+        display=SimpleNamespace(close=lambda summary: None),
+        _held=SimpleNamespace(close=lambda: None),
+        _may_go_on_elsewhere=lambda failure: elsewhere,
+    )
+    Running.give_up(one, LostError("gone"), release=False)
+    assert json.loads((tmp_path / SUMMARY).read_text())["status"] == ("running" if elsewhere else "failed")
