@@ -28,6 +28,7 @@ from hetsync.sync.deltas import Deltas, Snapshot
 from hetsync.sync.gradients import Gradients, Stage
 from hetsync.sync.log import Coming, Joined, Landed
 from hetsync.sync.lone import LoneDeltas, LoneGradients
+from hetsync.sync.lost_books import BOOKS_LOST, Tally, begun_anew
 from hetsync.sync.mending import MOST_IN_VAIN, Anchor, Mending, Part, Recovered, parts_of, parts_of_state
 from hetsync.sync.messages import (
     Alive,
@@ -48,21 +49,7 @@ from hetsync.sync.messages import (
 )
 from hetsync.sync.milestones import ROLLBACK, TOO_FEW
 from hetsync.sync.polling import pause_seconds
-from hetsync.sync.recovery import (
-    BOOKS_LOST,
-    Action,
-    Books,
-    Damage,
-    Death,
-    Decision,
-    LandedRound,
-    Report,
-    Tally,
-    begun_anew,
-    decide,
-    too_few,
-    unseen,
-)
+from hetsync.sync.recovery import Action, Books, Damage, Death, Decision, LandedRound, Report, decide, too_few, unseen
 from hetsync.sync.router import Router
 from hetsync.sync.segmented import SegmentedDeltas
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest

@@ -28,9 +28,10 @@ from hetsync.sync.device_order import device_order
 from hetsync.sync.gradients import Gradients
 from hetsync.sync.log import Applied, Began, Closed, Finished, Followers
 from hetsync.sync.lone import LoneGradients
+from hetsync.sync.lost_books import Tally
 from hetsync.sync.messages import Evaluated, Event, StartRound, Task, TaskSpoiled, WentBack
 from hetsync.sync.polling import SHORTEST_POLL_SECONDS
-from hetsync.sync.recovery import Books, Damage, Death, Tally, spans_of
+from hetsync.sync.recovery import Books, Damage, Death, spans_of
 from hetsync.sync.router import Router
 from hetsync.sync.segmented import Segment, SegmentedDeltas
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest

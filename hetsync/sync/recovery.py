@@ -21,10 +21,7 @@ that follows it, and book by what the round's sum says of who put in how many sa
 what it was assigned before that (`Worker.announce`). So whoever has joined a round knows the samples of every task in
 it, whoever dies; rank 0's copy is one of several, and its death is like any other.
 
-**Where all copies are lost.** Once all keepers have died together nobody knows which samples have been applied, but
-each rank has counted how many (`Tally`). The first survivor makes up books by that (`begun_anew`), in which all that is
-to come is a rest to go back to the newest checkpoint: there they become true. At a rest they are true, and it begins
-anew. A job that cannot go back ends.
+**Where all copies are lost** says `lost_books.py`.
 
 **A newcomer.** A rank that joins at a rest is agreed on in the same way: members have changed, and all report. It holds
 nothing and has landed what all have landed, as it begins from the checkpoint of that rest. Members are in the order in
@@ -38,7 +35,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from hetsync.data.ledger import Ledger, Span, cut, gaps, merged
+from hetsync.data.ledger import Ledger, Span, merged
 from hetsync.sync.messages import (
     AssignTask,
     Contributed,
@@ -60,11 +57,10 @@ from hetsync.sync.messages import (
     TaskSpoiled,
     TaskStarted,
 )
-from hetsync.sync.milestones import ROLLBACK, TOO_FEW, Marks, Milestone, Milestones
+from hetsync.sync.milestones import TOO_FEW, Marks, Milestones
 from hetsync.sync.state_machine import RoundStateMachine
 from hetsync.sync.worker import kept_of
 
-BOOKS_LOST = "all ranks that kept the books have gone, so nobody knows what has been applied"
 KEEPERS = 3  # ranks with a copy of the books: the coordinator's, and the two that come next
 
 
@@ -82,22 +78,6 @@ class LandedRound(NamedTuple):
 
     start: StartRound
     samples: Mapping[int, int]
-
-
-@dataclass
-class Tally:
-    """What every rank knows, also one that keeps no books: how many samples have been applied by what has landed on it,
-    the settings as they were at the last rest, and where evaluations are due."""
-
-    settings: Settings
-    evaluations: Marks
-    applied: int = 0
-    samples_by_rank: dict[int, int] = field(default_factory=dict)
-
-    def land(self, landed: LandedRound) -> None:
-        self.applied += sum(landed.samples.values())
-        for rank, samples in landed.samples.items():
-            self.samples_by_rank[rank] = self.samples_by_rank.get(rank, 0) + samples
 
 
 def first_standing(
@@ -123,7 +103,7 @@ class Books:
         samples_by_rank: applied samples of each rank, also of dead ones.
         tasks: handed out and not applied, by rank, in their order; those of the dead and withdrawn among them.
         left_out: so far, as it was not finite.
-        lost_at: all older copies were lost at this version, and these are made up (`begun_anew`).
+        lost_at: all older copies were lost at this version, and these are made up (`lost_books.py`).
     """
 
     standings: list[Standing]
@@ -177,6 +157,13 @@ class Books:
         """Rounds that have landed here are never void, so that older ones will not be asked for."""
         while len(self.standings) > 1 and self.standings[1].version <= self.version:
             self.standings.pop(0)
+
+    def keep_tasks(self, kept: Mapping[int, Holding]) -> None:
+        """Of those that are not applied, only what the survivors keep; the others go out again."""
+        self.tasks = {}
+        for rank, holding in kept.items():
+            self.tasks[rank] = [held.task for held in unapplied(holding)]
+            self.next_task = max([self.next_task, *(task.number + 1 for task in self.tasks[rank])])
 
     def copy(self) -> Books:
         tasks = {rank: list(tasks) for rank, tasks in self.tasks.items()}
@@ -349,7 +336,7 @@ def decide(
     assert all(reports[rank].landed == version - 1 for rank in behind), "survivors differ by more than a round"
     books = _newest_books(reports, reports[level[0]].newest, version)
     if books is not None:
-        _give_up_tasks(books, {rank: kept_of(reports[rank].holding, version, rank in behind) for rank in survivors})
+        books.keep_tasks({rank: kept_of(reports[rank].holding, version, rank in behind) for rank in survivors})
     action = Action.GO_ON if books is not None else Action.GO_BACK
     ending = any(TOO_FEW in report.requested for report in reports.values())
     few = too_few(len(survivors), last_ranks, least_ranks) is not None
@@ -361,34 +348,6 @@ def decide(
     damaged = tuple(sorted({report.damaged for report in reports.values() if report.damaged is not None}))
     newest = reports[level[0]].newest
     return Decision(action, version, survivors, level[0], behind, at_rest, books, newest, damaged=damaged)
-
-
-def begun_anew(decision: Decision, reports: Mapping[int, Report], tally: Tally) -> Decision:
-    """Where nobody kept books, with such as let all go back: by the `tally` of one who has landed all that counts. So
-    many samples have been applied, and these may as well be the first that nobody holds: none of them stays applied,
-    nor does what is held. At a rest that begins anew they are the first, and nobody need go back."""
-    version = decision.version
-    rest = Milestone(tally.applied, ROLLBACK)
-    if decision.rest_again:
-        assert decision.newest is not None
-        drained = decision.newest.start
-        assert drained.drain is not None
-        rest = Milestone(tally.applied, drained.drain, drained.final)
-    goes_back = rest.reason == ROLLBACK
-    kept = {rank: kept_of(one.holding, version, rank in decision.behind) for rank, one in reports.items()}
-    held = merged(spans_of([one.task for holding in kept.values() for one in unapplied(holding)]))
-    end = held[-1][1] if held else 0
-    applied, _ = cut([*gaps(held), (end, end + tally.applied)], tally.applied)
-    books = Books(
-        [Standing(version, tally.settings, rest, tally.evaluations(tally.applied))],
-        list(applied),
-        version,
-        attempt=1,
-        samples_by_rank=dict(tally.samples_by_rank),
-        lost_at=version if goes_back else None,
-    )
-    _give_up_tasks(books, kept)
-    return decision._replace(books=books, action=Action.GO_BACK if goes_back else Action.GO_ON)
 
 
 def _newest_books(reports: Mapping[int, Report], newest: LandedRound | None, version: int) -> Books | None:
@@ -404,14 +363,6 @@ def _newest_books(reports: Mapping[int, Report], newest: LandedRound | None, ver
     books.left_out = max((copy.left_out for copy in copies), key=len)  # all have heard of it in one order
     books.attempt += 1
     return books
-
-
-def _give_up_tasks(books: Books, kept: Mapping[int, Holding]) -> None:
-    """But for those that the survivors keep."""
-    books.tasks = {}
-    for rank, holding in kept.items():
-        books.tasks[rank] = [held.task for held in unapplied(holding)]
-        books.next_task = max([books.next_task, *(task.number + 1 for task in books.tasks[rank])])
 
 
 def unapplied(holding: Holding) -> list[HeldTask]:

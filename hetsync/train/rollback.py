@@ -9,8 +9,9 @@ from pathlib import Path
 from hetsync.config.faults import FaultConfig
 from hetsync.errors import UserError
 from hetsync.plane.base import LostError, Messages, decided_by_first
+from hetsync.sync.lost_books import BOOKS_LOST
 from hetsync.sync.messages import TaskLeftOut
-from hetsync.sync.recovery import BOOKS_LOST, Death
+from hetsync.sync.recovery import Death
 from hetsync.train import checkpoint
 from hetsync.train.session import Session
 from hetsync.train.summary import Rollback

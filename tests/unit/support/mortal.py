@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from hetsync.balance.shares import apportion
 from hetsync.data.ledger import Ledger, length, merged
 from hetsync.sync.coordinator import as_messages
+from hetsync.sync.lost_books import Tally, begun_anew
 from hetsync.sync.messages import (
     AssignTask,
     DrainRequested,
@@ -45,8 +46,6 @@ from hetsync.sync.recovery import (
     Recovery,
     Report,
     Send,
-    Tally,
-    begun_anew,
     decide,
     first_standing,
     keepers,

@@ -14,6 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from mortal import Job, World
 
+from hetsync.sync.lost_books import Tally, begun_anew
 from hetsync.sync.messages import (
     NO_BOUND,
     AssignTask,
@@ -39,8 +40,6 @@ from hetsync.sync.recovery import (
     Recovery,
     Report,
     Send,
-    Tally,
-    begun_anew,
     decide,
     keepers,
     rebuilt,
