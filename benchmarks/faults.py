@@ -2,6 +2,7 @@
 
     python -m benchmarks.faults [--ranks 8] [--kinds die stop ...] [--moments during ...] [--bounds 0 4 null]
     python -m benchmarks.faults --deaths 60         a death every so many seconds until half of the ranks are left
+    python -m benchmarks.faults --deaths 60 --replace       as many, and another process takes each one's place
     python -m benchmarks.faults --soak 30 --seed 1  a fault every 20 s, for so many minutes: memory, descriptors
 
 By default every kind at every moment in every mode, on rank 1; deaths also of rank 0, and two at once. A kind that ends
@@ -141,6 +142,7 @@ def words(options: argparse.Namespace, bound: str, seconds: float, faults: Seque
         *("--sync.delay_bound", bound, "--run.timeout_seconds", TIMEOUT_SECONDS, "--fault.not_finite", "skip"),
         *("--optimizer.name", "sgd", "--optimizer.momentum", 0.9, "--fault.least_ranks", 1),
         *("--fault.inject", yaml.safe_dump(list(faults), default_flow_style=True, width=10**6).strip(), "--quiet"),
+        *("--fault.replace", str(options.replace).lower()),
     ]
 
 
@@ -333,17 +335,22 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def deaths(options: argparse.Namespace) -> dict[str, Any]:
-    """One every so many seconds, from the last rank on, until half are left."""
+    """One every so many seconds, from the last rank on, of half of the ranks, which others may take the place of."""
     bound, half = options.bounds[-1], options.ranks // 2
     # Rounds slow down as ranks go: the last death comes somewhat later.
     each = rounds_a_second(options, bound) * options.deaths
     faults = [fault("die", options.ranks - 1 - place, "during", int((place + 1) * each)) for place in range(half)]
     seconds = (half + 1) * options.deaths
     told = run(options.ranks, words(options, bound, seconds, faults), 4 * seconds + LIMIT_SECONDS)
+    found = record(Case("deaths", "during", bound, tuple(faults)), told, None)
+    joins = told.summary.get("joins", ())
+    if options.replace and len(joins) < half:
+        found["shortcomings"].append(f"{len(joins)} of {half} have been replaced")
     return {
-        **record(Case("deaths", "during", bound, tuple(faults)), told, None),
+        **found,
         "efficiency": told.summary.get("efficiency"),
         "recovered": [each["recovered_seconds"] for each in told.summary.get("failures", ())],
+        "joins": joins,
     }
 
 
@@ -362,6 +369,7 @@ def main() -> None:
     parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=list(MOMENTS))
     parser.add_argument("--bounds", nargs="+", choices=BOUNDS, default=list(BOUNDS))
     parser.add_argument("--deaths", type=float, metavar="SECONDS")
+    parser.add_argument("--replace", action="store_true", help="fault.replace")
     parser.add_argument("--soak", type=float, metavar="MINUTES")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
