@@ -142,7 +142,10 @@ class Agreement:
         first = next(name for name in names if len({theirs.get(name) for theirs in digests}) > 1)
         members = self._plane.members
         ranks = [members[place] for place in odd]
-        return f"ranks {ranks} hold other weights than rank {members[0]} at version {version}: {first} differs"
+        return (
+            f"ranks {ranks} hold other weights than rank {members[0]} at version {version}: {first} differs (a loop"
+            " that changes weights beside the optimizer's step, at sync.delay_bound 0, must do so alike on all ranks)"
+        )
 
     @torch.no_grad()
     def _take_over(self, values: Mapping[str, torch.Tensor], odd: list[int], version: int) -> None:

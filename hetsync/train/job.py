@@ -50,6 +50,11 @@ from hetsync.train.session import Session
 from hetsync.train.trackers import Tracked, check_trackers
 from hetsync.train.workplace import take_place
 
+ASKED_ON = (
+    "the loop asked by next for another batch after an epoch's last: write 'for batch in loader', since at"
+    " sync.delay_bound above 0 each rank has as many batches as it has time for, and not len(loader)"
+)
+
 
 class Job:
     """One rank's part. Methods marked collective are called by all ranks, in the same order.
@@ -465,9 +470,13 @@ class Job:
     ) -> None:
         """A failure on one rank ends the whole job; a mistake does so with one sentence."""
         if failure is not None and not isinstance(failure, StoppedByRequest | FinishedError):
+            asked_on = isinstance(failure, StopIteration) and self._running is not None
+            told = UserError(ASKED_ON) if asked_on else failure
             if self._running is not None and self._running.is_open:
-                self._running.failed(failure)
-            self.unclosed.fail(failure)
+                self._running.failed(told)
+            self.unclosed.fail(told)
+            if asked_on:
+                raise told from failure
             return
         try:
             self.close()

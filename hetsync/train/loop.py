@@ -16,6 +16,8 @@ from hetsync.train.resumption import Standing
 from hetsync.train.running import Running
 from hetsync.train.session import AtRest
 
+_OVER = object()
+
 
 class StoppedByRequest(SystemExit):
     """The job has saved and stopped, as a signal asked it to, or since too few ranks are left."""
@@ -77,10 +79,16 @@ class Loop:
                     f"epoch {position // samples} used none of the job's batches: loop over the loader that job.prepare"
                     " or job.loader returned"
                 )
-            if self.in_batch and (loop := self._newest()) is not None:
+            if self.in_batch and (loop := self._newest()) is not None and not self._took_all(loop):
                 loop.close()  # left, but held by a variable of the script
             self.come_to_rest()
             position = running.session.applied
+
+    def _took_all(self, loop: Generator[Any]) -> bool:
+        """Whether a loop that a variable of the script holds has taken its last batch, though nobody asked for another:
+        by `next`, as often as the loader is long."""
+        work = self._begin().session.tasks.work
+        return work is not None and bool(work.stepped) and next(loop, _OVER) is _OVER
 
     # Batches.
 

@@ -137,7 +137,8 @@ class TrainingLoader:
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The module inside one that torch.compile has made. UserError for one that shares gradients by itself."""
+    """The module inside one that torch.compile has made. UserError for one that shares gradients by itself, or that
+    cannot be shared as it is."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
         raise UserError(
             f"model is a {type(model).__name__}, which shares gradients by itself: give the module inside"
@@ -145,4 +146,16 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
         )
     inner = getattr(model, "_orig_mod", model)
     assert isinstance(inner, torch.nn.Module)
+    for name, module in inner.named_modules():
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            raise UserError(
+                f"{name or 'model'} is a SyncBatchNorm, but a rank normalises by its own batches: leave"
+                " convert_sync_batchnorm out (BatchNorm as it is), or use GroupNorm, which needs no batch"
+            )
+    for name, tensor in (*inner.named_parameters(), *inner.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise UserError(
+                f"{name} has no shape yet, as its layer is lazy: call the model on one batch before the optimizer is"
+                " made"
+            )
     return inner

@@ -633,6 +633,11 @@ class Running:
         self.display.close(summary)
         if session.stopping and at.folder is not None:
             self.display.say(f"stopped and saved; go on with: {self._shown.resume_by.format(at.folder)}")
+        elif session.applied < self.total and not session.stopping:
+            self.display.say(
+                f"training ended after {session.applied:,} of {self.total:,} samples, as all ranks left their loops or"
+                " called job.stop"
+            )
         if summary is not None:
             self._tell("end", summary)
         self._held.close()

@@ -135,6 +135,32 @@ def test_all_leave_at_the_same_batch(plane: Plane, bound: int) -> None:
         assert same_as_alone(trial.model, 3)
 
 
+def test_batches_by_next_as_often_as_the_loader_is_long(plane: Plane) -> None:
+    """Nobody asks for one more than there are, and no epoch is taken for one that was left."""
+    bound = 0 if plane.size > 1 else 4  # where each rank has as many
+    trial = Trial(plane, bound)
+    for _ in trial.job.epochs(EPOCHS):
+        batches = iter(trial.loader)
+        for _ in range(len(trial.loader)):
+            trial.step(next(batches))
+    trial.close()
+    assert trial.counts() == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
+    assert plane.size == 1 or same_as_alone(trial.model, EPOCHS * SAMPLES // BATCH)
+
+
+@BOUNDS
+def test_fewer_batches_by_next_are_a_loop_that_is_left(plane: Plane, bound: int) -> None:
+    trial, epochs = Trial(plane, bound), []
+    for epoch in trial.job.epochs(EPOCHS):
+        batches = iter(trial.loader)
+        for _ in range(3 if epoch == 0 else 0):
+            trial.step(next(batches))
+        epochs.append(epoch)
+    trial.close()
+    assert epochs == [0]
+    assert trial.applied == sum(trial.counts().values()) < SAMPLES
+
+
 @BOUNDS
 @pytest.mark.parametrize("at_rest", [False, True])
 def test_all_leave_the_epochs(plane: Plane, bound: int, at_rest: bool) -> None:

@@ -154,6 +154,11 @@ PREPARES: dict[str, tuple[Act, str]] = {
     "iterable loader": (given(loader=DataLoader(Stream(), batch_size=4)), "data set is a Stream, which has no end"),
     "forked workers": (given(loader=loader(num_workers=1, multiprocessing_context="fork")), "are to be forked"),
     "data parallel": (given(model=nn.DataParallel(nn.Linear(4, 2))), "give the module inside"),
+    "batch norm over ranks": (
+        given(model=nn.Sequential(nn.Linear(4, 2), nn.SyncBatchNorm(2))),
+        "1 is a SyncBatchNorm, .* leave convert_sync_batchnorm out",
+    ),
+    "lazy": (given(model=nn.Sequential(nn.LazyLinear(2))), "0.weight has no shape yet, .* call the model on one batch"),
     "no model": (lambda script: script.job.prepare(script.optimizer, loader()), "has no model"),
     "no optimizer": (lambda script: script.job.prepare(script.model, loader()), "has no optimizer"),
     "no data": (given("model", "optimizer"), "the job has no training data"),

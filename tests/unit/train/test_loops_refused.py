@@ -132,6 +132,28 @@ def test_refused_in_the_loop(capsys: pytest.CaptureFixture[str], bound: int, in_
     assert sentence in refused(capsys, bound, in_slice)
 
 
+def run_by_next(job: Any, batches_an_epoch: int) -> None:
+    script = Script(job)
+    for _ in job.epochs(2):
+        batches = iter(script.loader)
+        for number in range(batches_an_epoch):
+            inputs, labels = next(batches)
+            ordinary(script, number, (script.model(inputs) - labels).square().mean())
+
+
+def test_a_batch_after_the_last_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, hetsync.join(plane=LocalPlane(), delay_bound=0, progress=False) as job:
+        run_by_next(job, 9)
+    assert ended.value.code == USER_ERROR
+    assert "the loop asked by next for another batch after an epoch's last" in capsys.readouterr().err
+
+
+def test_a_job_that_all_have_left_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with hetsync.join(plane=LocalPlane(), delay_bound=0) as job:
+        run_by_next(job, 3)
+    assert "training ended after 24 of 128 samples, as all ranks left their loops" in capsys.readouterr().out
+
+
 def turned(script: Script, number: int, loss: torch.Tensor) -> None:
     script.job.backward(loss)
     script.job.step(script.second, script.first)
