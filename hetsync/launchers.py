@@ -14,6 +14,7 @@ _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCI
 _PLACE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 STATUS_FILE = "HETSYNC_STATUS_FILE"  # that launch/local reads
+ASKS = "HETSYNC_ASKS"  # where the job's store is, of a process that `hetsync join` has started
 
 # How the variables begin by which a process knows that it is a rank; without them it is none.
 LAUNCHER_PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "MV2_COMM_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")

@@ -6,11 +6,25 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hetsync.cli import checkpoint, control, data, doctor, launch, plan, profile, report, simulate, top, trace, train
+from hetsync.cli import (
+    checkpoint,
+    control,
+    data,
+    doctor,
+    join,
+    launch,
+    plan,
+    profile,
+    report,
+    simulate,
+    top,
+    trace,
+    train,
+)
 from hetsync.cli.shared import WordParser, add_verbs
 from hetsync.version import __version__
 
-COMMANDS = (train, plan, profile, simulate, data, control, checkpoint, report, top, trace, doctor, launch)
+COMMANDS = (train, plan, profile, simulate, data, control, checkpoint, report, top, trace, doctor, launch, join)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from hetsync.errors import INTERNAL_ERROR, UserError, complain, one_sentence
-from hetsync.launchers import half_told, launched_by_mpi, launched_by_torch, leaves_survivors, ranks_started
+from hetsync.launchers import ASKS, half_told, launched_by_mpi, launched_by_torch, leaves_survivors, ranks_started
 
 if TYPE_CHECKING:
     from hetsync.plane.base import Messages, Plane, Sums
@@ -23,6 +24,8 @@ def open_plane(name: str, timeout_seconds: float = 600.0, tolerate: bool = True)
     """
     if name not in PLANES:
         raise UserError(f"plane: {name!r} is unknown; choose one of {', '.join(PLANES)}")
+    if ASKS in os.environ:
+        return _newcomer(timeout_seconds)
     by_torch, by_mpi = launched_by_torch(), launched_by_mpi()
     if name == "torch" or (name == "auto" and by_torch > 1):
         return _torch(name, by_torch, by_mpi, timeout_seconds, tolerate)
@@ -97,6 +100,16 @@ def _without_mpi(timeout_seconds: float, tolerant: bool) -> tuple[Messages, Sums
     except LostError as lost:
         complain(f"rank {rendezvous.rank}: {one_sentence(str(lost))}, before all ranks had met")
         leave(INTERNAL_ERROR)  # at once: threads that wait in the store of a rank that has gone spoil an orderly end
+
+
+def _newcomer(timeout_seconds: float) -> Plane:
+    from hetsync.plane.choice import ChosenPlane
+    from hetsync.plane.store import StoreMessages, StoreSums
+    from hetsync.plane.store_places import StoreNewcomer, asked
+
+    newcomer = StoreNewcomer(asked().connect())
+    messages = StoreMessages(asked(newcomer, timeout_seconds), tolerant=True, newcomer=newcomer)
+    return ChosenPlane(messages, StoreSums(messages), "torch", "hetsync join has started this process", timeout_seconds)
 
 
 def _local(name: str, started: int) -> Plane:

@@ -37,7 +37,7 @@ thread); the blocking calls from another (the main thread), never two of them at
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
@@ -238,8 +238,15 @@ class Messages(ABC):
     def heed(self) -> None:  # noqa: B027 - most are never mended
         """The main thread knows that members are others now: its next blocking call is among these."""
 
+    @property
+    def asked_at(self) -> Mapping[str, Any] | None:
+        """Where processes that somebody starts by hand ask for the place of a rank that has gone; None where none can,
+        or where the first member starts them itself. Plain values."""
+        return None
+
     def summon(self, rank: int, told: Any) -> Summoned:
-        """On the first member: start a process that takes the place of this rank, which has gone. Does not wait."""
+        """On the first member: start a process that takes the place of this rank, which has gone, or open the place for
+        one that asks. Does not wait."""
         raise PlaneError(f"messages by {self.messages_by} cannot be joined by another rank")
 
     def admit(self, rank: int, address: str) -> None:
@@ -379,6 +386,10 @@ class Plane(Messages, Sums):
 
     def heed(self) -> None:
         self.messages.heed()
+
+    @property
+    def asked_at(self) -> Mapping[str, Any] | None:
+        return self.messages.asked_at if self.replaces else None
 
     def summon(self, rank: int, told: Any) -> Summoned:
         return self.messages.summon(rank, told)

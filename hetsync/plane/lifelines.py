@@ -2,8 +2,9 @@
 
 The system closes a dead process's connections, so that rank 0 hears of it at once, and those who are left by its word,
 while nobody asks anything. Of a host that has vanished it hears after `SILENCE_SECONDS`, by TCP's own probes. Rank 0
-also says who is left once all of these have come to be mended, and passes on how the job ends. Its own death ends the
-job: it holds the store at which the ranks meet, or is beside the agent that does.
+also says who is left once all of these have come to be mended, lets in who takes the place of a rank that has gone, and
+passes on how the job ends. Its own death ends the job: it holds the store at which the ranks meet, or is beside the
+agent that does.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hetsync.plane.rendezvous import Rendezvous
 SECONDS_TO_TELL = 2.0  # all ranks that the job ends
 SECONDS_TO_GREET = 5.0  # for whoever has connected
 PIECES = 8  # at most, that a greeting comes in
+MOST_SILENT_VISITORS = 16  # at the door
 SECONDS_TO_END = 20.0  # by itself, where rank 0 has gone
 # TCP probes a connection that is silent for so long, and so often: a host that answers none has gone.
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 20, 10, 4
@@ -40,7 +42,8 @@ Word = list[Any]  # its kind, and what belongs to it
 class Roll:
     """Who is left, by rank 0's books. Pure: what happens goes in, and what to tell all who are left comes out.
 
-    An epoch ends with a death, or once somebody asks for its end; the next begins when all who are left have come.
+    An epoch ends with a death, or once somebody asks for its end; the next begins when all who are left have come, or
+    when all have let another in, which has knocked.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -48,6 +51,8 @@ class Roll:
         self._epoch = 0
         self._over = False
         self._come = set[int]()
+        self._knocking = set[int]()
+        self._let_in: dict[int, int] = {}  # whom, by whom, in this epoch
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -63,18 +68,45 @@ class Roll:
         self._come.add(rank)
         return self._end_epoch(f"rank {rank} has lost another, or a message")
 
+    def knock(self, newcomer: int) -> list[Word]:
+        """It is there, and waits to be let in."""
+        self._knocking.add(newcomer)
+        return self._open()
+
+    def turn_away(self, newcomer: int) -> None:
+        """It has gone before it was let in."""
+        self._knocking.discard(newcomer)
+
+    def let_in(self, rank: int, epoch: int, newcomer: int) -> list[Word]:
+        """By one of those who are left. Of an epoch that is over it comes to nothing."""
+        if epoch == self._epoch and not self._over:
+            self._let_in[rank] = newcomer
+        return self._open()
+
+    def _open(self) -> list[Word]:
+        wanted = {self._let_in.get(rank) for rank in self.left}
+        if self._over or len(wanted) != 1 or not wanted & self._knocking:
+            return []
+        newcomer = next(each for each in wanted if each is not None)
+        self._knocking.discard(newcomer)
+        self.left = (*self.left, newcomer)
+        return [self._begin_epoch()]
+
     def _end_epoch(self, why: str) -> list[Word]:
         words: list[Word] = [] if self._over else [["over", why]]
+        self._let_in.clear()
         self._over = bool(self.missing)
-        if not self._over:
-            self._epoch += 1
-            self._come.clear()
-            words.append(["left", self._epoch, list(self.left)])
-        return words
+        return words if self._over else [*words, self._begin_epoch()]
+
+    def _begin_epoch(self) -> Word:
+        self._epoch += 1
+        self._come.clear()
+        self._let_in.clear()
+        return ["left", self._epoch, list(self.left)]
 
 
 class Lifeline:
-    """One rank's; building it is collective. Threads may share it.
+    """One rank's. Threads may share it.
 
     Attributes:
         epoch: Counts from 0, from one death to the next.
@@ -83,18 +115,45 @@ class Lifeline:
         cut: There is no rank 0 any more.
     """
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        """UserError where rank 0 cannot be reached, or others do not come in time."""
-        self.epoch, self.ranks = 0, tuple(range(rendezvous.size))
+    def __init__(
+        self, ranks: Sequence[int], connection: _Connection | None, hub: _Hub | None = None, epoch: int = 0
+    ) -> None:
+        """Without a connection nobody goes or comes."""
+        self.epoch, self.ranks = epoch, tuple(ranks)
         self.why, self.cut = "", False
-        self._over = -1  # this epoch, and all before
+        self._over = epoch - 1  # this epoch, and all before
         self._closing = False
         self._closed = threading.Event()
         self._news = threading.Condition()
-        self._hub = _Hub.opened(rendezvous) if rendezvous.rank == 0 else None
-        self._connection = self._hub.own_end if self._hub is not None else _connected_to_first(rendezvous)
-        self._follower = threading.Thread(None, self._follow, "hetsync-lifeline", daemon=True)
-        self._follower.start()
+        self._door: tuple[int, str] | None = None
+        self._hub = hub
+        self._connection = connection
+        if connection is not None:
+            self._follower = threading.Thread(None, self._follow, "hetsync-lifeline", args=(connection,), daemon=True)
+            self._follower.start()
+
+    @staticmethod
+    def of_all(rendezvous: Rendezvous) -> Lifeline:
+        """Collective. UserError where rank 0 cannot be reached, or others do not come in time."""
+        hub = _Hub.opened(rendezvous) if rendezvous.rank == 0 else None
+        connection = hub.own_end if hub is not None else _connected_to_first(rendezvous)
+        return Lifeline(range(rendezvous.size), connection, hub)
+
+    @staticmethod
+    def of_newcomer(rank: int, host: str, door: tuple[int, str], seconds: float) -> Lifeline:
+        """Once all have let this rank in. LostError where they do not so in time."""
+        port, token = door
+        try:
+            connection = _Connection(_probed(socket.create_connection((host, port), seconds)))
+        except OSError as error:
+            raise LostError(f"rank 0 cannot be reached at {host}, port {port} ({cause(error)})") from error
+        connection.send(rank, token)
+        lifeline = Lifeline([rank], connection, epoch=-1)
+        with lifeline._news:
+            lifeline._news.wait_for(lambda: lifeline.cut or lifeline.epoch >= 0, seconds)
+        if lifeline.epoch < 0:
+            raise LostError("the ranks have not let this one in")
+        return lifeline
 
     def over(self, epoch: int) -> bool:
         """Has somebody gone since this one began?"""
@@ -109,7 +168,7 @@ class Lifeline:
     def next_epoch(self, limit_seconds: float) -> None:
         """Collective among those who are left. LateError names who does not come; LostError where rank 0 has gone."""
         before = self.epoch
-        self._connection.send("come")
+        self._send("come")
         with self._news:
             begun = self._news.wait_for(lambda: self.cut or self.epoch > before, limit_seconds)
         if self.cut:
@@ -118,9 +177,30 @@ class Lifeline:
             late = named(self._hub.roll.missing if self._hub is not None else [0])
             raise LateError(f"after a rank had gone, the others waited {limit_seconds:.0f} s for {late}")
 
+    def open_door(self, limit_seconds: float) -> tuple[int, str]:
+        """On rank 0: the port at which newcomers knock, and what they have to say there."""
+        self._send("open")
+        with self._news:
+            self._news.wait_for(lambda: self._door is not None, limit_seconds)
+        if self._door is None:
+            raise LateError(f"rank 0 waited {limit_seconds:.0f} s for a port of its own")
+        return self._door
+
+    def let_in(self, newcomer: int, limit_seconds: float) -> bool:
+        """Collective: the next epoch begins with one rank more, the last. False where this one is over, or it does not
+        come in time."""
+        before = self.epoch
+        self._send("let in", before, newcomer)
+        with self._news:
+            self._news.wait_for(lambda: self.over(before) or self.epoch > before, limit_seconds)
+            return self.epoch > before and not self.over(before)
+
+    def _send(self, *word: Any) -> bool:
+        return self._connection is not None and self._connection.send(*word)
+
     def end_job(self, code: int) -> NoReturn:
         """End all ranks with this exit code."""
-        if self._connection.send("end", code):
+        if self._send("end", code):
             time.sleep(SECONDS_TO_TELL)  # rank 0's word ends this process before
         leave(code)
 
@@ -132,10 +212,11 @@ class Lifeline:
 
     def close(self) -> None:
         self._closed.set()
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()
 
-    def _follow(self) -> None:
-        while (words := self._connection.receive()) is not None:
+    def _follow(self, connection: _Connection) -> None:
+        while (words := connection.receive()) is not None:
             for word in words:
                 self._heed(*word)
         if not self._closing:
@@ -153,6 +234,10 @@ class Lifeline:
         with self._news:
             if kind == "over":
                 self._end_epoch(*told)
+            elif kind == "door":
+                port, token = told
+                self._door = port, token
+                self._news.notify_all()
             else:
                 self.epoch, ranks = told
                 self.ranks = tuple(ranks)
@@ -171,6 +256,7 @@ class _Hub:
         self.own_end = own_end
         self.closing = False
         self._connections = connections
+        self._door: _Door | None = None
         self._selector = selectors.DefaultSelector()
         for rank, connection in connections.items():
             self._selector.register(connection.socket, selectors.EVENT_READ, rank)
@@ -200,19 +286,33 @@ class _Hub:
         return _Hub(connections, own_end)
 
     def _serve(self) -> None:
-        while self._selector.get_map():
+        while self._connections:
             for rank, word in self._heard(None):
                 if word is None:
                     self._tell_all([] if self.closing else self.roll.gone(rank))
                 elif word[0] == "come":
                     self._tell_all(self.roll.come(rank))
+                elif word[0] == "let in":
+                    self._tell_all(self.roll.let_in(rank, *word[1:]))
+                elif word[0] == "open":
+                    self._connections[rank].send("door", *self._open_door())
                 else:
                     self._end_job(word[1])
+        if self._door is not None:
+            self._door.close()
+
+    def _open_door(self) -> tuple[int, str]:
+        if self._door is None:
+            self._door = _Door(self._selector)
+        return self._door.port, self._door.token
 
     def _heard(self, seconds: float | None) -> list[tuple[int, Word | None]]:
         """By rank; None where it has gone."""
         heard: list[tuple[int, Word | None]] = []
         for key, _ in self._selector.select(seconds):
+            if not isinstance(key.data, int):
+                self._answer(key.data)
+                continue
             rank, words = key.data, self._connections[key.data].receive()
             if words is None:
                 self._selector.unregister(key.fileobj)
@@ -222,9 +322,23 @@ class _Hub:
                 heard += [(rank, word) for word in words]
         return heard
 
+    def _answer(self, visitor: _Visitor | None) -> None:
+        """At the door."""
+        assert self._door is not None
+        if visitor is None:
+            self._door.receive_visitor()
+            return
+        before, now = visitor.rank, self._door.hear(visitor)
+        if before is not None:
+            self.roll.turn_away(before)
+        if now is not None and now not in self._connections:
+            self._tell_all(self.roll.knock(now))
+
     def _tell_all(self, words: Sequence[Word]) -> None:
         for word in words:
             for rank in self.roll.left:
+                if rank not in self._connections and self._door is not None and self._door.has(rank):
+                    self._connections[rank] = self._door.hand_over(rank)
                 if rank in self._connections:
                     self._connections[rank].send(*word)
 
@@ -236,6 +350,72 @@ class _Hub:
         while set(self._connections) != {0} and (left := deadline - time.monotonic()) > 0:
             self._heard(left)  # the store ends with this process: it is the last
         leave(code)
+
+
+class _Visitor:
+    """Who has connected at the door; `rank` is the number that it wants, once it has said the token."""
+
+    def __init__(self, connection: _Connection) -> None:
+        self.connection = connection
+        self.rank: int | None = None
+        self.pieces = 0
+
+
+class _Door:
+    """Where newcomers knock, watched by the hub's selector. Strangers wait there for nothing, and hold up nobody."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._server = _listening()
+        self.port: int = self._server.getsockname()[1]
+        self.token = secrets.token_hex()
+        self._selector = selector
+        self._visitors: list[_Visitor] = []
+        selector.register(self._server, selectors.EVENT_READ, None)
+
+    def receive_visitor(self) -> None:
+        with suppress(OSError):
+            connected = self._server.accept()[0]
+            visitor = _Visitor(_Connection(_probed(connected)))
+            self._visitors.append(visitor)
+            self._selector.register(connected, selectors.EVENT_READ, visitor)
+            silent = [each for each in self._visitors if each.rank is None]
+            if len(silent) > MOST_SILENT_VISITORS:
+                self._send_away(silent[0])
+
+    def hear(self, visitor: _Visitor) -> int | None:
+        """What somebody says who has knocked: the rank's number, once. Whoever says anything else has to go."""
+        with suppress(ValueError, TypeError, RecursionError):
+            words = visitor.connection.receive()
+            visitor.pieces += 1
+            if words == [] and visitor.rank is None and visitor.pieces < PIECES:
+                return None
+            ((rank, told),) = words or []
+            if visitor.rank is None and type(rank) is int and secrets.compare_digest(str(told), self.token):
+                visitor.rank = rank
+                return rank
+        self._send_away(visitor)
+        return None
+
+    def has(self, rank: int) -> bool:
+        return any(visitor.rank == rank for visitor in self._visitors)
+
+    def hand_over(self, rank: int) -> _Connection:
+        """It is a member from now on."""
+        visitor = next(each for each in self._visitors if each.rank == rank)
+        self._visitors.remove(visitor)
+        self._selector.modify(visitor.connection.socket, selectors.EVENT_READ, rank)
+        return visitor.connection
+
+    def close(self) -> None:
+        self._selector.unregister(self._server)
+        self._server.close()
+        for visitor in list(self._visitors):
+            self._send_away(visitor)
+
+    def _send_away(self, visitor: _Visitor) -> None:
+        self._visitors.remove(visitor)
+        self._selector.unregister(visitor.connection.socket)
+        visitor.connection.close()
 
 
 class _Connection:

@@ -8,21 +8,33 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from hetsync.errors import INTERNAL_ERROR, UserError, complain
 from hetsync.plane import codec
-from hetsync.plane.base import Channels, DamagedError, LostError, MembersLost, Messages, Sums, named, wait_limit
+from hetsync.plane.base import (
+    Channels,
+    DamagedError,
+    LostError,
+    MembersLost,
+    Messages,
+    Summoned,
+    Sums,
+    named,
+    wait_limit,
+)
 from hetsync.plane.blocking import wait_until
 from hetsync.plane.gloo_channels import GlooChannels
 from hetsync.plane.groups import TorchSums, completion_of
-from hetsync.plane.lifelines import Lifeline
-from hetsync.plane.rendezvous import Rendezvous
-from hetsync.plane.store_members import StoreMembers
+from hetsync.plane.lifelines import Lifeline, leave
+from hetsync.plane.rendezvous import ENDLESS, Rendezvous
+from hetsync.plane.store_members import SECONDS_TO_ENTER, StoreMembers
+from hetsync.plane.store_places import OVER, First, StoreNewcomer, StoreSummoned, left_unless_done
 
 RANK_BYTES = 4  # of the sender, before a message
 SECONDS_TO_STOP = 0.05
@@ -32,23 +44,34 @@ STOP = b"stop"  # in place of a message, to a rank's own listener
 class StoreMessages(Messages):
     """Among the ranks of a rendezvous; building it is collective.
 
-    `tolerant`: a death is `MembersLost`, but rank 0's, which ends the job.
+    `tolerant`: a death is `MembersLost`, but rank 0's, which ends the job. A `newcomer` is alone until it has entered.
     """
 
     messages_by = "torch's store"
     outlives_first = False
 
-    def __init__(self, rendezvous: Rendezvous, tolerant: bool = False) -> None:
-        self.rank, self.tolerant = rendezvous.rank, tolerant
+    def __init__(self, rendezvous: Rendezvous, tolerant: bool = False, newcomer: StoreNewcomer | None = None) -> None:
+        self.rank, self.tolerant, self.replaces = rendezvous.rank, tolerant, tolerant
+        self.newcomer = newcomer
         self._ranks_at_start = rendezvous.size
         self._rendezvous = rendezvous  # its server lives as long as the messages
         self._timeout_seconds = rendezvous.timeout_seconds
-        self._listening_store = rendezvous.connect()  # of the thread that waits in it
-        self._lifeline = Lifeline(rendezvous)
         self._closed = False
         self._one_call = threading.Lock()  # held by a blocking call, and while members change
         self._unheeded = False
-        self._meet(StoreMembers(rendezvous.connect(), self._lifeline, self.rank, rendezvous.timeout_seconds, tolerant))
+        self._summoned: list[StoreSummoned] = []
+        if newcomer is None:
+            self._live_by(Lifeline.of_all(rendezvous), rendezvous.connect)
+        else:
+            own = dist.HashStore()
+            own.set_timeout(ENDLESS)
+            self._live_by(Lifeline([self.rank], None), lambda: own)
+
+    def _live_by(self, lifeline: Lifeline, connect: Callable[[], dist.Store]) -> None:
+        """Collective: meet those who are left by it."""
+        self._lifeline = lifeline
+        self._listening_store = connect()  # of the thread that waits in it
+        self._meet(StoreMembers(connect(), lifeline, self.rank, self._timeout_seconds, self.tolerant))
 
     @property
     def ranks_at_start(self) -> int:
@@ -121,9 +144,44 @@ class StoreMessages(Messages):
     def heed(self) -> None:
         self._unheeded = False
 
+    # A replacement.
+
+    @property
+    def asked_at(self) -> Mapping[str, Any] | None:
+        at = self._rendezvous
+        return {"host": at.host, "port": at.port, "prefix": at.prefix} if self.replaces else None
+
+    def summon(self, rank: int, told: Any) -> Summoned:
+        door = self._lifeline.open_door(self._timeout_seconds)
+        first = First(rank, self._ranks_at_start, door, codec.dumps(told))
+        self._summoned.append(StoreSummoned(self._rendezvous.connect(), first))
+        return self._summoned[-1]
+
+    def admit(self, rank: int, address: str) -> None:
+        with self._one_call:
+            self._unheeded = True
+            members = self.group_members.joined_by(rank, self._rendezvous.connect)
+            self._inbox.close()
+            self._meet(members)
+
+    def enter(self, members: Sequence[int], address: str) -> None:
+        assert isinstance(self.newcomer, StoreNewcomer)
+        try:
+            with left_unless_done(SECONDS_TO_ENTER):
+                self._inbox.close()
+                door = self.newcomer.door
+                lifeline = Lifeline.of_newcomer(self.rank, self._rendezvous.host, door, SECONDS_TO_ENTER)
+                self._live_by(lifeline, self._rendezvous.connect)
+        except (LostError, UserError) as error:
+            complain(f"the job has not let this process in: {error}")
+            leave(INTERNAL_ERROR)
+        self.newcomer = None
+
     # The end.
 
     def abort(self, code: int) -> NoReturn:
+        if self.newcomer is not None:
+            leave(code)  # the others go on
         self._lifeline.end_job(code)
 
     def close(self) -> None:
@@ -131,6 +189,10 @@ class StoreMessages(Messages):
             return
         self._closed = True
         self.barrier()
+        for summoned in self._summoned:
+            summoned.dismiss(0)
+        if self.leads and self.replaces:
+            self._rendezvous.connect().set(OVER, "")
         self._inbox.close()
         self._lifeline.expect_close()
         self._meetings.end()

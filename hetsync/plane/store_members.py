@@ -15,6 +15,7 @@ from hetsync.plane.lifelines import Lifeline
 from hetsync.plane.polled import PolledSums
 
 SECONDS_TO_LOOK = 0.01
+SECONDS_TO_ENTER = 20.0  # which takes milliseconds
 SECONDS_TO_HEAR = 1.0  # of a death that a library has noticed before
 
 
@@ -100,6 +101,13 @@ class StoreMembers(Watch):
         for group in self._groups:
             group.abort()  # what is pending fails, also where it waits for a rank that lives
         self._lifeline.next_epoch(wait_limit(self.rank, self.timeout_seconds))
+        return StoreMembers(connect(), self._lifeline, self.rank, self.timeout_seconds, self.tolerant)
+
+    def joined_by(self, newcomer: int, connect: Callable[[], dist.Store]) -> StoreMembers:
+        """These and one more, the last; collective among them, while that one enters. MembersLost where it does not
+        come, or somebody goes meanwhile."""
+        if not self._lifeline.let_in(newcomer, SECONDS_TO_ENTER):
+            raise self._lost(self._lifeline.why or f"the process that was to be rank {newcomer} has not come")
         return StoreMembers(connect(), self._lifeline, self.rank, self.timeout_seconds, self.tolerant)
 
 

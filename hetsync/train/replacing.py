@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from hetsync.balance.profile import RankProfile
-from hetsync.errors import UserError, complain
+from hetsync.errors import UserError, announce, complain
 from hetsync.plane.base import LostError, Newcomer, Plane, Summoned
 from hetsync.profiling.measure import Place
 from hetsync.sync.recovery import Death
@@ -76,7 +76,8 @@ def check_replacing(plane: Plane, folder: Path | None) -> None:
     if not plane.tolerant:
         raise UserError(
             f"fault.replace is true, but a rank's death ends jobs with {plane.described}: start the ranks with mpirun"
-            f" --with-ft ulfm of Open MPI 5, with run.plane mpi, {remedy}"
+            " --with-ft ulfm of Open MPI 5, with run.plane mpi, or on CPUs without MPI, by one torchrun a node without"
+            f" restarts or a launcher that leaves the others alone, {remedy}"
         )
     if not plane.replaces:
         raise UserError(
@@ -128,7 +129,10 @@ class Replacements:
                 complain(f"no process could take the place of rank {rank}, {MOST_TRIES} times: the others go on")
         if rank not in self._summoned and self._tries[rank] < MOST_TRIES:
             self._tries[rank] += 1
-            self._summoned[rank] = self._plane.summon(rank, self._summons()), time.monotonic()
+            summons = self._summons()
+            self._summoned[rank] = self._plane.summon(rank, summons), time.monotonic()
+            if self._plane.asked_at is not None:
+                announce(f"the place of rank {rank} is free: hetsync join {summons.folder} takes it")
 
     def invite(
         self, welcome: Callable[[Join, RankProfile], Welcome], version: int, samples: Counter[int]

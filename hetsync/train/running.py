@@ -38,6 +38,7 @@ from hetsync.train.display import Shows, make_display
 from hetsync.train.evaluation import Evaluations, by_rank, combined, named, record
 from hetsync.train.injection import InjectedDevice, Injection, require_struck
 from hetsync.train.memory import slice_memory
+from hetsync.train.notice import posted
 from hetsync.train.preparation import Preparation
 from hetsync.train.replacing import Replacements, Summons, Welcome, summons_of
 from hetsync.train.resumption import Standing, first_settings, kept_shares
@@ -384,6 +385,8 @@ class Running:
         assert coordinator is not None
         self._leading = True
         self.display = make_display(self._shown.shows, self.total, self.session.terms.applied)
+        if self._replacements is not None and self.plane.asked_at is not None and self.at.folder is not None:
+            self._held.enter_context(posted(self.at.folder, self.plane.asked_at))
         trackers = trackers_of(self._shown.track, self.at.folder, coordinator.machine.ledger.applied)
         if trackers:
             solo = None if self._solo is None else sum(self._solo)

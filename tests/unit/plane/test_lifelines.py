@@ -60,7 +60,7 @@ def rendezvous() -> Callable[[int], Rendezvous]:
 @pytest.fixture
 def lifelines(rendezvous: Callable[[int], Rendezvous]) -> Iterator[list[Lifeline]]:
     with ThreadPoolExecutor(RANKS) as threads:
-        opened = list(threads.map(lambda rank: Lifeline(rendezvous(rank)), range(RANKS)))
+        opened = list(threads.map(lambda rank: Lifeline.of_all(rendezvous(rank)), range(RANKS)))
     yield opened
     for lifeline in reversed(opened):
         lifeline.expect_close()
@@ -124,7 +124,7 @@ def test_who_leaves_at_the_end_has_not_died(lifelines: list[Lifeline]) -> None:
 def test_a_stranger_is_not_let_in(rendezvous: Callable[[int], Rendezvous]) -> None:
     """Who has not read the store does not know the word."""
     opened: list[Lifeline] = []
-    first = threading.Thread(target=lambda: opened.append(Lifeline(rendezvous(0))))
+    first = threading.Thread(target=lambda: opened.append(Lifeline.of_all(rendezvous(0))))
     first.start()
     port, _ = json.loads(rendezvous(1).connect().get("lifeline"))
     for greeting in (b'[1, "guess"]\n', b"GET / HTTP/1.0\r\n\r\n", b"[[1]]\n", b""):
@@ -133,7 +133,7 @@ def test_a_stranger_is_not_let_in(rendezvous: Callable[[int], Rendezvous]) -> No
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(1) == b""
     with ThreadPoolExecutor(2) as threads:
-        opened += threads.map(lambda rank: Lifeline(rendezvous(rank)), (1, 2))
+        opened += threads.map(lambda rank: Lifeline.of_all(rendezvous(rank)), (1, 2))
     first.join(SECONDS)
     assert len(opened) == RANKS
     for lifeline in opened:
@@ -146,7 +146,7 @@ def test_who_never_comes_is_named(rendezvous: Callable[[int], Rendezvous]) -> No
     from dataclasses import replace
 
     with pytest.raises(UserError, match="rank 0 waited 0 s for rank 1, 2 to connect"):
-        Lifeline(replace(rendezvous(0), timeout_seconds=0.1))
+        Lifeline.of_all(replace(rendezvous(0), timeout_seconds=0.1))
 
 
 def test_a_child_that_loads_data_does_not_keep_its_dead_parent_s_connection() -> None:

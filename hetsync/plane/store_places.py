@@ -1,0 +1,186 @@
+"""Places of ranks that have gone, which processes take that somebody has started by hand: as rank 0 sees them, which
+has opened them, and as such a process sees itself until it has entered.
+
+All that the two tell each other are keys of the job's store. Who has asked for a place says every second that it lives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch.distributed as dist
+
+from hetsync.errors import UserError, complain
+from hetsync.launchers import ASKS
+from hetsync.plane import codec
+from hetsync.plane.base import Invitation, LostError, Newcomer, Summoned
+from hetsync.plane.lifelines import leave
+from hetsync.plane.rendezvous import Rendezvous
+
+POLL_SECONDS = 0.1
+ALIVE_SECONDS = 1.0
+SILENT_SECONDS = 30.0
+SECONDS_TO_ASK = 20.0  # that the store may take to answer first
+MADE, OVER = "places made", "places are over"  # keys
+
+
+class First(NamedTuple):
+    """What is written at a place."""
+
+    rank: int
+    ranks_at_start: int
+    door: tuple[int, str]
+    told: bytes
+
+
+class _Place:
+    """Its keys."""
+
+    def __init__(self, store: dist.Store, number: int) -> None:
+        self._store = store
+        self._name = f"place {number}"
+
+    def tell(self, what: str, value: Any) -> None:
+        self._store.set(f"{self._name}/{what}", codec.dumps(value))  # type: ignore[arg-type]
+
+    def hear(self, what: str) -> Any:
+        """None where it has not been told."""
+        key = f"{self._name}/{what}"
+        return codec.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def count(self, what: str, by: int) -> int:
+        return self._store.add(f"{self._name}/{what}", by)
+
+
+class StoreSummoned(Summoned):
+    """On rank 0."""
+
+    def __init__(self, store: dist.Store, first: First) -> None:
+        """`store`: a connection of its own."""
+        self._rank, self._store = first.rank, store
+        self._place = _Place(store, store.add(MADE, 1))
+        self._place.tell("first", first)
+        self._invited = self._dismissed = False
+        threading.Thread(None, self._watch, f"hetsync-place-{first.rank}", daemon=True).start()
+
+    def _watch(self) -> None:
+        """Over whoever takes it, until it is invited."""
+        beats, since = 0, time.monotonic()
+        try:
+            while not (self._invited or self._dismissed):
+                if self.ready is None:
+                    self.ready = self._place.hear("ready")
+                heard, before = self._place.count("alive", 0), beats
+                beats = heard
+                if heard != before or not heard:
+                    since = time.monotonic()
+                elif time.monotonic() - since > SILENT_SECONDS:
+                    complain(f"the process that was to take the place of rank {self._rank} gives no sign of life")
+                    self._place.tell("dismissal", True)
+                    self.gone = True
+                    return
+                time.sleep(POLL_SECONDS)
+        except (RuntimeError, UserError, LostError) as error:
+            complain(f"no process takes the place of rank {self._rank}: {error}")
+            self.gone = True
+
+    def invite(self, told: Any) -> str:
+        if self.gone:
+            raise LostError(f"the process that was to take the place of rank {self._rank} has gone")
+        self._invited = True
+        self._place.tell("invitation", Invitation("", told))
+        return ""
+
+    def dismiss(self, seconds: float) -> None:
+        if not self._invited:
+            self._dismissed = True
+            self._place.tell("dismissal", True)
+
+
+class StoreNewcomer(Newcomer):
+    """Attributes:
+    door: Of rank 0's lifelines.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        """Waits for a place, as long as the job lasts. `store`: a connection of its own."""
+        self._store = store
+        self._entering = threading.Event()
+        self._place, first = self._taken()
+        self.rank, self.ranks_at_start, self.door = first.rank, first.ranks_at_start, first.door
+        self._told = first.told
+        threading.Thread(None, self._live, "hetsync-newcomer", daemon=True).start()
+
+    def _taken(self) -> tuple[_Place, First]:
+        waits = False
+        try:
+            while not self._store.check([OVER]):
+                for number in range(1, self._store.add(MADE, 0) + 1):
+                    place = _Place(self._store, number)
+                    first = place.hear("first")
+                    if first is not None and not place.hear("dismissal") and place.count("claims", 1) == 1:
+                        return place, first
+                if not waits:
+                    complain("no rank has died whose place is free: this process waits for one until the job ends")
+                waits = True
+                time.sleep(POLL_SECONDS)
+        except RuntimeError:  # the store has gone
+            pass
+        _leave("the job has ended")
+
+    def _live(self) -> None:
+        """It ends at once where it is not needed any more, whatever it does."""
+        try:
+            while not self._entering.wait(ALIVE_SECONDS):
+                self._place.count("alive", 1)
+                if self._store.check([OVER]) or self._place.hear("dismissal"):
+                    break
+            else:
+                return
+        except RuntimeError:
+            pass
+        _leave("the job has ended, or has found another process")
+
+    @property
+    def told(self) -> Any:
+        return codec.loads(self._told)
+
+    def knock(self, told: Any) -> Invitation:
+        try:
+            self._place.tell("ready", told)
+            while (invitation := self._place.hear("invitation")) is None:
+                time.sleep(POLL_SECONDS)
+        except RuntimeError:
+            _leave("the job has ended")
+        self._entering.set()
+        return cast(Invitation, invitation)
+
+
+@contextmanager
+def left_unless_done(seconds: float) -> Iterator[None]:
+    """Inside, this process ends where the others do not admit it after all: it would wait for them for ever."""
+    late = threading.Timer(seconds, lambda: _leave("it could not enter in time"))
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+
+
+def _leave(why: str) -> NoReturn:
+    complain(f"this process is not needed: {why}")
+    leave(0)
+
+
+def asked(newcomer: StoreNewcomer | None = None, timeout_seconds: float = SECONDS_TO_ASK) -> Rendezvous:
+    """The store of the job that this process has been told to ask (`hetsync join`)."""
+    told = json.loads(os.environ[ASKS])
+    rank, size = (-1, 0) if newcomer is None else (newcomer.rank, newcomer.ranks_at_start)
+    return Rendezvous(told["host"], told["port"], rank, size, told["prefix"], timeout_seconds)

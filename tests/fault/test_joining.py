@@ -1,0 +1,118 @@
+"""`hetsync join RUN`: processes that somebody starts by hand take the places of ranks that have died, without MPI.
+
+Each case is a job of its own. python -m pytest tests/fault/test_joining.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from jobs import SECONDS, Done, command, finished, program, ranks_alone, run, started, summary_of
+
+from hetsync.train.checkpoint import load_newest
+
+RANKS = 3
+SAMPLES = 8000
+CLUSTER = "name: three\nsource: none\ndevices: [{name: a, count: 2, speed: 2}, {name: b, count: 1, speed: 1}]\n"
+OPTIMIZER = ["--optimizer.name", "sgd", "--optimizer.momentum", "0.9"]
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    """Emulated devices make it last some seconds, whatever machine this is."""
+    (folder / "three.yaml").write_text(CLUSTER)
+    mine = ["--run.dir", "run", "--run.samples", str(SAMPLES), "--emulate", "three.yaml", "--fault.replace", "true"]
+    return command(*mine, "--emulation.samples_per_second", "600", *OPTIMIZER, *more)
+
+
+@contextlib.contextmanager
+def job(folder: Path, *more: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Once rounds land."""
+    with ranks_alone(RANKS, words(folder, *more), folder) as ranks:
+        told = folder / "run" / "telemetry" / "rank-0000.jsonl"
+        until(lambda: told.exists() and told.read_text().count('"round"') > 5, ranks)
+        yield ranks
+
+
+def until(done: Callable[[], bool], ranks: list[subprocess.Popen[str]]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not done():
+        assert ranks[0].poll() is None, finished(ranks[0]).story
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+
+
+def join(folder: Path) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    return started([program("hetsync"), "join", "run"], folder)
+
+
+def settled(folder: Path, ranks: list[subprocess.Popen[str]], dead: int) -> Done:
+    """Of rank 0, once all have ended well but the dead one."""
+    ends = [finished(process) for process in ranks]
+    story = [done.story for done in ends]
+    assert [done.status for done in ends] == [-signal.SIGKILL if rank == dead else 0 for rank in range(RANKS)], story
+    summary = summary_of(folder / "run")
+    assert summary["samples_applied"] == summary["samples_expected"] == SAMPLES
+    assert (summary["status"], summary["ranks"], summary["ranks_at_start"]) == ("finished", RANKS, RANKS), story
+    assert [failure["rank"] for failure in summary["failures"]] == [dead]
+    assert [entry["rank"] for entry in summary["joins"]] == [dead]
+    assert not (folder / "run" / "join.json").exists()
+    return ends[0]
+
+
+@pytest.mark.parametrize("bound", ["0", "4"])
+def test_a_process_takes_a_dead_ranks_place(tmp_path: Path, bound: str) -> None:
+    """Anchors are compared at each rest: ranks that differed would end the job."""
+    with job(tmp_path, "--sync.delay_bound", bound) as ranks:
+        kill(ranks[1])
+        with join(tmp_path) as newcomer:
+            first = settled(tmp_path, ranks, 1)
+            assert "the place of rank 1 is free: hetsync join" in first.err
+            assert finished(newcomer).status == 0
+    assert summary_of(tmp_path / "run")["staleness"]["max"] <= int(bound)
+    if bound == "0":
+        mine = ["--run.dir", "alone", "--run.samples", SAMPLES, *OPTIMIZER, "--sync.delay_bound", 0]
+        alone = run(*mine, folder=tmp_path)
+        assert alone.status == 0, alone.story
+        theirs, one = (load_newest(tmp_path / name).model for name in ("run", "alone"))
+        assert max(float((theirs[name] - value).abs().max()) for name, value in one.items()) < 1e-5
+
+
+def test_who_comes_first_waits_and_one_of_two_takes_it(tmp_path: Path) -> None:
+    """The other waits, and leaves as the job ends."""
+    with job(tmp_path, "--sync.delay_bound", "4") as ranks, join(tmp_path) as one, join(tmp_path) as other:
+        time.sleep(2)
+        kill(ranks[2])
+        settled(tmp_path, ranks, 2)
+        ends = [finished(one), finished(other)]
+    assert [done.status for done in ends] == [0, 0], [done.story for done in ends]
+    assert sum("this process is not needed: the job has ended" in done.err for done in ends) == 1
+
+
+def test_where_nobody_can_join_one_sentence_says_so(tmp_path: Path) -> None:
+    assert "there is no such folder" in refused(tmp_path)
+    (tmp_path / "run").mkdir()
+    assert "has no join.json: its job has ended" in refused(tmp_path)
+    notice = tmp_path / "run" / "join.json"
+    notice.write_text("{}")
+    assert "is not of format 1" in refused(tmp_path)
+    notice.chmod(0o666)
+    assert "others may write to it" in refused(tmp_path)
+
+
+def refused(folder: Path) -> str:
+    with join(folder) as process:
+        done = finished(process)
+    assert done.status == 2
+    assert len(done.sentences) == 1, done.story
+    return done.sentences[0]
