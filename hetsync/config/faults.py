@@ -93,10 +93,11 @@ class FaultConfig:
         slow: A rank whose last three tasks each took `slow_factor` times its own median is waited for (wait), or
             excluded in the same way (exclude).
         slow_factor: See `slow`.
-        replace: A process is started in the place of a rank that has died, with its number. It measures its own speed
-            while the others go on, and joins them at a rest, from the checkpoint that is written there. Where none can
-            join (without mpirun --with-ft ulfm of Open MPI 5, with a controller, without a run folder, by a plan) true
-            is refused: there requeue the job and resume with more ranks.
+        replace: A process is started in the place of a rank that has died, with its number, or, without MPI, whoever
+            calls hetsync join may start one. It measures its own speed while the others go on, and joins them at a
+            rest, from the checkpoint that is written there. Where none can join (where a rank's death ends the job,
+            with a controller, without a run folder, by a plan) true is refused: there requeue the job and resume with
+            more ranks.
         inject: Faults to put into the job, to see what becomes of it, each {kind: die, rank: 3, round: 40, when:
             during}. Kinds are die, stop (with `seconds`, or for ever), slow (`factor`), exit, raise, memory,
             not_finite, corrupt and drop (a message), delay (`seconds`) and disk_full; `when` is before, during (the

@@ -105,9 +105,9 @@ def _without_mpi(timeout_seconds: float, tolerant: bool) -> tuple[Messages, Sums
 def _newcomer(timeout_seconds: float) -> Plane:
     from hetsync.plane.choice import ChosenPlane
     from hetsync.plane.store import StoreMessages, StoreSums
-    from hetsync.plane.store_places import StoreNewcomer, asked
+    from hetsync.plane.store_places import StoreNewcomer, asked, first_connection
 
-    newcomer = StoreNewcomer(asked().connect())
+    newcomer = StoreNewcomer(first_connection())
     messages = StoreMessages(asked(newcomer, timeout_seconds), tolerant=True, newcomer=newcomer)
     return ChosenPlane(messages, StoreSums(messages), "torch", "hetsync join has started this process", timeout_seconds)
 

@@ -38,9 +38,8 @@ class Rendezvous:
         try:
             store = _tcp_store(self.host, self.port, self.timeout_seconds, is_master=False)
         except RuntimeError as error:
-            who = f"rank {self.rank}" if self.rank >= 0 else "this process"
             raise OwnMistakeError(
-                f"{who} does not reach the store of torch at {self.host}, port {self.port}"
+                f"rank {self.rank} does not reach the store of torch at {self.host}, port {self.port}"
                 f" ({cause(error)}): is the name right, and the port open between the hosts?"
             ) from error
         store.set_timeout(ENDLESS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -184,3 +185,16 @@ def asked(newcomer: StoreNewcomer | None = None, timeout_seconds: float = SECOND
     told = json.loads(os.environ[ASKS])
     rank, size = (-1, 0) if newcomer is None else (newcomer.rank, newcomer.ranks_at_start)
     return Rendezvous(told["host"], told["port"], rank, size, told["prefix"], timeout_seconds)
+
+
+def first_connection() -> dist.Store:
+    """To that store. UserError where nobody answers: torch would wait, and say so in its own way."""
+    at = asked()
+    try:
+        socket.create_connection((at.host, at.port), SECONDS_TO_ASK).close()
+    except OSError as error:
+        raise UserError(
+            f"the job does not answer at {at.host}, port {at.port} ({error}): it has ended, or that port of"
+            " rank 0's host is not open to this one; requeue the job, and resume with more ranks"
+        ) from error
+    return at.connect()

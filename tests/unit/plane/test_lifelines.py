@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import torch.distributed as dist
@@ -49,6 +50,32 @@ def test_whoever_comes_first_ends_the_epoch() -> None:
     ((kind, _),) = roll.come(1)
     assert kind == "over"
     assert roll.come(0) == [["left", 1, [0, 1]]]
+
+
+def test_a_newcomer_is_let_in_once_all_want_it_and_it_is_there() -> None:
+    roll = Roll([0, 1])
+    assert roll.let_in(0, 0, 2) == []
+    assert roll.knock(2) == []
+    assert roll.let_in(1, 0, 2) == [["left", 1, [0, 1, 2]]]
+    assert roll.gone(2) == [["over", "rank 2 has gone"]], "it is one of them"
+    late = Roll([0, 1])
+    late.let_in(0, 0, 2)
+    late.let_in(1, 0, 2)
+    assert late.knock(2) == [["left", 1, [0, 1, 2]]]
+
+
+def test_a_death_meanwhile_keeps_it_out() -> None:
+    roll = Roll([0, 1, 3])
+    roll.knock(2)
+    roll.let_in(0, 0, 2)
+    assert roll.gone(3) == [["over", "rank 3 has gone"]]
+    assert roll.let_in(1, 0, 2) == [], "of an epoch that is over"
+    roll.come(0)
+    assert roll.come(1) == [["left", 1, [0, 1]]]
+    assert roll.let_in(0, 1, 2) == []
+    assert roll.let_in(1, 0, 2) == [], "a word of before"
+    roll.turn_away(2)
+    assert roll.let_in(1, 1, 2) == [], "it has gone"
 
 
 @pytest.fixture
@@ -112,6 +139,52 @@ def test_who_still_waits_for_rank_0_s_host_is_ended(
         lifelines[1].close()
     lifelines[1]._follower.join(SECONDS)
     assert left == ([] if ends else [1])
+
+
+def without_the_last(lifelines: list[Lifeline]) -> list[Lifeline]:
+    lifelines.pop().close()
+    with ThreadPoolExecutor(len(lifelines)) as threads:
+        list(threads.map(lambda lifeline: lifeline.next_epoch(SECONDS), lifelines))
+    return lifelines
+
+
+def test_a_newcomer_is_one_of_them(lifelines: list[Lifeline]) -> None:
+    left = without_the_last(lifelines)
+    door = left[0].open_door(SECONDS)
+    with ThreadPoolExecutor(RANKS) as threads:
+        entered = threads.submit(Lifeline.of_newcomer, 2, "127.0.0.1", door, SECONDS)
+        assert list(threads.map(lambda lifeline: lifeline.let_in(2, SECONDS), left)) == [True, True]
+        lifelines.append(entered.result(SECONDS))
+    assert [(each.epoch, each.ranks) for each in lifelines] == [(2, (0, 1, 2))] * RANKS
+    lifelines.pop(1).close()
+    for lifeline in lifelines:
+        assert lifeline.await_word(2, SECONDS)
+        assert lifeline.why == "rank 1 has gone"
+
+
+def test_who_does_not_come_is_not_waited_for(lifelines: list[Lifeline]) -> None:
+    left = without_the_last(lifelines)
+    left[0].open_door(SECONDS)
+    with ThreadPoolExecutor(RANKS) as threads:
+        assert list(threads.map(lambda lifeline: lifeline.let_in(2, 0.1), left)) == [False, False]
+        list(threads.map(lambda lifeline: lifeline.next_epoch(SECONDS), left))
+    assert [each.ranks for each in left] == [(0, 1)] * 2
+
+
+def test_strangers_at_the_door_hold_up_nobody(lifelines: list[Lifeline]) -> None:
+    left = without_the_last(lifelines)
+    port, token = left[0].open_door(SECONDS)
+    with ExitStack() as held:
+        silent = [held.enter_context(socket.create_connection(("127.0.0.1", port), SECONDS)) for _ in range(20)]
+        assert silent[0].recv(1) == b"", "only so many wait"
+        for greeting in (b'[2, "guess"]\n', b"GET / HTTP/1.0\r\n\r\n", f'["2", "{token}"]\n'.encode()):
+            stranger = held.enter_context(socket.create_connection(("127.0.0.1", port), SECONDS))
+            stranger.sendall(greeting)
+            assert stranger.recv(1) == b""
+        with ThreadPoolExecutor(RANKS) as threads:
+            entered = threads.submit(Lifeline.of_newcomer, 2, "127.0.0.1", (port, token), SECONDS)
+            assert all(threads.map(lambda lifeline: lifeline.let_in(2, SECONDS), left))
+            lifelines.append(entered.result(SECONDS))
 
 
 def test_who_leaves_at_the_end_has_not_died(lifelines: list[Lifeline]) -> None:

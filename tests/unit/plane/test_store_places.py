@@ -1,0 +1,82 @@
+"""Places of ranks that have gone, by a store within one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from hetsync.plane import codec, store_places
+from hetsync.plane.base import LostError
+from hetsync.plane.store_places import OVER, First, StoreNewcomer, StoreSummoned
+
+SECONDS = 20.0
+
+
+@pytest.fixture(autouse=True)
+def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Statuses of those who have left; in life the process ends there."""
+    statuses: list[int] = []
+
+    def leave(status: int) -> None:
+        statuses.append(status)
+        raise SystemExit(status)
+
+    monkeypatch.setattr(store_places, "leave", leave)
+    for name in ("POLL_SECONDS", "ALIVE_SECONDS"):
+        monkeypatch.setattr(store_places, name, 0.01)
+    return statuses
+
+
+def opened(store: dist.Store, rank: int) -> StoreSummoned:
+    return StoreSummoned(store, First(rank, 4, (1, "word"), codec.dumps(f"rank {rank}")))
+
+
+def until(done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_each_place_has_one_newcomer_which_is_invited() -> None:
+    store = dist.HashStore()
+    places = [opened(store, 2), opened(store, 3)]
+    newcomers = [StoreNewcomer(store) for _ in places]
+    assert [(each.rank, each.ranks_at_start, each.door, each.told) for each in newcomers] == [
+        (2, 4, (1, "word"), "rank 2"),
+        (3, 4, (1, "word"), "rank 3"),
+    ]
+    newcomers[0]._place.tell("ready", "fast")
+    until(lambda: places[0].ready == "fast")
+    places[0].invite("welcome")
+    assert newcomers[0].knock("fast").told == "welcome"
+    assert places[1].ready is None
+
+
+def test_who_gives_no_sign_of_life_loses_its_place(monkeypatch: pytest.MonkeyPatch, left: list[int]) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(store_places, "SILENT_SECONDS", 0.2)
+    place = opened(store, 2)
+    time.sleep(0.3)
+    assert not place.gone, "whoever may take it still has time"
+    newcomer = StoreNewcomer(store)
+    newcomer._place.count("alive", 1)
+    newcomer._entering.set()  # which ends its signs of life
+    until(lambda: place.gone)
+    with pytest.raises(LostError, match="has gone"):
+        place.invite("welcome")
+    store.set(OVER, "")
+    with pytest.raises(SystemExit):
+        StoreNewcomer(store)  # nobody takes the same place again
+    assert left == [0]
+
+
+def test_who_is_not_needed_leaves(left: list[int]) -> None:
+    store = dist.HashStore()
+    place = opened(store, 2)
+    StoreNewcomer(store)
+    place.dismiss(0)
+    until(lambda: left == [0])
