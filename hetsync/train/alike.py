@@ -17,6 +17,7 @@ from hetsync.train.prepared import TrainingLoader
 
 Description = Mapping[str, Any]  # by what a sentence calls it
 OF_A_DEVICE = {"params", "foreach", "fused", "capturable"}  # in an optimizer's group
+OF_A_START = {"resume", "fault.inject"}  # which a rank that joins later does not repeat
 OF_EACH_RANK = {"run.device", "run.dir"}  # rank 0's folder is taken
 
 
@@ -30,6 +31,17 @@ def require_alike(plane: Plane, when: str, mine: Description) -> None:
                 raise UserError(
                     f"{name} is {brief(other)} on rank {rank}, but {brief(first)} on rank 0: give all ranks the same"
                 )
+
+
+def require_as_told(theirs: Description, mine: Description) -> None:
+    """On a rank that joins a job under way: UserError that names the first thing in which it differs from the job."""
+    for name in {**theirs, **mine}:
+        job, other = (each.get(name, "missing") for each in (theirs, mine))
+        if name not in OF_A_START and job != other:
+            raise UserError(
+                f"{name} is {brief(other)} in the process that joins, but {brief(job)} in the job: start it with the"
+                " job's own command, code and recipe"
+            )
 
 
 def settings_described(config: Config, keep: bool, resume: Any) -> Description:

@@ -33,7 +33,7 @@ from hetsync.plane.unclosed import Unclosed
 from hetsync.profiling.measure import autocast
 from hetsync.stop_signal import StopSignal
 from hetsync.train import checkpoint
-from hetsync.train.alike import data_described, parts_described, require_alike, settings_described
+from hetsync.train.alike import data_described, parts_described, require_alike, require_as_told, settings_described
 from hetsync.train.best import Best, Mode, comparable
 from hetsync.train.display import Shows
 from hetsync.train.evaluation import Combine, EvaluationLoader, Part, by_rank, check_callable, combined, named, on_cpu
@@ -101,7 +101,9 @@ class Job:
         with contextlib.ExitStack() as held:
             self.folder, loaded = None, None
             if keep and plane.newcomer is not None:
-                self.folder = held.enter_context(shared_folder(Path(summons_of(plane.newcomer).folder)))
+                summons = summons_of(plane.newcomer)
+                require_as_told(summons.settings, settings_described(config, keep, resume))
+                self.folder = held.enter_context(shared_folder(Path(summons.folder)))
             elif keep:
                 self.folder, resumed = held.enter_context(opened_folder(plane, config.run, resume))
                 loaded = checkpoint.load_agreed(self.folder, plane) if resumed else None
@@ -240,15 +242,18 @@ class Job:
         prepared, parts, loaded = self._prepared, self._prepared.parts, self._at.loaded
         parts.check(self.device)
         data = data_described(prepared.training_data, prepared.test_loaders, prepared.total)
-        require_alike(self.plane, "the first loop or evaluation", {**parts_described(parts), **data})
+        described = {**parts_described(parts), **data}
+        require_alike(self.plane, "the first loop or evaluation", described)
         if loaded is not None and loaded.state:
             checkpoint.check_model(loaded, parts.model)
             parts.restore_roles(loaded.state)
+        if self.plane.newcomer is not None:
+            require_as_told(summons_of(self.plane.newcomer).prepared, described)
         parts.make_rates(prepared.training_data.batch_size, prepared.interval_samples)
         finished = self.finished_at(prepared.total)
         if finished is not None:
             self.print(finished)
-        self._running = Running(self._at, prepared, self._shown, finished is not None)
+        self._running = Running(self._at, prepared, self._shown, finished is not None, described)
         return self._running
 
     # The loop.

@@ -9,10 +9,10 @@ from __future__ import annotations
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from hetsync.balance.profile import RankProfile
 from hetsync.errors import UserError, announce, complain
@@ -29,9 +29,12 @@ SECONDS_FOR_A_REST = 60.0  # to come, before it is asked for once more
 
 @dataclass(frozen=True)
 class Summons:
-    """What a newcomer is told at its start: the run folder, and what is known of all ranks."""
+    """What a newcomer is told at its start: the run folder, what is known of all ranks, and how the job's settings and
+    what it has prepared are described (`alike.py`), as its own must be."""
 
     folder: str
+    settings: Mapping[str, Any]
+    prepared: Mapping[str, Any]
     places: Sequence[Place]
     profiles: Sequence[RankProfile]
 

@@ -33,6 +33,7 @@ from hetsync.sync.observation import mean_staleness
 from hetsync.sync.tail import travelling_values
 from hetsync.telemetry import Telemetry
 from hetsync.train import checkpoint
+from hetsync.train.alike import Description, settings_described
 from hetsync.train.control_factory import control_factory
 from hetsync.train.display import Shows, make_display
 from hetsync.train.evaluation import Evaluations, by_rank, combined, named, record
@@ -98,8 +99,11 @@ class Running:
     looped_from: Samples applied when the loop over batches began.
     """
 
-    def __init__(self, at: Workplace, prepared: Preparation, shown: Shown, finished: bool) -> None:
-        """Collective."""
+    def __init__(
+        self, at: Workplace, prepared: Preparation, shown: Shown, finished: bool, described: Description
+    ) -> None:
+        """Collective. `described`: what is prepared, as it was before it was touched."""
+        self._described = described
         loader = prepared.training_data
         self.at = at
         self._newcomer = at.plane.newcomer
@@ -183,7 +187,13 @@ class Running:
     # A rank that joins while the job runs.
 
     def _summons(self) -> Summons:
-        return Summons(str(self.at.folder), self.at.places, self.profiles)
+        return Summons(
+            folder=str(self.at.folder),
+            settings=settings_described(self.at.config, keep=True, resume=False),
+            prepared=self._described,
+            places=self.at.places,
+            profiles=self.profiles,
+        )
 
     def _enter(self, newcomer: Newcomer) -> None:
         """Come to the others' rest, and stand where they stand."""
