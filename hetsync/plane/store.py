@@ -180,7 +180,8 @@ class StoreMessages(Messages):
     # The end.
 
     def abort(self, code: int) -> NoReturn:
-        if self.newcomer is not None:
+        if isinstance(self.newcomer, StoreNewcomer):
+            self.newcomer.give_up()
             leave(code)  # the others go on
         self._lifeline.end_job(code)
 

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch.distributed as dist
@@ -81,8 +81,10 @@ class StoreSummoned(Summoned):
                 beats = heard
                 if heard != before or not heard:
                     since = time.monotonic()
-                elif time.monotonic() - since > SILENT_SECONDS:
-                    complain(f"the process that was to take the place of rank {self._rank} gives no sign of life")
+                silent = time.monotonic() - since > SILENT_SECONDS
+                if silent or self._place.hear("given up"):
+                    how = "gives no sign of life" if silent else "has given up"
+                    complain(f"the process that was to take the place of rank {self._rank} {how}")
                     self._place.tell("dismissal", True)
                     self.gone = True
                     return
@@ -151,6 +153,11 @@ class StoreNewcomer(Newcomer):
     @property
     def told(self) -> Any:
         return codec.loads(self._told)
+
+    def give_up(self) -> None:
+        """It is about to end: the place is free at once."""
+        with suppress(RuntimeError):
+            self._place.tell("given up", True)
 
     def knock(self, told: Any) -> Invitation:
         try:

@@ -74,6 +74,17 @@ def test_who_gives_no_sign_of_life_loses_its_place(monkeypatch: pytest.MonkeyPat
     assert left == [0]
 
 
+def test_who_gives_up_leaves_the_place_to_another_at_once(left: list[int]) -> None:
+    store = dist.HashStore()
+    place = opened(store, 2)
+    StoreNewcomer(store).give_up()
+    until(lambda: place.gone)
+    again = opened(store, 2)
+    assert StoreNewcomer(store).rank == 2
+    again.dismiss(0)
+    until(lambda: left == [0, 0])
+
+
 def test_who_is_not_needed_leaves(left: list[int]) -> None:
     store = dist.HashStore()
     place = opened(store, 2)
