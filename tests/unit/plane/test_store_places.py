@@ -14,6 +14,8 @@ from hetsync.plane.store_places import OVER, First, StoreNewcomer, StoreSummoned
 
 SECONDS = 20.0
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of who leaves
+
 
 @pytest.fixture(autouse=True)
 def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
