@@ -40,6 +40,7 @@ class Telemetry:
         self._path = path
         self._clock = clock
         self._lock = threading.Lock()
+        self._records: deque[tuple[str, float, Fields]] = deque()  # of tasks and rounds, no text yet
         self._lines: deque[str] = deque(maxlen=KEPT)
         self._unwritable = Trouble()
         self._origin = clock()
@@ -59,7 +60,8 @@ class Telemetry:
             if not self._started:
                 self._start(self._path)
             if kind not in SEVERAL:
-                self._lines.append(self._line(kind, now, **fields))
+                self._write_out()
+                self._lines.append(self._line(kind, now, fields))
             elif now - self._origin >= self._told[kind] + self._interval():
                 self._tell(kind, now, fields)
             else:
@@ -72,7 +74,7 @@ class Telemetry:
         self._started = True
         with contextlib.suppress(OSError):
             self._bytes = path.stat().st_size
-        self._lines.append(self._line("start", self._origin, wall_clock=self._began, format=FORMAT))
+        self._lines.append(self._line("start", self._origin, {"wall_clock": self._began, "format": FORMAT}))
 
     def _interval(self) -> float:
         """Seconds between two lines of a kind, by the size of the file: also over resumes."""
@@ -90,9 +92,14 @@ class Telemetry:
             fields = {**(held if fields is None else SEVERAL[kind](held, fields)), "since": self._told[kind]}
         if fields is not None:
             self._told[kind] = round(now - self._origin, 6)
-            self._lines.append(self._line(kind, now, **fields))
+            self._records.append((kind, now, fields))
 
-    def _line(self, kind: str, now: float, **fields: Any) -> str:
+    def _write_out(self) -> None:
+        """Make text of the records, many at once: one between two slices finds the code for it out of the cache."""
+        while self._records:
+            self._lines.append(self._line(*self._records.popleft()))
+
+    def _line(self, kind: str, now: float, fields: Fields) -> str:
         line = json_text({"kind": kind, "at": round(now - self._origin, 6), **fields})
         self._bytes += len(line) + 1
         return line
@@ -106,6 +113,7 @@ class Telemetry:
                 self._flush(self._path)
 
     def _flush(self, path: Path) -> None:
+        self._write_out()
         if not self._lines:
             return
         try:

@@ -231,7 +231,7 @@ class Coordinator:
         new = rebalanced(old, self.speeds.times(ranks), total, caps, pins)
         if new != old:
             if self._rule is not None:
-                self._rule.restart(self.machine.version)
+                self._rule.forget_promise()
             self._deliver(self.machine.handle(SharesChanged(dict(zip(ranks, new, strict=True)))))
 
     def _take_over(self) -> list[Instruction]:

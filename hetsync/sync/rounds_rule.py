@@ -130,9 +130,14 @@ class RoundsRule:
         window.wait_seconds += wait_seconds
 
     def restart(self, version: int) -> None:
-        """Ranks or shares have changed: what was seen before is of no use, nor what was promised."""
-        self._promised = None
+        """Ranks have changed: what was seen before is of no use, nor what was promised."""
+        self.forget_promise()
         self._settle(version)
+
+    def forget_promise(self) -> None:
+        """Shares have changed: what follows does not tell the last step's effect alone. What rounds take of a slice has
+        hardly changed: shares that are often moved would keep a window that began anew from ever being full."""
+        self._promised = None
 
     def _settle(self, version: int) -> None:
         self._settling.clear()

@@ -177,6 +177,20 @@ def test_a_resumed_run_goes_on_as_rarely(path: Path, clock: Clock) -> None:
     assert lines[0]["since"] == 0.0
 
 
+def test_lines_come_in_the_order_of_the_records(path: Path, clock: Clock) -> None:
+    told = Telemetry(path, clock)
+    spent = {"compute_seconds": 0.25, "data_seconds": 0.0, "wait_seconds": 0.0}
+    told.record("piece", piece=0, samples=8, slices=1, version=0, loss=1.0, **spent)
+    shares = [8, 8]
+    told.record("shares", shares=shares)
+    shares[0] = 9  # a line tells what was
+    told.record("round", round=0, seconds=0.5, staleness=1)
+    told.close()
+    found = records(path)
+    assert [record["kind"] for record in found] == ["start", "piece", "shares", "round"]
+    assert found[2]["shares"] == [8, 8]
+
+
 def test_a_start_tells_the_format(path: Path) -> None:
     told = Telemetry(path)
     told.record("piece", number=0)

@@ -12,6 +12,7 @@ from virtual import make_machine
 
 from hetsync.balance.profile import StepTime
 from hetsync.balance.speed_tracker import LEAST_OBSERVATIONS, SHIFT_TASKS, Speeds
+from hetsync.config.schema import SyncConfig
 from hetsync.errors import UserError
 from hetsync.sync.coordinator import MOST_TASKS_HELD, Coordinator, as_messages, tasks_held_alone
 from hetsync.sync.messages import (
@@ -30,6 +31,7 @@ from hetsync.sync.messages import (
     TaskStarted,
 )
 from hetsync.sync.recovery import Action, Books, Decision, Report, decide
+from hetsync.sync.rounds_rule import GREATER_QUORUM, SETTLING_TASKS, WINDOW_TASKS, rule_for
 from hetsync.sync.state_machine import LEAST_TASKS_HELD, RoundStateMachine
 from hetsync.train.running import Running
 
@@ -44,7 +46,7 @@ def speeds(*seconds_per_sample, fixed=0.0):
 class Office:
     """A coordinator of two ranks, and what it has sent."""
 
-    def __init__(self, shares=(8, 8), settings=None, rebalance=True, total=100_000):
+    def __init__(self, shares=(8, 8), settings=None, rebalance=True, total=100_000, **options):
         self.messages = []
         self.machine: RoundStateMachine = make_machine(list(shares), settings or Settings(8, 0.1), total)
         self.coordinator = Coordinator(
@@ -52,16 +54,18 @@ class Office:
             speeds(*[1.0] * len(shares)),
             as_messages(self.machine, lambda messages: self.messages.extend(messages.items())),
             rebalance=rebalance,
+            **options,
         )
         self.coordinator.start()
         self.version = dict.fromkeys(range(len(shares)), 0)
 
-    def work(self, rank, seconds_per_sample=1.0, loss_sum=0.0):
+    def work(self, rank, seconds_per_sample=1.0, loss_sum=0.0, rounds_part=0.0):
         """The rank does its next task; whatever rounds result are complete at once."""
         number, samples = self._next(rank)
         self.coordinator.handle([TaskStarted(rank, number, self.machine.version)])
         sent = len(self.messages)
-        self.coordinator.handle([TaskFinished(rank, number, samples, samples * seconds_per_sample, loss_sum)])
+        seconds = samples * seconds_per_sample
+        self.coordinator.handle([TaskFinished(rank, number, samples, seconds, loss_sum, rounds_part * seconds)])
         for started in [i for to, message in self.messages[sent:] if to == min(self.machine.members) for i in message]:
             if isinstance(started, StartRound):
                 self._complete(started)
@@ -149,6 +153,21 @@ def test_a_jump_in_speed_moves_shares_after_three_tasks():
         office.work(0)
         office.work(1, 3.0)
     assert office.shares == [60, 20]
+
+
+def test_shares_that_move_often_do_not_keep_the_rule_from_making_rounds_fewer():
+    changes = []
+    office = Office(settings=Settings(8, 0.25), rule=rule_for(SyncConfig()), on_rounds_change=changes.append)
+    tasks = SETTLING_TASKS + WINDOW_TASKS - 2  # of each rank, from one speed to the next
+    moves, shares = 0, (8, 8)
+    for turn in range(4):
+        for _ in range(tasks):
+            for rank in (0, 1):
+                office.work(rank, 1.0 + (rank == turn % 2), rounds_part=0.2)
+            before, shares = shares, tuple(member.share for member in office.machine.members.values())
+            moves += shares != before
+    assert moves >= 4
+    assert [(change.quorum, change.work) for change in changes] == [(GREATER_QUORUM, pytest.approx(0.2))]
 
 
 def test_small_tasks_before_a_rest_tell_nothing_of_a_ranks_speed():

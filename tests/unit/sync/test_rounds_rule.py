@@ -93,7 +93,7 @@ def test_a_doubling_that_saves_too_little_is_taken_back_and_tried_again_ever_mor
     assert job.windows(lambda k: (0.0, 0.5), 4 * RETRY_WINDOWS) == [1] * (4 * RETRY_WINDOWS - 1) + [2]
 
 
-def test_a_window_is_long_enough_to_be_more_than_a_moment_and_ends_where_shares_change():
+def test_a_window_is_long_enough_to_be_more_than_a_moment_and_ends_where_ranks_change():
     rule = rule_for(K_BY_RULE)
     for _ in range(SETTLING_TASKS + 99):
         for rank in SHARES:
@@ -233,10 +233,11 @@ def test_a_step_that_saves_too_little_is_taken_back_to_where_it_came_from():
     assert (back.accumulation, back.quorum) == (1, 0.25)
 
 
-def test_what_was_promised_to_other_ranks_is_forgotten():
+@pytest.mark.parametrize("change", [lambda job: job.rule.restart(job.version), lambda job: job.rule.forget_promise()])
+def test_what_was_promised_to_other_ranks_or_shares_is_forgotten(change):
     job = Job(sync=BY_RULE)
     assert job.window(lambda k: (0.1, 0.0)).quorum == GREATER_QUORUM
-    job.rule.restart(job.version)
+    change(job)
     assert job.window(lambda k: (0.1, 0.0)) is None
 
 
