@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -16,6 +16,23 @@ def parts_by_speed(times: Sequence[StepTime], samples: int) -> tuple[int, ...]:
         return speed_shares(times, samples)
     fastest = sorted(range(len(times)), key=lambda place: (times[place].seconds(1), place))[:samples]
     return tuple(int(place in fastest) for place in range(len(times)))
+
+
+def bounds_of_pieces(parts: Iterable[Sequence[int]]) -> list[int]:
+    """Where the pieces of a micro-batch begin, and the end of the last. `parts`: of each stage, those of its ranks."""
+    return sorted({0, *(end for sizes in parts for end in accumulate(sizes))})
+
+
+def pieces_by_rank(parts: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
+    """By stage and rank, the samples of each piece that the rank computes, one pass after another."""
+    pieces = [*pairwise(bounds_of_pieces(parts))]
+    return [
+        [
+            tuple(end - begin for begin, end in pieces if first <= begin < last)
+            for first, last in pairwise(accumulate(sizes, initial=0))
+        ]
+        for sizes in parts
+    ]
 
 
 @dataclass(frozen=True)
@@ -34,8 +51,8 @@ class Division:
 
     def pieces(self, samples: int) -> tuple[int, ...]:
         """Samples of each piece of a micro-batch, in order."""
-        ends = {end for stage in range(len(self.stages)) for end in accumulate(self._parts(stage, samples))}
-        return tuple(end - begin for begin, end in pairwise(sorted({0, *ends})))
+        parts = (self._parts(stage, samples) for stage in range(len(self.stages)))
+        return tuple(end - begin for begin, end in pairwise(bounds_of_pieces(parts)))
 
     def owners(self, stage: int, samples: int) -> tuple[int, ...]:
         """The rank that computes each piece of a micro-batch in a stage."""

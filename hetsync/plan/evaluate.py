@@ -23,7 +23,7 @@ from hetsync.config.schema import SyncConfig
 from hetsync.emulation.cluster import Cluster
 from hetsync.emulation.jitter import likely_factors
 from hetsync.errors import UserError
-from hetsync.plan.division import parts_by_speed
+from hetsync.plan.division import parts_by_speed, pieces_by_rank
 from hetsync.plan.graph import BATCH, BlockCost, BlockGraph
 from hetsync.plan.pipeline import Send, Worker, end_times
 from hetsync.plan.placement import Placement, Replica
@@ -334,12 +334,13 @@ class Evaluator:
         sizes = micro_batch_sizes(share, replica.micro_batches)
         parts = {size: [self._split(stage.ranks, size) for stage in stages] for size in set(sizes)}
         workers = tuple((index, rank) for index, stage in enumerate(stages) for rank in stage.ranks)
+        pieces = {size: pieces_by_rank(parts[size]) for size in parts}
         sends = {size: self._sends(staged, workers, parts[size]) for size in parts}
         work = []
         for place, (index, rank) in enumerate(workers):
-            part_of = {size: parts[size][index][stages[index].ranks.index(rank)] for size in parts}
-            forward = {size: self._seconds(staged, index, rank, part, backward=False) for size, part in part_of.items()}
-            backward = {size: self._seconds(staged, index, rank, part, backward=True) for size, part in part_of.items()}
+            own = {size: pieces[size][index][stages[index].ranks.index(rank)] for size in parts}
+            forward = {size: self._seconds(staged, index, rank, each, backward=False) for size, each in own.items()}
+            backward = {size: self._seconds(staged, index, rank, each, backward=True) for size, each in own.items()}
             order = schedule(len(sizes), staged.in_flight[index])
             work.append(
                 Worker(
@@ -360,8 +361,10 @@ class Evaluator:
             self._parts[key] = parts_by_speed([self.times[rank] for rank in ranks], size)
         return self._parts[key]
 
-    def _seconds(self, staged: _Staged, stage: int, rank: int, samples: int, backward: bool) -> float:
-        return float(staged.figures[stage, BACKWARD if backward else FORWARD]) * self.times[rank].seconds(samples)
+    def _seconds(self, staged: _Staged, stage: int, rank: int, pieces: Sequence[int], backward: bool) -> float:
+        """Of a micro-batch, whose pieces go through the stage one after another."""
+        part = float(staged.figures[stage, BACKWARD if backward else FORWARD])
+        return part * sum(self.times[rank].seconds(samples) for samples in pieces)
 
     def _sends(
         self, staged: _Staged, workers: Sequence[tuple[int, int]], parts: Sequence[tuple[int, ...]]

@@ -69,5 +69,6 @@ class Lockstep:
         self._sums.finish(1.0, own / sum(each.samples for each in micro_batches))
 
 
-def samples_of(pieces: Sequence[OwnPiece]) -> int:
-    return sum(each.piece.samples for each in pieces)
+def sizes_of(pieces: Sequence[OwnPiece]) -> list[int]:
+    """Samples of each."""
+    return [each.piece.samples for each in pieces]

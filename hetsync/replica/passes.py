@@ -30,25 +30,27 @@ class Passes:
         self.slices += 1
 
     @contextmanager
-    def timed(self, samples: int, backward: bool) -> Iterator[None]:
-        """Around a pass of so many samples of a micro-batch; where there are none, nothing passes."""
-        if not samples:
+    def timed(self, pieces: Sequence[int], backward: bool) -> Iterator[None]:
+        """Around the passes of a micro-batch's pieces, of so many samples each; where there are none, nothing
+        passes."""
+        if not pieces:
             yield
             return
         began = self._clock()
         yield
         spent = self._clock() - began
-        self.samples += 0 if backward else samples
+        self.samples += 0 if backward else sum(pieces)
         self.real_seconds += spent
-        self.seconds += self._whole(began, spent, samples, backward)
+        self.seconds += self._whole(began, spent, pieces, backward)
 
-    def _whole(self, began: float, spent: float, samples: int, backward: bool) -> float:
-        """Returns once the pass is over; its seconds."""
+    def _whole(self, began: float, spent: float, pieces: Sequence[int], backward: bool) -> float:
+        """Returns once the passes are over; their seconds."""
         return spent
 
 
 class EmulatedPasses(Passes):
-    """Each pass of n samples takes its part of the seconds of the device's whole step, times the slice's jitter.
+    """The pass of a piece of n samples takes its part of the seconds of the device's whole step, times the slice's
+    jitter.
 
     A pass counts as begun earlier by as much as sleep ended late in the one before, as `EmulatedDevice` has it.
     """
@@ -77,8 +79,9 @@ class EmulatedPasses(Passes):
         self._samples_before += samples
         self._overslept, self._overrun = 0.0, False
 
-    def _whole(self, began: float, spent: float, samples: int, backward: bool) -> float:
-        duration = self._parts[backward] * self._time.seconds(samples) * self._factor
+    def _whole(self, began: float, spent: float, pieces: Sequence[int], backward: bool) -> float:
+        whole = sum(self._time.seconds(samples) for samples in pieces)
+        duration = self._parts[backward] * whole * self._factor
         left = duration - spent - self._overslept
         self._overslept = 0.0
         if left > 0:

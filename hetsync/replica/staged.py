@@ -28,7 +28,7 @@ from hetsync.plan.schedule import schedules, stage_order
 from hetsync.plane.base import Channels
 from hetsync.replica.base import MicroBatch, Replica, copy_on_host, own_part, scale_to, squared_norms
 from hetsync.replica.exchange import Exchange
-from hetsync.replica.lockstep import Lockstep, samples_of
+from hetsync.replica.lockstep import Lockstep, sizes_of
 from hetsync.replica.passes import Passes
 from hetsync.replica.scores import StagedScores, stages_of_blocks
 
@@ -220,7 +220,7 @@ class StagedReplica(Replica):
             for source in sorted(self._part.reads.keys() - self._part.late):
                 inputs[place].update(self._exchange.receive(ways[source][place]))
         under_way = {}
-        with self.passes.timed(samples_of(own), backward=False):
+        with self.passes.timed(sizes_of(own), backward=False):
             for place, _ in own:
                 under_way[place] = Pass(self._part, calls[place], inputs[place])
         for place, one in under_way.items():
@@ -246,7 +246,7 @@ class StagedReplica(Replica):
                 for name, gradients in zip(names, self._exchange.receive_gradients(ways[target][place]), strict=True):
                     one.add_gradients(name, gradients)
         loss = 0.0
-        with self.passes.timed(samples_of(own), backward=True):
+        with self.passes.timed(sizes_of(own), backward=True):
             for place, piece in own:
                 if self._stage == self._last:
                     loss += self._loss_of(under_way[place], piece.batch, piece.samples / samples)

@@ -16,7 +16,7 @@ from hetsync.plan.calls import Scored
 from hetsync.plan.division import WHOLE, Division
 from hetsync.plane.base import Channels
 from hetsync.replica.base import MicroBatch, Replica, copy_on_host, own_part, scale_to, squared_norms
-from hetsync.replica.lockstep import Lockstep, samples_of
+from hetsync.replica.lockstep import Lockstep, sizes_of
 from hetsync.replica.passes import Passes
 
 
@@ -55,9 +55,9 @@ class WholeReplica(Replica):
         self._lockstep.begin()
         for index, each in enumerate(micro_batches):
             own = self._lockstep.own(each)
-            with self.memory.saving(index), self.passes.timed(samples_of(own), backward=False):
+            with self.memory.saving(index), self.passes.timed(sizes_of(own), backward=False):
                 losses = [self._loss(self.model, piece.batch) * (piece.samples / samples) for _, piece in own]
-            with self.passes.timed(samples_of(own), backward=True):
+            with self.passes.timed(sizes_of(own), backward=True):
                 for loss in losses:
                     loss.backward()
             self.memory.freed(index)

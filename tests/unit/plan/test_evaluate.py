@@ -327,6 +327,16 @@ def test_a_batch_without_a_sample_for_every_micro_batch():
         evaluator.evaluate(many)
 
 
+def test_a_stage_beside_one_that_ranks_share_runs_every_piece_by_itself():
+    """Micro-batches of 8 become pieces of 4 and 4, each of which costs what is fixed."""
+    times = [StepTime(6, 6)] * 3
+    evaluator = Evaluator(graph("ab"), [cost(1, 2)] * 2, cluster(3), times, Training(8))
+    shared = Replica((Stage((0, 1), (0,)), Stage((2,), (1,))), 8)
+    found = evaluator.evaluate(Placement((shared,)))
+    # Half of a step on 4 samples, then on twice as many: forward, all of the last stage, and backward.
+    assert found.step_seconds == pytest.approx((6 + 4 * 6) / 2 + (2 * 6 + 8 * 6) / 2)
+
+
 def test_the_timeline_is_that_of_the_step():
     model, costs = graph("ab"), [cost(1, 2), cost(1, 2)]
     evaluator = Evaluator(model, costs, cluster(2), [StepTime(0, 6)] * 2, Training(2))

@@ -25,7 +25,7 @@ class Clock:
 
 
 def run(passes: Passes, clock: Clock, samples: int, backward: bool, real: float) -> None:
-    with passes.timed(samples, backward):
+    with passes.timed([samples], backward):
         clock.now += real
 
 
@@ -54,6 +54,18 @@ def test_emulated_passes_take_their_part_of_the_devices_step() -> None:
     assert passes.seconds == pytest.approx(clock.now)
     assert passes.real_seconds == pytest.approx(0.3)
     assert passes.overruns == 0
+
+
+def test_every_piece_of_a_micro_batch_costs_an_emulated_device_what_is_fixed() -> None:
+    clock = Clock()
+    passes = EmulatedPasses(StepTime(1.0, 0.5), (0.5, 0.5), clock=clock, sleep=clock.sleep)
+    passes.begin_slice(4)
+    with passes.timed([1, 3], backward=False):
+        clock.now += 0.1
+    with passes.timed([], backward=True):
+        pass
+    assert clock.now == passes.seconds == pytest.approx(0.5 * (2 * 1.0 + 4 * 0.5))
+    assert passes.samples == 4
 
 
 def test_what_sleep_is_late_is_taken_off_the_next_pass() -> None:

@@ -45,6 +45,15 @@ def simulate(stages, edges, sizes, in_flight, links, late=()):
     events, order = [], count()
     ended = [0.0] * len(stages)
 
+    def pieces(rank, m):
+        """How many passes a rank has of a micro-batch: samples go together that all stages leave together."""
+        return len(
+            {
+                tuple(next(j for j, own in enumerate(owned[s, m]) if sample in own) for s in range(len(stages)))
+                for sample in owned[rank[0], m][rank[1]]
+            }
+        )
+
     def partners(rank, m, kind):
         """(Rank that sends for this work, bytes)."""
         stage, place = rank
@@ -70,7 +79,8 @@ def simulate(stages, edges, sizes, in_flight, links, late=()):
         if all(each in inbox[rank] for each in needed(rank, m, kind)):
             busy.add(rank)
             fixed, each = stages[rank[0]][0][rank[1]][kind]
-            heapq.heappush(events, (now + fixed + each * len(owned[rank[0], m][rank[1]]), next(order), "done", rank))
+            seconds = pieces(rank, m) * fixed + each * len(owned[rank[0], m][rank[1]])
+            heapq.heappush(events, (now + seconds, next(order), "done", rank))
 
     def try_to_send(pair, now):
         if pair not in carrying and queues.get(pair):
