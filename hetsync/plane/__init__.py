@@ -12,6 +12,7 @@ from hetsync.launchers import ASKS, half_told, launched_by_mpi, launched_by_torc
 if TYPE_CHECKING:
     from hetsync.plane.base import Messages, Plane, Sums
 
+JOINED = "joined"
 PLANES = ("auto", "mpi", "torch", "horovod", "local")
 
 
@@ -25,7 +26,9 @@ def open_plane(name: str, timeout_seconds: float = 600.0, tolerate: bool = True)
     if name not in PLANES:
         raise UserError(f"plane: {name!r} is unknown; choose one of {', '.join(PLANES)}")
     if ASKS in os.environ:
-        return _newcomer(timeout_seconds)
+        plane = _newcomer(timeout_seconds)
+        os.environ[ASKS] = JOINED
+        return plane
     by_torch, by_mpi = launched_by_torch(), launched_by_mpi()
     if name == "torch" or (name == "auto" and by_torch > 1):
         return _torch(name, by_torch, by_mpi, timeout_seconds, tolerate)
@@ -103,6 +106,11 @@ def _without_mpi(timeout_seconds: float, tolerant: bool) -> tuple[Messages, Sums
 
 
 def _newcomer(timeout_seconds: float) -> Plane:
+    if os.environ[ASKS] == JOINED:
+        raise UserError(
+            "hetsync join has let this process into one job, and its script begins another, which needs all of its"
+            " ranks from the start: start that anew, with resume='auto' for the first"
+        )
     from hetsync.plane.choice import ChosenPlane
     from hetsync.plane.store import StoreMessages, StoreSums
     from hetsync.plane.store_places import StoreNewcomer, asked, first_connection

@@ -55,6 +55,10 @@ class Roll:
         self._let_in: dict[int, int] = {}  # whom, by whom, in this epoch
 
     @property
+    def knocking(self) -> tuple[int, ...]:
+        return tuple(self._knocking)
+
+    @property
     def missing(self) -> tuple[int, ...]:
         """Those who have not come yet."""
         return tuple(rank for rank in self.left if rank not in self._come)
@@ -125,7 +129,7 @@ class Lifeline:
         self._closing = False
         self._closed = threading.Event()
         self._news = threading.Condition()
-        self._door: tuple[int, str] | None = None
+        self._place: tuple[int, str] | None = None  # where the newest newcomer is to knock
         self._hub = hub
         self._connection = connection
         if connection is not None:
@@ -177,14 +181,16 @@ class Lifeline:
             late = named(self._hub.roll.missing if self._hub is not None else [0])
             raise LateError(f"after a rank had gone, the others waited {limit_seconds:.0f} s for {late}")
 
-    def open_door(self, limit_seconds: float) -> tuple[int, str]:
-        """On rank 0: the port at which newcomers knock, and what they have to say there."""
-        self._send("open")
+    def open_door(self, newcomer: int, limit_seconds: float) -> tuple[int, str]:
+        """On rank 0: the port at which the next one of this number is to knock, and what it has to say there. Who was
+        told something else before is not let in any more."""
+        self._place = None
+        self._send("open", newcomer)
         with self._news:
-            self._news.wait_for(lambda: self._door is not None, limit_seconds)
-        if self._door is None:
+            self._news.wait_for(lambda: self._place is not None, limit_seconds)
+        if self._place is None:
             raise LateError(f"rank 0 waited {limit_seconds:.0f} s for a port of its own")
-        return self._door
+        return self._place
 
     def let_in(self, newcomer: int, limit_seconds: float) -> bool:
         """Collective: the next epoch begins with one rank more, the last. False where this one is over, or it does not
@@ -236,7 +242,7 @@ class Lifeline:
                 self._end_epoch(*told)
             elif kind == "door":
                 port, token = told
-                self._door = port, token
+                self._place = port, token
                 self._news.notify_all()
             else:
                 self.epoch, ranks = told
@@ -286,25 +292,40 @@ class _Hub:
         return _Hub(connections, own_end)
 
     def _serve(self) -> None:
-        while self._connections:
-            for rank, word in self._heard(None):
-                if word is None:
-                    self._tell_all([] if self.closing else self.roll.gone(rank))
-                elif word[0] == "come":
-                    self._tell_all(self.roll.come(rank))
-                elif word[0] == "let in":
-                    self._tell_all(self.roll.let_in(rank, *word[1:]))
-                elif word[0] == "open":
-                    self._connections[rank].send("door", *self._open_door())
-                else:
-                    self._end_job(word[1])
+        try:
+            while self._connections:
+                for rank, word in self._heard(None):
+                    self._heed(rank, word)
+        except Exception as error:  # deaf, the ranks would wait for ever
+            complain(f"rank 0 hears of no death any more: {type(error).__name__}: {error}")
+            leave(INTERNAL_ERROR)
         if self._door is not None:
             self._door.close()
 
-    def _open_door(self) -> tuple[int, str]:
+    def _heed(self, rank: int, word: Word | None) -> None:
+        kind, *told = word or [None]
+        if kind is None:
+            self._tell_all([] if self.closing else self.roll.gone(rank))
+        elif kind == "come":
+            self._tell_all(self.roll.come(rank))
+        elif kind == "let in":
+            self._tell_all(self.roll.let_in(rank, *told))
+        elif kind == "open":
+            self._connections[rank].send("door", *self._open_door(*told))
+        else:
+            self._end_job(*told)
+
+    def _open_door(self, newcomer: int) -> tuple[int, str]:
         if self._door is None:
             self._door = _Door(self._selector)
-        return self._door.port, self._door.token
+        self._send_away([newcomer])
+        return self._door.port, self._door.new_token(newcomer)
+
+    def _send_away(self, newcomers: Iterable[int]) -> None:
+        for newcomer in newcomers:
+            self.roll.turn_away(newcomer)
+            if self._door is not None:
+                self._door.send_away(newcomer)
 
     def _heard(self, seconds: float | None) -> list[tuple[int, Word | None]]:
         """By rank; None where it has gone."""
@@ -328,6 +349,8 @@ class _Hub:
         if visitor is None:
             self._door.receive_visitor()
             return
+        if visitor not in self._door.visitors:  # sent away since it was heard
+            return
         before, now = visitor.rank, self._door.hear(visitor)
         if before is not None:
             self.roll.turn_away(before)
@@ -336,6 +359,8 @@ class _Hub:
 
     def _tell_all(self, words: Sequence[Word]) -> None:
         for word in words:
+            if word[0] == "over":  # who knocks was to enter an epoch that does not come
+                self._send_away(self.roll.knocking)
             for rank in self.roll.left:
                 if rank not in self._connections and self._door is not None and self._door.has(rank):
                     self._connections[rank] = self._door.hand_over(rank)
@@ -367,18 +392,22 @@ class _Door:
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._server = _listening()
         self.port: int = self._server.getsockname()[1]
-        self.token = secrets.token_hex()
+        self.visitors: list[_Visitor] = []
+        self._tokens: dict[int, str] = {}
         self._selector = selector
-        self._visitors: list[_Visitor] = []
         selector.register(self._server, selectors.EVENT_READ, None)
+
+    def new_token(self, newcomer: int) -> str:
+        self._tokens[newcomer] = secrets.token_hex()
+        return self._tokens[newcomer]
 
     def receive_visitor(self) -> None:
         with suppress(OSError):
             connected = self._server.accept()[0]
             visitor = _Visitor(_Connection(_probed(connected)))
-            self._visitors.append(visitor)
+            self.visitors.append(visitor)
             self._selector.register(connected, selectors.EVENT_READ, visitor)
-            silent = [each for each in self._visitors if each.rank is None]
+            silent = [each for each in self.visitors if each.rank is None]
             if len(silent) > MOST_SILENT_VISITORS:
                 self._send_away(silent[0])
 
@@ -390,30 +419,35 @@ class _Door:
             if words == [] and visitor.rank is None and visitor.pieces < PIECES:
                 return None
             ((rank, told),) = words or []
-            if visitor.rank is None and type(rank) is int and secrets.compare_digest(str(told), self.token):
+            token = self._tokens.get(rank) if visitor.rank is None and type(rank) is int else None
+            if token is not None and secrets.compare_digest(str(told), token):
                 visitor.rank = rank
-                return rank
+                return int(rank)
         self._send_away(visitor)
         return None
 
     def has(self, rank: int) -> bool:
-        return any(visitor.rank == rank for visitor in self._visitors)
+        return any(visitor.rank == rank for visitor in self.visitors)
 
     def hand_over(self, rank: int) -> _Connection:
         """It is a member from now on."""
-        visitor = next(each for each in self._visitors if each.rank == rank)
-        self._visitors.remove(visitor)
+        visitor = next(each for each in self.visitors if each.rank == rank)
+        self.visitors.remove(visitor)
         self._selector.modify(visitor.connection.socket, selectors.EVENT_READ, rank)
         return visitor.connection
+
+    def send_away(self, newcomer: int) -> None:
+        for visitor in [each for each in self.visitors if each.rank == newcomer]:
+            self._send_away(visitor)
 
     def close(self) -> None:
         self._selector.unregister(self._server)
         self._server.close()
-        for visitor in list(self._visitors):
+        for visitor in list(self.visitors):
             self._send_away(visitor)
 
     def _send_away(self, visitor: _Visitor) -> None:
-        self._visitors.remove(visitor)
+        self.visitors.remove(visitor)
         self._selector.unregister(visitor.connection.socket)
         visitor.connection.close()
 

@@ -6,6 +6,7 @@ for the next one, so that nothing is polled over the network.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from hetsync.plane.groups import TorchSums, completion_of
 from hetsync.plane.lifelines import Lifeline, leave
 from hetsync.plane.rendezvous import ENDLESS, Rendezvous
 from hetsync.plane.store_members import SECONDS_TO_ENTER, StoreMembers
-from hetsync.plane.store_places import OVER, First, StoreNewcomer, StoreSummoned, left_unless_done
+from hetsync.plane.store_places import OVER, WORD, First, StoreNewcomer, StoreSummoned, left_unless_done
 
 RANK_BYTES = 4  # of the sender, before a message
 SECONDS_TO_STOP = 0.05
@@ -60,6 +61,8 @@ class StoreMessages(Messages):
         self._one_call = threading.Lock()  # held by a blocking call, and while members change
         self._unheeded = False
         self._summoned: list[StoreSummoned] = []
+        self._word = secrets.token_hex()  # that this job answers at its store, and no other
+        self._new = False  # it has entered, and met nobody yet
         if newcomer is None:
             self._live_by(Lifeline.of_all(rendezvous), rendezvous.connect)
         else:
@@ -71,7 +74,7 @@ class StoreMessages(Messages):
         """Collective: meet those who are left by it."""
         self._lifeline = lifeline
         self._listening_store = connect()  # of the thread that waits in it
-        self._meet(StoreMembers(connect(), lifeline, self.rank, self._timeout_seconds, self.tolerant))
+        self._meet(StoreMembers(connect, lifeline, self.rank, self._timeout_seconds, self.tolerant))
 
     @property
     def ranks_at_start(self) -> int:
@@ -113,6 +116,7 @@ class StoreMessages(Messages):
             if self._unheeded:
                 raise MembersLost("another rank has gone")
             yield self._meetings
+            self._new = False
 
     def gather_objects(self, value: Any) -> list[Any]:
         with self._meeting_of_all() as meetings:
@@ -139,7 +143,7 @@ class StoreMessages(Messages):
         with self._one_call:
             self._unheeded = True
             self._inbox.close()
-            self._meet(self.group_members.mended(self._rendezvous.connect))
+            self._meet(self.group_members.mended())
 
     def heed(self) -> None:
         self._unheeded = False
@@ -149,18 +153,22 @@ class StoreMessages(Messages):
     @property
     def asked_at(self) -> Mapping[str, Any] | None:
         at = self._rendezvous
-        return {"host": at.host, "port": at.port, "prefix": at.prefix} if self.replaces else None
+        if not self.replaces:
+            return None
+        self.group_members.job_store.set(WORD, self._word)
+        return {"host": at.host, "port": at.port, "prefix": at.prefix, "word": self._word}
 
     def summon(self, rank: int, told: Any) -> Summoned:
-        door = self._lifeline.open_door(self._timeout_seconds)
+        door = self._lifeline.open_door(rank, self._timeout_seconds)
         first = First(rank, self._ranks_at_start, door, codec.dumps(told))
+        self._summoned = [each for each in self._summoned if not each.over]
         self._summoned.append(StoreSummoned(self._rendezvous.connect(), first))
         return self._summoned[-1]
 
     def admit(self, rank: int, address: str) -> None:
         with self._one_call:
             self._unheeded = True
-            members = self.group_members.joined_by(rank, self._rendezvous.connect)
+            members = self.group_members.joined_by(rank)
             self._inbox.close()
             self._meet(members)
 
@@ -175,13 +183,14 @@ class StoreMessages(Messages):
         except (LostError, UserError) as error:
             complain(f"the job has not let this process in: {error}")
             leave(INTERNAL_ERROR)
-        self.newcomer = None
+        self.newcomer, self._new = None, True
 
     # The end.
 
     def abort(self, code: int) -> NoReturn:
         if isinstance(self.newcomer, StoreNewcomer):
             self.newcomer.give_up()
+        if self.newcomer is not None or self._new:
             leave(code)  # the others go on
         self._lifeline.end_job(code)
 
@@ -193,7 +202,7 @@ class StoreMessages(Messages):
         for summoned in self._summoned:
             summoned.dismiss(0)
         if self.leads and self.replaces:
-            self._rendezvous.connect().set(OVER, "")
+            self.group_members.job_store.set(OVER, "")
         self._inbox.close()
         self._lifeline.expect_close()
         self._meetings.end()

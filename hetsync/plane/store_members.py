@@ -27,13 +27,16 @@ class StoreMembers(Watch):
     """
 
     def __init__(
-        self, job_store: dist.Store, lifeline: Lifeline, rank: int, timeout_seconds: float, tolerant: bool
+        self, connect: Callable[[], dist.Store], lifeline: Lifeline, rank: int, timeout_seconds: float, tolerant: bool
     ) -> None:
-        """Those who are left by now, by this connection to the job's store."""
+        """Those who are left by now. `connect` makes connections to the job's store: a thread that was left to itself
+        may hold its own until its time limit."""
         self.rank, self.ranks, self.tolerant = rank, lifeline.ranks, tolerant
         self.timeout_seconds = timeout_seconds
         self._epoch = lifeline.epoch
-        self.store = self.keys(job_store)
+        self._connect = connect
+        self.job_store = connect()
+        self.store = self.keys(self.job_store)
         self._lifeline = lifeline
         self._revoked = False
         self._groups: list[Any] = []
@@ -52,7 +55,7 @@ class StoreMembers(Watch):
     def group(self, name: str, among: Sequence[int] | None = None) -> Any:
         """Of Gloo's: all members or these; collective among them, and each under a name of its own."""
         ranks = self.ranks if among is None else among
-        opened = _Opened(self.store, name, ranks.index(self.rank), len(ranks), self.timeout_seconds)
+        opened = _Opened(self.keys(self._connect()), name, ranks.index(self.rank), len(ranks), self.timeout_seconds)
         while opened.is_alive():  # as long as the time limit lets it: Gloo would wait for a dead rank as well
             self.look()
             opened.join(SECONDS_TO_LOOK)
@@ -94,21 +97,20 @@ class StoreMembers(Watch):
         """They are members no more: whoever looks raises."""
         self._revoked = True
 
-    def mended(self, connect: Callable[[], dist.Store]) -> StoreMembers:
+    def mended(self) -> StoreMembers:
         """Those who are left; collective among them, once no other thread of this rank is in a call. Another death
-        meanwhile shows in what they do next. The connection to the store is another one: a thread that was left to
-        itself may hold this one until its time limit."""
+        meanwhile shows in what they do next."""
         for group in self._groups:
             group.abort()  # what is pending fails, also where it waits for a rank that lives
         self._lifeline.next_epoch(wait_limit(self.rank, self.timeout_seconds))
-        return StoreMembers(connect(), self._lifeline, self.rank, self.timeout_seconds, self.tolerant)
+        return StoreMembers(self._connect, self._lifeline, self.rank, self.timeout_seconds, self.tolerant)
 
-    def joined_by(self, newcomer: int, connect: Callable[[], dist.Store]) -> StoreMembers:
+    def joined_by(self, newcomer: int) -> StoreMembers:
         """These and one more, the last; collective among them, while that one enters. MembersLost where it does not
         come, or somebody goes meanwhile."""
         if not self._lifeline.let_in(newcomer, SECONDS_TO_ENTER):
             raise self._lost(self._lifeline.why or f"the process that was to be rank {newcomer} has not come")
-        return StoreMembers(connect(), self._lifeline, self.rank, self.timeout_seconds, self.tolerant)
+        return StoreMembers(self._connect, self._lifeline, self.rank, self.timeout_seconds, self.tolerant)
 
 
 class _Opened(threading.Thread):

@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch.distributed as dist
 
-from hetsync.errors import UserError, complain
+from hetsync.errors import UserError, brief, complain
 from hetsync.launchers import ASKS
 from hetsync.plane import codec
 from hetsync.plane.base import Invitation, LostError, Newcomer, Summoned
 from hetsync.plane.lifelines import leave
 from hetsync.plane.rendezvous import Rendezvous
+from hetsync.stop_signal import STATUSES
 
 POLL_SECONDS = 0.1
 ALIVE_SECONDS = 1.0
 SILENT_SECONDS = 30.0
 SECONDS_TO_ASK = 20.0  # that the store may take to answer first
-MADE, OVER = "places made", "places are over"  # keys
+QUIET_SECONDS = 3.0  # of one that is to be let in
+MADE, OVER, WORD = "places made", "places are over", "the job's word"  # keys
 
 
 class First(NamedTuple):
@@ -58,6 +61,11 @@ class _Place:
     def count(self, what: str, by: int) -> int:
         return self._store.add(f"{self._name}/{what}", by)
 
+    def clear(self) -> None:
+        """Nobody reads there any more, but for whoever is still to leave."""
+        for what in ("first", "ready", "invitation"):
+            self._store.delete_key(f"{self._name}/{what}")
+
 
 class StoreSummoned(Summoned):
     """On rank 0."""
@@ -68,34 +76,38 @@ class StoreSummoned(Summoned):
         self._place = _Place(store, store.add(MADE, 1))
         self._place.tell("first", first)
         self._invited = self._dismissed = False
+        self._heard_at = 0.0  # the moment
         threading.Thread(None, self._watch, f"hetsync-place-{first.rank}", daemon=True).start()
 
     def _watch(self) -> None:
         """Over whoever takes it, until it is invited."""
-        beats, since = 0, time.monotonic()
+        beats = -1
         try:
             while not (self._invited or self._dismissed):
                 if self.ready is None:
                     self.ready = self._place.hear("ready")
                 heard, before = self._place.count("alive", 0), beats
                 beats = heard
-                if heard != before or not heard:
-                    since = time.monotonic()
-                silent = time.monotonic() - since > SILENT_SECONDS
+                if heard != before or not self._place.count("claims", 0):
+                    self._heard_at = time.monotonic()
+                silent = time.monotonic() - self._heard_at > SILENT_SECONDS
                 if silent or self._place.hear("given up"):
                     how = "gives no sign of life" if silent else "has given up"
                     complain(f"the process that was to take the place of rank {self._rank} {how}")
-                    self._place.tell("dismissal", True)
-                    self.gone = True
+                    self._end()
                     return
                 time.sleep(POLL_SECONDS)
         except (RuntimeError, UserError, LostError) as error:
             complain(f"no process takes the place of rank {self._rank}: {error}")
             self.gone = True
 
+    @property
+    def over(self) -> bool:
+        return self._invited or self.gone
+
     def invite(self, told: Any) -> str:
-        if self.gone:
-            raise LostError(f"the process that was to take the place of rank {self._rank} has gone")
+        if self.gone or time.monotonic() - self._heard_at > QUIET_SECONDS:  # all would wait for it
+            raise LostError(f"the process that is to take the place of rank {self._rank} gives no sign of life")
         self._invited = True
         self._place.tell("invitation", Invitation("", told))
         return ""
@@ -103,7 +115,12 @@ class StoreSummoned(Summoned):
     def dismiss(self, seconds: float) -> None:
         if not self._invited:
             self._dismissed = True
-            self._place.tell("dismissal", True)
+            self._end()
+
+    def _end(self) -> None:
+        self._place.tell("dismissal", True)
+        self._place.clear()
+        self.gone = True
 
 
 class StoreNewcomer(Newcomer):
@@ -121,18 +138,22 @@ class StoreNewcomer(Newcomer):
         threading.Thread(None, self._live, "hetsync-newcomer", daemon=True).start()
 
     def _taken(self) -> tuple[_Place, First]:
-        waits = False
+        seen, waits = 0, False
         try:
-            while not self._store.check([OVER]):
-                for number in range(1, self._store.add(MADE, 0) + 1):
-                    place = _Place(self._store, number)
-                    first = place.hear("first")
-                    if first is not None and not place.hear("dismissal") and place.count("claims", 1) == 1:
-                        return place, first
-                if not waits:
-                    complain("no rank has died whose place is free: this process waits for one until the job ends")
-                waits = True
-                time.sleep(POLL_SECONDS)
+            with leaving_at_signals():
+                while not self._store.check([OVER]):
+                    for number in range(seen + 1, self._store.add(MADE, 0) + 1):
+                        place = _Place(self._store, number)
+                        first = place.hear("first")
+                        if first is None and not place.count("claims", 0) and not place.hear("dismissal"):
+                            break  # it is about to be written
+                        seen = number
+                        if first is not None and place.count("claims", 1) == 1:
+                            return place, first
+                    if not waits:
+                        complain("no rank has died whose place is free: this process waits for one until the job ends")
+                    waits = True
+                    time.sleep(POLL_SECONDS)
         except RuntimeError:  # the store has gone
             pass
         _leave("the job has ended")
@@ -167,6 +188,8 @@ class StoreNewcomer(Newcomer):
         except RuntimeError:
             _leave("the job has ended")
         self._entering.set()
+        with suppress(RuntimeError):
+            self._place.clear()
         return cast(Invitation, invitation)
 
 
@@ -182,6 +205,25 @@ def left_unless_done(seconds: float) -> Iterator[None]:
         late.cancel()
 
 
+@contextmanager
+def leaving_at_signals() -> Iterator[None]:
+    """Inside, a signal ends this process alone: a job that it has entered later would hear of it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, _leave_by) for number in STATUSES}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave_by(number: int, frame: object) -> NoReturn:
+    complain(f"stopped by {signal.Signals(number).name} while it waited for a place")
+    leave(STATUSES[signal.Signals(number)])
+
+
 def _leave(why: str) -> NoReturn:
     complain(f"this process is not needed: {why}")
     leave(0)
@@ -189,9 +231,16 @@ def _leave(why: str) -> NoReturn:
 
 def asked(newcomer: StoreNewcomer | None = None, timeout_seconds: float = SECONDS_TO_ASK) -> Rendezvous:
     """The store of the job that this process has been told to ask (`hetsync join`)."""
-    told = json.loads(os.environ[ASKS])
-    rank, size = (-1, 0) if newcomer is None else (newcomer.rank, newcomer.ranks_at_start)
+    told, rank, size = _asked_at(), *((-1, 0) if newcomer is None else (newcomer.rank, newcomer.ranks_at_start))
     return Rendezvous(told["host"], told["port"], rank, size, told["prefix"], timeout_seconds)
+
+
+def _asked_at() -> Mapping[str, Any]:
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        told = json.loads(os.environ[ASKS])
+        if [type(told[key]) for key in ("host", "port", "prefix", "word")] == [str, int, str, str]:
+            return cast(Mapping[str, Any], told)
+    raise UserError(f"{ASKS} is {brief(os.environ[ASKS])}, but hetsync join sets it: unset it, or use hetsync join RUN")
 
 
 def first_connection() -> dist.Store:
@@ -204,4 +253,10 @@ def first_connection() -> dist.Store:
             f"the job does not answer at {at.host}, port {at.port} ({error}): it has ended, or that port of"
             " rank 0's host is not open to this one; requeue the job, and resume with more ranks"
         ) from error
-    return at.connect()
+    store = at.connect()
+    if not store.check([WORD]) or store.get(WORD).decode() != _asked_at()["word"]:
+        raise UserError(
+            f"another job answers at {at.host}, port {at.port}: that of the run folder has ended; resume it with as"
+            " many ranks as you like"
+        )
+    return store

@@ -475,7 +475,7 @@ class Job:
     ) -> None:
         """A failure on one rank ends the whole job; a mistake does so with one sentence."""
         if failure is not None and not isinstance(failure, StoppedByRequest | FinishedError):
-            asked_on = isinstance(failure, StopIteration) and self._running is not None
+            asked_on = isinstance(failure, StopIteration) and self._running is not None and not self._loop.in_batch
             told = UserError(ASKED_ON) if asked_on else failure
             if self._running is not None and self._running.is_open:
                 self._running.failed(told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hetsync.config.records import record
-from hetsync.errors import UserError
+from hetsync.errors import UserError, brief, cause
 from hetsync.files import write_atomically
 
 NAME = "join.json"
@@ -37,6 +38,7 @@ def posted(folder: Path, asked_at: Mapping[str, Any]) -> Iterator[None]:
     command = [sys.executable, *sys.orig_argv[1:]]
     notice = Notice(format=FORMAT, asked_at=asked_at, command=command, directory=os.getcwd())
     write_atomically(folder / NAME, json.dumps(asdict(notice), indent=1))
+    (folder / NAME).chmod(0o600)
     try:
         yield
     finally:
@@ -50,20 +52,26 @@ def read(folder: Path) -> Notice:
     if not folder.is_dir():
         raise UserError(f"RUN is {str(folder)!r}, and there is no such folder: give the run folder of a running job")
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UserError(f"{path} is no file: {ELSE[3:]}")
         owners = {each.stat().st_uid for each in (folder, path)}
-        open_to_others = any(each.stat().st_mode & 0o022 for each in (folder, path))
+        open_to_others = path.stat().st_mode & 0o022 or folder.stat().st_mode & stat.S_IWOTH
         told = json.loads(path.read_text())
     except FileNotFoundError:
         raise UserError(
             f"{folder} has no {NAME}: its job has ended, or takes nobody in that is started by hand, which needs"
             f" fault.replace true and ranks that are started without MPI; start it so, {ELSE}"
         ) from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): look at the run folder, {ELSE}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({cause(error)}): look at the run folder, {ELSE}") from error
     if owners != {os.getuid()} or open_to_others:
         raise UserError(
-            f"{path} is another user's, or others may write to it, and its command would be run: {ELSE[3:]}"
+            f"{path} is another user's, or others may write there, and its command would be run: chmod go-w {path}, and"
+            f" o-w {folder}, if both are yours, {ELSE}"
         )
     if not isinstance(told, dict) or told.get("format") != FORMAT:
         raise UserError(f"{path} is not of format {FORMAT}: use the HetSync that the job runs with, {ELSE}")
-    return record(Notice, told, NAME)
+    notice = record(Notice, told, NAME)
+    if not notice.command or any("\0" in word for word in notice.command):
+        raise UserError(f"command is {brief(str(notice.command))} in {path}, which is none: {ELSE[3:]}")
+    return notice

@@ -6,6 +6,7 @@ that checkpoint, as in a resume, and is one of the ranks when the others go on.
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections import Counter
@@ -102,6 +103,8 @@ class Replacements:
         self._summons = summons
         self._summoned: dict[int, tuple[Summoned, float]] = {}  # and the moment
         self._tries: Counter[int] = Counter()
+        # Whoever starts processes by hand may do so as often as it takes.
+        self._most_tries: float = MOST_TRIES if plane.asked_at is None else math.inf
         self._rest_from = 0.0  # the moment
         self._pause_seconds = SECONDS_BETWEEN_RESTS
 
@@ -128,9 +131,9 @@ class Replacements:
     def _look_after(self, rank: int) -> None:
         if rank in self._summoned and self._summoned[rank][0].gone:
             del self._summoned[rank]
-            if self._tries[rank] == MOST_TRIES:
+            if self._tries[rank] == self._most_tries:
                 complain(f"no process could take the place of rank {rank}, {MOST_TRIES} times: the others go on")
-        if rank not in self._summoned and self._tries[rank] < MOST_TRIES:
+        if rank not in self._summoned and self._tries[rank] < self._most_tries:
             self._tries[rank] += 1
             summons = self._summons()
             self._summoned[rank] = self._plane.summon(rank, summons), time.monotonic()

@@ -6,9 +6,11 @@ Each case is a job of its own. python -m pytest tests/fault/test_joining.py
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,6 +101,25 @@ def test_who_comes_first_waits_and_one_of_two_takes_it(tmp_path: Path) -> None:
     assert sum("this process is not needed: the job has ended" in done.err for done in ends) == 1
 
 
+def test_who_waits_leaves_at_a_signal_and_one_that_is_killed_gives_its_place_away(tmp_path: Path) -> None:
+    with job(tmp_path, "--sync.delay_bound", "4") as ranks:
+        with join(tmp_path) as waiting:
+            assert waiting.stderr is not None
+            assert "no rank has died" in waiting.stderr.readline()
+            waiting.send_signal(signal.SIGUSR1)
+            assert finished(waiting).status == 85
+        kill(ranks[1])
+        settings = tmp_path / "three.yaml"
+        kept = settings.read_text()
+        with join(tmp_path) as wrong:
+            settings.write_text("no profile")  # its own mistake is not the job's
+            assert finished(wrong).status == 2
+        settings.write_text(kept)
+        with join(tmp_path) as newcomer:
+            settled(tmp_path, ranks, 1)
+            assert finished(newcomer).status == 0
+
+
 def test_where_nobody_can_join_one_sentence_says_so(tmp_path: Path) -> None:
     assert "there is no such folder" in refused(tmp_path)
     (tmp_path / "run").mkdir()
@@ -107,7 +128,17 @@ def test_where_nobody_can_join_one_sentence_says_so(tmp_path: Path) -> None:
     notice.write_text("{}")
     assert "is not of format 1" in refused(tmp_path)
     notice.chmod(0o666)
-    assert "others may write to it" in refused(tmp_path)
+    assert "others may write there" in refused(tmp_path)
+    notice.write_text("[" * 100_000)
+    notice.chmod(0o600)
+    assert "cannot be read" in refused(tmp_path)
+    (tmp_path / "run").chmod(0o775)  # as with umask 002
+    told = {"format": 1, "asked_at": {}, "command": [sys.executable, "-c", ""], "directory": str(tmp_path)}
+    for word, sentence in (("command", "command is [] in"), ("directory", "which this host has not")):
+        notice.write_text(json.dumps({**told, word: [] if word == "command" else "nowhere"}))
+        assert sentence in refused(tmp_path)
+    notice.write_text(json.dumps({**told, "command": [program("hetsync-train"), "digits"]}))
+    assert "HETSYNC_ASKS is {}" in refused(tmp_path)
 
 
 def refused(folder: Path) -> str:

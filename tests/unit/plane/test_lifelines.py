@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -150,7 +151,7 @@ def without_the_last(lifelines: list[Lifeline]) -> list[Lifeline]:
 
 def test_a_newcomer_is_one_of_them(lifelines: list[Lifeline]) -> None:
     left = without_the_last(lifelines)
-    door = left[0].open_door(SECONDS)
+    door = left[0].open_door(2, SECONDS)
     with ThreadPoolExecutor(RANKS) as threads:
         entered = threads.submit(Lifeline.of_newcomer, 2, "127.0.0.1", door, SECONDS)
         assert list(threads.map(lambda lifeline: lifeline.let_in(2, SECONDS), left)) == [True, True]
@@ -164,7 +165,7 @@ def test_a_newcomer_is_one_of_them(lifelines: list[Lifeline]) -> None:
 
 def test_who_does_not_come_is_not_waited_for(lifelines: list[Lifeline]) -> None:
     left = without_the_last(lifelines)
-    left[0].open_door(SECONDS)
+    left[0].open_door(2, SECONDS)
     with ThreadPoolExecutor(RANKS) as threads:
         assert list(threads.map(lambda lifeline: lifeline.let_in(2, 0.1), left)) == [False, False]
         list(threads.map(lambda lifeline: lifeline.next_epoch(SECONDS), left))
@@ -173,7 +174,7 @@ def test_who_does_not_come_is_not_waited_for(lifelines: list[Lifeline]) -> None:
 
 def test_strangers_at_the_door_hold_up_nobody(lifelines: list[Lifeline]) -> None:
     left = without_the_last(lifelines)
-    port, token = left[0].open_door(SECONDS)
+    port, token = left[0].open_door(2, SECONDS)
     with ExitStack() as held:
         silent = [held.enter_context(socket.create_connection(("127.0.0.1", port), SECONDS)) for _ in range(20)]
         assert silent[0].recv(1) == b"", "only so many wait"
@@ -185,6 +186,41 @@ def test_strangers_at_the_door_hold_up_nobody(lifelines: list[Lifeline]) -> None
             entered = threads.submit(Lifeline.of_newcomer, 2, "127.0.0.1", (port, token), SECONDS)
             assert all(threads.map(lambda lifeline: lifeline.let_in(2, SECONDS), left))
             lifelines.append(entered.result(SECONDS))
+
+
+def test_a_flood_of_strangers_does_not_end_the_hub(lifelines: list[Lifeline]) -> None:
+    left = without_the_last(lifelines)
+    port, token = left[0].open_door(2, SECONDS)
+    for _ in range(400):
+        with socket.create_connection(("127.0.0.1", port), SECONDS) as stranger:
+            stranger.sendall(b"rubbish\n")
+    with ThreadPoolExecutor(RANKS) as threads:
+        entered = threads.submit(Lifeline.of_newcomer, 2, "127.0.0.1", (port, token), SECONDS)
+        assert all(threads.map(lambda lifeline: lifeline.let_in(2, SECONDS), left))
+        lifelines.append(entered.result(SECONDS))
+
+
+def test_who_was_invited_before_another_is_not_let_in(lifelines: list[Lifeline]) -> None:
+    left = without_the_last(lifelines)
+    old, new = left[0].open_door(2, SECONDS), left[0].open_door(2, SECONDS)
+    with ThreadPoolExecutor(2 * RANKS) as threads:
+        late = threads.submit(Lifeline.of_newcomer, 2, "127.0.0.1", old, SECONDS)
+        entered = threads.submit(Lifeline.of_newcomer, 2, "127.0.0.1", new, SECONDS)
+        assert all(threads.map(lambda lifeline: lifeline.let_in(2, SECONDS), left))
+        lifelines.append(entered.result(SECONDS))
+        with pytest.raises(LostError):
+            late.result(SECONDS)
+
+
+def test_a_knock_ends_with_its_epoch(lifelines: list[Lifeline]) -> None:
+    left = without_the_last(lifelines)
+    with ThreadPoolExecutor(RANKS) as threads:
+        late = threads.submit(Lifeline.of_newcomer, 2, "127.0.0.1", left[0].open_door(2, SECONDS), SECONDS)
+        time.sleep(0.1)
+        list(threads.map(lambda lifeline: lifeline.next_epoch(SECONDS), left))
+        with pytest.raises(LostError):
+            late.result(SECONDS)
+        assert list(threads.map(lambda lifeline: lifeline.let_in(2, 0.1), left)) == [False, False]
 
 
 def test_who_leaves_at_the_end_has_not_died(lifelines: list[Lifeline]) -> None:

@@ -64,11 +64,10 @@ def test_who_gives_no_sign_of_life_loses_its_place(monkeypatch: pytest.MonkeyPat
     place = opened(store, 2)
     time.sleep(0.3)
     assert not place.gone, "whoever may take it still has time"
-    newcomer = StoreNewcomer(store)
-    newcomer._place.count("alive", 1)
-    newcomer._entering.set()  # which ends its signs of life
+    monkeypatch.setattr(StoreNewcomer, "_live", lambda self: None)  # it dies as soon as it has claimed the place
+    StoreNewcomer(store)
     until(lambda: place.gone)
-    with pytest.raises(LostError, match="has gone"):
+    with pytest.raises(LostError, match="gives no sign of life"):
         place.invite("welcome")
     store.set(OVER, "")
     with pytest.raises(SystemExit):
