@@ -142,10 +142,7 @@ class Agreement:
         first = next(name for name in names if len({theirs.get(name) for theirs in digests}) > 1)
         members = self._plane.members
         ranks = [members[place] for place in odd]
-        return (
-            f"ranks {ranks} hold other weights than rank {members[0]} at version {version}: {first} differs (a loop"
-            " that changes weights beside the optimizer's step, at sync.delay_bound 0, must do so alike on all ranks)"
-        )
+        return f"ranks {ranks} hold other weights than rank {members[0]} at version {version}: {first} differs"
 
     @torch.no_grad()
     def _take_over(self, values: Mapping[str, torch.Tensor], odd: list[int], version: int) -> None:
@@ -155,7 +152,8 @@ class Agreement:
         if max(differences) > TOLERANCE:
             raise AnchorMismatchError(
                 f"{self._difference(values, odd, version)}, by {max(differences):.1e} of its largest value,"
-                f" where rounding on other processors may come to {TOLERANCE:.0e}"
+                f" where rounding on other processors may come to {TOLERANCE:.0e} (at sync.delay_bound 0 a loop must"
+                " change weights beside the optimizer's step alike on all ranks)"
             )
         for name, value in values.items():
             if not torch.equal(value.cpu(), theirs[name]):

@@ -40,7 +40,9 @@ class Job:
         self.now = 100.0
         monkeypatch.setattr(replacing.time, "monotonic", lambda: self.now)
         self.started: list[Process] = []
-        self.plane: Any = SimpleNamespace(leads=True, ranks_at_start=3, members=(0, 1), summon=self.summon)
+        self.plane: Any = SimpleNamespace(
+            leads=True, ranks_at_start=3, members=(0, 1), summon=self.summon, asked_at=None
+        )
         self.replacements = Replacements(self.plane, lambda: None)  # type: ignore[arg-type, return-value]
 
     def summon(self, rank: int, told: Any) -> Process:
