@@ -36,14 +36,14 @@ class Process:
 class Job:
     """The first rank of three, of which the last has died."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, asked_at: Any = None) -> None:
         self.now = 100.0
         monkeypatch.setattr(replacing.time, "monotonic", lambda: self.now)
         self.started: list[Process] = []
         self.plane: Any = SimpleNamespace(
-            leads=True, ranks_at_start=3, members=(0, 1), summon=self.summon, asked_at=None
+            leads=True, ranks_at_start=3, members=(0, 1), summon=self.summon, asked_at=asked_at
         )
-        self.replacements = Replacements(self.plane, lambda: None)  # type: ignore[arg-type, return-value]
+        self.replacements = Replacements(self.plane, lambda: SimpleNamespace(folder="run"))  # type: ignore[arg-type, return-value]
 
     def summon(self, rank: int, told: Any) -> Process:
         self.started.append(Process())
@@ -108,6 +108,17 @@ def test_after_some_tries_in_a_row_nobody_is_started_any_more(job: Job, fails: s
             job.invite()
         job.now += 1000
     assert len(job.started) == MOST_TRIES
+
+
+def test_by_hand_they_may_be_started_as_often_as_it_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(monkeypatch, asked_at={"port": 1})
+    for number in range(2 * MOST_TRIES):
+        job.replacements.wants_rest()
+        assert len(job.started) == number + 1
+        job.started[-1].gone = True
+    assert capsys.readouterr().err.count("the place of rank 2 is free: hetsync join run takes it") == 2 * MOST_TRIES
 
 
 def test_whoever_is_a_member_again_may_be_replaced_as_often(job: Job) -> None:
