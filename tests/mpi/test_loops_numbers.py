@@ -255,7 +255,7 @@ ROWS = {
     "model.compile": Row(body=plain, wrap=compiled_in_place),
     "checkpoint, reentrant": Row(body=plain, model=lambda: Recomputed(True)),
     "checkpoint": Row(body=plain, model=lambda: Recomputed(False)),
-    "complex weights": Row(body=plain, model=Fourier),
+    "complex weights": Row(body=plain, model=Fourier, falls_to=0.7),
     "complex weights, clipped, AdamW": Row(body=clipped, model=Fourier, optimizer=adamw, tolerance=1e-3),
     "complex weights, K = 2": Row(body=plain, model=Fourier, accumulation=2),
     "sparse gradients": Row(body=plain, model=Looked, optimizer=sgd),
