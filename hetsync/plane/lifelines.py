@@ -156,6 +156,7 @@ class Lifeline:
         with lifeline._news:
             lifeline._news.wait_for(lambda: lifeline.cut or lifeline.epoch >= 0, seconds)
         if lifeline.epoch < 0:
+            lifeline.close()  # or it would end this process, as one that waits for rank 0
             raise LostError("the ranks have not let this one in")
         return lifeline
 

@@ -93,6 +93,10 @@ def lifelines(rendezvous: Callable[[int], Rendezvous]) -> Iterator[list[Lifeline
     for lifeline in reversed(opened):
         lifeline.expect_close()
         lifeline.close()
+    for thread in threading.enumerate():
+        if thread.name == "hetsync-lifeline":
+            thread.join(SECONDS / 2)
+            assert not thread.is_alive(), "it would end this process"
 
 
 def test_those_who_are_left_hear_of_a_death_and_agree(lifelines: list[Lifeline]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch.distributed as dist
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 
 
 @pytest.fixture(autouse=True)
-def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Statuses of those who have left; in life the process ends there."""
     statuses: list[int] = []
 
@@ -29,7 +30,11 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(store_places, "leave", leave)
     for name in ("POLL_SECONDS", "ALIVE_SECONDS"):
         monkeypatch.setattr(store_places, name, 0.01)
-    return statuses
+    yield statuses
+    for thread in threading.enumerate():
+        if thread.name.startswith(("hetsync-newcomer", "hetsync-place")):
+            thread.join(SECONDS)
+            assert not thread.is_alive(), "it may end this process"
 
 
 def opened(store: dist.Store, rank: int) -> StoreSummoned:
@@ -56,6 +61,7 @@ def test_each_place_has_one_newcomer_which_is_invited() -> None:
     places[0].invite("welcome")
     assert newcomers[0].knock("fast").told == "welcome"
     assert places[1].ready is None
+    places[1].dismiss(0)
 
 
 def test_who_gives_no_sign_of_life_loses_its_place(monkeypatch: pytest.MonkeyPatch, left: list[int]) -> None:
