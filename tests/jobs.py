@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -50,6 +51,13 @@ def program(name: str) -> str:
     if found is None:
         pytest.skip(f"needs {name}")
     return found
+
+
+def needs_loadable_mpi() -> None:
+    """A mpi4py that was built for the MPI of this machine takes no other."""
+    (package,) = importlib.util.find_spec("mpi4py").submodule_search_locations  # type: ignore[union-attr, misc]
+    if any(Path(package).glob("MPI.cpython*")):
+        pytest.skip("needs a mpi4py that loads the MPI that MPI4PY_LIBMPI names")
 
 
 def mpirun(ranks: int) -> list[str]:

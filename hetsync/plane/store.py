@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from hetsync.errors import INTERNAL_ERROR, UserError, complain
+from hetsync.errors import INTERNAL_ERROR, UserError, announce, complain
 from hetsync.plane import codec
 from hetsync.plane.base import (
     Channels,
@@ -65,6 +65,8 @@ class StoreMessages(Messages):
         self._new = False  # it has entered, and met nobody yet
         if newcomer is None:
             self._live_by(Lifeline.of_all(rendezvous), rendezvous.connect)
+            if self.leads and self.replaces:
+                self.group_members.job_store.set(WORD, self._word)
         else:
             own = dist.HashStore()
             own.set_timeout(ENDLESS)
@@ -155,7 +157,6 @@ class StoreMessages(Messages):
         at = self._rendezvous
         if not self.replaces:
             return None
-        self.group_members.job_store.set(WORD, self._word)
         return {"host": at.host, "port": at.port, "prefix": at.prefix, "word": self._word}
 
     def summon(self, rank: int, told: Any) -> Summoned:
@@ -184,6 +185,7 @@ class StoreMessages(Messages):
             complain(f"the job has not let this process in: {error}")
             leave(INTERNAL_ERROR)
         self.newcomer, self._new = None, True
+        announce(f"this process is rank {self.rank} of the job from now on")
 
     # The end.
 

@@ -12,13 +12,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch.distributed as dist
 
-from hetsync.errors import UserError, brief, complain
+from hetsync.errors import UserError, announce, brief, complain
 from hetsync.launchers import ASKS
 from hetsync.plane import codec
 from hetsync.plane.base import Invitation, LostError, Newcomer, Summoned
@@ -132,9 +132,12 @@ class StoreNewcomer(Newcomer):
         """Waits for a place, as long as the job lasts. `store`: a connection of its own."""
         self._store = store
         self._entering = threading.Event()
+        self._signals = ExitStack()
         self._place, first = self._taken()
         self.rank, self.ranks_at_start, self.door = first.rank, first.ranks_at_start, first.door
         self._told = first.told
+        self._signals.enter_context(leaving_at_signals(self.give_up))
+        announce(f"this process takes the place of rank {self.rank}, once it has got ready")
         threading.Thread(None, self._live, "hetsync-newcomer", daemon=True).start()
 
     def _taken(self) -> tuple[_Place, First]:
@@ -190,6 +193,7 @@ class StoreNewcomer(Newcomer):
         self._entering.set()
         with suppress(RuntimeError):
             self._place.clear()
+        self._signals.close()
         return cast(Invitation, invitation)
 
 
@@ -206,22 +210,23 @@ def left_unless_done(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def leaving_at_signals() -> Iterator[None]:
+def leaving_at_signals(give_up: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Inside, a signal ends this process alone: a job that it has entered later would hear of it."""
+
+    def leave_by(number: int, frame: object) -> NoReturn:
+        give_up()
+        complain(f"stopped by {signal.Signals(number).name} before it had joined")
+        leave(STATUSES[signal.Signals(number)])
+
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, _leave_by) for number in STATUSES}
+    before = {number: signal.signal(number, leave_by) for number in STATUSES}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _leave_by(number: int, frame: object) -> NoReturn:
-    complain(f"stopped by {signal.Signals(number).name} while it waited for a place")
-    leave(STATUSES[signal.Signals(number)])
 
 
 def _leave(why: str) -> NoReturn:

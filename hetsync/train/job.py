@@ -100,7 +100,7 @@ class Job:
         self._owns_plane = owns_plane
         with contextlib.ExitStack() as held:
             self.folder, loaded = None, None
-            if keep and plane.newcomer is not None:
+            if plane.newcomer is not None:
                 summons = summons_of(plane.newcomer)
                 require_as_told(summons.settings, settings_described(config, keep, resume))
                 self.folder = held.enter_context(shared_folder(Path(summons.folder)))

@@ -438,8 +438,6 @@ class Running:
 
     def between_batches(self) -> None:
         self._succeed()
-        if self._replacements is not None and self._replacements.wants_rest():
-            self.session.request_rest(JOIN)
         coordinator = self.session.coordinator
         if coordinator is not None:
             if self.display.due():
@@ -451,6 +449,8 @@ class Running:
             if self.prepared.callbacks.get("round") and coordinator.machine.version > self._round + 1:
                 self._round = coordinator.machine.version - 1
                 self._tell("round", self._round)
+        if self._replacements is not None and self._replacements.wants_rest():
+            self.session.request_rest(JOIN)
         self._take_evaluations()
         if self.tracking is not None:
             self.tracking.between_batches()
@@ -480,10 +480,11 @@ class Running:
 
     def _tell_deaths(self) -> None:
         deaths = self.session.deaths
+        go_on = "1 rank goes on" if self.plane.size == 1 else f"{self.plane.size} ranks go on"
         for death, _ in deaths[self._deaths_told :]:
             self.display.say(
                 f"rank {death.rank} ({self.profiles[death.rank].host}) has died in round {death.round}:"
-                f" {self.plane.size} ranks go on, and its {death.samples_returned} samples go out again"
+                f" {go_on}, and its {death.samples_returned} samples go out again"
             )
         self._deaths_told = len(deaths)
 

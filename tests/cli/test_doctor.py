@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from jobs import Done, finished, mpirun, program, started
+from jobs import Done, finished, mpirun, needs_loadable_mpi, program, started
 
 from hetsync.cli.doctor import report
 from hetsync.doctor.checks import Finding, Verdict
@@ -40,6 +40,7 @@ def test_two_ranks_of_a_host_are_one_node_and_leave_nothing(tmp_path: Path) -> N
 
 
 def test_an_mpi_that_does_not_load_is_a_problem_told_once(tmp_path: Path) -> None:
+    needs_loadable_mpi()
     (tmp_path / "runs").touch()
     done = examined(tmp_path, mpirun(2), MPI4PY_LIBMPI="/nonexistent/libmpi.so")
     assert done.status == 1, done.story

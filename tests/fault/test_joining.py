@@ -24,6 +24,23 @@ SAMPLES = 3200  # few, as over many a rounding may flip a ReLU, and weights part
 CLUSTER = "name: three\nsource: none\ndevices: [{name: a, count: 2, speed: 2}, {name: b, count: 1, speed: 1}]\n"
 OPTIMIZER = ["--optimizer.name", "sgd", "--optimizer.momentum", "0.9"]
 
+SCRIPT = """
+import os, time, torch, hetsync
+with hetsync.join(run=os.environ.get("RUN"), fault={"replace": True}) as job:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    data = torch.utils.data.TensorDataset(torch.randn(6400, 4), torch.randn(6400, 1))
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+    model, optimizer, loader = job.prepare(model, optimizer, loader)
+    for _ in job.epochs(100):
+        for x, y in loader:
+            time.sleep(0.01)
+            optimizer.zero_grad()
+            job.backward(torch.nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+"""
+
 
 def words(folder: Path, *more: str) -> list[str]:
     """Emulated devices make it last some seconds, whatever machine this is."""
@@ -57,6 +74,11 @@ def join(folder: Path) -> contextlib.AbstractContextManager[subprocess.Popen[str
     return started([program("hetsync"), "join", "run"], folder)
 
 
+def says(process: subprocess.Popen[str], what: str) -> None:
+    assert process.stderr is not None
+    assert what in process.stderr.readline()
+
+
 def settled(folder: Path, ranks: list[subprocess.Popen[str]], dead: int) -> Done:
     """Of rank 0, once all have ended well but the dead one."""
     ends = [finished(process) for process in ranks]
@@ -77,7 +99,12 @@ def test_a_process_takes_a_dead_ranks_place(tmp_path: Path) -> None:
     with job(tmp_path, "--sync.delay_bound", "0") as ranks:
         kill(ranks[1])
         with join(tmp_path) as newcomer:
-            first = settled(tmp_path, ranks, 1)
+            says(newcomer, "this process takes the place of rank 1")
+            says(newcomer, "this process is rank 1 of the job from now on")
+            with join(tmp_path) as spare:
+                says(spare, "no rank has died")
+                first = settled(tmp_path, ranks, 1)
+                assert finished(spare).status == 0
             assert "the place of rank 1 is free: hetsync join" in first.err
             assert finished(newcomer).status == 0
     mine = ["--run.dir", "alone", "--run.samples", SAMPLES, *OPTIMIZER, "--sync.delay_bound", 0]
@@ -101,8 +128,7 @@ def test_who_comes_first_waits_and_one_of_two_takes_it(tmp_path: Path) -> None:
 def test_who_waits_leaves_at_a_signal_and_one_that_is_killed_gives_its_place_away(tmp_path: Path) -> None:
     with job(tmp_path, "--sync.delay_bound", "4") as ranks:
         with join(tmp_path) as waiting:
-            assert waiting.stderr is not None
-            assert "no rank has died" in waiting.stderr.readline()
+            says(waiting, "no rank has died")
             waiting.send_signal(signal.SIGUSR1)
             assert finished(waiting).status == 85
         kill(ranks[1])
@@ -112,9 +138,28 @@ def test_who_waits_leaves_at_a_signal_and_one_that_is_killed_gives_its_place_awa
             settings.write_text("no profile")  # its own mistake is not the job's
             assert finished(wrong).status == 2
         settings.write_text(kept)
+        with join(tmp_path) as stopped:
+            says(stopped, "this process takes the place of rank 1")
+            stopped.send_signal(signal.SIGUSR1)  # which is not the job's
+            assert finished(stopped).status == 85
         with join(tmp_path) as newcomer:
             settled(tmp_path, ranks, 1)
             assert finished(newcomer).status == 0
+
+
+def test_who_keeps_no_run_is_not_let_in(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    env = {"RUN": "run"}
+    with ranks_alone(RANKS, [sys.executable, str(script)], tmp_path, env) as ranks:
+        until(lambda: (tmp_path / "run" / "join.json").exists(), ranks)
+        time.sleep(1)
+        kill(ranks[1])
+        with join(tmp_path) as newcomer:
+            done = finished(newcomer)
+        assert done.status == 2, done.story
+        assert "in the process that joins" in done.err
+        assert ranks[0].poll() is None
 
 
 def test_where_nobody_can_join_one_sentence_says_so(tmp_path: Path) -> None:
