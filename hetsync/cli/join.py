@@ -36,8 +36,8 @@ def join(folder: Path) -> None:
     notice = read(folder)
     try:
         os.chdir(notice.directory)
-        # torch tells of a store that has gone by twenty lines of its own.
-        env = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, ASKS: json.dumps(notice.asked_at)}
+        # torch tells of a store that has gone, or is none, by twenty lines of its own.
+        env = {"TORCH_CPP_LOG_LEVEL": "FATAL", **os.environ, ASKS: json.dumps(notice.asked_at)}
         os.execve(notice.command[0], list(notice.command), env)
     except OSError as error:
         raise UserError(

@@ -92,7 +92,7 @@ def _torch(name: str, by_torch: int, by_mpi: bool, timeout_seconds: float, toler
 
 def _without_mpi(timeout_seconds: float, tolerant: bool) -> tuple[Messages, Sums]:
     from hetsync.plane.base import LostError, made_by_all
-    from hetsync.plane.lifelines import leave
+    from hetsync.plane.ending import leave
     from hetsync.plane.rendezvous import rendezvous_by_environment
     from hetsync.plane.store import StoreMessages, StoreSums
 
@@ -116,7 +116,7 @@ def _newcomer(timeout_seconds: float) -> Plane:
     from hetsync.plane.store_places import StoreNewcomer, asked, first_connection
 
     newcomer = StoreNewcomer(first_connection())
-    messages = StoreMessages(asked(newcomer, timeout_seconds), tolerant=True, newcomer=newcomer)
+    messages = StoreMessages(asked(newcomer, timeout_seconds=timeout_seconds), tolerant=True, newcomer=newcomer)
     return ChosenPlane(messages, StoreSums(messages), "torch", "hetsync join has started this process", timeout_seconds)
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from hetsync.errors import INTERNAL_ERROR, INTERRUPTED, USER_ERROR, UserError, complain, one_sentence
@@ -81,3 +85,23 @@ def end_loop(plane: Plane, failure: BaseException) -> None:
     if isinstance(failure, UserError | NeverStruckError):
         complain(one_sentence(str(failure)))
         raise SystemExit(USER_ERROR if isinstance(failure, UserError) else INTERNAL_ERROR) from failure
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, whatever its threads do, and say nothing to others."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # whoever read it has gone
+            stream.flush()
+    os._exit(code)
+
+
+@contextmanager
+def within(seconds: float, otherwise: Callable[[], None]) -> Iterator[None]:
+    """What is inside may wait for ever, without Python's hearing of anything; `otherwise` then ends this process."""
+    late = threading.Timer(seconds, otherwise)
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()

@@ -1,7 +1,7 @@
 """A connection of each rank to rank 0, whose end is a death, for jobs whose launcher tells nobody of one.
 
 The system closes a dead process's connections, so that rank 0 hears of it at once, and those who are left by its word,
-while nobody asks anything. Of a host that has vanished it hears after `SILENCE_SECONDS`, by TCP's own probes. Rank 0
+while nobody asks anything. Of a host that has vanished it hears after a minute, by TCP's own probes. Rank 0
 also says who is left once all of these have come to be mended, lets in who takes the place of a rank that has gone, and
 passes on how the job ends. Its own death ends the job: it holds the store at which the ranks meet, or is beside the
 agent that does.
@@ -10,33 +10,26 @@ agent that does.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import selectors
 import socket
-import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
 from hetsync.errors import INTERNAL_ERROR, OwnMistakeError, cause, complain
 from hetsync.plane.base import LateError, LostError, named
+from hetsync.plane.connections import PIECES, Connection, Word, listening, probed
+from hetsync.plane.door import Door, Visitor
+from hetsync.plane.ending import leave
 from hetsync.plane.rendezvous import Rendezvous
 
 SECONDS_TO_TELL = 2.0  # all ranks that the job ends
 SECONDS_TO_GREET = 5.0  # for whoever has connected
-PIECES = 8  # at most, that a greeting comes in
-MOST_SILENT_VISITORS = 16  # at the door
 SECONDS_TO_END = 20.0  # by itself, where rank 0 has gone
-# TCP probes a connection that is silent for so long, and so often: a host that answers none has gone.
-IDLE_SECONDS, PROBE_SECONDS, PROBES = 20, 10, 4
-SILENCE_SECONDS = IDLE_SECONDS + PROBES * PROBE_SECONDS
-
-Word = list[Any]  # its kind, and what belongs to it
 
 
 class Roll:
@@ -120,7 +113,7 @@ class Lifeline:
     """
 
     def __init__(
-        self, ranks: Sequence[int], connection: _Connection | None, hub: _Hub | None = None, epoch: int = 0
+        self, ranks: Sequence[int], connection: Connection | None, hub: _Hub | None = None, epoch: int = 0
     ) -> None:
         """Without a connection nobody goes or comes."""
         self.epoch, self.ranks = epoch, tuple(ranks)
@@ -148,7 +141,7 @@ class Lifeline:
         """Once all have let this rank in. LostError where they do not so in time."""
         port, token = door
         try:
-            connection = _Connection(_probed(socket.create_connection((host, port), seconds)))
+            connection = Connection(probed(socket.create_connection((host, port), seconds)))
         except OSError as error:
             raise LostError(f"rank 0 cannot be reached at {host}, port {port} ({cause(error)})") from error
         connection.send(rank, token)
@@ -222,7 +215,7 @@ class Lifeline:
         if self._connection is not None:
             self._connection.close()
 
-    def _follow(self, connection: _Connection) -> None:
+    def _follow(self, connection: Connection) -> None:
         while (words := connection.receive()) is not None:
             for word in words:
                 self._heed(*word)
@@ -258,12 +251,12 @@ class Lifeline:
 class _Hub:
     """Where all lifelines meet, with a thread of its own."""
 
-    def __init__(self, connections: dict[int, _Connection], own_end: _Connection) -> None:
+    def __init__(self, connections: dict[int, Connection], own_end: Connection) -> None:
         self.roll = Roll(sorted(connections))
         self.own_end = own_end
         self.closing = False
         self._connections = connections
-        self._door: _Door | None = None
+        self._door: Door | None = None
         self._selector = selectors.DefaultSelector()
         for rank, connection in connections.items():
             self._selector.register(connection.socket, selectors.EVENT_READ, rank)
@@ -272,9 +265,9 @@ class _Hub:
     @staticmethod
     def opened(rendezvous: Rendezvous) -> _Hub:
         """Once all have connected."""
-        mine, own_end = map(_Connection, socket.socketpair())
+        mine, own_end = map(Connection, socket.socketpair())
         connections, token = {rendezvous.rank: mine}, secrets.token_hex()
-        with _listening() as server:
+        with listening() as server:
             store = rendezvous.connect()
             store.set("lifeline", json.dumps([server.getsockname()[1], token]))
             deadline = time.monotonic() + rendezvous.timeout_seconds
@@ -318,7 +311,7 @@ class _Hub:
 
     def _open_door(self, newcomer: int) -> tuple[int, str]:
         if self._door is None:
-            self._door = _Door(self._selector)
+            self._door = Door(self._selector)
         self._send_away([newcomer])
         return self._door.port, self._door.new_token(newcomer)
 
@@ -344,7 +337,7 @@ class _Hub:
                 heard += [(rank, word) for word in words]
         return heard
 
-    def _answer(self, visitor: _Visitor | None) -> None:
+    def _answer(self, visitor: Visitor | None) -> None:
         """At the door."""
         assert self._door is not None
         if visitor is None:
@@ -378,122 +371,7 @@ class _Hub:
         leave(code)
 
 
-class _Visitor:
-    """Who has connected at the door; `rank` is the number that it wants, once it has said the token."""
-
-    def __init__(self, connection: _Connection) -> None:
-        self.connection = connection
-        self.rank: int | None = None
-        self.pieces = 0
-
-
-class _Door:
-    """Where newcomers knock, watched by the hub's selector. Strangers wait there for nothing, and hold up nobody."""
-
-    def __init__(self, selector: selectors.BaseSelector) -> None:
-        self._server = _listening()
-        self.port: int = self._server.getsockname()[1]
-        self.visitors: list[_Visitor] = []
-        self._tokens: dict[int, str] = {}
-        self._selector = selector
-        selector.register(self._server, selectors.EVENT_READ, None)
-
-    def new_token(self, newcomer: int) -> str:
-        self._tokens[newcomer] = secrets.token_hex()
-        return self._tokens[newcomer]
-
-    def receive_visitor(self) -> None:
-        with suppress(OSError):
-            connected = self._server.accept()[0]
-            visitor = _Visitor(_Connection(_probed(connected)))
-            self.visitors.append(visitor)
-            self._selector.register(connected, selectors.EVENT_READ, visitor)
-            silent = [each for each in self.visitors if each.rank is None]
-            if len(silent) > MOST_SILENT_VISITORS:
-                self._send_away(silent[0])
-
-    def hear(self, visitor: _Visitor) -> int | None:
-        """What somebody says who has knocked: the rank's number, once. Whoever says anything else has to go."""
-        with suppress(ValueError, TypeError, RecursionError):
-            words = visitor.connection.receive()
-            visitor.pieces += 1
-            if words == [] and visitor.rank is None and visitor.pieces < PIECES:
-                return None
-            ((rank, told),) = words or []
-            token = self._tokens.get(rank) if visitor.rank is None and type(rank) is int else None
-            if token is not None and secrets.compare_digest(str(told), token):
-                visitor.rank = rank
-                return int(rank)
-        self._send_away(visitor)
-        return None
-
-    def has(self, rank: int) -> bool:
-        return any(visitor.rank == rank for visitor in self.visitors)
-
-    def hand_over(self, rank: int) -> _Connection:
-        """It is a member from now on."""
-        visitor = next(each for each in self.visitors if each.rank == rank)
-        self.visitors.remove(visitor)
-        self._selector.modify(visitor.connection.socket, selectors.EVENT_READ, rank)
-        return visitor.connection
-
-    def send_away(self, newcomer: int) -> None:
-        for visitor in [each for each in self.visitors if each.rank == newcomer]:
-            self._send_away(visitor)
-
-    def close(self) -> None:
-        self._selector.unregister(self._server)
-        self._server.close()
-        for visitor in list(self.visitors):
-            self._send_away(visitor)
-
-    def _send_away(self, visitor: _Visitor) -> None:
-        self.visitors.remove(visitor)
-        self._selector.unregister(visitor.connection.socket)
-        visitor.connection.close()
-
-
-class _Connection:
-    """Words over a socket, each a line of JSON."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        self.socket = connected
-        self._rest = b""
-        # Or a child that loads data would keep the connection of its dead parent alive.
-        os.register_at_fork(after_in_child=_close_in_child(weakref.ref(self)))
-
-    def send(self, *word: Any) -> bool:
-        """False where the other has gone."""
-        try:
-            self.socket.sendall(json.dumps(word).encode() + b"\n")
-        except OSError:
-            return False
-        return True
-
-    def receive(self) -> list[Word] | None:
-        """Sleeps until something has come; None where the other has gone."""
-        try:
-            data = self.socket.recv(1 << 16)
-        except OSError:
-            return None
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines] if data else None
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # which wakes a thread that waits in `receive`
-        self.socket.close()
-
-
-def _close_in_child(connection: weakref.ref[_Connection]) -> Callable[[], None]:
-    def close() -> None:
-        if (held := connection()) is not None:
-            held.socket.close()
-
-    return close
-
-
-def _connected_to_first(rendezvous: Rendezvous) -> _Connection:
+def _connected_to_first(rendezvous: Rendezvous) -> Connection:
     store, seconds = rendezvous.connect(), rendezvous.timeout_seconds
     try:
         store.wait(["lifeline"], timedelta(seconds=seconds))
@@ -504,51 +382,22 @@ def _connected_to_first(rendezvous: Rendezvous) -> _Connection:
             f"rank {rendezvous.rank} does not reach rank 0 at {rendezvous.host} ({cause(error)}): has it been started,"
             " and are the ports of its host open between the hosts?"
         ) from error
-    connection = _Connection(_probed(connected))
+    connection = Connection(probed(connected))
     connection.send(rendezvous.rank, token)
     return connection
 
 
-def _listening() -> socket.socket:
-    """At a free port of every interface, as libraries of sums do."""
-    with suppress(OSError):
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=1024)
-
-
-def _greeted(connected: socket.socket, token: str, missing: Container[int]) -> tuple[int, _Connection] | None:
+def _greeted(connected: socket.socket, token: str, missing: Container[int]) -> tuple[int, Connection] | None:
     """The rank that has connected; None where it is none of those that are still missing."""
     connected.settimeout(SECONDS_TO_GREET)
-    connection = _Connection(connected)
+    connection = Connection(connected)
     with suppress(ValueError, TypeError, RecursionError):
         words: list[Word] | None = []
         for _ in range(PIECES):
             words = words or connection.receive()
         ((rank, told),) = words or []
         if rank in missing and secrets.compare_digest(str(told), token):
-            _probed(connected)
+            probed(connected)
             return rank, connection
     connection.close()
     return None
-
-
-def _probed(connected: socket.socket) -> socket.socket:
-    connected.settimeout(None)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
-        # Probes rest while a word has not been acknowledged: then this holds, in place of a quarter of an hour.
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_SECONDS)
-    return connected
-
-
-def leave(code: int) -> NoReturn:
-    """End this process now, whatever its threads do."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # whoever read it has gone
-            stream.flush()
-    os._exit(code)

@@ -19,10 +19,19 @@ from hetsync.launchers import reaches_later_processes
 from hetsync.plane import codec
 from hetsync.plane.base import Channels, MembersLost, Messages, Plane, PlaneError, Summoned, Sums, named
 from hetsync.plane.blocking import BlockingCollectives, wait_until
+from hetsync.plane.ending import within
 
 # Before mpi4py, whose absence it explains.
 from hetsync.plane.mpi_members import MPI, SECONDS_TO_TELL, MpiMembers
-from hetsync.plane.mpi_summoned import SECONDS_TO_DISMISS, MpiNewcomer, MpiSummoned, die, entered_in_time, parent
+from hetsync.plane.mpi_summoned import (
+    SECONDS_TO_DISMISS,
+    SECONDS_TO_ENTER,
+    MpiNewcomer,
+    MpiSummoned,
+    die,
+    leave,
+    parent,
+)
 from hetsync.plane.parcels import empty_parcel, packed
 from hetsync.plane.polled import Lane, PolledSums, Post
 from hetsync.plane.staging import Test
@@ -242,7 +251,7 @@ class MpiMessages(Messages):
 
     def enter(self, members: Sequence[int], address: str) -> None:
         try:
-            with entered_in_time():
+            with within(SECONDS_TO_ENTER, leave):
                 self._meet(self.mpi.entering(members, address))
         except (MPI.Exception, PlaneError):
             die()

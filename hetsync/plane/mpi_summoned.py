@@ -15,10 +15,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
+from hetsync import STARTED_IN
 from hetsync.errors import complain
 from hetsync.plane import codec
 from hetsync.plane.base import Invitation, LateError, LostError, Newcomer, Summoned
@@ -79,7 +80,7 @@ class MpiSummoned(Summoned):
         """The process comes up, and gets ready."""
         try:
             info = MPI.Info.Create()
-            info.Set("wdir", os.getcwd())
+            info.Set("wdir", STARTED_IN)
             self._link = _Link(MPI.COMM_SELF.Spawn(sys.executable, sys.orig_argv[1:], 1, info))
             self._link.send(first)
             if self._dismissed:
@@ -170,18 +171,6 @@ def leave() -> NoReturn:
     sys.stderr.flush()
     _sign_off()
     os._exit(0)
-
-
-@contextmanager
-def entered_in_time() -> Iterator[None]:
-    """Inside, this process ends where the others do not admit it after all: MPI would wait for them for ever."""
-    late = threading.Timer(SECONDS_TO_ENTER, leave)
-    late.daemon = True
-    late.start()
-    try:
-        yield
-    finally:
-        late.cancel()
 
 
 def die() -> NoReturn:

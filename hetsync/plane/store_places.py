@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch.distributed as dist
 
-from hetsync.errors import UserError, announce, brief, complain
+from hetsync.errors import USER_ERROR, UserError, announce, brief, complain
 from hetsync.launchers import ASKS
 from hetsync.plane import codec
 from hetsync.plane.base import Invitation, LostError, Newcomer, Summoned
-from hetsync.plane.lifelines import leave
+from hetsync.plane.ending import leave, within
 from hetsync.plane.rendezvous import Rendezvous
 from hetsync.stop_signal import STATUSES
 
@@ -159,7 +159,7 @@ class StoreNewcomer(Newcomer):
                     time.sleep(POLL_SECONDS)
         except RuntimeError:  # the store has gone
             pass
-        _leave("the job has ended")
+        left_out("the job has ended")
 
     def _live(self) -> None:
         """It ends at once where it is not needed any more, whatever it does."""
@@ -172,7 +172,7 @@ class StoreNewcomer(Newcomer):
                 return
         except RuntimeError:
             pass
-        _leave("the job has ended, or has found another process")
+        left_out("the job has ended, or has found another process")
 
     @property
     def told(self) -> Any:
@@ -189,24 +189,12 @@ class StoreNewcomer(Newcomer):
             while (invitation := self._place.hear("invitation")) is None:
                 time.sleep(POLL_SECONDS)
         except RuntimeError:
-            _leave("the job has ended")
+            left_out("the job has ended")
         self._entering.set()
         with suppress(RuntimeError):
             self._place.clear()
         self._signals.close()
         return cast(Invitation, invitation)
-
-
-@contextmanager
-def left_unless_done(seconds: float) -> Iterator[None]:
-    """Inside, this process ends where the others do not admit it after all: it would wait for them for ever."""
-    late = threading.Timer(seconds, lambda: _leave("it could not enter in time"))
-    late.daemon = True
-    late.start()
-    try:
-        yield
-    finally:
-        late.cancel()
 
 
 @contextmanager
@@ -229,12 +217,12 @@ def leaving_at_signals(give_up: Callable[[], None] = lambda: None) -> Iterator[N
             signal.signal(number, handler)
 
 
-def _leave(why: str) -> NoReturn:
+def left_out(why: str) -> NoReturn:
     complain(f"this process is not needed: {why}")
     leave(0)
 
 
-def asked(newcomer: StoreNewcomer | None = None, timeout_seconds: float = SECONDS_TO_ASK) -> Rendezvous:
+def asked(newcomer: StoreNewcomer | None = None, *, timeout_seconds: float) -> Rendezvous:
     """The store of the job that this process has been told to ask (`hetsync join`)."""
     told, rank, size = _asked_at(), *((-1, 0) if newcomer is None else (newcomer.rank, newcomer.ranks_at_start))
     return Rendezvous(told["host"], told["port"], rank, size, told["prefix"], timeout_seconds)
@@ -250,7 +238,7 @@ def _asked_at() -> Mapping[str, Any]:
 
 def first_connection() -> dist.Store:
     """To that store. UserError where nobody answers: torch would wait, and say so in its own way."""
-    at = asked()
+    at = asked(timeout_seconds=SECONDS_TO_ASK / 2)
     try:
         socket.create_connection((at.host, at.port), SECONDS_TO_ASK).close()
     except OSError as error:
@@ -258,10 +246,21 @@ def first_connection() -> dist.Store:
             f"the job does not answer at {at.host}, port {at.port} ({error}): it has ended, or that port of"
             " rank 0's host is not open to this one; requeue the job, and resume with more ranks"
         ) from error
-    store = at.connect()
-    if not store.check([WORD]) or store.get(WORD).decode() != _asked_at()["word"]:
-        raise UserError(
-            f"another job answers at {at.host}, port {at.port}: that of the run folder has ended; resume it with as"
-            " many ranks as you like"
-        )
+    other = (
+        f"another job answers at {at.host}, port {at.port}: that of the run folder has ended; resume it with as many"
+        " ranks as you like"
+    )
+
+    def is_no_store() -> None:
+        complain(other)
+        leave(USER_ERROR)
+
+    with within(SECONDS_TO_ASK, is_no_store):
+        try:
+            store = at.connect()
+            answers = store.check([WORD]) and store.get(WORD).decode() == _asked_at()["word"]
+        except (UserError, RuntimeError) as error:
+            raise UserError(other) from error
+    if not answers:
+        raise UserError(other)
     return store

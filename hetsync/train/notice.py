@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hetsync import STARTED_IN
 from hetsync.config.records import record
 from hetsync.errors import UserError, brief, cause
 from hetsync.files import write_atomically
@@ -36,7 +37,7 @@ class Notice:
 def posted(folder: Path, asked_at: Mapping[str, Any]) -> Iterator[None]:
     """Inside, processes may ask this job."""
     command = [sys.executable, *sys.orig_argv[1:]]
-    notice = Notice(format=FORMAT, asked_at=asked_at, command=command, directory=os.getcwd())
+    notice = Notice(format=FORMAT, asked_at=asked_at, command=command, directory=STARTED_IN)
     write_atomically(folder / NAME, json.dumps(asdict(notice), indent=1))
     (folder / NAME).chmod(0o600)
     try:

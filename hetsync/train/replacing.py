@@ -105,6 +105,7 @@ class Replacements:
         self._tries: Counter[int] = Counter()
         # Whoever starts processes by hand may do so as often as it takes.
         self._most_tries: float = MOST_TRIES if plane.asked_at is None else math.inf
+        self._entering: int | None = None  # whom the last rest let in
         self._rest_from = 0.0  # the moment
         self._pause_seconds = SECONDS_BETWEEN_RESTS
 
@@ -114,6 +115,8 @@ class Replacements:
             return False
         for rank in self._plane.members:
             self._tries.pop(rank, None)
+        if self._entering is not None:
+            self._settle(self._entering in self._plane.members)
         missing = set(range(self._plane.ranks_at_start)).difference(self._plane.members)
         for rank in sorted(missing):
             self._look_after(rank)
@@ -122,6 +125,14 @@ class Replacements:
             return False
         self._rest_from = time.monotonic() + SECONDS_FOR_A_REST
         return True
+
+    def _settle(self, has_entered: bool) -> None:
+        """All have waited for one: soon for the next only where this one has come."""
+        self._entering = None
+        if has_entered:
+            self._rest_from, self._pause_seconds = 0.0, SECONDS_BETWEEN_RESTS
+        else:
+            self.put_off()
 
     def put_off(self) -> None:
         """At a rest for that, nobody can enter."""
@@ -132,7 +143,7 @@ class Replacements:
         if rank in self._summoned and self._summoned[rank][0].gone:
             del self._summoned[rank]
             if self._tries[rank] == self._most_tries:
-                complain(f"no process could take the place of rank {rank}, {MOST_TRIES} times: the others go on")
+                complain(f"no process could take the place of rank {rank}, {self._most_tries} times: the others go on")
         if rank not in self._summoned and self._tries[rank] < self._most_tries:
             self._tries[rank] += 1
             summons = self._summons()
@@ -156,7 +167,7 @@ class Replacements:
                 complain(str(error))
                 continue
             del self._summoned[rank]
-            self._rest_from, self._pause_seconds = 0.0, SECONDS_BETWEEN_RESTS
+            self._entering = rank
             return Arrival(join, profile, address)
         self.put_off()
         return None

@@ -83,7 +83,9 @@ def working_folder(plane: Plane, run: RunConfig, resume: Path | None) -> Iterato
 
 @contextlib.contextmanager
 def shared_folder(folder: Path) -> Iterator[Path]:
-    """The run folder of a job that this process joins, and that another holds."""
+    """The run folder of a job that this process joins, and that another holds. UserError where it is not there."""
+    if not folder.is_dir():
+        raise UserError(f"the job's run folder is {folder}, which is not on this host: join from one that sees it")
     with _not_writable_for_others():
         yield folder
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from hetsync.errors import UserError
 from hetsync.plane.base import LateError, LostError
-from hetsync.plane.lifelines import Lifeline, Roll, _Connection
+from hetsync.plane.connections import Connection
+from hetsync.plane.lifelines import Lifeline, Roll
 from hetsync.plane.rendezvous import Rendezvous
 
 RANKS = 3
@@ -222,9 +223,9 @@ def test_a_knock_ends_with_its_epoch(lifelines: list[Lifeline]) -> None:
         late = threads.submit(Lifeline.of_newcomer, 2, "127.0.0.1", left[0].open_door(2, SECONDS), SECONDS)
         time.sleep(0.1)
         list(threads.map(lambda lifeline: lifeline.next_epoch(SECONDS), left))
+        assert list(threads.map(lambda lifeline: lifeline.let_in(2, 0.1), left)) == [False, False]
         with pytest.raises(LostError):
             late.result(SECONDS)
-        assert list(threads.map(lambda lifeline: lifeline.let_in(2, 0.1), left)) == [False, False]
 
 
 def test_who_leaves_at_the_end_has_not_died(lifelines: list[Lifeline]) -> None:
@@ -264,7 +265,7 @@ def test_who_never_comes_is_named(rendezvous: Callable[[int], Rendezvous]) -> No
 
 def test_a_child_that_loads_data_does_not_keep_its_dead_parent_s_connection() -> None:
     mine, others = socket.socketpair()
-    connection = _Connection(mine)
+    connection = Connection(mine)
     child = os.fork()
     if child == 0:
         signal.pause()

@@ -11,9 +11,17 @@ import pytest
 
 from hetsync.plane import codec
 from hetsync.plane.base import LostError
+from hetsync.profiling.measure import Place
 from hetsync.train import checkpoint, replacing
 from hetsync.train.evaluation import Part, by_rank
-from hetsync.train.replacing import MOST_TRIES, SECONDS_BETWEEN_RESTS, SECONDS_FOR_A_REST, Replacements, Welcome
+from hetsync.train.replacing import (
+    MOST_TRIES,
+    SECONDS_BETWEEN_RESTS,
+    SECONDS_FOR_A_REST,
+    Replacements,
+    Welcome,
+    places_of,
+)
 from hetsync.train.running import Running
 from hetsync.train.summary import Join, Rollback
 
@@ -96,6 +104,37 @@ def test_rests_at_which_nobody_can_enter_become_ever_more_seldom(job: Job) -> No
         job.now += 0.1
 
 
+def test_after_one_that_did_not_come_the_next_rest_is_later(job: Job) -> None:
+    """All have waited for it; whoever starts processes by hand may try for ever."""
+    job.replacements.wants_rest()
+    get_ready(job)
+    for pause in (SECONDS_BETWEEN_RESTS, 2 * SECONDS_BETWEEN_RESTS):
+        assert job.replacements.wants_rest()
+        assert job.invite() is not None
+        assert not job.replacements.wants_rest(), "it is no member: another is started"
+        get_ready(job)
+        job.now += pause - 0.1
+        assert not job.replacements.wants_rest()
+        job.now += 0.1
+    assert job.replacements.wants_rest()
+    assert job.invite() is not None
+    job.plane.members = (0, 1, 2)
+    assert not job.replacements.wants_rest()
+    job.plane.members = (0, 1)
+    job.replacements.wants_rest()
+    get_ready(job)
+    assert job.replacements.wants_rest(), "at once"
+
+
+def test_a_newcomer_on_another_host_has_its_own_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [Place("a", number, 2) for number in range(2)]
+    newcomer: Any = SimpleNamespace(told=SimpleNamespace(places=there))
+    monkeypatch.setattr("socket.gethostname", lambda: "a")
+    assert places_of(newcomer, 1) == there
+    monkeypatch.setattr("socket.gethostname", lambda: "b")
+    assert places_of(newcomer, 1) == [there[0], Place("b", 0, 1)]
+
+
 @pytest.mark.parametrize("fails", ["while it comes up", "when it is invited", "while it enters"])
 def test_after_some_tries_in_a_row_nobody_is_started_any_more(job: Job, fails: str) -> None:
     for _ in range(2 * MOST_TRIES):
@@ -138,7 +177,7 @@ def test_parts_are_in_the_order_of_ranks_whoever_came_last() -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class At:
     loaded: Any = None
 
 
@@ -175,7 +214,7 @@ def test_one_that_enters_knows_how_often_all_have_gone_back(monkeypatch: pytest.
         prepared=SimpleNamespace(parts=SimpleNamespace(restore_roles=lambda state: None)),
         profiles=[None, None],
         model=None,
-        at=Place(),
+        at=At(),
         _restore=lambda: None,
         _rollbacks=SimpleNamespace(known=[]),
     )

@@ -21,7 +21,7 @@ from hetsync.config.schema import RunConfig
 from hetsync.errors import UserError
 from hetsync.plane.local import LocalPlane
 from hetsync.train import run_folder
-from hetsync.train.run_folder import LOCK, keep, mark_failed, status_of, working_folder
+from hetsync.train.run_folder import LOCK, keep, mark_failed, shared_folder, status_of, working_folder
 
 FORK = multiprocessing.get_context("fork")
 
@@ -72,6 +72,11 @@ def test_a_second_job_is_refused_and_told_by_whom(tmp_path: Path, resume: bool) 
     with working(folder, resume):
         assert (folder / LOCK).exists()
     assert [path.name for path in folder.iterdir()] == ["recipe.yaml"]
+
+
+def test_a_folder_that_a_newcomers_host_does_not_see(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not on this host"), shared_folder(tmp_path / "elsewhere"):
+        pass
 
 
 def test_the_folder_of_a_killed_job_is_taken_over(tmp_path: Path) -> None:
