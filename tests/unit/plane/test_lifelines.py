@@ -260,7 +260,7 @@ def test_who_never_comes_is_named(rendezvous: Callable[[int], Rendezvous]) -> No
     from dataclasses import replace
 
     with pytest.raises(UserError, match="rank 0 waited 0 s for rank 1, 2 to connect"):
-        Lifeline.of_all(replace(rendezvous(0), timeout_seconds=0.1))
+        Lifeline.of_all(replace(rendezvous(0), timeout_seconds=0.4))
 
 
 def test_a_child_that_loads_data_does_not_keep_its_dead_parent_s_connection() -> None:
