@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from hetsync.start import STARTED_IN as STARTED_IN  # before a script changes its folder
 from hetsync.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from hetsync.api import join as join
-
-
-STARTED_IN = "."
-with suppress(OSError):  # a folder may be gone
-    STARTED_IN = os.getcwd()  # scripts change it, and the words of their commands may be paths from here
 
 
 def __getattr__(name: str) -> Any:

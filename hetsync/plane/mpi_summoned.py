@@ -19,13 +19,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
-from hetsync import STARTED_IN
 from hetsync.errors import complain
 from hetsync.plane import codec
 from hetsync.plane.base import Invitation, LateError, LostError, Newcomer, Summoned
 from hetsync.plane.blocking import wait_until
 from hetsync.plane.mpi_members import MPI
 from hetsync.processes import Process, own_process
+from hetsync.start import STARTED_IN
 
 POLL_SECONDS = 0.02
 SECONDS_TO_DISMISS = 30.0

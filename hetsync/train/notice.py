@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hetsync import STARTED_IN
 from hetsync.config.records import record
 from hetsync.errors import UserError, brief, cause
 from hetsync.files import write_atomically
+from hetsync.start import STARTED_IN
 
 NAME = "join.json"
 FORMAT = 1
