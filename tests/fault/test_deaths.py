@@ -25,11 +25,11 @@ ULFM = ["--with-ft", "ulfm"]
 CLUSTER = "name: four\nsource: none\ndevices: [{name: a, count: 2, speed: 2}, {name: b, count: 2, speed: 1}]\n"
 
 
-def recipe(folder: Path, *words: str) -> list[str]:
+def recipe(folder: Path, *words: str, samples: int = SAMPLES) -> list[str]:
     """Emulated devices make it last some seconds, whatever machine this is."""
     (folder / "four.yaml").write_text(CLUSTER)
-    mine = ["--run.dir", "run", "--run.samples", str(SAMPLES), "--emulate", "four.yaml"]
-    return [*mpirun(RANKS), *ULFM, *command(*mine, "--emulation.samples_per_second", "1200", *words)]
+    mine = ["--run.dir", "run", "--run.samples", str(samples), "--emulate", "four.yaml"]
+    return [*mpirun(RANKS), *ULFM, *command(*mine, "--emulation.samples_per_second", str(0.3 * samples), *words)]
 
 
 def process_of_rank(job: subprocess.Popen[str], rank: int) -> int:
@@ -48,8 +48,8 @@ def kill_in_training(job: subprocess.Popen[str], folder: Path, rank: int) -> Non
     os.kill(process_of_rank(job, rank), signal.SIGKILL)
 
 
-def killed(folder: Path, rank: int, *words: str) -> Done:
-    with started(recipe(folder, *words), folder) as job:
+def killed(folder: Path, rank: int, *words: str, samples: int = SAMPLES) -> Done:
+    with started(recipe(folder, *words, samples=samples), folder) as job:
         kill_in_training(job, folder, rank)
         return finished(job)
 
@@ -81,12 +81,13 @@ def test_the_others_go_on_with_every_sample(tmp_path: Path, rank: int, outer: st
 @pytest.mark.parametrize("rank", [0, 2])
 def test_synchronous_training_ends_at_the_weights_of_an_undisturbed_run(tmp_path: Path, rank: int) -> None:
     words = ["--sync.delay_bound", "0", "--optimizer.name", "sgd", "--optimizer.momentum", "0.9"]
-    done = killed(tmp_path, rank, *words, "--fault.tolerate", "true")
+    few = SAMPLES // 2  # over many a rounding may flip a ReLU, and weights part
+    done = killed(tmp_path, rank, *words, "--fault.tolerate", "true", samples=few)
     assert done.status == 0, done.story
     summary = summary_of(tmp_path / "run")
-    assert summary["samples_applied"] == SAMPLES
+    assert summary["samples_applied"] == few
     assert [failure["rank"] for failure in summary["failures"]] == [rank]
-    alone = run("--run.dir", "alone", "--run.samples", SAMPLES, *words, folder=tmp_path)
+    alone = run("--run.dir", "alone", "--run.samples", few, *words, folder=tmp_path)
     assert alone.status == 0, alone.story
     theirs, mine = (load_newest(tmp_path / name).model for name in ("run", "alone"))
     assert max(float((theirs[name] - value).abs().max()) for name, value in mine.items()) < 1e-5
