@@ -12,8 +12,8 @@ from jobs import Done, command, finished, mpirun, started, summary_of
 ULFM = ["--with-ft", "ulfm"]
 
 
-def job(folder: Path, ranks: int, faults: str, *words: str) -> Done:
-    told = ["--run.dir", "run", "--run.samples", "1500", "--fault.inject", faults, *words]
+def job(folder: Path, ranks: int, faults: str, *words: str, samples: int = 1500) -> Done:
+    told = ["--run.dir", "run", "--run.samples", str(samples), "--fault.inject", faults, *words]
     with started([*mpirun(ranks), *ULFM, *command(*told)], folder) as process:
         return finished(process)
 
@@ -37,8 +37,9 @@ def test_what_can_be_outlived_is(tmp_path: Path) -> None:
         " {kind: drop, rank: 1, round: 7}, {kind: drop, rank: 2, when: recovery}]"
     )
     skip = ["--fault.not_finite", "skip"]
-    # Equal shares: one that is nearly all of the batch, by a profile of a busy moment, would leave few rounds.
-    done = job(tmp_path, 6, faults, *skip, "--fault.silent_seconds", "2", "--sync.shares", "equal")
+    # Equal shares: one that is nearly all of the batch, by a profile of a busy moment, would leave few rounds;
+    # and samples for more than those that faults name, since a busy machine makes rounds large.
+    done = job(tmp_path, 6, faults, *skip, "--fault.silent_seconds", "2", "--sync.shares", "equal", samples=3000)
     assert done.status == 0, done.story
     assert done.err.count("fault fired") == 13, done.story  # the plane tells of delays and messages, too
     assert "rank 5 (process " in done.err, done.story
