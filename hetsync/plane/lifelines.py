@@ -1,10 +1,10 @@
 """A connection of each rank to rank 0, whose end is a death, for jobs whose launcher tells nobody of one.
 
 The system closes a dead process's connections, so that rank 0 hears of it at once, and those who are left by its word,
-while nobody asks anything. Of a host that has vanished it hears after a minute, by TCP's own probes. Rank 0
-also says who is left once all of these have come to be mended, lets in who takes the place of a rank that has gone, and
-passes on how the job ends. Its own death ends the job: it holds the store at which the ranks meet, or is beside the
-agent that does.
+while nobody asks anything. Of a host that has vanished it hears after a minute, by TCP's own probes. Rank 0 also says
+who is left once all of these have come to be mended, lets in who takes the place of a rank that has gone, and passes on
+how the job ends. Its own death ends the job: it holds the store at which the ranks meet, or is beside the agent that
+does.
 """
 
 from __future__ import annotations
@@ -60,6 +60,10 @@ class Roll:
         self.left = tuple(each for each in self.left if each != rank)
         self._come.discard(rank)
         return self._end_epoch(f"rank {rank} has gone")
+
+    def expelled(self, rank: int, epoch: int) -> list[Word]:
+        """One of them, as others do not reach it. Of an epoch that is over it comes to nothing."""
+        return self.gone(rank) if epoch == self._epoch and not self._over and rank in self.left else []
 
     def come(self, rank: int) -> list[Word]:
         self._come.add(rank)
@@ -195,6 +199,10 @@ class Lifeline:
             self._news.wait_for(lambda: self.over(before) or self.epoch > before, limit_seconds)
             return self.epoch > before and not self.over(before)
 
+    def expel(self, rank: int) -> None:
+        """It has been let in, and does not come: the others go on without it, as after its death."""
+        self._send("expel", self.epoch, rank)
+
     def _send(self, *word: Any) -> bool:
         return self._connection is not None and self._connection.send(*word)
 
@@ -289,7 +297,8 @@ class _Hub:
         try:
             while self._connections:
                 for rank, word in self._heard(None):
-                    self._heed(rank, word)
+                    if word is None or rank in self._connections:  # not expelled meanwhile
+                        self._heed(rank, word)
         except Exception as error:  # deaf, the ranks would wait for ever
             complain(f"rank 0 hears of no death any more: {type(error).__name__}: {error}")
             leave(INTERNAL_ERROR)
@@ -304,10 +313,23 @@ class _Hub:
             self._tell_all(self.roll.come(rank))
         elif kind == "let in":
             self._tell_all(self.roll.let_in(rank, *told))
+        elif kind == "expel":
+            self._expel(*told)
         elif kind == "open":
             self._connections[rank].send("door", *self._open_door(*told))
         else:
             self._end_job(*told)
+
+    def _expel(self, epoch: int, rank: int) -> None:
+        if words := self.roll.expelled(rank, epoch):
+            complain(f"rank {rank} has been let in, but does not connect: the others go on without it")
+            self._drop(rank)
+            self._tell_all(words)
+
+    def _drop(self, rank: int) -> None:
+        connection = self._connections.pop(rank)
+        self._selector.unregister(connection.socket)
+        connection.close()
 
     def _open_door(self, newcomer: int) -> tuple[int, str]:
         if self._door is None:
@@ -330,8 +352,7 @@ class _Hub:
                 continue
             rank, words = key.data, self._connections[key.data].receive()
             if words is None:
-                self._selector.unregister(key.fileobj)
-                self._connections.pop(rank).close()
+                self._drop(rank)
                 heard.append((rank, None))
             else:
                 heard += [(rank, word) for word in words]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,10 +28,16 @@ class StoreMembers(Watch):
     """
 
     def __init__(
-        self, connect: Callable[[], dist.Store], lifeline: Lifeline, rank: int, timeout_seconds: float, tolerant: bool
+        self,
+        connect: Callable[[], dist.Store],
+        lifeline: Lifeline,
+        rank: int,
+        timeout_seconds: float,
+        tolerant: bool,
+        newest: int | None = None,
     ) -> None:
         """Those who are left by now. `connect` makes connections to the job's store: a thread that was left to itself
-        may hold its own until its time limit."""
+        may hold its own until its time limit. `newest`: who has just been let in, and is not waited for for long."""
         self.rank, self.ranks, self.tolerant = rank, lifeline.ranks, tolerant
         self.timeout_seconds = timeout_seconds
         self._epoch = lifeline.epoch
@@ -38,6 +45,7 @@ class StoreMembers(Watch):
         self.job_store = connect()
         self.store = self.keys(self.job_store)
         self._lifeline = lifeline
+        self._newest = newest
         self._revoked = False
         self._groups: list[Any] = []
 
@@ -56,8 +64,11 @@ class StoreMembers(Watch):
         """Of Gloo's: all members or these; collective among them, and each under a name of its own."""
         ranks = self.ranks if among is None else among
         opened = _Opened(self.keys(self._connect()), name, ranks.index(self.rank), len(ranks), self.timeout_seconds)
+        expected = time.monotonic() + min(SECONDS_TO_ENTER, self.timeout_seconds / 2)
         while opened.is_alive():  # as long as the time limit lets it: Gloo would wait for a dead rank as well
             self.look()
+            if self._newest is not None and self._newest in ranks and time.monotonic() > expected:
+                self._lifeline.expel(self._newest)
             opened.join(SECONDS_TO_LOOK)
         if opened.mistake is not None:
             raise opened.mistake
@@ -110,7 +121,7 @@ class StoreMembers(Watch):
         come, or somebody goes meanwhile."""
         if not self._lifeline.let_in(newcomer, SECONDS_TO_ENTER):
             raise self._lost(self._lifeline.why or f"the process that was to be rank {newcomer} has not come")
-        return StoreMembers(self._connect, self._lifeline, self.rank, self.timeout_seconds, self.tolerant)
+        return StoreMembers(self._connect, self._lifeline, self.rank, self.timeout_seconds, self.tolerant, newcomer)
 
 
 class _Opened(threading.Thread):

@@ -16,10 +16,12 @@ import pytest
 import torch.distributed as dist
 
 from hetsync.errors import UserError
-from hetsync.plane.base import LateError, LostError
+from hetsync.plane import store_members
+from hetsync.plane.base import LateError, LostError, MembersLost
 from hetsync.plane.connections import Connection
 from hetsync.plane.lifelines import Lifeline, Roll
 from hetsync.plane.rendezvous import Rendezvous
+from hetsync.plane.store_members import StoreMembers
 
 RANKS = 3
 SECONDS = 20.0
@@ -78,6 +80,16 @@ def test_a_death_meanwhile_keeps_it_out() -> None:
     assert roll.let_in(1, 0, 2) == [], "a word of before"
     roll.turn_away(2)
     assert roll.let_in(1, 1, 2) == [], "it has gone"
+
+
+def test_who_does_not_connect_is_expelled_from_its_own_epoch_only() -> None:
+    roll = Roll(range(3))
+    assert roll.expelled(2, epoch=1) == []
+    assert roll.expelled(2, epoch=0) == [["over", "rank 2 has gone"]]
+    assert roll.expelled(1, epoch=0) == [], "it is over"
+    roll.come(0)
+    assert roll.come(1) == [["left", 1, [0, 1]]]
+    assert roll.expelled(2, epoch=1) == []
 
 
 @pytest.fixture
@@ -168,6 +180,30 @@ def test_a_newcomer_is_one_of_them(lifelines: list[Lifeline]) -> None:
         assert lifeline.why == "rank 1 has gone"
 
 
+def test_a_newcomer_that_stops_as_it_enters_is_not_waited_for(
+    lifelines: list[Lifeline], rendezvous: Callable[[int], Rendezvous], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo would wait for it as long as the time limit lets it."""
+    monkeypatch.setattr(store_members, "SECONDS_TO_ENTER", 0.5)
+    left = without_the_last(lifelines)
+    members = [StoreMembers(rendezvous(n).connect, left[n], n, SECONDS, tolerant=True) for n in range(2)]
+    door = left[0].open_door(2, SECONDS)
+
+    def joined(rank: int) -> None:
+        with pytest.raises(MembersLost, match="rank 2 has gone"):
+            members[rank].joined_by(2).group("meetings")
+
+    with ThreadPoolExecutor(RANKS) as threads:
+        entered = threads.submit(Lifeline.of_newcomer, 2, "127.0.0.1", door, SECONDS)
+        list(threads.map(joined, range(2)))
+        stopped = entered.result(SECONDS)
+        assert stopped.await_word(2, SECONDS)
+        assert stopped.cut
+        stopped.close()
+        list(threads.map(lambda lifeline: lifeline.next_epoch(SECONDS), left))
+    assert [each.ranks for each in left] == [(0, 1)] * 2
+
+
 def test_who_does_not_come_is_not_waited_for(lifelines: list[Lifeline]) -> None:
     left = without_the_last(lifelines)
     left[0].open_door(2, SECONDS)
@@ -187,6 +223,11 @@ def test_strangers_at_the_door_hold_up_nobody(lifelines: list[Lifeline]) -> None
             stranger = held.enter_context(socket.create_connection(("127.0.0.1", port), SECONDS))
             stranger.sendall(greeting)
             assert stranger.recv(1) == b""
+        with pytest.raises(OSError):  # noqa: PT011, PT012 - in one of many pieces, whichever
+            slow = held.enter_context(socket.create_connection(("127.0.0.1", port), SECONDS))
+            for _ in range(100):
+                slow.sendall(b"[")
+                time.sleep(0.02)
         with ThreadPoolExecutor(RANKS) as threads:
             entered = threads.submit(Lifeline.of_newcomer, 2, "127.0.0.1", (port, token), SECONDS)
             assert all(threads.map(lambda lifeline: lifeline.let_in(2, SECONDS), left))
