@@ -112,11 +112,13 @@ def _newcomer(timeout_seconds: float) -> Plane:
             " ranks from the start: start that anew, with resume='auto' for the first"
         )
     from hetsync.plane.choice import ChosenPlane
+    from hetsync.plane.rendezvous import first_connection, rendezvous_with_job
     from hetsync.plane.store import StoreMessages, StoreSums
-    from hetsync.plane.store_places import StoreNewcomer, asked, first_connection
+    from hetsync.plane.store_places import StoreNewcomer
 
     newcomer = StoreNewcomer(first_connection())
-    messages = StoreMessages(asked(newcomer, timeout_seconds=timeout_seconds), tolerant=True, newcomer=newcomer)
+    rendezvous = rendezvous_with_job(timeout_seconds, newcomer.rank, newcomer.ranks_at_start)
+    messages = StoreMessages(rendezvous, tolerant=True, newcomer=newcomer)
     return ChosenPlane(messages, StoreSums(messages), "torch", "hetsync join has started this process", timeout_seconds)
 
 

@@ -29,7 +29,7 @@ from hetsync.plane.mpi_summoned import (
     MpiNewcomer,
     MpiSummoned,
     die,
-    leave,
+    leave_unneeded,
     parent,
 )
 from hetsync.plane.parcels import empty_parcel, packed
@@ -251,7 +251,7 @@ class MpiMessages(Messages):
 
     def enter(self, members: Sequence[int], address: str) -> None:
         try:
-            with within(SECONDS_TO_ENTER, leave):
+            with within(SECONDS_TO_ENTER, leave_unneeded):
                 self._meet(self.mpi.entering(members, address))
         except (MPI.Exception, PlaneError):
             die()

@@ -23,6 +23,7 @@ from hetsync.errors import complain
 from hetsync.plane import codec
 from hetsync.plane.base import Invitation, LateError, LostError, Newcomer, Summoned
 from hetsync.plane.blocking import wait_until
+from hetsync.plane.ending import leave
 from hetsync.plane.mpi_members import MPI
 from hetsync.processes import Process, own_process
 from hetsync.start import STARTED_IN
@@ -135,20 +136,20 @@ class MpiNewcomer(Newcomer):
                 while (heard := self._link.receive()) is None:
                     time.sleep(POLL_SECONDS)
                     if self._starter is not None and self._starter.has_gone:  # MPI does not tell of an exit
-                        leave()
+                        leave_unneeded()
                 tag, data = heard
                 if tag == DISMISSAL:
-                    leave()
+                    leave_unneeded()
                 with self._heard:
                     self._words.append(data)
                     self._heard.notify()
         except MPI.Exception:
-            leave()
+            leave_unneeded()
 
     def _next(self, seconds: float | None = None) -> bytearray:
         with self._heard:
             if not self._heard.wait_for(lambda: self._words, seconds):
-                leave()
+                leave_unneeded()
             return self._words.pop(0)
 
     @property
@@ -159,18 +160,15 @@ class MpiNewcomer(Newcomer):
         try:
             self._link.send(told)
         except MPI.Exception:
-            leave()
+            leave_unneeded()
         invitation = codec.loads(self._next())
         assert isinstance(invitation, Invitation)
         return invitation
 
 
-def leave() -> NoReturn:
-    """This process is not needed."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+def leave_unneeded() -> NoReturn:
     _sign_off()
-    os._exit(0)
+    leave(0)
 
 
 def die() -> NoReturn:

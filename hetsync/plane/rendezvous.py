@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
-from hetsync.errors import OwnMistakeError, UserError, cause
+from hetsync.errors import USER_ERROR, OwnMistakeError, UserError, brief, cause, complain
+from hetsync.launchers import ASKS
 from hetsync.plane.base import Messages, decided_by_first
+from hetsync.plane.ending import leave, within
 
 # Waiting in earnest is bounded elsewhere, by run.timeout_seconds. torch counts milliseconds in 32 bits.
 ENDLESS = timedelta(days=20)
+SECONDS_TO_ASK = 20.0  # that a job's store may take to answer first
+WORD = "the job's word"  # the key of what no other job answers
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,50 @@ def rendezvous_by_messages(messages: Messages, timeout_seconds: float) -> Rendez
     if host == socket.gethostname():
         host = "127.0.0.1"  # also where the host's name is not known to itself
     return Rendezvous(host, port, messages.rank, messages.size, "hetsync", timeout_seconds, server)
+
+
+def rendezvous_with_job(timeout_seconds: float, rank: int = -1, size: int = 0) -> Rendezvous:
+    """The store of the job that this process has been told to ask (`hetsync join`)."""
+    told = _asked_at()
+    return Rendezvous(told["host"], told["port"], rank, size, told["prefix"], timeout_seconds)
+
+
+def _asked_at() -> Mapping[str, Any]:
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        told = json.loads(os.environ[ASKS])
+        if [type(told[key]) for key in ("host", "port", "prefix", "word")] == [str, int, str, str]:
+            return cast(Mapping[str, Any], told)
+    raise UserError(f"{ASKS} is {brief(os.environ[ASKS])}, but hetsync join sets it: unset it, or use hetsync join RUN")
+
+
+def first_connection() -> dist.Store:
+    """To that store. UserError where nobody answers: torch would wait, and say so in its own way."""
+    at = rendezvous_with_job(SECONDS_TO_ASK / 2)
+    try:
+        socket.create_connection((at.host, at.port), SECONDS_TO_ASK).close()
+    except OSError as error:
+        raise UserError(
+            f"the job does not answer at {at.host}, port {at.port} ({error}): it has ended, or that port of"
+            " rank 0's host is not open to this one; requeue the job, and resume with more ranks"
+        ) from error
+    other = (
+        f"another job answers at {at.host}, port {at.port}: that of the run folder has ended; resume it with as many"
+        " ranks as you like"
+    )
+
+    def is_no_store() -> None:
+        complain(other)
+        leave(USER_ERROR)
+
+    with within(SECONDS_TO_ASK, is_no_store):
+        try:
+            store = at.connect()
+            answers = store.check([WORD]) and store.get(WORD).decode() == _asked_at()["word"]
+        except (UserError, RuntimeError) as error:
+            raise UserError(other) from error
+    if not answers:
+        raise UserError(other)
+    return store
 
 
 def _tcp_store(host: str, port: int, timeout_seconds: float, is_master: bool) -> dist.TCPStore:

@@ -34,9 +34,9 @@ from hetsync.plane.ending import leave, within
 from hetsync.plane.gloo_channels import GlooChannels
 from hetsync.plane.groups import TorchSums, completion_of
 from hetsync.plane.lifelines import Lifeline
-from hetsync.plane.rendezvous import ENDLESS, Rendezvous
+from hetsync.plane.rendezvous import ENDLESS, WORD, Rendezvous
 from hetsync.plane.store_members import SECONDS_TO_ENTER, StoreMembers
-from hetsync.plane.store_places import OVER, WORD, First, StoreNewcomer, StoreSummoned, left_out
+from hetsync.plane.store_places import OVER, First, StoreNewcomer, StoreSummoned, leave_unneeded
 
 RANK_BYTES = 4  # of the sender, before a message
 SECONDS_TO_STOP = 0.05
@@ -177,7 +177,7 @@ class StoreMessages(Messages):
     def enter(self, members: Sequence[int], address: str) -> None:
         assert isinstance(self.newcomer, StoreNewcomer)
         try:
-            with within(SECONDS_TO_ENTER, lambda: left_out("it could not enter in time")):
+            with within(SECONDS_TO_ENTER, lambda: leave_unneeded("it could not enter in time")):
                 self._inbox.close()
                 door = self.newcomer.door
                 lifeline = Lifeline.of_newcomer(self.rank, self._rendezvous.host, door, SECONDS_TO_ENTER)

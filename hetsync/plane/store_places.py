@@ -6,32 +6,26 @@ All that the two tell each other are keys of the job's store. Who has asked for 
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch.distributed as dist
 
-from hetsync.errors import USER_ERROR, UserError, announce, brief, complain
-from hetsync.launchers import ASKS
+from hetsync.errors import UserError, announce, complain
 from hetsync.plane import codec
 from hetsync.plane.base import Invitation, LostError, Newcomer, Summoned
-from hetsync.plane.ending import leave, within
-from hetsync.plane.rendezvous import Rendezvous
+from hetsync.plane.ending import leave
 from hetsync.stop_signal import STATUSES
 
 POLL_SECONDS = 0.1
 ALIVE_SECONDS = 1.0
 SILENT_SECONDS = 30.0
-SECONDS_TO_ASK = 20.0  # that the store may take to answer first
 QUIET_SECONDS = 3.0  # of one that is to be let in
-MADE, OVER, WORD = "places made", "places are over", "the job's word"  # keys
+MADE, OVER = "places made", "places are over"  # keys
 
 
 class First(NamedTuple):
@@ -159,7 +153,7 @@ class StoreNewcomer(Newcomer):
                     time.sleep(POLL_SECONDS)
         except RuntimeError:  # the store has gone
             pass
-        left_out("the job has ended")
+        leave_unneeded("the job has ended")
 
     def _live(self) -> None:
         """It ends at once where it is not needed any more, whatever it does."""
@@ -172,7 +166,7 @@ class StoreNewcomer(Newcomer):
                 return
         except RuntimeError:
             pass
-        left_out("the job has ended, or has found another process")
+        leave_unneeded("the job has ended, or has found another process")
 
     @property
     def told(self) -> Any:
@@ -189,7 +183,7 @@ class StoreNewcomer(Newcomer):
             while (invitation := self._place.hear("invitation")) is None:
                 time.sleep(POLL_SECONDS)
         except RuntimeError:
-            left_out("the job has ended")
+            leave_unneeded("the job has ended")
         self._entering.set()
         with suppress(RuntimeError):
             self._place.clear()
@@ -217,50 +211,6 @@ def leaving_at_signals(give_up: Callable[[], None] = lambda: None) -> Iterator[N
             signal.signal(number, handler)
 
 
-def left_out(why: str) -> NoReturn:
+def leave_unneeded(why: str) -> NoReturn:
     complain(f"this process is not needed: {why}")
     leave(0)
-
-
-def asked(newcomer: StoreNewcomer | None = None, *, timeout_seconds: float) -> Rendezvous:
-    """The store of the job that this process has been told to ask (`hetsync join`)."""
-    told, rank, size = _asked_at(), *((-1, 0) if newcomer is None else (newcomer.rank, newcomer.ranks_at_start))
-    return Rendezvous(told["host"], told["port"], rank, size, told["prefix"], timeout_seconds)
-
-
-def _asked_at() -> Mapping[str, Any]:
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
-        told = json.loads(os.environ[ASKS])
-        if [type(told[key]) for key in ("host", "port", "prefix", "word")] == [str, int, str, str]:
-            return cast(Mapping[str, Any], told)
-    raise UserError(f"{ASKS} is {brief(os.environ[ASKS])}, but hetsync join sets it: unset it, or use hetsync join RUN")
-
-
-def first_connection() -> dist.Store:
-    """To that store. UserError where nobody answers: torch would wait, and say so in its own way."""
-    at = asked(timeout_seconds=SECONDS_TO_ASK / 2)
-    try:
-        socket.create_connection((at.host, at.port), SECONDS_TO_ASK).close()
-    except OSError as error:
-        raise UserError(
-            f"the job does not answer at {at.host}, port {at.port} ({error}): it has ended, or that port of"
-            " rank 0's host is not open to this one; requeue the job, and resume with more ranks"
-        ) from error
-    other = (
-        f"another job answers at {at.host}, port {at.port}: that of the run folder has ended; resume it with as many"
-        " ranks as you like"
-    )
-
-    def is_no_store() -> None:
-        complain(other)
-        leave(USER_ERROR)
-
-    with within(SECONDS_TO_ASK, is_no_store):
-        try:
-            store = at.connect()
-            answers = store.check([WORD]) and store.get(WORD).decode() == _asked_at()["word"]
-        except (UserError, RuntimeError) as error:
-            raise UserError(other) from error
-    if not answers:
-        raise UserError(other)
-    return store

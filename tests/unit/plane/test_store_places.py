@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 
 import pytest
 import torch.distributed as dist
 
-from hetsync.errors import UserError
 from hetsync.plane import codec, store_places
 from hetsync.plane.base import LostError
-from hetsync.plane.store_places import OVER, WORD, First, StoreNewcomer, StoreSummoned, first_connection
+from hetsync.plane.store_places import OVER, First, StoreNewcomer, StoreSummoned
 
 SECONDS = 20.0
 
@@ -107,62 +103,6 @@ def test_who_has_fallen_silent_is_not_invited(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(LostError, match="gives no sign of life"):
         place.invite("welcome")
     place.dismiss(0)
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ask(monkeypatch, store.port)
-    return store
-
-
-def ask(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    told = {"host": "127.0.0.1", "port": port, "prefix": "job", "word": "ours"}
-    monkeypatch.setenv("HETSYNC_ASKS", json.dumps(told))
-
-
-@pytest.mark.parametrize("word", ["theirs", None])
-def test_another_job_is_not_joined(server: dist.TCPStore, word: str | None) -> None:
-    if word is not None:
-        dist.PrefixStore("job", server).set(WORD, word)
-    with pytest.raises(UserError, match="another job answers"):
-        first_connection()
-    dist.PrefixStore("job", server).set(WORD, "ours")
-    assert first_connection().check([WORD])
-
-
-@pytest.mark.parametrize("answer", [None, b"HTTP/1.0 400 Bad Request\r\n\r\n"])
-def test_what_is_no_store_does_not_hold_up_for_long(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], answer: bytes | None
-) -> None:
-    """A port that a job had may be that of anything now."""
-    held: list[socket.socket] = []
-    ended = threading.Event()
-
-    def serve() -> None:
-        with suppress(OSError):
-            while True:
-                held.append(server.accept()[0])
-                if answer is not None:
-                    held[-1].sendall(answer)
-                if answer is not None or ended.is_set():
-                    held[-1].close()
-
-    def leave(status: int) -> None:
-        ended.set()
-        for each in held:
-            each.close()
-
-    monkeypatch.setattr(store_places, "leave", leave)
-    monkeypatch.setattr(store_places, "SECONDS_TO_ASK", 2.0)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=serve, daemon=True).start()
-        ask(monkeypatch, server.getsockname()[1])
-        with pytest.raises(UserError, match="another job answers"):
-            first_connection()
-        server.shutdown(socket.SHUT_RDWR)
-    if answer is None:
-        assert "another job answers" in capfd.readouterr().err
 
 
 def test_who_is_not_needed_leaves(left: list[int]) -> None:
