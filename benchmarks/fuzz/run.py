@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fuzz.inputs import KINDS, Kind
+from hetsync.cli.shared import on_one_process
 from hetsync.errors import UserError
 from hetsync.files import write_atomically
 
@@ -142,4 +143,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with on_one_process():  # an extra may be missing
+        sys.exit(main())
