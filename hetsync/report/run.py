@@ -179,7 +179,7 @@ class _Reading:
         for record in lines.read():
             try:
                 self._take(record)
-            except (KeyError, TypeError, ValueError):  # a time of day, or a loss, of somebody else's
+            except (KeyError, TypeError, ValueError, OverflowError):  # a time of day, or a loss, of somebody else's
                 lines.unreadable += 1
 
     def _take(self, record: Record) -> None:

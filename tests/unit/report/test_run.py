@@ -13,7 +13,7 @@ from hetsync.errors import UserError
 from hetsync.report.facts import facts_of
 from hetsync.report.limits import limits_of
 from hetsync.report.lines import LineReader
-from hetsync.report.run import read_run
+from hetsync.report.run import FIELDS, read_run
 from hetsync.report.series import course_of
 
 
@@ -47,6 +47,12 @@ def test_fields_of_the_wrong_kind_are_counted_too(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.unreadable == 2
     assert run.ranks[0].tasks["samples"].sum() == 30
+
+
+@pytest.mark.parametrize("field", FIELDS["piece"])
+def test_a_number_that_no_float_holds_is_counted_too(tmp_path: Path, field: str) -> None:
+    write_lines(tmp_path, 0, [*start(), {**task(0.1), field: 10**400}, *tasks(3)])
+    assert read_run(tmp_path).unreadable == 1
 
 
 def test_a_file_that_was_begun_anew_is_read_anew(tmp_path: Path) -> None:
