@@ -5,8 +5,30 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
+
+
+class Bell:
+    """Wakes the one thread that waits for it. A lock that is held while nobody has rung: `threading.Event` makes a new
+    lock for every wait, which a thread that polls would pay for at every poll.
+
+    `ring` may come from any thread, and from a signal handler.
+    """
+
+    def __init__(self) -> None:
+        self._silent = threading.Lock()
+        self._silent.acquire()
+
+    def ring(self) -> None:
+        """Who waits goes on now; who does not, will not wait the next time."""
+        with suppress(RuntimeError):  # it has rung already, and nobody has heard it yet
+            self._silent.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Until it rings, for so long at most; True if it has rung since the last wait."""
+        return self._silent.acquire(timeout=seconds)
 
 
 def single_threaded(work: Callable[[], None] = lambda: None) -> Callable[[], None]:

@@ -160,11 +160,13 @@ class MpiMessages(Messages):
 
     def send(self, message: Any, to: int) -> None:
         data = codec.dumps(message)
-        with self.mpi.errors(f"sending from rank {self.rank} to {to}"):
+        try:
             # Synchronous, so that a send that is done has arrived, and `close` leaves nothing on the way.
             request = self._control.Issend([data, MPI.BYTE], dest=self.mpi.place(to))
             self._outgoing.append((request, data, to))
             self._reap_sends()
+        except MPI.Exception as error:
+            raise self.mpi.failure(f"sending from rank {self.rank} to {to}", error) from error
 
     def unread(self, to: int) -> bool:
         with self.mpi.errors(f"sending from rank {self.rank} to {to}"):

@@ -33,6 +33,7 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 SECONDS_TO_TELL = 2.0  # all ranks that the job ends
+LOOK_SECONDS = 0.05  # from one look for its end to the next
 
 
 class MpiMembers:
@@ -57,6 +58,7 @@ class MpiMembers:
         self._comm = comm
         self._ends = _duplicate(comm)  # never revoked: who ends the job tells it here, by a tag
         self._communicators: list[MPI.Intracomm] = []
+        self._look_at = time.monotonic()
 
     @staticmethod
     def of_world(tolerant: bool) -> MpiMembers:
@@ -218,7 +220,13 @@ class MpiMembers:
             return MPI.REQUEST_NULL
 
     def heed_end(self) -> None:
-        """End this process, too, where another rank has ended the job."""
+        """End this process, too, where another rank has ended the job. Looks now and then, however often it is asked:
+        each look is a call of MPI's, at every poll."""
+        if (now := time.monotonic()) >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            self._look_for_end()
+
+    def _look_for_end(self) -> None:
         if not told_of_deaths():
             return
         status = MPI.Status()
@@ -236,7 +244,7 @@ class MpiMembers:
     def _heed_end_after_death(self) -> None:
         with suppress(MPI.Exception):
             self._ends.Ack_failed()  # or each look would raise
-            self.heed_end()
+            self._look_for_end()
 
 
 def _arrived(request: MPI.Request) -> bool:

@@ -227,7 +227,8 @@ class PolledSums(Sums):
 
     @property
     def moves(self) -> int:
-        return sum(lane.completed for lane in {self._first, self._second})
+        first, second = self._first, self._second
+        return first.completed + (0 if second is first else second.completed)
 
     @property
     def failed(self) -> bool:

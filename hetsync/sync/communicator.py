@@ -200,7 +200,6 @@ class Communicator:
             self._coordinator.start()
         news_at = time.monotonic()
         while shared.main_thread is not MainThread.STOPPED:
-            shared.wake.clear()
             shared.polls += 1
             try:
                 moved = self._admit() or self.poll()
@@ -212,7 +211,7 @@ class Communicator:
             seconds = self._sleep_seconds(now - news_at)
             if not seconds:
                 os.sched_yield()
-            if shared.wake.wait(seconds):
+            if shared.bell.wait(seconds):
                 news_at = now
 
     def poll(self) -> bool:
@@ -292,7 +291,7 @@ class Communicator:
     def _flush(self) -> int:
         """Send what is in the outbox; returns how many events."""
         outbox = self._shared.outbox
-        events = [outbox.popleft() for _ in range(len(outbox))]
+        events = [outbox.popleft() for _ in range(len(outbox))] if outbox else []
         self._requested += [event.reason for event in events if isinstance(event, DrainRequested)]
         if self._coordinator is None:
             self._router.send_events(events)
@@ -311,6 +310,8 @@ class Communicator:
             rank 0: round 8 ...                      rank 1: allreduce of the optimizer state, round 8 ...
         """
         shared = self._shared
+        if self._collective is None and not self._rounds and not shared.requests:
+            return 0
         completed = 0
         before = shared.landed + self._plane.moves
         while (collective := self._collective or self._next_collective()) is not None:

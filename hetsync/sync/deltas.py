@@ -80,9 +80,13 @@ class Buffer:
     """Flat float32 `values` for all local tensors, and views of them, made once: hundreds of them would take a tenth of
     a millisecond and more at every call."""
 
-    def __init__(self, local: Sequence[torch.Tensor], local_runs: Sequence[Sequence[torch.Tensor]]) -> None:
+    def __init__(
+        self, local: Sequence[torch.Tensor], local_runs: Sequence[Sequence[torch.Tensor]], room: int = 0
+    ) -> None:
+        """`memory` holds the values, and `room` for so many more behind them."""
         sizes = [sum(piece.numel() for piece in run) for run in local_runs]
-        self.values = torch.empty(sum(sizes), dtype=torch.float32, device=local[0].device)
+        self.memory = torch.empty(sum(sizes) + room, dtype=torch.float32, device=local[0].device)
+        self.values = self.memory[: sum(sizes)]
         self.empty = True  # it stands for zeros, whatever is in its memory
         self.tensors = views(self.values, local)
         self.segments = self.values.split(sizes)
@@ -116,10 +120,12 @@ class Deltas:
         rank: int = 0,
         ranks_counted: int = 0,
         speaks: bool = True,
+        one_sum: bool = False,
     ) -> None:
         """Local `weights` and float `buffers`, in the same order on every rank; `outer` acts on weights only. Of
         `ranks_counted` each round tells who has given how many samples; this is `rank`. Of ranks that make the same
-        progress together, one `speaks`: the others add zeros where it adds what they have made, too."""
+        progress together, one `speaks`: the others add zeros where it adds what they have made, too. With `one_sum`
+        what `pack` returns holds the tail, too, where that can be."""
         self._local = [reals(tensor.detach()) for tensor in [*weights, *buffers]]
         self.exact = all(tensor.dtype is torch.float32 for tensor in self._local)
         self._outer, self._speaks = outer, speaks
@@ -129,15 +135,16 @@ class Deltas:
         most = segment_values(device)
         # No segment has both kinds: the outer optimizer acts on weights only.
         self._runs = [*runs(self._local[: len(weights)], most), *runs(self._local[len(weights) :], most)]
-        self._anchor, self._pending, self._flight, self._correction = (
-            Buffer(self._local, self._runs) for _ in range(4)
-        )
+        counts = ranks_counted or int(outer is not None)
+        self._anchor, self._pending = (Buffer(self._local, self._runs) for _ in range(2))
+        self._flight, self._correction = (Buffer(self._local, self._runs, counts) for _ in range(2))
         # Where a segment is all of the model, as on a GPU, it would be a fifth buffer.
         cached = device.type == "cpu" and len(self._runs) > 1
         self._scratch = Scratch(self._runs, device) if self.exact and cached else None
         # The outer optimizer wants to know the samples of a round, and a recovery whose they are.
         self._own_count = slice(rank, rank + 1) if ranks_counted else slice(None)
-        self.tail = Tail(ranks_counted or int(outer is not None), self._flight.tensors[len(weights) :], device)
+        self.tail = Tail(counts, self._flight.tensors[len(weights) :], device)
+        self._one_sum = one_sum
         self.residual = Residual()  # what rounding took from the sums of weights
         self._steps = 0
         self._samples = 0
@@ -262,8 +269,8 @@ class Deltas:
 
     @torch.no_grad()
     def pack(self, contribute: bool, batch: int, wire: WireFormat) -> torch.Tensor:
-        """The addend of this rank (weights only: `tail` has the rest): zeros, or its progress weighted by the samples
-        of an inner step over B.
+        """The addend of this rank (weights only, unless `tail`, which has the rest, is empty now): zeros, or its
+        progress weighted by the samples of an inner step over B.
 
         That weight moves the anchor by each sample's progress exactly once, however tasks merge; for
         contributions of K steps each it is FedNova's normalised averaging (Wang et al. 2020).
@@ -286,14 +293,16 @@ class Deltas:
             self.packed = (self._samples, self._steps)
             self._samples = self._steps = 0
             self._in_flight = True
+        if self._one_sum and wire == "float32" and self.tail.lie_behind(self._flight.memory):
+            return self._flight.memory
         self.tail.pack()
         return addend
 
     def apply_sum(self) -> None:
         """w and X are to take over the sum; X loses our own part of it, which u holds already."""
+        self.tail.take_from(self._flight.memory)
         self._arrived = True
 
-    @torch.no_grad()
     def _land(self, taken_over: bool = False) -> bool:
         """w ← w + S and X ← X + S − P, if a sum S has arrived, and True then. With `taken_over` u takes each run of the
         new X over while that is in the cache, where it may stay: what X then holds besides is not to be read."""

@@ -147,7 +147,17 @@ class Engine:
         one = plane.size == 1
         alone = one and not options.measure_norms
         counted = plane.ranks_at_start if plane.tolerant and not alone else 0
-        self._shared = SharedState(self.worker, outer, alone, one, counted, options.skips, segments, followers)
+        self._shared = SharedState(
+            self.worker,
+            outer,
+            alone,
+            one,
+            counted,
+            options.skips,
+            one_sum=not options.measure_norms,  # a norm is of weights alone
+            segments=segments,
+            followers=followers,
+        )
         self._delayed_only = bool(segments)
         self._communicator = Communicator(
             plane,
@@ -198,7 +208,7 @@ class Engine:
         with self._shared.changed:
             self._check_members()
             self._shared.admit = admit
-        self._shared.wake.set()
+        self._shared.bell.ring()
         self._wait_for_agreement()
 
     def _wait_for_recovery(self) -> None:
@@ -238,13 +248,13 @@ class Engine:
         shared.buffers = shared_buffers(self._model)
         self._gradients: Gradients | LoneGradients
         if shared.alone or self._delayed_only:  # no gradient travels
-            self._gradients = LoneGradients(self._model, shared.wake.set, self._stages(), options.skips)
+            self._gradients = LoneGradients(self._model, shared.bell.ring, self._stages(), options.skips)
         else:
             self._gradients = Gradients(
                 self._model,
                 options.bucket_bytes,
                 self._pace,
-                shared.wake.set,
+                shared.bell.ring,
                 options.overlap,
                 self._stages(),
                 shared.order.leave,
@@ -267,7 +277,7 @@ class Engine:
             self._communicator.go_back(applied)
             if self.coordinator is not None:
                 shared.outbox.append(WentBack(applied))
-        shared.wake.set()
+        shared.bell.ring()
 
     def renew(self) -> None:
         """At rest, on every rank, with identical weights: other ones are trained from now on."""
@@ -324,7 +334,7 @@ class Engine:
         shared.outbox.append(started)
         shared.acted_at = time.monotonic()
         shared.followers.tell(Began(task))
-        shared.wake.set()
+        shared.bell.ring()
         return task
 
     def open_slice(self, task: Task, samples: int, last: bool) -> None:
@@ -444,7 +454,7 @@ class Engine:
                 assert not isinstance(deltas, SegmentedDeltas), "jobs by a plan skip nothing"
                 deltas.undo()
             shared.outbox.append(self.worker.spoil_task(tuple(spans)))
-        shared.wake.set()
+        shared.bell.ring()
 
     @property
     def has_released(self) -> bool:
@@ -461,7 +471,7 @@ class Engine:
                 self._shared.deltas.drop_task()
             if task is not None:
                 self._gradients.discard()
-        self._shared.wake.set()
+        self._shared.bell.ring()
         return task
 
     def _apply(self) -> None:
@@ -497,7 +507,7 @@ class Engine:
         if isinstance(event, Evaluated):
             self._shared.evaluating = None
         self._shared.outbox.append(event)
-        self._shared.wake.set()
+        self._shared.bell.ring()
 
     def report_from_signal(self, event: Event) -> None:
         """The same from a signal handler: it takes no lock, and the event leaves with the next poll."""
@@ -566,7 +576,7 @@ class Engine:
     def stop(self) -> None:
         """After the final drain, or when giving up."""
         self._shared.main_thread = MainThread.STOPPED
-        self._shared.wake.set()
+        self._shared.bell.ring()
         if not self._communicator.join(self._options.timeout_seconds):
             raise self._hung
         if self._communicator.started:
@@ -632,7 +642,7 @@ class Engine:
                     time.sleep(SHORTEST_POLL_SECONDS)
             return
         polls, shared.main_thread = shared.polls, MainThread.WAITING
-        shared.wake.set()
+        shared.bell.ring()
         came = wait(1.0)
         shared.main_thread = MainThread.COMPUTING
         self._missed_seconds = 0.0 if came or shared.polls != polls else self._missed_seconds + 1.0

@@ -103,7 +103,7 @@ class Follower:
     def report(self, event: DrainRequested) -> None:
         """From the main thread."""
         self._shared.outbox.append(event)
-        self._shared.wake.set()
+        self._shared.bell.ring()
 
     def report_from_signal(self, event: DrainRequested) -> None:
         """The same from a signal handler: it takes no lock."""
@@ -112,7 +112,7 @@ class Follower:
     def stop(self) -> None:
         """After the final drain, or when giving up."""
         self._shared.main_thread = MainThread.STOPPED
-        self._shared.wake.set()
+        self._shared.bell.ring()
         if self._thread.is_alive():
             self._thread.join(self._options.timeout_seconds)
 
@@ -150,11 +150,11 @@ class Follower:
                 applied = self._deltas.apply()
             assert applied, "the leader could apply it"
             self.worker.version = entry.version
-            self._shared.wake.set()
+            self._shared.bell.ring()
         if not (self._log and isinstance(self._log[0], kind)):
             return None
         found = self._log.popleft()
-        self._shared.wake.set()
+        self._shared.bell.ring()
         assert isinstance(found, kind)
         return found
 
@@ -166,7 +166,7 @@ class Follower:
         if time.monotonic() - self._heard_at > self._limit_seconds:
             raise StalledError(f"no word from rank {self._leader}, which leads, for {self._limit_seconds:.0f} s")
         shared.main_thread = MainThread.WAITING
-        shared.wake.set()
+        shared.bell.ring()
         shared.changed.wait(1.0)
         shared.main_thread = MainThread.COMPUTING
 
@@ -182,14 +182,13 @@ class Follower:
     def _poll_on(self) -> None:
         shared, news_at = self._shared, time.monotonic()
         while shared.main_thread is not MainThread.STOPPED:
-            shared.wake.clear()
             moved = self._poll()
             now = time.monotonic()
             news_at = now if moved else news_at
             seconds = pause_seconds(shared, self._pending.under_way, now - news_at)
             if not seconds:
                 os.sched_yield()
-            if shared.wake.wait(seconds):
+            if shared.bell.wait(seconds):
                 news_at = now
 
     def _poll(self) -> bool:

@@ -24,6 +24,7 @@ from hetsync.sync.lone import LoneDeltas
 from hetsync.sync.messages import Event, StartRound
 from hetsync.sync.segmented import Segment, SegmentedDeltas
 from hetsync.sync.worker import Worker
+from hetsync.threads import Bell
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,10 @@ class NoLock(threading.Condition):
         pass
 
 
-class NoWake(threading.Event):
+class NoBell(Bell):
     """There is nobody to wake either."""
 
-    def set(self) -> None:
+    def ring(self) -> None:
         pass
 
 
@@ -105,11 +106,12 @@ class SharedState:
         one_thread: bool = False,
         ranks_counted: int = 0,
         skips: bool = False,
+        one_sum: bool = True,
         segments: Sequence[Segment] = (),
         followers: Followers | None = None,
     ) -> None:
         """`alone`: no other rank is there, and nobody wants to know what sums hold. `one_thread`: the main thread
-        polls. `ranks_counted`: see `Deltas`; `skips`: see `EngineOptions`. `segments` that this rank holds, where
+        polls. `ranks_counted`, `one_sum`: see `Deltas`; `skips`: see `EngineOptions`. `segments` that this rank holds, where
         replicas are on several ranks, and the `followers` of a leader."""
         # The lock; notified when the main thread may have something to go on with. Under it change the fields below
         # and all weights outside an inner step. Deltas are used without it where the other thread cannot touch what
@@ -136,10 +138,10 @@ class SharedState:
         # Without the lock: append and popleft are atomic, and only the communication thread takes out. The outbox holds
         # all that this rank tells the coordinator, in the order in which it happened. What comes of the worker's books
         # is put there under the lock that they change under, or `Contributed` might overtake its `TaskFinished`. A
-        # signal handler appends, and does no more: to wake the other thread would take the event's own lock.
+        # signal handler appends, and does no more: the next poll is near.
         self.outbox: deque[Event] = deque()
         self.requests: deque[SumRequest] = deque()
-        self.wake = NoWake() if one_thread else threading.Event()  # the communication thread is to poll now
+        self.bell = NoBell() if one_thread else Bell()  # the communication thread is to poll now
 
         # Without it, too: written by one thread in one step, and the other may read the old value once more.
         self.main_thread = MainThread.COMPUTING  # written by the main thread
@@ -157,6 +159,7 @@ class SharedState:
         self.alone = alone
         self.ranks_counted = ranks_counted
         self._skips = skips
+        self._one_sum = one_sum
         self._segments = segments
         self.followers = followers or Followers()
 
@@ -169,6 +172,13 @@ class SharedState:
             self.deltas = LoneDeltas(self.weights, self.buffers, self._skips)
         elif self.deltas is None:
             with self.order:
-                self.deltas = Deltas(self.weights, self._outer, self.buffers, self.worker.rank, self.ranks_counted)
+                self.deltas = Deltas(
+                    self.weights,
+                    self._outer,
+                    self.buffers,
+                    self.worker.rank,
+                    self.ranks_counted,
+                    one_sum=self._one_sum,
+                )
                 self.deltas.tail.travel = list(self.travel)
         return self.deltas

@@ -39,19 +39,34 @@ class Tail:
         self.travel: list[int] = []  # buffers that some rank has changed before
         self._carried: list[int] = []  # those in `flat`
         self._asked: list[int] = []  # those that `flat` asks about
+        self._lies_behind = False  # counts are where they are summed with all else
 
-    @torch.no_grad()
     def pack(self) -> None:
         """Put `counts` and `changes` into `flat`."""
         self._asked = [index for index in range(len(self.changes)) if index not in self.travel]
         news = [self.changes[index].any().float().view(1) for index in self._asked]
         self._carry(torch.cat([self.counts, *news]), self.travel)
 
+    def lie_behind(self, memory: torch.Tensor) -> bool:
+        """In place of `pack`, where `changes` are the last values of this memory but for room for the counts: put these
+        behind, so that what is summed is all in one piece. False where some buffers do not travel."""
+        if len(self.travel) < len(self.changes):
+            return False
+        memory[memory.numel() - self.counts.numel() :] = self.counts
+        self.flat = self.counts[:0]
+        self._lies_behind = True
+        return True
+
+    def take_from(self, memory: torch.Tensor) -> None:
+        """In place of `unpack`, if they lie there."""
+        if self._lies_behind:
+            self.counts.copy_(memory[memory.numel() - self.counts.numel() :])
+        self._lies_behind = False
+
     def _carry(self, head: torch.Tensor, buffers: Sequence[int]) -> None:
         self._carried = list(buffers)
         self.flat = torch.cat([head, *(self.changes[index].flatten() for index in buffers)])
 
-    @torch.no_grad()
     def unpack(self) -> bool:
         """Take the sums out of `flat`. True if it now holds more to be summed: buffers that have changed for once."""
         sizes = [self.changes[index].numel() for index in self._carried]

@@ -146,12 +146,14 @@ class Watchdog:
     def watch_silence(self) -> None:
         """Call often. Asks those who have said nothing for long, and excludes who does not answer either."""
         now = time.monotonic()
+        if now < self._listened_at + LISTEN_SECONDS:
+            return
+        self._listened_at = now
         for rank in [rank for rank, asked_at in self._accused.items() if now > asked_at + PROBE_SECONDS]:
             del self._accused[rank]
             self._end(rank)
-        if self._silence is None or now < self._listened_at + LISTEN_SECONDS:
+        if self._silence is None:
             return
-        self._listened_at = now
         watched = self._watched()
         for rank in self._silence.to_be_asked(now, watched):
             self._plane.send(Probe(self._plane.rank), rank)
