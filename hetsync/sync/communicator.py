@@ -247,19 +247,30 @@ class Communicator:
         inbox = self._router.receive()
         for sign in inbox.signs:
             self.watchdog.answer(sign, self._sign)
-        for events in inbox.events:
-            assert self._coordinator is not None
-            began = [event.rank for event in events if isinstance(event, TaskStarted)]
-            self._heard |= dict.fromkeys(began, time.monotonic())
-            self.watchdog.heard(event.rank for event in events if isinstance(event, TaskStarted | TaskFinished))
-            self._exclude_slow(events)
-            self._coordinator.handle(events)
+        told = self._tell_coordinator(inbox.events)
         batches = [*inbox.instructions, *self._router.pop_own()]
         for instructions in batches:
             self._follow(instructions)
         heard, requests = self._shared.followers.receive()
         self._shared.outbox.extend(requests)
-        return inbox.passed_on + len(inbox.events) + len(batches) + heard
+        return inbox.passed_on + told + len(batches) + heard
+
+    def _tell_coordinator(self, arrived: Sequence[Sequence[Event]]) -> int:
+        """All at once what other ranks and this one have to tell, where it lives here: so each rank is told but once
+        what comes of it. Returns how many events that are."""
+        if self._coordinator is None:
+            return 0
+        events = [event for batch in arrived for event in batch]
+        if events:
+            at_work = {event.rank for event in events if isinstance(event, TaskStarted | TaskFinished)}
+            began = {event.rank for event in events if isinstance(event, TaskStarted)}
+            self._heard |= dict.fromkeys(began, time.monotonic())
+            self.watchdog.heard(at_work)
+            self._exclude_slow(events)
+        events += self._pop_outbox()
+        if events:
+            self._coordinator.handle(events)
+        return len(events)
 
     def _follow(self, instructions: Sequence[Notice]) -> None:
         if self._books is not None:
@@ -290,15 +301,19 @@ class Communicator:
 
     def _flush(self) -> int:
         """Send what is in the outbox; returns how many events."""
-        outbox = self._shared.outbox
-        events = [outbox.popleft() for _ in range(len(outbox))] if outbox else []
-        self._requested += [event.reason for event in events if isinstance(event, DrainRequested)]
+        events = self._pop_outbox()
         if self._coordinator is None:
             self._router.send_events(events)
         elif events:
             self._coordinator.handle(events)
         self._shared.followers.send()
         return len(events)
+
+    def _pop_outbox(self) -> list[Event]:
+        outbox = self._shared.outbox
+        events = [outbox.popleft() for _ in range(len(outbox))] if outbox else []
+        self._requested += [event.reason for event in events if isinstance(event, DrainRequested)]
+        return events
 
     # Collectives.
 

@@ -149,7 +149,7 @@ class RoundsRule:
 
     def decide(self, settings: Settings, version: int, shares: Mapping[int, int]) -> RoundsChange | None:
         """Other settings, once a window is over, if there is reason for them. `shares` of the ranks at work."""
-        if not shares or version < self._window_ends or not all(self._windows[rank].full for rank in shares):
+        if version < self._window_ends or not shares or not all(self._windows[rank].full for rank in shares):
             return None
         # Means over ranks, by their parts of a batch.
         parts = {rank: share / sum(shares.values()) / self._windows[rank].seconds for rank, share in shares.items()}

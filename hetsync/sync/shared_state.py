@@ -106,12 +106,11 @@ class SharedState:
         one_thread: bool = False,
         ranks_counted: int = 0,
         skips: bool = False,
-        one_sum: bool = True,
         segments: Sequence[Segment] = (),
         followers: Followers | None = None,
     ) -> None:
         """`alone`: no other rank is there, and nobody wants to know what sums hold. `one_thread`: the main thread
-        polls. `ranks_counted`, `one_sum`: see `Deltas`; `skips`: see `EngineOptions`. `segments` that this rank holds, where
+        polls. `ranks_counted`: see `Deltas`; `skips`: see `EngineOptions`. `segments` that this rank holds, where
         replicas are on several ranks, and the `followers` of a leader."""
         # The lock; notified when the main thread may have something to go on with. Under it change the fields below
         # and all weights outside an inner step. Deltas are used without it where the other thread cannot touch what
@@ -155,11 +154,11 @@ class SharedState:
         self.weights: Sequence[torch.Tensor] = ()
         self.buffers: Sequence[torch.Tensor] = ()
         self.travel: Sequence[int] = ()  # buffers that travel from the first round of this rank on
+        self.one_sum = True  # see `Deltas`
         self._outer = outer
         self.alone = alone
         self.ranks_counted = ranks_counted
         self._skips = skips
-        self._one_sum = one_sum
         self._segments = segments
         self.followers = followers or Followers()
 
@@ -178,7 +177,7 @@ class SharedState:
                     self.buffers,
                     self.worker.rank,
                     self.ranks_counted,
-                    one_sum=self._one_sum,
+                    one_sum=self.one_sum,
                 )
                 self.deltas.tail.travel = list(self.travel)
         return self.deltas
