@@ -16,7 +16,7 @@ from hetsync.data.workers import FetchThread
 from hetsync.plane.local import LocalPlane
 from hetsync.sync.engine import Engine
 from hetsync.sync.shared_state import EngineOptions
-from hetsync.threads import cpu_seconds, single_threaded
+from hetsync.threads import Bell, cpu_seconds, single_threaded
 
 
 @pytest.fixture(autouse=True)
@@ -153,3 +153,17 @@ def test_a_rank_among_others_talks_on_one_core() -> None:
         time.sleep(1e-3)
     engine.stop()
     assert watched.seen == {"hetsync-communication": {1}}
+
+
+def test_a_bell_wakes_who_waits_and_is_heard_by_who_comes_later() -> None:
+    bell, heard = Bell(), []
+    assert not bell.wait(0.0)
+    bell.ring()
+    bell.ring()
+    assert bell.wait(0.0), "it has rung before"
+    assert not bell.wait(0.001), "two rings at once are heard once"
+    thread = threading.Thread(target=lambda: heard.append(bell.wait(60.0)))
+    thread.start()
+    bell.ring()
+    thread.join(30.0)
+    assert heard == [True]

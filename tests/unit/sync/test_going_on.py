@@ -179,3 +179,25 @@ def test_tasks_of_many_slices_whose_beginning_comes_with_their_end_are_not_slow(
     for _ in range(3):
         made._exclude_slow([TaskStarted(1, 0, 0), finished])
     assert not made.watchdog.excluded
+
+
+# What the coordinator hears.
+
+
+def test_the_coordinator_hears_at_once_what_several_ranks_have_told() -> None:
+    """Or each message would be answered by itself, to each rank."""
+    heard: list[list[TaskStarted]] = []
+    made = communicator(
+        _coordinator=SimpleNamespace(handle=heard.append),
+        _slow=None,
+        _heard={},
+        _requested=[],
+        watchdog=SimpleNamespace(heard=lambda ranks: None),
+    )
+    own, others = TaskStarted(0, 0, 0), [TaskStarted(rank, rank, 0) for rank in (1, 2)]
+    made._shared.outbox.append(own)
+    assert made._tell_coordinator([[event] for event in others]) == 3
+    assert heard == [[*others, own]]
+    assert set(made._heard) == {1, 2}
+    assert not made._tell_coordinator([])
+    assert len(heard) == 1

@@ -99,3 +99,33 @@ def test_the_outer_optimizer_leaves_statistics_alone(wire):
         assert (norm.running_var > 0).all()
     torch.testing.assert_close(norm.running_var, alone.running_var)
     torch.testing.assert_close(norm.running_mean, alone.running_mean)
+
+
+def test_it_is_summed_with_the_weights_once_all_buffers_travel():
+    locals_ = [[torch.zeros(4), torch.zeros(2)] for _ in range(2)]
+    ranks = [
+        Deltas(own[:1], buffers=own[1:], rank=rank, ranks_counted=2, one_sum=True) for rank, own in enumerate(locals_)
+    ]
+
+    def one_round(amount):
+        for rank, own in zip(ranks, locals_, strict=True):
+            own[0] += amount
+            own[1] += amount
+            rank.finish(4, 1)
+        addends = [rank.pack(True, BATCH, "float32") for rank in ranks]
+        total = sum(addend.clone() for addend in addends)
+        for addend in addends:
+            addend.copy_(total)
+        tails = [rank.tail for rank in ranks]
+        sent = summed(tails) if tails[0].flat.numel() else []
+        for rank, own in zip(ranks, locals_, strict=True):
+            rank.apply_sum()
+            assert rank.samples_given() == {0: 4, 1: 4}
+            assert rank.apply()
+            assert [tensor.tolist() for tensor in own] == [[sum(amounts)] * 4, [sum(amounts)] * 2]
+        return [total.numel(), *sent]
+
+    amounts = [1.0]
+    assert one_round(1.0) == [4, 3, 2], "weights; counts and a question; the buffer"
+    amounts.append(2.0)
+    assert one_round(2.0) == [4 + 2 + 2]
