@@ -131,7 +131,7 @@ class Job:
             if named or self._running is None or self._shown.shows == "nothing":
                 print(*values, **named)
             else:
-                self._running.display.say(" ".join(map(str, values)))
+                self._running.telling.say(" ".join(map(str, values)))
 
     # What is prepared.
 
@@ -265,7 +265,7 @@ class Job:
             raise UserError("job.log has nowhere to write: give hetsync.join a run, or track a tracker of your own")
         if self._running is None or not self._running.is_open:
             raise UserError("job.log was called before the loop over batches: call it in the loop, or after an epoch")
-        tracking = self._running.tracking
+        tracking = self._running.telling.tracking
         if tracking is not None:
             tracking.add(numbers("job.log", values))
             if not self._loop.in_batch:

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,16 +26,15 @@ from hetsync.plane.base import CutOffError, LateError, LostError, Newcomer, Plan
 from hetsync.profiling.measure import Subject, measure_ranks
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.coordinator import Coordinator
-from hetsync.sync.messages import NO_BOUND, Settings
+from hetsync.sync.messages import NO_BOUND
 from hetsync.sync.milestones import CHECKPOINT, EPOCH, JOIN, ROLLBACK, Marks, marks_every, rests_for
-from hetsync.sync.observation import mean_staleness
 from hetsync.sync.tail import travelling_values
 from hetsync.telemetry import Telemetry
 from hetsync.train import checkpoint
 from hetsync.train.alike import Description, settings_described
 from hetsync.train.control_factory import control_factory
-from hetsync.train.display import Shows, make_display
-from hetsync.train.evaluation import Evaluations, by_rank, combined, named, record
+from hetsync.train.display import Shows
+from hetsync.train.evaluation import Evaluations, by_rank, combined, named
 from hetsync.train.injection import InjectedDevice, Injection, require_struck
 from hetsync.train.memory import slice_memory
 from hetsync.train.notice import posted
@@ -60,7 +58,7 @@ from hetsync.train.summary import (
     summarise,
 )
 from hetsync.train.tasks import Trained
-from hetsync.train.terminal import Display, Progress, Silence
+from hetsync.train.telling import Telling
 from hetsync.train.terms import ControlFactory, Terms
 from hetsync.train.trackers import Tracked, trackers_of
 from hetsync.train.tracking import Tracking
@@ -125,14 +123,9 @@ class Running:
         self.is_open = False
         self.left = False
         self.looped_from = 0
-        self.display: Display = Silence()
         self._saved_last = False
         self._resting = False  # at a rest where the script's own lines run
         self._saver: Saver | None = None
-        self.tracking: Tracking | None = None  # on rank 0, where something is tracked
-        self._round = -1  # that callbacks have been told of
-        self._settings_told: Settings | None = None
-        self._deaths_told = self._left_out_told = 0
         self._leading = False
         self._held = ExitStack()  # the run folder, where the rank that did has died
         self.profiles = self._profiles()
@@ -141,7 +134,6 @@ class Running:
             self._enter(self._newcomer)
         self._progress = self.at.loaded.progress if self.at.loaded else None
         self._seconds_before = self._progress.train_seconds if self._progress else 0.0  # of training
-        self._solo = self._solo_rates()
         rank, folder = at.plane.rank, at.folder
         self.timer = make_device(at.cluster, rank, self.profiles[rank].time, at.config.run.seed, self._device)
         self.telemetry = Telemetry(None if folder is None else folder / "telemetry" / f"rank-{rank:04d}.jsonl")
@@ -160,6 +152,9 @@ class Running:
         if prepared.evaluation is not None:
             self.evaluations.use(*prepared.evaluation[1:])
         self.session = self._make_session()
+        told = (self.session, self.profiles, self.telemetry, prepared.callbacks, self.total)
+        self.telling = Telling(*told, self.config.fault.goes_back)
+        self.telling.solo = self._solo_rates()
         self.leaving = self._leaving()
         self.status = 0  # another one of a job that has been asked to stop
         self._replacements = Replacements(self.plane, self._summons) if self.config.fault.replace else None
@@ -249,12 +244,10 @@ class Running:
         finally:  # another may die as soon as all have agreed
             if join.rank in self.plane.members:
                 self.joins.append(join)
-                self._solo = self._solo_rates()
+                self.telling.solo = self._solo_rates()
         if self.plane.leads:
             self.telemetry.record("join", **join.entry())
-        self.display.say(
-            f"rank {join.rank} ({join.host}) has joined before round {join.round}: {self.plane.size} ranks"
-        )
+        self.telling.join(join)
 
     @property
     def has_joined(self) -> bool:
@@ -383,24 +376,24 @@ class Running:
         if self.plane.leads:
             self._lead()
         if at.folder is not None:
-            self.display.say(f"the run folder is {at.folder}")
-        self._tell_profile()
+            self.telling.say(f"the run folder is {at.folder}")
+        self._record_profile()
         if self.plane.size > 1:
-            self.display.say(self.plane.described)
-        self.display.ranks(self.profiles, self.session.shares, self._solo)
+            self.telling.say(self.plane.described)
+        self.telling.ranks()
 
     def _lead(self) -> None:
         """The first rank tells and tracks."""
         coordinator = self.session.coordinator
         assert coordinator is not None
         self._leading = True
-        self.display = make_display(self._shown.shows, self.total, self.session.terms.applied)
+        self.telling.begin(self._shown.shows)
         if self._replacements is not None and self.plane.asked_at is not None and self.at.folder is not None:
             self._held.enter_context(posted(self.at.folder, self.plane.asked_at))
         trackers = trackers_of(self._shown.track, self.at.folder, coordinator.machine.ledger.applied)
         if trackers:
-            solo = None if self._solo is None else sum(self._solo)
-            self.tracking = Tracking(trackers, self.session, solo, self._device, self._seconds_before)
+            solo = self.telling.solo_samples_per_second
+            self.telling.tracking = Tracking(trackers, self.session, solo, self._device, self._seconds_before)
 
     def _succeed(self) -> None:
         """Once all ranks before this one have died it is the first, and holds the run folder."""
@@ -408,13 +401,13 @@ class Running:
             return
         if self.at.folder is not None:
             self._held.enter_context(taken_over(self.at.folder))
-        self._left_out_told = len(self.session.left_out)
+        self.telling.leave_to_others()
         self._lead()
         if self._saver is not None:
             self._saver.start_timer()
 
-    def _tell_profile(self) -> None:
-        """To telemetry: who looks on while the job runs has no summary yet."""
+    def _record_profile(self) -> None:
+        """In telemetry: who looks on while the job runs has no summary yet."""
         rank, settings = self.plane.rank, self.session.settings
         profile = self.profiles[rank]
         self.telemetry.record(
@@ -422,7 +415,7 @@ class Running:
             host=profile.host,
             device=profile.device,
             share=self.session.shares[rank],
-            solo_samples_per_second=None if self._solo is None else self._solo[rank],
+            solo_samples_per_second=self.telling.solo_of(rank),
             solo_uncertainty=profile.uncertainty,
             samples_applied=self.session.applied,
             delay_bound=None if settings.delay_bound == NO_BOUND else settings.delay_bound,
@@ -438,84 +431,14 @@ class Running:
 
     def between_batches(self) -> None:
         self._succeed()
-        coordinator = self.session.coordinator
-        if coordinator is not None:
-            if self.display.due():
-                self.display.progress(self._moment(coordinator))
-            self._tell_deaths()
-            self._tell_left_out()
-            if coordinator.settings is not self._settings_told:
-                self._tell_settings(coordinator.settings)
-            if self.prepared.callbacks.get("round") and coordinator.machine.version > self._round + 1:
-                self._round = coordinator.machine.version - 1
-                self._tell("round", self._round)
         if self._replacements is not None and self._replacements.wants_rest():
             self.session.request_rest(JOIN)
         self._take_evaluations()
-        if self.tracking is not None:
-            self.tracking.between_batches()
-
-    def _moment(self, coordinator: Coordinator) -> Progress:
-        """While the communication thread goes on counting."""
-        machine = coordinator.machine
-        return Progress(
-            samples_applied=machine.ledger.applied,
-            samples_expected=self.total,
-            already=self.session.terms.applied,
-            seconds=self.session.seconds_training(),
-            loss=coordinator.take_loss(),
-            staleness=mean_staleness(dict(machine.staleness)),  # a copy, made in one step
-            solo=None if self._solo is None else sum(self._solo),
-            slowest=None if self._solo is None else coordinator.speeds.slowest(),
-        )
-
-    def _tell_settings(self, settings: Settings) -> None:
-        """What a controller or the rule has decided, once it is asked for."""
-        if self._settings_told is not None:
-            bound = "none" if settings.delay_bound == NO_BOUND else settings.delay_bound
-            self.display.say(
-                f"from now on accumulation {settings.accumulation}, quorum {settings.quorum:g}, delay bound {bound}"
-            )
-        self._settings_told = settings
-
-    def _tell_deaths(self) -> None:
-        deaths = self.session.deaths
-        go_on = "1 rank goes on" if self.plane.size == 1 else f"{self.plane.size} ranks go on"
-        for death, _ in deaths[self._deaths_told :]:
-            self.display.say(
-                f"rank {death.rank} ({self.profiles[death.rank].host}) has died in round {death.round}:"
-                f" {go_on}, and its {death.samples_returned} samples go out again"
-            )
-        self._deaths_told = len(deaths)
-
-    def _tell_left_out(self) -> None:
-        for left in self.session.left_out[self._left_out_told :]:
-            self.display.say(
-                f"gradients were not finite on rank {left.rank} ({self.profiles[left.rank].host}) in round"
-                f" {left.round}: they are left out, and "
-                + (
-                    "all go back to a checkpoint"
-                    if self.config.fault.goes_back
-                    else f"{left.samples} samples go out once more"
-                )
-            )
-            self._left_out_told += 1
+        self.telling.between_batches()
 
     def _take_evaluations(self) -> None:
         for applied, seconds, metrics in self.evaluations.take():
-            self._show_evaluation(applied, seconds, metrics)
-
-    def _show_evaluation(self, applied: int, seconds: float, metrics: dict[str, float]) -> None:
-        sentence = record(self.telemetry, applied, self._seconds_before + seconds, metrics)
-        if self.tracking is not None:
-            self.tracking.log_metrics(metrics, applied, seconds)
-        self.display.evaluated(sentence, applied, metrics)
-        self._tell("evaluation", metrics)
-
-    def _tell(self, event: str, value: Any) -> None:
-        if self.plane.leads:
-            for callback in self.prepared.callbacks.get(event, ()):
-                callback(value)
+            self.telling.evaluation(applied, self._seconds_before, seconds, metrics)
 
     # At rest.
 
@@ -557,11 +480,7 @@ class Running:
         loaded, rollback = self._rollbacks.decide(self.plane, self.session, hosts, epoch_from)
         if rollback is not None and self.plane.leads:
             self.telemetry.record("rollback", **asdict(rollback))
-            self._tell_left_out()
-            self.display.say(
-                f"all ranks go back to the checkpoint of {rollback.checkpoint_samples} samples:"
-                f" {rollback.samples} are trained on again"
-            )
+            self.telling.rollback(rollback)
         checkpoint.restore(loaded, self.model, self.prepared.parts.optimizers)
         self.prepared.parts.restore(loaded.state)
         velocity = None if loaded.outer is None else loaded.outer.to(self._device)
@@ -589,7 +508,7 @@ class Running:
         if self._saver is not None:
             frozen = self.session.tasks.tensors.frozen
             self._saver.save(lambda: {**self.prepared.parts.state(frozen), **standing.state()}, last)
-            self._tell("checkpoint", self.session.applied)
+            self.telling.call_back("checkpoint", self.session.applied)
         else:
             self.session.require_finite()
 
@@ -597,7 +516,8 @@ class Running:
         """At rest, with the same metrics on all ranks."""
         self.evaluations.metrics = metrics
         if self.plane.leads:
-            self._show_evaluation(self.session.applied, self.session.totals.train_seconds, metrics)
+            seconds = self.session.totals.train_seconds
+            self.telling.evaluation(self.session.applied, self._seconds_before, seconds, metrics)
 
     # Leaving, and the end.
 
@@ -633,27 +553,26 @@ class Running:
         if self._saver is not None:
             self._saver.stop_timer()
         self._succeed()
-        self._tell_deaths()
-        self._tell_left_out()
+        self.telling.losses()
         figures = self._run_figures()
-        if self.tracking is not None:
-            self.tracking.log_figures()
+        if self.telling.tracking is not None:
+            self.telling.tracking.log_figures()
         session.close()
-        if self.tracking is not None:
-            self.tracking.close()  # it may take long, and ranks that have ended give no sign of life
+        if self.telling.tracking is not None:
+            self.telling.tracking.close()  # it may take long, and ranks that have ended give no sign of life
         summary = summarise(figures) if figures is not None else None
         if summary is not None and at.folder is not None:
             write_atomically(at.folder / SUMMARY, json.dumps(summary, indent=1))
-        self.display.close(summary)
+        self.telling.display.close(summary)
         if session.stopping and at.folder is not None:
-            self.display.say(f"stopped and saved; go on with: {self._shown.resume_by.format(at.folder)}")
+            self.telling.say(f"stopped and saved; go on with: {self._shown.resume_by.format(at.folder)}")
         elif session.applied < self.total and not session.stopping:
-            self.display.say(
+            self.telling.say(
                 f"training ended after {session.applied:,} of {self.total:,} samples, as all ranks left their loops or"
                 " called job.stop"
             )
         if summary is not None:
-            self._tell("end", summary)
+            self.telling.call_back("end", summary)
         self._held.close()
         if self.config.fault.inject and self.plane.leads:  # whose word ends the others
             require_struck(
@@ -667,7 +586,7 @@ class Running:
         error = one_sentence(f"{type(failure).__name__}: {failure}")
         self.telemetry.record("failure", error=error)
         self.telemetry.close()
-        self.display.failed(error)
+        self.telling.display.failed(error)
 
     def give_up(self, failure: BaseException, release: bool) -> None:
         """The job has failed by this; with `release` the model may be trained in another."""
@@ -675,7 +594,7 @@ class Running:
             self._saver.stop_timer()
         if self.is_open and self.at.folder is not None and not self._may_go_on_elsewhere(failure):
             mark_failed(self.at.folder)
-        self.display.close(None)
+        self.telling.display.close(None)
         self._held.close()
         if release:
             self.session.release()
@@ -756,7 +675,7 @@ class Running:
                     death=death,
                     profile=self.profiles[rank],
                     samples=applied - before,
-                    solo_samples_per_second=None if self._solo is None else self._solo[rank],
+                    solo_samples_per_second=self.telling.solo_of(rank),
                     train_seconds=seconds,
                     compute_seconds=coordinator.device_seconds[rank] if heard else 0.0,
                 )
@@ -770,7 +689,7 @@ class Running:
             profile=self.profiles[rank],
             share=session.shares[rank],
             samples=totals.samples,
-            solo_samples_per_second=None if self._solo is None else self._solo[rank],
+            solo_samples_per_second=self.telling.solo_of(rank),
             train_seconds=totals.train_seconds,
             compute_seconds=totals.compute_seconds,
             wait_seconds=engine.timer.wait_seconds,
