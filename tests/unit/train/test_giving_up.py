@@ -44,7 +44,7 @@ def test_the_summary_is_left_to_those_who_may_go_on(tmp_path: Path, elsewhere: b
         _saver=None,
         is_open=True,
         at=SimpleNamespace(folder=tmp_path),
-        display=SimpleNamespace(close=lambda summary: None),
+        telling=SimpleNamespace(display=SimpleNamespace(close=lambda summary: None)),
         _held=SimpleNamespace(close=lambda: None),
         _may_go_on_elsewhere=lambda failure: elsewhere,
     )
