@@ -3,9 +3,9 @@
     python -m benchmarks.planned_quotas --output results [--quick] [--steps 15] [--repetitions 3]
 
 Each rank is a process in a cgroup (version 1) with a quota of a core. What is predicted: blocks, measured once by one
-process without a quota, take as many times their seconds as the quota is of a core; links cost nothing. What is
-measured: the median of steps (forward, backward, sums, optimizer, and all that HetSync does besides). `own` is what the
-job itself predicted, from the speeds that it measured under the quotas at its start.
+process without a quota, take as many times their seconds as the quota is of a core, and so do their updates; links cost
+nothing. What is measured: the median of steps (forward, backward, sums, optimizer, and all that HetSync does besides).
+`own` is what the job itself predicted, from the speeds that it measured under the quotas at its start.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ QUICK = (
 def evaluator_of(subject: Subject, percents: Sequence[int]) -> Evaluator:
     """Of devices that have these parts of the core on which blocks were measured."""
     each = [(cost.forward_seconds + cost.backward_seconds) for cost in subject.costs]
-    fixed = [(cost.fixed_forward_seconds + cost.fixed_backward_seconds) for cost in subject.costs]
+    passes = [(cost.fixed_forward_seconds + cost.fixed_backward_seconds) for cost in subject.costs]
+    fixed = [*passes, *(cost.update_seconds for cost in subject.costs)]
     times = [StepTime(sum(fixed) * 100 / percent, sum(each) * 100 / percent) for percent in percents]
     cluster = Cluster("quotas", "made up", tuple(DeviceGroup(f"{percent} %") for percent in percents))
     training = Training(BATCH_SIZE, SyncConfig(delay_bound=0))

@@ -52,7 +52,7 @@ class Assignment:
         """Part of a step that would be saved if links cost nothing."""
         one = self.evaluator
         free = dataclasses.replace(one.cluster, link=None, links=())
-        costs = Evaluator(one.graph, one.block_costs, free, one.times, one.training).evaluate(self.placement)
+        costs = Evaluator(one.graph, one.block_costs, free, one.step_times, one.training).evaluate(self.placement)
         return 1 - costs.step_seconds / self.costs.step_seconds
 
     def place_of(self, rank: int) -> tuple[int, int]:
@@ -87,10 +87,15 @@ class Assignment:
         sizes = micro_batch_sizes(replica.share or 0, replica.micro_batches)
         return self.division_of(rank).share(stage, rank, sizes)
 
-    def parts_of_step(self, rank: int) -> tuple[float, float]:
-        """Of a whole step, what the forward and the backward passes of the rank's stage take."""
+    def parts_of_passes(self, rank: int) -> tuple[float, float]:
+        """Of the whole model's passes, those that are the forward and the backward passes of the rank's stage."""
         index, stage = self.place_of(rank)
-        return self.evaluator.parts_of_step(self.placement.replicas[index])[stage]
+        return self.evaluator.parts_of_passes(self.placement.replicas[index])[stage]
+
+    def update_seconds(self, rank: int) -> float:
+        """That the optimizer's update of the rank's stage takes."""
+        index, stage = self.place_of(rank)
+        return self.evaluator.update_of(self.placement.replicas[index], stage, rank)
 
 
 def given_plan(path: Path, messages: Messages) -> GivenPlan:

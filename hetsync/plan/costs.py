@@ -8,7 +8,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
@@ -23,12 +23,12 @@ from hetsync.balance.gpu import gpu_name
 from hetsync.data.random_state import untouched
 from hetsync.errors import UserError
 from hetsync.files import write_atomically
-from hetsync.plan.blocks import Cut
+from hetsync.plan.blocks import Cut, state_of
 from hetsync.plan.calls import Scored, observed_call, stand_in
 from hetsync.plan.graph import BlockCost
 from hetsync.plan.parts import RETURNED, Pass, detached, gradients_of, split
 
-FORMAT = 1
+FORMAT = 2
 LEAST_ROUNDS = 3
 
 Clock = Callable[[], float]
@@ -44,12 +44,14 @@ class Measured:
         model: In training mode, on its device; left as it was.
         cut: Its blocks.
         loss: Of (model, batch).
+        optimizer: Of the model's weights.
         batches: Two batches, by their samples.
     """
 
     model: nn.Module
     cut: Cut
     loss: Scored
+    optimizer: torch.optim.Optimizer
     batches: Mapping[int, Any]
 
     def __post_init__(self) -> None:
@@ -79,20 +81,23 @@ def block_costs(
 
 
 def measure(what: Measured, budget_seconds: float = 10.0, clock: Clock = time.perf_counter) -> tuple[BlockCost, ...]:
-    """Seconds and bytes of each block, as a line through two sizes of batch.
+    """Seconds and bytes of each block: of its passes as a line through two sizes of batch, and of its update.
 
     A block runs on what those before it hand over, and backward on the gradients of those behind. The whole model with
-    its loss is measured in turn with its blocks, and their seconds are scaled to add up to its; the optimizer's step is
-    not among them. Memory that several blocks save for backward is the first one's, and what the loss saves the last's.
+    its loss is measured in turn with its blocks, and their seconds are scaled to add up to its; so are those of the
+    optimizer's update. Memory that several blocks save for backward is the first one's, and what the loss saves the
+    last's.
     """
     with untouched(what.model):
         runs = {samples: _Run(what, batch, clock) for samples, batch in sorted(what.batches.items())}
         for run in runs.values():
             run.warm_up()
+        updates = _Updates(what, clock)
         started, rounds = clock(), 0
         while rounds < LEAST_ROUNDS or clock() - started < budget_seconds:
             for run in runs.values():
                 run.round()
+            updates.round()
             rounds += 1
     sizes = list(runs)
     forward, backward = (
@@ -111,8 +116,9 @@ def measure(what: Measured, budget_seconds: float = 10.0, clock: Clock = time.pe
             weight_bytes=block.weight_bytes,
             received_bytes=math.ceil(largest.received_bytes[number] / sizes[1]),
             loss_bytes=math.ceil(largest.loss_bytes[number] / sizes[1]),
+            update_seconds=update,
         )
-        for number, block in enumerate(what.cut.graph.blocks)
+        for number, (block, update) in enumerate(zip(what.cut.graph.blocks, updates.scaled(), strict=True))
     )
 
 
@@ -153,8 +159,7 @@ class _Run:
         whole = median(self._whole[kind])
         if not self._parts:
             return [whole]
-        blocks = [median(seconds[kind]) for seconds in self._blocks]
-        return [whole * block / max(sum(blocks), 1e-12) for block in blocks]
+        return _scaled([median(seconds[kind]) for seconds in self._blocks], whole)
 
     def _run_whole(self) -> None:
         forward, backward = self._whole
@@ -192,13 +197,61 @@ class _Run:
                 for name in names:
                     passes[source].add_gradients(name, passes[number].gradients(name))
 
-    @contextmanager
-    def _timed(self, seconds: Seconds) -> Iterator[None]:
-        started = self._clock()
-        yield
-        if self._what.device.type == "cuda":
-            cuda_mark(self._what.device).synchronize()
-        seconds.append(self._clock() - started)
+    def _timed(self, seconds: Seconds) -> AbstractContextManager[None]:
+        return _timed(seconds, self._what.device, self._clock)
+
+
+class _Updates:
+    """The optimizer's, once there are gradients: of all weights, of those of each block, and of none."""
+
+    def __init__(self, what: Measured, clock: Clock) -> None:
+        self._what, self._clock = what, clock
+        tensors = state_of(what.model)
+        self._weights = [weight for weight in tensors.values() if weight.requires_grad]
+        self._blocks = [{tensors[name] for name in block.parameters} for block in what.cut.graph.blocks]
+        self._whole: Seconds = []
+        self._none: Seconds = []
+        self._seconds: list[Seconds] = [[] for _ in self._blocks]
+        self._step(set(self._weights), [])  # the first one makes the optimizer's state
+
+    def round(self) -> None:
+        self._step(set(self._weights), self._whole)
+        self._step(set(), self._none)
+        for held, seconds in zip(self._blocks, self._seconds, strict=True):
+            self._step(held, seconds)
+
+    def scaled(self) -> list[float]:
+        """By block, its part of the whole update."""
+        none = median(self._none)
+        blocks = [max(0.0, median(seconds) - none) for seconds in self._seconds]
+        return _scaled(blocks, median(self._whole))
+
+    def _step(self, held: set[torch.Tensor], seconds: Seconds) -> None:
+        """Of the weights that are held: an optimizer leaves alone what has no gradient."""
+        kept = {weight: weight.detach().clone() for weight in self._weights if weight in held}
+        gradients = {weight: weight.grad for weight in self._weights}
+        for weight in gradients.keys() - kept.keys():
+            weight.grad = None
+        with _timed(seconds, self._what.device, self._clock):
+            self._what.optimizer.step()
+        for weight, gradient in gradients.items():
+            weight.grad = gradient
+        for weight, value in kept.items():
+            weight.data.copy_(value)
+
+
+def _scaled(seconds: Sequence[float], whole: float) -> list[float]:
+    """To add up to those of the whole."""
+    return [whole * each / max(sum(seconds), 1e-12) for each in seconds]
+
+
+@contextmanager
+def _timed(seconds: Seconds, device: torch.device, clock: Clock) -> Iterator[None]:
+    started = clock()
+    yield
+    if device.type == "cuda":
+        cuda_mark(device).synchronize()
+    seconds.append(clock() - started)
 
 
 @contextmanager
@@ -244,6 +297,7 @@ def _key(what: Measured) -> str:
                 [[edge.source, edge.target] for edge in what.cut.graph.edges],
                 {samples: _shapes(batch) for samples, batch in what.batches.items()},
                 getattr(what.loss, "__qualname__", type(what.loss).__name__),
+                _updates_by(what.optimizer),
                 gpu_name(device) if device.type == "cuda" else platform.machine(),
                 platform.node(),
                 [each.name for each in fields(BlockCost)],
@@ -254,17 +308,22 @@ def _key(what: Measured) -> str:
     ).hexdigest()
 
 
+def _updates_by(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What an update computes: not with which rates."""
+    return [type(optimizer).__name__, *sorted(name for name, value in optimizer.defaults.items() if value)]
+
+
 def _shapes(batch: Any) -> list[str]:
     return [str((value.dtype, tuple(value.shape))) for value in tree_leaves(batch) if isinstance(value, torch.Tensor)]
 
 
 def _read(path: Path, key: str, blocks: int) -> tuple[BlockCost, ...] | None:
-    """None where there is no file, or one of other blocks or of another device."""
+    """None where there is no file, or one of other blocks, of another device, or of an earlier format."""
     try:
         content = json.loads(path.read_text())
-        if content["format"] != FORMAT:
+        if content["format"] > FORMAT:
             raise ValueError(f"format {content['format']}")
-        if content["key"] != key:
+        if content["format"] < FORMAT or content["key"] != key:
             return None
         costs = tuple(BlockCost(**cost) for cost in content["costs"])
         if len(costs) != blocks or any(not _is_amount(cost, each.name) for cost in costs for each in fields(cost)):

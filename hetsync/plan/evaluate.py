@@ -105,6 +105,7 @@ class _Staged:
     sample_bytes: Mapping[tuple[int, int], float]  # between two stages, a sample's
     received_bytes: Array  # by stage: a sample's of these, which backward needs
     loss_bytes: Array  # by stage: a sample's of what is saved for backward, of one micro-batch at a time
+    update_parts: Array  # by stage, of the whole model's update
     in_flight: tuple[int, ...]
     late: frozenset[tuple[int, int]]  # pairs of stages between which goes only what the loss needs
 
@@ -116,6 +117,7 @@ class _Slice:
     workers: tuple[tuple[int, int], ...]  # (stage, rank)
     work: tuple[Worker, ...]
     end_sums: Mapping[int, float]  # by stage of several ranks: seconds of its gradients' sum
+    updates: tuple[float, ...]  # by worker, seconds of the optimizer's update
     bytes: float
 
 
@@ -123,9 +125,14 @@ class Evaluator:
     """Scores placements of one model on one cluster.
 
     Seconds are means: where devices of the cluster have jitter, of slices in which each of them is as slow as it draws.
-    `times` are the ranks' of a slice of the whole model. A block takes its part of them: that which its forward and
-    backward passes have of the profiled device's, for as many samples as ranks have on average. UserError for a cluster
-    whose link is a fraction of computing.
+    `step_times` are the ranks' of a step of the whole model. The optimizer's update and each block's passes have the
+    parts of it that they have on the profiled device, for as many samples as ranks have on average. A stage's update
+    comes once a step, after its last backward pass and its sums. UserError for a cluster whose link is a fraction of
+    computing.
+
+    Attributes:
+        times: Of the passes of the whole model, forward and backward, by rank.
+        update_seconds: Of the update of the whole model, by rank.
     """
 
     def __init__(
@@ -133,7 +140,7 @@ class Evaluator:
         graph: BlockGraph,
         costs: Sequence[BlockCost],
         cluster: Cluster,
-        times: Sequence[StepTime],
+        step_times: Sequence[StepTime],
         training: Training,
     ) -> None:
         if len(costs) != len(graph.blocks):
@@ -144,8 +151,13 @@ class Evaluator:
                 "nobody can tell how long activations take: give bytes_per_second"
             )
         self.graph, self.block_costs, self.cluster = graph, tuple(costs), cluster
-        self.times, self.training = tuple(times), training
-        self.figures = _figures(costs, training.batch_size / len(times))
+        self.step_times, self.training = tuple(step_times), training
+        samples = training.batch_size / len(step_times)
+        self.figures = _figures(costs, samples)
+        self._update_parts = _update_parts(costs)
+        divided = [_divided(time, costs, samples) for time in step_times]
+        self.times = tuple(passes for passes, _ in divided)
+        self.update_seconds = tuple(update for _, update in divided)
         self.output_bytes = np.array([cost.output_bytes for cost in costs], dtype=float)
         self._needed_bytes = np.array([cost.received_bytes for cost in costs], dtype=float)
         self.loss_bytes = np.array([cost.loss_bytes for cost in costs], dtype=float)
@@ -155,7 +167,7 @@ class Evaluator:
         values = [-(-cost.weight_bytes // BYTES_PER_VALUE) for cost in costs]
         self._wire_bytes = [encoded_bytes(number, training.sync.wire) for number in values]
         # By rank; a tenth of a device's memory stays free.
-        self.limit_bytes = [_usable_bytes(cluster, rank) for rank in range(len(times))]
+        self.limit_bytes = [_usable_bytes(cluster, rank) for rank in range(len(step_times))]
         self._links: dict[tuple[int, int], tuple[float, float]] = {}  # latency, seconds a byte
         self._parts: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
         self._drawn: dict[int, Array] = {}  # by rank, factors of `SLICES` slices
@@ -228,10 +240,14 @@ class Evaluator:
                 " micro-batches"
             )
 
-    def parts_of_step(self, replica: Replica) -> list[tuple[float, float]]:
-        """By stage, the parts that its forward and its backward passes have of a step of the whole model."""
+    def parts_of_passes(self, replica: Replica) -> list[tuple[float, float]]:
+        """By stage, the parts that its forward and its backward passes have of those of the whole model."""
         figures = self._staged(replica).figures
         return [(float(stage[FORWARD]), float(stage[BACKWARD])) for stage in figures]
+
+    def update_of(self, replica: Replica, stage: int, rank: int) -> float:
+        """Seconds that a rank's update of its stage takes."""
+        return float(self._staged(replica).update_parts[stage]) * self.update_seconds[rank]
 
     def held_bytes(self, weight_bytes: FloatOrArray, replicas: int) -> FloatOrArray:
         """Of weights, and of all that has their size: gradients, the optimizer's state, delayed mode's buffers."""
@@ -249,7 +265,8 @@ class Evaluator:
         )
         received = self._received_bytes(stage_of, sample_bytes, len(replica.stages))
         loss = member @ self.loss_bytes
-        return _Staged(replica, member @ self.figures, sample_bytes, received, loss, in_flight, late)
+        updates = member @ self._update_parts
+        return _Staged(replica, member @ self.figures, sample_bytes, received, loss, updates, in_flight, late)
 
     def _received_bytes(
         self, stage_of: npt.NDArray[Any], sample_bytes: Mapping[tuple[int, int], float], stages: int
@@ -313,12 +330,14 @@ class Evaluator:
     def _slice_seconds(self, one: _Slice) -> float | Array:
         """With jitter those of `SLICES` slices, in which each rank draws a factor for all that it computes."""
         if self.cluster.jitter is None:
-            return _last_end(one, end_times(one.work), max)
+            return _last_end(one, end_times(one.work), one.updates, max)
         work = []
         for (_, rank), worker in zip(one.workers, one.work, strict=True):
             scattered = {seconds: seconds * self._factors(rank) for seconds in set(worker.seconds)}
             work.append(dataclasses.replace(worker, seconds=[scattered[seconds] for seconds in worker.seconds]))
-        return _last_end(one, end_times(work, np.maximum), np.maximum)
+        pairs = zip(one.workers, one.updates, strict=True)
+        updates = [seconds * self._factors(rank) for (_, rank), seconds in pairs]
+        return _last_end(one, end_times(work, np.maximum), updates, np.maximum)
 
     def _factors(self, rank: int) -> Array:
         """By which its slices scatter, in an order of the rank's own, so that ranks are independent."""
@@ -350,7 +369,9 @@ class Evaluator:
                 )
             )
         end_sums, sum_bytes = self._lockstep_sums(staged)
-        return _Slice(workers, tuple(work), end_sums, 2 * sum(staged.sample_bytes.values()) * share + sum_bytes)
+        updates = tuple(float(staged.update_parts[index]) * self.update_seconds[rank] for index, rank in workers)
+        carried = 2 * sum(staged.sample_bytes.values()) * share + sum_bytes
+        return _Slice(workers, tuple(work), end_sums, updates, carried)
 
     def _split(self, ranks: tuple[int, ...], size: int) -> tuple[int, ...]:
         """The samples of a micro-batch that each rank of a stage computes: by speed."""
@@ -429,14 +450,35 @@ class Evaluator:
 
 
 def _figures(costs: Sequence[BlockCost], samples: float) -> Array:
-    """A row a block, with its parts of a whole step of so many samples, which add up to 1, and its bytes."""
+    """A row a block, with its parts of all passes of so many samples, which add up to 1, and its bytes."""
     forward = np.array([cost.fixed_forward_seconds + samples * cost.forward_seconds for cost in costs])
     backward = np.array([cost.fixed_backward_seconds + samples * cost.backward_seconds for cost in costs])
-    step = forward.sum() + backward.sum()
-    if not step > 0:
+    passes = forward.sum() + backward.sum()
+    if not passes > 0:
         raise ValueError("blocks that take no time cannot be planned")
     memory = np.array([(cost.saved_bytes, cost.weight_bytes) for cost in costs], dtype=float)
-    return np.column_stack([forward / step, backward / step, memory])
+    return np.column_stack([forward / passes, backward / passes, memory])
+
+
+def _update_parts(costs: Sequence[BlockCost]) -> Array:
+    """By block, of the whole model's update."""
+    seconds = np.array([cost.update_seconds for cost in costs])
+    return seconds / (seconds.sum() or 1.0)
+
+
+def _divided(time: StepTime, costs: Sequence[BlockCost], samples: float) -> tuple[StepTime, float]:
+    """Of a step: the passes, and seconds of the update.
+
+    Each has the part that it has on the profiled device, of so many samples as of what is fixed: the update is, and
+    comes once however many micro-batches there are.
+    """
+    update = sum(cost.update_seconds for cost in costs)
+    fixed = sum(cost.fixed_forward_seconds + cost.fixed_backward_seconds for cost in costs)
+    passes = fixed + samples * sum(cost.forward_seconds + cost.backward_seconds for cost in costs)
+    own = update / (passes + update) * (time.fixed_seconds + samples * time.seconds_per_sample)
+    of_fixed = update / (fixed + update) * time.fixed_seconds if update else 0.0
+    each = time.seconds_per_sample - (own - of_fixed) / samples
+    return StepTime(time.fixed_seconds - of_fixed, max(0.0, each)), own
 
 
 def _usable_bytes(cluster: Cluster, rank: int) -> int:
@@ -444,11 +486,15 @@ def _usable_bytes(cluster: Cluster, rank: int) -> int:
     return sys.maxsize if memory is None else int(USABLE_FRACTION * memory)
 
 
-def _last_end(one: _Slice, ends: Sequence[Sequence[Any]], later: Callable[[Any, Any], Any]) -> Any:
+def _last_end(
+    one: _Slice, ends: Sequence[Sequence[Any]], updates: Sequence[Any], later: Callable[[Any, Any], Any]
+) -> Any:
+    """Ranks of a stage add up its gradients once all of them have ended their passes, and then update."""
     last: dict[int, Any] = {}
     for (stage, _), times in zip(one.workers, ends, strict=True):
         last[stage] = later(last.get(stage, 0.0), times[-1])
-    return reduce(later, (end + one.end_sums.get(stage, 0.0) for stage, end in last.items()))
+    pairs = zip(one.workers, updates, strict=True)
+    return reduce(later, (last[stage] + one.end_sums.get(stage, 0.0) + update for (stage, _), update in pairs))
 
 
 def _mean(seconds: float | Array) -> float:

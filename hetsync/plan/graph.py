@@ -70,6 +70,7 @@ class BlockCost:
         received_bytes: A sample's, of what backward needs that blocks before have saved: there once more where these
             are on another rank.
         loss_bytes: A sample's, of `saved_bytes`: what the loss saves, of one micro-batch at a time.
+        update_seconds: Of its weights' part in the optimizer's update, once a step, on the profiled device.
     """
 
     forward_seconds: float
@@ -81,6 +82,7 @@ class BlockCost:
     weight_bytes: int
     received_bytes: int = 0
     loss_bytes: int = 0
+    update_seconds: float = 0.0
 
 
 def _require_once(what: str, names: list[str]) -> None:

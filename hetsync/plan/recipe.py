@@ -62,10 +62,11 @@ def plannable_model(
     traced = cut(model, observed_call(model, built.loss, batches[large]))
     weight_in_loss = weight_used(model, built.loss, batches[large])
     digest = weights_of(model)
-    measured = Measured(model, traced, built.loss, batches)
+    optimizer = build_optimizer(config.optimizer, model)
+    measured = Measured(model, traced, built.loss, optimizer, batches)
     path, seconds = _costs_file(config.model.name, digest), config.run.profile_seconds
     costs = decided_by_first(messages or LocalMessages(), lambda: block_costs(measured, path, seconds))
-    training = Training(config.data.batch_size, config.sync, optimizer_buffers(config, model))
+    training = Training(config.data.batch_size, config.sync, _optimizer_buffers(optimizer))
     return PlannableModel(ModelIdentity(config.model.name, digest), traced, costs, training, weight_in_loss)
 
 
@@ -74,9 +75,8 @@ def weights_of(model: torch.nn.Module) -> str:
     return weights_digest((name, tensor.shape) for name, tensor in model.state_dict().items())
 
 
-def optimizer_buffers(config: Config, model: torch.nn.Module) -> int:
-    """Values that the recipe's optimizer keeps for each weight; for one that is not known as many as Adam."""
-    optimizer = build_optimizer(config.optimizer, model)
+def _optimizer_buffers(optimizer: torch.optim.Optimizer) -> int:
+    """Values that it keeps for each weight; one that is not known as many as Adam."""
     if isinstance(optimizer, torch.optim.SGD):
         return 1 if optimizer.param_groups[0]["momentum"] else 0
     return 2

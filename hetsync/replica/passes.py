@@ -1,4 +1,4 @@
-"""How long a rank's forward and backward passes take: timed, or padded to those of an emulated device."""
+"""How long a rank's passes and its optimizer's updates take: timed, or padded to those of an emulated device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hetsync.emulation.jitter import JitterSampler
 
 class Passes:
     """Attributes:
-    seconds: Of all passes.
+    seconds: Of all passes and updates.
     real_seconds: Of these, computed by the real device.
     samples: That have gone forward.
     slices: That have begun.
-    overruns: Slices in which a pass took longer than its emulated device would.
+    overruns: Slices in which a pass or the update took longer than its emulated device would.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -40,17 +40,31 @@ class Passes:
         yield
         spent = self._clock() - began
         self.samples += 0 if backward else sum(pieces)
-        self.real_seconds += spent
-        self.seconds += self._whole(began, spent, pieces, backward)
+        self._end(spent, self._pass_seconds(spent, pieces, backward))
 
-    def _whole(self, began: float, spent: float, pieces: Sequence[int], backward: bool) -> float:
-        """Returns once the passes are over; their seconds."""
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around the optimizer's update."""
+        began = self._clock()
+        yield
+        spent = self._clock() - began
+        self._end(spent, self._updates_seconds(spent))
+
+    def _pass_seconds(self, spent: float, pieces: Sequence[int], backward: bool) -> float:
         return spent
+
+    def _updates_seconds(self, spent: float) -> float:
+        return spent
+
+    def _end(self, spent: float, duration: float) -> None:
+        """Returns once the device is done, which needs its `duration`."""
+        self.real_seconds += spent
+        self.seconds += duration
 
 
 class EmulatedPasses(Passes):
-    """The pass of a piece of n samples takes its part of the seconds of the device's whole step, times the slice's
-    jitter.
+    """The pass of a piece of n samples takes its part of the seconds of all of the device's passes, times the slice's
+    jitter; so does the update.
 
     A pass counts as begun earlier by as much as sleep ended late in the one before, as `EmulatedDevice` has it.
     """
@@ -59,14 +73,15 @@ class EmulatedPasses(Passes):
         self,
         time: StepTime,
         parts: tuple[float, float],
+        update_seconds: float = 0.0,
         jitter: JitterSampler = lambda: 1.0,
         slowdowns: Sequence[Slowdown] = (),
         clock: Callable[[], float] = monotonic,
         sleep: Callable[[float], None] = sleep,
     ) -> None:
-        """`parts` of a step: those of the forward and of the backward pass."""
+        """`time` of the whole model's passes; `parts` of it: those of the forward and of the backward pass."""
         super().__init__(clock)
-        self._time, self._parts = time, parts
+        self._time, self._parts, self._update_seconds = time, parts, update_seconds
         self._jitter, self._slowdowns, self._sleep = jitter, tuple(slowdowns), sleep
         self._samples_before = 0
         self._factor = 1.0  # of this slice
@@ -79,16 +94,20 @@ class EmulatedPasses(Passes):
         self._samples_before += samples
         self._overslept, self._overrun = 0.0, False
 
-    def _whole(self, began: float, spent: float, pieces: Sequence[int], backward: bool) -> float:
-        whole = sum(self._time.seconds(samples) for samples in pieces)
-        duration = self._parts[backward] * whole * self._factor
+    def _pass_seconds(self, spent: float, pieces: Sequence[int], backward: bool) -> float:
+        return self._parts[backward] * sum(self._time.seconds(samples) for samples in pieces) * self._factor
+
+    def _updates_seconds(self, spent: float) -> float:
+        return self._update_seconds * self._factor
+
+    def _end(self, spent: float, duration: float) -> None:
+        super()._end(spent, duration)
         left = duration - spent - self._overslept
         self._overslept = 0.0
         if left > 0:
             due = self._clock() + left
             self._sleep(left)
             self._overslept = max(0.0, self._clock() - due)
-        elif spent > duration * (1 + OVERRUN_TOLERANCE) and not self._overrun:
+        elif spent > duration * (1 + OVERRUN_TOLERANCE) > 0 and not self._overrun:
             self._overrun = True
             self.overruns += 1
-        return duration

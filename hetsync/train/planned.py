@@ -163,7 +163,7 @@ class PlannedJob:
         )
         self._index = self.assignment.place_of(self.plane.rank)[0]
         self._channels = open_channels(at)
-        self.replica = make_replica(at, self.assignment, self.model, self.data, profiles, self._channels)
+        self.replica = make_replica(at, self.assignment, self.model, self.data, self._channels)
         self._forget_others()
         self._loader = self._make_loader()
         check_metrics(self.config, check_evaluation(self.model, self.data))
@@ -378,7 +378,8 @@ class PlannedJob:
             self._sums.finish(current.own_samples / current.samples / self.assignment.ranks_beside(self.plane.rank))
         if self.config.optimizer.max_grad_norm is not None:
             self.replica.clip_grad_norm(self.config.optimizer.max_grad_norm)
-        self.optimizer.step()
+        with self.replica.passes.updating():
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss
 

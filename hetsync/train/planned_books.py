@@ -334,7 +334,7 @@ class Books:
             planned=PlannedRank(
                 replica=index,
                 stage=stage,
-                step_fraction=sum(self._assignment.parts_of_step(rank)),
+                step_fraction=sum(self._assignment.parts_of_passes(rank)),
                 idle_fraction=max(0.0, 1 - passes.seconds / seconds) if seconds else 0.0,
                 activation_bytes_sent=self._replica.activation_bytes_sent,
                 memory_bytes=self.memory_bytes,

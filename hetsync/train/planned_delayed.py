@@ -199,7 +199,8 @@ class DelayedReplicas:
         steps = self._steps
         if steps.greatest_norm is not None:
             self._replica.clip_grad_norm(steps.greatest_norm)
-        steps.optimizer.step()
+        with self._replica.passes.updating():
+            steps.optimizer.step()
         steps.optimizer.zero_grad(set_to_none=True)
 
     def _between_tasks(self) -> None:

@@ -50,21 +50,20 @@ def make_replica(
     assignment: Assignment,
     model: torch.nn.Module,
     data: Data,
-    profiles: Sequence[RankProfile],
     channels: Channels | None,
 ) -> Replica:
     """This rank's part in its replica. UserError for a model that cannot be cut as the plan does, or for a loss that
     does more with it than calling it."""
     planned, rank = assignment.replica_of(at.plane.rank), at.plane.rank
-    passes = _passes(at, assignment, profiles)
+    passes = _passes(at, assignment)
     if len(planned.stages) == 1:
         shared = channels if len(planned.stages[0].ranks) > 1 else None
         return WholeReplica(model, data.loss, passes, assignment.division_of(rank), rank, shared)
     assert channels is not None
     stage_of = [planned.stage_of[block] for block in range(len(assignment.cut.graph.blocks))]
     ranks = [stage.ranks for stage in planned.stages]
-    times = [profile.time for profile in profiles]
-    stages = Stages(stage_of, ranks, [stage.in_flight for stage in planned.stages], times)
+    in_flight = [stage.in_flight for stage in planned.stages]
+    stages = Stages(stage_of, ranks, in_flight, assignment.evaluator.times)
     _check_loss(assignment.weight_in_loss)
     scoring = forward_outside_of_training(model, data, at.device)
     return StagedReplica(model, assignment.cut, data.loss, stages, rank, channels, passes, scoring)
@@ -78,10 +77,11 @@ def _check_loss(weight: str | None) -> None:
         )
 
 
-def _passes(at: Workplace, assignment: Assignment, profiles: Sequence[RankProfile]) -> Passes:
+def _passes(at: Workplace, assignment: Assignment) -> Passes:
     if at.cluster is None:
         return Passes()
     rank, seed = at.plane.rank, at.config.run.seed
     events = [event for event in at.cluster.events if event.rank == rank]
     jitter = jitter_sampler(at.cluster.jitter, seed, rank)
-    return EmulatedPasses(profiles[rank].time, assignment.parts_of_step(rank), jitter, events)
+    time, parts = assignment.evaluator.times[rank], assignment.parts_of_passes(rank)
+    return EmulatedPasses(time, parts, assignment.update_seconds(rank), jitter, events)

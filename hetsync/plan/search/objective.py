@@ -90,11 +90,13 @@ def objective(weights: Weights, costs: Costs, evaluator: Evaluator) -> Objective
 
 
 def least_seconds_per_sample(evaluator: Evaluator, most_micro_batches: int, most_replicas: int) -> float:
-    """Of any plan whose stages are of one rank each: all work at the summed speeds; or one micro-batch on the longest
-    way through the model, all of it on the fastest device."""
+    """Of any plan whose stages are of one rank each: all work at the summed speeds, with an update where it costs the
+    fewest samples; or one micro-batch on the longest way through the model, all of it on the fastest device."""
     each = [time.seconds_per_sample for time in evaluator.times]
-    free = min(each) <= 0
-    work = 0.0 if free else 1 / sum(1 / seconds for seconds in each)
+    work = 0.0
+    if min(each) > 0:
+        update = min(seconds / one for seconds, one in zip(evaluator.update_seconds, each, strict=True))
+        work = (1 + update / evaluator.training.batch_size) / sum(1 / seconds for seconds in each)
     return max(work, _longest_way(evaluator) * min(each) / (most_micro_batches * most_replicas))
 
 

@@ -58,7 +58,8 @@ def measured(model: nn.Module, *sizes: int) -> Measured:
         return model(batch).square().mean()
 
     batches = {size: torch.randn(size, 4) for size in sizes}
-    return Measured(model, cut(model, observed_call(model, loss, batches[sizes[0]])), loss, batches)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return Measured(model, cut(model, observed_call(model, loss, batches[sizes[0]])), loss, optimizer, batches)
 
 
 def test_seconds_are_a_line_and_add_up_to_the_whole_step() -> None:
@@ -75,6 +76,34 @@ def test_seconds_are_a_line_and_add_up_to_the_whole_step() -> None:
     assert (second.fixed_forward_seconds, second.forward_seconds) == pytest.approx((2.0, 1.0))
     assert (first.fixed_backward_seconds, first.backward_seconds) == pytest.approx((1.0, 0.5))
     assert (second.fixed_backward_seconds, second.backward_seconds) == pytest.approx((2.0, 1.0))
+
+
+class SlowUpdates(torch.optim.SGD):
+    """Takes a second, and a quarter of one for each weight."""
+
+    def __init__(self, clock: Clock, model: nn.Module) -> None:
+        super().__init__(model.parameters(), 0.1)
+        self.clock = clock
+
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        self.clock.now += 1.0 + 0.25 * sum(weight.grad is not None for weight in group["params"])
+        super().step(closure)
+
+
+def test_a_blocks_update_is_its_part_of_the_whole_ones() -> None:
+    """By its weights, of which the first has two and the last one; in all seconds of passes the update has no part."""
+    clock = Clock()
+    model = nn.Sequential(Slow(clock, 0.5, 0.25), nn.ReLU(), nn.Linear(4, 4, bias=False))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    what = measured(model, 2, 6)
+
+    costs = measure(replace(what, optimizer=SlowUpdates(clock, model)), 0.0, clock)
+
+    assert [cost.update_seconds for cost in costs] == pytest.approx([2 / 3 * 1.75, 1 / 3 * 1.75])
+    assert sum(cost.forward_seconds for cost in costs) == pytest.approx(0.25)
+    assert sum(cost.fixed_backward_seconds for cost in costs) == pytest.approx(1.0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_bytes_of_a_sample() -> None:
@@ -141,15 +170,30 @@ def test_costs_are_kept_in_a_file_for_the_same_blocks_and_batches(tmp_path: Path
     assert block_costs(measured(model, 3, 5), path, 0.0, stopped) == costs
     with pytest.raises(AssertionError, match="measured again"):
         block_costs(measured(model, 3, 6), path, 0.0, stopped)
+    adam = replace(measured(model, 3, 5), optimizer=torch.optim.Adam(model.parameters()))
+    with pytest.raises(AssertionError, match="measured again"):
+        block_costs(adam, path, 0.0, stopped)
     other = block_costs(measured(nn.Sequential(nn.Linear(4, 2)), 3, 5), path, 0.0)
     assert len(other) == 1
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_costs_of_an_earlier_format_are_measured_anew(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    what = measured(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), 3, 5)
+    block_costs(what, path, 0.0)
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps({"format": 1, "key": written["key"], "costs": [{"forward_seconds": 1.0}] * 2}))
+
+    block_costs(what, path, 0.0)
+
+    assert json.loads(path.read_text())["format"] == written["format"] == 2
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        lambda content: content | {"format": 2},
+        lambda content: content | {"format": 3},
         lambda content: content | {"costs": content["costs"][:1]},
         lambda content: content | {"costs": [cost | {"forward_seconds": -1.0} for cost in content["costs"]]},
         lambda content: content | {"costs": [cost | {"saved_bytes": "many"} for cost in content["costs"]]},

@@ -47,7 +47,8 @@ def pipelines(draw):
     edges = sorted(draw(st.sets(st.sampled_from(pairs)))) if pairs else []
     seconds = st.integers(1, 20)
     costs = [
-        cost(draw(seconds), draw(seconds), draw(seconds), draw(st.integers(1, 9)), weight=0) for _ in range(blocks)
+        cost(draw(seconds), draw(seconds), draw(seconds), draw(st.integers(1, 9)), 0, 0, draw(st.integers(0, 40)))
+        for _ in range(blocks)
     ]
     cuts = sorted(draw(st.sets(st.integers(1, blocks - 1)))) if blocks > 1 else []
     bounds = [0, *cuts, blocks]
@@ -86,16 +87,28 @@ def slow_seconds(model, costs, replica, times, devices):
     samples = replica.share / len(times)
     forward = [c.fixed_forward_seconds + samples * c.forward_seconds for c in costs]
     backward = [c.fixed_backward_seconds + samples * c.backward_seconds for c in costs]
+    update, passes = sum(c.update_seconds for c in costs), sum(forward) + sum(backward)
+    fixed = sum(c.fixed_forward_seconds + c.fixed_backward_seconds for c in costs)
 
     def work(stage, rank, kind):
-        part = sum((forward if kind == "F" else backward)[block] for block in stage.blocks)
-        part /= sum(forward) + sum(backward)
-        return part * times[rank].fixed_seconds, part * times[rank].seconds_per_sample
+        """As the step without its update, of which as much is fixed as on the profiled device."""
+        part = sum((forward if kind == "F" else backward)[block] for block in stage.blocks) / passes
+        whole = (times[rank].fixed_seconds + samples * times[rank].seconds_per_sample) * passes / (passes + update)
+        always = times[rank].fixed_seconds * fixed / (fixed + update)
+        return part * always, part * (whole - always) / samples
+
+    def updating(stage):
+        part = sum(costs[block].update_seconds for block in stage.blocks) / (passes + update)
+        return max(part * (times[r].fixed_seconds + samples * times[r].seconds_per_sample) for r in stage.ranks)
+
+    def step_time(rank):
+        every = [work(stage, rank, kind) for stage in replica.stages for kind in "FB"]
+        return StepTime(sum(one for one, _ in every), max(0.0, sum(each for _, each in every)))
 
     stages = [
         (
             [{kind: work(stage, rank, kind) for kind in "FB"} for rank in stage.ranks],
-            lambda size, stage=stage: speed_shares([times[rank] for rank in stage.ranks], size),
+            lambda size, stage=stage: speed_shares([step_time(rank) for rank in stage.ranks], size),
         )
         for stage in replica.stages
     ]
@@ -122,7 +135,49 @@ def slow_seconds(model, costs, replica, times, devices):
     ]
     sizes = micro_batch_sizes(replica.share, replica.micro_batches)
     ends = simulate(stages, edges, sizes, in_flight, links, late=set(edges) - needed)
-    return max(end + after for end, after in zip(ends, sums, strict=True))
+    return max(end + after + updating(stage) for end, after, stage in zip(ends, sums, replica.stages, strict=True))
+
+
+def test_the_update_comes_once_a_step_however_many_micro_batches_there_are():
+    """Of 13 s on the profiled device 4 s are the update's, and 1 s is fixed besides; the rank is half as fast."""
+    costs = [cost(0.25, 0.5, 1 / 3, update=1), cost(0.25, 0.0, 0.0, update=3)]
+    evaluator = Evaluator(graph("ab"), costs, cluster(1), [StepTime(10, 2)], Training(8))
+    assert evaluator.times == (StepTime(2, 2),)
+    for micro_batches in (1, 2, 8):
+        found = evaluator.evaluate(Placement((chain((), 2, micro_batches),)))
+        assert found.step_seconds == pytest.approx(2 * micro_batches + 8 * 2 + 8)
+
+
+def test_a_stage_updates_its_own_weights_after_its_last_backward_pass():
+    """The first stage ends last, but the last one has more weights, which it updates meanwhile."""
+    costs = [cost(1, 2, update=2), cost(1, 2, update=22)]
+    evaluator = Evaluator(graph("ab"), costs, cluster(2), [StepTime(0, 12)] * 2, Training(8))
+    # A step of 4 samples is 24 s of passes and 24 s of update on the profiled device, and here.
+    assert evaluator.update_seconds == pytest.approx((24, 24))
+    found = evaluator.evaluate(Placement((chain((1,), 2),)))
+    assert found.step_seconds == pytest.approx(8 * (1 + 1 + 2) + 22)  # and not 8 · 6 + 22
+
+
+def test_ranks_that_share_a_stage_update_all_of_it():
+    costs = [cost(1, 2, weight=100, update=12)]
+    devices = cluster(2, Link(1.0, 100.0))
+    times = [StepTime(0, 6), StepTime(0, 12)]  # half of a step of 4 samples is the update's
+    evaluator = Evaluator(graph("a"), costs, devices, times, Training(8))
+    assert evaluator.update_seconds == pytest.approx((12, 24))
+    found = evaluator.evaluate(Placement((Replica((Stage((0, 1), (0,)),), 8),)))
+    assert found.step_seconds == pytest.approx(6 * 3 + (1 + 1) + 24)  # of 8 samples the faster one has 6
+
+
+def test_replicas_update_all_of_the_model_each():
+    """And shares are by what they take with it."""
+    evaluator = Evaluator(
+        graph("a"), [cost(1, 2, update=12)], cluster(2), [StepTime(0, 6), StepTime(0, 3)],
+        Training(8, SyncConfig(delay_bound=0)),
+    )  # fmt: skip
+    found = evaluator.evaluate(Placement((chain((), 1), chain((), 1, first_rank=1))))
+    assert found.shares == (1, 7)
+    assert found.replica_seconds == pytest.approx((12 + 3, 6 + 7 * 1.5))
+    assert found.step_seconds == pytest.approx(16.5)
 
 
 JITTER = LognormalJitter(0.5)

@@ -42,7 +42,8 @@ def test_real_passes_are_timed() -> None:
 def test_emulated_passes_take_their_part_of_the_devices_step() -> None:
     clock = Clock()
     events = [Slowdown(0, factor=2.0, after_samples=8)]
-    passes = EmulatedPasses(StepTime(1.0, 0.5), (0.2, 0.4), iter([1.0, 3.0]).__next__, events, clock, clock.sleep)
+    draw = iter([1.0, 3.0]).__next__
+    passes = EmulatedPasses(StepTime(1.0, 0.5), (0.2, 0.4), 0.0, draw, events, clock, clock.sleep)
     passes.begin_slice(8)
     run(passes, clock, 4, False, 0.1)  # 0.2 of 3 s
     assert clock.now == pytest.approx(0.6)
@@ -54,6 +55,20 @@ def test_emulated_passes_take_their_part_of_the_devices_step() -> None:
     assert passes.seconds == pytest.approx(clock.now)
     assert passes.real_seconds == pytest.approx(0.3)
     assert passes.overruns == 0
+
+
+def test_an_update_is_timed_and_takes_what_the_device_needs() -> None:
+    clock = Clock()
+    real = Passes(clock)
+    with real.updating():
+        clock.now += 0.5
+    assert (real.seconds, real.real_seconds, real.samples) == (0.5, 0.5, 0)
+    emulated = EmulatedPasses(StepTime(1.0, 0.5), (0.5, 0.5), 2.0, lambda: 3.0, [], clock, clock.sleep)
+    emulated.begin_slice(4)
+    with emulated.updating():
+        clock.now += 0.25
+    assert clock.now == pytest.approx(0.5 + 2.0 * 3.0)
+    assert (emulated.seconds, emulated.real_seconds, emulated.overruns) == (6.0, 0.25, 0)
 
 
 def test_every_piece_of_a_micro_batch_costs_an_emulated_device_what_is_fixed() -> None:

@@ -21,5 +21,6 @@ def cost(
     output: int = 100,
     saved: int = 200,
     weight: int = 400,
+    update: float = 0.0,
 ) -> BlockCost:
-    return BlockCost(forward, backward, fixed, 2 * fixed, output, saved, weight)
+    return BlockCost(forward, backward, fixed, 2 * fixed, output, saved, weight, update_seconds=update)

@@ -55,8 +55,8 @@ def diamonds(**given_):
 def problems(draw):
     """Chains and others, with memory and without, of replicas that are given or not."""
     count, speeds = draw(st.integers(2, 7)), draw(st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=1, max_size=3))
-    figures = st.tuples(st.integers(1, 9), st.integers(0, 99), st.integers(0, 999))
-    costs = [cost(*([one] * 2), output=size, weight=weight) for one, size, weight in draw(
+    figures = st.tuples(st.integers(1, 9), st.integers(0, 99), st.integers(0, 999), st.integers(0, 99))
+    costs = [cost(*([one] * 2), output=size, weight=weight, update=update) for one, size, weight, update in draw(
         st.lists(figures, min_size=count, max_size=count)
     )]  # fmt: skip
     skips = [(i, i + 2) for i in range(count - 2) if draw(st.booleans())]

@@ -9,8 +9,9 @@ from hetsync.balance.profile import StepTime
 from hetsync.emulation.cluster import Cluster, DeviceGroup, Link
 from hetsync.errors import UserError
 from hetsync.plan.evaluate import Evaluator, Training
+from hetsync.plan.placement import Placement, Replica, Stage
 from hetsync.plan.search.driver import Driver
-from hetsync.plan.search.objective import Weights, check_weights, figures_of, objective
+from hetsync.plan.search.objective import Weights, check_weights, figures_of, least_seconds_per_sample, objective
 from hetsync.plan.search.plain import whole
 from hetsync.plan.search.search import Problem
 
@@ -74,3 +75,11 @@ def test_memory_without_a_limit_cannot_be_weighed():
         UserError, match=r"--weights gives memory 0\.333333, but no device of cluster profile x has mem"
     ):
         Driver(Problem(evaluator(memory_gib=None), (1,)), THIRDS)
+
+
+def test_the_bound_is_what_one_rank_needs_with_its_update():
+    devices = Cluster("x", "s", (DeviceGroup("a"),), Link())
+    one = Evaluator(graph("ab"), [cost(1, 2, update=8)] * 2, devices, [StepTime(0.0, 1.0)], Training(8))
+    assert one.update_seconds == pytest.approx((2.0,))  # of a step of 8 s: 16 of 64 s on the profiled device
+    alone = one.evaluate(Placement((Replica((Stage((0,), (0, 1)),)),)))
+    assert least_seconds_per_sample(one, 1, 1) == pytest.approx(alone.step_seconds / 8)
