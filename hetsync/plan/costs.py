@@ -104,7 +104,7 @@ def measure(what: Measured, budget_seconds: float = 10.0, clock: Clock = time.pe
         [_line(sizes, values) for values in zip(*(run.scaled(kind) for run in runs.values()), strict=True)]
         for kind in (0, 1)
     )
-    largest = runs[sizes[1]]
+    largest, updating = runs[sizes[1]], updates.scaled()
     return tuple(
         BlockCost(
             forward_seconds=forward[number][1],
@@ -116,9 +116,11 @@ def measure(what: Measured, budget_seconds: float = 10.0, clock: Clock = time.pe
             weight_bytes=block.weight_bytes,
             received_bytes=math.ceil(largest.received_bytes[number] / sizes[1]),
             loss_bytes=math.ceil(largest.loss_bytes[number] / sizes[1]),
-            update_seconds=update,
+            update_seconds=updating[number],
+            padding=_power(sizes, [run.saved_bytes[number] for run in runs.values()]),
+            padded_samples=sizes[1],
         )
-        for number, (block, update) in enumerate(zip(what.cut.graph.blocks, updates.scaled(), strict=True))
+        for number, block in enumerate(what.cut.graph.blocks)
     )
 
 
@@ -285,6 +287,12 @@ def _line(sizes: Sequence[int], seconds: Sequence[float]) -> Line:
     per_sample = max(0.0, (high - low) / (large - small))
     fixed = high - large * per_sample
     return (fixed, per_sample) if fixed >= 0 else (0.0, high / large)
+
+
+def _power(sizes: Sequence[int], saved_bytes: Sequence[int]) -> float:
+    """Of the samples, with which a sample's bytes grow: above 0 where it is padded to the longest of a batch."""
+    small, large = (bytes_ / samples for samples, bytes_ in zip(sizes, saved_bytes, strict=True))
+    return max(0.0, math.log(large / small) / math.log(sizes[1] / sizes[0])) if small else 0.0
 
 
 def _key(what: Measured) -> str:

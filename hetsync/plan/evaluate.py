@@ -26,7 +26,7 @@ from hetsync.errors import UserError
 from hetsync.plan.division import parts_by_speed, pieces_by_rank
 from hetsync.plan.graph import BATCH, BlockCost, BlockGraph
 from hetsync.plan.pipeline import Send, Worker, end_times
-from hetsync.plan.placement import Placement, Replica
+from hetsync.plan.placement import Placement, Replica, Stage
 from hetsync.plan.rounds import Replicas, Rounds, segments
 from hetsync.plan.schedule import bounded_in_flight, micro_batch_sizes, schedule, stage_order
 from hetsync.plane.wire import encoded_bytes
@@ -161,6 +161,8 @@ class Evaluator:
         self.output_bytes = np.array([cost.output_bytes for cost in costs], dtype=float)
         self._needed_bytes = np.array([cost.received_bytes for cost in costs], dtype=float)
         self.loss_bytes = np.array([cost.loss_bytes for cost in costs], dtype=float)
+        self._padding = np.array([cost.padding for cost in costs])
+        self._padded_samples = np.array([cost.padded_samples for cost in costs])
         inner = [(edge.source, edge.target) for edge in graph.edges if edge.source != BATCH]
         self._sources, self._targets = np.array(inner, dtype=int).reshape(-1, 2).T
         self._sinks = sorted(set(range(len(costs))) - {source for source, _ in inner})
@@ -441,12 +443,22 @@ class Evaluator:
             largest = max(micro_batch_sizes(share, one.replica.micro_batches))
             for index, stage in enumerate(one.replica.stages):
                 held = self.held_bytes(float(one.figures[index, WEIGHTS]), len(staged))
-                saved = float(one.figures[index, SAVED] + one.received_bytes[index]) * one.in_flight[index]
+                saved = float(one.figures[index, SAVED] + one.received_bytes[index])
                 # A loss is computed just before its backward pass, so that there is one at a time.
-                saved -= float(one.loss_bytes[index]) * (one.in_flight[index] - 1)
+                others = (saved - float(one.loss_bytes[index])) * (one.in_flight[index] - 1)
                 for rank, part in zip(stage.ranks, self._split(stage.ranks, largest), strict=True):
-                    found[rank] = int(held + saved * part)
+                    # The longest sample, to which all of its micro-batch are padded, is in one of them.
+                    found[rank] = int(held + (saved + others * self._unpadded(stage, part)) * part)
         return dict(sorted(found.items()))
+
+    def _unpadded(self, stage: Stage, samples: int) -> float:
+        """Of what a sample of the profiled batch saves, the part that one of a micro-batch of so many does."""
+        if not self._padding.any():
+            return 1.0
+        blocks = list(stage.blocks)
+        saved = self.figures[blocks, SAVED]
+        smaller = np.minimum(1.0, samples / self._padded_samples[blocks]) ** self._padding[blocks]
+        return float(saved @ smaller / saved.sum()) if saved.any() else 1.0
 
 
 def _figures(costs: Sequence[BlockCost], samples: float) -> Array:

@@ -71,6 +71,8 @@ class BlockCost:
             are on another rank.
         loss_bytes: A sample's, of `saved_bytes`: what the loss saves, of one micro-batch at a time.
         update_seconds: Of its weights' part in the optimizer's update, once a step, on the profiled device.
+        padding: Where samples are padded to the longest, the power of a batch's samples with which a sample's
+            `saved_bytes` grow, up to those of a batch of `padded_samples`, for which they are.
     """
 
     forward_seconds: float
@@ -83,6 +85,8 @@ class BlockCost:
     received_bytes: int = 0
     loss_bytes: int = 0
     update_seconds: float = 0.0
+    padding: float = 0.0
+    padded_samples: int = 1
 
 
 def _require_once(what: str, names: list[str]) -> None:

@@ -119,6 +119,31 @@ def test_bytes_of_a_sample() -> None:
     assert (first.weight_bytes, second.weight_bytes) == (4 * (4 * 8 + 8), 4 * (8 * 2 + 2))
 
 
+def test_samples_that_are_padded_save_more_in_a_larger_batch() -> None:
+    """Twice as many are four times as long here; what has one size for each sample does not grow."""
+
+    class Longest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.each, self.first = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(self.each(x).mean(1)).tanh()
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).sum()
+
+    model, batches = Longest(), {2: torch.randn(2, 5, 4), 4: torch.randn(4, 20, 4)}
+    blocks = cut(model, observed_call(model, loss, batches[2]))
+
+    costs = measure(Measured(model, blocks, loss, torch.optim.SGD(model.parameters(), 0.1), batches), 0.0)
+
+    assert costs[0].saved_bytes == 4 * 20 * 4
+    assert costs[0].padding == pytest.approx(2.0)
+    assert [cost.padding for cost in costs[1:]] == [0.0] * (len(costs) - 1)
+    assert {cost.padded_samples for cost in costs} == {4}
+
+
 def test_what_the_loss_saves_is_the_last_blocks() -> None:
     """Of a thousand words more than all else."""
     words = 1000

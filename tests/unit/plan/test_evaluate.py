@@ -79,11 +79,13 @@ def pipelines(draw):
 @settings(max_examples=150)
 def test_a_step_takes_what_a_simulation_of_every_event_says(pipeline):
     model, costs, replica, times, devices = pipeline
-    found = Evaluator(model, costs, devices, times, Training(replica.share)).evaluate(Placement((replica,)))
-    assert found.step_seconds == pytest.approx(slow_seconds(*pipeline), rel=1e-9)
+    evaluator = Evaluator(model, costs, devices, times, Training(replica.share))
+    found = evaluator.evaluate(Placement((replica,)))
+    assert found.step_seconds == pytest.approx(slow_seconds(*pipeline, evaluator.times), rel=1e-9)
 
 
-def slow_seconds(model, costs, replica, times, devices):
+def slow_seconds(model, costs, replica, times, devices, divided_by):
+    """`divided_by`: the evaluator's, by which ranks divide samples, so that ties are broken alike."""
     samples = replica.share / len(times)
     forward = [c.fixed_forward_seconds + samples * c.forward_seconds for c in costs]
     backward = [c.fixed_backward_seconds + samples * c.backward_seconds for c in costs]
@@ -101,14 +103,10 @@ def slow_seconds(model, costs, replica, times, devices):
         part = sum(costs[block].update_seconds for block in stage.blocks) / (passes + update)
         return max(part * (times[r].fixed_seconds + samples * times[r].seconds_per_sample) for r in stage.ranks)
 
-    def step_time(rank):
-        every = [work(stage, rank, kind) for stage in replica.stages for kind in "FB"]
-        return StepTime(sum(one for one, _ in every), max(0.0, sum(each for _, each in every)))
-
     stages = [
         (
             [{kind: work(stage, rank, kind) for kind in "FB"} for rank in stage.ranks],
-            lambda size, stage=stage: speed_shares([step_time(rank) for rank in stage.ranks], size),
+            lambda size, stage=stage: speed_shares([divided_by[rank] for rank in stage.ranks], size),
         )
         for stage in replica.stages
     ]
@@ -342,6 +340,17 @@ def test_what_the_loss_saves_is_there_for_one_micro_batch_at_a_time():
         for each in (costs, scored)
     ]
     assert needs == [{0: 400 + 4 * 2 * 10, 1: 400 + 4 * 2 * 30}, {0: 400 + 4 * 2 * 10, 1: 400 + 2 * (4 * 10 + 20)}]
+
+
+def test_samples_are_padded_to_the_longest_of_a_micro_batch():
+    """Of four in flight one has the longest of all; the others' samples save half as much as in a batch of eight."""
+    costs = [cost(saved=10, weight=100), replace(cost(saved=40, weight=100), padding=0.5, padded_samples=8)]
+    evaluator = Evaluator(graph("ab"), costs, cluster(2), [StepTime(0, 1)] * 2, Training(8))
+    for in_flight, saved in ((4, 40 + 3 * 20), (1, 40)):
+        found = evaluator.evaluate(Placement((chain([1], 2, 4, in_flight=in_flight),))).memory_bytes
+        assert found == {0: 400 + in_flight * 2 * 10, 1: 400 + 2 * saved}
+    more = Evaluator(graph("ab"), costs, cluster(2), [StepTime(0, 1)] * 2, Training(64))
+    assert more.evaluate(Placement((chain([1], 2, 4, in_flight=4),))).memory_bytes[1] == 400 + 4 * 16 * 40
 
 
 def test_what_does_not_fit_is_infeasible():
