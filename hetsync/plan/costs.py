@@ -218,14 +218,14 @@ class _Updates:
 
     def round(self) -> None:
         self._step(set(self._weights), self._whole)
-        self._step(set(), self._none)
         for held, seconds in zip(self._blocks, self._seconds, strict=True):
             self._step(held, seconds)
+        self._step(set(), self._none)  # with what the blocks' have warmed up, too
 
     def scaled(self) -> list[float]:
-        """By block, its part of the whole update."""
-        none = median(self._none)
-        blocks = [max(0.0, median(seconds) - none) for seconds in self._seconds]
+        """By block, its part of the whole update. Single ones take microseconds, to which a busy machine only adds."""
+        none = min(self._none)
+        blocks = [max(0.0, min(seconds) - none) for seconds in self._seconds]
         return _scaled(blocks, median(self._whole))
 
     def _step(self, held: set[torch.Tensor], seconds: Seconds) -> None:
