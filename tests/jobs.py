@@ -22,6 +22,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SECONDS = 100.0  # this machine may be busy with other tests
 
+QUICK_START = Path(__file__).with_name("quick_start")
+
 SHARED_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 # Data caches are kept in one folder for all tests, away from the user's.
@@ -72,11 +74,12 @@ def command(*words: str | Path | float, ranks: int | None = None) -> list[str]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Nothing of a launcher around these tests; one thread a rank."""
+    """Nothing of a launcher around these tests; one thread a rank; Python starts as `quick_start` says."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_"))}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(CACHE), "COLUMNS": "100"}
-    return {**kept, **root, **own, **changes}
+    path = [str(QUICK_START), changes.get("PYTHONPATH", kept.get("PYTHONPATH", ""))]
+    return {**kept, **root, **own, **changes, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 @contextlib.contextmanager
