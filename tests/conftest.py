@@ -1,10 +1,14 @@
-"""Puts this folder on the path, for what several folders' tests share (`jobs`). Imports no MPI."""
+"""Puts this folder on the path, for what several folders' tests share (`jobs`), and leaves out what only `--thorough`
+runs. Imports no MPI."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
+from jobs import environment
 
 # A busy machine is no defect.
 settings.register_profile("hetsync", deadline=None)
@@ -13,3 +17,23 @@ settings.load_profile("hetsync")
 # A shell has what it puts in the background ignore SIGINT, and so would the jobs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="run variants, too, that others nearly cover")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("thorough"):
+        return
+    left_out = {item for item in items if item.get_closest_marker("thorough")}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_start() -> Iterator[None]:
+    """Of what tests start from here on: these processes themselves are as users' are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+        yield
