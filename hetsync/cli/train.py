@@ -16,6 +16,7 @@ from hetsync.config.parser import look_ahead, make_parser, parse_recipe
 from hetsync.config.schema import Config
 from hetsync.errors import UserError, complain, early_mistakes
 from hetsync.files import RECIPE
+from hetsync.start import loading
 from hetsync.stop_signal import StopSignal
 
 if TYPE_CHECKING:  # it loads torch, which takes seconds
@@ -61,11 +62,12 @@ def parse(argv: Sequence[str]) -> tuple[Config, Path | None, Shows]:
 
 def train(plane: Plane, config: Config, resume: Path | None, stop: StopSignal, shows: Shows) -> int:
     """Collective: one training job, from its recipe to its summary; returns the exit status."""
-    from hetsync.train.job import Job
-    from hetsync.train.loop import StoppedByRequest
-    from hetsync.train.resumption import FinishedError
-    from hetsync.train.run_folder import recorded
-    from hetsync.train.trainer import Trainer
+    with loading():
+        from hetsync.train.job import Job
+        from hetsync.train.loop import StoppedByRequest
+        from hetsync.train.resumption import FinishedError
+        from hetsync.train.run_folder import recorded
+        from hetsync.train.trainer import Trainer
 
     if config.plan.file is not None:
         return train_by_plan(plane, config, resume, stop, shows)

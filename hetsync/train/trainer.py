@@ -15,6 +15,7 @@ from hetsync.data.evaluation import EVALUATION_BATCH, check_evaluation, metrics_
 from hetsync.data.ledger import total_samples
 from hetsync.errors import UserError, brief, did_you_mean
 from hetsync.profiling.measure import check_compiler
+from hetsync.start import loading
 from hetsync.sync.optimizers import build_optimizer
 from hetsync.train.best import Patience
 from hetsync.train.job import Job
@@ -42,7 +43,8 @@ class Trainer:
         if config.run.compile:
             check_compiler(job.device)
         self.model = models.build_for(self.data, config.model.name, config.model.options).to(job.device)
-        self.optimizer = build_optimizer(config.optimizer, self.model)
+        with loading():  # torch's compiler: the first optimizer asks for it
+            self.optimizer = build_optimizer(config.optimizer, self.model)
         job.prepare(self.model, self.optimizer)
         job.schedule(self.optimizer, partial(config.schedule.factor, total=self.total))
         self.average = self._make_average()
