@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from jobs import ROOT, Done, finished, mpirun, started
 
-RANKS = 3
 SCRIPT = """
 import torch, hetsync
 from torch.utils.data import TensorDataset
@@ -49,24 +48,26 @@ loss.backward()
 """
 
 
-def run(folder: Path, body: str, bound: int) -> Done:
+def run(folder: Path, ranks: int, body: str, bound: int) -> Done:
     indented = "\n".join(f"            {line}" for line in body.strip().splitlines())
     (folder / "script.py").write_text(SCRIPT.format(body=indented, bound=bound))
-    with started([*mpirun(RANKS), sys.executable, "script.py"], folder, {"PYTHONPATH": str(ROOT)}) as process:
+    with started([*mpirun(ranks), sys.executable, "script.py"], folder, {"PYTHONPATH": str(ROOT)}) as process:
         return finished(process)
 
 
 @pytest.mark.parametrize(
-    ("body", "bound", "sentence"),
+    ("ranks", "body", "bound", "sentence"),
     [
-        (SKIPS_ONE, 0, "the loops of 2 ranks step an optimizer and those of 1 do not"),
-        (EACH_SKIPS_ANOTHER, 0, "the loops of 2 ranks step an optimizer and those of 1 do not"),
-        (CLIPS, 0, "clip by job.clip_grad_norm_"),
-        (NO_STEP, 4, "no optimizer has made a step"),
+        (3, SKIPS_ONE, 0, "the loops of 2 ranks step an optimizer and those of 1 do not"),
+        (3, EACH_SKIPS_ANOTHER, 0, "the loops of 2 ranks step an optimizer and those of 1 do not"),
+        (2, CLIPS, 0, "clip by job.clip_grad_norm_"),
+        (2, NO_STEP, 4, "no optimizer has made a step"),
     ],
 )
-def test_a_loop_that_cannot_work_ends_with_a_sentence(tmp_path: Path, body: str, bound: int, sentence: str) -> None:
-    done = run(tmp_path, body, bound)
+def test_a_loop_that_cannot_work_ends_with_a_sentence(
+    tmp_path: Path, ranks: int, body: str, bound: int, sentence: str
+) -> None:
+    done = run(tmp_path, ranks, body, bound)
     assert done.status == 2, done.story
     assert len(done.sentences) == 1, done.story
     assert sentence in done.sentences[0]

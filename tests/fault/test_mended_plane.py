@@ -181,19 +181,19 @@ MENDED = "until_lost(plane.receive)\nplane.mend()\nplane.heed()\n"
 
 
 @pytest.mark.parametrize(
-    ("run_job", "before"),
+    ("run_job", "ranks", "before"),
     [
-        (job, ""),
-        (job, f"if first == 0: die()\n{MENDED}"),
-        (job_without_mpi, ""),
-        (job_without_mpi, f"if first == 3: die()\n{MENDED}"),
+        (job, 3, ""),
+        (job, 4, f"if first == 0: die()\n{MENDED}"),
+        (job_without_mpi, 3, ""),
+        (job_without_mpi, 4, f"if first == 3: die()\n{MENDED}"),
     ],
 )
-def test_abort_ends_the_job_with_its_code(tmp_path: Path, run_job: Run, before: str) -> None:
+def test_abort_ends_the_job_with_its_code(tmp_path: Path, run_job: Run, ranks: int, before: str) -> None:
     """MPI_Abort would end nobody but its caller. Others wait for a message, and in a meeting."""
     done = run_job(
         tmp_path,
-        4,
+        ranks,
         before
         + """
 if first == 1:

@@ -86,9 +86,9 @@ def trained(folder: Path, bound: int | None, deaths: list[Any], run: str = "run"
 @pytest.mark.parametrize(
     ("ranks", "bound", "deaths"),
     [
-        (4, 0, [[2, 9, 0]]),
+        (3, 0, [[2, 9, 0]]),
         # Of the first rank, which stays the last to have come; the one that has taken its place dies, too.
-        (4, 4, [[0, 9, 0], [0, 20, 1]]),
+        (3, 4, [[0, 9, 0], [0, 20, 1]]),
         # Of two at once.
         (4, None, [[1, 9, 0], [3, 9, 0]]),
         # One is left alone, and leads for the first time.

@@ -1,4 +1,4 @@
-"""A training script of a user's own, killed again and again: it ends as the uninterrupted one would have.
+"""A training script of a user's own, killed again and again, and stopped: it ends as the uninterrupted one would have.
 
 HETSYNC_TEST_KILLS=20 python -m pytest tests/fault/test_script_resume.py
 """
@@ -23,7 +23,7 @@ from test_kill_and_resume import kill_rank_1, newest, process_of_rank
 pytestmark = pytest.mark.xdist_group("script_resume")  # of one worker: they share a fixture that is dear
 RANKS = 2
 KILLS = int(os.environ.get("HETSYNC_TEST_KILLS", 2))
-EPOCHS, EPOCH_SAMPLES = KILLS + 1, 1200  # each kill comes about half an epoch after the one before
+EPOCHS, EPOCH_SAMPLES = KILLS + 2, 1200  # each kill, and a signal, comes about half an epoch after the one before
 JOB_SECONDS = SECONDS + 20 * KILLS  # this machine may be busy with others
 SAMPLES = EPOCHS * EPOCH_SAMPLES
 CLUSTER = "name: three\nsource: none\ndevices: [{name: a, speed: 2}, {name: b, speed: 1, count: 2}]\n"
@@ -126,6 +126,20 @@ def kill_sometime(folder: Path, bound: int, rank_only: bool, ranks: int = RANKS)
     assert summary_of(folder / "run")["status"] == "running"
 
 
+def stop(folder: Path, bound: int, ranks: int, number: signal.Signals, status: int, rank: int) -> None:
+    """By a signal to one of its ranks, after one more checkpoint at least."""
+    with job(folder, bound, ranks) as process:
+        trains(process, folder)
+        os.kill(process_of_rank(process, rank), number)
+        done = finished(process)
+    assert done.status == status, done.story
+    assert "Traceback" not in done.err, done.story
+    assert "stopped and saved; go on with: the same command" in done.out
+    summary = summary_of(folder / "run")
+    assert summary["status"] == "stopped"
+    assert 0 < summary["samples_applied"] == newest(folder) < SAMPLES
+
+
 def ends(folder: Path, ranks: int = RANKS) -> list[dict[str, Any]]:
     return [json.loads((folder / f"end-{rank}.json").read_text()) for rank in range(ranks)]
 
@@ -158,32 +172,45 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("bound", [0, 4])
-def test_killed_again_and_again(folder: Path, uninterrupted: Path, bound: int) -> None:
+SAME, OTHERS = (RANKS, RANKS, RANKS), (RANKS, 3, 1)
+TERM, INT = (signal.SIGTERM, 143, 1), (signal.SIGINT, 130, 0)
+
+
+@pytest.mark.parametrize(
+    ("bound", "ranks", "asks"),
+    [
+        (0, SAME, None),  # a stop has chance, which begins anew at each rest, take another course
+        (4, OTHERS, TERM),
+        pytest.param(0, OTHERS, INT, marks=pytest.mark.thorough),
+        pytest.param(4, SAME, INT, marks=pytest.mark.thorough),
+    ],
+)
+def test_killed_again_and_again(
+    folder: Path,
+    uninterrupted: Path,
+    bound: int,
+    ranks: tuple[int, int, int],
+    asks: tuple[signal.Signals, int, int] | None,
+) -> None:
+    """Jobs on as many ranks as `ranks` says: killed as a whole; killed by the death of a rank, and, where a signal to
+    one asks for it, stopped; gone on to the end."""
+    first, others, last = ranks
     for number in range(KILLS):
-        kill_sometime(folder, bound, rank_only=number % 2 == 1)
+        kill_sometime(folder, bound, rank_only=number % 2 == 1, ranks=others if number % 2 else first)
+    if asks is not None:
+        stop(folder, bound, others, *asks)
     begun = newest(folder)
-    done = run(folder, bound)
+    done = run(folder, bound, last if last > 1 else None)
     assert done.status == 0, done.story
-    assert_exact(folder, begun)
+    assert_exact(folder, begun, last)
     expected = ends(uninterrupted)[0]
-    assert ends(folder)[0]["rates"] == expected["rates"]
-    if bound == 0:
+    assert ends(folder, last)[0]["rates"] == expected["rates"]
+    if ranks == SAME and bound == 0:
         assert files_of(folder, "model.safetensors") == files_of(uninterrupted, "model.safetensors")
         assert summary_of(folder / "run")["metrics"] == summary_of(uninterrupted / "run")["metrics"]
         best = Path("run", "best", "best.json")
         assert json.loads((folder / best).read_text()) == json.loads((uninterrupted / best).read_text())
     assert summary_of(folder / "run")["metrics"]["accuracy"] > 0.9
-
-
-@pytest.mark.parametrize("bound", [0, 4])
-def test_killed_and_resumed_on_other_numbers_of_ranks(folder: Path, bound: int) -> None:
-    kill_sometime(folder, bound, rank_only=False)
-    kill_sometime(folder, bound, rank_only=False, ranks=3)
-    begun = newest(folder)
-    done = run(folder, bound, None)
-    assert done.status == 0, done.story
-    assert_exact(folder, begun, ranks=1)
 
 
 def test_a_finished_run_goes_through_without_training(folder: Path, uninterrupted: Path) -> None:
@@ -197,22 +224,3 @@ def test_a_finished_run_goes_through_without_training(folder: Path, uninterrupte
             assert end["weights"] == ends(uninterrupted)[0]["weights"]
     assert files_of(folder, "model.safetensors") == files_of(uninterrupted, "model.safetensors")
     assert summary_of(folder / "run") == summary_of(uninterrupted / "run")
-
-
-@pytest.mark.parametrize(
-    ("bound", "number", "status", "rank"), [(0, signal.SIGTERM, 143, 1), (4, signal.SIGINT, 130, 0)]
-)
-def test_a_signal_saves(folder: Path, bound: int, number: signal.Signals, status: int, rank: int) -> None:
-    with job(folder, bound) as process:
-        trains(process, folder)
-        os.kill(process_of_rank(process, rank), number)
-        done = finished(process)
-    assert done.status == status, done.story
-    assert "Traceback" not in done.err, done.story
-    assert "stopped and saved; go on with: the same command" in done.out
-    summary = summary_of(folder / "run")
-    assert summary["status"] == "stopped"
-    assert 0 < summary["samples_applied"] == newest(folder) < SAMPLES
-    done = run(folder, bound)
-    assert done.status == 0, done.story
-    assert_exact(folder, summary["samples_applied"])

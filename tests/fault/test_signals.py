@@ -68,7 +68,7 @@ def test_one_process_saves(folder: Path, number: signal.Signals, status: int) ->
     assert_saved(folder, done.out)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)])
 def test_the_second_signal_ends_at_once(folder: Path, number: signal.Signals) -> None:
     """Slices of several seconds: the first alone would take until one is over."""
     slow = words("--data.batch_size", "64", "--emulation.samples_per_second", "4", "--run.checkpoint_every", "null")
