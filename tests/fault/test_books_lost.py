@@ -25,7 +25,7 @@ def job(folder: Path, ranks: int, round_number: int, *words: str) -> Done:
         return finished(process)
 
 
-@pytest.mark.parametrize("bound", ["0", "4"])
+@pytest.mark.parametrize("bound", [pytest.param("0", marks=pytest.mark.thorough), "4"])
 def test_the_others_go_back_in_place(tmp_path: Path, bound: str) -> None:
     """Ranks that differed at the end would end the job."""
     done = job(tmp_path, 5, 16, "--sync.delay_bound", bound, "--run.evaluate_every", str(4 * BATCH))

@@ -78,7 +78,7 @@ def test_the_others_go_on_with_every_sample(tmp_path: Path, rank: int, outer: st
         assert all(json.loads(line) for line in file.read_text().splitlines())
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.thorough)])
 def test_synchronous_training_ends_at_the_weights_of_an_undisturbed_run(tmp_path: Path, rank: int) -> None:
     words = ["--sync.delay_bound", "0", "--optimizer.name", "sgd", "--optimizer.momentum", "0.9"]
     few = SAMPLES // 2  # over many a rounding may flip a ReLU, and weights part

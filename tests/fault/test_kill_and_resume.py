@@ -103,8 +103,11 @@ def ask_mpirun_to_stop(job: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize(
     ("bound", "blow", "ask"),
-    [(0, kill, ask_rank_0_to_stop), (4, kill_rank_1, ask_mpirun_to_stop)],
-    ids=["synchronous", "delayed"],
+    [
+        pytest.param(0, kill, ask_rank_0_to_stop, id="synchronous"),
+        # Of a script: test_script_resume.py.
+        pytest.param(4, kill_rank_1, ask_mpirun_to_stop, id="delayed", marks=pytest.mark.thorough),
+    ],
 )
 def test_killed_resumed_stopped_and_resumed(
     tmp_path: Path, uninterrupted: dict[bool, Path], bound: int, blow: Blow, ask: Blow

@@ -74,7 +74,7 @@ def test_an_exit_on_one_rank_ends_the_job_with_its_code(tmp_path: Path) -> None:
     assert "rank 1: sys.exit was called" in done.sentences[0]
 
 
-@pytest.mark.parametrize("bound", [0, 4])
+@pytest.mark.parametrize("bound", [pytest.param(0, marks=pytest.mark.thorough), 4])
 def test_a_loop_that_all_leave_ends_well(tmp_path: Path, bound: int) -> None:
     done = run(tmp_path, "if number == 5: break", f"{{'delay_bound': {bound}}}")
     assert done.status == 0, done.story

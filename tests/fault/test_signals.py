@@ -55,7 +55,11 @@ def assert_saved(folder: Path, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGTERM, TERMINATED), (signal.SIGINT, INTERRUPTED), (signal.SIGHUP, 129)],  # SIGUSR1: the storm
+    [
+        (signal.SIGTERM, TERMINATED),
+        pytest.param(signal.SIGINT, INTERRUPTED, marks=pytest.mark.thorough),
+        (signal.SIGHUP, 129),
+    ],  # SIGUSR1: the storm
 )
 def test_one_process_saves(folder: Path, number: signal.Signals, status: int) -> None:
     """The signal goes to all of its processes, as a terminal sends it; a data worker leaves it to the main process."""
@@ -98,7 +102,7 @@ def storm(processes: Callable[[], list[int]]) -> None:
         time.sleep(0.003)
 
 
-@pytest.mark.parametrize("ranks", [None, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(None, marks=pytest.mark.thorough), 2])
 def test_a_storm_of_signals(folder: Path, ranks: int | None) -> None:
     with started(command(*words(), ranks=ranks), folder) as job:
         trains(job, folder)

@@ -211,7 +211,7 @@ def test_a_mistake_is_one_sentence(folder: Path, mistake: list[str], sentence: s
     assert "mpi4py" not in done.err
 
 
-@pytest.mark.parametrize(("rank", "bound"), [(0, "0"), (1, "4")])
+@pytest.mark.parametrize(("rank", "bound"), [(0, "0"), pytest.param(1, "4", marks=pytest.mark.thorough)])
 def test_a_killed_rank_ends_the_job_which_resumes(folder: Path, rank: int, bound: str) -> None:
     with job(train(*EMULATED, "--run.samples", "100000", "--sync.delay_bound", bound), folder) as process:
         trains(process, folder)

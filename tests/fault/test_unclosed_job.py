@@ -60,7 +60,12 @@ def job(bound: int = 4, in_loop: str = "pass", at_rest: str = "pass", after: str
 
 @pytest.mark.parametrize(
     ("ranks", "bound", "at_rest", "after"),
-    [(1, 4, "pass", "pass"), (2, 4, "pass", "pass"), (2, 0, "pass", "sys.exit(0)"), (2, 4, "job.stop()", "pass")],
+    [
+        (1, 4, "pass", "pass"),
+        pytest.param(2, 4, "pass", "pass", marks=pytest.mark.thorough),
+        (2, 0, "pass", "sys.exit(0)"),
+        (2, 4, "job.stop()", "pass"),
+    ],
 )
 def test_it_is_closed_where_training_is_over(tmp_path: Path, ranks: int, bound: int, at_rest: str, after: str) -> None:
     done = run(tmp_path, ranks, job(bound, at_rest=at_rest, after=after))
@@ -76,7 +81,7 @@ def test_a_stop_by_a_signal_is_told(tmp_path: Path) -> None:
     assert summary_of(tmp_path / "run")["status"] == "stopped"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_an_exception_ends_all_ranks(tmp_path: Path, ranks: int) -> None:
     done = run(tmp_path, ranks, job(in_loop=f"number == 3 and job.rank == {ranks - 1} and 1 / 0"))
     assert done.status == 1, done.story
@@ -90,7 +95,7 @@ def test_an_exception_ends_all_ranks(tmp_path: Path, ranks: int) -> None:
     ("ranks", "in_loop", "sentence"),
     [
         (2, "job.prepare(model)", "job.prepare was called after the loop had begun"),
-        (1, "number == 3 and sys.exit()", NOT_OVER),
+        pytest.param(1, "number == 3 and sys.exit()", NOT_OVER, marks=pytest.mark.thorough),
         (2, "number == 3 and sys.exit()", NOT_OVER),
         (2, "if number == 3: return", NOT_OVER),
     ],
@@ -110,7 +115,7 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, ranks: int, in_loop: str, sen
         (2, "pass", 0, ""),
         (2, "session.plane.rank == 0 and session.step(loss)", 2, "called twice"),
         (1, "break", 2, NOT_OVER),
-        (2, "break", 2, NOT_OVER),
+        pytest.param(2, "break", 2, NOT_OVER, marks=pytest.mark.thorough),
     ],
 )
 def test_the_small_form(tmp_path: Path, ranks: int, in_loop: str, status: int, sentence: str) -> None:
