@@ -35,7 +35,7 @@ from hetsync.sync.deltas import Deltas
 
 DELAY_BOUND = 4
 AHEAD = 2  # steps whose batches are loaded before they are needed
-TRACED_STEPS = 8
+TRACED_STEPS, TRACED_STEPS_SMALL = 8, 2
 Interval = tuple[float, float]
 
 
@@ -167,7 +167,7 @@ class RankJob:
     def traced(self, folder: Path, name: str) -> dict[str, float] | None:
         """Of a short delayed run on this rank: seconds of copies between host and GPU, and of those beside kernels."""
         with torch.profiler.profile() as profiler:
-            self.delayed(TRACED_STEPS * self.task.batch)
+            self.delayed((TRACED_STEPS_SMALL if self.setting["small"] else TRACED_STEPS) * self.task.batch)
         if self.plane.rank == 0:
             profiler.export_chrome_trace(str(folder / f"trace-{name}.json"))
         spans: dict[bool, list[Interval]] = {True: [], False: []}

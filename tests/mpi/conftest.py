@@ -24,6 +24,8 @@ HANDLE_SECONDS = 20.0
 
 Finish = Callable[..., None]
 
+collect_ignore = [] if RANKS <= 2 else ["test_lightning.py"]  # whose mark `ranks` says so, but its imports take seconds
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what says by its mark `ranks` that as many ranks as these show nothing new."""

@@ -96,7 +96,7 @@ def test_evaluation_is_not_training_time(plane: Plane, bound: int) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("bound", [0, 4])
+@pytest.mark.parametrize("bound", [pytest.param(0, marks=pytest.mark.thorough), 4])
 def test_an_evaluation_may_last_longer_than_a_rank_may_be_silent(plane: Plane, bound: int) -> None:
     """All ranks do their part at once: nobody is late, though nothing moves for longer than limit and probe."""
     model = Net()

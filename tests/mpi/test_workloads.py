@@ -32,7 +32,12 @@ BATCH = 15
 SEED = 2
 
 
-@pytest.fixture(params=WORKLOADS, ids=lambda workload: workload.name)
+# Larger ones of the same cells and stems as nasnet_a_large, nasnet_a_cifar and pnasnet5_cifar have.
+ALIKE = ("nasnet_a_mobile", "pnasnet5_mobile", "pnasnet5_large")
+MARKED = [pytest.param(each, marks=[pytest.mark.thorough] * (each.name in ALIKE), id=each.name) for each in WORKLOADS]
+
+
+@pytest.fixture(params=MARKED)
 def workload(request: pytest.FixtureRequest) -> Workload:
     chosen: Workload = request.param
     return chosen
