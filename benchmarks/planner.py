@@ -41,12 +41,15 @@ from hetsync.plan.search.reinforce import PolicyGradient
 from hetsync.plan.search.search import Problem
 
 WEIGHTS = {"time": Weights(), "thirds": Weights(1 / 3, 1 / 3, 1 / 3)}
-PRETRAINED = "trinity-pretrained"  # Trinity that begins with the policy that ships
+PRETRAINED = {  # searches that begin with the policy that ships
+    "trinity-pretrained": "trinity",
+    "trinity-nothing-pretrained": "trinity-nothing",
+}
 FORMS = {
-    "one replica": (*(name for name in SEARCHES if name not in ("data", "single")), PRETRAINED, BEST),
+    "one replica": (*(name for name in SEARCHES if name != "data"), *PRETRAINED, BEST),
     "free": ("data", "exact", "local", BEST),
 }
-DRAW_NOTHING = {"contiguous", "data", "exact", "list", "mincut"}
+DRAW_NOTHING = {"contiguous", "data", "exact", "list", "mincut", "single"}
 WEIGH_NOTHING = DRAW_NOTHING | {"random", "hierarchical", "ppo-time", "tapp"}
 MODELS = ("inception_v3", "nmt", "nasnet", "pnasnet", "deeptte", "chain")
 FULL_WIDTH = 512  # of the placer, as in the paper
@@ -79,11 +82,11 @@ def searched(
     problem: Problem, arm: str, seed: int, evaluations: int, weighed: Sequence[str] = tuple(WEIGHTS)
 ) -> Iterator[dict[str, Any]]:
     """A record of each of the weights. `course`: the best objective, whenever it became better, by evaluations."""
-    policy = load_policy(SHIPPED) if arm == PRETRAINED else None
+    policy = load_policy(SHIPPED) if arm in PRETRAINED else None
     for weights in ["time"] if arm in WEIGH_NOTHING else weighed:
         driver = Recorder(problem, WEIGHTS[weights], Budget(evaluations), seed, policy=policy)
         try:
-            driver.run("trinity" if arm == PRETRAINED else arm)
+            driver.run(PRETRAINED.get(arm, arm))
         except UserError as mistake:
             yield from ({"weights": weights, "missing": str(mistake)} for weights in weighed)
             return
@@ -161,7 +164,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
-    known = [*SEARCHES, PRETRAINED, BEST]
+    known = [*SEARCHES, *PRETRAINED, BEST]
     parser.add_argument("--arms", nargs="+", choices=known, metavar="ARM", default=known, help=", ".join(known))
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--evaluations", type=int, default=1000)

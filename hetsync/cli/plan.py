@@ -45,7 +45,8 @@ def main(argv: Sequence[str]) -> NoReturn:
         parser.add_argument("--replicas", help="Ranks of each replica, such as '0,2;1,3', in the order of its stages.")
         parser.add_argument("--micro-batches", metavar="M", help="Of each replica; auto or null tries powers of two.")
         known = "best, contiguous, data, exact, hierarchical, hierarchical-multi, list, local, mincut, ppo-time, random"
-        parser.add_argument("--search", help=f"{known}, single, tapp or trinity; null takes best.")
+        more = "single, tapp, trinity or trinity-nothing"
+        parser.add_argument("--search", help=f"{known}, {more}; null takes best.")
         parser.add_argument("--evaluations", type=PositiveInt, help="Plans to be tried, at most; null takes 1000.")
         parser.add_argument("--seconds", type=PositiveFloat, help="For the search, of this process; null is no limit.")
         parser.add_argument("--weights", metavar="T,C,M", help="Of time, bytes and memory; null takes 1,0,0.")
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         parser.add_argument("--groups", type=PositiveInt, help="Into which blocks are contracted; null takes 64.")
         parser.add_argument("--output", metavar="FILE", help="Where to write the plan.")
         parser.add_argument(
-            "--policy", metavar="FILE", help="What trinity and ppo-time begin with, or shipped; null: from nothing."
+            "--policy", metavar="FILE", help="What trinity begins with, or shipped, as best does; null: it learns anew."
         )
         parser.add_argument("--measure", action="store_true", help="Under mpirun: run the five best, take the fastest.")
         parser.add_argument("--pretrain", action="store_true", help="Learn a policy, on random models and clusters.")

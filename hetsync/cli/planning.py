@@ -25,7 +25,7 @@ from hetsync.plan.search.driver import Budget, Driver, Found
 from hetsync.plan.search.objective import Weights, check_weights, figures_of
 from hetsync.plan.search.placement_policy import PlacementPolicy
 from hetsync.plan.search.policy_file import load_policy
-from hetsync.plan.search.registry import arms_of
+from hetsync.plan.search.registry import takes_policy
 from hetsync.plan.search.search import MOST_GROUPS, Problem, micro_batch_numbers
 from hetsync.simulate.recipe import build, profiles
 
@@ -69,9 +69,9 @@ def plan(config: Config, request: Request, output: Path | None) -> int:
 
 def terms_of(request: Request) -> Terms:
     """UserError for an unknown search, weights that weigh nothing, a policy that cannot be begun with."""
-    arms, policy = arms_of(request.search), None
+    learns, policy = takes_policy(request.search), None
     if request.policy is not None:
-        if not {"trinity", "ppo-time"} & set(arms):
+        if not learns:
             raise UserError(
                 f"--policy is {request.policy}, but --search {request.search} learns from nothing or not at all: leave"
                 " it out, or choose trinity, ppo-time or best"

@@ -14,7 +14,8 @@ from hetsync.plan.search.list_schedule import list_placement
 from hetsync.plan.search.objective import Weights, objective
 from hetsync.plan.search.placement_policy import PlacementPolicy
 from hetsync.plan.search.plain import whole
-from hetsync.plan.search.registry import arms_of, make_search
+from hetsync.plan.search.policy_file import SHIPPED, load_policy
+from hetsync.plan.search.registry import BEST, SEARCHES, arms_of, make_search
 from hetsync.plan.search.search import Problem, Scored
 
 MOST_LEADERS = 5
@@ -115,16 +116,18 @@ class Driver:
         return _fitting(self.best)
 
     def run(self, name: str) -> None:
-        """The search of this name, or all that the name stands for, each from the best of those before. What one of
-        several refuses is its part; UserError where none can search."""
+        """The search of this name, or all that the name stands for, each from the best of those before. `best` begins
+        with the policy that comes along where none is given. What one of several refuses is its part; UserError where
+        none can search."""
         names = arms_of(name)
+        policy = load_policy(SHIPPED) if name == BEST and self._policy is None else self._policy
         for method in names:
             if self._spent():
                 return
             arm = Arm(method)
             self.arms.append(arm)
             try:
-                self._run(arm)
+                self._run(arm, policy)
             except UserError as mistake:
                 if len(names) == 1:
                     raise
@@ -138,15 +141,21 @@ class Driver:
         method, one = self.leaders[place]
         return Found(self.problem.evaluator.with_shares(one.placement), one.costs, one.objective, method)
 
-    def _run(self, arm: Arm) -> None:
+    def _run(self, arm: Arm, policy: PlacementPolicy | None) -> None:
         begun = self.seconds
         try:
-            search = make_search(arm.method, self.problem, self.seed, self.best, self._policy)
+            search = make_search(arm.method, self.problem, self.seed, self._start(arm.method), policy)
             while not self._spent() and (proposed := search.propose()):
                 search.hear([self._score(arm, one) for one in proposed[: self._evaluations_left()]])
                 self._watch(self)
         finally:
             arm.seconds = self.seconds - begun
+
+    def _start(self, method: str) -> Scored | None:
+        """The best plan from which it can begin."""
+        found = [arm.best for arm in self.arms if arm.best is not None]
+        found = [one for one in found if SEARCHES[method].begins_from(one.placement)]
+        return min(found, key=self.problem.order, default=None)
 
     def _score(self, arm: Arm, placement: Placement) -> Scored:
         costs = self._evaluate(placement)

@@ -12,7 +12,7 @@ from hetsync.plan.search.features import DEVICES, GROUPS, PAIRS
 WIDTH = 64
 LAYERS = 2  # of neighbours' means
 PACES = ("micro_batches", "all_in_flight", "here")
-MOVES = 4.0  # groups that an untrained policy moves, on average
+MOVES = 2.0  # runs of groups that an untrained policy moves, on average
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -20,7 +20,8 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class PlacementPolicy(nn.Module):
     """Groups by a graph network, each pair of group and device by a layer over both and what is between them.
 
-    Untrained, it leaves groups where they are but for `MOVES` of them, whichever and to wherever.
+    Untrained, it leaves groups where they are but for `MOVES` runs of them, whichever and to wherever (`ppo.py` makes
+    runs).
     """
 
     def __init__(self, width: int = WIDTH) -> None:
@@ -53,8 +54,7 @@ class PlacementPolicy(nn.Module):
         ).tanh()
         here_NGD = pairs_NGDF[..., 0]
         group_count, device_count = here_NGD.shape[1:]
-        staying = math.log(max(group_count / MOVES - 1, 0.5)) + math.log(max(device_count - 1, 1))
-        logits_NGD = self.choice(hidden_NGDW).squeeze(-1) + staying * here_NGD
+        logits_NGD = self.choice(hidden_NGDW).squeeze(-1) + staying(group_count, device_count) * here_NGD
         pooled_NW = (hidden_NGDW * here_NGD[..., None]).sum((1, 2)) / group_count
         count = paces_NKF.shape[1]
         pace_logits_NK = (
@@ -70,6 +70,11 @@ class PlacementPolicy(nn.Module):
         for layer in self.neighbours:
             hidden = hidden + layer(torch.cat([hidden, before @ hidden, behind @ hidden], 1)).tanh()
         return hidden
+
+
+def staying(groups: int, devices: int) -> float:
+    """Logit by which an untrained policy leaves a group where it is."""
+    return math.log(max(groups / MOVES - 1, 0.5)) + math.log(max(devices - 1, 1))
 
 
 def untrained(seed: int) -> PlacementPolicy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import chain
 
 from hetsync.errors import UserError
 from hetsync.plan.evaluate import Evaluator
@@ -23,7 +24,7 @@ class _Whole(Search):
     def __init__(self, problem: Problem, seed: int = 0, start: Scored | None = None) -> None:
         super().__init__(problem, seed, start)
         ranks = self._ranks()
-        if problem.replicas not in (None, tuple((rank,) for rank in ranks)):
+        if not self._is_of(problem.replicas):
             told = ";".join(",".join(map(str, replica)) for replica in problem.replicas or ())
             raise UserError(
                 f"--replicas is {told}, but the plan of --search {self.name} has replicas of its own: leave --replicas"
@@ -39,6 +40,10 @@ class _Whole(Search):
     def _ranks(self) -> Sequence[int]:
         """Those that hold the model."""
 
+    def _is_of(self, replicas: tuple[tuple[int, ...], ...] | None) -> bool:
+        """Whether its plan has these replicas, if any are given."""
+        return replicas is None or replicas == tuple((rank,) for rank in self._ranks())
+
 
 class Data(_Whole):
     """Data parallelism: every rank has the whole model, and a share of the batch by its speed."""
@@ -50,10 +55,14 @@ class Data(_Whole):
 
 
 class Single(_Whole):
-    """The fastest rank alone."""
+    """The fastest rank alone; the others of a replica that is given stay without blocks."""
 
     name = "single"
 
     def _ranks(self) -> Sequence[int]:
         times, batch = self.problem.evaluator.times, self.problem.evaluator.training.batch_size
-        return [min(self.problem.ranks, key=lambda rank: (times[rank].seconds(batch), rank))]
+        replicas = self.problem.given_replicas
+        return [min(chain.from_iterable(replicas), key=lambda rank: (times[rank].seconds(batch), rank))]
+
+    def _is_of(self, replicas: tuple[tuple[int, ...], ...] | None) -> bool:
+        return replicas is None or len(replicas) == 1

@@ -2,10 +2,14 @@
 
 The action is a device for every group, and a pace. Their probabilities multiply; each one's ratio is clipped by itself,
 as the product of 64 would leave the trust region at once. All share the step's advantage.
+
+Groups that follow each other mostly belong together, and one alone on another device costs two transfers, or is
+forbidden by the order of stages. So where a group moves, the next one to be decided is likely to move along.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +20,7 @@ import torch
 
 from hetsync.plan.search.features import Floats, Indices
 from hetsync.plan.search.masks import Masks
-from hetsync.plan.search.placement_policy import PlacementPolicy
+from hetsync.plan.search.placement_policy import PlacementPolicy, staying
 
 CLIP = 0.2
 EPOCHS = 4
@@ -26,6 +30,8 @@ DISCOUNT = 0.95
 LEARNING_RATE = 3e-3
 MOST_NORM = 1.0
 LEAST_SPREAD = 0.01  # of advantages: what is less is noise
+FORBIDDEN = -1e9  # logit of what may not be chosen
+ALONG = 3.0  # times as likely as not, a group moves along with the one before: runs are four groups long, on average
 
 
 @dataclass(frozen=True)
@@ -55,10 +61,11 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Step:
-    """N decisions. `masks` (N, G, D): devices that could be chosen; `log_probabilities` (N, G + 1), the pace's last."""
+    """N decisions. `given` (N, G, D): logits besides the policy's, of what was forbidden, and of moving along;
+    `log_probabilities` (N, G + 1), the pace's last."""
 
     inputs: Inputs
-    masks: torch.Tensor
+    given: torch.Tensor
     devices: torch.Tensor
     paces: torch.Tensor
     log_probabilities: torch.Tensor
@@ -76,15 +83,19 @@ class Ppo:
     def decide(self, inputs: Inputs, masks: Masks, devices: Indices, backwards: bool) -> Step:
         """Sampled devices and paces. Groups are decided in their order or backwards, each as masks then allow."""
         logits_NGD, pace_logits_NK, values_N = self._outputs(inputs)
-        paces = self._sampled(pace_logits_NK.numpy(), np.ones(pace_logits_NK.shape, dtype=bool))
-        devices = devices.copy()
-        allowed_NGD = np.ones(logits_NGD.shape, dtype=bool)
+        paces = self._sampled(pace_logits_NK.numpy())
+        given_NGD = np.zeros(logits_NGD.shape, np.float32)
+        along, rows, devices = math.log(ALONG) + staying(*logits_NGD.shape[1:]), np.arange(len(devices)), devices.copy()
+        moved_N, before_N = np.zeros(len(rows), dtype=bool), devices[:, 0]
         groups = range(devices.shape[1])
         for group in reversed(groups) if backwards else groups:
-            allowed_NGD[:, group] = masks.allowed(group)
-            devices[:, group] = self._sampled(logits_NGD[:, group].numpy(), allowed_NGD[:, group])
-            masks.put(group, devices[:, group])
-        step = (torch.from_numpy(allowed_NGD), torch.from_numpy(devices), torch.from_numpy(paces))
+            given_NGD[rows[moved_N], group, before_N[moved_N]] = along
+            given_NGD[:, group][~masks.allowed(group)] = FORBIDDEN
+            before_N = self._sampled(logits_NGD[:, group].numpy() + given_NGD[:, group])
+            moved_N = before_N != devices[:, group]
+            devices[:, group] = before_N
+            masks.put(group, before_N)
+        step = (torch.from_numpy(given_NGD), torch.from_numpy(devices), torch.from_numpy(paces))
         log_probabilities, _ = _chosen(logits_NGD, pace_logits_NK, *step)
         return Step(inputs, *step, log_probabilities, values_N)
 
@@ -107,7 +118,7 @@ class Ppo:
 
     def _loss(self, step: Step, returned: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
         logits_NGD, pace_logits_NK, values_N = self._outputs(step.inputs)
-        log_probabilities, entropy = _chosen(logits_NGD, pace_logits_NK, step.masks, step.devices, step.paces)
+        log_probabilities, entropy = _chosen(logits_NGD, pace_logits_NK, step.given, step.devices, step.paces)
         ratio = (log_probabilities - step.log_probabilities).exp()
         clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
         gain = torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None]).sum(1).mean()
@@ -120,10 +131,9 @@ class Ppo:
         )
         return logits[like], pace_logits[like], values[like]
 
-    def _sampled(self, logits: Floats, allowed: npt.NDArray[np.bool_]) -> Indices:
+    def _sampled(self, logits: Floats) -> Indices:
         """One a row (Gumbel's trick)."""
-        noise = self._random.gumbel(size=logits.shape)
-        chosen: Indices = np.where(allowed, logits + noise, -np.inf).argmax(1)
+        chosen: Indices = (logits + self._random.gumbel(size=logits.shape)).argmax(1)
         return chosen
 
 
@@ -138,7 +148,7 @@ def _together(steps: Sequence[Step]) -> Step:
     )
     return Step(
         inputs,
-        torch.cat([step.masks for step in steps]),
+        torch.cat([step.given for step in steps]),
         torch.cat([step.devices for step in steps]),
         torch.cat([step.paces for step in steps]),
         torch.cat([step.log_probabilities for step in steps]),
@@ -149,12 +159,12 @@ def _together(steps: Sequence[Step]) -> Step:
 def _chosen(
     logits_NGD: torch.Tensor,
     pace_logits_NK: torch.Tensor,
-    masks: torch.Tensor,
+    given: torch.Tensor,
     devices: torch.Tensor,
     paces: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities (N, G + 1) of what was chosen, and the mean entropy."""
-    groups = logits_NGD.masked_fill(~masks, -1e9).log_softmax(2)
+    groups = (logits_NGD + given).log_softmax(2)
     pace = pace_logits_NK.log_softmax(1)
     entropy = -(groups.exp() * groups).sum(2).mean() - (pace.exp() * pace).sum(1).mean()
     both = [groups.gather(2, devices[:, :, None]).squeeze(2), pace.gather(1, paces[:, None])]

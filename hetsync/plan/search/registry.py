@@ -14,7 +14,7 @@ from hetsync.plan.search.plain import Data, Single
 from hetsync.plan.search.random_search import Random
 from hetsync.plan.search.search import Problem, Scored, Search
 from hetsync.plan.search.tapp import Tapp
-from hetsync.plan.search.trinity import PpoTime, Trinity
+from hetsync.plan.search.trinity import PpoTime, Trinity, TrinityNothing
 
 SEARCHES: dict[str, type[Search]] = {
     "contiguous": Contiguous,
@@ -30,10 +30,17 @@ SEARCHES: dict[str, type[Search]] = {
     "single": Single,
     "tapp": Tapp,
     "trinity": Trinity,
+    "trinity-nothing": TrinityNothing,
 }
 BEST = "best"
-BASELINES = ("data", "single", "contiguous", "list", "exact")  # what they propose depends on no other search
-ARMS = {"local": (*BASELINES, "local"), BEST: (*BASELINES, "local", "trinity")}  # each from the best of those before
+CHEAP = ("data", "single", "contiguous", "list")  # an evaluation for each number of micro-batches, and no time
+BASELINES = (*CHEAP, "exact")  # what they propose depends on no other search
+ARMS = {  # each from the best of those before
+    "local": (*BASELINES, "local"),
+    "ppo-time": (*CHEAP, "ppo-time"),
+    "trinity": (*CHEAP, "trinity"),
+    BEST: (*BASELINES, "local", "trinity"),
+}
 
 
 def arms_of(name: str) -> tuple[str, ...]:
@@ -47,6 +54,11 @@ def arms_of(name: str) -> tuple[str, ...]:
         known = [BEST, *SEARCHES]
         raise UserError(f"there is no search {name}{did_you_mean(name, known)}: use {', '.join(known)}")
     return (name,)
+
+
+def takes_policy(name: str) -> bool:
+    """Whether any of the searches that the name stands for begins with a policy. UserError as in `arms_of`."""
+    return any(issubclass(SEARCHES[arm], Trinity) for arm in arms_of(name))
 
 
 def make_search(

@@ -119,6 +119,7 @@ class PolicyGradient(Conversation):
     Attributes:
         width: Of the placer; the paper has 512.
         number_rate: Of learning the number of micro-batches, whose logits are no layer's outputs.
+        numbers: Of micro-batches, of which one is chosen for all replicas by the logits `number`.
         random: Of all that is drawn.
         present: (R, D): devices of each replica.
     """
@@ -132,13 +133,13 @@ class PolicyGradient(Conversation):
         self.random = np.random.default_rng(seed)
         features = Features(problem, [[(rank,) for rank in ranks] for ranks in problem.given_replicas])
         self.present = torch.from_numpy(np.isfinite(features.step_seconds))
-        self._numbers = problem.numbers_for(len(problem.given_replicas))
-        self._number = nn.Parameter(torch.zeros(len(self._numbers)))
+        self.numbers = problem.numbers_for(len(problem.given_replicas))
+        self.number = nn.Parameter(torch.zeros(len(self.numbers)))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self._parameters = [self._number, *self.networks(features)]
+            self._parameters = [self.number, *self.networks(features)]
         self._optimizer = torch.optim.Adam(self._parameters[1:], self.learning_rate)
-        self._optimizer.add_param_group({"params": [self._number], "lr": self.number_rate})
+        self._optimizer.add_param_group({"params": [self.number], "lr": self.number_rate})
         self._baseline: float | None = None
 
     @abstractmethod
@@ -155,7 +156,7 @@ class PolicyGradient(Conversation):
     def update(self) -> Course:
         replicas = len(self.present)
         devices_NG, chosen_N = self.sample(self.present.repeat(SAMPLES, 1))
-        numbers, numbered = sampled(self._number.expand(SAMPLES, -1), self.random)
+        numbers, numbered = sampled(self.number.expand(SAMPLES, -1), self.random)
         plans = devices_NG.view(SAMPLES, replicas, -1).tolist()
         placements = [self._placement(*plan) for plan in zip(plans, numbers.tolist(), strict=True)]
         costs = [self.cost(scored) for scored in (yield from self.ask(placements))]
@@ -164,7 +165,7 @@ class PolicyGradient(Conversation):
     def _placement(self, devices_RG: Sequence[Sequence[int]], number: int) -> Placement:
         return Placement(
             tuple(
-                self.problem.replica([ranks[device] for device in devices], self._numbers[number])
+                self.problem.replica([ranks[device] for device in devices], self.numbers[number])
                 for ranks, devices in zip(self.problem.given_replicas, devices_RG, strict=True)
             )
         )

@@ -117,11 +117,17 @@ class Search(ABC):
     """
 
     def __init__(self, problem: Problem, seed: int = 0, start: Scored | None = None) -> None:
-        """`start`: the best that is known before, to begin from, whether it fits or not; None where nothing is known.
+        """`start`: the best that is known before, of those it `begins_from`, whether it fits or not; None where nothing
+        is known.
 
         UserError where the search cannot search this problem.
         """
         self.problem, self.seed, self.start = problem, seed, start
+
+    @classmethod
+    def begins_from(cls, placement: Placement) -> bool:
+        """Whether there is anything in it that this search would change."""
+        return True
 
     @abstractmethod
     def propose(self) -> Sequence[Placement]:

@@ -2,8 +2,9 @@
 a device, and one policy gradient improves both.
 
 The paper's reward is the measured time of a batch; here it is the evaluator's. The problem's groups are its layers, in
-their order. Untrained, the partition has groups of about the sizes that suit the devices in their order, and the
-allocation gives a group to a device whose speed suits its size.
+their order. Untrained, the partition has groups of about the sizes that suit the devices, the fastest's first, as the
+first stages have the most micro-batches in flight; the allocation gives a group to a device whose speed suits its size;
+and many micro-batches are likelier than few, since pipelines are mostly fastest by these.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from hetsync.plan.search.reinforce import FORBIDDEN, Placer, PolicyGradient, log
 HIDDEN = 64  # of the partition network
 LEAST = 1e-4  # part of all time, or of all speeds, that is told apart from less
 SHARPNESS = 3.0  # by which an untrained partition draws a layer to the group at its place in time
-FIT = 3.0  # by which an untrained allocation draws a group to devices of its part of all speeds
+MANY = 1.0  # logit for each doubling of the micro-batches
+FIT = 6.0  # by which an untrained allocation draws a group to devices of its part of all speeds
 
 
 class Tapp(PolicyGradient):
     """By time."""
 
-    learning_rate = 1e-2
-    number_rate = 0.2  # 300 evaluations are 18 updates, each of which moves a logit by no more than the rate
+    learning_rate = 3e-2  # 300 evaluations are 18 updates, each of which moves a weight by no more than the rate
+    number_rate = 0.2
 
     def networks(self, features: Features) -> Iterable[nn.Parameter]:
         seconds_G = torch.from_numpy(features.seconds).float()
@@ -42,6 +44,8 @@ class Tapp(PolicyGradient):
         self._untrained_RGS = _untrained(middles_G1[:, 0].numpy(), self._parts_RD.numpy(), stages)
         last = nn.Linear(HIDDEN, stages)
         start_even(last)
+        with torch.no_grad():
+            self.number.add_(MANY * torch.tensor(self.numbers).log2())
         self._partition = nn.Sequential(nn.Linear(width, HIDDEN), nn.Tanh(), last)
         self._allocation = Placer(2 * (width + 1), features.count, self.width)
         return [*self._partition.parameters(), *self._allocation.parameters()]
@@ -103,8 +107,9 @@ class Tapp(PolicyGradient):
 
 
 def _untrained(middles_G: Floats, parts_RD: Floats, stages: int) -> torch.Tensor:
-    """Logits (R, G, S): highest in the group at a layer's place, where groups have devices' parts of all time."""
-    ends_RS = np.cumsum(parts_RD[:, :stages], 1)
+    """Logits (R, G, S): highest in the group at a layer's place, where groups have devices' parts of all time, the
+    fastest's first."""
+    ends_RS = np.cumsum(-np.sort(-parts_RD, 1)[:, :stages], 1)
     ends_RS /= ends_RS[:, -1:]
     places_RG = np.array([np.interp(middles_G, [0.0, *ends_S], np.arange(stages + 1)) for ends_S in ends_RS])
     away_RGS: Floats = places_RG[:, :, None] - np.arange(stages) - 0.5

@@ -40,8 +40,7 @@ class _Plan:
 
 
 class Trinity(Conversation):
-    """Begins with the plan that is known, if that fits and leaves anything to place; else with one that took no
-    thought."""
+    """Begins with the plan that is known, if that fits; else with one that took no thought."""
 
     def __init__(
         self,
@@ -53,7 +52,8 @@ class Trinity(Conversation):
         """`policy`: one to begin with; it stays as it is. UserError where a device would be left without a group, and
         the problem says that none may be."""
         random = np.random.default_rng(seed)
-        super().__init__(problem, seed, start if start is not None and start.costs.feasible else None)
+        known = start is not None and start.costs.feasible and self.begins_from(start.placement)
+        super().__init__(problem, seed, start if known else None)
         self.learner = Ppo(deepcopy(policy) if policy is not None else untrained(seed), random)
         self._replicas = _devices_of(problem, self.start)
         self.require_group_each()
@@ -62,6 +62,12 @@ class Trinity(Conversation):
         self._best: _Plan | None = None
         self._paces: list[Pace] = [(number, False) for number in numbers]
         self._paces += [(number, True) for number in numbers if number > 1]
+
+    @classmethod
+    def begins_from(cls, placement: Placement) -> bool:
+        """Of several replicas of a rank each nothing is left to be placed."""
+        replicas = placement.replicas
+        return len(replicas) == 1 or any(len(replica.stages) > 1 for replica in replicas)
 
     def update(self) -> Course:
         """Play some episodes from the best plan, and learn from them."""
@@ -137,7 +143,7 @@ class Trinity(Conversation):
         """The plan that is known; without one, each replica's fastest device has all, or, where none may be without
         groups, each has as many."""
         groups = len(self.problem.groups)
-        if self.start is not None and self._is_of(self.start.placement):
+        if self.start is not None:
             devices = [
                 _device_of_groups(self.problem, replica, ranks)
                 for replica, ranks in zip(self.start.placement.replicas, self._replicas, strict=True)
@@ -149,9 +155,6 @@ class Trinity(Conversation):
         else:
             devices = [[int(fastest)] * groups for fastest in self._features.step_seconds.argmin(1)]
         return np.array(devices), np.zeros(len(self._replicas), dtype=np.int64)
-
-    def _is_of(self, placement: Placement) -> bool:
-        return len(placement.replicas) == len(self._replicas)
 
     def _pace_of(self, replica: Replica) -> int:
         number = replica.micro_batches
@@ -166,13 +169,19 @@ class PpoTime(Trinity):
         return self.relative_seconds(scored)
 
 
+class TrinityNothing(Trinity):
+    """The same from nothing, whatever is known: what the plan that it begins with is worth."""
+
+    @classmethod
+    def begins_from(cls, placement: Placement) -> bool:
+        return False
+
+
 def _devices_of(problem: Problem, start: Scored | None) -> tuple[tuple[Ranks, ...], ...]:
-    """By replica: the plan's that is known, if it leaves anything to decide; of one replica with those that it leaves
-    unused."""
-    replicas = start.placement.replicas if start is not None else ()
-    if not any(len(replica.stages) > 1 for replica in replicas) and len(replicas) != 1:
+    """By replica: the plan's that is known; of one replica with those that it leaves unused."""
+    if start is None:
         return tuple(tuple((rank,) for rank in ranks) for ranks in problem.given_replicas)
-    found = [tuple(stage.ranks for stage in replica.stages) for replica in replicas]
+    found = [tuple(stage.ranks for stage in replica.stages) for replica in start.placement.replicas]
     if len(found) == 1:
         used = set(chain.from_iterable(found[0]))
         found = [(*found[0], *((rank,) for rank in problem.ranks if rank not in used))]

@@ -21,11 +21,12 @@ from hetsync.plan.search.masks import Masks
 from hetsync.plan.search.placement_policy import untrained
 from hetsync.plan.search.policy_file import SHIPPED, Specification, load_policy, save_policy
 from hetsync.plan.search.pretraining import pretrain
-from hetsync.plan.search.registry import make_search
+from hetsync.plan.search.registry import CHEAP, make_search
 from hetsync.plan.search.reinforce import Placer
 from hetsync.plan.search.search import Problem
+from hetsync.plan.search.trinity import _Plan
 
-LEARNED = ["hierarchical", "hierarchical-multi", "ppo-time", "tapp", "trinity"]
+LEARNED = ["hierarchical", "hierarchical-multi", "ppo-time", "tapp", "trinity", "trinity-nothing"]
 GIB = 2**30
 
 
@@ -83,7 +84,7 @@ def test_two_equal_devices_each_get_half_of_a_chain(name):
 def test_nothing_is_proposed_for_ever(name):
     """One block on one device: one plan for each number of micro-batches, and for Trinity one with all in flight."""
     driver = searched(name, problem(1, (1.0,)))
-    assert driver.arms[0].evaluations <= 3
+    assert driver.arms[-1].evaluations <= 3
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -94,7 +95,7 @@ def test_two_replicas_are_placed_on_their_own_ranks(name):
     assert [stage.ranks for stage in second.stages] == [(1,)]
 
 
-@pytest.mark.parametrize("name", ["ppo-time", "tapp", "trinity"])
+@pytest.mark.parametrize("name", ["ppo-time", "tapp", "trinity", "trinity-nothing"])
 def test_every_rank_has_blocks_where_it_must(name):
     asked = problem(6, (1.0, 9.0, 50.0), every_rank=True, replicas=((0, 1, 2),))
     for lot in proposals(name, asked, 3, 0):
@@ -109,7 +110,8 @@ def test_more_ranks_than_groups_are_refused_where_each_must_have_one(name):
 
 def test_what_does_not_fit_is_left_and_then_never_proposed():
     """The fastest device has room for a part: an untrained policy begins there, and moves away what it may not hold."""
-    found = searched("trinity", problem(times=(1.0, 4.0), memory_bytes=(12_000, 10**6), replicas=((0, 1),))).found()
+    asked = problem(times=(1.0, 4.0), memory_bytes=(12_000, 10**6), replicas=((0, 1),))
+    found = searched("trinity-nothing", asked).found()
     assert found.costs.feasible
     assert len(found.placement.ranks) == 2
 
@@ -125,6 +127,60 @@ def test_trinity_begins_with_the_plan_that_is_known_and_never_ends_worse():
     ]
     driver.run("trinity")
     assert driver.found().objective <= known.objective
+
+
+@pytest.mark.parametrize("name", ["ppo-time", "trinity"])
+def test_trinity_begins_with_the_best_of_the_plans_that_cost_little(name):
+    asked = problem(12, (1.0, 2.0, 3.0), numbers=(1, 8), replicas=((0, 1, 2),))
+    driver = searched(name, asked, 20)
+    assert [arm.method for arm in driver.arms] == [*CHEAP, name]
+    cheap = [searched(one, asked).found().objective for one in CHEAP if one != "data"]  # which has replicas of its own
+    assert driver.found().objective <= min(cheap) < searched("trinity-nothing", asked, 20).found().objective
+
+
+def test_trinity_begins_with_stages_where_whole_replicas_are_best():
+    """Of which nothing is left to be placed."""
+    driver = searched("trinity", problem(6, (1.0, 1.0), numbers=(2,)), 40)
+    assert driver.found().method == "data"
+    best = {arm.method: arm.best for arm in driver.arms}
+    known = min((best[name] for name in CHEAP[1:]), key=driver.problem.order)
+    assert driver._start("trinity") == min(known, best["trinity"], key=driver.problem.order)
+
+
+def test_trinity_from_nothing_heeds_no_plan_that_is_known():
+    asked = problem(12, (1.0, 2.0, 3.0), numbers=(8,), replicas=((0, 1, 2),))
+    known = searched("exact", asked).fitting
+    first = make_search("trinity-nothing", asked, 0, known).propose()
+    assert first == make_search("single", asked).propose()
+
+
+def test_groups_move_in_runs():
+    """A group alone on another device costs two transfers: an untrained policy moves neighbours along."""
+    asked = problem(24, (1.0, 1.0), replicas=((0, 1),), every_rank=True)
+    search = make_search("trinity-nothing", asked)
+    before = search._first()
+    plan = _Plan(*before, 1.0)
+    moved = np.concatenate(
+        [search._decide([plan] * 50, backwards).devices.numpy() != before[0] for backwards in (False, True)]
+    )
+    together = (moved[:, 1:] & moved[:, :-1]).sum() / moved.sum()
+    assert 0.02 < moved.mean() < 0.4
+    assert together > 0.5
+
+
+def test_best_begins_with_the_policy_that_comes_along(monkeypatch):
+    begun = {}
+
+    def remember(name, problem, seed, start, policy):
+        begun[name] = policy
+        return make_search(name, problem, seed, start, policy)
+
+    monkeypatch.setattr("hetsync.plan.search.driver.make_search", remember)
+    shipped = load_policy(SHIPPED).state_dict()
+    searched("best", problem(3), 2000)
+    assert all(torch.equal(shipped[name], tensor) for name, tensor in begun["trinity"].state_dict().items())
+    searched("trinity", problem(3), 60)
+    assert begun["trinity"] is None
 
 
 @pytest.mark.parametrize("once", [False, True])
@@ -154,6 +210,27 @@ def test_tapp_begins_with_parts_that_suit_devices():
     search = make_search("tapp", problem(16, (1.0, 3.0), replicas=((0, 1),)))
     devices, _ = search.sample(search.present.repeat(100, 1))
     assert (devices == 0).float().mean() > 0.57  # three quarters would be even; without regard to speed, a half
+
+
+def test_tapp_begins_with_the_largest_part_whatever_the_order_of_devices():
+    """Early stages have the most micro-batches in flight."""
+    search = make_search("tapp", problem(16, (3.0, 3.0, 1.0), replicas=((0, 1, 2),)))
+    groups, _ = search._cut(torch.full((200,), 3))
+    sizes = [(groups == group).sum() for group in range(3)]
+    assert sizes[0] > 1.5 * max(sizes[1:])
+
+
+def test_tapp_begins_with_many_micro_batches():
+    lots = proposals("tapp", problem(16, (1.0, 1.0), numbers=(1, 2, 16), replicas=((0, 1),)), 1, 0)
+    numbers = [placement.replicas[0].micro_batches for placement in lots[0]]
+    assert numbers.count(16) > len(numbers) / 2
+
+
+@pytest.mark.parametrize("times", [(1.0, 2.0, 2.0, 4.0), (4.0, 2.0, 2.0, 1.0)])
+def test_tapp_comes_near_to_exact_on_a_chain(times):
+    asked = problem(14, times, numbers=(1, 2, 4, 8, 16), replicas=((0, 1, 2, 3),))
+    exact, found = (searched(name, asked, 300).found().objective for name in ("exact", "tapp"))
+    assert found <= 1.05 * exact
 
 
 def test_masks_are_those_of_trying():

@@ -116,6 +116,15 @@ def test_data_and_single():
     assert single.costs.step_seconds == pytest.approx(32 / 4)
 
 
+def test_single_is_a_plan_of_one_replica_that_is_given():
+    """Which leaves its other ranks without blocks; it used to be refused wherever ranks were given."""
+    asked = problem([cost()] * 3, speeds(1, 4, 2), ((2, 0, 1),))
+    assert run("single", asked).found().placement.ranks == [1]
+    driver = run("best", asked, budget=Budget(200))
+    assert {arm.method: arm.refused is None for arm in driver.arms}["single"]
+    assert not {arm.method: arm.refused is None for arm in driver.arms}["data"]
+
+
 def test_what_fits_nowhere_says_how_much_is_missing():
     asked = problem([cost(weight=2**26, saved=0)] * 8, speeds(1, 1), memory_gib=1)
     short = 2 * (4 * 4 * 2**26 - int(0.9 * 2**30))
