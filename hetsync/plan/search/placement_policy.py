@@ -12,7 +12,9 @@ from hetsync.plan.search.features import DEVICES, GROUPS, PAIRS
 WIDTH = 64
 LAYERS = 2  # of neighbours' means
 PACES = ("micro_batches", "all_in_flight", "here")
-MOVES = 2.0  # runs of groups that an untrained policy moves, on average
+BESIDE = [PAIRS.index("needs_here"), PAIRS.index("needed_here")]
+MOVES = 1.0  # runs of groups that an untrained policy moves to wherever, on average
+NEAR = 8.0  # times as likely as a move to the device of a neighbour, a group at a border stays
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -20,8 +22,8 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class PlacementPolicy(nn.Module):
     """Groups by a graph network, each pair of group and device by a layer over both and what is between them.
 
-    Untrained, it leaves groups where they are but for `MOVES` runs of them, whichever and to wherever (`ppo.py` makes
-    runs).
+    Untrained, it leaves most groups where they are; those that move do so in runs (`ppo.py`), and mostly to where a
+    neighbour is, as anywhere else they would need two links.
     """
 
     def __init__(self, width: int = WIDTH) -> None:
@@ -54,7 +56,9 @@ class PlacementPolicy(nn.Module):
         ).tanh()
         here_NGD = pairs_NGDF[..., 0]
         group_count, device_count = here_NGD.shape[1:]
-        logits_NGD = self.choice(hidden_NGDW).squeeze(-1) + staying(group_count, device_count) * here_NGD
+        stay = staying(group_count, device_count)
+        near_NGD = pairs_NGDF[..., BESIDE].sum(-1).clamp(max=1) * (1 - here_NGD)
+        logits_NGD = self.choice(hidden_NGDW).squeeze(-1) + stay * here_NGD + (stay - math.log(NEAR)) * near_NGD
         pooled_NW = (hidden_NGDW * here_NGD[..., None]).sum((1, 2)) / group_count
         count = paces_NKF.shape[1]
         pace_logits_NK = (
