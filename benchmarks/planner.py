@@ -183,16 +183,20 @@ def main(words: Sequence[str] | None = None) -> None:
     os.environ["XDG_CACHE_HOME"] = str((options.output / "costs").resolve())
     kept = options.output / "searches.jsonl"
     records = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    for found in run(options, records):
-        records += found
-        with kept.open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in found)
+    try:
+        for found in run(options, records):
+            records += found
+            with kept.open("a") as file:
+                file.writelines(json.dumps(record) + "\n" for record in found)
+            print(
+                f"seed {found[0]['seed']}, {found[0]['form']}: {found[0]['model']} on {found[0]['cluster']}", flush=True
+            )
+    finally:
         write(options.output, records)
-        print(f"seed {found[0]['seed']}, {found[0]['form']}: {found[0]['model']} on {found[0]['cluster']}", flush=True)
 
 
 def write(output: Path, records: Sequence[dict[str, Any]]) -> None:
-    """JSON and Markdown of what has been searched so far."""
+    """JSON and Markdown of what has been searched so far; in the end, as verdicts take a second."""
     told = {"command": command("planner"), "machine": machine(), "searches": records}
     write_atomically(output / "planner.json", json.dumps(told) + "\n")
     parts = [source("planner"), "\n".join(verdicts(records)), markdown(records)]
