@@ -32,7 +32,11 @@ class Claim(NamedTuple):
 CLAIMS = (
     Claim("trinity", "hierarchical", "objective", 1 / 1.05, "P1: up to 5 % less; target: 5 % better"),
     Claim("trinity", "hierarchical", "evaluations", 1 / 1.4, "P1: up to 40 % faster; target: 1.4 times fewer"),
+    Claim("trinity", "trinity-nothing", "objective", None, "what the plan is worth that Trinity begins with"),
+    Claim("trinity-nothing", "hierarchical", "objective", None, "and what Trinity is without it"),
+    Claim("trinity-nothing", "hierarchical", "evaluations", None, "and what Trinity is without it"),
     Claim("trinity-pretrained", "trinity", "evaluations", 0.5, "target: half as many"),
+    Claim("trinity-nothing-pretrained", "trinity-nothing", "evaluations", 0.5, "the same from nothing: half as many"),
     Claim("tapp", "exact", "objective", 1.02, "target: within 2 % on chains", ("chain",)),
     Claim("trinity", "hierarchical-multi", "objective", None, "ablation: what PPO is worth"),
     Claim("trinity", "ppo-time", "objective", None, "ablation: what the three costs are worth to PPO"),
@@ -126,7 +130,7 @@ def beaten(records: Sequence[Record]) -> list[str]:
 
 def markdown(records: Sequence[Record]) -> str:
     """Medians of all searches by form and weights, then a table a model and cluster."""
-    parts = []
+    parts = ["## Seconds", "", "Of a process of one thread; what draws nothing runs once.", "", *spent(records), ""]
     for (form, weights), part in grouped(records, "form", "weights").items():
         parts += [f"## {form}, weights {weights}", "", "Objectives: medians over seeds.", ""]
         parts += overview(part, lambda one, _: one.get("objective", math.inf), ".4g")
@@ -138,16 +142,28 @@ def markdown(records: Sequence[Record]) -> str:
     return "\n".join(parts)
 
 
+def spent(records: Sequence[Record]) -> list[str]:
+    """A row a form and search, and one of all. What ran once for all weights counts once."""
+    lines = ["| form | search | searches | s each | s together |", "| --- | --- | ---: | ---: | ---: |"]
+    together = 0.0
+    for (form, arm), runs in grouped([one for one in records if "seconds" in one], "form", "arm").items():
+        cells = grouped(runs, "model", "cluster", "seed").values()
+        each = [seconds for cell in cells for seconds in dict.fromkeys(one["seconds"] for one in cell)]
+        together += sum(each)
+        lines.append(f"| {form} | {arm} | {len(each)} | {sum(each) / len(each):.2f} | {sum(each):.0f} |")
+    return [*lines, f"| all | | | | {together:.0f}: {together / 120:.0f} minutes of two cores |"]
+
+
 def overview(records: Sequence[Record], figure: Callable[[Record, float], float], form: str) -> list[str]:
-    """A row a model and cluster, a column a search."""
+    """A row a model and cluster, a column a search; the least is bold."""
     arms = list(dict.fromkeys(one["arm"] for one in records))
     lines = [f"| | {' | '.join(arms)} |", f"| --- |{' ---: |' * len(arms)}"]
     for (model, cluster), cell in grouped(records, "model", "cluster").items():
-        best, row = best_of(cell), []
-        runs_of = grouped(cell, "arm")
-        for arm in arms:
-            found = middle([figure(one, best) for one in runs_of.get((arm,), ())] or [math.inf])
-            row.append(f"{found:{form}}" if math.isfinite(found) else "–")
+        best, runs_of = best_of(cell), grouped(cell, "arm")
+        found = [middle([figure(one, best) for one in runs_of.get((arm,), ())] or [math.inf]) for arm in arms]
+        row = [f"{one:{form}}" if math.isfinite(one) else "–" for one in found]
+        least = row[found.index(min(found))]
+        row = [f"**{one}**" if one == least != "–" else one for one in row]
         lines.append(f"| {model}, {cluster} | {' | '.join(row)} |")
     return lines
 

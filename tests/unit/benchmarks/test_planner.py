@@ -66,6 +66,22 @@ def test_a_claim_is_judged_by_its_target():
     assert not any("pretrained" in line for line in told)
 
 
+def test_what_ran_once_for_all_weights_counts_once():
+    once = [searched("tapp", 1.0, seconds=60.0, weights=weights) for weights in ("time", "thirds")]
+    twice = [searched("trinity", 1.0, seconds=seconds, weights="time") for seconds in (20.0, 40.0)]
+    *_, tapp, trinity, together = planner_tables.spent(once + twice)
+    assert tapp == "| one replica | tapp | 1 | 60.00 | 60 |"
+    assert trinity == "| one replica | trinity | 2 | 30.00 | 60 |"
+    assert "120: 1 minutes of two cores" in together
+
+
+def test_the_least_is_bold():
+    records = [searched("trinity", 0.50001), searched("local", 0.5), searched("random", 1.0)]
+    assert planner_tables.overview(records, lambda one, _: one["objective"], ".3f")[-1] == (
+        "| m, c | **0.500** | **0.500** | 1.000 |"
+    )
+
+
 def test_a_best_that_is_beaten_is_told():
     assert planner_tables.beaten([searched("best", 2.0), searched("random", 1.0)]) == [
         "By medians, best is worse than another search in 1 of 1 cells.",
