@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from virtual import make_machine
@@ -33,7 +34,8 @@ from hetsync.sync.messages import (
 from hetsync.sync.recovery import Action, Books, Decision, Report, decide
 from hetsync.sync.rounds_rule import GREATER_QUORUM, SETTLING_TASKS, WINDOW_TASKS, rule_for
 from hetsync.sync.state_machine import LEAST_TASKS_HELD, RoundStateMachine
-from hetsync.train.running import Running
+from hetsync.telemetry import Telemetry
+from hetsync.train.telling import Telling
 
 
 def speeds(*seconds_per_sample, fixed=0.0):
@@ -413,7 +415,7 @@ def test_the_display_can_be_told_while_rounds_land(busy):
     """New values of staleness come up all the time."""
     office, shown = Office((8, 8)), []
     session = SimpleNamespace(terms=SimpleNamespace(applied=0), seconds_training=lambda: 1.0)
-    running = SimpleNamespace(total=100, session=session, _solo=[1.0, 1.0])
+    telling: Any = Telling(session, (), Telemetry(None), {}, 100, False)
 
     def count():
         while len(shown) < 100:
@@ -425,7 +427,7 @@ def test_the_display_can_be_told_while_rounds_land(busy):
     worker.start()
     try:
         for _ in range(100):
-            shown.append(Running._moment(running, office.coordinator).staleness)
+            shown.append(telling._moment(office.coordinator).staleness)
     finally:
         shown.extend([None] * 100)  # ends the other
         worker.join()
