@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +30,7 @@ class GlooChannels(Channels):
     def send(self, note: Any, tensors: Sequence[torch.Tensor], to: int) -> None:
         header, *parts = packed(note, tensors)
         for part in (torch.tensor([len(header)]), header, *parts):
-            self._sending.append((self._group.send([part], to, TAG), part, to))
+            self._sending.append((_posted(lambda part=part: self._group.send([part], to, TAG), named([to])), part, to))
 
     def receive(self, source: int) -> tuple[Any, list[torch.Tensor]]:
         length = torch.zeros(1, dtype=torch.long)
@@ -55,7 +55,8 @@ class GlooChannels(Channels):
             self._closed = True
 
     def _fill(self, part: torch.Tensor, source: int) -> None:
-        self._wait(self._group.recv([part], source, TAG), named([source]))
+        whom = named([source])
+        self._wait(_posted(lambda: self._group.recv([part], source, TAG), whom), whom)
 
     def _wait(self, work: dist.Work, whom: str) -> None:
         started = time.monotonic()
@@ -63,8 +64,20 @@ class GlooChannels(Channels):
             work.wait(timedelta(seconds=self._timeout_seconds))
         except RuntimeError as error:
             if time.monotonic() - started < self._timeout_seconds:
-                raise LostError(f"lost {whom}, which has most likely ended ({cause(error)})") from error
+                raise _lost(whom, error) from error
             raise LateError(
                 f"waited {self._timeout_seconds:.0f} s for {whom}"
                 " (raise run.timeout_seconds if the work takes that long)"
             ) from error
+
+
+def _posted(post: Callable[[], dist.Work], whom: str) -> dist.Work:
+    """Gloo refuses at once what goes to where a connection has broken already."""
+    try:
+        return post()
+    except RuntimeError as error:
+        raise _lost(whom, error) from error
+
+
+def _lost(whom: str, error: RuntimeError) -> LostError:
+    return LostError(f"lost {whom}, which has most likely ended ({cause(error)})")
