@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class GlooChannels(Channels):
     def send(self, note: Any, tensors: Sequence[torch.Tensor], to: int) -> None:
         header, *parts = packed(note, tensors)
         for part in (torch.tensor([len(header)]), header, *parts):
-            self._sending.append((_posted(lambda part=part: self._group.send([part], to, TAG), named([to])), part, to))
+            self._sending.append((_posted(partial(self._group.send, [part], to, TAG), named([to])), part, to))
 
     def receive(self, source: int) -> tuple[Any, list[torch.Tensor]]:
         length = torch.zeros(1, dtype=torch.long)
@@ -56,7 +57,7 @@ class GlooChannels(Channels):
 
     def _fill(self, part: torch.Tensor, source: int) -> None:
         whom = named([source])
-        self._wait(_posted(lambda: self._group.recv([part], source, TAG), whom), whom)
+        self._wait(_posted(partial(self._group.recv, [part], source, TAG), whom), whom)
 
     def _wait(self, work: dist.Work, whom: str) -> None:
         started = time.monotonic()
