@@ -59,6 +59,16 @@ def test_an_active_environment_keeps_what_is_in_it(tmp_path: Path, installed_fro
     assert f"at {root} {active} " in (active / ".hetsync-installed").read_text()
 
 
+def test_an_environment_of_its_own_that_another_clone_has_installed_into_is_kept(tmp_path: Path) -> None:
+    """The other was called while this one's was active."""
+    root = clone(tmp_path / "clone")
+    own = environment(root / ".venv", f"mpi wheel\nat {tmp_path / 'other'} {root / '.venv'} python\n")
+    done = prepare(root)
+    assert done.returncode == 0, done.stderr
+    assert (own / "of-the-user").exists()
+    assert f"at {root} {own} " in (own / ".hetsync-installed").read_text()
+
+
 def test_an_environment_that_was_copied_along_is_made_anew(tmp_path: Path) -> None:
     root = clone(tmp_path / "clone")
     own = environment(root / ".venv", f"mpi wheel\nat {tmp_path / 'other'} {tmp_path / 'other' / '.venv'} python\n")
