@@ -43,7 +43,7 @@ class Features:
     Attributes:
         step_seconds: (R, D) of a replica's whole share on one of its devices; infinite where there is no such device.
         need_bytes: (R, G) of a group with one sample in flight, which no plan of it can do without.
-        limit_bytes: (R, D) that a device may use.
+        limit_bytes: (R, D) that a device may use; minus infinity where there is none, as some groups need nothing.
     """
 
     def __init__(self, problem: Problem, replicas: Sequence[Sequence[Ranks]]) -> None:
@@ -54,7 +54,7 @@ class Features:
         self._figures = np.add.reduceat(evaluator.figures, starts, axis=0)  # by group
         shares = first_shares(evaluator, [[rank for ranks in devices for rank in ranks] for devices in replicas])
         self.step_seconds = np.full((len(replicas), self.count), np.inf)
-        self.limit_bytes = np.zeros((len(replicas), self.count))
+        self.limit_bytes = np.full((len(replicas), self.count), -np.inf)
         for index, (devices, share) in enumerate(zip(replicas, shares, strict=True)):
             for place, ranks in enumerate(devices):
                 rate = sum(1 / max(evaluator.times[rank].seconds(share), 1e-12) for rank in ranks)

@@ -298,3 +298,12 @@ def test_a_policy_is_shipped():
     policy = load_policy(SHIPPED).state_dict()
     assert policy["choice.weight"].abs().sum() > 0  # 0 in an untrained one
     assert sum(tensor.nbytes for tensor in policy.values()) < 500_000
+
+
+def test_groups_that_need_no_memory_stay_on_devices_that_there_are():
+    """Of replicas of different sizes the smaller has none in the places of the larger's last."""
+    asked = problem(blocks=6, times=(1.0, 1.0, 1.0), memory_bytes=(GIB, GIB, GIB), replicas=((0, 1), (2,)))
+    features = Features(asked, [((0,), (1,)), ((2,),)])
+    features.need_bytes = np.zeros_like(features.need_bytes)  # of what neither holds weights nor saves anything
+    masks = Masks(features, np.zeros((2, 6), dtype=int), np.array([0, 1]), False)
+    assert masks.allowed(0).tolist() == [[True, True], [True, False]]
