@@ -43,6 +43,7 @@ class Tail:
 
     def pack(self) -> None:
         """Put `counts` and `changes` into `flat`."""
+        self._lies_behind = False  # whatever a void round has left
         self._asked = [index for index in range(len(self.changes)) if index not in self.travel]
         news = [self.changes[index].any().float().view(1) for index in self._asked]
         self._carry(torch.cat([self.counts, *news]), self.travel)
@@ -52,7 +53,7 @@ class Tail:
         behind, so that what is summed is all in one piece. False where some buffers do not travel."""
         if len(self.travel) < len(self.changes):
             return False
-        memory[memory.numel() - self.counts.numel() :] = self.counts
+        self._room(memory).copy_(self.counts)
         self.flat = self.counts[:0]
         self._lies_behind = True
         return True
@@ -60,8 +61,10 @@ class Tail:
     def take_from(self, memory: torch.Tensor) -> None:
         """In place of `unpack`, if they lie there."""
         if self._lies_behind:
-            self.counts.copy_(memory[memory.numel() - self.counts.numel() :])
-        self._lies_behind = False
+            self.counts.copy_(self._room(memory))
+
+    def _room(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory[memory.numel() - self.counts.numel() :]
 
     def _carry(self, head: torch.Tensor, buffers: Sequence[int]) -> None:
         self._carried = list(buffers)

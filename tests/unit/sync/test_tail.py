@@ -129,3 +129,18 @@ def test_it_is_summed_with_the_weights_once_all_buffers_travel():
     assert one_round(1.0) == [4, 3, 2], "weights; counts and a question; the buffer"
     amounts.append(2.0)
     assert one_round(2.0) == [4 + 2 + 2]
+
+
+def test_a_void_round_that_was_one_sum_leaves_nothing_to_the_next():
+    """A drain that a death has broken off, before a round whose weights are rounded."""
+    own = torch.zeros(4)
+    rank = Deltas([own], ranks_counted=2, one_sum=True)
+    own += 1
+    rank.finish(4, 1)
+    rank.pack(True, BATCH, "float32").fill_(7.0)
+    rank.take_back()
+    rank.pack(True, BATCH, "bfloat16")
+    rank.tail.flat.copy_(torch.tensor([4.0, 8.0]))
+    rank.tail.unpack()
+    rank.apply_sum()
+    assert rank.samples_given() == {0: 4, 1: 8}
