@@ -259,6 +259,7 @@ class Communicator:
         """All at once what other ranks and this one have to tell, where it lives here: so each rank is told but once
         what comes of it. Returns how many events that are."""
         if self._coordinator is None:
+            assert not arrived, "events go to where the coordinator is"
             return 0
         events = [event for batch in arrived for event in batch]
         if events:

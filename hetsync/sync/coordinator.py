@@ -149,11 +149,12 @@ class Coordinator:
             if self._control is not None:
                 self._control.on_event(event)
             out += self.machine.handle(event)
+            # Before the next event, which may begin another one.
+            if (evaluation := self.machine.snapshots.pop_complete()) is not None:
+                self._on_evaluation(evaluation)
             if isinstance(event, RankWithdrew) and self.machine.settings.synchronous and self._rebalance:
                 out += self._take_over()
         self._deliver(out)
-        if (evaluation := self.machine.snapshots.pop_complete()) is not None:
-            self._on_evaluation(evaluation)
         if self._rebalance:
             self._balance()
         if self._rule is not None:

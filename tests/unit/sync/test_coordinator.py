@@ -20,6 +20,7 @@ from hetsync.sync.messages import (
     AssignTask,
     CapFound,
     Contributed,
+    Evaluated,
     Holding,
     RankLeft,
     RankWithdrew,
@@ -48,9 +49,11 @@ def speeds(*seconds_per_sample, fixed=0.0):
 class Office:
     """A coordinator of two ranks, and what it has sent."""
 
-    def __init__(self, shares=(8, 8), settings=None, rebalance=True, total=100_000, **options):
+    def __init__(self, shares=(8, 8), settings=None, rebalance=True, total=100_000, evaluate=None, **options):
         self.messages = []
-        self.machine: RoundStateMachine = make_machine(list(shares), settings or Settings(8, 0.1), total)
+        self.machine: RoundStateMachine = make_machine(
+            list(shares), settings or Settings(8, 0.1), total, evaluate=evaluate
+        )
         self.coordinator = Coordinator(
             self.machine,
             speeds(*[1.0] * len(shares)),
@@ -431,6 +434,25 @@ def test_the_display_can_be_told_while_rounds_land(busy):
     finally:
         shown.extend([None] * 100)  # ends the other
         worker.join()
+
+
+def test_an_evaluation_is_told_though_the_next_one_begins_with_the_same_events():
+    told = []
+    office = Office(evaluate=16, on_evaluation=lambda evaluation: told.append(evaluation.round))
+    snapshots = office.machine.snapshots
+    while not snapshots.awaited:
+        office.work(0)
+        office.work(1)
+    asked = office.machine.version - 1
+    for _ in range(2):  # past the next mark, while both evaluate
+        office.work(0)
+        office.work(1)
+    number, samples = office._next(0)
+    office.coordinator.handle([Evaluated(0, asked, "rank 0's part"), TaskStarted(0, number, office.machine.version)])
+    assert not told
+    office.coordinator.handle([Evaluated(1, asked, "rank 1's part"), TaskFinished(0, number, samples, 1.0)])
+    assert told == [asked]
+    assert snapshots.awaited, "the next one has begun"
 
 
 def test_one_more_rank_gets_its_part_of_the_batch():

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hetsync.plane.local import LocalPlane
 from hetsync.sync.deltas import Deltas, Nesterov
+from hetsync.sync.engine import Engine
+from hetsync.sync.shared_state import EngineOptions
 from hetsync.sync.tail import Tail, shared_buffers
 
 BATCH = 8
@@ -144,3 +147,13 @@ def test_a_void_round_that_was_one_sum_leaves_nothing_to_the_next():
     rank.tail.unpack()
     rank.apply_sum()
     assert rank.samples_given() == {0: 4, 1: 8}
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_a_jobs_rounds_are_one_sum_unless_norms_are_measured(norms):
+    """Which are of weights alone."""
+    options = EngineOptions(BATCH, measure_norms=norms)
+    shared = Engine(LocalPlane(), torch.nn.Linear(2, 2), options)._shared
+    shared.alone, shared.weights, shared.ranks_counted = False, [torch.zeros(4)], 2
+    deltas = shared.delayed_mode()
+    assert deltas.pack(False, BATCH, "float32").numel() == (4 if norms else 4 + 2)
