@@ -204,26 +204,42 @@ class _Run:
 
 
 class _Updates:
-    """The optimizer's, once there are gradients: of all weights, of those of each block, and of none."""
+    """The optimizer's, once there are gradients: of all weights, of those of each block, and of none. Where it does not
+    step on some of them alone, a block's part is that of its weights' bytes."""
 
     def __init__(self, what: Measured, clock: Clock) -> None:
         self._what, self._clock = what, clock
         tensors = state_of(what.model)
         self._weights = [weight for weight in tensors.values() if weight.requires_grad]
-        self._blocks = [{tensors[name] for name in block.parameters} for block in what.cut.graph.blocks]
+        blocks = what.cut.graph.blocks
+        self._blocks = [{tensors[name] for name in block.parameters} for block in blocks]
+        self._bytes = [block.weight_bytes for block in blocks]
         self._whole: Seconds = []
         self._none: Seconds = []
         self._seconds: list[Seconds] = [[] for _ in self._blocks]
         self._step(set(self._weights), [])  # the first one makes the optimizer's state
+        self._by_block = self._steps_on_some()
+
+    def _steps_on_some(self) -> bool:
+        try:
+            for held in (*self._blocks, set[torch.Tensor]()):
+                self._step(held, [])
+        except Exception:  # one that is not torch's may raise anything
+            return False
+        return True
 
     def round(self) -> None:
         self._step(set(self._weights), self._whole)
+        if not self._by_block:
+            return
         for held, seconds in zip(self._blocks, self._seconds, strict=True):
             self._step(held, seconds)
         self._step(set(), self._none)  # with what the blocks' have warmed up, too
 
     def scaled(self) -> list[float]:
         """By block, its part of the whole update. Single ones take microseconds, to which a busy machine only adds."""
+        if not self._by_block:
+            return _scaled(self._bytes, median(self._whole))
         none = min(self._none)
         blocks = [max(0.0, min(seconds) - none) for seconds in self._seconds]
         return _scaled(blocks, median(self._whole))
@@ -234,12 +250,14 @@ class _Updates:
         gradients = {weight: weight.grad for weight in self._weights}
         for weight in gradients.keys() - kept.keys():
             weight.grad = None
-        with _timed(seconds, self._what.device, self._clock):
-            self._what.optimizer.step()
-        for weight, gradient in gradients.items():
-            weight.grad = gradient
-        for weight, value in kept.items():
-            weight.data.copy_(value)
+        try:
+            with _timed(seconds, self._what.device, self._clock):
+                self._what.optimizer.step()
+        finally:
+            for weight, gradient in gradients.items():
+                weight.grad = gradient
+            for weight, value in kept.items():
+                weight.data.copy_(value)
 
 
 def _scaled(seconds: Sequence[float], whole: float) -> list[float]:

@@ -19,6 +19,7 @@ from test_planned import EVERY, PLANS, SAMPLES, alone, by_plan, recipe, saved, s
 from hetsync.config.schema import Config, SyncConfig
 from hetsync.errors import TERMINATED
 from hetsync.plane.base import Plane
+from hetsync.replica.passes import Passes
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
 
@@ -103,6 +104,15 @@ def test_replicas_train_on_their_own(plane: Plane, folder: Path, kind: str, boun
     assert len(steps) > 1
     for each in steps:  # an average over replicas by samples, however many ranks a weight is on
         torch.testing.assert_close(each, steps[0])
+
+
+def test_each_step_is_timed_as_an_update(plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, entered = [], Passes.updating
+    monkeypatch.setattr(Passes, "updating", lambda passes: seen.append(1) or entered(passes))
+    assert by_plan(plane, delayed(folder / "run"), "replicas") == 0
+    steps = plane.broadcast_object(len(lines(folder / "run", plane.rank, "piece")) if plane.rank == 0 else None)
+    if plane.rank == 0:
+        assert len(seen) == steps > 2
 
 
 def test_it_goes_on_under_another_plan_and_under_none(plane: Plane, folder: Path) -> None:

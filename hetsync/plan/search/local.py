@@ -16,7 +16,7 @@ from hetsync.plan.placement import Placement, Replica
 from hetsync.plan.search.contiguous import contiguous_replica
 from hetsync.plan.search.search import Problem, Scored, Search
 
-PATIENCE = 50  # neighbours in a row that are no better, until it ends
+PATIENCE = 300  # neighbours in a row that are no better, until it ends
 LONGEST_RUN = 8
 
 

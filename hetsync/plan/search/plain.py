@@ -33,14 +33,8 @@ class _Whole(Search):
         self._left = list(problem.numbers_for(len(ranks)))
 
     def propose(self) -> Sequence[Placement]:
-        evaluator, ranks = self.problem.evaluator, self._ranks()
         numbers, self._left = self._left, []
-        if not numbers:
-            return []
-        shares = [replica.share for replica in evaluator.with_shares(whole(evaluator, ranks, numbers[0])).replicas]
-        # More would raise the slowest ranks' shares: each needs a sample of every micro-batch.
-        by_speed = [number for number in numbers if number <= min(share or 0 for share in shares)]
-        return [whole(evaluator, ranks, number) for number in by_speed or numbers[:1]]
+        return [whole(self.problem.evaluator, self._ranks(), number) for number in numbers]
 
     @abstractmethod
     def _ranks(self) -> Sequence[int]:

@@ -106,6 +106,24 @@ def test_a_blocks_update_is_its_part_of_the_whole_ones() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+class Normed(torch.optim.SGD):
+    """Like those of users that scale by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        assert torch.stack([weight.grad.norm() for weight in group["params"]]).max() > 0
+        super().step(closure)
+
+
+def test_an_optimizer_that_wants_all_gradients_is_divided_by_weights() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 2, bias=False))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    costs = measure(replace(measured(model, 2, 6), optimizer=Normed(model.parameters(), 0.1)), 0.0)
+    assert costs[0].update_seconds == pytest.approx(2 * costs[-1].update_seconds)
+    assert costs[-1].update_seconds > 0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_bytes_of_a_sample() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 

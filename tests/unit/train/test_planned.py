@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from hetsync.balance.profile import StepTime
 from hetsync.config.parser import recipe_of
 from hetsync.config.schema import Config
 from hetsync.errors import UserError
 from hetsync.plane.local import LocalPlane
+from hetsync.replica.passes import EmulatedPasses
 from hetsync.stop_signal import StopSignal
-from hetsync.train import checkpoint
+from hetsync.train import checkpoint, planned_ranks
 from hetsync.train.job import Job
 from hetsync.train.planned import train_planned
 from hetsync.train.resumption import FinishedError
@@ -121,6 +125,30 @@ def test_a_rank_alone_trains_as_without_a_plan(tmp_path: Path) -> None:
     assert summary["per_rank"][0]["step_fraction"] == pytest.approx(1.0)
     with pytest.raises(FinishedError, match="finished after 260 samples"):
         run(tmp_path, config, ALONE, resume=tmp_path / "planned")
+
+
+def test_each_update_takes_its_emulated_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    taken: list[float] = []
+
+    class Watched(EmulatedPasses):
+        def __init__(self, time: StepTime, parts: Any, update_seconds: float, *words: Any) -> None:
+            given.append(update_seconds)
+            super().__init__(time, parts, update_seconds, *words)
+
+        @contextmanager
+        def updating(self) -> Iterator[None]:
+            before = self.seconds
+            with super().updating():
+                yield
+            taken.append(self.seconds - before)
+
+    monkeypatch.setattr(planned_ranks, "EmulatedPasses", Watched)
+    config = recipe(tmp_path, emulation={"profile": "homogeneous", "samples_per_second": 2000})
+    assert run(tmp_path, config, ALONE) == 0
+    (update_seconds,) = given
+    assert update_seconds > 0
+    assert taken == pytest.approx([update_seconds] * 6), "50, 50, 50, a rest, 50, 50 and 10 samples"
 
 
 def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path) -> None:

@@ -116,12 +116,11 @@ def test_data_and_single():
     assert single.costs.step_seconds == pytest.approx(32 / 4)
 
 
-def test_micro_batches_of_data_leave_shares_to_speed():
-    """Or the slowest rank would have a sample of each, and a slice several times as long as the others'."""
-    asked = problem([cost(1, 1)], speeds(8, 1), micro_batches=(1, 4, 16), batch=36)
-    assert [plan.replicas[0].micro_batches for plan in make_search("data", asked).propose()] == [1, 4]
-    only = problem([cost(1, 1)], speeds(8, 1), micro_batches=(16,), batch=36)
-    assert [plan.replicas[0].micro_batches for plan in make_search("data", only).propose()] == [16]
+def test_data_takes_as_many_micro_batches_as_memory_needs():
+    """Though a slow rank then has more than its speed says: it needs a sample of each."""
+    asked = problem([cost(1, 1, saved=2**30)], speeds(8, 1), micro_batches=(1, 4, 16), batch=36, memory_gib=2.5)
+    found = run("data", asked).found()
+    assert {replica.micro_batches for replica in found.placement.replicas} == {16}
 
 
 def test_single_is_a_plan_of_one_replica_that_is_given():
