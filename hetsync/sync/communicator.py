@@ -564,9 +564,11 @@ class Communicator:
         )
         recovered = mending.run()
         decision = recovered.decision
-        for rank in set(decision.survivors).difference(before):
+        for rank in (joined := set(decision.survivors).difference(before)):
             self._deaths.pop(rank, None)
             self.watchdog.readmit(rank)
+        if joined:
+            self._share_travel()
         leads = self._plane.rank == decision.survivors[0]
         if decision.action is Action.GIVE_WAY:
             raise CutOffError(self._cut_off(before, decision.survivors))
@@ -580,6 +582,15 @@ class Communicator:
         self._collective = None
         self._pending.drop()
         self._carry_out(recovered, began)
+
+    def _share_travel(self) -> None:
+        """Whoever joins knows which buffers travel now, and no list of another mode: all begin that with these."""
+        shared = self._shared
+        with shared.changed:
+            assert not isinstance(shared.deltas, SegmentedDeltas), "nobody joins a job by a plan"
+            tail = self._gradients.tail if shared.deltas is None else shared.deltas.tail
+            shared.travel = list(tail.travel)
+            self._gradients.tail.travel = list(tail.travel)
 
     @property
     def _hosts(self) -> dict[int, str]:

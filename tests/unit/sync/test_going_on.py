@@ -201,3 +201,20 @@ def test_the_coordinator_hears_at_once_what_several_ranks_have_told() -> None:
     assert set(made._heard) == {1, 2}
     assert not made._tell_coordinator([])
     assert len(heard) == 1
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_where_somebody_joins_the_other_mode_begins_with_the_buffers_that_travel_now(delayed: bool) -> None:
+    """The newcomer has no list of that mode, and sums of other buffers would not fit together."""
+    weights, buffers = [torch.zeros(2)], [torch.zeros(3), torch.zeros(1)]
+    other = Deltas(weights, buffers=buffers)
+    made = communicator(_gradients=SimpleNamespace(tail=other.tail))
+    shared = made._shared
+    shared.weights, shared.buffers = weights, buffers
+    other.tail.travel = [0] if delayed else [1]
+    if delayed:
+        shared.delayed_mode().tail.travel = [1]  # type: ignore[union-attr]
+    made._share_travel()
+    assert other.tail.travel == [1]
+    shared.deltas = None  # the other mode, and this one once more
+    assert shared.delayed_mode().tail.travel == [1]  # type: ignore[union-attr]
