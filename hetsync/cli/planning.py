@@ -74,7 +74,7 @@ def terms_of(request: Request) -> Terms:
         if not learns:
             raise UserError(
                 f"--policy is {request.policy}, but --search {request.search} learns from nothing or not at all: leave"
-                " it out, or choose trinity, ppo-time or best"
+                " it out, or choose trinity, trinity-nothing, ppo-time or best"
             )
         policy = load_policy(request.policy)
     return Terms(Weights() if request.weights is None else check_weights(request.weights), policy)

@@ -57,7 +57,7 @@ class Passes:
         return spent
 
     def _end(self, spent: float, duration: float) -> None:
-        """Returns once the device is done, which needs its `duration`."""
+        """The device has needed its `duration`; an emulated one is waited for."""
         self.real_seconds += spent
         self.seconds += duration
 
