@@ -23,14 +23,13 @@ from hetsync.simulate.learner import Learner
 from hetsync.sync.agreement import weights_sha256
 from hetsync.sync.collectives import squared_norm
 from hetsync.sync.deltas import Deltas, make_outer
-from hetsync.sync.engine import require_finite
 from hetsync.sync.gradients import Gradients
 from hetsync.sync.messages import Task
 from hetsync.sync.noise_scale import Addend, NoiseScale
 from hetsync.sync.optimizer_state import average_optimizer_state
 from hetsync.sync.optimizers import build_optimizer, momentum_of
 from hetsync.sync.rates import ScheduleRates
-from hetsync.sync.steps import Steps
+from hetsync.sync.steps import Steps, require_finite
 from hetsync.sync.tail import Tail, shared_buffers
 
 MOST_RANKS = 64

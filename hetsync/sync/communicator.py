@@ -1,5 +1,5 @@
-"""The communication thread of a rank: it takes in instructions, joins every round in order (with zeros where the rank
-has nothing to give), and on rank 0 hosts the coordinator.
+"""The communication thread of a rank: it takes in instructions, moves the rounds on that it joins (`rounds.py`), and
+on rank 0 hosts the coordinator.
 
 A rank alone has no such thread: its main thread polls.
 When it polls says `polling.py`.
@@ -11,23 +11,19 @@ import copy
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from hetsync.errors import complain
-from hetsync.plane.base import CutOffError, DamagedError, LostError, MembersLost, Plane, Sums, WireFormat
+from hetsync.plane.base import CutOffError, DamagedError, LostError, MembersLost, Plane
 from hetsync.plane.ending import end_job
 from hetsync.processes import own_stack
-from hetsync.sync.collectives import PendingCollectives
 from hetsync.sync.coordinator import Coordinator
-from hetsync.sync.deltas import Deltas, Snapshot
-from hetsync.sync.gradients import Gradients, Stage
-from hetsync.sync.log import Coming, Joined, Landed
-from hetsync.sync.lone import LoneDeltas, LoneGradients
+from hetsync.sync.deltas import Deltas
+from hetsync.sync.gradients import Gradients
+from hetsync.sync.log import Coming
+from hetsync.sync.lone import LoneGradients
 from hetsync.sync.lost_books import BOOKS_LOST, Tally, begun_anew
 from hetsync.sync.mending import MOST_IN_VAIN, Anchor, Mending, Part, Recovered, parts_of, parts_of_state
 from hetsync.sync.messages import (
@@ -36,7 +32,6 @@ from hetsync.sync.messages import (
     CapFound,
     DrainRequested,
     Event,
-    NormMeasured,
     Notice,
     RoundCompleted,
     SettingsChanged,
@@ -47,23 +42,19 @@ from hetsync.sync.messages import (
     TaskLeftOut,
     TaskStarted,
 )
-from hetsync.sync.milestones import ROLLBACK, TOO_FEW
+from hetsync.sync.milestones import TOO_FEW
 from hetsync.sync.polling import pause_seconds
 from hetsync.sync.recovery import Action, Books, Damage, Death, Decision, LandedRound, Report, decide, too_few, unseen
+from hetsync.sync.rounds import Around, Rounds, Summed
 from hetsync.sync.router import Router
 from hetsync.sync.segmented import SegmentedDeltas
-from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
+from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState
 from hetsync.sync.slowness import SlowRanks
-from hetsync.sync.tail import Tail
 from hetsync.sync.watchdog import Watchdog
 from hetsync.telemetry import Telemetry
 from hetsync.threads import cpu_seconds, single_threaded
 
 GRACE_SECONDS = 10.0  # for the main thread to take over a failure
-
-COMPLETE = object()  # where a collective has nothing more to wait for
-
-Around = Callable[[StartRound, Iterator[None]], Iterator[None]]  # what happens beside a round's steps
 
 
 def hand_over(failure: BaseException, shared: SharedState, plane: Plane) -> None:
@@ -114,12 +105,8 @@ class Communicator:
         self._on_dropped = on_dropped
         self._on_death = on_death
         self._on_damage = on_damage
-        self._around = around
-        self._telemetry = telemetry
         self._state = state
-        self._rounds: deque[StartRound] = deque()  # to be joined, in order
-        self._collective: Iterator[None] | None = None  # under way: a round, or a request of the main thread
-        self._pending = PendingCollectives(plane, options.measure_norms)  # of that collective
+        self._rounds = Rounds(plane, options, shared, self, telemetry, around)
         self._keeps_going = plane.tolerant and plane.size > 1  # after a death, where that can be
         self._books = books if self._keeps_going else None
         self._tally = tally
@@ -161,7 +148,7 @@ class Communicator:
 
     def use(self, gradients: Gradients | LoneGradients) -> None:
         """Before the start, or at rest."""
-        self._gradients = gradients
+        self._rounds.gradients = gradients
 
     def start(self) -> None:
         self.started = True
@@ -183,7 +170,7 @@ class Communicator:
 
     @property
     def bytes_sent(self) -> int:
-        return self._pending.bytes_sent
+        return self._rounds.bytes_sent
 
     # The loop.
 
@@ -217,25 +204,25 @@ class Communicator:
     def poll(self) -> bool:
         """Take in, send, and move collectives on; True where that was anything. On a rank alone the main thread calls
         it where it would wait: nobody else is waited for, and two threads would take each other's processor."""
-        moved = self._receive() + self._flush() + self._proceed() > 0
+        moved = self._receive() + self.flush() + self._rounds.proceed() > 0
         self._watch(moved)
         self.watchdog.watch_silence()
         return moved
 
     def _watch(self, moved: bool) -> None:
         shared = self._shared
-        resting = shared.phase is Phase.RESTING and self._collective is None
+        resting = shared.phase is Phase.RESTING and not self._rounds.under_way
         if moved or resting or shared.main_thread is MainThread.EVALUATING:
             self.watchdog.moved()
         else:
             self.watchdog.check(self._sign)
 
     def _sleep_seconds(self, quiet_seconds: float) -> float:
-        return pause_seconds(self._shared, self._pending.under_way, quiet_seconds)
+        return pause_seconds(self._shared, self._rounds.summing, quiet_seconds)
 
     def _sign(self) -> Alive:
         shared = self._shared
-        doing, joined = shared.main_thread, shared.landed + (self._collective is not None)
+        doing, joined = shared.main_thread, shared.landed + self._rounds.under_way
         activity = "at rest" if shared.phase is Phase.RESTING else doing.name.lower()
         seconds = time.monotonic() - shared.acted_at
         return Alive(self._plane.rank, joined, doing is MainThread.WAITING, activity, seconds, own_stack())
@@ -288,7 +275,7 @@ class Communicator:
                 elif isinstance(instruction, TaskDropped):
                     self._shared.worker.drop(instruction.task)
                 elif isinstance(instruction, StartRound):
-                    self._rounds.append(instruction)
+                    self._rounds.announce(instruction)
                     self._shared.worker.announce(instruction.number)
                     if instruction.synchronous and instruction.evaluate and not instruction.drain:
                         self._shared.marked.append(instruction.number)
@@ -300,7 +287,15 @@ class Communicator:
             return False
         return not isinstance(notice, AssignTask | TaskDropped) or notice.rank == self._plane.rank
 
-    def _flush(self) -> int:
+    def _pop_outbox(self) -> list[Event]:
+        outbox = self._shared.outbox
+        events = [outbox.popleft() for _ in range(len(outbox))] if outbox else []
+        self._requested += [event.reason for event in events if isinstance(event, DrainRequested)]
+        return events
+
+    # What `Rounds` tell.
+
+    def flush(self) -> int:
         """Send what is in the outbox; returns how many events."""
         events = self._pop_outbox()
         if self._coordinator is None:
@@ -310,91 +305,8 @@ class Communicator:
         self._shared.followers.send()
         return len(events)
 
-    def _pop_outbox(self) -> list[Event]:
-        outbox = self._shared.outbox
-        events = [outbox.popleft() for _ in range(len(outbox))] if outbox else []
-        self._requested += [event.reason for event in events if isinstance(event, DrainRequested)]
-        return events
-
-    # Collectives.
-
-    def _proceed(self) -> int:
-        """Move the collective under way, and those behind it once it is complete; returns how much has moved.
-
-        At rest, rounds wait for the main thread, since what it asks for comes first on every rank. Otherwise
-
-            rank 0: round 8 ...                      rank 1: allreduce of the optimizer state, round 8 ...
-        """
-        shared = self._shared
-        if self._collective is None and not self._rounds and not shared.requests:
-            return 0
-        completed = 0
-        before = shared.landed + self._plane.moves
-        while (collective := self._collective or self._next_collective()) is not None:
-            self._collective = collective
-            if next(collective, COMPLETE) is not COMPLETE:
-                break
-            self._collective = None
-            completed += 1
-        return completed + shared.landed + self._plane.moves - before
-
-    def _next_collective(self) -> Iterator[None] | None:
-        if self._rounds and self._shared.phase is not Phase.RESTING:
-            return self._begin_round(self._rounds.popleft())
-        if self._shared.requests:
-            return self._serve(self._shared.requests.popleft())
-        return None
-
-    def _begin_round(self, start: StartRound) -> Iterator[None]:
-        self._pending.begin_round()
-        with self._shared.changed:
-            self._shared.phase = Phase.TRAINING if start.drain is None else Phase.DRAINING
-            self._shared.worker.join(start.number)
-            self._shared.changed.notify_all()  # a task may start that was not to be in this round
-        # Where all come once more to go back, some have done so, and weights differ: nothing is made of them.
-        going_back = start.drain == ROLLBACK and not start.contributors
-        synchronous = start.synchronous or going_back
-        return self._around(start, (self._synchronous_round if synchronous else self._delayed_round)(start))
-
-    def _delayed_round(self, start: StartRound) -> Iterator[None]:
-        shared = self._shared
-        contribute = self._plane.rank in start.contributors
-        wire: WireFormat = "float32" if start.drain else self._options.wire
-        began = time.monotonic()
-        with shared.changed:
-            deltas = shared.delayed_mode()
-            staleness = None
-            if contribute:
-                contributed, staleness = shared.worker.contribute(start.number)
-                shared.outbox.append(contributed)
-            with shared.order:
-                gives = contribute or (start.drain is not None and deltas.take_leftover())
-                addends = [part.pack(gives, self._options.batch, wire) for part in deltas.parts]
-            shared.followers.tell(Joined(start, contribute))
-        self._pending.post_addends(deltas.parts, addends, wire)
-        if contribute:
-            self._report_norm(start, *deltas.packed)
-        self._flush()
-        yield from self._sum_tails(*((part.tail, part.sums) for part in deltas.parts))
-        while not shared.followers.have_summed(start.number):
-            yield
-        with shared.changed, shared.order:
-            deltas.apply_sum()
-            shared.followers.tell(Landed(start))
-            self._note_landed(start, deltas)
-            if start.drain:
-                deltas.reset_to_anchor()
-                shared.worker.version = start.number + 1
-            elif start.evaluate:
-                shared.snapshot = deltas.snapshot(start.number)
-                shared.evaluating = start.number
-        yield from self._complete_round(start, began, staleness)
-
-    def _note_landed(
-        self,
-        start: StartRound,
-        summed: Deltas | LoneDeltas | SegmentedDeltas | Gradients | LoneGradients | None,
-    ) -> None:
+    def landed(self, start: StartRound, summed: Summed | None) -> None:
+        """Under the lock: the sums are in what was `summed`."""
         if self._keeps_going:
             given = summed.samples_given() if isinstance(summed, Deltas | Gradients) else {}
             self._newest = LandedRound(start, given)
@@ -406,91 +318,13 @@ class Communicator:
         if start.drain is not None:
             self._requested.clear()
 
-    def _synchronous_round(self, start: StartRound) -> Iterator[None]:
-        shared = self._shared
-        began = time.monotonic()
-        if start.drain:
-            if self._keeps_going:  # as any round: nobody has landed this one before all have landed that before
-                self._pending.post(torch.zeros(1), "float32", in_norms=False)
-                yield from self._pending.wait()
-            with shared.changed:
-                shared.deltas = None
-                shared.worker.version = start.number + 1
-                self._note_landed(start, None)
-        else:
-            for stage in self._gradients.stages:
-                yield from self._sum_stage(stage, start)
-            with shared.changed:
-                self._note_landed(start, self._gradients)
-                if start.evaluate:  # the main thread makes its step before it asks for its next task
-                    shared.evaluating = shared.marked.popleft()
-                    shared.snapshot = Snapshot(shared.evaluating, time.monotonic())
-        samples = None if start.drain else self._gradients.summed_samples
-        spoiled = samples is not None and self._gradients.sum_is_spoiled
-        yield from self._complete_round(start, began, 0, samples, spoiled)
-
-    def _sum_stage(self, stage: Stage, start: StartRound) -> Iterator[None]:
-        gradients, wire = self._gradients, self._options.wire
-        for index in range(stage.first, stage.stop):
-            yield from self._until_released()
-            with self._shared.order:
-                addend = gradients.pack(index, wire)
-            self._pending.post(addend, wire, gradients.buckets[index].residual)
-        yield from self._until_released()
-        last = stage is gradients.stages[-1]
-        if last:
-            self._report_norm(start, gradients.samples, 0)
-        yield from self._sum_tails((stage.tail, None))
-        if not last:
-            with self._shared.changed:
-                self._shared.stages_summed += 1
-                self._shared.changed.notify_all()
-
-    def _until_released(self) -> Iterator[None]:
-        while self._shared.void or not self._gradients.released():
-            self._pending.poll()
-            yield
-
-    def _sum_tails(self, *tails: tuple[Tail, Sums | None]) -> Iterator[None]:
-        """Until the round's sums are all in."""
-        self._shared.order.follow()  # whoever packed them
-        yield from self._pending.sum_tails(tails)
-        self._shared.order.leave()
-
-    def _report_norm(self, start: StartRound, samples: int, steps: int) -> None:
-        if self._options.measure_norms:
-            norm = self._pending.addends_norm
-            self._shared.outbox.append(NormMeasured(self._plane.rank, start.number, samples, steps, norm))
-
-    def _serve(self, request: SumRequest) -> Iterator[None]:
-        self._shared.order.follow()
-        self._pending.post(request.tensor, "float32")
-        yield from self._pending.wait()
-        request.done.set()
-
-    def _complete_round(
-        self,
-        start: StartRound,
-        began: float,
-        staleness: int | None,
-        samples: int | None = None,
-        spoiled: bool = False,
-    ) -> Iterator[None]:
-        shared = self._shared
-        with shared.changed:
-            shared.worker.complete_round(start.number)
-            shared.landed = start.number + 1
-            shared.changed.notify_all()
-        seconds = round(time.monotonic() - began, 6)
-        self._telemetry.record("round", round=start.number, seconds=seconds, staleness=staleness)
+    def completed(self, event: RoundCompleted) -> None:
         if self._coordinator is not None:  # a sum is no rank's event: it passes by the outbox
-            self._coordinator.handle([RoundCompleted(start.number, self._pending.sums_norm, samples, spoiled)])
-        if start.drain:
-            while self._coordinator is not None and self._coordinator.machine.version <= start.number:
-                yield  # until every `Contributed` is in: the books must be closed before anybody reads them
-            with shared.changed:
-                shared.drained, shared.phase = start, Phase.RESTING
-                shared.changed.notify_all()
+            self._coordinator.handle([event])
+
+    def has_closed(self, number: int) -> bool:
+        """Are this round's books closed, where they are kept here?"""
+        return self._coordinator is None or self._coordinator.machine.version > number
 
     # A death.
 
@@ -578,9 +412,7 @@ class Communicator:
             self._requested.append(TOO_FEW)
             if leads:
                 complain(too_few(len(decision.survivors), len(before), self._options.least_ranks) or TOO_FEW)
-        self._rounds.clear()
-        self._collective = None
-        self._pending.drop()
+        self._rounds.drop()
         self._carry_out(recovered, began)
 
     def _share_travel(self) -> None:
@@ -588,9 +420,9 @@ class Communicator:
         shared = self._shared
         with shared.changed:
             assert not isinstance(shared.deltas, SegmentedDeltas), "nobody joins a job by a plan"
-            tail = self._gradients.tail if shared.deltas is None else shared.deltas.tail
+            tail = self._rounds.gradients.tail if shared.deltas is None else shared.deltas.tail
             shared.travel = list(tail.travel)
-            self._gradients.tail.travel = list(tail.travel)
+            self._rounds.gradients.tail.travel = list(tail.travel)
 
     @property
     def _hosts(self) -> dict[int, str]:
@@ -652,8 +484,8 @@ class Communicator:
             # The step of the newest round is made, and the main thread does nothing to the weights meanwhile.
             if shared.worker.version < shared.landed or shared.main_thread is not MainThread.WAITING:
                 return None
-            assert isinstance(self._gradients, Gradients)
-            buffers, travel = self._gradients.shared_buffers.cpu(), list(self._gradients.tail.travel)
+            assert isinstance(self._rounds.gradients, Gradients)
+            buffers, travel = self._rounds.gradients.shared_buffers.cpu(), list(self._rounds.gradients.tail.travel)
             return parts_of_state({**self._state(), "shared buffers": buffers, "travel": travel})
 
     def _decided(self, reports: Mapping[int, Report], before: Sequence[int], began: float) -> Decision:
@@ -706,8 +538,8 @@ class Communicator:
             else:
                 shared.adopted = recovered.adopted
                 shared.marked.clear()
-                assert isinstance(self._gradients, Gradients)
-                self._gradients.begin_anew()
+                assert isinstance(self._rounds.gradients, Gradients)
+                self._rounds.gradients.begin_anew()
             shared.landed, self._newest = decision.version, decision.newest
             if behind and self._tally is not None and decision.newest is not None:
                 self._tally.land(decision.newest)

@@ -11,17 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from hetsync.data.ledger import Span
-from hetsync.errors import UserError
 from hetsync.plane.base import MembersLost, Plane, StalledError
 from hetsync.processes import Process
-from hetsync.sync.communicator import Around, Communicator
+from hetsync.sync.communicator import Communicator
 from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Nesterov, Snapshot
 from hetsync.sync.device_order import device_order
@@ -30,69 +28,20 @@ from hetsync.sync.log import Applied, Began, Closed, Finished, Followers
 from hetsync.sync.lone import LoneGradients
 from hetsync.sync.lost_books import Tally
 from hetsync.sync.messages import Evaluated, Event, StartRound, Task, TaskSpoiled, WentBack
+from hetsync.sync.overhead import MainThreadTimer, Overhead
 from hetsync.sync.polling import SHORTEST_POLL_SECONDS
 from hetsync.sync.recovery import Books, Damage, Death, spans_of
+from hetsync.sync.rounds import Around
 from hetsync.sync.router import Router
 from hetsync.sync.segmented import Segment, SegmentedDeltas
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
+from hetsync.sync.steps import require_finite
 from hetsync.sync.tail import shared_buffers
 from hetsync.sync.worker import Worker
 from hetsync.telemetry import Telemetry
 
 LONGEST_PATIENCE = 4  # rounds: staler contributions cost progress
 NOBODY: Mapping[int, Process] = MappingProxyType({})
-
-
-class Stopwatch:
-    """Seconds in its blocks, by a clock."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.seconds = 0.0
-        self._clock = clock
-
-    def __enter__(self) -> None:
-        self._began = self._clock()
-
-    def __exit__(self, *failure: object) -> None:
-        self.seconds += self._clock() - self._began
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Seconds so far: CPU time of synchronisation, waits, and CPU time of the whole process."""
-
-    work: float
-    waits: float
-    process: float
-
-
-class MainThreadTimer:
-    """What synchronisation takes of a rank's main thread: blocks that wait for other ranks, and blocks that copy or
-    keep books. Blocks of one kind do not nest."""
-
-    def __init__(self) -> None:
-        self.waiting = Stopwatch(time.monotonic)
-        self.working = Stopwatch(time.thread_time)
-
-    @property
-    def wait_seconds(self) -> float:
-        return self.waiting.seconds
-
-    @property
-    def cpu_seconds(self) -> float:
-        return self.working.seconds
-
-
-def require_finite(total: float, rank: int, samples: int) -> None:
-    """Raise UserError unless a total over what a rank is about to give is finite; `samples` are those before it.
-
-    Here the rank is known. In a round's sum it would be everybody's, and in the weights.
-    """
-    if not math.isfinite(total):
-        raise UserError(
-            f"the gradient became {total} on rank {rank} after {samples} samples: lower optimizer.learning_rate or"
-            " look at the data"
-        )
 
 
 class Engine:
@@ -168,7 +117,7 @@ class Engine:
             succeed=succeed,
         )
         self._missed_seconds = 0.0  # without a poll, while the main thread waited
-        self._told: Spent | None = None  # of `_kept_from_computing`, with the last task since a rest
+        self._overhead = Overhead(self.timer, self.cpu_seconds, options.on_host)  # since a rest
 
     def start(self, processes: Mapping[int, Process] = NOBODY) -> None:
         """Call once, on every rank, with identical weights: what travels depends on them. `processes` of all ranks."""
@@ -298,7 +247,7 @@ class Engine:
                 if shared.drained is not None:
                     shared.order.follow()
                     drained, shared.drained = shared.drained, None
-                    self._told = None
+                    self._overhead.forget()
                     return drained
                 self._apply()
                 if self.worker.may_start() and shared.phase is not Phase.DRAINING and not self._owes_snapshot:
@@ -426,7 +375,7 @@ class Engine:
                 require_finite(total, self._plane.rank, task.position)
             else:
                 self.worker.version = task.synchronous_round + 1
-            work, waits = self._kept_from_computing(seconds)
+            work, waits = self._overhead.since(seconds)
             finished = self.worker.finish_task(seconds, loss_sum, work, waits)
             if self.is_spoiled(task):
                 finished = finished._replace(samples=0, loss_sum=0.0)
@@ -596,22 +545,6 @@ class Engine:
         """Memory that delayed mode takes on this rank."""
         deltas = self._shared.deltas
         return 0 if deltas is None else deltas.buffer_bytes
-
-    def _kept_from_computing(self, seconds: float) -> tuple[float, float]:
-        """For how long synchronisation's own work, and waits, have kept the device since the last call, in which it has
-        computed for so many seconds.
-
-        Where the host's cores compute, work takes its part of all that the process gets of them: under a quota of a
-        fifth of a core five times as long as by its own clock.
-        """
-        on_host = self._options.on_host
-        work = self.cpu_seconds() if on_host else self.timer.cpu_seconds
-        now = Spent(work, self.timer.wait_seconds, time.process_time())
-        before, self._told = self._told or now, now
-        work = now.work - before.work
-        if on_host and (process := now.process - before.process) > 0:
-            work = min(work, process) / process * seconds
-        return work, now.waits - before.waits
 
     def cpu_seconds(self) -> float:
         """What synchronisation has cost this rank so far: its thread, and the main thread's part."""

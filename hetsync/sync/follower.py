@@ -18,14 +18,16 @@ import torch
 
 from hetsync.plane.base import Plane, StalledError, wait_limit
 from hetsync.sync.collectives import PendingCollectives
-from hetsync.sync.communicator import COMPLETE, hand_over
+from hetsync.sync.communicator import hand_over
 from hetsync.sync.device_order import device_order
-from hetsync.sync.engine import MainThreadTimer, require_finite
 from hetsync.sync.log import Applied, Began, Closed, Coming, Entry, Finished, Joined, Landed, LogBatch, Summed
 from hetsync.sync.messages import DrainRequested, StartRound, Task
+from hetsync.sync.overhead import MainThreadTimer
 from hetsync.sync.polling import pause_seconds
+from hetsync.sync.rounds import COMPLETE
 from hetsync.sync.segmented import Segment, SegmentedDeltas
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState
+from hetsync.sync.steps import require_finite
 from hetsync.sync.worker import Worker
 from hetsync.telemetry import Telemetry
 from hetsync.threads import cpu_seconds, single_threaded

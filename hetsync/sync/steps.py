@@ -20,6 +20,18 @@ def _decoupled_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any])
     return group["weight_decay"] if decoupled and isinstance(optimizer, ADAPTIVE) else None
 
 
+def require_finite(total: float, rank: int, samples: int) -> None:
+    """Raise UserError unless a total over what a rank is about to give is finite; `samples` are those before it.
+
+    Here the rank is known. In a round's sum it would be everybody's, and in the weights.
+    """
+    if not math.isfinite(total):
+        raise UserError(
+            f"the gradient became {total} on rank {rank} after {samples} samples: lower optimizer.learning_rate or"
+            " look at the data"
+        )
+
+
 class Steps:
     """An optimizer's steps: schedule, clipping, and what makes local steps on slices add up to the batch's.
 

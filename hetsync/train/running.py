@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +24,6 @@ from hetsync.launchers import write_status
 from hetsync.plane.base import CutOffError, LateError, LostError, Newcomer, Plane, StalledError
 from hetsync.profiling.measure import Subject, measure_ranks
 from hetsync.stop_signal import StopSignal
-from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.messages import NO_BOUND
 from hetsync.sync.milestones import CHECKPOINT, EPOCH, JOIN, ROLLBACK, Marks, marks_every, rests_for
 from hetsync.sync.tail import travelling_values
@@ -35,6 +33,7 @@ from hetsync.train.alike import Description, settings_described
 from hetsync.train.control_factory import control_factory
 from hetsync.train.display import Shows
 from hetsync.train.evaluation import Evaluations, by_rank, combined, named
+from hetsync.train.figures import Figures
 from hetsync.train.injection import InjectedDevice, Injection, require_struck
 from hetsync.train.memory import slice_memory
 from hetsync.train.notice import posted
@@ -42,18 +41,12 @@ from hetsync.train.preparation import Preparation
 from hetsync.train.replacing import Replacements, Summons, Welcome, summons_of
 from hetsync.train.resumption import Standing, first_settings, kept_shares
 from hetsync.train.rollback import Rollbacks
-from hetsync.train.run_folder import Status, mark_failed, taken_over
+from hetsync.train.run_folder import mark_failed, taken_over
 from hetsync.train.saving import Saver
 from hetsync.train.session import AtRest, Session
 from hetsync.train.speeds import assumed_profiles
 from hetsync.train.summary import (
-    Damaged,
-    JobFigures,
     Join,
-    LeftOut,
-    LostRank,
-    RankFigures,
-    RunFigures,
     first_summary,
     summarise,
 )
@@ -155,6 +148,19 @@ class Running:
         told = (self.session, self.profiles, self.telemetry, prepared.callbacks, self.total)
         self.telling = Telling(*told, self.config.fault.goes_back)
         self.telling.solo = self._solo_rates()
+        self._figures = Figures(
+            at=self.at,
+            config=self.config,
+            total=self.total,
+            session=self.session,
+            device=self.timer,
+            profiles=self.profiles,
+            evaluations=self.evaluations,
+            telling=self.telling,
+            rollbacks=self._rollbacks,
+            joins=self.joins,
+            joined=self.has_joined,
+        )
         self.leaving = self._leaving()
         self.status = 0  # another one of a job that has been asked to stop
         self._replacements = Replacements(self.plane, self._summons) if self.config.fault.replace else None
@@ -371,7 +377,7 @@ class Running:
             before = (lambda: None) if self._injection is None else self._injection.checkpoint
             self._saver = Saver(self.session, at.folder, self.config.run, self._seconds_before, before)
             if self.plane.leads:
-                write_atomically(at.folder / SUMMARY, json.dumps(first_summary(self._job_figures()), indent=1))
+                write_atomically(at.folder / SUMMARY, json.dumps(first_summary(self._figures.job()), indent=1))
             self._saver.start_timer()
         if self.plane.leads:
             self._lead()
@@ -554,7 +560,7 @@ class Running:
             self._saver.stop_timer()
         self._succeed()
         self.telling.losses()
-        figures = self._run_figures()
+        figures = self._figures.run()
         if self.telling.tracking is not None:
             self.telling.tracking.log_figures()
         session.close()
@@ -608,96 +614,3 @@ class Running:
         ):
             return False
         return isinstance(failure, CutOffError) or not self._leading
-
-    # Figures, for the summary.
-
-    def _job_figures(self, status: Status = Status.RUNNING) -> JobFigures:
-        return JobFigures(
-            status=status,
-            ranks=self.plane.size,
-            ranks_at_start=len(self.profiles),
-            plane=self.plane.described,
-            emulated=self.at.cluster is not None,
-            emulate=self.config.emulation.profile,
-            samples_applied=self.session.applied,
-            samples_expected=self.total,
-            shares=self.session.shares,
-            seed=self.config.run.seed,
-        )
-
-    def _run_figures(self) -> RunFigures | None:
-        """Collective, at rest; on rank 0."""
-        session = self.session
-        told = session.meet("the figures of the run", self._rank_figures())
-        per_rank = [figures for figures in told if figures.rank in self.plane.members]
-        if session.coordinator is None:
-            return None
-        return RunFigures(
-            job=self._job_figures(Status.STOPPED if session.stopping else Status.FINISHED),
-            per_rank=per_rank,
-            lost=self._lost_ranks(session.coordinator),
-            joins=self.joins,
-            left_out=[
-                LeftOut(
-                    rank=left.rank,
-                    host=self.profiles[left.rank].host,
-                    round=left.round,
-                    samples=left.samples,
-                    went_back=self.config.fault.goes_back,
-                )
-                for left in session.left_out
-            ],
-            rollbacks=self._rollbacks.known,
-            damaged=[Damaged(damage=damage, host=self.profiles[damage.rank].host) for damage in session.damages],
-            samples_before=session.terms.applied,
-            rounds=session.version,
-            staleness=session.coordinator.machine.staleness,
-            settings=session.settings,
-            metrics=self.evaluations.metrics,
-            anchor_sha256=session.totals.anchor_sha256,
-            wall_seconds=time.monotonic() - self.at.began,
-            control=session.control.summary() if session.control is not None else None,
-            rounds_changes=session.rounds_changes,
-        )
-
-    def _lost_ranks(self, coordinator: Coordinator) -> list[LostRank]:
-        lost: list[LostRank] = []
-        for death, seconds in self.session.deaths:
-            rank = death.rank
-            before = sum(other.samples for other in lost if other.death.rank == rank)  # of whom it had replaced
-            joins = [join for join in self.joins if join.rank == rank]
-            later = [join.samples for join in joins if join.round >= death.round]
-            applied = later[0] if later else coordinator.machine.samples_by_rank[rank]
-            # Of all samples of its number only who has led from the start has heard.
-            heard = self.plane.rank == 0 and self._welcome is None and not joins
-            lost.append(
-                LostRank(
-                    death=death,
-                    profile=self.profiles[rank],
-                    samples=applied - before,
-                    solo_samples_per_second=self.telling.solo_of(rank),
-                    train_seconds=seconds,
-                    compute_seconds=coordinator.device_seconds[rank] if heard else 0.0,
-                )
-            )
-        return lost
-
-    def _rank_figures(self) -> RankFigures:
-        session, rank, totals, engine = self.session, self.plane.rank, self.session.totals, self.session.engine
-        return RankFigures(
-            rank=rank,
-            profile=self.profiles[rank],
-            share=session.shares[rank],
-            samples=totals.samples,
-            solo_samples_per_second=self.telling.solo_of(rank),
-            train_seconds=totals.train_seconds,
-            compute_seconds=totals.compute_seconds,
-            wait_seconds=engine.timer.wait_seconds,
-            data_seconds=totals.data_seconds,
-            runtime_cpu_seconds=engine.cpu_seconds(),
-            bytes_sent=engine.bytes_sent,
-            slices=self.timer.slices,
-            real_seconds=self.timer.real_seconds,
-            overruns=self.timer.overruns,
-            joined_at_round=session.terms.version if self._welcome is not None else None,
-        )

@@ -29,7 +29,6 @@ from hetsync.errors import UserError
 from hetsync.plane.base import MembersLost, Plane
 from hetsync.plane.numbered import NumberedPlane
 from hetsync.processes import Process, Stacks
-from hetsync.sync.communicator import Around
 from hetsync.sync.coordinator import Coordinator, Deliver, Send, as_messages
 from hetsync.sync.deltas import Snapshot, make_outer
 from hetsync.sync.engine import Engine
@@ -47,6 +46,7 @@ from hetsync.sync.messages import (
 from hetsync.sync.milestones import ROLLBACK, STOP, TOO_FEW, Evaluation
 from hetsync.sync.model_tensors import ModelTensors
 from hetsync.sync.recovery import Books, Damage, Death, Decision, Report, first_standing, keepers, rebuilt
+from hetsync.sync.rounds import Around
 from hetsync.sync.rounds_rule import RoundsChange, rule_for
 from hetsync.sync.shared_state import EngineOptions
 from hetsync.sync.state_machine import RoundStateMachine

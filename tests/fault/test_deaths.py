@@ -96,7 +96,7 @@ def test_synchronous_training_ends_at_the_weights_of_an_undisturbed_run(tmp_path
 SCRIPT = """
 import json, os, signal, sys, torch, hetsync
 from torch.utils.data import DataLoader, TensorDataset
-from hetsync.sync.communicator import Communicator
+from hetsync.sync.rounds import Rounds
 from hetsync.sync.mending import Mending
 from hetsync.train import checkpoint
 from hetsync.train.rest import CommonState
@@ -126,7 +126,7 @@ def watch(owner, name, moment, when=lambda *given: True):
 
 watch(Saver, "save", "saving")
 watch(checkpoint, "flush_to_disk", "writing")
-watch(Communicator, "_begin_round", "draining", lambda self, start: start.drain is not None)
+watch(Rounds, "_begin", "draining", lambda self, start: start.drain is not None)
 watch(Mending, "_attempt", "recovering")
 watch(CommonState, "share_first_weights", "sharing")
 

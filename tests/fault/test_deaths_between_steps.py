@@ -20,6 +20,7 @@ from torch.nn.functional import softplus
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 from hetsync.sync.communicator import Communicator
+from hetsync.sync.rounds import Rounds
 
 into, *deaths = json.loads(sys.argv[1])
 came = {}
@@ -29,16 +30,16 @@ def come_to(moment):
     if [job.rank, moment, came[moment]] in deaths:
         os.kill(os.getpid(), signal.SIGKILL)
 
-def watch(name, moment, when):
-    inner = getattr(Communicator, name)
+def watch(owner, name, moment, when):
+    inner = getattr(owner, name)
     def watched(*given):
         if when(*given):
             come_to(moment)
         return inner(*given)
-    setattr(Communicator, name, watched)
+    setattr(owner, name, watched)
 
-watch("_sum_stage", "second stage", lambda self, stage, start: stage is self._gradients.stages[-1])
-watch("_note_landed", "landed", lambda *given: True)
+watch(Rounds, "_sum_stage", "second stage", lambda self, stage, start: stage is self.gradients.stages[-1])
+watch(Communicator, "landed", "landed", lambda *given: True)
 
 torch.manual_seed(0)
 critic = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))

@@ -208,7 +208,7 @@ def test_where_somebody_joins_the_other_mode_begins_with_the_buffers_that_travel
     """The newcomer has no list of that mode, and sums of other buffers would not fit together."""
     weights, buffers = [torch.zeros(2)], [torch.zeros(3), torch.zeros(1)]
     other = Deltas(weights, buffers=buffers)
-    made = communicator(_gradients=SimpleNamespace(tail=other.tail))
+    made = communicator(_rounds=SimpleNamespace(gradients=SimpleNamespace(tail=other.tail)))
     shared = made._shared
     shared.weights, shared.buffers = weights, buffers
     other.tail.travel = [0] if delayed else [1]

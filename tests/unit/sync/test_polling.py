@@ -82,7 +82,7 @@ def test_on_the_cores_that_compute_a_rank_polls_no_more_often_than_a_round_needs
 ) -> None:
     made = _communicator(MainThread.COMPUTING, Phase.TRAINING, delayed=True)
     if summing:
-        made._pending.post(torch.ones(3), "float32")
+        made._rounds._pending.post(torch.ones(3), "float32")
     made._shared.patience_seconds = patience
     assert made._sleep_seconds(0.0) == pytest.approx(expected)
     made._shared.main_thread = MainThread.WAITING
@@ -104,7 +104,7 @@ def test_while_a_sum_moves_whoever_waits_does_not_sleep(
 ) -> None:
     made = _communicator(main_thread, Phase.TRAINING, delayed=False)
     if summing:
-        made._pending.post(torch.ones(3), "float32")
+        made._rounds._pending.post(torch.ones(3), "float32")
     assert made._sleep_seconds(quiet) == pytest.approx(expected)
 
 

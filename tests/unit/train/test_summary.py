@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from hetsync.balance.profile import RankProfile, StepTime
-from hetsync.sync.communicator import Death
 from hetsync.sync.messages import NO_BOUND, Settings
+from hetsync.sync.recovery import Death
 from hetsync.train.summary import JobFigures, Join, LostRank, RankFigures, RunFigures, first_summary, summarise
 
 JOB = JobFigures(

@@ -1,0 +1,140 @@
+"""What the summary of a job is made of, asked of its parts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from hetsync.balance.device import Device
+from hetsync.balance.profile import RankProfile
+from hetsync.config.schema import Config
+from hetsync.sync.coordinator import Coordinator
+from hetsync.train.evaluation import Evaluations
+from hetsync.train.rollback import Rollbacks
+from hetsync.train.run_folder import Status
+from hetsync.train.session import Session
+from hetsync.train.summary import Damaged, JobFigures, Join, LeftOut, LostRank, RankFigures, RunFigures
+from hetsync.train.telling import Telling
+from hetsync.train.workplace import Workplace
+
+
+class Figures:
+    def __init__(
+        self,
+        *,
+        at: Workplace,
+        config: Config,
+        total: int,
+        session: Session,
+        device: Device,
+        profiles: Sequence[RankProfile],
+        evaluations: Evaluations,
+        telling: Telling,
+        rollbacks: Rollbacks,
+        joins: Sequence[Join],
+        joined: bool,
+    ) -> None:
+        """`total` samples to train on. `profiles` and `joins` may change while the job runs. `joined`: this rank did,
+        while the job ran."""
+        self._at = at
+        self._config = config
+        self._total = total
+        self._session = session
+        self._device = device
+        self._profiles = profiles
+        self._evaluations = evaluations
+        self._telling = telling
+        self._rollbacks = rollbacks
+        self._joins = joins
+        self._joined = joined
+
+    def job(self, status: Status = Status.RUNNING) -> JobFigures:
+        return JobFigures(
+            status=status,
+            ranks=self._at.plane.size,
+            ranks_at_start=len(self._profiles),
+            plane=self._at.plane.described,
+            emulated=self._at.cluster is not None,
+            emulate=self._config.emulation.profile,
+            samples_applied=self._session.applied,
+            samples_expected=self._total,
+            shares=self._session.shares,
+            seed=self._config.run.seed,
+        )
+
+    def run(self) -> RunFigures | None:
+        """Collective, at rest; on rank 0."""
+        session = self._session
+        told = session.meet("the figures of the run", self._rank())
+        per_rank = [figures for figures in told if figures.rank in self._at.plane.members]
+        if session.coordinator is None:
+            return None
+        return RunFigures(
+            job=self.job(Status.STOPPED if session.stopping else Status.FINISHED),
+            per_rank=per_rank,
+            lost=self._lost_ranks(session.coordinator),
+            joins=self._joins,
+            left_out=[
+                LeftOut(
+                    rank=left.rank,
+                    host=self._profiles[left.rank].host,
+                    round=left.round,
+                    samples=left.samples,
+                    went_back=self._config.fault.goes_back,
+                )
+                for left in session.left_out
+            ],
+            rollbacks=self._rollbacks.known,
+            damaged=[Damaged(damage=damage, host=self._profiles[damage.rank].host) for damage in session.damages],
+            samples_before=session.terms.applied,
+            rounds=session.version,
+            staleness=session.coordinator.machine.staleness,
+            settings=session.settings,
+            metrics=self._evaluations.metrics,
+            anchor_sha256=session.totals.anchor_sha256,
+            wall_seconds=time.monotonic() - self._at.began,
+            control=session.control.summary() if session.control is not None else None,
+            rounds_changes=session.rounds_changes,
+        )
+
+    def _lost_ranks(self, coordinator: Coordinator) -> list[LostRank]:
+        lost: list[LostRank] = []
+        for death, seconds in self._session.deaths:
+            rank = death.rank
+            before = sum(other.samples for other in lost if other.death.rank == rank)  # of whom it had replaced
+            joins = [join for join in self._joins if join.rank == rank]
+            later = [join.samples for join in joins if join.round >= death.round]
+            applied = later[0] if later else coordinator.machine.samples_by_rank[rank]
+            # Of all samples of its number only who has led from the start has heard.
+            heard = self._at.plane.rank == 0 and not self._joined and not joins
+            lost.append(
+                LostRank(
+                    death=death,
+                    profile=self._profiles[rank],
+                    samples=applied - before,
+                    solo_samples_per_second=self._telling.solo_of(rank),
+                    train_seconds=seconds,
+                    compute_seconds=coordinator.device_seconds[rank] if heard else 0.0,
+                )
+            )
+        return lost
+
+    def _rank(self) -> RankFigures:
+        session, rank, totals, engine = self._session, self._at.plane.rank, self._session.totals, self._session.engine
+        return RankFigures(
+            rank=rank,
+            profile=self._profiles[rank],
+            share=session.shares[rank],
+            samples=totals.samples,
+            solo_samples_per_second=self._telling.solo_of(rank),
+            train_seconds=totals.train_seconds,
+            compute_seconds=totals.compute_seconds,
+            wait_seconds=engine.timer.wait_seconds,
+            data_seconds=totals.data_seconds,
+            runtime_cpu_seconds=engine.cpu_seconds(),
+            bytes_sent=engine.bytes_sent,
+            slices=self._device.slices,
+            real_seconds=self._device.real_seconds,
+            overruns=self._device.overruns,
+            joined_at_round=session.terms.version if self._joined else None,
+        )
