@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from hetsync.data import Data
+from hetsync.data.workers import Collate, fetch
 from hetsync.plan.blocks import state_of
 from hetsync.plan.division import WHOLE, Division
 from hetsync.plan.schedule import micro_batch_sizes
@@ -38,18 +40,26 @@ class MicroBatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MicroBatches:
-    """Collates samples to as many micro-batches, or to one for each where there are fewer."""
+class MicroBatches(Dataset[Any]):
+    """A data set whose batches come as so many micro-batches, or one for each sample where there are fewer.
 
-    collate: Callable[[list[Any]], Any]
+    `collate`: PyTorch's default_collate where None. Samples are cut by their indices, not once they have been fetched:
+    a data set may return whole batches.
+    """
+
+    dataset: Dataset[Any]
+    collate: Collate | None
     count: int
     division: Division = WHOLE
 
-    def __call__(self, samples: list[Any]) -> list[MicroBatch]:
-        coming, found = iter(samples), []
-        for size in micro_batch_sizes(len(samples), min(self.count, len(samples))):
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[MicroBatch]:
+        coming, found = iter(indices), []
+        for size in micro_batch_sizes(len(indices), min(self.count, len(indices))):
             pieces = [(list(islice(coming, part)), part) for part in self.division.pieces(size)]
-            found.append(MicroBatch([Piece(self.collate(taken), part) for taken, part in pieces]))
+            found.append(MicroBatch([Piece(fetch(self.dataset, taken, self.collate), part) for taken, part in pieces]))
         return found
 
 

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
-from torch.utils.data import default_collate
 
 from hetsync import data, models
 from hetsync.balance.shares import apportion
@@ -31,6 +30,7 @@ from hetsync.data.evaluation import check_evaluation, metrics_of
 from hetsync.data.ledger import Span, total_samples
 from hetsync.data.loader import Loader, Source
 from hetsync.data.random_state import seed_all
+from hetsync.data.workers import as_it_is
 from hetsync.errors import Trouble, UserError
 from hetsync.files import RECIPE, DiskError
 from hetsync.plan.assignment import GivenPlan, assign, check_model, given_plan
@@ -241,8 +241,8 @@ class PlannedJob:
         built, rank = self.data, self.plane.rank
         micro_batches, division = self.assignment.replica_of(rank).micro_batches, self.assignment.division_of(rank)
         source = Source(
-            dataset=built.train,
-            collate=MicroBatches(built.collate or default_collate, micro_batches, division),
+            dataset=MicroBatches(built.train, built.collate, micro_batches, division),
+            collate=as_it_is,
             costs=built.costs,
             workers=self.config.data.workers,
         )

@@ -18,6 +18,7 @@ import torch
 import yaml
 from conftest import RANKS
 from safetensors.torch import load_file
+from torch.utils.data import Dataset, default_collate
 
 from hetsync import data
 from hetsync.config.schedule import ScheduleConfig
@@ -33,6 +34,7 @@ from hetsync.config.schema import (
     SyncConfig,
 )
 from hetsync.data import Data
+from hetsync.data.workers import as_it_is
 from hetsync.errors import TERMINATED, UserError
 from hetsync.plane.base import Plane
 from hetsync.plane.local import LocalPlane
@@ -44,6 +46,7 @@ from hetsync.train.trainer import Trainer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
 
+HERE = "test_planned"
 BATCH, EVERY, SAMPLES = 50, 170, 330  # slices before a rest and at the end are short ones
 
 
@@ -222,6 +225,35 @@ def test_another_models_plan_is_refused_on_every_rank(plane: Plane, folder: Path
         by_plan(plane, recipe(folder / "run"), "pipeline", model={"name": "resnet18"})
 
 
+class WholeBatches(Dataset[Any]):
+    """As data sets of images are: `__getitems__` returns what others would be collated to."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return default_collate([self.dataset[index] for index in indices])
+
+
+def in_whole_batches(**options: Any) -> Data:
+    digits = data.build("digits", options)
+    return replace(digits, train=WholeBatches(digits.train), test=WholeBatches(digits.test), collate=as_it_is)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_of_whole_batches_is_cut_as_any(plane: Plane, folder: Path, workers: int) -> None:
+    given = DataConfig(f"{HERE}:in_whole_batches", BATCH, workers=workers)
+    alone(plane, recipe(folder / "alone"))
+    assert by_plan(plane, replace(recipe(folder / "planned"), data=given), "pipeline") == 0
+    if plane.rank == 0:
+        assert_same(saved(folder / "planned"), saved(folder / "alone"))
+        found, wanted = summary_of(folder / "planned"), summary_of(folder / "alone")
+        assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-5)
+
+
 class Tied(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -242,9 +274,6 @@ def with_penalty(**options: Any) -> Data:
     """Data whose loss takes weights itself."""
     digits = data.build("digits", options)
     return replace(digits, loss=lambda model, batch: digits.loss(model, batch) + model.features[0].weight.norm())
-
-
-HERE = "test_planned"
 
 
 @pytest.mark.ranks(2)

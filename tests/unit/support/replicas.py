@@ -86,18 +86,20 @@ def on_threads(ranks: int, work: Callable[[int, Channels], None]) -> None:
 
 def micro_batches(data: Data, first: int = 0, division: Division = WHOLE) -> list[MicroBatch]:
     """Of `SHARE` samples, in double precision."""
-    samples = [data.train[index] for index in range(first, first + SHARE)]
-    return MicroBatches(_in_double_precision(data), MICRO_BATCHES, division)(samples)
+    return _cut(data, range(first, first + SHARE), MICRO_BATCHES, division)
 
 
 def double_batches(data: Data, first: int, shares: Sequence[int], counts: Sequence[int]) -> list[list[MicroBatch]]:
     """Of several replicas."""
     found = []
     for share, count in zip(shares, counts, strict=True):
-        samples = [data.train[index] for index in range(first, first + share)]
-        found.append(MicroBatches(_in_double_precision(data), count)(samples))
+        found.append(_cut(data, range(first, first + share), count))
         first += share
     return found
+
+
+def _cut(data: Data, samples: Sequence[int], count: int, division: Division = WHOLE) -> list[MicroBatch]:
+    return MicroBatches(data.train, _in_double_precision(data), count, division).__getitems__(samples)
 
 
 def _in_double_precision(data: Data) -> Callable[[list[Any]], Any]:

@@ -1,0 +1,59 @@
+"""How a slice's samples become micro-batches."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from hetsync.balance.profile import StepTime
+from hetsync.data.workers import as_it_is, fetch
+from hetsync.plan.division import WHOLE, Division
+from hetsync.replica.base import MicroBatches
+
+IMAGES, LABELS = torch.arange(40.0).reshape(20, 2), torch.arange(20)
+
+
+class WholeBatches(Dataset[Any]):
+    """As data sets of images are."""
+
+    def __len__(self) -> int:
+        return len(LABELS)
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        return IMAGES[list(indices)], LABELS[list(indices)]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate"),
+    [(TensorDataset(IMAGES, LABELS), None), (WholeBatches(), as_it_is)],
+    ids=["tensors", "whole"],
+)
+@pytest.mark.parametrize(
+    ("division", "sizes"),
+    [
+        (WHOLE, [[3], [2], [2]]),
+        (Division([[1, 0]], [StepTime(0.0, 1.0), StepTime(0.0, 2.0)]), [[1, 2], [1, 1], [1, 1]]),
+    ],
+    ids=["whole", "shared"],
+)
+def test_samples_keep_their_order_whatever_the_data_set_returns(
+    dataset: Dataset[Any], collate: Any, division: Division, sizes: list[list[int]]
+) -> None:
+    cut = MicroBatches(dataset, collate, 3, division)
+    assert len(cut) == 20
+    indices = [7, 3, 19, 0, 11, 5, 2]
+    found = fetch(pickle.loads(pickle.dumps(cut)), indices, as_it_is)  # as a worker has it
+    assert [[piece.samples for piece in each.pieces] for each in found] == sizes
+    pieces = [piece.batch for each in found for piece in each.pieces]
+    assert torch.equal(torch.cat([images for images, _ in pieces]), IMAGES[indices])
+    assert torch.cat([labels for _, labels in pieces]).tolist() == indices
+
+
+def test_fewer_samples_than_micro_batches_are_one_each() -> None:
+    found = MicroBatches(WholeBatches(), as_it_is, 4).__getitems__([8, 6])
+    assert [each.samples for each in found] == [1, 1]
