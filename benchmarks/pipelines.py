@@ -40,7 +40,7 @@ from hetsync.emulation.cluster import load_cluster
 from hetsync.errors import USER_ERROR
 from hetsync.files import write_atomically
 from hetsync.plan.placement import Placement
-from hetsync.plan.plan_file import read_plan
+from hetsync.plan.plan_file import Predicted, read_plan
 from hetsync.plan.search.plain import whole
 from hetsync.simulate.recipe import build
 
@@ -53,6 +53,7 @@ EVALUATIONS = 2  # of a job: few, since it rests at each until its rounds have e
 TEST_SAMPLES = 64
 PLAN_EVALUATIONS = 300
 LEAST_STEPS = 2  # of a plan that is predicted to take longer than there is time
+MOST_STEP_SECONDS = 30  # of a plan that is run: more says no more
 JOB_SECONDS = 300
 BSP, BEST = "synchronous, equal shares", "best, D = 0"
 PLANNED = {  # how its plan is searched for, and the bound on delay that it is run with
@@ -193,6 +194,8 @@ class Bench:
 
     def measured(self, name: str, link: str, arm: str, seed: int) -> dict[str, Any]:
         """What one job told."""
+        if arm in PLANNED and (step := self.predicted(name, link, arm).step_seconds) > MOST_STEP_SECONDS:
+            return {"missing": f"not run: a step is predicted to take {step:.0f} s"}
         samples = self.samples(name, link, arm)
         words = [self.recipe(name), *self.emulated(name, link), "--run.seed", seed, "--run.samples", samples]
         words += ["--run.evaluate_every", max(1, samples // EVALUATIONS)]
@@ -209,14 +212,17 @@ class Bench:
             told["memory_bytes"] = self.memory_bytes(name, link, arm)
         return told
 
+    def predicted(self, name: str, link: str, arm: str) -> Predicted:
+        predicted = read_plan(self.plan(name, link, arm)).predicted
+        assert predicted is not None
+        return predicted
+
     def samples(self, name: str, link: str, arm: str) -> int:
         """Of a job: those that equal shares train on in the time, or those for which there is time by the plan."""
         rate, batch = self.rate(name), self.batch(name)
         wanted = self.seconds * rate / (EQUAL_SLICES + ROUND_SLICES[link])
         if arm in PLANNED:
-            predicted = read_plan(self.plan(name, link, arm)).predicted
-            assert predicted is not None
-            wanted = min(wanted, self.seconds * predicted.samples_per_second)
+            wanted = min(wanted, self.seconds * self.predicted(name, link, arm).samples_per_second)
         return max(LEAST_STEPS, round(wanted / batch)) * batch
 
     def job(self, words: Sequence[object]) -> dict[str, Any]:

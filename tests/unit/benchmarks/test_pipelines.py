@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import pipelines
+from hetsync.plan.plan_file import Predicted
 
 
 def job(arm, rate, loss=1.0, predicted=None, **more):
@@ -65,3 +66,11 @@ def test_memory_of_whole_models_is_by_share_and_bound(tmp_path, monkeypatch):
     equal, by_speed, delayed = (bench.memory_bytes("digits", "slow", arm) for arm in pipelines.UNPLANNED)
     torch.set_num_threads(threads)
     assert equal < by_speed < delayed  # the fastest has the largest share; buffers of delayed rounds
+
+
+def test_a_plan_whose_steps_take_too_long_is_not_run(tmp_path, monkeypatch):
+    bench = pipelines.Bench(pipelines.parse(["--output", str(tmp_path)]))
+    monkeypatch.setattr(pipelines.Bench, "predicted", lambda *asked: Predicted(31.0, 0.5, 0.0))
+    monkeypatch.setattr(pipelines.Bench, "job", lambda *words: pytest.fail("it was run"))
+    told = bench.measured("digits", "slow", pipelines.BEST, 0)
+    assert told == {"missing": "not run: a step is predicted to take 31 s"}
