@@ -27,6 +27,7 @@ from benchmarks.common.local_job import ROOT
 from benchmarks.common.plots import can_plot, headless_pyplot
 from benchmarks.common.processes import environment, failure_of, mpirun
 from benchmarks.common.report import command, grouped, machine, source, spread
+from benchmarks.gpu_tasks import TASKS
 from hetsync.emulation.cluster import Cluster, DeviceGroup, save_cluster
 from hetsync.files import write_atomically
 
@@ -49,6 +50,7 @@ def checked() -> str:
 def setting_of(small: bool, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """What ranks are told; a small job's cluster is written to the folder."""
     told = {"small": small, "seed": 0, "repetitions": options.repetitions, "seconds": options.seconds}
+    told["tasks"] = options.tasks
     if not small:
         return {**told, "device": "cuda", "emulate": None, "samples_per_second": None, "profile_seconds": 4.0}
     groups = tuple(DeviceGroup(f"{part} %", 1, float(part)) for part in PERCENTAGES)
@@ -128,6 +130,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("results/gpu"), help="folder for figures and traces")
     parser.add_argument("--seconds", type=float, help="of each training at full speed (default: 8, small: 1)")
     parser.add_argument("--repetitions", type=int, help="of every way (default: 2, small: 1)")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     options = parser.parse_args()
     small = options.small
     options.seconds = options.seconds or (1.0 if small else 8.0)

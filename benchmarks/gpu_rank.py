@@ -263,8 +263,9 @@ def main() -> None:
     own = device.type == "cuda" and max(plane.gather_objects(ranks_sharing(plane, place, device))) == 1
     dist.init_process_group("nccl" if own else "gloo", rank=plane.rank, world_size=plane.size)
     results = []
-    for name, task in (SMALL_TASKS if setting["small"] else TASKS).items():
-        results.append(run_task(RankJob(plane, device, task, setting), folder, name))
+    known = SMALL_TASKS if setting["small"] else TASKS
+    for name in setting["tasks"]:
+        results.append(run_task(RankJob(plane, device, known[name], setting), folder, name))
         if plane.rank == 0:
             write_atomically(folder / "result.json", json.dumps(results))
     dist.destroy_process_group()

@@ -171,6 +171,8 @@ class Bench:
             profile.write_text(yaml.safe_dump({"name": "devices", "source": "made up", "devices": devices()}))
             words = [self.recipe(name), "--emulate", profile, "--run.samples", 4 * RANKS * 16]
             summary = self.job([*words, "--sync.delay_bound", "0"])
+            if "missing" in summary:
+                sys.exit(summary["missing"])
             path.write_text(json.dumps(AFFORDABLE * summary["solo_samples_per_second_sum"]))
         rate: float = json.loads(path.read_text())
         return rate

@@ -84,7 +84,8 @@ def test_neighbours(module: str, script: str, ranks: int | None, tmp_path: Path)
 @pytest.mark.parametrize(
     ("script", "bound", "figure", "most"),
     [
-        ("text.py", 0, "loss", 2.7),  # nats a character; by how often each occurs, 3.3
+        # Nats a character; by how often each occurs, 3.3.
+        pytest.param("text.py", 0, "loss", 2.7, marks=pytest.mark.thorough),
         ("trips.py", 4, "mape", 25.0),  # percent; by the mean speed, 27
     ],
 )

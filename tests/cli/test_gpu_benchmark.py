@@ -23,15 +23,19 @@ def test_copies_beside_kernels_are_measured_in_unions() -> None:
     assert overlap([(0, 1)], []) == 0
 
 
-def test_the_small_form_trains_every_task_in_every_way(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "tasks", [["gpt"], pytest.param(["resnet50", "cifar10_resnet18-like"], marks=pytest.mark.thorough)], ids=" ".join
+)
+def test_the_small_form_trains_every_task_in_every_way(tasks: list[str], tmp_path: Path) -> None:
     words = [sys.executable, "-m", "benchmarks.gpu", "--small", "--seconds", "0.1", "--output", str(tmp_path)]
+    words += ["--tasks", *tasks]
     done = subprocess.run(
         words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     kept = json.loads((tmp_path / "gpu.json").read_text())
     assert kept["failure"] is None
-    assert [task["task"] for task in kept["tasks"]] == ["resnet50", "gpt", "cifar10_resnet18-like"]
+    assert [task["task"] for task in kept["tasks"]] == tasks
     for task in kept["tasks"]:
         ways = {run["way"]: run for run in task["runs"]}
         assert set(ways) == {"DDP, equal shares", "DDP, shares by speed", "HetSync, delayed"}
@@ -39,7 +43,7 @@ def test_the_small_form_trains_every_task_in_every_way(tmp_path: Path) -> None:
         assert ways["HetSync, delayed"]["summary"]["samples_applied"] == task["samples"]
         assert task["bytes"]["delayed_mode"] >= 3 * task["bytes"]["weights"]
         assert (tmp_path / f"trace-{task['task']}.json").exists()
-    assert "| gpt | HetSync, delayed |" in (tmp_path / "gpu.md").read_text()
+    assert f"| {tasks[0]} | HetSync, delayed |" in (tmp_path / "gpu.md").read_text()
 
 
 def test_without_a_gpu_one_sentence_says_so(tmp_path: Path) -> None:

@@ -104,10 +104,11 @@ def test_it_is_the_goodput_controller_where_larger_synchronous_steps_are_useless
         episode.tune(decision.settings)
 
 
-def test_the_policy_that_comes_along_is_better_than_leaving_things_alone() -> None:
+@pytest.mark.parametrize("jobs", [8, pytest.param(20, marks=pytest.mark.thorough)])
+def test_the_policy_that_comes_along_is_better_than_leaving_things_alone(jobs: int) -> None:
     """On jobs that it has not learned from, and never much worse on any. On most there is little to be gained."""
     falls = []
-    for seed in range(20):
+    for seed in range(jobs):
         drawn = with_settings(random_job(np.random.default_rng(10_000 + seed)), Settings())
         policy = PolicyController(load_network(None), LIMITS, drawn.batch_size)
         alone, steered = (
