@@ -146,7 +146,16 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def finished(process: subprocess.Popen[str], seconds: float = SECONDS) -> Done:
-    out, err = process.communicate(timeout=seconds)
+    """Of one that hangs its processes are shown, and all that it has said."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        pids = ",".join(map(str, [process.pid, *descendants(process)]))
+        table = ["ps", "-o", "pid,ppid,stat,etimes,wchan:20,args", "-p", pids]
+        print(subprocess.run(table, capture_output=True, text=True, check=False).stdout)
+        kill(process)
+        print(*process.communicate(), sep="\n")
+        raise
     return Done(process.returncode, out, err)
 
 
