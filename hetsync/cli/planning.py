@@ -21,7 +21,7 @@ from hetsync.plan.explain import predicted, told_costs, told_reasons, told_searc
 from hetsync.plan.placement import as_plan_file, place
 from hetsync.plan.plan_file import PlanFile, SearchRecord, TriedSearch, mistakes_in, read_plan, write_plan
 from hetsync.plan.recipe import PlannableModel, plannable_model
-from hetsync.plan.search.driver import Budget, Driver, Found
+from hetsync.plan.search.driver import Arm, Budget, Driver, Found
 from hetsync.plan.search.objective import Weights, check_weights, figures_of
 from hetsync.plan.search.placement_policy import PlacementPolicy
 from hetsync.plan.search.policy_file import load_policy
@@ -159,7 +159,7 @@ def _recorded(driver: Driver, found: Found) -> SearchRecord:
             arm.method,
             arm.evaluations,
             short(arm.seconds),
-            None if arm.fitting is None else short(arm.fitting.objective),
+            None if arm.fitting is None or _unused(driver, arm) else short(arm.fitting.objective),
         )
         for arm in driver.arms
     )
@@ -195,6 +195,13 @@ def _tell_tried(driver: Driver) -> None:
     for arm in driver.arms:
         if arm.refused is not None:
             print(f"{arm.method}: {arm.refused}")
+        if unused := _unused(driver, arm):
+            print(f"{arm.method}: does not count, as it leaves {unused} of the ranks, of which a job runs all, unused")
+
+
+def _unused(driver: Driver, arm: Arm) -> int:
+    """Ranks that must have blocks, and have none in the best of a search's plans."""
+    return 0 if arm.fitting is None else driver.problem.unused_ranks(arm.fitting.placement)
 
 
 def _break_even(driver: Driver, found: Found) -> str:

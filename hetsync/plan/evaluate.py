@@ -127,7 +127,8 @@ class Evaluator:
     Seconds are means: where devices of the cluster have jitter, of slices in which each of them is as slow as it draws.
     `step_times` are the ranks' of a step of the whole model. The optimizer's update and each block's passes have the
     parts of it that they have on the profiled device, for as many samples as ranks have on average. A stage's update
-    comes once a step, after its last backward pass and its sums. UserError for a cluster whose link is a fraction of
+    comes once a step, after its last backward pass and its sums; where replicas are in step, after those of all.
+    UserError for a cluster whose link is a fraction of
     computing.
 
     Attributes:
@@ -179,15 +180,20 @@ class Evaluator:
         staged = [self._staged(replica) for replica in placement.replicas]
         shares = self._shares(staged)
         slices = [self._slice(one, share) for one, share in zip(staged, shares, strict=True)]
-        drawn = [self._slice_seconds(one) for one in slices]
-        seconds = tuple(_mean(each) for each in drawn)
+        alone = [self._slice_seconds(one) for one in slices]
+        seconds = tuple(map(_mean, alone))
         carried = sum(one.bytes for one in slices)
         step, round_seconds = max(seconds), 0.0
         if len(staged) > 1:
+            in_step = self._in_step(len(staged))
+            drawn = [self._slice_seconds(one, updating=False) for one in slices] if in_step else alone
             waiting = None if self.cluster.jitter is None else _mean(reduce(np.maximum, drawn))
-            rounds, replicas = self._rounds(placement), Replicas(shares, seconds, _all_whole(placement), waiting)
-            round_seconds = rounds.seconds(max(seconds))
+            whole = _all_whole(placement)
+            rounds, replicas = self._rounds(placement), Replicas(shares, list(map(_mean, drawn)), whole, waiting)
+            round_seconds = rounds.seconds(max(replicas.seconds))
             step = rounds.step_seconds(replicas, round_seconds)
+            if in_step:
+                step += self._last_update(slices) / self.training.sync.first_accumulation
             carried += rounds.carried_bytes() * rounds.per_step(replicas, round_seconds, step)
         memory = self._memory(staged, shares)
         lacking = {rank: need - limit for rank, need in memory.items() if need > (limit := self.limit_bytes[rank])}
@@ -317,29 +323,45 @@ class Evaluator:
                 f"data.batch_size is {batch}, and {len(staged)} replicas need {sum(least)} samples for one in every"
                 " micro-batch: give fewer micro-batches, fewer replicas, or a larger batch"
             )
-        times = [self._step_time(one, low, batch) for one, low in zip(staged, least, strict=True)]
+        # In step, all update once the last has ended its passes: what that takes no share can make up for.
+        updating = not self._in_step(len(staged))
+        times = [self._step_time(one, low, batch, updating) for one, low in zip(staged, least, strict=True)]
         shares = speed_shares(times, batch, pins=given)
         if short := {index: low for index, low in enumerate(least) if shares[index] < low}:
             shares = speed_shares(times, batch, pins=given | short)  # a sample for every micro-batch, at least
         return shares
 
-    def _step_time(self, staged: _Staged, least: int, most: int) -> StepTime:
+    def _step_time(self, staged: _Staged, least: int, most: int, updating: bool) -> StepTime:
         """Of a replica's slice by its share: a line through a small and a large one."""
         shares = [least, most] if most > least else [least]
         slices = [self._slice(staged, share) for share in shares]
-        return fit(shares, [_mean(self._slice_seconds(one)) for one in slices])
+        return fit(shares, [_mean(self._slice_seconds(one, updating)) for one in slices])
 
-    def _slice_seconds(self, one: _Slice) -> float | Array:
-        """With jitter those of `SLICES` slices, in which each rank draws a factor for all that it computes."""
+    def _in_step(self, replicas: int) -> bool:
+        """Do they wait for each other's sums, before all update at once?"""
+        return replicas > 1 and self.training.sync.delay_bound == 0
+
+    def _slice_seconds(self, one: _Slice, updating: bool = True) -> float | Array:
+        """With jitter those of `SLICES` slices, in which each rank draws a factor for all that it computes. The
+        update is in it if `updating`."""
+        updates = self._update_seconds(one) if updating else [0.0] * len(one.updates)
         if self.cluster.jitter is None:
-            return _last_end(one, end_times(one.work), one.updates, max)
+            return _last_end(one, end_times(one.work), updates, max)
         work = []
         for (_, rank), worker in zip(one.workers, one.work, strict=True):
             scattered = {seconds: seconds * self._factors(rank) for seconds in set(worker.seconds)}
             work.append(dataclasses.replace(worker, seconds=[scattered[seconds] for seconds in worker.seconds]))
-        pairs = zip(one.workers, one.updates, strict=True)
-        updates = [seconds * self._factors(rank) for (_, rank), seconds in pairs]
         return _last_end(one, end_times(work, np.maximum), updates, np.maximum)
+
+    def _update_seconds(self, one: _Slice) -> Sequence[float | Array]:
+        """By worker, scattered as its slices are."""
+        if self.cluster.jitter is None:
+            return one.updates
+        return [seconds * self._factors(rank) for (_, rank), seconds in zip(one.workers, one.updates, strict=True)]
+
+    def _last_update(self, slices: Sequence[_Slice]) -> float:
+        """Until all have updated that have begun it at once."""
+        return _mean(reduce(np.maximum, [each for one in slices for each in self._update_seconds(one)]))
 
     def _factors(self, rank: int) -> Array:
         """By which its slices scatter, in an order of the rank's own, so that ranks are independent."""
@@ -510,7 +532,7 @@ def _last_end(
 
 
 def _mean(seconds: float | Array) -> float:
-    return float(seconds.mean()) if isinstance(seconds, np.ndarray) else seconds
+    return float(seconds.mean()) if isinstance(seconds, np.ndarray) else float(seconds)
 
 
 def _all_whole(placement: Placement) -> bool:

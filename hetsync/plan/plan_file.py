@@ -92,7 +92,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class TriedSearch:
-    """One of the searches that were run; without `objective` none of its plans fitted, or it could not search."""
+    """One of the searches that were run; without `objective` none of its plans counts, or it could not search."""
 
     method: str
     evaluations: int

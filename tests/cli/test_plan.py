@@ -122,10 +122,28 @@ def test_best_is_the_default_and_tells_of_every_search(place: Path, capsys: pyte
     written = yaml.safe_load((place / "plan.yaml").read_text())["search"]
     assert [one["method"] for one in written["tried"]] == list(ARMS["best"])
     assert set(ARMS["best"]) <= {row[0] for row in table if row}
-    assert written["objective"] == min(one["objective"] for one in written["tried"])
+    assert written["objective"] == min(one["objective"] for one in written["tried"] if "objective" in one)
     assert written["evaluations"] == 1 + sum(one["evaluations"] for one in written["tried"]) <= 300
     assert written["seed"] == 3
     assert any(row[0] == "break-even" for row in table if row)
+
+
+def test_a_plan_that_leaves_ranks_unused_does_not_count_where_one_is_written(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over so slow a link the fastest rank alone is the fastest of all with one replica."""
+    slow = {**CLUSTER, "link": {"latency_seconds": 1.0, "bytes_per_second": 1e3}}
+    (place / "slow.yaml").write_text(yaml.safe_dump(slow))
+    words = ["--emulate", "slow.yaml", *RATES, "--replicas", "0,1,2", "--evaluations", "60"]
+    assert plan(*words) == 0
+    assert "does not count" not in capsys.readouterr().out
+    assert plan(*words, "--output", "plan.yaml") == 0
+    told = capsys.readouterr().out
+    assert "single: does not count, as it leaves 2 of the ranks, of which a job runs all, unused\n" in told
+    written = yaml.safe_load((place / "plan.yaml").read_text())["search"]
+    tried = {one["method"]: one.get("objective") for one in written["tried"]}
+    assert tried["single"] is None
+    assert written["objective"] == min(each for each in tried.values() if each is not None)
 
 
 def test_interrupted_it_writes_the_best_so_far(

@@ -50,8 +50,12 @@ class Problem:
     def order(self, scored: Scored) -> tuple[int, int, float]:
         """The least is the best: what fits before what does not, by the bytes it lacks; then, where every rank must
         have blocks, by those without; then by the objective. Differences by rounding are none."""
-        unused = len(self.ranks) - len(scored.placement.ranks) if self.every_rank else 0
+        unused = self.unused_ranks(scored.placement)
         return sum(scored.costs.lacking_bytes.values()), unused, float(f"{scored.objective:.9g}")
+
+    def unused_ranks(self, placement: Placement) -> int:
+        """Ranks without blocks, where every rank must have some: such a plan does not count."""
+        return len(self.ranks) - len(placement.ranks) if self.every_rank else 0
 
     @cached_property
     def groups(self) -> Groups:

@@ -166,19 +166,43 @@ def test_ranks_that_share_a_stage_update_all_of_it():
     assert found.step_seconds == pytest.approx(6 * 3 + (1 + 1) + 24)  # of 8 samples the faster one has 6
 
 
-def test_replicas_update_all_of_the_model_each():
+JITTER = LognormalJitter(0.5)
+
+
+def updating_replicas(delay_bound, jitter=None):
+    """Two, of ranks whose update takes 12 and 6 s, and passes 3 and 1.5 s a sample. Sums take no time."""
+    devices = replace(cluster(2), jitter=jitter)
+    training = Training(8, SyncConfig(delay_bound=delay_bound))
+    return Evaluator(graph("a"), [cost(1, 2, update=12)], devices, [StepTime(0, 6), StepTime(0, 3)], training)
+
+
+BOTH = Placement((chain((), 1), chain((), 1, first_rank=1)))
+
+
+def test_replicas_that_are_apart_update_after_each_slice():
     """And shares are by what they take with it."""
-    evaluator = Evaluator(
-        graph("a"), [cost(1, 2, update=12)], cluster(2), [StepTime(0, 6), StepTime(0, 3)],
-        Training(8, SyncConfig(delay_bound=0)),
-    )  # fmt: skip
-    found = evaluator.evaluate(Placement((chain((), 1), chain((), 1, first_rank=1))))
+    found = updating_replicas(4).evaluate(BOTH)
     assert found.shares == (1, 7)
     assert found.replica_seconds == pytest.approx((12 + 3, 6 + 7 * 1.5))
-    assert found.step_seconds == pytest.approx(16.5)
+    assert found.step_seconds == pytest.approx(8 / (1 / 15 + 7 / 16.5))
 
 
-JITTER = LognormalJitter(0.5)
+def test_replicas_in_step_update_once_all_have_ended_their_passes():
+    """So shares are by passes alone: a smaller one would not make up for a longer update."""
+    found = updating_replicas(0).evaluate(BOTH)
+    assert found.shares in {(2, 6), (3, 5)}
+    assert found.step_seconds == pytest.approx(9 + 12)
+    given = Placement((chain((), 1, share=1), chain((), 1, share=7, first_rank=1)))
+    assert updating_replicas(0).evaluate(given).step_seconds == pytest.approx(7 * 1.5 + 12)
+
+
+def test_updates_in_step_scatter_as_passes_do():
+    found = updating_replicas(0, JITTER).evaluate(BOTH).step_seconds
+    draws = [jitter_sampler(JITTER, 7, rank) for rank in range(2)]
+    drawn = [[draw() for draw in draws] for _ in range(4000)]
+    shares = updating_replicas(0, JITTER).evaluate(BOTH).shares
+    slices = [max(3 * shares[0] * a, 1.5 * shares[1] * b) + max(12 * a, 6 * b) for a, b in drawn]
+    assert found == pytest.approx(np.mean(slices), rel=0.05)
 
 
 def scattering(delay_bound=0, quorum=0.25, jitter=JITTER):
