@@ -154,7 +154,8 @@ def finished(process: subprocess.Popen[str], seconds: float = SECONDS) -> Done:
         table = ["ps", "-o", "pid,ppid,stat,etimes,wchan:20,args", "-p", pids]
         print(subprocess.run(table, capture_output=True, text=True, check=False).stdout)
         kill(process)
-        print(*process.communicate(), sep="\n")
+        with contextlib.suppress(subprocess.TimeoutExpired):  # somebody who was not found may hold its end of the pipes
+            print(*process.communicate(timeout=10), sep="\n")
         raise
     return Done(process.returncode, out, err)
 

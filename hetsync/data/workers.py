@@ -47,11 +47,6 @@ def fetch(dataset: Dataset[Any], indices: list[int], collate: Collate | None) ->
     return (collate or default_collate)(items)
 
 
-def as_it_is(batch: Any) -> Any:
-    """The collate of a data set whose `__getitems__` returns whole batches."""
-    return batch
-
-
 class Fetcher(Protocol):
     """Loads batches in the background."""
 

@@ -40,11 +40,12 @@ class MicroBatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MicroBatches(Dataset[Any]):
-    """A data set whose batches come as so many micro-batches, or one for each sample where there are fewer.
+class MicroBatches:
+    """A loader's collate of indices: fetches their samples as so many micro-batches, or one for each sample where there
+    are fewer.
 
-    `collate`: PyTorch's default_collate where None. Samples are cut by their indices, not once they have been fetched:
-    a data set may return whole batches.
+    `collate` of the `dataset`'s samples: PyTorch's default_collate where None. Cut by their indices, and not once they
+    have been fetched, since a data set may return whole batches.
     """
 
     dataset: Dataset[Any]
@@ -52,10 +53,7 @@ class MicroBatches(Dataset[Any]):
     count: int
     division: Division = WHOLE
 
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[MicroBatch]:
+    def __call__(self, indices: Sequence[int]) -> list[MicroBatch]:
         coming, found = iter(indices), []
         for size in micro_batch_sizes(len(indices), min(self.count, len(indices))):
             pieces = [(list(islice(coming, part)), part) for part in self.division.pieces(size)]

@@ -45,7 +45,7 @@ from hetsync.sync.messages import (
 from hetsync.sync.milestones import TOO_FEW
 from hetsync.sync.polling import pause_seconds
 from hetsync.sync.recovery import Action, Books, Damage, Death, Decision, LandedRound, Report, decide, too_few, unseen
-from hetsync.sync.rounds import Around, Rounds, Summed
+from hetsync.sync.rounds import Around, ModeTensors, Rounds
 from hetsync.sync.router import Router
 from hetsync.sync.segmented import SegmentedDeltas
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState
@@ -69,7 +69,7 @@ def hand_over(failure: BaseException, shared: SharedState, plane: Plane) -> None
 
 
 class Communicator:
-    """All methods but the public ones run in its thread, where it has one."""
+    """All methods but those for the main thread run in its own, where it has one."""
 
     def __init__(
         self,
@@ -305,7 +305,7 @@ class Communicator:
         self._shared.followers.send()
         return len(events)
 
-    def landed(self, start: StartRound, summed: Summed | None) -> None:
+    def landed(self, start: StartRound, summed: ModeTensors | None) -> None:
         """Under the lock: the sums are in what was `summed`."""
         if self._keeps_going:
             given = summed.samples_given() if isinstance(summed, Deltas | Gradients) else {}

@@ -26,7 +26,7 @@ from hetsync.telemetry import Telemetry
 COMPLETE = object()  # where a collective has nothing more to wait for
 
 Around = Callable[[StartRound, Iterator[None]], Iterator[None]]  # what happens beside a round's steps
-Summed = Deltas | LoneDeltas | SegmentedDeltas | Gradients | LoneGradients
+ModeTensors = Deltas | LoneDeltas | SegmentedDeltas | Gradients | LoneGradients
 
 
 class Listener(Protocol):
@@ -39,7 +39,7 @@ class Listener(Protocol):
     def flush(self) -> int:
         """Send what is in the outbox."""
 
-    def landed(self, start: StartRound, summed: Summed | None) -> None:
+    def landed(self, start: StartRound, summed: ModeTensors | None) -> None:
         """Under the lock: the sums are in what was `summed`; None after a drain in step, which sums nothing."""
 
     def completed(self, event: RoundCompleted) -> None:

@@ -18,10 +18,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import yaml
+from torch.utils.data import Dataset
 
 from hetsync import data, models
 from hetsync.balance.shares import apportion
@@ -30,7 +31,6 @@ from hetsync.data.evaluation import check_evaluation, metrics_of
 from hetsync.data.ledger import Span, total_samples
 from hetsync.data.loader import Loader, Source
 from hetsync.data.random_state import seed_all
-from hetsync.data.workers import as_it_is
 from hetsync.errors import Trouble, UserError
 from hetsync.files import RECIPE, DiskError
 from hetsync.plan.assignment import GivenPlan, assign, check_model, given_plan
@@ -241,8 +241,8 @@ class PlannedJob:
         built, rank = self.data, self.plane.rank
         micro_batches, division = self.assignment.replica_of(rank).micro_batches, self.assignment.division_of(rank)
         source = Source(
-            dataset=MicroBatches(built.train, built.collate, micro_batches, division),
-            collate=as_it_is,
+            dataset=cast(Dataset[int], range(len(built.train))),  # type: ignore[arg-type]
+            collate=MicroBatches(built.train, built.collate, micro_batches, division),
             costs=built.costs,
             workers=self.config.data.workers,
         )
@@ -312,10 +312,10 @@ class PlannedJob:
     def _train_in_step(self, stop: StopSignal) -> int:
         self._go_on()
         slices = self._slices()
-        coming = next(slices, None)
+        coming = self._prefetched(slices)
         while coming is not None:
-            current, coming = coming, next(slices, None)
-            notes = self._run(current, coming, stop)
+            current, coming = coming, self._prefetched(slices)
+            notes = self._run(current, stop)
             caught = next((note.signal for note in notes if note.signal is not None), None)
             if self._rest(current, caught, any(note.save for note in notes)):
                 return self._end(caught)
@@ -346,14 +346,18 @@ class PlannedJob:
                 return self._end(caught)
         raise AssertionError("the last rest ends training")
 
-    def _run(self, current: PlannedSlice, coming: PlannedSlice | None, stop: StopSignal) -> list[Note]:
+    def _prefetched(self, slices: Iterator[PlannedSlice]) -> PlannedSlice | None:
+        """The next one, on its way to the device: what no worker loads, ranks would draw apart."""
+        if (coming := next(slices, None)) is not None:
+            self._loader.prefetch(coming)
+        return coming
+
+    def _run(self, current: PlannedSlice, stop: StopSignal) -> list[Note]:
         """One slice, and one step of all."""
         books, passes = self.books, self.replica.passes
         began, computed, through = time.monotonic(), passes.seconds, passes.samples
         batches = list(self._loader.slices(current))
         loaded = time.monotonic()
-        if coming is not None:
-            self._loader.prefetch(coming)
         [rate, *_] = rates = self.parts.rates[0].at(current.number)
         set_rates(self.optimizer, rates)
         loss = self._step(batches[0] if batches else [], current)
@@ -400,14 +404,14 @@ class PlannedJob:
         job has ended."""
         self._gather()
         self._go_on()
-        slices = list(itertools.islice(self._slices(), steps + 1))
+        slices = itertools.islice(self._slices(), steps + 1)
         seconds = []
-        for current, coming in zip(slices, [*slices[1:], None], strict=True):
+        coming = self._prefetched(slices)
+        while coming is not None:
+            current, coming = coming, self._prefetched(slices)
             self.plane.barrier()
             began = time.monotonic()
             batches = list(self._loader.slices(current))
-            if coming is not None:
-                self._loader.prefetch(coming)
             self._step(batches[0] if batches else [], current)
             self.plane.barrier()
             seconds.append(time.monotonic() - began)

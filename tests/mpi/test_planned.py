@@ -34,7 +34,8 @@ from hetsync.config.schema import (
     SyncConfig,
 )
 from hetsync.data import Data
-from hetsync.data.workers import as_it_is
+from hetsync.data.loader import Loader
+from hetsync.data.sets.images import as_it_is
 from hetsync.errors import TERMINATED, UserError
 from hetsync.plane.base import Plane
 from hetsync.plane.local import LocalPlane
@@ -238,20 +239,43 @@ class WholeBatches(Dataset[Any]):
         return default_collate([self.dataset[index] for index in indices])
 
 
-def in_whole_batches(**options: Any) -> Data:
+def with_costs(**options: Any) -> Data:
+    """By which samples are put into slices."""
     digits = data.build("digits", options)
+    return replace(digits, costs=[1.0 + index % 7 for index in range(len(digits.train))])  # type: ignore[arg-type]
+
+
+def in_whole_batches(**options: Any) -> Data:
+    digits = with_costs(**options)
     return replace(digits, train=WholeBatches(digits.train), test=WholeBatches(digits.test), collate=as_it_is)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_data_set_of_whole_batches_is_cut_as_any(plane: Plane, folder: Path, workers: int) -> None:
     given = DataConfig(f"{HERE}:in_whole_batches", BATCH, workers=workers)
-    alone(plane, recipe(folder / "alone"))
+    alone(plane, replace(recipe(folder / "alone"), data=DataConfig(f"{HERE}:with_costs", BATCH)))
     assert by_plan(plane, replace(recipe(folder / "planned"), data=given), "pipeline") == 0
     if plane.rank == 0:
         assert_same(saved(folder / "planned"), saved(folder / "alone"))
         found, wanted = summary_of(folder / "planned"), summary_of(folder / "alone")
         assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-5)
+
+
+def test_all_slices_are_loaded_ahead(plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By workers, which draw alike on all ranks, and on to the device: the first one, too, and that after a resume."""
+    taken: list[bool] = []
+    slices = Loader.slices
+
+    def watched(loader: Loader, task: Any) -> Any:
+        taken.append(task.number in loader._loading or not task.slices)
+        return slices(loader, task)
+
+    monkeypatch.setattr(Loader, "slices", watched)
+    config = recipe(folder / "planned")
+    assert by_plan(plane, config, "pipeline", caught=signal.SIGTERM) == TERMINATED
+    assert by_plan(plane, config, "pipeline", resume=True) == 0
+    assert len(taken) > 5
+    assert all(taken)
 
 
 class Tied(torch.nn.Module):

@@ -13,7 +13,6 @@ from torch.utils.data import Dataset
 
 from hetsync.data import Data
 from hetsync.data.cache import save_rows
-from hetsync.data.workers import as_it_is
 from hetsync.errors import UserError
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -58,6 +57,11 @@ def load(folder: Path, augment: bool) -> Data:
         collate=as_it_is,
         model_options={"classes": len(classes)},
     )
+
+
+def as_it_is(batch: Any) -> Any:
+    """The collate of `Images`, whose `__getitems__` returns whole batches."""
+    return batch
 
 
 class Images(Dataset[Batch]):

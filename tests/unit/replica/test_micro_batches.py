@@ -11,7 +11,9 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from hetsync.balance.profile import StepTime
-from hetsync.data.workers import as_it_is, fetch
+from hetsync.data.sets.images import as_it_is
+from hetsync.data.workers import fetch
+from hetsync.errors import UserError
 from hetsync.plan.division import WHOLE, Division
 from hetsync.replica.base import MicroBatches
 
@@ -45,9 +47,8 @@ def test_samples_keep_their_order_whatever_the_data_set_returns(
     dataset: Dataset[Any], collate: Any, division: Division, sizes: list[list[int]]
 ) -> None:
     cut = MicroBatches(dataset, collate, 3, division)
-    assert len(cut) == 20
     indices = [7, 3, 19, 0, 11, 5, 2]
-    found = fetch(pickle.loads(pickle.dumps(cut)), indices, as_it_is)  # as a worker has it
+    found = fetch(range(20), indices, pickle.loads(pickle.dumps(cut)))  # as a worker has it
     assert [[piece.samples for piece in each.pieces] for each in found] == sizes
     pieces = [piece.batch for each in found for piece in each.pieces]
     assert torch.equal(torch.cat([images for images, _ in pieces]), IMAGES[indices])
@@ -55,5 +56,19 @@ def test_samples_keep_their_order_whatever_the_data_set_returns(
 
 
 def test_fewer_samples_than_micro_batches_are_one_each() -> None:
-    found = MicroBatches(WholeBatches(), as_it_is, 4).__getitems__([8, 6])
+    found = MicroBatches(WholeBatches(), as_it_is, 4)([8, 6])
     assert [each.samples for each in found] == [1, 1]
+
+
+def test_files_that_cannot_be_read_are_one_sentence_and_what_the_users_collate_says_is_not() -> None:
+    class Unreadable(WholeBatches):
+        def __getitems__(self, indices: Sequence[int]) -> Any:
+            raise FileNotFoundError("images.npy")
+
+    def refused(samples: Any) -> Any:
+        raise ConnectionRefusedError("tokenizer")
+
+    with pytest.raises(UserError, match=r"the data cannot be read: images\.npy"):
+        fetch(range(20), [1, 2], MicroBatches(Unreadable(), as_it_is, 2))
+    with pytest.raises(ConnectionRefusedError, match="tokenizer"):
+        fetch(range(20), [1, 2], MicroBatches(TensorDataset(IMAGES, LABELS), refused, 2))

@@ -230,9 +230,7 @@ def test_ranks_that_share_all_of_a_model_need_not_cut_it() -> None:
     alone.load_state_dict(model.state_dict())
     division = Division([[1, 0]], [StepTime(0.0, 1.0), StepTime(0.0, 2.0)])
     data = Data(TensorDataset(torch.arange(28.0).reshape(7, 4)), TensorDataset(torch.ones(5, 4)))
-    batches = MicroBatches(data.train, lambda rows: torch.stack([row for (row,) in rows]), 3, division).__getitems__(
-        range(7)
-    )
+    batches = MicroBatches(data.train, lambda rows: torch.stack([row for (row,) in rows]), 3, division)(range(7))
     loss = WholeReplica(alone, skipping_loss).run(batches)
     assert [[piece.samples for piece in each.pieces] for each in batches] == [[1, 2], [1, 1], [1, 1]]
 

@@ -99,7 +99,7 @@ def double_batches(data: Data, first: int, shares: Sequence[int], counts: Sequen
 
 
 def _cut(data: Data, samples: Sequence[int], count: int, division: Division = WHOLE) -> list[MicroBatch]:
-    return MicroBatches(data.train, _in_double_precision(data), count, division).__getitems__(samples)
+    return MicroBatches(data.train, _in_double_precision(data), count, division)(samples)
 
 
 def _in_double_precision(data: Data) -> Callable[[list[Any]], Any]:

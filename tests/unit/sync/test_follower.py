@@ -50,7 +50,7 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def batch_of(task: Task, division: Division) -> list[MicroBatch]:
     drawn = torch.randn(task.samples, 4, generator=torch.Generator().manual_seed(task.number))
-    return MicroBatches(drawn, torch.stack, 2, division).__getitems__(range(task.samples))
+    return MicroBatches(drawn, torch.stack, 2, division)(range(task.samples))
 
 
 class Meeting:

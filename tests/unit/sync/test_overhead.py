@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from hetsync.plane.local import LocalPlane
 from hetsync.sync import overhead as module
+from hetsync.sync.engine import Engine
 from hetsync.sync.overhead import MainThreadTimer, Overhead
+from hetsync.sync.shared_state import EngineOptions
 
 
 @pytest.mark.parametrize(
@@ -46,3 +50,14 @@ def test_elsewhere_than_on_the_host_only_the_main_threads_work_counts() -> None:
     overhead.since(1.0)
     timer.working.seconds += 0.01
     assert overhead.since(1.0) == (pytest.approx(0.01), 0.0)
+
+
+@pytest.mark.parametrize(("on_host", "expected"), [(True, 0.02), (False, 0.01)])
+def test_an_engine_has_that_of_its_device(monkeypatch: pytest.MonkeyPatch, on_host: bool, expected: float) -> None:
+    made = Engine(LocalPlane(), torch.nn.Linear(2, 2), EngineOptions(4, on_host=on_host))
+    clock = 7.0
+    monkeypatch.setattr(module.time, "process_time", lambda: clock)
+    made._overhead.since(1.0)
+    made.timer.working.seconds += 0.01
+    clock += 0.5
+    assert made._overhead.since(1.0) == (pytest.approx(expected), 0.0)
