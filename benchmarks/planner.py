@@ -90,10 +90,11 @@ def searched(
         except UserError as mistake:
             yield from ({"weights": weights, "missing": str(mistake)} for weights in weighed)
             return
-        yield from (_record(driver, one) for one in (weighed if arm in WEIGH_NOTHING else [weights]))
+        seconds = driver.seconds
+        yield from (_record(driver, one, seconds) for one in (weighed if arm in WEIGH_NOTHING else [weights]))
 
 
-def _record(driver: Recorder, weights: str) -> dict[str, Any]:
+def _record(driver: Recorder, weights: str, seconds: float) -> dict[str, Any]:
     evaluator = driver.problem.evaluator
     weighed = objective(WEIGHTS[weights], driver.reference_costs, evaluator)
     course: list[tuple[int, float]] = []
@@ -102,7 +103,7 @@ def _record(driver: Recorder, weights: str) -> dict[str, Any]:
         if costs.feasible and (not course or weighed.of(costs) < course[-1][1]):
             course.append((number, weighed.of(costs)))
             best = costs
-    told = {"weights": weights, "evaluations": driver.evaluations, "seconds": driver.seconds}
+    told = {"weights": weights, "evaluations": driver.evaluations, "seconds": seconds}
     if best is None:
         return {**told, "missing": f"nothing fits, of {driver.evaluations} plans"}
     figures = figures_of(best, evaluator)._asdict()

@@ -29,10 +29,21 @@ BUILT_IN = {
     "trajectory_transformer": "hetsync.models.trajectory_transformer:TrajectoryTransformer",
 }
 
+COUNTED = frozenset({"classes", "vocabulary", "source_vocabulary", "target_vocabulary"})  # of data, by options' names
+
 
 def build_for(data: Data, name: str, options: Mapping[str, Any]) -> torch.nn.Module:
-    """A model with a recipe's options, and with what else the data tells of itself (classes, vocabulary)."""
+    """A model with a recipe's options, and with what else the data tells of itself (classes, vocabulary).
+
+    UserError where the options have too few of these for the data: by the first sample beyond them it would fail.
+    """
     make = _find(name)
+    for key in COUNTED.intersection(data.model_options, options):
+        given, there = options[key], data.model_options[key]
+        if isinstance(given, int) and given < there:
+            raise UserError(
+                f"model.options.{key} is {given}, but the data has {there}: leave it out, or give {there} or more"
+            )
     known = inspect.signature(make).parameters
     return _build(name, make, options, {key: value for key, value in data.model_options.items() if key in known})
 

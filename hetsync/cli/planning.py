@@ -211,7 +211,8 @@ def _break_even(driver: Driver, found: Found) -> str:
     gain = driver.reference_costs.step_seconds - found.costs.step_seconds
     if gain <= 1e-9 * driver.reference_costs.step_seconds:
         return "break-even never: data parallelism is as fast"
-    return f"break-even after {math.ceil(driver.seconds / gain):,} steps: each is {gain:.4g} s shorter than data's"
+    steps = math.ceil(driver.seconds / gain)
+    return f"break-even after {steps:,} steps: each is {gain:.4g} s shorter than data's with one micro-batch"
 
 
 def explain(config: Config, path: Path) -> None:

@@ -11,10 +11,12 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
 
 from hetsync import models
 from hetsync.config.parser import read_recipe
 from hetsync.config.schema import ModelConfig
+from hetsync.data import Data
 from hetsync.data.metrics import cross_entropy
 from hetsync.errors import UserError
 from hetsync.models.image_layers import AuxiliaryHead, BatchNorm2d
@@ -288,3 +290,12 @@ def test_recipes_make_their_models(path):
     read_recipe(path)
     model = ModelConfig(**yaml.safe_load(path.read_text())["model"])
     assert build_unallocated(model.name, classes=CLASSES, **model.options).classifier.out_features == CLASSES
+
+
+@pytest.mark.parametrize(("key", "name"), [("classes", "resnet18"), ("vocabulary", "ptb_lstm")])
+def test_too_few_classes_or_words_for_the_data_are_refused(key: str, name: str) -> None:
+    data = Data(TensorDataset(torch.zeros(4)), TensorDataset(torch.zeros(4)), model_options={key: 30})
+    sentence = rf"model\.options\.{key} is 29, but the data has 30: leave it out, or give 30 or more"
+    with pytest.raises(UserError, match=sentence):
+        models.build_for(data, name, {key: 29})
+    models.build_for(data, name, {key: 31})
