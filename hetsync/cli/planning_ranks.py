@@ -24,6 +24,7 @@ from hetsync.plan.search.objective import figures_of
 from hetsync.plane.base import Plane, decided_by_first
 from hetsync.profiling.report import profile_cluster
 from hetsync.train.planned import PlannedJob, check_settings
+from hetsync.train.rehearsal import rehearse
 from hetsync.train.workplace import Workplace, take_place
 
 MEASURED_STEPS = 10  # of each plan, after one that warms up
@@ -107,6 +108,8 @@ def _rehearse(at: Workplace, plan: PlanFile) -> float:
     if at.plane.rank == 0:
         write_plan(plan, path)
     given = given_plan(path, at.plane)
+    if given.file.data_parallel:
+        return rehearse(given, at.config, at.plane, MEASURED_STEPS)
     with closing(PlannedJob(at, given, "nothing")) as job:
         seconds: float = at.plane.broadcast_object(job.rehearse(MEASURED_STEPS))
     return seconds

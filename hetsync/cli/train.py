@@ -20,6 +20,7 @@ from hetsync.start import loading
 from hetsync.stop_signal import StopSignal
 
 if TYPE_CHECKING:  # it loads torch, which takes seconds
+    from hetsync.plan.assignment import GivenPlan
     from hetsync.plane.base import Plane
     from hetsync.train.display import Shows
 
@@ -63,41 +64,54 @@ def parse(argv: Sequence[str]) -> tuple[Config, Path | None, Shows]:
 def train(plane: Plane, config: Config, resume: Path | None, stop: StopSignal, shows: Shows) -> int:
     """Collective: one training job, from its recipe to its summary; returns the exit status."""
     with loading():
+        from hetsync.train.resumption import FinishedError
+
+    try:
+        if config.plan.file is None:
+            return train_whole(plane, config, None, resume, stop, shows)
+        return train_by_plan(plane, config, Path(config.plan.file), resume, stop, shows)
+    except FinishedError as finished:
+        if plane.rank == 0:
+            complain(str(finished))
+        return 0
+
+
+def train_by_plan(plane: Plane, config: Config, path: Path, resume: Path | None, stop: StopSignal, shows: Shows) -> int:
+    from hetsync.plan.assignment import given_plan
+    from hetsync.train.planned import train_planned
+
+    plan = given_plan(path, plane)
+    if plan.file.data_parallel:
+        return train_whole(plane, config, plan, resume, stop, shows)
+    return train_planned(plane, config, plan, resume, stop, shows)
+
+
+def train_whole(
+    plane: Plane, config: Config, plan: GivenPlan | None, resume: Path | None, stop: StopSignal, shows: Shows
+) -> int:
+    """Collective: each rank has the whole model. `plan`: a data-parallel one."""
+    with loading():
         from hetsync.train.job import Job
         from hetsync.train.loop import StoppedByRequest
-        from hetsync.train.resumption import FinishedError
         from hetsync.train.run_folder import recorded
         from hetsync.train.trainer import Trainer
 
-    if config.plan.file is not None:
-        return train_by_plan(plane, config, resume, stop, shows)
+    given = config
+    if plan is not None:
+        from hetsync.train.data_parallel import by_shares
+
+        given = by_shares(config, plan)
     try:
         again = "hetsync-train --resume {}"
-        with Job(config, plane, resume=resume or False, stop=stop, show=shows, resume_by=again) as job:
+        with Job(given, plane, resume=resume or False, stop=stop, show=shows, resume_by=again) as job:
             # Refuses what cannot work; writes nothing but a controller's log.
-            trainer = Trainer(config, job)
+            trainer = Trainer(config, job, plan)
             assert job.folder is not None
             # A resumed run meets no fault of before once more.
             kept = replace(config, fault=replace(config.fault, inject=[]))
             recipe, path = yaml.safe_dump(asdict(kept), sort_keys=False), job.folder / RECIPE
             with recorded(path, recipe, lambda: job.saved) if job.is_main else contextlib.nullcontext():
                 trainer.train()
-    except FinishedError as finished:
-        if plane.rank == 0:
-            complain(str(finished))
     except StoppedByRequest as stopped:
         return stopped.status
     return 0
-
-
-def train_by_plan(plane: Plane, config: Config, resume: Path | None, stop: StopSignal, shows: Shows) -> int:
-    """Collective: the same by the recipe's plan."""
-    from hetsync.train.planned import train_planned
-    from hetsync.train.resumption import FinishedError
-
-    try:
-        return train_planned(plane, config, resume, stop, shows)
-    except FinishedError as finished:
-        if plane.rank == 0:
-            complain(str(finished))
-        return 0

@@ -235,10 +235,11 @@ class SyncConfig:
         delay_bound: Greatest staleness in rounds (D). 0 is synchronous training; null has no bound (asynchronous).
         quorum: Part of a full contribution set, in samples, that may start a round when D > 0;
             1 waits for a contribution of every rank (stale synchronous parallel with bound D). auto is 0.25, and 0.5
-            where the work of rounds is a notable part of a slice, but not with a controller, or by a plan.
+            where the work of rounds is a notable part of a slice, but not with a controller, or by a plan that cuts the
+            model.
         accumulation: Slices in one contribution (K): at delay bound 1 and above K optimizer steps, at 0 gradient
             accumulation. auto is 1, and at delay bound 1 and above up to 4 where rounds are a notable part of a slice,
-            but not with a controller, or by a plan.
+            but not with a controller, or by a plan that cuts the model.
         shares: Samples of a rank in a slice: speed (by measured speed), equal, or first (rank 0 as pinned,
             the rest even).
         pins: Shares set by hand, rank: samples.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -257,6 +257,10 @@ class Cluster:
     def size(self) -> int:
         """Number of devices."""
         return sum(group.count for group in self.devices)
+
+    def without_limits(self) -> Cluster:
+        """The same with devices that hold any model whole."""
+        return replace(self, devices=tuple(replace(group, memory_gib=None) for group in self.devices))
 
     def device_of(self, rank: int) -> DeviceGroup:
         """The device that a rank drives: devices are dealt out in listed order. UserError beyond the last."""

@@ -32,6 +32,12 @@ class GivenPlan:
     file: PlanFile
     sha256: str
 
+    @property
+    def pins(self) -> dict[int, int]:
+        """Of a data-parallel plan: the shares that it gives, by rank."""
+        shares = {replica.stages[0].ranks[0]: replica.share for replica in self.file.replicas}
+        return {rank: share for rank, share in shares.items() if share is not None}
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -142,9 +148,3 @@ def real_cluster(profiles: Sequence[RankProfile]) -> Cluster:
     """Ranks as they were measured, with links that cost nothing: these are not measured at a job's start."""
     devices = tuple(DeviceGroup(f"rank {rank}", host=profile.host) for rank, profile in enumerate(profiles))
     return Cluster("of this job", "measured at its start", devices)
-
-
-def without_limits(cluster: Cluster) -> Cluster:
-    """The cluster, with devices that hold any model whole."""
-    devices = tuple(dataclasses.replace(group, memory_gib=None) for group in cluster.devices)
-    return dataclasses.replace(cluster, devices=devices)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate, pairwise
@@ -188,7 +188,7 @@ class Evaluator:
             in_step = self._in_step(len(staged))
             drawn = [self._slice_seconds(one, updating=False) for one in slices] if in_step else alone
             waiting = None if self.cluster.jitter is None else _mean(reduce(np.maximum, drawn))
-            whole = _all_whole(placement)
+            whole = _all_whole(placement.replicas)
             rounds, replicas = self._rounds(placement), Replicas(shares, list(map(_mean, drawn)), whole, waiting)
             round_seconds = rounds.seconds(max(replicas.seconds))
             step = rounds.step_seconds(replicas, round_seconds)
@@ -461,10 +461,13 @@ class Evaluator:
 
     def _memory(self, staged: Sequence[_Staged], shares: Sequence[int]) -> dict[int, int]:
         found = {}
+        # In step, whole models add their gradients up in buckets, which leave while backward runs.
+        in_buckets = self._in_step(len(staged)) and _all_whole(one.replica for one in staged)
         for one, share in zip(staged, shares, strict=True):
             largest = max(micro_batch_sizes(share, one.replica.micro_batches))
             for index, stage in enumerate(one.replica.stages):
-                held = self.held_bytes(float(one.figures[index, WEIGHTS]), len(staged))
+                weights = float(one.figures[index, WEIGHTS])
+                held = self.held_bytes(weights, len(staged)) + (weights if in_buckets else 0)
                 saved = float(one.figures[index, SAVED] + one.received_bytes[index])
                 # A loss is computed just before its backward pass, so that there is one at a time.
                 others = (saved - float(one.loss_bytes[index])) * (one.in_flight[index] - 1)
@@ -535,9 +538,9 @@ def _mean(seconds: float | Array) -> float:
     return float(seconds.mean()) if isinstance(seconds, np.ndarray) else float(seconds)
 
 
-def _all_whole(placement: Placement) -> bool:
-    """Whether each replica is one rank that runs its share at once."""
+def _all_whole(replicas: Iterable[Replica]) -> bool:
+    """Whether each is one rank that runs its share at once."""
     return all(
         len(replica.stages) == 1 and len(replica.stages[0].ranks) == 1 and replica.micro_batches == 1
-        for replica in placement.replicas
+        for replica in replicas
     )

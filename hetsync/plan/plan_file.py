@@ -164,6 +164,14 @@ class PlanFile:
         """All that the plan names."""
         return [rank for replica in self.replicas for stage in replica.stages for rank in stage.ranks]
 
+    @property
+    def data_parallel(self) -> bool:
+        """Is each replica one rank that runs its share at once, as ranks do without a plan?"""
+        return all(
+            len(replica.stages) == 1 and len(replica.stages[0].ranks) == 1 and replica.micro_batches == 1
+            for replica in self.replicas
+        )
+
     def check_job(self, ranks: int, batch_size: int, model_name: str, weights_sha256: str) -> None:
         """UserError unless the plan was made for this model and this batch, and has a place for every rank.
 

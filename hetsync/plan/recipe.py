@@ -53,7 +53,7 @@ def plannable_model(
     With `messages` it is collective, and costs are rank 0's. UserError where the recipe sets shares in a way that plans
     do not know, and where the loss calls the model twice, or never.
     """
-    _check_shares(config)
+    check_shares(config)
     model.train()
     device = next(model.parameters()).device
     least, most = MEASURED_SAMPLES
@@ -82,7 +82,8 @@ def _optimizer_buffers(optimizer: torch.optim.Optimizer) -> int:
     return 2
 
 
-def _check_shares(config: Config) -> None:
+def check_shares(config: Config) -> None:
+    """UserError for shares of the recipe's own."""
     for key, value in (("shares", config.sync.shares), ("pins", config.sync.pins)):
         if value not in ("speed", {}):
             raise UserError(f"sync.{key} is {value}, but a plan has shares of its own: leave sync.{key} out")

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
 
 from hetsync.balance.device import Device
 from hetsync.balance.profile import RankProfile
 from hetsync.config.schema import Config
 from hetsync.sync.coordinator import Coordinator
 from hetsync.train.evaluation import Evaluations
+from hetsync.train.plan_figures import plan_figures
 from hetsync.train.rollback import Rollbacks
 from hetsync.train.run_folder import Status
 from hetsync.train.session import Session
-from hetsync.train.summary import Damaged, JobFigures, Join, LeftOut, LostRank, RankFigures, RunFigures
+from hetsync.train.summary import (
+    Damaged,
+    JobFigures,
+    Join,
+    LeftOut,
+    LostRank,
+    PlannedRank,
+    RankFigures,
+    RunFigures,
+)
 from hetsync.train.telling import Telling
 from hetsync.train.workplace import Workplace
+
+if TYPE_CHECKING:  # it loads what only plans need
+    from hetsync.plan.assignment import Assignment
 
 
 class Figures:
@@ -33,9 +49,10 @@ class Figures:
         rollbacks: Rollbacks,
         joins: Sequence[Join],
         joined: bool,
+        assignment: Assignment | None,
     ) -> None:
         """`total` samples to train on. `profiles` and `joins` may change while the job runs. `joined`: this rank did,
-        while the job ran."""
+        while the job ran. `assignment`: of a data-parallel plan that it follows."""
         self._at = at
         self._config = config
         self._total = total
@@ -47,6 +64,7 @@ class Figures:
         self._rollbacks = rollbacks
         self._joins = joins
         self._joined = joined
+        self._assignment = assignment
 
     def job(self, status: Status = Status.RUNNING) -> JobFigures:
         return JobFigures(
@@ -69,6 +87,7 @@ class Figures:
         per_rank = [figures for figures in told if figures.rank in self._at.plane.members]
         if session.coordinator is None:
             return None
+        plan = self._assignment
         return RunFigures(
             job=self.job(Status.STOPPED if session.stopping else Status.FINISHED),
             per_rank=per_rank,
@@ -95,7 +114,14 @@ class Figures:
             wall_seconds=time.monotonic() - self._at.began,
             control=session.control.summary() if session.control is not None else None,
             rounds_changes=session.rounds_changes,
+            plan=None if plan is None else plan_figures(plan, self._step_seconds(per_rank)),
         )
+
+    def _step_seconds(self, per_rank: Sequence[RankFigures]) -> float | None:
+        """Of a batch, which may have gone out in shorter slices."""
+        seconds = max(figures.train_seconds for figures in per_rank)
+        steps = (self._session.applied - self._session.terms.applied) / self._config.data.batch_size
+        return seconds / steps if steps else None
 
     def _lost_ranks(self, coordinator: Coordinator) -> list[LostRank]:
         lost: list[LostRank] = []
@@ -137,4 +163,19 @@ class Figures:
             real_seconds=self._device.real_seconds,
             overruns=self._device.overruns,
             joined_at_round=session.terms.version if self._joined else None,
+            planned=None if self._assignment is None else self._planned(self._assignment),
+        )
+
+    def _planned(self, assignment: Assignment) -> PlannedRank:
+        rank, totals, weights = self._at.plane.rank, self._session.totals, next(self._session.model.parameters())
+        index, stage = assignment.place_of(rank)
+        busy = totals.compute_seconds / totals.train_seconds if totals.train_seconds else 1.0
+        return PlannedRank(
+            replica=index,
+            stage=stage,
+            step_fraction=1.0,
+            idle_fraction=max(0.0, 1 - busy),
+            activation_bytes_sent=0,
+            memory_bytes=torch.cuda.max_memory_allocated(weights.device) if weights.is_cuda else None,
+            predicted_memory_bytes=assignment.costs.memory_bytes[rank],
         )

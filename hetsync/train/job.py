@@ -39,7 +39,7 @@ from hetsync.train.display import Shows
 from hetsync.train.evaluation import Combine, EvaluationLoader, Part, by_rank, check_callable, combined, named, on_cpu
 from hetsync.train.loop import Loop, StoppedByRequest
 from hetsync.train.parts import Factor
-from hetsync.train.preparation import Loss, Preparation
+from hetsync.train.preparation import Assigns, Loss, Preparation
 from hetsync.train.prepared import PreparedScheduler, TrainingLoader
 from hetsync.train.reduction import Reduction
 from hetsync.train.replacing import summons_of
@@ -197,6 +197,12 @@ class Job:
         loss. Without it ranks start with equal shares, and no efficiency can be told."""
         self._check_before("measure")
         self._prepared.loss = loss
+
+    def follow(self, assigns: Assigns) -> None:
+        """Collective from `ready` on: the ranks train by a data-parallel plan, whose shares are in the job's settings.
+        `assigns` is called once their speeds are known, with the emulated cluster, if any."""
+        self._check_before("follow")
+        self._prepared.assigns = assigns
 
     def evaluate_every(self, samples: int | None, function: Callable[[], Any], combine: Combine | None = None) -> None:
         """Evaluate after so many samples, again and again, while training goes on, and at its end (None: only there):

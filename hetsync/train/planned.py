@@ -33,7 +33,7 @@ from hetsync.data.loader import Loader, Source
 from hetsync.data.random_state import seed_all
 from hetsync.errors import Trouble, UserError
 from hetsync.files import RECIPE, DiskError
-from hetsync.plan.assignment import GivenPlan, assign, check_model, given_plan
+from hetsync.plan.assignment import GivenPlan, assign, check_model
 from hetsync.plane.base import Plane
 from hetsync.replica.base import MicroBatch, MicroBatches
 from hetsync.replica.segments import SegmentSums, segments_of
@@ -59,13 +59,13 @@ from hetsync.train.trainer import check_metrics
 from hetsync.train.workplace import Workplace, take_place
 
 
-def train_planned(plane: Plane, config: Config, resume: Path | None, stop: StopSignal, shows: Shows) -> int:
+def train_planned(
+    plane: Plane, config: Config, plan: GivenPlan, resume: Path | None, stop: StopSignal, shows: Shows
+) -> int:
     """Collective: one training job by the recipe's plan, from its recipe to its summary; returns the exit status.
 
     FinishedError where there is nothing left to do.
     """
-    assert config.plan.file is not None
-    plan = given_plan(Path(config.plan.file), plane)
     check_settings(config)
     with opened_folder(plane, config.run, resume or False) as (folder, resumed):
         loaded = checkpoint.load_agreed(folder, plane) if resumed else None

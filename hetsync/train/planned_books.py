@@ -19,10 +19,10 @@ from hetsync.telemetry import Telemetry
 from hetsync.train.accounts import TrainingClock
 from hetsync.train.display import Shows, make_display
 from hetsync.train.evaluation import record
+from hetsync.train.plan_figures import compared, plan_figures, predicted
 from hetsync.train.run_folder import Status, mark_failed
 from hetsync.train.summary import (
     JobFigures,
-    PlanFigures,
     PlannedRank,
     RankFigures,
     RunFigures,
@@ -122,11 +122,7 @@ class Books:
             self.say(f"the run folder is {folder}")
         shares = [self._assignment.share_of(rank) for rank in range(at.plane.size)]
         self._display.ranks(self._profiles, shares, self._solo)
-        costs = self._assignment.costs
-        self.say(
-            f"plan {self._assignment.plan.path}: {costs.step_seconds:.4g} s a step are predicted,"
-            f" {costs.samples_per_second:,.1f} samples/s"
-        )
+        self.say(predicted(self._assignment))
 
     def say(self, text: str) -> None:
         self._display.say(text)
@@ -249,7 +245,7 @@ class Books:
             write_atomically(self._at.folder / SUMMARY, json.dumps(summary, indent=1))
         self._display.close(summary)
         if (step := summary["plan"]["measured_step_seconds"]) is not None:
-            self.say(f"a step took {step:.4g} s; {self._assignment.costs.step_seconds:.4g} s were predicted")
+            self.say(compared(self._assignment, step))
         if status is Status.STOPPED:
             self.say(f"stopped and saved; go on with: hetsync-train --resume {self._at.folder}")
 
@@ -289,7 +285,7 @@ class Books:
             metrics=self.metrics,
             anchor_sha256=weights_sha256,
             wall_seconds=time.monotonic() - self._at.began,
-            plan=self._plan_figures(),
+            plan=plan_figures(self._assignment, self._step_seconds),
         )
 
     @property
@@ -299,19 +295,10 @@ class Books:
             return self.steps - self._steps_before
         return (self.applied - self._applied_before) / sum(self.shares)
 
-    def _plan_figures(self) -> PlanFigures:
+    @property
+    def _step_seconds(self) -> float | None:
         steps = self._steps_made
-        plan, costs, replicas = self._assignment.plan, self._assignment.costs, self._assignment.placement.replicas
-        return PlanFigures(
-            path=str(plan.path),
-            sha256=plan.sha256,
-            replicas=[[list(stage.ranks) for stage in replica.stages] for replica in replicas],
-            predicted_step_seconds=costs.step_seconds,
-            measured_step_seconds=self.clock.seconds() / steps if steps else None,
-            predicted_samples_per_second=costs.samples_per_second,
-            bytes_per_sample=costs.bytes_per_sample,
-            communication_fraction=self._assignment.communication_fraction,
-        )
+        return self.clock.seconds() / steps if steps else None
 
     def _rank_figures(self) -> RankFigures:
         rank, passes, seconds = self._rank, self._replica.passes, self.clock.seconds()

@@ -13,7 +13,7 @@ from hetsync.emulation.channels import EmulatedChannels
 from hetsync.emulation.cluster import Cluster
 from hetsync.emulation.jitter import jitter_sampler
 from hetsync.errors import UserError
-from hetsync.plan.assignment import Assignment, real_cluster, without_limits
+from hetsync.plan.assignment import Assignment, real_cluster
 from hetsync.plane.base import Channels
 from hetsync.profiling.measure import Subject, measure_ranks
 from hetsync.replica.base import Replica
@@ -26,7 +26,7 @@ from hetsync.train.workplace import Workplace
 
 def measured(at: Workplace, model: torch.nn.Module, data: Data, optimizer: torch.optim.Optimizer) -> list[RankProfile]:
     """Collective: what each rank reaches with the whole model, had it the memory."""
-    cluster = None if at.cluster is None else without_limits(at.cluster)
+    cluster = None if at.cluster is None else at.cluster.without_limits()
     return measure_ranks(Subject(at.plane, at.config, model, data, at.place, [optimizer]), cluster)
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
+from hetsync.balance.profile import RankProfile
 from hetsync.data.handed_over import shuffles, source_of, told_samples
 from hetsync.data.loader import Source
 from hetsync.data.stream import Stream
+from hetsync.emulation.cluster import Cluster
 from hetsync.errors import UserError
 from hetsync.sync.optimizers import check_needs_no_closure
 from hetsync.sync.rates import check_scheduler
@@ -21,7 +23,11 @@ from hetsync.train.evaluation import Combine, EvaluationLoader, RankParts, check
 from hetsync.train.parts import Parts, add
 from hetsync.train.prepared import PreparedScaler, PreparedScheduler, TrainingLoader, unwrapped
 
+if TYPE_CHECKING:  # it loads what only plans need
+    from hetsync.plan.assignment import Assignment
+
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
+Assigns = Callable[[Sequence[RankProfile], Cluster | None], "Assignment"]
 EVENTS = ("evaluation", "checkpoint", "round", "end")
 
 
@@ -47,6 +53,7 @@ class Preparation:
     loader, test_loaders: Batches of the training data, and of each set of test data.
     rank_parts: Which part of test data is whose.
     loss: By which ranks are measured.
+    assigns: Tells what a data-parallel plan is for these ranks, once their speeds are known.
     evaluation: After how many samples (None: at the end), what to call, and how its results become one.
     callbacks: By the event's name.
     interval_samples: All ranks rest after so many, again and again.
@@ -58,6 +65,7 @@ class Preparation:
         self.test_loaders: list[EvaluationLoader] = []
         self.rank_parts = RankParts(rank, ranks)
         self.loss: Loss | None = None
+        self.assigns: Assigns | None = None
         self.evaluation: tuple[int | None, Callable[[], Any], Combine | None] | None = None
         self.callbacks: dict[str, list[Callable[[Any], None]]] = defaultdict(list)
         self.interval_samples: int | None = None

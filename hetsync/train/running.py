@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,6 +38,7 @@ from hetsync.train.figures import Figures
 from hetsync.train.injection import InjectedDevice, Injection, require_struck
 from hetsync.train.memory import slice_memory
 from hetsync.train.notice import posted
+from hetsync.train.plan_figures import compared, predicted
 from hetsync.train.preparation import Preparation
 from hetsync.train.replacing import Replacements, Summons, Welcome, summons_of
 from hetsync.train.resumption import Standing, first_settings, kept_shares
@@ -56,6 +58,9 @@ from hetsync.train.terms import ControlFactory, Terms
 from hetsync.train.trackers import Tracked, trackers_of
 from hetsync.train.tracking import Tracking
 from hetsync.train.workplace import Workplace
+
+if TYPE_CHECKING:  # it loads what only plans need
+    from hetsync.plan.assignment import Assignment
 
 THE_END = "the end of the job"
 
@@ -84,6 +89,7 @@ class Running:
     model: All that is trained.
     total: Samples to train on.
     finished: The run that was to be gone on with is at its end already.
+    assignment: Of a data-parallel plan that it follows.
     lines_due: It stands at an interval's end, whose last lines in the script have not been run.
     over: Training is, at rest.
     left: The loop has been left: this rank takes part in rounds and rests only.
@@ -122,6 +128,7 @@ class Running:
         self._leading = False
         self._held = ExitStack()  # the run folder, where the rank that did has died
         self.profiles = self._profiles()
+        self.assignment = self._assigned()
         self._memory = None if self._is_measured else slice_memory(self.plane, at.place, self._device)
         if self._newcomer is not None:
             self._enter(self._newcomer)
@@ -160,6 +167,7 @@ class Running:
             rollbacks=self._rollbacks,
             joins=self.joins,
             joined=self.has_joined,
+            assignment=self.assignment,
         )
         self.leaving = self._leaving()
         self.status = 0  # another one of a job that has been asked to stop
@@ -279,10 +287,17 @@ class Running:
         if self.prepared.loss is not None and not self.finished:
             material = Data(self.source.dataset, self.source.dataset, self.prepared.loss, collate=self.source.collate)
             what = (self.plane, self.config, self.model, material, at.place, self.prepared.parts.optimizers)
-            return self._among_known(measure_ranks(Subject(*what), at.cluster))
+            cluster = at.cluster
+            if cluster is not None and self.prepared.assigns is not None:
+                cluster = cluster.without_limits()  # whether it fits, the plan is asked
+            return self._among_known(measure_ranks(Subject(*what), cluster))
         cluster = None if self.finished else at.cluster
         total = self.config.emulation.samples_per_second
         return assumed_profiles(self.plane, cluster, total, self._device, at.place.host)
+
+    def _assigned(self) -> Assignment | None:
+        assigns = self.prepared.assigns
+        return None if assigns is None or self.finished else assigns(self.profiles, self.at.cluster)
 
     def _among_known(self, measured: list[RankProfile]) -> list[RankProfile]:
         """By number: a newcomer has measured itself alone."""
@@ -298,7 +313,7 @@ class Running:
             shares: tuple[int, ...] | None = tuple(self._welcome.shares)
         else:
             shares = kept_shares(config, self._progress, self.plane.size)
-        shares = shares or choose_shares(config.sync, config.data.batch_size, self.profiles)
+        shares = shares or self._first_shares()
         slice_seconds = makespan(shares, [profile.time for profile in self.profiles])
         injection = self._injection
         plane: Plane = self.plane if injection is None else injection.plane
@@ -329,6 +344,15 @@ class Running:
             session.outer.velocity = loaded.outer.to(self._device)
         session.deaths += [] if self._welcome is None else self._welcome.deaths
         return session
+
+    def _first_shares(self) -> tuple[int, ...]:
+        sync, batch = self.config.sync, self.config.data.batch_size
+        try:
+            return choose_shares(sync, batch, self.profiles)
+        except UserError as mistake:
+            if self.assignment is None:
+                raise
+            raise UserError(f"plan {self.assignment.plan.path}, whose shares are sync.pins: {mistake}") from None
 
     def _make_terms(self, shares: tuple[int, ...]) -> Terms:
         run, progress = self.config.run, self._progress
@@ -387,6 +411,8 @@ class Running:
         if self.plane.size > 1:
             self.telling.say(self.plane.described)
         self.telling.ranks()
+        if self.assignment is not None:
+            self.telling.say(predicted(self.assignment))
 
     def _lead(self) -> None:
         """The first rank tells and tracks."""
@@ -570,6 +596,9 @@ class Running:
         if summary is not None and at.folder is not None:
             write_atomically(at.folder / SUMMARY, json.dumps(summary, indent=1))
         self.telling.display.close(summary)
+        if figures is not None and figures.plan is not None and figures.plan.measured_step_seconds is not None:
+            assert self.assignment is not None
+            self.telling.say(compared(self.assignment, figures.plan.measured_step_seconds))
         if session.stopping and at.folder is not None:
             self.telling.say(f"stopped and saved; go on with: {self._shown.resume_by.format(at.folder)}")
         elif session.applied < self.total and not session.stopping:

@@ -44,7 +44,7 @@ class PlannedRank:
     step_fraction: float
     idle_fraction: float  # of training; in no pass
     activation_bytes_sent: int
-    memory_bytes: int
+    memory_bytes: int | None  # None: not counted
     predicted_memory_bytes: int
 
 

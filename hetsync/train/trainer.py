@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
@@ -21,11 +21,14 @@ from hetsync.train.best import Patience
 from hetsync.train.job import Job
 from hetsync.train.resumption import FinishedError
 
+if TYPE_CHECKING:
+    from hetsync.plan.assignment import GivenPlan
+
 
 class Trainer:
-    def __init__(self, config: Config, job: Job) -> None:
+    def __init__(self, config: Config, job: Job, plan: GivenPlan | None = None) -> None:
         """Collective: build, measure, go on from where the run stands. Nothing is written in the run folder but the log
-        of a controller.
+        of a controller. `plan`: a data-parallel one that the recipe names, and whose shares are in the job's settings.
 
         Raises:
             UserError: Something in the recipe cannot work, or does not fit the run that is to be gone on with.
@@ -45,6 +48,10 @@ class Trainer:
         self.model = models.build_for(self.data, config.model.name, config.model.options).to(job.device)
         with loading():  # torch's compiler: the first optimizer asks for it
             self.optimizer = build_optimizer(config.optimizer, self.model)
+        if plan is not None:
+            from hetsync.train.data_parallel import follow  # loads what only plans need
+
+            follow(plan, config, job, self.data, self.model)
         job.prepare(self.model, self.optimizer)
         job.schedule(self.optimizer, partial(config.schedule.factor, total=self.total))
         self.average = self._make_average()
@@ -113,14 +120,17 @@ class Trainer:
             self._judge(self.job.evaluate(self._score, combine=self._metrics))
 
     def _train(self) -> None:
+        for batch in self.batches:
+            self.step(batch)
+
+    def step(self, batch: Any) -> None:
         """All that depends on the data is in these lines; what happens beside them is the job's."""
         job, clip = self.job, self.config.optimizer.max_grad_norm
-        for batch in self.batches:
-            job.backward(self._loss(self.model, batch))
-            if clip is not None:
-                job.clip_grad_norm_(self.model.parameters(), clip)
-            if job.step(self.optimizer) and self.average is not None:
-                self.average.update_parameters(self.model)
+        job.backward(self._loss(self.model, batch))
+        if clip is not None:
+            job.clip_grad_norm_(self.model.parameters(), clip)
+        if job.step(self.optimizer) and self.average is not None:
+            self.average.update_parameters(self.model)
 
     def _judge(self, metrics: Mapping[str, float]) -> None:
         best, stop = self.config.run.keep_best, self.config.run.early_stop

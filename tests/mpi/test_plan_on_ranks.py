@@ -15,6 +15,7 @@ from conftest import RANKS
 
 from hetsync.cli import planning_ranks
 from hetsync.cli.planning import Request, plan
+from hetsync.cli.train import train
 from hetsync.config.schema import (
     Config,
     DataConfig,
@@ -28,7 +29,6 @@ from hetsync.config.schema import (
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane
 from hetsync.stop_signal import StopSignal
-from hetsync.train.planned import train_planned
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 
@@ -102,7 +102,7 @@ def test_a_model_that_no_device_holds_trains_by_the_plan_that_is_found(plane: Pl
         assert plan(asked, request(), found) == 0
     plane.barrier()
     by_plan = replace(asked, plan=PlanConfig(str(found)))
-    assert train_planned(plane, by_plan, None, StopSignal(), "nothing") == 0
+    assert train(plane, by_plan, None, StopSignal(), "nothing") == 0
     if plane.rank != 0:
         return
     summary = json.loads((place / "run" / "summary.json").read_text())

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch.utils.data import Dataset, default_collate
 
 from hetsync import data
+from hetsync.cli.train import train
 from hetsync.config.schedule import ScheduleConfig
 from hetsync.config.schema import (
     Config,
@@ -42,7 +43,6 @@ from hetsync.plane.local import LocalPlane
 from hetsync.stop_signal import StopSignal
 from hetsync.train import checkpoint
 from hetsync.train.job import Job
-from hetsync.train.planned import train_planned
 from hetsync.train.trainer import Trainer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
@@ -119,7 +119,7 @@ def by_plan(
         path.write_text(yaml.safe_dump(content))
     plane.barrier()
     folder = Path(config.run.dir) if resume else None
-    return train_planned(plane, replace(config, plan=PlanConfig(str(path))), folder, Asked(caught), "nothing")
+    return train(plane, replace(config, plan=PlanConfig(str(path))), folder, Asked(caught), "nothing")
 
 
 def alone(plane: Plane, config: Config, resume: bool = False) -> None:

@@ -352,7 +352,9 @@ def test_memory_is_weights_their_likes_and_activations_in_flight():
     assert two.memory_bytes == {0: 8 * 700 + 60 * 6, 1: 8 * 300 + 2 * 30, 2: 8 * 400 + 1 * 30}
     synchronous = Evaluator(model, costs, cluster(2), [StepTime(0, 1)] * 2, Training(8, SyncConfig(delay_bound=0)))
     both = synchronous.evaluate(Placement((chain([], 3, share=6), chain([], 3, share=2, first_rank=1))))
-    assert both.memory_bytes == {0: 4 * 700 + 60 * 6, 1: 4 * 700 + 60 * 2}
+    assert both.memory_bytes == {0: 5 * 700 + 60 * 6, 1: 5 * 700 + 60 * 2}  # with buckets of gradients
+    apart = synchronous.evaluate(Placement((chain([], 3, 2, share=6), chain([], 3, share=2, first_rank=1))))
+    assert apart.memory_bytes == {0: 4 * 700 + 60 * 3, 1: 4 * 700 + 60 * 2}
 
 
 def test_what_the_loss_saves_is_there_for_one_micro_batch_at_a_time():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,20 +16,20 @@ import yaml
 from safetensors.torch import load_file
 
 from hetsync.balance.profile import StepTime
+from hetsync.cli.train import train
 from hetsync.config.parser import recipe_of
 from hetsync.config.schema import Config
-from hetsync.errors import UserError
+from hetsync.errors import USER_ERROR, UserError
 from hetsync.plane.local import LocalPlane
 from hetsync.replica.passes import EmulatedPasses
 from hetsync.stop_signal import StopSignal
 from hetsync.train import checkpoint, planned_ranks
 from hetsync.train.job import Job
-from hetsync.train.planned import train_planned
-from hetsync.train.resumption import FinishedError
 from hetsync.train.trainer import Trainer
 
 BATCH, SAMPLES = 50, 260
 ALONE = [{"micro_batches": 3, "stages": [{"ranks": [0], "blocks": ["*"]}]}]
+WHOLE = [{"stages": [{"ranks": [0], "blocks": ["*"]}]}]
 
 
 class Unasked(StopSignal):
@@ -51,11 +52,11 @@ def recipe(tmp_path: Path, name: str = "planned", **sections: Any) -> Config:
     return recipe_of({**given, "run": {**run, **sections.get("run", {})}})
 
 
-def run(tmp_path: Path, config: Config, replicas: list[dict[str, Any]], resume: Path | None = None) -> int:
+def run(tmp_path: Path, config: Config, replicas: list[dict[str, Any]], resume: Path | None = None, **more: Any) -> int:
     path = tmp_path / "plan.yaml"
-    path.write_text(yaml.safe_dump({"format": 1, "batch_size": BATCH, "replicas": replicas}))
+    path.write_text(yaml.safe_dump({"format": 1, "batch_size": BATCH, "replicas": replicas, **more}))
     config = replace(config, plan=replace(config.plan, file=str(path)))
-    return train_planned(LocalPlane(), config, resume, Unasked(), "nothing")
+    return train(LocalPlane(), config, resume, Unasked(), "nothing")
 
 
 @pytest.mark.parametrize(
@@ -97,9 +98,45 @@ TWO_RANKS = [{"stages": [{"ranks": [0], "blocks": ["features"]}, {"ranks": [1], 
         ([{**ALONE[0], "micro_batches": 51}], "batch_size is 50, .* need 51 for their micro-batches"),
     ],
 )
-def test_plans_that_do_not_fit_are_refused(replicas: list[Any], sentence: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=sentence):
+def test_plans_that_do_not_fit_are_refused(
+    replicas: list[Any], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job of whole models, as those without a plan, ends its process with the sentence."""
+    with pytest.raises((UserError, SystemExit)) as refused:
         run(tmp_path, recipe(tmp_path), replicas)
+    told = str(refused.value) if isinstance(refused.value, UserError) else capsys.readouterr().err
+    assert re.search(sentence, told)
+    assert len(told.splitlines()) == 1
+    assert not (tmp_path / "planned").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"model": {"name": "resnet18"}}, "plan .*plan.yaml: model.name is digits_cnn, but the job's is resnet18"),
+        (
+            {"emulation": {"profile": "small.yaml", "samples_per_second": 500.0}},
+            r"plan .*plan.yaml: rank 0 needs [\d,]+ bytes for its stage, and [\d,]+ of its small may be used",
+        ),
+    ],
+    ids=["model", "memory"],
+)
+def test_a_data_parallel_plan_that_does_not_fit_is_refused(
+    sections: dict[str, Any],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    devices = [{"name": "small", "memory_gib": 0.001}]  # for weights, and some of the batch
+    Path("small.yaml").write_text(yaml.safe_dump({"name": "small", "source": "made up", "devices": devices}))
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path, recipe(tmp_path, **sections), WHOLE, model={"name": "digits_cnn"})
+    told = capsys.readouterr().err
+    assert ended.value.code == USER_ERROR
+    assert re.search(sentence, told)
+    assert len(told.splitlines()) == 1
     assert not (tmp_path / "planned").exists()
 
 
@@ -108,7 +145,7 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     return {**load_file(newest / checkpoint.MODEL), **load_file(newest / checkpoint.OPTIMIZER)}
 
 
-def test_a_rank_alone_trains_as_without_a_plan(tmp_path: Path) -> None:
+def test_a_rank_alone_trains_as_without_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = recipe(tmp_path, "alone")
     with Job(wanted, LocalPlane(), show="nothing") as job:
         Trainer(wanted, job).train()
@@ -123,8 +160,8 @@ def test_a_rank_alone_trains_as_without_a_plan(tmp_path: Path) -> None:
     assert (summary["status"], summary["rounds"], summary["delay_bound"]) == ("finished", 6, 0)
     assert summary["plan"]["replicas"] == [[[0]]]
     assert summary["per_rank"][0]["step_fraction"] == pytest.approx(1.0)
-    with pytest.raises(FinishedError, match="finished after 260 samples"):
-        run(tmp_path, config, ALONE, resume=tmp_path / "planned")
+    assert run(tmp_path, config, ALONE, resume=tmp_path / "planned") == 0
+    assert "finished after 260 samples" in capsys.readouterr().err
 
 
 def test_each_update_takes_its_emulated_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,12 +196,12 @@ def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path) -> None:
     assert json.loads(lines[-1])["kind"] == "failure"
 
 
-def test_training_stops_early_and_resumes_as_ended(tmp_path: Path) -> None:
+def test_training_stops_early_and_resumes_as_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stop = {"metric": "loss", "mode": "max", "patience": 1}
     run_section = {"evaluate_every": 100, "checkpoint_every": None, "early_stop": stop}
     config = recipe(tmp_path, run=run_section, optimizer={"learning_rate": 0.001})  # the loss falls
     assert run(tmp_path, config, ALONE) == 0
     summary = json.loads((tmp_path / "planned" / "summary.json").read_text())
     assert (summary["status"], summary["samples_applied"]) == ("finished", 200)
-    with pytest.raises(FinishedError, match="ended early after 200 samples"):
-        run(tmp_path, config, ALONE, resume=tmp_path / "planned")
+    assert run(tmp_path, config, ALONE, resume=tmp_path / "planned") == 0
+    assert "ended early after 200 samples" in capsys.readouterr().err

@@ -1,0 +1,172 @@
+"""Jobs by a plan that gives each rank the whole model train as jobs without a plan do, with the plan's shares.
+
+mpirun -np N python -m pytest --with-mpi tests/mpi/test_data_parallel_plan.py
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import RANKS
+from test_planned import (
+    BATCH,
+    PLANS,
+    SAMPLES,
+    alone,
+    assert_same,
+    by_plan,
+    recipe,
+    saved,
+    stage,
+    summary_of,
+)
+from test_planned_delayed import lines
+
+from hetsync.config.schema import Config, EmulationConfig, FaultConfig, KeepBestConfig, SyncConfig
+from hetsync.emulation.device import EmulatedDevice
+from hetsync.errors import TERMINATED, UserError
+from hetsync.plan.assignment import given_plan
+from hetsync.plane.base import Plane
+from hetsync.sync.gradients import Gradients
+from hetsync.train.rehearsal import rehearse
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
+
+SHARES = {2: (37, 13), 4: (20, 8, 9, 13)}[RANKS] if RANKS in (2, 4) else ()
+ORDER = {2: (1, 0), 4: (2, 0, 3, 1)}[RANKS] if RANKS in (2, 4) else ()  # the ranks of the plan's replicas
+
+
+@pytest.fixture(autouse=True)
+def _plans(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    given = [{"share": SHARES[rank], "stages": [stage(rank, "*")]} for rank in ORDER]
+    monkeypatch.setitem(PLANS, ("data", RANKS), given)
+    monkeypatch.setitem(PLANS, ("by speed", RANKS), [{"stages": [stage(rank, "*")]} for rank in ORDER])
+
+
+def emulated(folder: Path, config: Config, speeds: tuple[float, ...], **more: Any) -> Config:
+    """On devices of these speeds, whose samples take 2 ms together."""
+    devices = [{"name": f"d{rank}", "speed": speed} for rank, speed in enumerate(speeds)]
+    (folder / "profile.yaml").write_text(
+        yaml.safe_dump({"name": "unequal", "source": "made up", "devices": devices, **more})
+    )
+    return replace(config, emulation=EmulationConfig(str(folder / "profile.yaml"), 500.0))
+
+
+def test_it_ends_where_one_process_does(plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the gradients of the last buckets still to come while the first ones travel: as without a plan."""
+    early: list[bool] = []
+    release = Gradients._release_full
+
+    def watched(gradients: Gradients) -> None:
+        before = gradients._next
+        release(gradients)
+        early.append(gradients._next > before)
+
+    monkeypatch.setattr(Gradients, "_release_full", watched)
+    alone(plane, recipe(folder / "alone", "adamw", 0.5))
+    assert by_plan(plane, recipe(folder / "planned", "adamw", 0.5), "data") == 0
+    assert any(early)
+    if plane.rank != 0:
+        return
+    assert_same(saved(folder / "planned"), saved(folder / "alone"))
+    found, wanted = summary_of(folder / "planned"), summary_of(folder / "alone")
+    assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-5)
+    assert (found["status"], found["samples_applied"]) == ("finished", SAMPLES)
+    assert found["shares"] == list(SHARES)
+    plan = found["plan"]
+    assert plan["replicas"] == [[[rank]] for rank in ORDER]
+    assert plan["path"].endswith("data.yaml")
+    assert plan["predicted_step_seconds"] > 0
+    assert plan["measured_step_seconds"] == pytest.approx(BATCH * found["train_seconds"] / SAMPLES)
+    for rank, row in enumerate(found["per_rank"]):
+        assert (row["share"], row["replica"], row["stage"]) == (SHARES[rank], ORDER.index(rank), 0)
+        assert (row["step_fraction"], row["activation_bytes_sent"], row["memory_bytes"]) == (1.0, 0, None)
+        assert row["predicted_memory_bytes"] > 0
+
+
+def test_what_only_jobs_without_a_plan_know_works(plane: Plane, folder: Path) -> None:
+    """A delay bound, a wire format, several slices in a contribution, and evaluation beside training."""
+    config = recipe(folder / "planned", "adamw", 0.5, evaluate_every=100)
+    config = replace(config, sync=SyncConfig(3, wire="bfloat16", accumulation=2))
+    assert by_plan(plane, config, "data") == 0
+    if plane.rank != 0:
+        return
+    found = summary_of(folder / "planned")
+    assert (found["status"], found["samples_applied"], found["delay_bound"]) == ("finished", SAMPLES, 3)
+    assert found["shares"] == list(SHARES)  # pinned by the plan
+    assert found["staleness"]["max"] <= 3
+    assert found["plan"]["measured_step_seconds"] == pytest.approx(BATCH * found["train_seconds"] / SAMPLES)
+    assert len(lines(folder / "planned", 0, "evaluation")) >= 3
+    assert {line["reason"] for line in lines(folder / "planned", 0, "rest")} <= {"checkpoint", "end"}
+
+
+def test_shares_that_are_left_out_follow_speed(plane: Plane, folder: Path) -> None:
+    speeds = {2: (4.0, 1.0), 4: (4.0, 1.0, 1.0, 4.0)}[RANKS]
+    config = emulated(folder, recipe(folder / "planned"), speeds)
+    assert by_plan(plane, config, "by speed") == 0
+    if plane.rank == 0:
+        assert summary_of(folder / "planned")["shares"] == {2: [40, 10], 4: [20, 5, 5, 20]}[RANKS]
+
+
+def test_it_goes_on_under_another_plan_and_under_none(plane: Plane, folder: Path) -> None:
+    config = recipe(folder / "run", "adamw", 0.5)
+    alone(plane, recipe(folder / "alone", "adamw", 0.5))
+    assert by_plan(plane, config, "pipeline", caught=signal.SIGTERM) == TERMINATED
+    assert by_plan(plane, config, "data", resume=True, caught=signal.SIGTERM) == TERMINATED
+    if plane.rank == 0:
+        found = summary_of(folder / "run")
+        assert (found["status"], found["shares"]) == ("stopped", list(SHARES))
+        assert BATCH < found["samples_applied"] < SAMPLES
+    assert by_plan(plane, config, "replicas", resume=True, caught=signal.SIGTERM) == TERMINATED
+    alone(plane, config, resume=True)
+    if plane.rank == 0:
+        assert_same(saved(folder / "run"), saved(folder / "alone"))
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_a_rehearsal_takes_what_steps_take(
+    plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch, bound: int
+) -> None:
+    """Whatever the recipe has beside training, and without a trace."""
+    slices: list[float] = []
+    wait = EmulatedDevice.end_slice
+
+    def watched(device: EmulatedDevice, *words: Any, **named: Any) -> Any:
+        slices.append(0.0)
+        return wait(device, *words, **named)
+
+    monkeypatch.setattr(EmulatedDevice, "end_slice", watched)
+    run = {"evaluate_every": 10, "keep_best": KeepBestConfig("loss", "min")}
+    config = recipe(folder / "run", **run)
+    config = replace(emulated(folder, config, (1.0,) * RANKS), sync=SyncConfig(bound))
+    path = folder / "data.yaml"
+    if plane.rank == 0:
+        path.write_text(yaml.safe_dump({"format": 1, "batch_size": BATCH, "replicas": PLANS["by speed", RANKS]}))
+    plane.barrier()
+    seconds = rehearse(given_plan(path, plane), config, plane, 3)
+    assert len(slices) == 4
+    assert set(plane.gather_objects(seconds)) == {seconds}
+    assert seconds > 0.9 * BATCH / 500.0  # emulated devices are never faster
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"fault": FaultConfig(replace=True)}, "fault.replace is True, which jobs by a plan"),
+        ({"sync": SyncConfig(0, shares="equal")}, "sync.shares is equal, but a plan has shares of its own"),
+        ({"sync": SyncConfig(0, pins={0: 3})}, r"sync.pins is \{0: 3\}, but a plan has shares of its own"),
+    ],
+    ids=["replace", "shares", "pins"],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(
+    plane: Plane, folder: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        by_plan(plane, replace(recipe(folder / "run"), **changes), "data")
