@@ -1,15 +1,17 @@
 """Plans that are run: pipelines, replicas and data parallelism on emulated clusters of three link speeds.
 
-    python -m benchmarks.pipelines --output results --data DIR [--quick] [--seeds 3] [--seconds 5]
+    python -m benchmarks.pipelines --output results --data DIR [--quick] [--seeds 3] [--steps 16] [--seconds 25]
 
 Every cell is a job of its own under mpirun, started by launch/local, on four emulated devices of three kinds; gradients
 and what travels are real. A link is so fast that a round of the whole model takes a quarter, one or four slices. Each
 workload's speed is what this machine affords, found out once and kept under `--output`, as plans are. Within a seed all
 arms run one after the other. Jobs are kept in jobs.jsonl: a run that is begun again goes on there.
 
-Models are small and jobs short: with equal shares a job trains for `--seconds`, and the other arms on as many samples,
-or on fewer where the plan is predicted to take longer. Few test samples are looked at, since what stages of a pipeline
-send for each of them crosses the emulated links as well.
+Models are small and jobs short: `--steps` batches, the same for all arms of a cell, or fewer where equal shares take
+longer than `--seconds` for them; only an arm whose plan is predicted to take longer has fewer than the others. Jobs
+evaluate once, at their end, since replicas by a plan rest for it, and on few samples, since what stages of a pipeline
+send for each of them crosses the emulated links as well. The target is one of the training loss: what the weakest arm
+has in its last fifth.
 
 `--data` is a folder with cifar10_lossless, ptb and multi30k_en_de; digits come with scikit-learn.
 """
@@ -48,12 +50,12 @@ DEVICES = {"A100": (1, 3.13), "V100": (1, 2.45), "T4": (2, 1.00)}
 RANKS = 4
 ROUND_SLICES = {"fast": 0.25, "middle": 1.0, "slow": 4.0}  # by link: how long a round takes
 EQUAL_SLICES = 1.9  # how long equal shares take to compute one: the slowest device has a quarter of it
-AFFORDABLE = 0.7  # of the speed that a job chooses for itself, so that no arm overruns
-EVALUATIONS = 2  # of a job: few, since it rests at each until its rounds have ended, four slices over slow links
-TEST_SAMPLES = 64
+AFFORDABLE = 0.35  # of the speed that a job chooses for itself: planned jobs pad pass by pass, and none may overrun
+TEST_SAMPLES = 16
 PLAN_EVALUATIONS = 300
-LEAST_STEPS = 2  # of a plan that is predicted to take longer than there is time
-MOST_STEP_SECONDS = 30  # of a plan that is run: more says no more
+LEAST_STEPS = 4  # of a job for which there is less time
+MOST_STEP_SECONDS = 15  # of a plan that is run: more says no more
+TARGET_BINS = 4  # of twenty of a curve, over which the loss is a mean
 JOB_SECONDS = 300
 BSP, BEST = "synchronous, equal shares", "best, D = 0"
 PLANNED = {  # how its plan is searched for, and the bound on delay that it is run with
@@ -73,22 +75,20 @@ TARGETS = {"rate": 1.37, "waiting": -0.4892, "best": 0.98, "spearman": 0.9}
 
 
 class Workload(NamedTuple):
-    """`model`, `data`: options that differ from the recipe's. `metric`: of evaluations, by which the target is told."""
+    """`model`, `data`: options that differ from the recipe's."""
 
     recipe: str
     folder: str | None
     batch: int
     model: dict[str, Any]
     data: dict[str, Any]
-    metric: str
-    falling: bool
 
 
 WORKLOADS = {
-    "digits": Workload("digits", None, 64, {}, {}, "loss", True),
-    "nasnet": Workload("cifar10_nasnet_a", "cifar10_lossless", 16, {"filters": 4}, {}, "accuracy", False),
-    "ptb": Workload("ptb_lstm_small", "ptb", 20, {"hidden": 64}, {"window": 10, "context": 10}, "perplexity", True),
-    "nmt": Workload("nmt_multi30k", "multi30k_en_de", 32, {"hidden": 64}, {"vocabulary": 2000}, "perplexity", True),
+    "digits": Workload("digits", None, 64, {}, {}),
+    "nasnet": Workload("cifar10_nasnet_a", "cifar10_lossless", 8, {"filters": 4}, {}),
+    "ptb": Workload("ptb_lstm_small", "ptb", 12, {"hidden": 64}, {"window": 10, "context": 10}),
+    "nmt": Workload("nmt_multi30k", "multi30k_en_de", 16, {"hidden": 64}, {"vocabulary": 2000}),
 }
 
 
@@ -104,7 +104,8 @@ class Bench:
     """Where results are, and what jobs are told."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.output, self.data, self.seconds = options.output, options.data, options.seconds
+        self.output, self.data = options.output, options.data
+        self.steps, self.seconds = options.steps, options.seconds
         self.output.mkdir(parents=True, exist_ok=True)
 
     def content(self, name: str) -> dict[str, Any]:
@@ -200,7 +201,7 @@ class Bench:
             return {"missing": f"not run: a step is predicted to take {step:.0f} s"}
         samples = self.samples(name, link, arm)
         words = [self.recipe(name), *self.emulated(name, link), "--run.seed", seed, "--run.samples", samples]
-        words += ["--run.evaluate_every", max(1, samples // EVALUATIONS)]
+        words += ["--run.evaluate_every", samples]
         if arm in UNPLANNED:
             words += [word for key, value in UNPLANNED[arm].items() for word in (f"--sync.{key}", value)]
         else:
@@ -220,12 +221,14 @@ class Bench:
         return predicted
 
     def samples(self, name: str, link: str, arm: str) -> int:
-        """Of a job: those that equal shares train on in the time, or those for which there is time by the plan."""
-        rate, batch = self.rate(name), self.batch(name)
-        wanted = self.seconds * rate / (EQUAL_SLICES + ROUND_SLICES[link])
+        """Of a job: those for which equal shares have the time, or fewer where there is none for them by the plan."""
+        batch = self.batch(name)
+        equal_seconds = (EQUAL_SLICES + ROUND_SLICES[link]) * batch / self.rate(name)
+        wanted = min(self.steps, max(LEAST_STEPS, round(self.seconds / equal_seconds)))
         if arm in PLANNED:
-            wanted = min(wanted, self.seconds * self.predicted(name, link, arm).samples_per_second)
-        return max(LEAST_STEPS, round(wanted / batch)) * batch
+            possible = round(self.seconds / self.predicted(name, link, arm).step_seconds)
+            wanted = min(wanted, max(LEAST_STEPS, possible))
+        return wanted * batch
 
     def job(self, words: Sequence[object]) -> dict[str, Any]:
         """A job's summary; `missing`, in its own words, where it is refused. One that fails ends the benchmark."""
@@ -256,7 +259,8 @@ def figures(summary: dict[str, Any]) -> dict[str, Any]:
         "predicted_step_seconds": plan["predicted_step_seconds"] if plan else None,
         "measured_step_seconds": plan["measured_step_seconds"] if plan else None,
         "replicas": plan["replicas"] if plan else None,
-        "evaluations": summary["evaluations"],
+        "train_seconds": seconds,
+        "losses": summary["losses"],
     }
 
 
@@ -278,34 +282,42 @@ def run(options: argparse.Namespace, kept: list[dict[str, Any]]) -> Iterator[dic
 COLUMNS = ("arm", "samples/s", "of BSP", "s a step", "waiting", "ms a sample", "kB a sample", "MiB", "overruns")
 
 
-def target_of(cell: Sequence[Record], workload: Workload) -> float:
-    """What the weakest arm ends with, by medians: all can reach it that were not cut short."""
+def curve(record: Record) -> list[dict[str, float]]:
+    """The training loss, a mean over the last fifth, by seconds of training."""
+    there = [(place, loss) for place, loss in enumerate(record["losses"], 1) if math.isfinite(loss)]
+    points = []
+    for place, _ in there:
+        last = [loss for other, loss in there if place - TARGET_BINS < other <= place]
+        if place >= TARGET_BINS:
+            seconds = record["train_seconds"] * place / len(record["losses"])
+            points.append({"seconds": seconds, "loss": statistics.fmean(last)})
+    return points
+
+
+def target_of(cell: Sequence[Record]) -> float:
+    """The training loss that the weakest arm ends with, by medians: all can reach it that were not cut short."""
     most = max(one["samples"] for one in cell)
-    ends = [
-        statistics.median(one["evaluations"][-1][workload.metric] for one in runs)
-        for runs in grouped([one for one in cell if one["samples"] == most], "arm").values()
-    ]
-    return max(ends) if workload.falling else min(ends)
+    whole_length = grouped([one for one in cell if one["samples"] == most], "arm")
+    return max(statistics.median(curve(one)[-1]["loss"] for one in runs) for runs in whole_length.values())
 
 
-def seconds_to(record: Record, workload: Workload, target: float) -> float | None:
-    points = [{"seconds": one["train_seconds"], workload.metric: one[workload.metric]} for one in record["evaluations"]]
-    return until_target(points, workload.metric, target, workload.falling)
+def seconds_to(record: Record, target: float) -> float | None:
+    return until_target(curve(record), "loss", target, falling=True)
 
 
 def markdown(records: Sequence[Record]) -> str:
     lines: list[str] = []
     for (name, link), cell in grouped(records, "workload", "link").items():
-        done, workload = [one for one in cell if "missing" not in one], WORKLOADS[name]
-        target = target_of(done, workload) if done else math.nan
+        done = [one for one in cell if "missing" not in one]
+        target = target_of(done) if done else math.nan
         lines += [f"### {name}, {link} link: a round takes {ROUND_SLICES[link]:g} slices", ""]
-        lines += [f"| {' | '.join([*COLUMNS, f's to {workload.metric} {target:.4g}'])} |"]
+        lines += [f"| {' | '.join([*COLUMNS, f's to loss {target:.4g}'])} |"]
         lines += ["| --- |" + " --- |" * len(COLUMNS)]
         base = middle(done, BSP, "samples_per_second")
         for (arm,), runs in grouped(cell, "arm").items():
             row = [runs[0]["missing"]] if "missing" in runs[0] else row_of(runs, base)
             if "missing" not in runs[0]:
-                row += [spread([seconds_to(one, workload, target) for one in runs], ".1f")]
+                row += [spread([seconds_to(one, target) for one in runs], ".1f")]
             lines.append(f"| {arm} | {' | '.join(row)} |" + " |" * (len(COLUMNS) - len(row)))
         lines.append("")
     return "\n".join([*lines, *verdicts(records), "", *planned_and_measured(records)])
@@ -396,29 +408,31 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--links", nargs="+", choices=ROUND_SLICES, default=list(ROUND_SLICES))
     parser.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", default=list(ARMS), help="; ".join(ARMS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--seconds", type=float, default=5.0, help="for which equal shares train, and nobody longer, but for two steps"
-    )
-    parser.add_argument("--quick", action="store_true", help="digits alone, one seed, two seconds")
+    parser.add_argument("--steps", type=int, default=16, help="of a job, at most")
+    parser.add_argument("--seconds", type=float, default=25.0, help=f"of a job, about, but for {LEAST_STEPS} steps")
+    parser.add_argument("--quick", action="store_true", help="digits alone, one seed, four steps")
     options = parser.parse_args(words)
     if options.quick:
-        options.workloads, options.seeds, options.seconds = ["digits"], 1, 2.0
+        options.workloads, options.seeds, options.steps = ["digits"], 1, 4
     return options
 
 
-def check_sizes(output: Path, seconds: float) -> None:
+def check_sizes(output: Path, steps: int, seconds: float) -> None:
     """Jobs, rates and plans that are kept there must be of jobs of the same sizes."""
-    sizes = json.loads(json.dumps({"seconds": seconds, "workloads": {n: w._asdict() for n, w in WORKLOADS.items()}}))
+    told = {"steps": steps, "seconds": seconds, "workloads": {n: w._asdict() for n, w in WORKLOADS.items()}}
+    sizes = json.loads(json.dumps(told))
     path = output / "sizes.json"
     if path.exists() and json.loads(path.read_text()) != sizes:
-        sys.exit(f"--output {output} holds jobs of other sizes or --seconds: name another folder, or remove it")
+        sys.exit(
+            f"--output {output} holds jobs of other sizes, --steps or --seconds: name another folder, or remove it"
+        )
     write_atomically(path, json.dumps(sizes, indent=1) + "\n")
 
 
 def main(words: Sequence[str] | None = None) -> None:
     options = parse(words)
     options.output.mkdir(parents=True, exist_ok=True)
-    check_sizes(options.output, options.seconds)
+    check_sizes(options.output, options.steps, options.seconds)
     path = options.output / "jobs.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     for record in run(options, records):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from hetsync.plan.plan_file import Predicted
 
 
 def job(arm, rate, loss=1.0, predicted=None, **more):
-    evaluations = [{"train_seconds": 1.0, "loss": 2.0}, {"train_seconds": 2.0, "loss": loss}]
+    losses = [2.0] * 16 + [loss] * 4
     planned = {"predicted_step_seconds": predicted, "measured_step_seconds": None if predicted is None else 64 / rate}
     told = {"workload": "digits", "link": "slow", "arm": arm, "seed": 0, "samples_per_second": rate}
     told |= {"step_seconds": 64 / rate, "wait_fraction": 0.5, "wait_seconds_per_sample": 2e-3, "bytes_per_sample": 1e3}
@@ -20,23 +22,37 @@ def job(arm, rate, loss=1.0, predicted=None, **more):
         "memory_bytes": 2**20,
         "overrun_fraction": 0.0,
         **planned,
-        "evaluations": evaluations,
+        "losses": losses,
+        "train_seconds": 20.0,
         **more,
     }
 
 
 def test_the_target_is_what_the_weakest_arm_ends_with():
     cell = [job("a", 10, loss=1.5), job("b", 10, loss=1.0)]
-    workload = pipelines.WORKLOADS["digits"]
-    assert pipelines.target_of(cell, workload) == 1.5
-    assert pipelines.seconds_to(cell[1], workload, 1.5) == pytest.approx(1.5)
-    assert pipelines.target_of([*cell, job("c", 10, loss=1.9, samples=32)], workload) == 1.5  # it was cut short
+    assert pipelines.target_of(cell) == 1.5
+    assert pipelines.seconds_to(cell[1], 1.5) == pytest.approx(18.0)  # two of four twentieths at 1, and two at 2
+    assert pipelines.target_of([*cell, job("c", 10, loss=1.9, samples=32)]) == 1.5  # it was cut short
+
+
+def test_twentieths_without_a_task_are_left_out():
+    few = job("a", 10, losses=[math.nan, 3.0, math.nan, math.nan, math.nan, 1.0], train_seconds=6.0)
+    assert pipelines.curve(few) == [{"seconds": 6.0, "loss": 1.0}]
+
+
+def test_samples_are_those_for_which_there_is_time(tmp_path, monkeypatch):
+    bench = pipelines.Bench(pipelines.parse(["--output", str(tmp_path), "--steps", "16", "--seconds", "25"]))
+    (tmp_path / "digits-rate.json").write_text("64.0")  # a slice is a second
+    monkeypatch.setattr(pipelines.Bench, "predicted", lambda bench, name, link, arm: Predicted(5.0, 12.8, 0.0))
+    asked = {link: bench.samples("digits", link, pipelines.BSP) / 64 for link in pipelines.ROUND_SLICES}
+    assert asked == {"fast": 12, "middle": 9, "slow": 4}  # of 2.15, 2.9 and 5.9 s a step
+    assert bench.samples("digits", "fast", pipelines.BEST) / 64 == 5
 
 
 def test_rows_are_compared_with_equal_shares():
     records = [job(pipelines.BSP, 10), job(pipelines.BEST, 25, predicted=2.0), {**job("x", 1), "missing": "refused"}]
     table = pipelines.markdown(records)
-    assert "| best, D = 0 | 25.0 | 2.50 | 2.560 | 50.0% | 2.00 | 1.0 | 1.0 | 0.0% | 2.0 |" in table
+    assert "| best, D = 0 | 25.0 | 2.50 | 2.560 | 50.0% | 2.00 | 1.0 | 1.0 | 0.0% | 20.0 |" in table
     assert "| x | refused |" + " |" * 8 in table
     assert "| x | refused |" in pipelines.markdown(records[2:])
 
