@@ -13,7 +13,7 @@ from typing import Any
 from hetsync.errors import UserError
 
 BLOCK_BYTES = 2**20
-RECIPE, SUMMARY = "recipe.yaml", "summary.json"  # in a run folder
+RECIPE, PLAN, SUMMARY = "recipe.yaml", "plan.yaml", "summary.json"  # in a run folder
 
 
 class DiskError(UserError):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import yaml
 
 from hetsync.cli.shared import Verbs, add_recipe_command, on_all_ranks
 from hetsync.config.parser import look_ahead, make_parser, parse_recipe
@@ -109,8 +107,9 @@ def train_whole(
             assert job.folder is not None
             # A resumed run meets no fault of before once more.
             kept = replace(config, fault=replace(config.fault, inject=[]))
-            recipe, path = yaml.safe_dump(asdict(kept), sort_keys=False), job.folder / RECIPE
-            with recorded(path, recipe, lambda: job.saved) if job.is_main else contextlib.nullcontext():
+            text = None if plan is None else plan.text
+            writes = recorded(job.folder, kept, text, lambda: job.saved)
+            with writes if job.is_main else contextlib.nullcontext():
                 trainer.train()
     except StoppedByRequest as stopped:
         return stopped.status

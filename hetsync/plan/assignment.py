@@ -26,11 +26,12 @@ from hetsync.plane.base import Messages, decided_by_first
 
 @dataclass(frozen=True)
 class GivenPlan:
-    """A plan file as a job was given it."""
+    """A plan file as a job was given it. `text`: what it held."""
 
     path: Path
     file: PlanFile
     sha256: str
+    text: str
 
     @property
     def pins(self) -> dict[int, int]:
@@ -111,7 +112,7 @@ def given_plan(path: Path, messages: Messages) -> GivenPlan:
         plan = read_plan(path)
         with mistakes_in(path):
             plan.check_ranks(messages.size)
-        return GivenPlan(path, plan, sha256_of(path))
+        return GivenPlan(path, plan, sha256_of(path), path.read_text(encoding="utf-8"))
 
     return decided_by_first(messages, read)
 

@@ -49,16 +49,20 @@ def told_stages(plan: PlanFile) -> list[str]:
 
 
 def told_timeline(evaluator: Evaluator, placement: Placement) -> list[str]:
-    """A line a rank: micro-batches by digits (forward) and letters (backward), and the part in which it waits."""
+    """A line a rank: micro-batches by digits (forward) and letters (backward), and the part in which it waits.
+
+    Where replicas are not in step, a rank whose replica has ended its slice waits no more, but begins its next one.
+    """
     spans = evaluator.timeline(placement)
     ends = [max(span.end for span in spans if span.replica == index) for index in range(len(placement.replicas))]
-    whole = max(ends)
+    whole, in_step = max(ends), evaluator.training.sync.delay_bound == 0
     lines = [f"a slice of {whole:.4g} s, forward by digits, backward by letters, waiting by {IDLE}"]
     for rank, of_rank in groupby(spans, key=lambda span: span.rank):
         own = list(of_rank)
         busy = sum(span.end - span.begin for span in own) / ends[own[0].replica]
         name = evaluator.cluster.device_of(rank).name
-        lines.append(f"rank {rank:<3} {name[:12]:<12} {_row(own, whole)} waits {1 - busy:.0%}")
+        row = _row(own, whole, whole if in_step else ends[own[0].replica])
+        lines.append(f"rank {rank:<3} {name[:12]:<12} {row:<{COLUMNS}} waits {1 - busy:.0%}")
     return lines
 
 
@@ -96,9 +100,9 @@ def told_reasons(evaluator: Evaluator, placement: Placement) -> list[str]:
     return lines
 
 
-def _row(spans: Sequence[Span], whole: float) -> str:
-    """Each column shows what goes on in its middle."""
-    row = [IDLE] * COLUMNS
+def _row(spans: Sequence[Span], whole: float, end: float) -> str:
+    """Each column shows what goes on in its middle; nothing after the slice's `end`."""
+    row = [IDLE] * round(end / whole * COLUMNS)
     for span in spans:
         first, last = (round(at / whole * COLUMNS) for at in (span.begin, span.end))
         signs = digits if span.forward else ascii_lowercase

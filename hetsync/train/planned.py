@@ -15,13 +15,12 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-import yaml
 from torch.utils.data import Dataset
 
 from hetsync import data, models
@@ -32,7 +31,7 @@ from hetsync.data.ledger import Span, total_samples
 from hetsync.data.loader import Loader, Source
 from hetsync.data.random_state import seed_all
 from hetsync.errors import Trouble, UserError
-from hetsync.files import RECIPE, DiskError
+from hetsync.files import DiskError
 from hetsync.plan.assignment import GivenPlan, assign, check_model
 from hetsync.plane.base import Plane
 from hetsync.replica.base import MicroBatch, MicroBatches
@@ -70,8 +69,8 @@ def train_planned(
     with opened_folder(plane, config.run, resume or False) as (folder, resumed):
         loaded = checkpoint.load_agreed(folder, plane) if resumed else None
         job = PlannedJob(take_place(config, plane, folder, loaded), plan, shows if plane.rank == 0 else "nothing")
-        recipe = yaml.safe_dump(asdict(config), sort_keys=False)
-        writes = recorded(folder / RECIPE, recipe, lambda: job.saved) if plane.rank == 0 else contextlib.nullcontext()
+        kept = recorded(folder, config, plan.text, lambda: job.saved)
+        writes = kept if plane.rank == 0 else contextlib.nullcontext()
         try:
             with writes:
                 return job.train(stop)

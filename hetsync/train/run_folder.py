@@ -13,13 +13,16 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
 from typing import Literal
 
-from hetsync.config.schema import RunConfig
+import yaml
+
+from hetsync.config.schema import Config, RunConfig
 from hetsync.errors import UserError, brief, complain
-from hetsync.files import SUMMARY, DiskError, write_atomically
+from hetsync.files import PLAN, RECIPE, SUMMARY, DiskError, write_atomically
 from hetsync.plane.base import Plane, decided_by_first
 
 Resume = bool | Literal["auto"] | Path
@@ -169,11 +172,25 @@ def keep(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def recorded(path: Path, recipe: str, saved: Callable[[], bool]) -> Iterator[None]:
-    """The recipe of the job inside, as `keep` writes it; one that fails before it has saved anything gives its place
-    back to the one before, which has led to the newest checkpoint."""
+def recorded(folder: Path, config: Config, plan: str | None, saved: Callable[[], bool]) -> Iterator[None]:
+    """The recipe of the job inside, and the text of its plan, by which `--resume` goes on whatever becomes of the file.
+
+    They are written as `keep` does it. A job that fails before it has saved anything gives their places back to those
+    before, which have led to the newest checkpoint.
+    """
+    with contextlib.ExitStack() as written:
+        if plan is not None:
+            written.enter_context(_recorded(folder / PLAN, plan, saved))
+            config = replace(config, plan=replace(config.plan, file=str((folder / PLAN).resolve())))
+        recipe = yaml.safe_dump(asdict(config), sort_keys=False)
+        written.enter_context(_recorded(folder / RECIPE, recipe, saved))
+        yield
+
+
+@contextlib.contextmanager
+def _recorded(path: Path, text: str, saved: Callable[[], bool]) -> Iterator[None]:
     before = path.read_text() if path.is_file() else None
-    keep(path, recipe)
+    keep(path, text)
     try:
         yield
     except BaseException:
