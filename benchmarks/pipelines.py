@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from benchmarks.common.kept import require_same
 from benchmarks.common.local_job import RECIPES, launched, with_curves
 from benchmarks.common.planning import FIXED_SECONDS
 from benchmarks.common.report import Record, command, grouped, machine, source, spearman, spread, until_target
@@ -417,22 +418,18 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def check_sizes(output: Path, steps: int, seconds: float) -> None:
-    """Jobs, rates and plans that are kept there must be of jobs of the same sizes."""
-    told = {"steps": steps, "seconds": seconds, "workloads": {n: w._asdict() for n, w in WORKLOADS.items()}}
-    sizes = json.loads(json.dumps(told))
-    path = output / "sizes.json"
-    if path.exists() and json.loads(path.read_text()) != sizes:
-        sys.exit(
-            f"--output {output} holds jobs of other sizes, --steps or --seconds: name another folder, or remove it"
-        )
-    write_atomically(path, json.dumps(sizes, indent=1) + "\n")
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """By which jobs, rates and plans were made."""
+    made_up = {"devices": devices(FIXED_SECONDS), "rounds": ROUND_SLICES, "affordable": AFFORDABLE}
+    searches = {"plans": PLANNED, "evaluations": PLAN_EVALUATIONS}
+    sizes = {"steps": options.steps, "seconds": options.seconds, "test_samples": TEST_SAMPLES}
+    return {**sizes, **made_up, **searches, "workloads": {name: one._asdict() for name, one in WORKLOADS.items()}}
 
 
 def main(words: Sequence[str] | None = None) -> None:
     options = parse(words)
     options.output.mkdir(parents=True, exist_ok=True)
-    check_sizes(options.output, options.steps, options.seconds)
+    require_same(options.output, settings(options))
     path = options.output / "jobs.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     for record in run(options, records):

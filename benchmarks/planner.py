@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.common.kept import require_same
 from benchmarks.common.planning import CLUSTERS, WORKLOADS, problems
 from benchmarks.common.report import command, machine, source
 from benchmarks.planner_tables import markdown, verdicts
@@ -50,7 +51,7 @@ FORMS = {
     "free": ("data", "exact", "local", BEST),
 }
 DRAW_NOTHING = {"contiguous", "data", "exact", "list", "mincut", "single"}
-WEIGH_NOTHING = DRAW_NOTHING | {"random", "hierarchical", "ppo-time", "tapp"}
+WEIGH_NOTHING = DRAW_NOTHING | {"random", "hierarchical", "tapp"}
 MODELS = ("inception_v3", "nmt", "nasnet", "pnasnet", "deeptte", "chain")
 FULL_WIDTH = 512  # of the placer, as in the paper
 
@@ -181,6 +182,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> None:
     options = parse(words)
     options.output.mkdir(parents=True, exist_ok=True)
+    names = ("weights", "full", "evaluations", "profile_seconds")
+    require_same(options.output, {name: getattr(options, name) for name in names})
     os.environ["XDG_CACHE_HOME"] = str((options.output / "costs").resolve())
     kept = options.output / "searches.jsonl"
     records = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []

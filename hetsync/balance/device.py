@@ -49,8 +49,9 @@ class Device(ABC):
         gradients become ready when the device would have them."""
 
     @abstractmethod
-    def end_slice(self) -> None:
-        """All of the slice's work has been queued; an emulated device returns once its time is up."""
+    def end_slice(self, stepped: bool = False) -> None:
+        """All of the slice's work has been queued; an emulated device returns once its time is up. `stepped`: the
+        optimizer's step was in it."""
 
     @abstractmethod
     def begin_step(self) -> None:
@@ -88,7 +89,7 @@ class RealDevice(Device):
     def pace(self, fraction: float) -> None:
         pass
 
-    def end_slice(self) -> None:
+    def end_slice(self, stepped: bool = False) -> None:
         self.slices += 1
         self.end_step()
 
@@ -132,7 +133,7 @@ class QueueingDevice(Device):
     def pace(self, fraction: float) -> None:
         pass
 
-    def end_slice(self) -> None:
+    def end_slice(self, stepped: bool = False) -> None:
         self.slices += 1
         self.end_step()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +22,7 @@ from hetsync.plan.search.driver import Driver
 from hetsync.plan.search.objective import figures_of
 from hetsync.plane.base import Plane, decided_by_first
 from hetsync.profiling.report import profile_cluster
-from hetsync.train.planned import PlannedJob, check_settings
+from hetsync.train.planned import check_settings
 from hetsync.train.rehearsal import rehearse
 from hetsync.train.workplace import Workplace, take_place
 
@@ -55,8 +54,8 @@ def plan_on_ranks(plane: Plane, config: Config, request: Request, output: Path |
 
 def _checked(ranks: int, config: Config, request: Request, measure: bool) -> Terms:
     terms, profile = terms_of(request), config.emulation.profile
-    if measure:
-        check_settings(config)
+    if measure and request.search != "data":
+        check_settings(config)  # of plans that cut the model, which other searches find
     devices = ranks if profile is None else load_cluster(profile).size
     here = profile is None or measure
     if here and request.ranks not in (None, ranks):
@@ -108,10 +107,7 @@ def _rehearse(at: Workplace, plan: PlanFile) -> float:
     if at.plane.rank == 0:
         write_plan(plan, path)
     given = given_plan(path, at.plane)
-    if given.file.data_parallel:
-        return rehearse(given, at.config, at.plane, MEASURED_STEPS)
-    with closing(PlannedJob(at, given, "nothing")) as job:
-        seconds: float = at.plane.broadcast_object(job.rehearse(MEASURED_STEPS))
+    seconds: float = at.plane.broadcast_object(rehearse(given, at, MEASURED_STEPS))
     return seconds
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from hetsync.cli.shared import Verbs, add_recipe_command, on_all_ranks
 from hetsync.config.parser import look_ahead, make_parser, parse_recipe
 from hetsync.config.schema import Config
+from hetsync.config.yaml_files import read_yaml
 from hetsync.errors import UserError, complain, early_mistakes
-from hetsync.files import RECIPE
+from hetsync.files import PLAN, RECIPE
 from hetsync.start import loading
 from hetsync.stop_signal import StopSignal
 
@@ -56,7 +57,15 @@ def parse(argv: Sequence[str]) -> tuple[Config, Path | None, Shows]:
     kept = Path(resume) / RECIPE
     if not kept.is_file():
         raise UserError(f"--resume {resume}: there is no {RECIPE} in it; give the folder of a run")
-    return parse_recipe(parser, argv, kept)[0], Path(resume), shows
+    return parse_recipe(parser, [*_kept_plan(Path(resume), kept), *argv], kept)[0], Path(resume), shows
+
+
+def _kept_plan(folder: Path, recipe: Path) -> list[str]:
+    """As if it was given first: the run's own copy of the plan that its recipe names."""
+    content = read_yaml(recipe, f"the recipe {recipe}")
+    section = content.get("plan") if isinstance(content, dict) else None
+    named = isinstance(section, dict) and section.get("file") is not None
+    return ["--plan", str(folder / PLAN)] if named and (folder / PLAN).is_file() else []
 
 
 def train(plane: Plane, config: Config, resume: Path | None, stop: StopSignal, shows: Shows) -> int:
@@ -96,9 +105,9 @@ def train_whole(
 
     given = config
     if plan is not None:
-        from hetsync.train.data_parallel import by_shares
+        from hetsync.train.data_parallel import by_plan
 
-        given = by_shares(config, plan)
+        given = by_plan(config)
     try:
         again = "hetsync-train --resume {}"
         with Job(given, plane, resume=resume or False, stop=stop, show=shows, resume_by=again) as job:

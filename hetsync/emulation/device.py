@@ -35,7 +35,8 @@ OVERRUN_TOLERANCE = 0.01
 
 
 class EmulatedDevice(Device):
-    """A slower device: n samples take `time.seconds(n)` · jitter, most of it slept.
+    """A slower device: n samples take `time.seconds(n)` · jitter, most of it slept, and the optimizer's step on them
+    `update_seconds` · jitter, where it is not in the former.
 
     A sleep ends a little late (a tenth of a millisecond, more on a busy machine), and hundreds of slices
     would add that up to a slower device than the profile's. So the next slice counts as begun earlier by as
@@ -56,28 +57,38 @@ class EmulatedDevice(Device):
         sleep: Callable[[float], None] = sleep,
         slowdowns: Sequence[Slowdown] = (),
         settle: Callable[[], None] = lambda: None,
+        update_seconds: float = 0.0,
     ) -> None:
         super().__init__()
-        self._time = time
+        self._time, self._update_seconds = time, update_seconds
         self._settle = settle
         self._jitter, self._clock, self._sleep = jitter_sampler, clock, sleep
         self._slowdowns = tuple(slowdowns)
         self._samples_before = 0
         self._begun = self._counted_from = self._duration = 0.0
+        self._factor = 1.0  # of this slice
         self._slept = self._overslept = 0.0  # of this slice: in all, and how late its last sleep ended
 
     def begin_slice(self, samples: int) -> None:
+        self._begin()
+        self._factor = self._jitter() * slowdown_factor(self._slowdowns, self._samples_before)
+        self._duration = self._time.seconds(samples) * self._factor
+        self._samples_before += samples
+
+    def _begin(self) -> None:
         self._begun = self._clock()
         self._counted_from = self._begun - self._overslept
         self._slept = self._overslept = 0.0
-        slower = slowdown_factor(self._slowdowns, self._samples_before)
-        self._duration = self._time.seconds(samples) * self._jitter() * slower
-        self._samples_before += samples
 
     def pace(self, fraction: float) -> None:
         self._sleep_until(self._counted_from + fraction * self._duration)
 
-    def end_slice(self) -> None:
+    def end_slice(self, stepped: bool = False) -> None:
+        self._duration += self._update_seconds * self._factor if stepped else 0.0
+        self._end()
+        self.slices += 1
+
+    def _end(self) -> None:
         self._settle()
         self._count(self._duration, self._clock() - self._begun - self._slept)
         due = self._counted_from + self._duration
@@ -86,13 +97,15 @@ class EmulatedDevice(Device):
         # A sleep in `pace` that ended late has moved everything after it: so much of it is sleep's doing.
         self._overslept = min(late, self._overslept)
         self._count_overrun(late - self._overslept)
-        self.slices += 1
 
     def begin_step(self) -> None:
-        """A slice's time is that of a whole step already."""
+        if self._update_seconds:
+            self._begin()
+            self._duration = self._update_seconds * self._factor
 
     def end_step(self) -> None:
-        """See `begin_step`."""
+        if self._update_seconds:
+            self._end()
 
     def _sleep_until(self, due: float) -> None:
         now = self._clock()
@@ -110,21 +123,30 @@ class EmulatedDevice(Device):
 
 
 def emulated_device(
-    cluster: Cluster, rank: int, time: StepTime, seed: int = 0, settle: Callable[[], None] = lambda: None
+    cluster: Cluster,
+    rank: int,
+    time: StepTime,
+    seed: int = 0,
+    settle: Callable[[], None] = lambda: None,
+    update_seconds: float = 0.0,
 ) -> EmulatedDevice:
-    """The device that a profile gives a rank, whose slices take this time, with its jitter and its events."""
+    """The device that a profile gives a rank, whose slices and updates take this time, with its jitter and its
+    events."""
     events = [event for event in cluster.events if event.rank == rank]
-    return EmulatedDevice(time, jitter_sampler(cluster.jitter, seed, rank), slowdowns=events, settle=settle)
+    jitter = jitter_sampler(cluster.jitter, seed, rank)
+    return EmulatedDevice(time, jitter, slowdowns=events, settle=settle, update_seconds=update_seconds)
 
 
-def make_device(cluster: Cluster | None, rank: int, time: StepTime, seed: int, device: torch.device) -> Device:
-    """What times a rank's slices: a cluster's emulated device, whose slices take `time`, or the rank's own."""
-    if device.type != "cuda":
-        return RealDevice() if cluster is None else emulated_device(cluster, rank, time, seed)
+def make_device(
+    cluster: Cluster | None, rank: int, time: StepTime, seed: int, device: torch.device, update_seconds: float = 0.0
+) -> Device:
+    """What times a rank's slices: a cluster's emulated device, whose slices take `time`, and each step
+    `update_seconds` besides, or the rank's own."""
     mark = partial(cuda_mark, device)
     if cluster is None:
-        return QueueingDevice(mark)
-    return emulated_device(cluster, rank, time, seed, lambda: mark().synchronize())
+        return QueueingDevice(mark) if device.type == "cuda" else RealDevice()
+    settle: Callable[[], None] = (lambda: mark().synchronize()) if device.type == "cuda" else (lambda: None)
+    return emulated_device(cluster, rank, time, seed, settle, update_seconds)
 
 
 def affordable_rate(real_seconds_per_sample: float, batch_size: int, cores: int | None = None) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,6 @@ from hetsync.balance.profile import RankProfile
 from hetsync.config.schema import Config
 from hetsync.data import Data
 from hetsync.emulation.cluster import Cluster, DeviceGroup
-from hetsync.files import sha256_of
 from hetsync.plan.blocks import Cut
 from hetsync.plan.division import Division
 from hetsync.plan.evaluate import Costs, Evaluator
@@ -32,12 +32,6 @@ class GivenPlan:
     file: PlanFile
     sha256: str
     text: str
-
-    @property
-    def pins(self) -> dict[int, int]:
-        """Of a data-parallel plan: the shares that it gives, by rank."""
-        shares = {replica.stages[0].ranks[0]: replica.share for replica in self.file.replicas}
-        return {rank: share for rank, share in shares.items() if share is not None}
 
 
 @dataclass(frozen=True)
@@ -112,7 +106,8 @@ def given_plan(path: Path, messages: Messages) -> GivenPlan:
         plan = read_plan(path)
         with mistakes_in(path):
             plan.check_ranks(messages.size)
-        return GivenPlan(path, plan, sha256_of(path), path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+        return GivenPlan(path, plan, hashlib.sha256(content).hexdigest(), content.decode())
 
     return decided_by_first(messages, read)
 

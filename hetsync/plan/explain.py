@@ -54,16 +54,25 @@ def told_timeline(evaluator: Evaluator, placement: Placement) -> list[str]:
     Where replicas are not in step, a rank whose replica has ended its slice waits no more, but begins its next one.
     """
     spans = evaluator.timeline(placement)
-    ends = [max(span.end for span in spans if span.replica == index) for index in range(len(placement.replicas))]
-    whole, in_step = max(ends), evaluator.training.sync.delay_bound == 0
+    ends = _ends(evaluator, spans)
+    whole = max(ends.values())
     lines = [f"a slice of {whole:.4g} s, forward by digits, backward by letters, waiting by {IDLE}"]
     for rank, of_rank in groupby(spans, key=lambda span: span.rank):
         own = list(of_rank)
-        busy = sum(span.end - span.begin for span in own) / ends[own[0].replica]
+        busy = sum(span.end - span.begin for span in own) / ends[rank]
         name = evaluator.cluster.device_of(rank).name
-        row = _row(own, whole, whole if in_step else ends[own[0].replica])
+        row = _row(own, whole, ends[rank])
         lines.append(f"rank {rank:<3} {name[:12]:<12} {row:<{COLUMNS}} waits {1 - busy:.0%}")
     return lines
+
+
+def _ends(evaluator: Evaluator, spans: Sequence[Span]) -> dict[int, float]:
+    """By rank, when its slice has ended: its replica's, or that of all in step."""
+    in_step = evaluator.training.sync.delay_bound == 0
+    last: dict[int, float] = {}
+    for span in spans:
+        last[span.replica] = max(last.get(span.replica, 0.0), span.end)
+    return {span.rank: max(last.values()) if in_step else last[span.replica] for span in spans}
 
 
 def told_search(search: SearchRecord) -> list[str]:
@@ -82,18 +91,17 @@ def told_search(search: SearchRecord) -> list[str]:
 def told_reasons(evaluator: Evaluator, placement: Placement) -> list[str]:
     """What holds the plan up: the busiest rank, the ranks that wait most or have nothing to do, the fullest link."""
     spans = evaluator.timeline(placement)
-    ends = {index: max(span.end for span in spans if span.replica == index) for index in {s.replica for s in spans}}
+    ends = _ends(evaluator, spans)
     busy = {
-        rank: sum((span.end - span.begin) / ends[span.replica] for span in spans if span.rank == rank)
-        for rank in sorted({span.rank for span in spans})
+        rank: sum((span.end - span.begin) / end for span in spans if span.rank == rank)
+        for rank, end in sorted(ends.items())
     }
     most, least = max(busy, key=lambda rank: busy[rank]), min(busy, key=lambda rank: busy[rank])
     idle = f"; most idle is rank {least}, {1 - busy[least]:.0%}" if least != most else ""
     lines = [f"busiest  rank {most}, {busy[most]:.0%} of its slice{idle}"]
     if unused := sorted(set(range(len(evaluator.times))) - set(busy)):
         lines.append(f"unused   rank {_listed(unused)}")
-    slices = {span.rank: ends[span.replica] for span in spans}
-    links = {pair: seconds / slices[pair[0]] for pair, seconds in evaluator.link_seconds(placement).items()}
+    links = {pair: seconds / ends[pair[0]] for pair, seconds in evaluator.link_seconds(placement).items()}
     if links:
         one, other = max(links, key=lambda pair: links[pair])
         lines.append(f"fullest  link from rank {one} to {other}, taken for {links[one, other]:.0%} of a slice")

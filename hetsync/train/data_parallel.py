@@ -17,15 +17,15 @@ from hetsync.plan.recipe import check_shares
 from hetsync.train.job import Job
 
 
-def by_shares(config: Config, plan: GivenPlan) -> Config:
-    """A job's settings, with the shares that the plan gives. UserError for what no plan knows."""
+def by_plan(config: Config) -> Config:
+    """A job's settings: the shares are the plan's, and stay. UserError for what no plan knows."""
     check_shares(config)
     if config.fault.replace:
         raise UserError(
-            "fault.replace is True, which jobs by a plan (plan.file) do not know: give false, and resume with more"
+            "fault.replace is true, which jobs by a plan (plan.file) do not know: give false, and resume with more"
             " ranks"
         )
-    return replace(config, sync=replace(config.sync, pins=plan.pins))
+    return replace(config, sync=replace(config.sync, rebalance=False))
 
 
 def follow(plan: GivenPlan, config: Config, job: Job, data: Data, model: torch.nn.Module) -> None:

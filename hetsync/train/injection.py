@@ -158,8 +158,8 @@ class InjectedDevice(Device):
     def pace(self, fraction: float) -> None:
         self._device.pace(fraction)
 
-    def end_slice(self) -> None:
-        self._device.end_slice()
+    def end_slice(self, stepped: bool = False) -> None:
+        self._device.end_slice(stepped)
 
     def begin_step(self) -> None:
         self._device.begin_step()

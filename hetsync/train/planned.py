@@ -1,5 +1,5 @@
-"""A job by a plan: each rank trains its stage of a replica, slice by slice, and all ranks make each step together, or
-replicas train on their own, up to D rounds apart (`planned_delayed.py`).
+"""A job by a plan that cuts the model: each rank trains its stage of a replica, slice by slice, and all ranks make each
+step together, or replicas train on their own, up to D rounds apart (`planned_delayed.py`).
 
 In step every rank has the batch, the schedule and the books, so that only activations, their gradients and a note a
 slice travel. What is saved is the whole model by its names, as any job saves it: a run goes on under another plan, or
@@ -9,12 +9,10 @@ under none.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import signal
-import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,7 +59,8 @@ from hetsync.train.workplace import Workplace, take_place
 def train_planned(
     plane: Plane, config: Config, plan: GivenPlan, resume: Path | None, stop: StopSignal, shows: Shows
 ) -> int:
-    """Collective: one training job by the recipe's plan, from its recipe to its summary; returns the exit status.
+    """Collective: one training job by the recipe's plan, which cuts the model, from its recipe to its summary; returns
+    the exit status.
 
     FinishedError where there is nothing left to do.
     """
@@ -82,7 +81,7 @@ def train_planned(
 
 
 def check_settings(config: Config) -> None:
-    """UserError for what jobs by a plan cannot do."""
+    """UserError for what jobs by a plan that cuts the model cannot do."""
     sync = config.sync
     refused = {
         "sync.accumulation": (sync.first_accumulation != 1, "raise micro_batches in the plan"),
@@ -104,7 +103,7 @@ def check_settings(config: Config) -> None:
             value: Any = config
             for name in key.split("."):
                 value = getattr(value, name)
-            raise UserError(f"{key} is {value}, which jobs by a plan (plan.file) do not know: {remedy}")
+            raise UserError(f"{key} is {value}, which jobs by a plan that cuts the model do not know: {remedy}")
 
 
 @dataclass(frozen=True)
@@ -321,8 +320,20 @@ class PlannedJob:
         return self._end(None)
 
     def _train_delayed(self, stop: StopSignal) -> int:
+        replicas = self._delayed_replicas(self._save_due)
+        self._go_on()
+        for rest in replicas.rests(stop):
+            told = self.plane.gather_objects(stop.caught)
+            caught = next((signal for signal in told if signal is not None), None)
+            done = PlannedSlice(rest.before, rest.applied - rest.before, [], Milestone(rest.applied, rest.reason))
+            if self._rest(done, caught, save=rest.reason == CHECKPOINT):
+                replicas.close()
+                return self._end(caught)
+        raise AssertionError("the last rest ends training")
+
+    def _delayed_replicas(self, save_due: Callable[[], bool]) -> DelayedReplicas:
         assert self._channels is not None
-        replicas = DelayedReplicas(
+        return DelayedReplicas(
             self.at,
             self.assignment,
             self.replica,
@@ -333,17 +344,8 @@ class PlannedJob:
             self.books,
             self._milestones(),
             self.total,
-            self._save_due,
+            save_due,
         )
-        self._go_on()
-        for rest in replicas.rests(stop):
-            told = self.plane.gather_objects(stop.caught)
-            caught = next((signal for signal in told if signal is not None), None)
-            done = PlannedSlice(rest.before, rest.applied - rest.before, [], Milestone(rest.applied, rest.reason))
-            if self._rest(done, caught, save=rest.reason == CHECKPOINT):
-                replicas.close()
-                return self._end(caught)
-        raise AssertionError("the last rest ends training")
 
     def _prefetched(self, slices: Iterator[PlannedSlice]) -> PlannedSlice | None:
         """The next one, on its way to the device: what no worker loads, ranks would draw apart."""
@@ -398,25 +400,41 @@ class PlannedJob:
         parts = zip(leaders, self._parts_of(current.samples), strict=True)
         return sum(notes[leader].loss * part for leader, part in parts) / current.samples
 
-    def rehearse(self, steps: int) -> float:
-        """Collective: the median of the seconds of so many steps, after one that warms up. Nothing is written, and the
-        job has ended."""
+    def rehearse(self) -> float:
+        """Collective: seconds of a step. Replicas that train on their own have the rates that they reach together.
+        Nothing is written, and the job has ended."""
         self._gather()
-        self._go_on()
-        slices = itertools.islice(self._slices(), steps + 1)
-        seconds = []
-        coming = self._prefetched(slices)
-        while coming is not None:
-            current, coming = coming, self._prefetched(slices)
-            self.plane.barrier()
-            began = time.monotonic()
-            batches = list(self._loader.slices(current))
-            self._step(batches[0] if batches else [], current)
-            self.plane.barrier()
-            seconds.append(time.monotonic() - began)
+        seconds = self._slice_seconds()
+        leaders = [(replica.leader, replica.share or 0) for replica in self.assignment.placement.replicas]
+        told = self.plane.gather_objects(seconds)
         if self._channels is not None:
             self._channels.close()
-        return statistics.median(seconds[1:] or seconds)
+        return self.config.data.batch_size / sum(share / told[leader] for leader, share in leaders)
+
+    def _slice_seconds(self) -> float:
+        """Of this rank's replica, once the first one has warmed up; infinite where it had no time for a second one."""
+        moments: list[float] = []
+        if self._delayed:
+
+            def looks() -> bool:  # after each task
+                moments.append(time.monotonic())
+                return False
+
+            replicas = self._delayed_replicas(looks)
+            self._go_on()
+            next(replicas.rests(None))
+            replicas.close()
+        else:
+            self._go_on()
+            slices = self._slices()
+            coming = self._prefetched(slices)
+            while coming is not None:
+                current, coming = coming, self._prefetched(slices)
+                batches = list(self._loader.slices(current))
+                self._step(batches[0] if batches else [], current)
+                self.plane.barrier()
+                moments.append(time.monotonic())
+        return (moments[-1] - moments[0]) / (len(moments) - 1) if moments[1:] else math.inf
 
     # At rest.
 
@@ -494,8 +512,8 @@ class PlannedJob:
         progress = checkpoint.Progress(
             samples_applied=books.applied,
             version=books.steps,
-            ranks=len(books.shares),  # of which these are the shares: of replicas
-            shares=books.shares,
+            ranks=self.plane.size,
+            shares=tuple(self.assignment.share_of(rank) for rank in range(self.plane.size)),
             delay_bound=books.settings.delay_bound,
             quorum=books.settings.quorum,
             accumulation=books.settings.accumulation,

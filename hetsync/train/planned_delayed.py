@@ -68,7 +68,7 @@ class DelayedReplicas:
         save_due: Callable[[], bool],
     ) -> None:
         """Collective. All ranks hold the same weights. Nobody else uses the channels but the replica, and at rests.
-        `milestones` of `total` samples; `save_due`: is it time to save?"""
+        `milestones` of `total` samples; `save_due`, asked after each task: is it time to save?"""
         self._at, self._assignment, self._replica, self._loader = at, assignment, replica, loader
         self._channels, self._books = channels, books
         self._milestones, self._total, self._save_due = milestones, total, save_due
@@ -152,12 +152,13 @@ class DelayedReplicas:
 
     # Training.
 
-    def rests(self, stop: StopSignal) -> Iterator[Rest]:
+    def rests(self, stop: StopSignal | None) -> Iterator[Rest]:
         """Trains up to each rest, until the last sample or a signal; all ranks stay at rest until the next is asked
         for."""
         self._steps.start()
         self._part.start()
-        stop.listen(lambda: self._part.report_from_signal(DrainRequested(STOP)))
+        if stop is not None:
+            stop.listen(lambda: self._part.report_from_signal(DrainRequested(STOP)))
         while True:
             work = self._part.next_work()
             if isinstance(work, Task):

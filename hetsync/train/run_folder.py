@@ -13,7 +13,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Literal
@@ -164,7 +164,7 @@ def mark_failed(folder: Path) -> None:
 
 def keep(path: Path, text: str) -> None:
     """Write a file; where it held something else, that stays beside it as NAME-1, NAME-2, ... DiskError."""
-    before = path.read_text() if path.is_file() else text
+    before = path.read_text(encoding="utf-8") if path.is_file() else text
     if before != text:
         names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
         write_atomically(next(name for name in names if not name.exists()), before)
@@ -181,7 +181,6 @@ def recorded(folder: Path, config: Config, plan: str | None, saved: Callable[[],
     with contextlib.ExitStack() as written:
         if plan is not None:
             written.enter_context(_recorded(folder / PLAN, plan, saved))
-            config = replace(config, plan=replace(config.plan, file=str((folder / PLAN).resolve())))
         recipe = yaml.safe_dump(asdict(config), sort_keys=False)
         written.enter_context(_recorded(folder / RECIPE, recipe, saved))
         yield
@@ -189,7 +188,7 @@ def recorded(folder: Path, config: Config, plan: str | None, saved: Callable[[],
 
 @contextlib.contextmanager
 def _recorded(path: Path, text: str, saved: Callable[[], bool]) -> Iterator[None]:
-    before = path.read_text() if path.is_file() else None
+    before = path.read_text(encoding="utf-8") if path.is_file() else None
     keep(path, text)
     try:
         yield

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hetsync.balance.device import Device
 from hetsync.balance.profile import RankProfile
 from hetsync.balance.shares import choose_shares, makespan, solo_rates
 from hetsync.config.faults import InjectedFault, When
@@ -135,7 +136,7 @@ class Running:
         self._progress = self.at.loaded.progress if self.at.loaded else None
         self._seconds_before = self._progress.train_seconds if self._progress else 0.0  # of training
         rank, folder = at.plane.rank, at.folder
-        self.timer = make_device(at.cluster, rank, self.profiles[rank].time, at.config.run.seed, self._device)
+        self.timer = self._make_device()
         self.telemetry = Telemetry(None if folder is None else folder / "telemetry" / f"rank-{rank:04d}.jsonl")
         faults = self._faults()
         self._injection = Injection(faults, self.plane, self.model) if faults else None
@@ -299,6 +300,13 @@ class Running:
         assigns = self.prepared.assigns
         return None if assigns is None or self.finished else assigns(self.profiles, self.at.cluster)
 
+    def _make_device(self) -> Device:
+        """By a plan, the optimizer's update takes the time that it has there, however large the rank's share is."""
+        at, rank, plan = self.at, self.at.plane.rank, self.assignment
+        time = self.profiles[rank].time if plan is None else plan.evaluator.times[rank]
+        update = 0.0 if plan is None else plan.update_seconds(rank)
+        return make_device(at.cluster, rank, time, at.config.run.seed, self._device, update)
+
     def _among_known(self, measured: list[RankProfile]) -> list[RankProfile]:
         """By number: a newcomer has measured itself alone."""
         if self._newcomer is None:
@@ -309,11 +317,7 @@ class Running:
 
     def _make_session(self) -> Session:
         at, config = self.at, self.config
-        if self._welcome is not None:
-            shares: tuple[int, ...] | None = tuple(self._welcome.shares)
-        else:
-            shares = kept_shares(config, self._progress, self.plane.size)
-        shares = shares or self._first_shares()
+        shares = self._shares() if self._welcome is None else tuple(self._welcome.shares)
         slice_seconds = makespan(shares, [profile.time for profile in self.profiles])
         injection = self._injection
         plane: Plane = self.plane if injection is None else injection.plane
@@ -345,14 +349,22 @@ class Running:
         session.deaths += [] if self._welcome is None else self._welcome.deaths
         return session
 
-    def _first_shares(self) -> tuple[int, ...]:
-        sync, batch = self.config.sync, self.config.data.batch_size
-        try:
-            return choose_shares(sync, batch, self.profiles)
-        except UserError as mistake:
-            if self.assignment is None:
-                raise
-            raise UserError(f"plan {self.assignment.plan.path}, whose shares are sync.pins: {mistake}") from None
+    def _shares(self) -> tuple[int, ...]:
+        """Of a slice: the plan's; those of the run so far; or those that follow from speeds."""
+        if self.assignment is not None:
+            return self._planned_shares(self.assignment)
+        kept = kept_shares(self.config, self._progress, self.plane.size)
+        return kept or choose_shares(self.config.sync, self.config.data.batch_size, self.profiles)
+
+    def _planned_shares(self, assignment: Assignment) -> tuple[int, ...]:
+        for rank, profile in enumerate(self.profiles):
+            share = assignment.share_of(rank)
+            if profile.cap is not None and share > profile.cap:
+                raise UserError(
+                    f"plan {assignment.plan.path}: rank {rank} has a share of {share} samples, of which {profile.cap}"
+                    " fit into its memory: give it a smaller one"
+                )
+        return tuple(assignment.share_of(rank) for rank in range(len(self.profiles)))
 
     def _make_terms(self, shares: tuple[int, ...]) -> Terms:
         run, progress = self.config.run, self._progress
@@ -395,6 +407,8 @@ class Running:
     def open(self, stop: StopSignal | None) -> None:
         """Training is about to begin: from now on signals save and stop, and there is something on disk."""
         at, self.is_open = self.at, True
+        if self.assignment is not None and self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)  # from now on it is training's
         if stop is not None:
             stop.listen(self.session.request_stop)
         if at.folder is not None:

@@ -353,7 +353,7 @@ class TaskRunner:
         if work.void:
             return
         if not (work.synchronous and work.last):
-            self._device.end_slice()
+            self._device.end_slice(stepped=bool(work.stepped))
         else:
             self._pause(work)
         cap = None if self._memory is None else self._memory.end_slice(work.slice_samples)

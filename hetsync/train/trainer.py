@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    def __init__(self, config: Config, job: Job, plan: GivenPlan | None = None) -> None:
+    def __init__(self, config: Config, job: Job, plan: GivenPlan | None = None, evaluates: bool = True) -> None:
         """Collective: build, measure, go on from where the run stands. Nothing is written in the run folder but the log
-        of a controller. `plan`: a data-parallel one that the recipe names, and whose shares are in the job's settings.
+        of a controller. `plan`: a data-parallel one that the recipe names, as which the job has been set up.
 
         Raises:
             UserError: Something in the recipe cannot work, or does not fit the run that is to be gone on with.
@@ -65,7 +65,7 @@ class Trainer:
         self._rests = self.average is not None or config.run.keep_best.metric is not None or stop.metric is not None
         if self._rests:
             self.intervals = job.intervals(every or self.total)
-        else:
+        elif evaluates:
             job.evaluate_every(every, self._score, self._metrics)
         job.ready()
         if config.run.compile:

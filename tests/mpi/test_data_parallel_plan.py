@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from conftest import RANKS
 from test_planned import (
     BATCH,
     PLANS,
     SAMPLES,
+    Asked,
     alone,
     assert_same,
     by_plan,
@@ -27,13 +29,24 @@ from test_planned import (
 )
 from test_planned_delayed import lines
 
-from hetsync.config.schema import Config, EmulationConfig, FaultConfig, KeepBestConfig, SyncConfig
+from hetsync.cli.train import train
+from hetsync.config.schema import (
+    Config,
+    ControlConfig,
+    EmaConfig,
+    EmulationConfig,
+    FaultConfig,
+    KeepBestConfig,
+    PlanConfig,
+    SyncConfig,
+)
 from hetsync.emulation.device import EmulatedDevice
 from hetsync.errors import TERMINATED, UserError
-from hetsync.plan.assignment import given_plan
+from hetsync.plan.assignment import GivenPlan, given_plan
 from hetsync.plane.base import Plane
 from hetsync.sync.gradients import Gradients
 from hetsync.train.rehearsal import rehearse
+from hetsync.train.workplace import take_place
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
 
@@ -47,6 +60,14 @@ def _plans(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [{"share": SHARES[rank], "stages": [stage(rank, "*")]} for rank in ORDER]
     monkeypatch.setitem(PLANS, ("data", RANKS), given)
     monkeypatch.setitem(PLANS, ("by speed", RANKS), [{"stages": [stage(rank, "*")]} for rank in ORDER])
+
+
+def written(plane: Plane, folder: Path, replicas: list[dict[str, Any]]) -> GivenPlan:
+    path = folder / "given.yaml"
+    if plane.rank == 0:
+        path.write_text(yaml.safe_dump({"format": 1, "batch_size": BATCH, "replicas": replicas}))
+    plane.barrier()
+    return given_plan(path, plane)
 
 
 def emulated(folder: Path, config: Config, speeds: tuple[float, ...], **more: Any) -> Config:
@@ -90,20 +111,30 @@ def test_it_ends_where_one_process_does(plane: Plane, folder: Path, monkeypatch:
         assert row["predicted_memory_bytes"] > 0
 
 
-def test_what_only_jobs_without_a_plan_know_works(plane: Plane, folder: Path) -> None:
+def test_what_only_jobs_without_a_plan_know_works(plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A delay bound, a wire format, several slices in a contribution, and evaluation beside training."""
+    wires: list[str] = []
+    allreduce = type(plane).allreduce
+
+    def watched(self: Plane, tensor: torch.Tensor, wire: Any = "float32", residual: Any = None) -> Any:
+        wires.append(wire)
+        return allreduce(self, tensor, wire, residual)
+
+    monkeypatch.setattr(type(plane), "allreduce", watched)
     config = recipe(folder / "planned", "adamw", 0.5, evaluate_every=100)
     config = replace(config, sync=SyncConfig(3, wire="bfloat16", accumulation=2))
     assert by_plan(plane, config, "data") == 0
+    assert "bfloat16" in wires
     if plane.rank != 0:
         return
     found = summary_of(folder / "planned")
     assert (found["status"], found["samples_applied"], found["delay_bound"]) == ("finished", SAMPLES, 3)
     assert found["shares"] == list(SHARES)  # pinned by the plan
     assert found["staleness"]["max"] <= 3
+    assert found["accumulation"] == 2
     assert found["plan"]["measured_step_seconds"] == pytest.approx(BATCH * found["train_seconds"] / SAMPLES)
     assert len(lines(folder / "planned", 0, "evaluation")) >= 3
-    assert {line["reason"] for line in lines(folder / "planned", 0, "rest")} <= {"checkpoint", "end"}
+    assert {line["reason"] for line in lines(folder / "planned", 0, "rest")} == {"checkpoint", "end"}
 
 
 def test_shares_that_are_left_out_follow_speed(plane: Plane, folder: Path) -> None:
@@ -112,6 +143,30 @@ def test_shares_that_are_left_out_follow_speed(plane: Plane, folder: Path) -> No
     assert by_plan(plane, config, "by speed") == 0
     if plane.rank == 0:
         assert summary_of(folder / "planned")["shares"] == {2: [40, 10], 4: [20, 5, 5, 20]}[RANKS]
+
+
+def test_the_shares_of_a_run_so_far_give_way_to_the_plans(plane: Plane, folder: Path) -> None:
+    speeds = {2: (4.0, 1.0), 4: (4.0, 1.0, 1.0, 4.0)}[RANKS]
+    config = emulated(folder, recipe(folder / "planned"), speeds)
+    assert by_plan(plane, config, "data", caught=signal.SIGTERM) == TERMINATED
+    assert by_plan(plane, config, "by speed", resume=True) == 0
+    if plane.rank == 0:
+        assert summary_of(folder / "planned")["shares"] == {2: [40, 10], 4: [20, 5, 5, 20]}[RANKS]
+
+
+@pytest.mark.ranks(2)
+def test_without_the_plan_ranks_go_on_with_shares_of_their_own(plane: Plane, folder: Path) -> None:
+    """A plan that cuts the batch into micro-batches has the faster rank in the first of its replicas."""
+    config = emulated(folder, recipe(folder / "run"), (1.0, 4.0))
+    replicas = [{"micro_batches": 2, "stages": [stage(1, "*")]}, {"stages": [stage(0, "*")]}]
+    path = written(plane, folder, replicas).path
+    planned = replace(config, plan=PlanConfig(str(path)))
+    assert train(plane, planned, None, Asked(signal.SIGTERM), "nothing") == TERMINATED
+    by_replica = plane.broadcast_object(summary_of(folder / "run")["shares"] if plane.rank == 0 else None)
+    assert by_replica[0] > by_replica[1]
+    assert train(plane, config, folder / "run", Asked(None), "nothing") == 0
+    if plane.rank == 0:
+        assert summary_of(folder / "run")["shares"] == by_replica[::-1]
 
 
 def test_it_goes_on_under_another_plan_and_under_none(plane: Plane, folder: Path) -> None:
@@ -129,6 +184,26 @@ def test_it_goes_on_under_another_plan_and_under_none(plane: Plane, folder: Path
         assert_same(saved(folder / "run"), saved(folder / "alone"))
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"ema": EmaConfig(0.9)},
+        {"control": ControlConfig("random")},
+        {"fault": FaultConfig(not_finite="skip")},
+        {"run": {"precision": "bfloat16"}},
+    ],
+    ids=["ema", "control", "fault", "precision"],
+)
+def test_settings_that_cut_models_do_not_know_work(plane: Plane, folder: Path, given: dict[str, Any]) -> None:
+    config = recipe(folder / "planned", **given.pop("run", {}))
+    config = replace(config, sync=SyncConfig(2), **given)
+    assert by_plan(plane, config, "data") == 0
+    if plane.rank == 0:
+        found = summary_of(folder / "planned")
+        assert (found["status"], found["samples_applied"]) == ("finished", SAMPLES)
+        assert found["plan"]["measured_step_seconds"] > 0
+
+
 @pytest.mark.parametrize("bound", [0, 4])
 def test_a_rehearsal_takes_what_steps_take(
     plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch, bound: int
@@ -144,22 +219,43 @@ def test_a_rehearsal_takes_what_steps_take(
     monkeypatch.setattr(EmulatedDevice, "end_slice", watched)
     run = {"evaluate_every": 10, "keep_best": KeepBestConfig("loss", "min")}
     config = recipe(folder / "run", **run)
-    config = replace(emulated(folder, config, (1.0,) * RANKS), sync=SyncConfig(bound))
-    path = folder / "data.yaml"
-    if plane.rank == 0:
-        path.write_text(yaml.safe_dump({"format": 1, "batch_size": BATCH, "replicas": PLANS["by speed", RANKS]}))
-    plane.barrier()
-    seconds = rehearse(given_plan(path, plane), config, plane, 3)
+    config = replace(emulated(folder, config, (4.0, 1.0) * (RANKS // 2)), sync=SyncConfig(bound))
+    shares = [BATCH // RANKS] * (RANKS - 1) + [BATCH - BATCH // RANKS * (RANKS - 1)]
+    replicas = [{"share": share, "stages": [stage(rank, "*")]} for rank, share in enumerate(shares)]
+    seconds = rehearse(written(plane, folder, replicas), take_place(config, plane, folder, None), 3)
     assert len(slices) == 4
-    assert set(plane.gather_objects(seconds)) == {seconds}
-    assert seconds > 0.9 * BATCH / 500.0  # emulated devices are never faster
+    assert len(set(plane.gather_objects(seconds))) == 1
+    slowest = max(shares) / (500.0 / (2.5 * RANKS))  # seconds of a device of speed 1
+    together = BATCH / 500.0  # of all, none of which waits
+    assert seconds > 0.9 * (slowest if bound == 0 else together)  # emulated devices are never faster
+    assert bound == 0 or seconds < slowest
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_a_rehearsal_of_pipelines_is_of_their_rates(plane: Plane, folder: Path, bound: int) -> None:
+    """Beside a replica of one rank, a quarter as fast with as large a share."""
+    speeds = {2: (4.0, 1.0), 4: (4.0, 4.0, 4.0, 1.0)}[RANKS]
+    config = emulated(folder, recipe(folder / "run"), speeds)
+    config = replace(config, sync=SyncConfig(bound))
+    pipeline = (
+        [stage(0, "*")] if RANKS == 2 else [stage(0, "features.0"), stage(1, "features.2"), stage(2, "classifier")]
+    )
+    replicas = [
+        {"share": 25, "micro_batches": 2, "stages": pipeline},
+        {"share": 25, "stages": [stage(RANKS - 1, "*")]},
+    ]
+    seconds = rehearse(written(plane, folder, replicas), take_place(config, plane, folder, None), 4)
+    assert len(set(plane.gather_objects(seconds))) == 1
+    slowest = 25 / (500.0 / sum(speeds))
+    assert seconds > 0.9 * slowest if bound == 0 else 0.1 * slowest < seconds < slowest
     assert not (folder / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"fault": FaultConfig(replace=True)}, "fault.replace is True, which jobs by a plan"),
+        ({"fault": FaultConfig(replace=True)}, "fault.replace is true, which jobs by a plan"),
         ({"sync": SyncConfig(0, shares="equal")}, "sync.shares is equal, but a plan has shares of its own"),
         ({"sync": SyncConfig(0, pins={0: 3})}, r"sync.pins is \{0: 3\}, but a plan has shares of its own"),
     ],

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch.utils.data import Dataset, default_collate
 
 from hetsync import data
-from hetsync.cli.train import train
+from hetsync.cli.train import parse, train
 from hetsync.config.schedule import ScheduleConfig
 from hetsync.config.schema import (
     Config,
@@ -202,6 +202,26 @@ def test_it_goes_on_under_another_plan_and_under_none(plane: Plane, folder: Path
     assert by_plan(plane, recipe(folder / "none", "adamw", 0.5), "pipeline", resume=True) == 0
     if plane.rank == 0:
         assert_same(saved(folder / "none"), saved(folder / "alone"))
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "data"])
+def test_it_resumes_by_the_copy_of_its_plan(
+    plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Whatever has become of the file."""
+    monkeypatch.setitem(PLANS, ("data", RANKS), [{"stages": [stage(rank, "*")]} for rank in range(RANKS)])
+    config = recipe(folder / "run")
+    assert by_plan(plane, config, kind, caught=signal.SIGTERM) == TERMINATED
+    if plane.rank == 0:
+        (folder / f"{kind}.yaml").unlink()
+    plane.barrier()
+    resumed, _, _ = parse(["--resume", str(folder / "run"), "--quiet"])
+    assert train(plane, resumed, folder / "run", Asked(None), "nothing") == 0
+    if plane.rank == 0:
+        found = summary_of(folder / "run")
+        assert (found["status"], found["samples_applied"]) == ("finished", SAMPLES)
+        assert found["plan"]["path"] == str((folder / "run" / "plan.yaml").resolve())
+        assert len(found["plan"]["replicas"]) == len(PLANS[kind, RANKS])
 
 
 def test_it_evaluates_on_its_way_and_keeps_the_best(plane: Plane, folder: Path) -> None:

@@ -19,7 +19,8 @@ import numpy as np
 
 from hetsync.plan.evaluate import Evaluator
 from hetsync.plan.placement import Stage
-from hetsync.plan.search.contiguous import contiguous_replica, crossing_bytes, figures_before
+from hetsync.plan.search.contiguous import contiguous_replica
+from hetsync.plan.search.group_figures import crossing_bytes, figures_before, saved_bytes_before
 from hetsync.plan.search.search import Problem
 
 _Used = tuple[tuple[int, ...], int]  # devices by class, and the class of a chain's first
@@ -123,14 +124,14 @@ def machines_of(
     evaluator = problem.evaluator
     classes = classes_of(evaluator, ranks)
     sums = figures_before(problem)
-    forward, backward, saved, weights = sums.T
+    forward, backward, _, weights = sums.T
     groups = len(sums) - 1
     fits = []
     for members in classes:
         limit, by_count = evaluator.limit_bytes[members[0]], []
         for left in range(1, len(ranks) + 1):
-            held = evaluator.held_bytes(weights, replicas)
-            held = held + saved * samples * (micro_batches if gpipe else min(left, micro_batches))
+            in_flight = micro_batches if gpipe else min(left, micro_batches)
+            held = evaluator.held_bytes(weights, replicas) + saved_bytes_before(problem, in_flight) * samples
             ends = np.searchsorted(held, held[:groups] + limit, side="right") - 1
             by_count.append(ends.tolist())
         fits.append(by_count)

@@ -8,17 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from hetsync.balance.profile import StepTime
 from hetsync.balance.shares import speed_shares
 from hetsync.errors import UserError
 from hetsync.plan.evaluate import Evaluator
-from hetsync.plan.graph import BATCH
 from hetsync.plan.placement import Placement, Replica, Stage
+from hetsync.plan.search.group_figures import Array, crossing_bytes, figures_before, saved_bytes_before
 from hetsync.plan.search.search import Problem, Scored, Search
-
-Array = npt.NDArray[np.float64]
 
 
 class Contiguous(Search):
@@ -71,13 +68,14 @@ def contiguous_replica(
     stages = sums[None, :, :] - sums[:, None, :]  # [i, j]: of the groups from i to before j
     crossing = crossing_bytes(problem) * samples
     for place, rank in enumerate(ranks):
-        forward, backward, saved, weights = np.moveaxis(stages, 2, 0)
+        forward, backward, _, weights = np.moveaxis(stages, 2, 0)
         computing = evaluator.times[rank].seconds(samples) * (forward + backward)
         if place + 1 < len(ranks):
             _, byte_seconds = evaluator.link(rank, ranks[place + 1])
             computing = np.maximum(computing, byte_seconds * crossing[None, :])
         in_flight = min(len(ranks) - place, micro_batches)
-        held = evaluator.held_bytes(weights, replicas) + saved * samples * in_flight
+        saved = saved_bytes_before(problem, in_flight)
+        held = evaluator.held_bytes(weights, replicas) + (saved[None, :] - saved[:, None]) * samples
         seconds.append(computing)
         lacking.append(np.maximum(held - evaluator.limit_bytes[rank], 0.0))
     fitting = [np.where(lack > 0, np.inf, second) for lack, second in zip(lacking, seconds, strict=True)]
@@ -86,27 +84,6 @@ def contiguous_replica(
     parts = zip(ranks, cuts[:-1], cuts[1:], strict=True)
     stages_of = (Stage((rank,), tuple(range(bounds[i], bounds[j]))) for rank, i, j in parts)
     return Replica(tuple(stages_of), None, micro_batches)
-
-
-def figures_before(problem: Problem) -> Array:
-    """The evaluator's figures, summed over the blocks before each bound of the groups: a row a bound."""
-    figures = problem.evaluator.figures
-    sums = np.vstack([np.zeros(figures.shape[1]), figures.cumsum(axis=0)])
-    return sums[list(problem.groups.bounds)]
-
-
-def crossing_bytes(problem: Problem) -> Array:
-    """Bytes of a sample that cross each bound of the groups: outputs of blocks before that blocks behind need."""
-    evaluator = problem.evaluator
-    blocks = len(evaluator.graph.blocks)
-    last_need = np.arange(blocks)
-    for edge in evaluator.graph.edges:
-        if edge.source != BATCH:
-            last_need[edge.source] = max(last_need[edge.source], edge.target)
-    places = np.array(problem.groups.bounds)[:, None]
-    needed = (np.arange(blocks) < places) & (last_need >= places)
-    crossing: Array = needed @ evaluator.output_bytes
-    return crossing
 
 
 def _least_worst(costs: Sequence[Array]) -> list[int] | None:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from hetsync.plan.evaluate import BACKWARD, FORWARD, WEIGHTS
-from hetsync.plan.search.list_schedule import group_figures, group_saved_bytes
+from hetsync.plan.search.group_figures import group_figures, group_saved_bytes
 from hetsync.plan.search.search import Problem
 
 MOST_GROUPS = 24

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hetsync.plan.evaluate import BACKWARD, FORWARD, SAVED, WEIGHTS
 from hetsync.plan.search.contiguous import first_shares
+from hetsync.plan.search.group_figures import group_figures
 from hetsync.plan.search.search import Problem
 
 VERSION = 1
@@ -50,8 +52,7 @@ class Features:
         self._problem, self._replicas = problem, replicas
         self.count = max(map(len, replicas))
         evaluator = problem.evaluator
-        starts = np.array(problem.groups.bounds[:-1])
-        self._figures = np.add.reduceat(evaluator.figures, starts, axis=0)  # by group
+        self._figures = group_figures(evaluator, problem.groups)
         shares = first_shares(evaluator, [[rank for ranks in devices for rank in ranks] for devices in replicas])
         self.step_seconds = np.full((len(replicas), self.count), np.inf)
         self.limit_bytes = np.full((len(replicas), self.count), -np.inf)
@@ -126,7 +127,8 @@ class Features:
                 own = evaluator.figures[block, FORWARD] + evaluator.figures[block, BACKWARD]
                 for column, part in enumerate(KINDS):
                     found[group, column] += own * (part in kind)
-        return found / np.maximum(self.seconds, 1e-12)[:, None]
+        parts: npt.NDArray[Any] = found / np.maximum(self.seconds, 1e-12)[:, None]
+        return parts
 
     def of(self, devices: Indices, replicas: Indices) -> Seen:
         """Of assignments (N, G), each of a replica (N,)."""

@@ -12,10 +12,10 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from hetsync.plan.evaluate import BACKWARD, FORWARD, SAVED, WEIGHTS, Array, Evaluator
+from hetsync.plan.evaluate import BACKWARD, FORWARD, WEIGHTS
 from hetsync.plan.placement import Placement
 from hetsync.plan.search.contiguous import first_shares
-from hetsync.plan.search.groups import Groups
+from hetsync.plan.search.group_figures import group_figures, group_saved_bytes
 from hetsync.plan.search.search import Problem, Scored, Search
 
 SHORTEST_SECONDS = 1e-12  # of the model on a device without a time
@@ -138,15 +138,3 @@ class _Schedule:
                 seen.add(behind)
                 open_.append(behind)
         return bool(needed & seen)
-
-
-def group_figures(evaluator: Evaluator, groups: Groups) -> Array:
-    """The columns of the evaluator's figures, summed over each group's blocks: a row a group."""
-    summed: Array = np.add.reduceat(evaluator.figures, groups.bounds[:-1], axis=0)
-    return summed
-
-
-def group_saved_bytes(evaluator: Evaluator, groups: Groups, in_flight: int) -> Array:
-    """By group, a sample's of what so many micro-batches save for backward: of the loss, one at a time."""
-    loss: Array = np.add.reduceat(evaluator.loss_bytes, groups.bounds[:-1])
-    return group_figures(evaluator, groups)[:, SAVED] * in_flight - loss * (in_flight - 1)

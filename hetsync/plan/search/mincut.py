@@ -13,8 +13,8 @@ import networkx as nx
 
 from hetsync.plan.evaluate import BACKWARD, FORWARD
 from hetsync.plan.placement import Placement
+from hetsync.plan.search.group_figures import group_figures
 from hetsync.plan.search.groups import Groups
-from hetsync.plan.search.list_schedule import group_figures
 from hetsync.plan.search.search import Problem, Scored, Search
 
 TOLERANCE = 0.05  # of the work, by which a side may miss what its ranks' speeds ask for

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
 import torch
 
 from benchmarks import planner, planner_tables
 from benchmarks.common import planning
-from hetsync.plan.search.registry import SEARCHES
+from benchmarks.common.kept import require_same
 
 CELL = {"form": "one replica", "model": "m", "cluster": "c", "weights": "time", "seed": 0, "blocks": 3}
 
@@ -41,9 +42,35 @@ def test_the_quick_form_compares_all_searches(tmp_path, monkeypatch):
     assert "| digits, two-hosts |" in (tmp_path / "out" / "planner.md").read_text()
 
 
-def test_what_weighs_nothing_proposes_the_same_for_all_weights():
-    weigh = {"local", "trinity", "trinity-nothing", "hierarchical-multi"}
-    assert set(SEARCHES) - planner.WEIGH_NOTHING == weigh
+@pytest.fixture(scope="module")
+def problem(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("costs")))
+        threads = torch.get_num_threads()
+        found = planning.problems(["digits"], ["two-hosts"], 0.05, one_replica=True)
+        torch.set_num_threads(threads)
+    return found["digits", "two-hosts"]
+
+
+@pytest.mark.parametrize("arm", sorted(planner.WEIGH_NOTHING - {"data"}))  # which has replicas of its own
+def test_what_weighs_nothing_proposes_the_same_for_all_weights(problem, arm):
+    proposed = []
+    for weights in planner.WEIGHTS.values():
+        driver = planner.Recorder(problem, weights, planner.Budget(60), seed=1)
+        driver.run(arm)
+        proposed.append(driver.heard)
+    assert len(proposed[0]) > 2
+    assert proposed[0] == proposed[1]
+
+
+def test_other_settings_are_refused_in_the_same_folder(tmp_path):
+    words = ["--quick", "--models", "digits", "--arms", "list", "--output", str(tmp_path)]
+    require_same(tmp_path, {"evaluations": 100, "full": False})
+    require_same(tmp_path, {"evaluations": 100, "full": False})
+    with pytest.raises(SystemExit, match="holds what was found with another evaluations, full: name another folder"):
+        require_same(tmp_path, {"evaluations": 300, "full": True})
+    with pytest.raises(SystemExit, match="holds what was found with another"):
+        planner.main(words)
 
 
 def test_a_search_is_near_once_it_is_within_a_twentieth():

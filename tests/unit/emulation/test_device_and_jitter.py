@@ -82,6 +82,25 @@ def test_a_slice_takes_the_emulated_time():
     assert emulated.emulated_seconds == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("within", [True, False])
+def test_an_update_takes_a_time_of_its_own_within_the_slice_or_after_a_wait(within):
+    time = Time(overshoot=0.01)
+    emulated = device(time, update_seconds=0.5, jitter_sampler=lambda: 2.0)
+    for _ in range(2):
+        emulated.begin_slice(5)
+        time.work(0.5)
+        emulated.end_slice(stepped=within)
+        if not within:
+            time.work(3.0)  # for the sums of others
+            emulated.begin_step()
+            time.work(0.25)
+            emulated.end_step()
+    assert emulated.take_seconds() == pytest.approx(2 * (1.0 + 1.0))
+    assert time.now == pytest.approx(100 + 2 * 2.0 + (0 if within else 2 * 3.0), abs=0.02)  # one sleep ends late
+    assert emulated.real_seconds == pytest.approx(2 * 0.5 + (0 if within else 2 * 0.25))
+    assert (emulated.slices, emulated.overruns) == (2, 0)
+
+
 def test_pace_waits_for_its_fraction_and_is_not_real_compute():
     time = Time()
     emulated = device(time)

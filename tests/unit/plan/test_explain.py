@@ -24,8 +24,8 @@ def rows(bound: int) -> list[str]:
     return [line.removeprefix(f"rank {rank}   ")[13:] for rank, line in enumerate(lines)]
 
 
-@pytest.mark.parametrize(("bound", "after"), [(0, IDLE), (4, " ")])
-def test_replicas_wait_for_each_other_in_step_only(bound: int, after: str) -> None:
+@pytest.mark.parametrize(("bound", "after", "waits"), [(0, IDLE, "50%"), (4, " ", "0%")])
+def test_replicas_wait_for_each_other_in_step_only(bound: int, after: str, waits: str) -> None:
     fast, slow = rows(bound)
-    assert fast == "0" * (COLUMNS // 6) + "a" * (COLUMNS // 3) + after * (COLUMNS // 2) + " waits 0%"
+    assert fast == "0" * (COLUMNS // 6) + "a" * (COLUMNS // 3) + after * (COLUMNS // 2) + f" waits {waits}"
     assert slow == "0" * (COLUMNS // 3) + "a" * (2 * COLUMNS // 3) + " waits 0%"

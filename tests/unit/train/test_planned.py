@@ -81,7 +81,9 @@ def test_what_jobs_by_a_plan_cannot_do_is_refused(section: str, key: str, value:
     sections = {section: {key: value}}
     if section == "control":
         sections["sync"] = {"delay_bound": 4}
-    with pytest.raises(UserError, match=rf"^{section}\.{key}.* which jobs by a plan \(plan.file\) do not know: \w+"):
+    with pytest.raises(
+        UserError, match=rf"^{section}\.{key}.* which jobs by a plan that cuts the model do not know: \w+"
+    ):
         run(tmp_path, recipe(tmp_path, **sections), ALONE)
     assert not (tmp_path / "planned").exists()
 

@@ -31,6 +31,8 @@ def problems(draw):
     blocks = draw(st.integers(1, 6))
     small, bytes_ = st.integers(1, 9), st.integers(0, 40)
     costs = [cost(draw(small), draw(small), 0.0, draw(bytes_), draw(bytes_), draw(bytes_)) for _ in range(blocks)]
+    of_loss = draw(st.integers(0, costs[-1].saved_bytes))  # there for one micro-batch at a time
+    costs[-1] = replace(costs[-1], loss_bytes=of_loss)
     groups = [(draw(st.integers(1, 2)), draw(st.integers(1, 5))), (1, draw(st.integers(1, 5)))]
     memory = draw(st.sampled_from([None, 1200, 600, 300]))
     devices = tuple(
