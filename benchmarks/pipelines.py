@@ -2,10 +2,11 @@
 
     python -m benchmarks.pipelines --output results --data DIR [--quick] [--seeds 3] [--steps 16] [--seconds 25]
 
-Every cell is a job of its own under mpirun, started by launch/local, on four emulated devices of three kinds; gradients
-and what travels are real. A link is so fast that a round of the whole model takes a quarter, one or four slices. Each
-workload's speed is what this machine affords, found out once and kept under `--output`, as plans are. Within a seed all
-arms run one after the other. Jobs are kept in jobs.jsonl: a run that is begun again goes on there.
+Every cell is a job of its own under mpirun, started by launch/local, by a plan, on four emulated devices of three
+kinds; gradients and what travels are real. Data parallelism is by plans of whole models, so that devices are alike in
+all arms. A link is so fast that a round of the whole model takes a quarter, one or four slices. Each workload's speed
+is what this machine affords, found out once and kept under `--output`, as plans are. Within a seed all arms run one
+after the other. Jobs are kept in jobs.jsonl: a run that is begun again goes on there.
 
 Models are small and jobs short: `--steps` batches, the same for all arms of a cell, or fewer where equal shares take
 longer than `--seconds` for them; only an arm whose plan is predicted to take longer has fewer than the others. Jobs
@@ -26,8 +27,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,14 +36,11 @@ from benchmarks.common.kept import require_same
 from benchmarks.common.local_job import RECIPES, launched, with_curves
 from benchmarks.common.planning import FIXED_SECONDS
 from benchmarks.common.report import Record, command, grouped, machine, source, spearman, spread, until_target
-from hetsync.cli.planning import prepared
+from hetsync.balance.shares import equal_shares
 from hetsync.config.parser import recipe_of
-from hetsync.emulation.cluster import load_cluster
 from hetsync.errors import USER_ERROR
 from hetsync.files import write_atomically
-from hetsync.plan.placement import Placement
 from hetsync.plan.plan_file import Predicted, read_plan
-from hetsync.plan.search.plain import whole
 from hetsync.simulate.recipe import build
 
 DEVICES = {"A100": (1, 3.13), "V100": (1, 2.45), "T4": (2, 1.00)}
@@ -59,19 +55,18 @@ MOST_STEP_SECONDS = 15  # of a plan that is run: more says no more
 TARGET_BINS = 4  # of twenty of a curve, over which the loss is a mean
 JOB_SECONDS = 300
 BSP, BEST = "synchronous, equal shares", "best, D = 0"
-PLANNED = {  # how its plan is searched for, and the bound on delay that it is run with
+WHOLE = ["--search", "data", "--micro-batches", "1"]  # models, with shares by speed
+ARMS = {  # how its plan is searched for, and the bound on delay that it is run with
+    BSP: (WHOLE, 0),  # with other shares
+    "synchronous, by speed": (WHOLE, 0),
+    "delayed, D = 4": (WHOLE, 4),
     "pipeline, exact": (["--search", "exact", "--replicas", "0,1,2,3"], 0),
     "pipeline, tapp": (["--search", "tapp", "--replicas", "0,1,2,3"], 0),
     BEST: (["--search", "best"], 0),
     "best, D = 4": (["--search", "best"], 4),
 }
-UNPLANNED: dict[str, dict[str, Any]] = {  # whole models on all ranks: their recipe's `sync`
-    BSP: {"delay_bound": 0, "shares": "equal"},
-    "synchronous, by speed": {"delay_bound": 0},
-    "delayed, D = 4": {"delay_bound": 4},
-}
-ARMS = (*UNPLANNED, *PLANNED)
-BESTS = tuple(arm for arm in PLANNED if arm.startswith("best"))
+BESTS = tuple(arm for arm in ARMS if arm.startswith("best"))
+PIPELINED = tuple(arm for arm in ARMS if arm.startswith("pipeline")) + BESTS
 TARGETS = {"rate": 1.37, "waiting": -0.4892, "best": 0.98, "spearman": 0.9}
 
 
@@ -152,19 +147,6 @@ class Bench:
         _, model = build(recipe_of(self.content(name)))
         return sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
-    @cache  # noqa: B019 (as long as the benchmark)
-    def memory_bytes(self, name: str, link: str, arm: str) -> int:
-        """Of the fullest rank, with the whole model on each, as the planner predicts it."""
-        emulation = {"profile": str(self.cluster(name, link)), "samples_per_second": self.rate(name)}
-        sync = {"delay_bound": UNPLANNED[arm]["delay_bound"]}
-        config = recipe_of({**self.content(name), "emulation": emulation, "sync": sync})
-        _, evaluator = prepared(config, load_cluster(self.cluster(name, link)), RANKS)
-        placement = whole(evaluator, range(RANKS), 1)
-        if arm == BSP:
-            share = config.data.batch_size // RANKS
-            placement = Placement(tuple(replace(replica, share=share) for replica in placement.replicas))
-        return max(evaluator.evaluate(placement).memory_bytes.values())
-
     def rate(self, name: str) -> float:
         """Samples a second of all devices together: what a job found that this machine affords, and less."""
         path = self.output / f"{name}-rate.json"
@@ -180,10 +162,15 @@ class Bench:
         return rate
 
     def plan(self, name: str, link: str, arm: str) -> Path:
-        """The arm's plan, searched for."""
+        """The arm's plan, searched for; equal shares are given by hand."""
         path = self.output / f"{name}-{link}-{arm.replace(', ', '-').replace(' ', '')}.yaml"
+        if not path.exists() and arm == BSP:
+            batch, stages = self.batch(name), [[{"ranks": [rank], "blocks": ["*"]}] for rank in range(RANKS)]
+            shares = equal_shares(RANKS, batch)
+            replicas = [{"share": share, "stages": own} for share, own in zip(shares, stages, strict=True)]
+            path.write_text(yaml.safe_dump({"format": 1, "batch_size": batch, "replicas": replicas}, sort_keys=False))
         if not path.exists():
-            search, bound = PLANNED[arm]
+            search, bound = ARMS[arm]
             words = [self.recipe(name), *self.emulated(name, link), *search, "--sync.delay_bound", bound]
             words += ["--evaluations", PLAN_EVALUATIONS]
             asked = [Path(sys.executable).with_name("hetsync"), "plan", *words, "--output", path]
@@ -198,23 +185,17 @@ class Bench:
 
     def measured(self, name: str, link: str, arm: str, seed: int) -> dict[str, Any]:
         """What one job told."""
-        if arm in PLANNED and (step := self.predicted(name, link, arm).step_seconds) > MOST_STEP_SECONDS:
+        if arm != BSP and (step := self.predicted(name, link, arm).step_seconds) > MOST_STEP_SECONDS:
             return {"missing": f"not run: a step is predicted to take {step:.0f} s"}
         samples = self.samples(name, link, arm)
         words = [self.recipe(name), *self.emulated(name, link), "--run.seed", seed, "--run.samples", samples]
         words += ["--run.evaluate_every", samples]
-        if arm in UNPLANNED:
-            words += [word for key, value in UNPLANNED[arm].items() for word in (f"--sync.{key}", value)]
-        else:
-            words += ["--plan", self.plan(name, link, arm), "--sync.delay_bound", PLANNED[arm][1]]
+        words += ["--plan", self.plan(name, link, arm), "--sync.delay_bound", ARMS[arm][1]]
         summary = self.job(words)
         if "missing" in summary:
             return summary
         told = figures(summary)
-        told |= {"samples": samples, "step_seconds": self.batch(name) / told["samples_per_second"]}
-        if arm in UNPLANNED:
-            told["memory_bytes"] = self.memory_bytes(name, link, arm)
-        return told
+        return {**told, "samples": samples, "step_seconds": self.batch(name) / told["samples_per_second"]}
 
     def predicted(self, name: str, link: str, arm: str) -> Predicted:
         predicted = read_plan(self.plan(name, link, arm)).predicted
@@ -226,7 +207,7 @@ class Bench:
         batch = self.batch(name)
         equal_seconds = (EQUAL_SLICES + ROUND_SLICES[link]) * batch / self.rate(name)
         wanted = min(self.steps, max(LEAST_STEPS, round(self.seconds / equal_seconds)))
-        if arm in PLANNED:
+        if arm != BSP:
             possible = round(self.seconds / self.predicted(name, link, arm).step_seconds)
             wanted = min(wanted, max(LEAST_STEPS, possible))
         return wanted * batch
@@ -245,21 +226,21 @@ class Bench:
 
 def figures(summary: dict[str, Any]) -> dict[str, Any]:
     """What a table needs of a summary. `wait_fraction`: of the ranks' time, for others, links and empty pipelines."""
-    ranks, plan = summary["per_rank"], summary.get("plan")
+    ranks, plan = summary["per_rank"], summary["plan"]
     samples, seconds = summary["samples_applied"], summary["train_seconds"]
     waited = statistics.mean(rank["wait_fraction"] for rank in ranks)
-    memory = [rank["predicted_memory_bytes"] for rank in ranks if "predicted_memory_bytes" in rank]
+    whole = all(len(stages) == 1 for stages in plan["replicas"])
     sent = sum(rank["bytes_sent"] for rank in ranks) / samples
     return {
         "samples_per_second": summary["samples_per_second"],
         "wait_fraction": waited,
         "wait_seconds_per_sample": waited * seconds / samples,
-        "bytes_per_sample": plan["bytes_per_sample"] if plan else 2 * (RANKS - 1) / RANKS * sent,
-        "memory_bytes": max(memory, default=None),
+        "bytes_per_sample": 2 * (RANKS - 1) / RANKS * sent if whole else plan["bytes_per_sample"],
+        "memory_bytes": max(rank["predicted_memory_bytes"] for rank in ranks),
         "overrun_fraction": summary["overrun_fraction"],
-        "predicted_step_seconds": plan["predicted_step_seconds"] if plan else None,
-        "measured_step_seconds": plan["measured_step_seconds"] if plan else None,
-        "replicas": plan["replicas"] if plan else None,
+        "predicted_step_seconds": plan["predicted_step_seconds"],
+        "measured_step_seconds": plan["measured_step_seconds"],
+        "replicas": plan["replicas"],
         "train_seconds": seconds,
         "losses": summary["losses"],
     }
@@ -362,7 +343,7 @@ def verdicts(records: Sequence[Record]) -> list[str]:
             part = max(found) / max(others)
             lines.append(f"| {name}, {link} | best | rate | {part:.3f} | {verdict(part >= TARGETS['best'])} |")
         waiting = middle(cell, BSP, "wait_fraction")
-        for arm in (arm for arm in PLANNED if link == "slow" and arm in rates and waiting):
+        for arm in (arm for arm in PIPELINED if link == "slow" and arm in rates and waiting):
             part = rates[arm] / rates[BSP]
             lines.append(f"| {name}, {link} | {arm} | rate, of BSP | {part:.3f} | {verdict(part >= TARGETS['rate'])} |")
             change = (middle(cell, arm, "wait_fraction") or 0.0) / waiting - 1  # type: ignore[operator]
@@ -380,7 +361,7 @@ def planned_and_measured(records: Sequence[Record]) -> list[str]:
     pairs = [
         (*key, statistics.median(one["predicted_step_seconds"] for one in runs), runs)
         for key, runs in grouped(records, "workload", "link", "arm").items()
-        if runs[0].get("predicted_step_seconds") is not None
+        if "missing" not in runs[0]
     ]
     if len(pairs) < 2:
         return []
@@ -421,7 +402,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """By which jobs, rates and plans were made."""
     made_up = {"devices": devices(FIXED_SECONDS), "rounds": ROUND_SLICES, "affordable": AFFORDABLE}
-    searches = {"plans": PLANNED, "evaluations": PLAN_EVALUATIONS}
+    searches = {"plans": ARMS, "evaluations": PLAN_EVALUATIONS}
     sizes = {"steps": options.steps, "seconds": options.seconds, "test_samples": TEST_SAMPLES}
     return {**sizes, **made_up, **searches, "workloads": {name: one._asdict() for name, one in WORKLOADS.items()}}
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 
 from benchmarks import pipelines
-from hetsync.plan.plan_file import Predicted
+from hetsync.plan.plan_file import Predicted, read_plan
 
 
-def job(arm, rate, loss=1.0, predicted=None, **more):
+def job(arm, rate, loss=1.0, predicted=6.4, **more):
     losses = [2.0] * 16 + [loss] * 4
-    planned = {"predicted_step_seconds": predicted, "measured_step_seconds": None if predicted is None else 64 / rate}
+    planned = {"predicted_step_seconds": predicted, "measured_step_seconds": 64 / rate}
     told = {"workload": "digits", "link": "slow", "arm": arm, "seed": 0, "samples_per_second": rate}
     told |= {"step_seconds": 64 / rate, "wait_fraction": 0.5, "wait_seconds_per_sample": 2e-3, "bytes_per_sample": 1e3}
     return {
@@ -72,16 +71,11 @@ def test_planned_and_measured_are_ranked():
     assert pipelines.planned_and_measured(plans)[-1].endswith("rank correlation 1.000 over 3 plans (target: 0.9, met).")
 
 
-def test_memory_of_whole_models_is_by_share_and_bound(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_equal_shares_are_a_plan_of_whole_models(tmp_path):
     bench = pipelines.Bench(pipelines.parse(["--output", str(tmp_path)]))
-    content = {**bench.content("digits"), "run": {"profile_seconds": 0.05}}
-    monkeypatch.setattr(bench, "content", lambda name: content)
-    (tmp_path / "digits-rate.json").write_text("448.0")
-    threads = torch.get_num_threads()
-    equal, by_speed, delayed = (bench.memory_bytes("digits", "slow", arm) for arm in pipelines.UNPLANNED)
-    torch.set_num_threads(threads)
-    assert equal < by_speed < delayed  # the fastest has the largest share; buffers of delayed rounds
+    plan = read_plan(bench.plan("digits", "slow", pipelines.BSP))
+    assert plan.data_parallel
+    assert [replica.share for replica in plan.replicas] == [16] * 4
 
 
 def test_a_plan_whose_steps_take_too_long_is_not_run(tmp_path, monkeypatch):
