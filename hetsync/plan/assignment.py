@@ -73,8 +73,8 @@ class Assignment:
         replica, stage = self.place_of(rank)
         return self.placement.replicas[replica].stages[stage].ranks[0] == rank
 
-    def ranks_beside(self, rank: int) -> int:
-        """That share its stage, itself among them."""
+    def ranks_of_stage(self, rank: int) -> int:
+        """How many ranks hold the stage that this one holds."""
         replica, stage = self.place_of(rank)
         return len(self.placement.replicas[replica].stages[stage].ranks)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate, pairwise
@@ -128,8 +128,7 @@ class Evaluator:
     `step_times` are the ranks' of a step of the whole model. The optimizer's update and each block's passes have the
     parts of it that they have on the profiled device, for as many samples as ranks have on average. A stage's update
     comes once a step, after its last backward pass and its sums; where replicas are in step, after those of all.
-    UserError for a cluster whose link is a fraction of
-    computing.
+    UserError for a cluster whose link is a fraction of computing.
 
     Attributes:
         times: Of the passes of the whole model, forward and backward, by rank.
@@ -188,7 +187,7 @@ class Evaluator:
             in_step = self._in_step(len(staged))
             drawn = [self._slice_seconds(one, updating=False) for one in slices] if in_step else alone
             waiting = None if self.cluster.jitter is None else _mean(reduce(np.maximum, drawn))
-            whole = _all_whole(placement.replicas)
+            whole = all(replica.at_once for replica in placement.replicas)
             rounds, replicas = self._rounds(placement), Replicas(shares, list(map(_mean, drawn)), whole, waiting)
             round_seconds = rounds.seconds(max(replicas.seconds))
             step = rounds.step_seconds(replicas, round_seconds)
@@ -462,7 +461,7 @@ class Evaluator:
     def _memory(self, staged: Sequence[_Staged], shares: Sequence[int]) -> dict[int, int]:
         found = {}
         # In step, whole models add their gradients up in buckets, which leave while backward runs.
-        in_buckets = self._in_step(len(staged)) and _all_whole(one.replica for one in staged)
+        in_buckets = self._in_step(len(staged)) and all(one.replica.at_once for one in staged)
         for one, share in zip(staged, shares, strict=True):
             largest = max(micro_batch_sizes(share, one.replica.micro_batches))
             for index, stage in enumerate(one.replica.stages):
@@ -536,11 +535,3 @@ def _last_end(
 
 def _mean(seconds: float | Array) -> float:
     return float(seconds.mean()) if isinstance(seconds, np.ndarray) else float(seconds)
-
-
-def _all_whole(replicas: Iterable[Replica]) -> bool:
-    """Whether each is one rank that runs its share at once."""
-    return all(
-        len(replica.stages) == 1 and len(replica.stages[0].ranks) == 1 and replica.micro_batches == 1
-        for replica in replicas
-    )

@@ -18,6 +18,7 @@ from hetsync.plan.plan_file import (
     PlannedStage,
     Predicted,
     SearchRecord,
+    runs_at_once,
 )
 from hetsync.plan.schedule import stage_order
 
@@ -38,6 +39,11 @@ class Replica:
     stages: tuple[Stage, ...]
     share: int | None = None
     micro_batches: int = 1
+
+    @property
+    def at_once(self) -> bool:
+        """Is it one rank that runs its share at once?"""
+        return runs_at_once(self.stages, self.micro_batches)
 
     @property
     def leader(self) -> int:

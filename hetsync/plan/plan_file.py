@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import yaml
 
@@ -69,6 +70,11 @@ class PlannedReplica:
             raise UserError(f"micro_batches is {self.micro_batches}, for {self._told_share}")
 
     @property
+    def at_once(self) -> bool:
+        """Is it one rank that runs its share at once, as ranks do without a plan?"""
+        return runs_at_once(self.stages, self.micro_batches)
+
+    @property
     def least_share(self) -> int:
         """By which every rank has a sample of every micro-batch."""
         return self.micro_batches * max(len(stage.ranks) for stage in self.stages)
@@ -78,6 +84,18 @@ class PlannedReplica:
         ranks = self.least_share // self.micro_batches
         each = "each needs one" if ranks == 1 else f"each needs one for each of the {ranks} ranks of a stage"
         return f"a share of {self.share} samples, and {each}: give fewer micro-batches, or a larger share"
+
+
+class OnRanks(Protocol):
+    """A stage, by names or by indices."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
+
+def runs_at_once(stages: Sequence[OnRanks], micro_batches: int) -> bool:
+    """Is a replica of these stages one rank that computes its share in one piece?"""
+    return micro_batches == 1 and len(stages) == 1 and len(stages[0].ranks) == 1
 
 
 @dataclass(frozen=True)
@@ -166,11 +184,8 @@ class PlanFile:
 
     @property
     def data_parallel(self) -> bool:
-        """Is each replica one rank that runs its share at once, as ranks do without a plan?"""
-        return all(
-            len(replica.stages) == 1 and len(replica.stages[0].ranks) == 1 and replica.micro_batches == 1
-            for replica in self.replicas
-        )
+        """Does each replica run at once, on a rank of its own?"""
+        return all(replica.at_once for replica in self.replicas)
 
     def check_job(self, ranks: int, batch_size: int, model_name: str, weights_sha256: str) -> None:
         """UserError unless the plan was made for this model and this batch, and has a place for every rank.

@@ -380,7 +380,7 @@ class PlannedJob:
             loss = self.replica.run(micro_batches)
         if self._sums is not None:
             # Each rank of a stage has the gradient of the whole replica.
-            self._sums.finish(current.own_samples / current.samples / self.assignment.ranks_beside(self.plane.rank))
+            self._sums.finish(current.own_samples / current.samples / self.assignment.ranks_of_stage(self.plane.rank))
         if self.config.optimizer.max_grad_norm is not None:
             self.replica.clip_grad_norm(self.config.optimizer.max_grad_norm)
         with self.replica.passes.updating():
