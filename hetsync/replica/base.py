@@ -101,6 +101,14 @@ class Replica(ABC):
     def clip_grad_norm(self, greatest: float) -> float:
         """Scale the gradients of all weights, wherever they are, to a norm of at most `greatest`; the norm before."""
 
+    def update(self, optimizer: torch.optim.Optimizer, greatest_norm: float | None) -> None:
+        """A step on the gradients, scaled to a norm of at most so much, which are gone then."""
+        if greatest_norm is not None:
+            self.clip_grad_norm(greatest_norm)
+        with self.passes.updating():
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
     @abstractmethod
     def release(self) -> None:
         """Give the memory back of what is not held. From now on the model can be run through its replica only."""

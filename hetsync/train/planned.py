@@ -1,9 +1,7 @@
-"""A job by a plan that cuts the model: each rank trains its stage of a replica, slice by slice, and all ranks make each
-step together, or replicas train on their own, up to D rounds apart (`planned_delayed.py`).
+"""A job by a plan that cuts the model: each rank trains its stage of a replica, slice by slice. Replicas are in step
+(`planned_in_step.py`), or train on their own up to D rounds apart (`planned_delayed.py`).
 
-In step every rank has the batch, the schedule and the books, so that only activations, their gradients and a note a
-slice travel. What is saved is the whole model by its names, as any job saves it: a run goes on under another plan, or
-under none.
+What is saved is the whole model by its names, as any job saves it: a run goes on under another plan, or under none.
 """
 
 from __future__ import annotations
@@ -12,32 +10,29 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.utils.data import Dataset
 
 from hetsync import data, models
-from hetsync.balance.shares import apportion
 from hetsync.config.schema import Config
 from hetsync.data.evaluation import check_evaluation, metrics_of
-from hetsync.data.ledger import Span, total_samples
+from hetsync.data.ledger import total_samples
 from hetsync.data.loader import Loader, Source
 from hetsync.data.random_state import seed_all
 from hetsync.errors import Trouble, UserError
 from hetsync.files import DiskError
 from hetsync.plan.assignment import GivenPlan, assign, check_model
 from hetsync.plane.base import Plane
-from hetsync.replica.base import MicroBatch, MicroBatches
-from hetsync.replica.segments import SegmentSums, segments_of
+from hetsync.replica.base import MicroBatches
 from hetsync.stop_signal import STATUSES, StopSignal
 from hetsync.sync.agreement import weights_sha256
 from hetsync.sync.messages import settings_of
-from hetsync.sync.milestones import CHECKPOINT, EPOCH, Milestone, Milestones, marks_every, rests_for
+from hetsync.sync.milestones import CHECKPOINT, EPOCH, Milestones, marks_every, rests_for
 from hetsync.sync.optimizer_state import state_by_place
 from hetsync.sync.optimizers import build_optimizer
 from hetsync.sync.steps import set_rates
@@ -49,7 +44,9 @@ from hetsync.train.evaluation import RankParts
 from hetsync.train.parts import Parts
 from hetsync.train.planned_books import IN_STEP, Books
 from hetsync.train.planned_delayed import DelayedReplicas
+from hetsync.train.planned_in_step import ReplicasInStep
 from hetsync.train.planned_ranks import cluster_of, make_replica, measured, open_channels
+from hetsync.train.planned_terms import PlannedTerms, Replicas, Rest
 from hetsync.train.resumption import FinishedError, Standing
 from hetsync.train.run_folder import Status, opened_folder, recorded, status_of
 from hetsync.train.trainer import check_metrics
@@ -106,31 +103,6 @@ def check_settings(config: Config) -> None:
             raise UserError(f"{key} is {value}, which jobs by a plan that cuts the model do not know: {remedy}")
 
 
-@dataclass(frozen=True)
-class PlannedSlice:
-    """A slice of all replicas: `samples` from the stream's position `number`, and what the loader is to load of them.
-
-    `slices`: the spans of this rank's replica; none where it has no sample of a short slice. `rest` follows it.
-    """
-
-    number: int
-    samples: int
-    slices: Sequence[Sequence[Span]]
-    rest: Milestone | None
-
-    @property
-    def own_samples(self) -> int:
-        return sum(stop - start for spans in self.slices for start, stop in spans)
-
-
-class Note(NamedTuple):
-    """What a rank tells the others after a slice. `loss` is its replica's mean; `signal` asks for the end."""
-
-    loss: float
-    signal: signal.Signals | None
-    save: bool  # it is time to
-
-
 class PlannedJob:
     """One rank's part. Methods are collective where they do not say otherwise."""
 
@@ -167,7 +139,6 @@ class PlannedJob:
         check_metrics(self.config, check_evaluation(self.model, self.data))
         settings = settings_of(self.config.sync) if self._delayed else IN_STEP
         self.books = Books(at, self.assignment, self.replica, profiles, self.total, shows, settings)
-        self._sums = self._make_sums()
         self.replica.release()
         assert at.folder is not None
         self._best = Best(at.folder)
@@ -209,8 +180,8 @@ class PlannedJob:
         checkpoint.check_model(loaded, self.model)
         if loaded.outer is not None:
             raise UserError(
-                "the run was trained with sync.outer nesterov, which jobs by a plan do not know: resume it without a"
-                " plan (--plan null)"
+                "the run was trained with sync.outer nesterov, which jobs by a plan that cuts the model do not"
+                " know: resume it without a plan (--plan null)"
             )
         if loaded.state:
             self.parts.restore_roles(loaded.state)
@@ -226,14 +197,6 @@ class PlannedJob:
         held = set(self.replica.parameters)
         for weight in [weight for weight in self.optimizer.state if weight not in held]:
             del self.optimizer.state[weight]
-
-    def _make_sums(self) -> SegmentSums | None:
-        placement = self.assignment.placement
-        if len(placement.replicas) == 1 or self._delayed:
-            return None
-        assert self._channels is not None
-        segments = segments_of(placement, self.assignment.cut.graph)
-        return SegmentSums(segments, self.model, self.plane.rank, self._channels)
 
     def _make_loader(self) -> Loader:
         built, rank = self.data, self.plane.rank
@@ -274,180 +237,76 @@ class PlannedJob:
         rests[CHECKPOINT] = marks_every(run.checkpoint_every, self.total)
         return rests_for(rests, self.total)
 
-    def _evaluation_due(self, before: int) -> bool:
-        """Has the last slice, which began after so many samples, come to a mark?"""
-        mark = marks_every(self.config.run.evaluate_every, self.total)(before)
-        return not self._judges and mark is not None and self.books.applied >= mark
+    def _evaluations(self, before: int) -> int | None:
+        """The next mark after so many samples; none where it is a milestone already, since something is decided."""
+        return None if self._judges else marks_every(self.config.run.evaluate_every, self.total)(before)
 
-    def _slices(self) -> Iterator[PlannedSlice]:
-        """From where the run stands, up to its end."""
-        milestones, batch, applied = self._milestones(), self.config.data.batch_size, self.books.applied
-        while applied < self.total:
-            rest = milestones(applied)
-            samples = min(batch, rest.position - applied)
-            parts = self._parts_of(samples)
-            first = applied + sum(parts[: self._index])
-            own = [[(first, first + parts[self._index])]] if parts[self._index] else []
-            yield PlannedSlice(applied, samples, own, rest if applied + samples == rest.position else None)
-            applied += samples
-
-    def _parts_of(self, samples: int) -> list[int]:
-        """Of a slice, by replica."""
-        return list(apportion(samples, dict(enumerate(self.books.shares))).values())
-
-    # The loop.
+    # Training.
 
     def train(self, stop: StopSignal) -> int:
         """Up to the last sample, or to where a signal or an evaluation ends it; the exit status."""
-        stop.listen(lambda: None)  # who has caught one says so after each slice, or at the rest that it asks for
+        stop.listen(lambda: None)
         self.books.open()
         self._saved_at = time.monotonic()
         self._gather()
         if self._judgement_due and self._judge(self._evaluated()):
             return self._end(None)
-        return self._train_delayed(stop) if self._delayed else self._train_in_step(stop)
-
-    def _train_in_step(self, stop: StopSignal) -> int:
-        self._go_on()
-        slices = self._slices()
-        coming = self._prefetched(slices)
-        while coming is not None:
-            current, coming = coming, self._prefetched(slices)
-            notes = self._run(current, stop)
-            caught = next((note.signal for note in notes if note.signal is not None), None)
-            if self._rest(current, caught, any(note.save for note in notes)):
-                return self._end(caught)
-        return self._end(None)
-
-    def _train_delayed(self, stop: StopSignal) -> int:
-        replicas = self._delayed_replicas(self._save_due)
+        replicas = self._replicas(self._save_due)
         self._go_on()
         for rest in replicas.rests(stop):
-            told = self.plane.gather_objects(stop.caught)
-            caught = next((signal for signal in told if signal is not None), None)
-            done = PlannedSlice(rest.before, rest.applied - rest.before, [], Milestone(rest.applied, rest.reason))
-            if self._rest(done, caught, save=rest.reason == CHECKPOINT):
+            if self._rest(rest):
                 replicas.close()
-                return self._end(caught)
+                return self._end(rest.caught)
         raise AssertionError("the last rest ends training")
 
-    def _delayed_replicas(self, save_due: Callable[[], bool]) -> DelayedReplicas:
-        assert self._channels is not None
-        return DelayedReplicas(
-            self.at,
-            self.assignment,
-            self.replica,
-            self.optimizer,
-            self.parts.rates[0],
-            self._loader,
-            self._channels,
-            self.books,
-            self._milestones(),
-            self.total,
-            save_due,
+    def _replicas(self, save_due: Callable[[], bool]) -> Replicas:
+        terms = PlannedTerms(
+            at=self.at,
+            assignment=self.assignment,
+            replica=self.replica,
+            optimizer=self.optimizer,
+            rates=self.parts.rates[0],
+            loader=self._loader,
+            channels=self._channels,
+            books=self.books,
+            milestones=self._milestones(),
+            total=self.total,
+            save_due=save_due,
         )
-
-    def _prefetched(self, slices: Iterator[PlannedSlice]) -> PlannedSlice | None:
-        """The next one, on its way to the device: what no worker loads, ranks would draw apart."""
-        if (coming := next(slices, None)) is not None:
-            self._loader.prefetch(coming)
-        return coming
-
-    def _run(self, current: PlannedSlice, stop: StopSignal) -> list[Note]:
-        """One slice, and one step of all."""
-        books, passes = self.books, self.replica.passes
-        began, computed, through = time.monotonic(), passes.seconds, passes.samples
-        batches = list(self._loader.slices(current))
-        loaded = time.monotonic()
-        [rate, *_] = rates = self.parts.rates[0].at(current.number)
-        set_rates(self.optimizer, rates)
-        loss = self._step(batches[0] if batches else [], current)
-        notes: list[Note] = self.plane.gather_objects(Note(loss, stop.caught, self._save_due()))
-        computed = passes.seconds - computed
-        seconds = {"compute": computed, "data": loaded - began}
-        seconds["wait"] = max(0.0, time.monotonic() - began - sum(seconds.values()))
-        mean = self._mean_loss(notes, current)
-        books.slice_done(current.samples, passes.samples - through, mean, rate, seconds)
-        return notes
-
-    def _step(self, micro_batches: Sequence[MicroBatch], current: PlannedSlice) -> float:
-        """Returns the mean loss of this rank's replica."""
-        if self._sums is not None:
-            self._sums.begin()
-        loss = 0.0
-        if micro_batches:
-            self.replica.passes.begin_slice(current.own_samples)
-            loss = self.replica.run(micro_batches)
-        if self._sums is not None:
-            # Each rank of a stage has the gradient of the whole replica.
-            self._sums.finish(current.own_samples / current.samples / self.assignment.ranks_of_stage(self.plane.rank))
-        if self.config.optimizer.max_grad_norm is not None:
-            self.replica.clip_grad_norm(self.config.optimizer.max_grad_norm)
-        with self.replica.passes.updating():
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss
-
-    def _mean_loss(self, notes: Sequence[Note], current: PlannedSlice) -> float:
-        """Of all replicas. UserError where it is none any more."""
-        leaders = [replica.leader for replica in self.assignment.placement.replicas]
-        for leader in leaders:
-            if not math.isfinite(notes[leader].loss):
-                raise UserError(
-                    f"the loss became {notes[leader].loss} on rank {leader} after {self.books.applied} samples: lower"
-                    " optimizer.learning_rate or look at the data"
-                )
-        parts = zip(leaders, self._parts_of(current.samples), strict=True)
-        return sum(notes[leader].loss * part for leader, part in parts) / current.samples
+        return DelayedReplicas(terms) if self._delayed else ReplicasInStep(terms, self._evaluations)
 
     def rehearse(self) -> float:
         """Collective: seconds of a step. Replicas that train on their own have the rates that they reach together.
         Nothing is written, and the job has ended."""
+        moments: list[float] = []
+
+        def looks() -> bool:  # after each task
+            moments.append(time.monotonic())
+            return False
+
         self._gather()
-        seconds = self._slice_seconds()
-        leaders = [(replica.leader, replica.share or 0) for replica in self.assignment.placement.replicas]
+        replicas = self._replicas(looks)
+        self._go_on()
+        next(iter(replicas.rests(None)))  # the first one is at the end
+        replicas.close()
+        # The first task warms up; a replica that had no time for a second one counts for nothing.
+        seconds = (moments[-1] - moments[0]) / (len(moments) - 1) if moments[1:] else math.inf
         told = self.plane.gather_objects(seconds)
         if self._channels is not None:
             self._channels.close()
-        return self.config.data.batch_size / sum(share / told[leader] for leader, share in leaders)
-
-    def _slice_seconds(self) -> float:
-        """Of this rank's replica, once the first one has warmed up; infinite where it had no time for a second one."""
-        moments: list[float] = []
-        if self._delayed:
-
-            def looks() -> bool:  # after each task
-                moments.append(time.monotonic())
-                return False
-
-            replicas = self._delayed_replicas(looks)
-            self._go_on()
-            next(replicas.rests(None))
-            replicas.close()
-        else:
-            self._go_on()
-            slices = self._slices()
-            coming = self._prefetched(slices)
-            while coming is not None:
-                current, coming = coming, self._prefetched(slices)
-                batches = list(self._loader.slices(current))
-                self._step(batches[0] if batches else [], current)
-                self.plane.barrier()
-                moments.append(time.monotonic())
-        return (moments[-1] - moments[0]) / (len(moments) - 1) if moments[1:] else math.inf
+        shares = {replica.leader: replica.share or 0 for replica in self.assignment.placement.replicas}
+        return self.config.data.batch_size / sum(share / told[leader] for leader, share in shares.items())
 
     # At rest.
 
-    def _rest(self, done: PlannedSlice, caught: signal.Signals | None, save: bool) -> bool:
+    def _rest(self, rest: Rest) -> bool:
         """Save and evaluate where that is due; whether training ends here."""
-        final, reason = self.books.applied == self.total, done.rest.reason if done.rest else ""
+        final, caught = rest.applied == self.total, rest.caught
         ending = final or caught is not None
-        every = self.config.run.checkpoint_every
-        save |= ending or (every is not None and self.books.applied % every == 0)
-        judge = self._judges and (final or reason == EPOCH)
-        evaluate = final or judge or (caught is None and self._evaluation_due(done.number))
-        if not (save or evaluate or done.rest):
-            return False
+        every, mark = self.config.run.checkpoint_every, self._evaluations(rest.before)
+        save = ending or rest.save or (every is not None and rest.applied % every == 0)
+        judge = self._judges and (final or rest.reason == EPOCH)
+        evaluate = final or judge or (caught is None and mark is not None and rest.applied >= mark)
         began = self.books.clock.stop()
         self._gather()
         if save:
@@ -456,7 +315,7 @@ class PlannedJob:
         if judge and self._judge(metrics) and not ending:
             self._save(Standing(ended=True), last=True)
             ending = True
-        self.books.rested(reason or CHECKPOINT, began)
+        self.books.rested(rest.reason or CHECKPOINT, began)
         if not ending:
             self._go_on()
         return ending

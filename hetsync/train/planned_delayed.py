@@ -7,21 +7,15 @@ Policy, coordinator and rounds know the leaders only (`sync/engine.py`); the oth
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
-
-import torch
 
 from hetsync.balance.profile import StepTime
 from hetsync.balance.speed_tracker import Speeds
 from hetsync.data.ledger import Ledger, length
-from hetsync.data.loader import Loader
 from hetsync.emulation.link import EmulatedSums, Way
-from hetsync.plan.assignment import Assignment
-from hetsync.plane.base import Channels, Sums
+from hetsync.plane.base import Sums
 from hetsync.plane.some_ranks import SomeRanks
-from hetsync.replica.base import Replica
 from hetsync.replica.holders import Counters, average_over_holders
 from hetsync.replica.segments import segments_of
 from hetsync.stop_signal import StopSignal
@@ -30,57 +24,34 @@ from hetsync.sync.engine import Engine
 from hetsync.sync.follower import Follower
 from hetsync.sync.log import Followers
 from hetsync.sync.messages import DrainRequested, StartRound, Task
-from hetsync.sync.milestones import CHECKPOINT, STOP, Milestones
-from hetsync.sync.rates import Rates
+from hetsync.sync.milestones import CHECKPOINT, STOP
 from hetsync.sync.segmented import Segment
 from hetsync.sync.shared_state import EngineOptions
 from hetsync.sync.state_machine import RoundStateMachine
 from hetsync.sync.steps import Steps
 from hetsync.sync.tail import shared_buffers
-from hetsync.train.planned_books import Books
-from hetsync.train.workplace import Workplace
+from hetsync.train.planned_terms import PlannedTerms, Replicas, Rest
 
 
-@dataclass(frozen=True)
-class Rest:
-    """All ranks hold the same. `before` and `applied`: samples at the rest before, and at this one."""
-
-    before: int
-    applied: int
-    reason: str
-
-
-class DelayedReplicas:
-    """One rank's part in them."""
-
-    def __init__(
-        self,
-        at: Workplace,
-        assignment: Assignment,
-        replica: Replica,
-        optimizer: torch.optim.Optimizer,
-        rates: Rates,
-        loader: Loader,
-        channels: Channels,
-        books: Books,
-        milestones: Milestones,
-        total: int,
-        save_due: Callable[[], bool],
-    ) -> None:
-        """Collective. All ranks hold the same weights. Nobody else uses the channels but the replica, and at rests.
-        `milestones` of `total` samples; `save_due`, asked after each task: is it time to save?"""
-        self._at, self._assignment, self._replica, self._loader = at, assignment, replica, loader
-        self._channels, self._books = channels, books
-        self._milestones, self._total, self._save_due = milestones, total, save_due
+class DelayedReplicas(Replicas):
+    def __init__(self, terms: PlannedTerms) -> None:
+        """Collective. All ranks hold the same weights. Nobody else uses the channels but the replica, and at rests."""
+        assert terms.channels is not None
+        at = terms.at
+        self._at, self._assignment, self._replica, self._loader = at, terms.assignment, terms.replica, terms.loader
+        self._channels, self._books = terms.channels, terms.books
+        self._milestones, self._total, self._save_due = terms.milestones, terms.total, terms.save_due
         self._save_asked = False
-        self._rank, self._leaders = at.plane.rank, [each.leader for each in assignment.placement.replicas]
-        self._speaks = assignment.speaks(self._rank)
-        self._segments = segments_of(assignment.placement, assignment.cut.graph)
-        self._counters = Counters(replica.held)
+        self._rank = at.plane.rank
+        self._leaders = [each.leader for each in self._assignment.placement.replicas]
+        self._speaks = self._assignment.speaks(self._rank)
+        self._segments = segments_of(self._assignment.placement, self._assignment.cut.graph)
+        self._counters = Counters(self._replica.held)
         config = at.config
-        self._steps = Steps(optimizer, rates, config.optimizer.max_grad_norm, config.data.batch_size)
+        norm, batch = config.optimizer.max_grad_norm, config.data.batch_size
+        self._steps = Steps(terms.optimizer, terms.rates, norm, batch)
         self._samples = 0  # of this replica, since the last rest
-        self._rested_at = books.applied
+        self._rested_at = self._books.applied
         self._opened: list[Sums] = []
         self._part = self._make_part()
 
@@ -153,8 +124,6 @@ class DelayedReplicas:
     # Training.
 
     def rests(self, stop: StopSignal | None) -> Iterator[Rest]:
-        """Trains up to each rest, until the last sample or a signal; all ranks stay at rest until the next is asked
-        for."""
         self._steps.start()
         self._part.start()
         if stop is not None:
@@ -165,7 +134,7 @@ class DelayedReplicas:
                 self._compute(work)
                 continue
             assert isinstance(work, StartRound)
-            yield self._come_to_rest(work)
+            yield self._come_to_rest(work, stop)
             if work.final or work.drain == STOP:
                 return
             self._steps.start()
@@ -182,7 +151,7 @@ class DelayedReplicas:
             loaded = time.monotonic()
             passes.begin_slice(length(spans))
             loss_sum += self._replica.run(micro_batches) * length(spans)
-            self._step()
+            self._replica.update(steps.optimizer, steps.greatest_norm)
             loading, spent = loading + loaded - began, spent + time.monotonic() - loaded
             part.close_slice(task)
         part.finish(task, spent, loss_sum)
@@ -195,14 +164,6 @@ class DelayedReplicas:
         own = passes.samples - through
         self._books.task_done(task, own, part.worker.version, loss_sum / task.samples, seconds)
         self._between_tasks()
-
-    def _step(self) -> None:
-        steps = self._steps
-        if steps.greatest_norm is not None:
-            self._replica.clip_grad_norm(steps.greatest_norm)
-        with self._replica.passes.updating():
-            steps.optimizer.step()
-        steps.optimizer.zero_grad(set_to_none=True)
 
     def _between_tasks(self) -> None:
         if not self._save_asked and self._save_due():
@@ -220,7 +181,7 @@ class DelayedReplicas:
 
     # At rest.
 
-    def _come_to_rest(self, drained: StartRound) -> Rest:
+    def _come_to_rest(self, drained: StartRound, stop: StopSignal | None) -> Rest:
         books, plane, before = self._books, self._at.plane, self._rested_at
         books.clock.stop()
         coordinator = self._coordinator
@@ -233,7 +194,9 @@ class DelayedReplicas:
         self._come_together()
         self._steps.show_owner(applied)
         self._samples, self._save_asked, self._rested_at = 0, False, applied
-        return Rest(before, applied, drained.drain or "")
+        signals = plane.gather_objects(None if stop is None else stop.caught)
+        caught = next((signal for signal in signals if signal is not None), None)
+        return Rest(before, applied, drained.drain or "", caught, save=drained.drain == CHECKPOINT)
 
     def _come_together(self) -> None:
         gather, weights = self._at.plane.gather_objects, dict(self._replica.model.named_parameters())
@@ -245,7 +208,6 @@ class DelayedReplicas:
         self._counters.share(gather)
 
     def close(self) -> None:
-        """Collective, at rest; nothing of it runs on."""
         books, part = self._books, self._part
         books.round_bytes_sent, books.runtime_cpu_seconds = part.bytes_sent, part.cpu_seconds()
         self._replica.memory.beside = part.buffer_bytes

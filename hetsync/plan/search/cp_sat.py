@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from hetsync.plan.evaluate import BACKWARD, FORWARD, WEIGHTS
 from hetsync.plan.search.group_figures import group_figures, group_saved_bytes
 from hetsync.plan.search.search import Problem
+from hetsync.plan.slices import BACKWARD, FORWARD, WEIGHTS
 
 MOST_GROUPS = 24
 MOST_WORK = 8.0  # in the solver's own unit, about a second, by which it ends in the same place on any machine

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hetsync.plan.evaluate import BACKWARD, FORWARD, SAVED, WEIGHTS
 from hetsync.plan.search.contiguous import first_shares
 from hetsync.plan.search.group_figures import group_figures
 from hetsync.plan.search.search import Problem
+from hetsync.plan.slices import BACKWARD, FORWARD, SAVED, WEIGHTS
 
 VERSION = 1
 KINDS = ("conv", "linear", "lstm", "norm", "embed", "attention", "pool")  # parts of a module's type

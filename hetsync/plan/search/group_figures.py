@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from hetsync.plan.evaluate import SAVED, Evaluator
+from hetsync.plan.evaluate import Evaluator
 from hetsync.plan.graph import BATCH
 from hetsync.plan.search.groups import Groups
 from hetsync.plan.search.search import Problem
+from hetsync.plan.slices import SAVED
 
 Array = npt.NDArray[np.float64]
 

@@ -12,8 +12,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from hetsync.plan.evaluate import BACKWARD, FORWARD, SAVED, WEIGHTS, Evaluator
+from hetsync.plan.evaluate import Evaluator
 from hetsync.plan.graph import BATCH
+from hetsync.plan.slices import BACKWARD, FORWARD, SAVED, WEIGHTS
 
 APART = 2.0  # what a run is taken for that would join groups without an edge between them, times its size
 

@@ -12,11 +12,11 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from hetsync.plan.evaluate import BACKWARD, FORWARD, WEIGHTS
 from hetsync.plan.placement import Placement
 from hetsync.plan.search.contiguous import first_shares
 from hetsync.plan.search.group_figures import group_figures, group_saved_bytes
 from hetsync.plan.search.search import Problem, Scored, Search
+from hetsync.plan.slices import BACKWARD, FORWARD, WEIGHTS
 
 SHORTEST_SECONDS = 1e-12  # of the model on a device without a time
 

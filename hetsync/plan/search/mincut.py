@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 
 import networkx as nx
 
-from hetsync.plan.evaluate import BACKWARD, FORWARD
 from hetsync.plan.placement import Placement
 from hetsync.plan.search.group_figures import group_figures
 from hetsync.plan.search.groups import Groups
 from hetsync.plan.search.search import Problem, Scored, Search
+from hetsync.plan.slices import BACKWARD, FORWARD
 
 TOLERANCE = 0.05  # of the work, by which a side may miss what its ranks' speeds ask for
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hetsync.errors import UserError
-from hetsync.plan.evaluate import BACKWARD, FORWARD, WEIGHTS, Costs, Evaluator
+from hetsync.plan.evaluate import Costs, Evaluator
 from hetsync.plan.graph import BATCH
+from hetsync.plan.slices import BACKWARD, FORWARD, WEIGHTS
 
 
 class Weights(NamedTuple):
