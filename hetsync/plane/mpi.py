@@ -24,7 +24,7 @@ from hetsync.plane.ending import within
 # Before mpi4py, whose absence it explains.
 from hetsync.plane.mpi_members import MPI, SECONDS_TO_TELL, MpiMembers
 from hetsync.plane.mpi_summoned import (
-    SECONDS_TO_DISMISS,
+    SECONDS_TO_COME_UP,
     SECONDS_TO_ENTER,
     MpiNewcomer,
     MpiSummoned,
@@ -270,7 +270,7 @@ class MpiMessages(Messages):
         if self._closed:
             return
         for summoned in self._summoned:
-            summoned.dismiss(SECONDS_TO_DISMISS)
+            summoned.dismiss(SECONDS_TO_COME_UP)
         with self.mpi.errors(f"closing on rank {self.rank}"):
             self._wait(self._drained)
             barrier = self._main.Ibarrier()

@@ -29,7 +29,10 @@ from hetsync.processes import Process, own_process
 from hetsync.start import STARTED_IN
 
 POLL_SECONDS = 0.02
-SECONDS_TO_DISMISS = 30.0
+SECONDS_TO_HEAR = 30.0  # an invitation, by one that waits for it
+# At the job's end, by one that is just coming up: a minute on a busy machine. What has no starter any more when it
+# comes up waits for it within MPI, and mpirun for that.
+SECONDS_TO_COME_UP = 120.0
 SECONDS_TO_BE_TOLD = 20.0  # by the starter, which has begun to send when this process came up
 SECONDS_TO_ENTER = 60.0  # which takes milliseconds
 WORD, DISMISSAL = 1, 2  # tags
@@ -98,7 +101,7 @@ class MpiSummoned(Summoned):
         address = MPI.Open_port()
         self._invited = True
         try:
-            self._link.send(Invitation(address, told), seconds=SECONDS_TO_DISMISS)
+            self._link.send(Invitation(address, told), seconds=SECONDS_TO_HEAR)
         except (MPI.Exception, LateError) as error:
             self.gone = True
             raise LostError(f"the process that was to take the place of rank {self._rank} has gone") from error
