@@ -98,16 +98,16 @@ def _search(config: Config, told: Namespace, output: Path | None) -> int:
     evaluations = planning.MOST_EVALUATIONS if told.evaluations is None else int(told.evaluations)
     seconds = None if told.seconds is None else float(told.seconds)
     request = planning.Request(
-        ranks,
-        replicas,
-        micro_batches,
-        told.search or "best",
-        evaluations,
-        seconds,
-        weights,
-        int(told.seed or 0),
-        groups,
-        None if told.policy is None else Path(told.policy),
+        ranks=ranks,
+        replicas=replicas,
+        micro_batches=micro_batches,
+        search=told.search or "best",
+        evaluations=evaluations,
+        seconds=seconds,
+        weights=weights,
+        seed=int(told.seed or 0),
+        groups=groups,
+        policy=None if told.policy is None else Path(told.policy),
     )
     if alone:
         return planning.plan(config, request, output)

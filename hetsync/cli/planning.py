@@ -33,7 +33,7 @@ MOST_MICRO_BATCHES_GIVEN = 1024
 MOST_EVALUATIONS = 1000  # where the user names no number
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """What the user asks for; None leaves it to us."""
 
@@ -207,7 +207,8 @@ def _unused(driver: Driver, arm: Arm) -> int:
 def _break_even(driver: Driver, found: Found) -> str:
     """The steps after which the search has paid for itself, against data parallelism by speed."""
     if driver.reference != "data":
-        return "break-even at once: data parallelism does not fit"
+        some = len(driver.problem.ranks) > driver.problem.evaluator.training.batch_size
+        return f"break-even at once: data parallelism {'has no sample for every rank' if some else 'does not fit'}"
     gain = driver.reference_costs.step_seconds - found.costs.step_seconds
     if gain <= 1e-9 * driver.reference_costs.step_seconds:
         return "break-even never: data parallelism is as fast"

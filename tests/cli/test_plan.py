@@ -242,6 +242,12 @@ def test_mistakes(words: list[str], sentence: str, capsys: pytest.CaptureFixture
     assert told.count("\n") == 1
 
 
+def test_a_batch_of_fewer_samples_than_ranks(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--emulate", "three.yaml", *RATES, "--search", "contiguous", "--data.batch_size", "2"]
+    assert plan(*words) == 0
+    assert "break-even at once: data parallelism has no sample for every rank" in capsys.readouterr().out
+
+
 def test_a_plan_of_another_recipe(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--emulate", "three.yaml", *RATES]
     assert plan(*words, "--output", "plan.yaml") == 0
