@@ -95,8 +95,8 @@ class Evaluator:
 
     Seconds are means: where devices of the cluster have jitter, of slices in which each of them is as slow as it draws.
     `step_times` are the ranks' of a step of the whole model, whose parts are those of as many samples as ranks have on
-    average. A stage's update comes once a step, after its last backward pass and its sums; where replicas are in step,
-    after those of all.
+    average. A stage's update comes once a step, after its last backward pass and its sums; where replicas that are cut
+    are in step, after those of all.
     UserError for a cluster whose link is a fraction of computing.
 
     Attributes:
@@ -143,7 +143,7 @@ class Evaluator:
         carried = sum(one.bytes for one in slices)
         step, round_seconds = max(seconds), 0.0
         if len(staged) > 1:
-            in_step = self._in_step(len(staged))
+            in_step = self._in_step(placement.replicas)
             drawn = [self.slices.seconds(one, updating=False) for one in slices] if in_step else alone
             waiting = None if self.cluster.jitter is None else _mean(reduce(np.maximum, drawn))
             whole = all(replica.at_once for replica in placement.replicas)
@@ -233,8 +233,8 @@ class Evaluator:
                 f"data.batch_size is {batch}, and {len(staged)} replicas need {sum(least)} samples for one in every"
                 " micro-batch: give fewer micro-batches, fewer replicas, or a larger batch"
             )
-        # In step, all update once the last has ended its passes: what that takes no share can make up for.
-        updating = not self._in_step(len(staged))
+        # Where all update at once, behind the last one's passes, no share can make up for what that takes.
+        updating = not self._in_step([one.replica for one in staged])
         times = [self._step_time(one, low, batch, updating) for one, low in zip(staged, least, strict=True)]
         shares = speed_shares(times, batch, pins=given)
         if short := {index: low for index, low in enumerate(least) if shares[index] < low}:
@@ -247,9 +247,14 @@ class Evaluator:
         slices = [self.slices.at(staged, share) for share in shares]
         return fit(shares, [_mean(self.slices.seconds(one, updating)) for one in slices])
 
-    def _in_step(self, replicas: int) -> bool:
-        """Do they wait for each other's sums, before all update at once?"""
-        return replicas > 1 and self.training.sync.delay_bound == 0
+    def _in_step(self, replicas: Sequence[Replica]) -> bool:
+        """Do all update at once, and wait for each other once more, to tell of the step? Whole models at once do not:
+        each goes on to its next slice as soon as it has updated, as ranks do without a plan."""
+        return self._synchronous(replicas) and not all(replica.at_once for replica in replicas)
+
+    def _synchronous(self, replicas: Sequence[Replica]) -> bool:
+        """Do they wait for each other's sums?"""
+        return len(replicas) > 1 and self.training.sync.delay_bound == 0
 
     def _last_update(self, slices: Sequence[Slice]) -> float:
         """Until all have updated that have begun it at once."""
@@ -272,7 +277,8 @@ class Evaluator:
     def _memory(self, staged: Sequence[Staged], shares: Sequence[int]) -> dict[int, int]:
         found = {}
         # In step, whole models add their gradients up in buckets, which leave while backward runs.
-        in_buckets = self._in_step(len(staged)) and all(one.replica.at_once for one in staged)
+        replicas = [one.replica for one in staged]
+        in_buckets = self._synchronous(replicas) and not self._in_step(replicas)
         for one, share in zip(staged, shares, strict=True):
             largest = max(micro_batch_sizes(share, one.replica.micro_batches))
             for index, stage in enumerate(one.replica.stages):

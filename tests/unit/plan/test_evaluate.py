@@ -177,6 +177,7 @@ def updating_replicas(delay_bound, jitter=None):
 
 
 BOTH = Placement((chain((), 1), chain((), 1, first_rank=1)))
+CUT = Placement((chain((), 1, 2), chain((), 1, 2, first_rank=1)))  # into micro-batches
 
 
 def test_replicas_that_are_apart_update_after_each_slice():
@@ -189,18 +190,25 @@ def test_replicas_that_are_apart_update_after_each_slice():
 
 def test_replicas_in_step_update_once_all_have_ended_their_passes():
     """So shares are by passes alone: a smaller one would not make up for a longer update."""
-    found = updating_replicas(0).evaluate(BOTH)
+    found = updating_replicas(0).evaluate(CUT)
     assert found.shares in {(2, 6), (3, 5)}
     assert found.step_seconds == pytest.approx(9 + 12)
-    given = Placement((chain((), 1, share=1), chain((), 1, share=7, first_rank=1)))
-    assert updating_replicas(0).evaluate(given).step_seconds == pytest.approx(7 * 1.5 + 12)
+    given = Placement((chain((), 1, share=2), chain((), 1, 2, share=6, first_rank=1)))
+    assert updating_replicas(0).evaluate(given).step_seconds == pytest.approx(6 * 1.5 + 12)
+
+
+def test_whole_models_in_step_wait_for_sums_only():
+    """Each begins its next slice when it has updated: a smaller share makes up for a longer update."""
+    found = updating_replicas(0).evaluate(BOTH)
+    assert found.shares == (1, 7)
+    assert found.step_seconds == pytest.approx(max(12 + 3, 6 + 7 * 1.5))
 
 
 def test_updates_in_step_scatter_as_passes_do():
-    found = updating_replicas(0, JITTER).evaluate(BOTH).step_seconds
+    found = updating_replicas(0, JITTER).evaluate(CUT).step_seconds
     draws = [jitter_sampler(JITTER, 7, rank) for rank in range(2)]
     drawn = [[draw() for draw in draws] for _ in range(4000)]
-    shares = updating_replicas(0, JITTER).evaluate(BOTH).shares
+    shares = updating_replicas(0, JITTER).evaluate(CUT).shares
     slices = [max(3 * shares[0] * a, 1.5 * shares[1] * b) + max(12 * a, 6 * b) for a, b in drawn]
     assert found == pytest.approx(np.mean(slices), rel=0.05)
 
