@@ -27,7 +27,7 @@ from hetsync.plan.rounds import Replicas, Rounds, segments
 from hetsync.plan.schedule import micro_batch_sizes
 from hetsync.plan.slices import BACKWARD, FORWARD, SAVED, WEIGHTS, Array, Slice, Slices, Staged
 from hetsync.plane.wire import encoded_bytes
-from hetsync.profiling.device import ENGINE_BUFFERS, USABLE_FRACTION
+from hetsync.profiling.device import ENGINE_BUFFERS, USABLE_FRACTION, buckets_of
 
 FloatOrArray = TypeVar("FloatOrArray", float, npt.NDArray[np.float64])
 BYTES_PER_VALUE = 4
@@ -278,12 +278,12 @@ class Evaluator:
         found = {}
         # In step, whole models add their gradients up in buckets, which leave while backward runs.
         replicas = [one.replica for one in staged]
-        in_buckets = self._synchronous(replicas) and not self._in_step(replicas)
+        buckets = buckets_of(self.training.sync) if self._synchronous(replicas) and not self._in_step(replicas) else 0
         for one, share in zip(staged, shares, strict=True):
             largest = max(micro_batch_sizes(share, one.replica.micro_batches))
             for index, stage in enumerate(one.replica.stages):
                 weights = float(one.figures[index, WEIGHTS])
-                held = self.held_bytes(weights, len(staged)) + (weights if in_buckets else 0)
+                held = self.held_bytes(weights, len(staged)) + buckets * weights
                 saved = float(one.figures[index, SAVED] + one.received_bytes[index])
                 # A loss is computed just before its backward pass, so that there is one at a time.
                 others = (saved - float(one.loss_bytes[index])) * (one.in_flight[index] - 1)

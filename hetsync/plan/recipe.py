@@ -19,6 +19,7 @@ from hetsync.plan.graph import BlockCost
 from hetsync.plan.plan_file import ModelIdentity, weights_digest
 from hetsync.plane.base import Messages, decided_by_first
 from hetsync.plane.local import LocalMessages
+from hetsync.profiling.device import state_buffers
 from hetsync.profiling.measure import batch_of
 from hetsync.sync.optimizers import build_optimizer
 
@@ -66,20 +67,13 @@ def plannable_model(
     measured = Measured(model, traced, built.loss, optimizer, batches)
     path, seconds = _costs_file(config.model.name, digest), config.run.profile_seconds
     costs = decided_by_first(messages or LocalMessages(), lambda: block_costs(measured, path, seconds))
-    training = Training(config.data.batch_size, config.sync, _optimizer_buffers(optimizer))
+    training = Training(config.data.batch_size, config.sync, state_buffers(optimizer))
     return PlannableModel(ModelIdentity(config.model.name, digest), traced, costs, training, weight_in_loss)
 
 
 def weights_of(model: torch.nn.Module) -> str:
     """`weights_digest` of a model."""
     return weights_digest((name, tensor.shape) for name, tensor in model.state_dict().items())
-
-
-def _optimizer_buffers(optimizer: torch.optim.Optimizer) -> int:
-    """Values that it keeps for each weight; one that is not known as many as Adam."""
-    if isinstance(optimizer, torch.optim.SGD):
-        return 1 if optimizer.param_groups[0]["momentum"] else 0
-    return 2
 
 
 def check_shares(config: Config) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hetsync.balance.profile import StepTime, fit
+from hetsync.config.schema import Config, SyncConfig
 from hetsync.data.random_state import untouched
 
 # Backward needs gradients of activations beside the saved ones. Peak resident memory over saved bytes was
@@ -144,6 +145,24 @@ def _leaves(output: Tensor) -> Iterator[Tensor]:
         waiting.extend(new)
 
 
+def state_buffers(optimizer: torch.optim.Optimizer) -> int:
+    """Values that it keeps for each weight; one that is not known as many as Adam."""
+    if isinstance(optimizer, torch.optim.SGD):
+        return 1 if any(group["momentum"] for group in optimizer.param_groups) else 0
+    return 2
+
+
+def engine_buffers(config: Config) -> int:
+    """Copies of the model that a job of these settings keeps: with a controller it may be delayed later."""
+    delayed = config.sync.delay_bound != 0 or config.control.name != "fixed"
+    return ENGINE_BUFFERS if delayed else buckets_of(config.sync)
+
+
+def buckets_of(sync: SyncConfig) -> int:
+    """Copies of the model that synchronous training keeps: its gradients, and what rounding has taken from them."""
+    return 1 + (sync.wire != "float32")
+
+
 def memory_cap(
     model: nn.Module,
     make_loss: Callable[[int], Tensor],
@@ -151,18 +170,19 @@ def memory_cap(
     sharing: int,
     optimizer_state_buffers: int = 2,
     limit_bytes: int | None = None,
+    engine_buffers: int = ENGINE_BUFFERS,
 ) -> int | None:
     """The largest batch that fits into this rank's memory; None for any, 0 if not even two samples fit.
 
     `make_loss(b)` runs forward on b samples. Memory is a line through two small batches (on CPU the bytes
     that autograd saves, on CUDA the allocator's peak), plus gradients, `optimizer_state_buffers` values a
-    parameter and the trainer's own copies of the model. The limit is `limit_bytes` (an emulated device's
-    memory), else an equal part for each of the ranks that are `sharing` it: on CPU of the host's available memory,
-    within its cgroup, on CUDA of the device's; a tenth of it stays free. The model is left as it was.
+    parameter and the trainer's own `engine_buffers` copies of the model. The limit is `limit_bytes` (an emulated
+    device's memory), else an equal part for each of the ranks that are `sharing` it: on CPU of the host's available
+    memory, within its cgroup, on CUDA of the device's; a tenth of it stays free. The model is left as it was.
     """
     cuda = device.type == "cuda"
     parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    model_copies = optimizer_state_buffers + ENGINE_BUFFERS
+    model_copies = optimizer_state_buffers + engine_buffers
     if not cuda:
         # CUDA's peak holds parameters and gradients; of the host's available memory the parameters are gone.
         model_copies += 1 if limit_bytes is None else 2

@@ -28,7 +28,7 @@ from hetsync.emulation.device import affordable_rate, emulated_times
 from hetsync.errors import UserError, brief
 from hetsync.launchers import gpus_granted
 from hetsync.plane.base import Plane
-from hetsync.profiling.device import LEAST_SECONDS, Profiled, memory_cap, profile_step
+from hetsync.profiling.device import LEAST_SECONDS, Profiled, engine_buffers, memory_cap, profile_step, state_buffers
 from hetsync.sync.optimizers import build_optimizer
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -245,7 +245,9 @@ class Subject:
 
     def cap(self, sharing: int, limit_bytes: int | None = None) -> int | None:
         forward = loss_on(self.model, self.data, self.device)
-        return memory_cap(self.model, forward, self.device, sharing, limit_bytes=limit_bytes)
+        state = max(map(state_buffers, self.optimizers), default=2)
+        copies = engine_buffers(self.config)
+        return memory_cap(self.model, forward, self.device, sharing, state, limit_bytes, copies)
 
 
 def measure_ranks(subject: Subject, cluster: Cluster | None) -> list[RankProfile]:

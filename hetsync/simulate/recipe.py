@@ -14,10 +14,11 @@ from hetsync.data.ledger import total_samples
 from hetsync.emulation.cluster import Cluster
 from hetsync.emulation.device import SHORTEST_SLICE_SECONDS, emulated_times
 from hetsync.models import build_for
-from hetsync.profiling.device import memory_cap
+from hetsync.profiling.device import engine_buffers, memory_cap, state_buffers
 from hetsync.profiling.measure import loss_on
 from hetsync.simulate.scenario import Scenario, Traffic
 from hetsync.sync.milestones import marks_every
+from hetsync.sync.optimizers import build_optimizer
 
 
 def build(config: Config) -> tuple[Data, torch.nn.Module]:
@@ -67,6 +68,8 @@ def profiles(
         limit = group.memory_bytes
         if limit not in caps and model is not None and built is not None:
             forward = loss_on(model, built, torch.device("cpu"))
-            caps[limit] = memory_cap(model, forward, torch.device("cpu"), ranks, limit_bytes=limit)
+            state = state_buffers(build_optimizer(config.optimizer, model))
+            copies = engine_buffers(config)
+            caps[limit] = memory_cap(model, forward, torch.device("cpu"), ranks, state, limit, copies)
         out.append(RankProfile(f"{group.name} (simulated)", "", time, True, caps.get(limit)))
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import types
+from functools import partial
 from time import sleep
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 from hetsync.balance.profile import fit
-from hetsync.config.schema import Config, DataConfig, EmulationConfig, RunConfig
+from hetsync.config.schema import Config, ControlConfig, DataConfig, EmulationConfig, RunConfig, SyncConfig
 from hetsync.data import Data
 from hetsync.data.random_state import untouched
 from hetsync.emulation.cluster import Link, load_cluster
@@ -292,6 +293,31 @@ def test_the_cap_follows_the_memory_that_is_left_for_activations():
     needed = profiling.BACKWARD_OVERHEAD * activation_bytes(lambda: model(torch.randn(caps[2], 8)).sum())
     assert 0.8 < needed / (0.9 * 3 * 10**5) <= 1.0
     assert cap(model, limit_bytes=1000) == 0
+
+
+@pytest.mark.parametrize(
+    ("sync", "control", "copies"),
+    [
+        (SyncConfig(4), "fixed", 4),
+        (SyncConfig(None), "fixed", 4),
+        (SyncConfig(0), "fixed", 1),
+        (SyncConfig(0, wire="bfloat16"), "fixed", 2),
+        (SyncConfig(0), "random", 4),
+    ],
+)
+def test_the_cap_counts_what_these_settings_keep(sync, control, copies):
+    """And what the optimizer does."""
+    model, limit = small_model(), 2 * 10**5
+    samples = TensorDataset(torch.randn(32, 8))
+    config = Config(data=DataConfig(batch_size=8), sync=sync, control=ControlConfig(control, min_delay_bound=0))
+    material = Data(samples, samples, lambda model, batch: model(batch[0]).sum())
+    plain, momentum = (partial(torch.optim.SGD, momentum=momentum) for momentum in (0.0, 0.9))
+    for make, state in ((plain, 0), (momentum, 1), (torch.optim.Adam, 2)):
+        optimizer = make(model.parameters(), lr=0.1)
+        subject = Subject(LocalPlane(), config, model, material, Place("here", 0, 1), [optimizer])
+        assert subject.cap(1, limit) == cap(
+            model, limit_bytes=limit, optimizer_state_buffers=state, engine_buffers=copies
+        )
 
 
 def test_the_cap_of_an_unlimited_host_is_none(monkeypatch):
