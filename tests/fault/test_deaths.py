@@ -93,6 +93,31 @@ def test_synchronous_training_ends_at_the_weights_of_an_undisturbed_run(tmp_path
     assert max(float((theirs[name] - value).abs().max()) for name, value in mine.items()) < 1e-5
 
 
+PLAN = """
+format: 1
+batch_size: 64
+replicas:
+- {share: 12, stages: [{ranks: [2], blocks: ['*']}]}
+- {share: 26, stages: [{ranks: [1], blocks: ['*']}]}
+- {share: 26, stages: [{ranks: [0], blocks: ['*']}]}
+"""
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_by_a_plan_of_whole_models_its_share_goes_to_the_others(tmp_path: Path, bound: int) -> None:
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    words = ["--plan", "plan.yaml", "--fault.tolerate", "true", "--sync.delay_bound", str(bound)]
+    done = killed(tmp_path, 1, *words, samples=SAMPLES // 2)
+    assert done.status == 0, done.story
+    summary = summary_of(tmp_path / "run")
+    assert (summary["status"], summary["samples_applied"]) == ("finished", SAMPLES // 2)
+    assert [failure["rank"] for failure in summary["failures"]] == [1]
+    assert sum(summary["shares"]) == 64, "B stays"
+    assert summary["shares"][1] == 0
+    assert summary["plan"]["replicas"] == [[[2]], [[1]], [[0]]]
+    assert summary["plan"]["measured_step_seconds"] > 0
+
+
 SCRIPT = """
 import json, os, signal, sys, torch, hetsync
 from torch.utils.data import DataLoader, TensorDataset
