@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ RANKS = 4
 ROUND_SLICES = {"fast": 0.25, "middle": 1.0, "slow": 4.0}  # by link: how long a round takes
 EQUAL_SLICES = 1.9  # how long equal shares take to compute one: the slowest device has a quarter of it
 AFFORDABLE = 0.35  # of the speed that a job chooses for itself: planned jobs pad pass by pass, and none may overrun
+BUCKETS = 8  # of gradients, about, so that synchronous arms overlap their sums with backward, however small the model
 TEST_SAMPLES = 16
 PLAN_EVALUATIONS = 300
 LEAST_STEPS = 4  # of a job for which there is less time
@@ -143,6 +145,7 @@ class Bench:
     def batch(self, name: str) -> int:
         return recipe_of(self.content(name)).data.batch_size
 
+    @cache  # noqa: B019 (as long as the benchmark)
     def weight_bytes(self, name: str) -> int:
         _, model = build(recipe_of(self.content(name)))
         return sum(weight.numel() * weight.element_size() for weight in model.parameters())
@@ -181,7 +184,8 @@ class Bench:
         return path
 
     def emulated(self, name: str, link: str) -> list[object]:
-        return ["--emulate", self.cluster(name, link), "--emulation.samples_per_second", self.rate(name)]
+        buckets = ["--sync.bucket_bytes", max(1, self.weight_bytes(name) // BUCKETS)]
+        return ["--emulate", self.cluster(name, link), "--emulation.samples_per_second", self.rate(name), *buckets]
 
     def measured(self, name: str, link: str, arm: str, seed: int) -> dict[str, Any]:
         """What one job told."""
@@ -331,7 +335,7 @@ def verdicts(records: Sequence[Record]) -> list[str]:
         "### Targets",
         "",
         f"A rate of {TARGETS['rate']} and waiting {TARGETS['waiting']:+.2%} against BSP, at slow links;"
-        f" the better `best` at {TARGETS['best']} of the best other arm, at all.",
+        f" that `best` which is predicted to be the faster at {TARGETS['best']} of the best other arm, at all.",
         "",
         "| | arm | figure | found | |",
         "| --- | --- | --- | ---: | --- |",
@@ -339,9 +343,10 @@ def verdicts(records: Sequence[Record]) -> list[str]:
     for (name, link), cell in grouped([one for one in records if "missing" not in one], "workload", "link").items():
         rates = {arm: rate for arm in ARMS if (rate := middle(cell, arm, "samples_per_second")) is not None}
         others = [rate for arm, rate in rates.items() if arm not in BESTS]
-        if (found := [rates[arm] for arm in BESTS if arm in rates]) and others:
-            part = max(found) / max(others)
-            lines.append(f"| {name}, {link} | best | rate | {part:.3f} | {verdict(part >= TARGETS['best'])} |")
+        if (planned := [arm for arm in BESTS if arm in rates]) and others:
+            chosen = min(planned, key=lambda arm: middle(cell, arm, "predicted_step_seconds") or math.inf)
+            part = rates[chosen] / max(others)
+            lines.append(f"| {name}, {link} | {chosen} | rate | {part:.3f} | {verdict(part >= TARGETS['best'])} |")
         waiting = middle(cell, BSP, "wait_fraction")
         for arm in (arm for arm in PIPELINED if link == "slow" and arm in rates and waiting):
             part = rates[arm] / rates[BSP]
@@ -401,7 +406,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """By which jobs, rates and plans were made."""
-    made_up = {"devices": devices(FIXED_SECONDS), "rounds": ROUND_SLICES, "affordable": AFFORDABLE}
+    made_up = {"devices": devices(FIXED_SECONDS), "rounds": ROUND_SLICES, "affordable": AFFORDABLE, "buckets": BUCKETS}
     searches = {"plans": ARMS, "evaluations": PLAN_EVALUATIONS}
     sizes = {"steps": options.steps, "seconds": options.seconds, "test_samples": TEST_SAMPLES}
     return {**sizes, **made_up, **searches, "workloads": {name: one._asdict() for name, one in WORKLOADS.items()}}

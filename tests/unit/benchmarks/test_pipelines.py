@@ -60,10 +60,15 @@ def test_targets_are_judged():
     waiting = {pipelines.BSP: 0.8, "pipeline, exact": 0.4, pipelines.BEST: 0.7}
     rates = {pipelines.BSP: 10, "pipeline, exact": 13, pipelines.BEST: 12}
     told = pipelines.verdicts([job(arm, rates[arm], wait_fraction=waiting[arm]) for arm in rates])
-    assert "| digits, slow | best | rate | 0.923 | missed |" in told
+    assert "| digits, slow | best, D = 0 | rate | 0.923 | missed |" in told
     assert "| digits, slow | pipeline, exact | rate, of BSP | 1.300 | missed |" in told
     assert "| digits, slow | pipeline, exact | waiting, against BSP | -50.0% | met |" in told
     assert "| digits, slow | best, D = 0 | waiting, against BSP | -12.5% | missed |" in told
+
+
+def test_the_plan_that_is_predicted_to_be_faster_is_judged():
+    jobs = [job(pipelines.BSP, 10), job(pipelines.BEST, 20, predicted=3.0), job("best, D = 4", 9, predicted=2.0)]
+    assert "| digits, slow | best, D = 4 | rate | 0.900 | missed |" in pipelines.verdicts(jobs)
 
 
 def test_planned_and_measured_are_ranked():
