@@ -137,12 +137,19 @@ def test_what_only_jobs_without_a_plan_know_works(plane: Plane, folder: Path, mo
     assert {line["reason"] for line in lines(folder / "planned", 0, "rest")} == {"checkpoint", "end"}
 
 
+def assert_by_speed(shares: list[int]) -> None:
+    """Of ranks of speeds 4 and 1. The update takes as long whatever the share is, so a slow rank has still less."""
+    slow = {2: [1], 4: [1, 2]}[RANKS]
+    assert sum(shares) == BATCH
+    assert all(0 < shares[rank] <= shares[0] / 4 for rank in slow)
+
+
 def test_shares_that_are_left_out_follow_speed(plane: Plane, folder: Path) -> None:
     speeds = {2: (4.0, 1.0), 4: (4.0, 1.0, 1.0, 4.0)}[RANKS]
     config = emulated(folder, recipe(folder / "planned"), speeds)
     assert by_plan(plane, config, "by speed") == 0
     if plane.rank == 0:
-        assert summary_of(folder / "planned")["shares"] == {2: [40, 10], 4: [20, 5, 5, 20]}[RANKS]
+        assert_by_speed(summary_of(folder / "planned")["shares"])
 
 
 def test_the_shares_of_a_run_so_far_give_way_to_the_plans(plane: Plane, folder: Path) -> None:
@@ -151,7 +158,7 @@ def test_the_shares_of_a_run_so_far_give_way_to_the_plans(plane: Plane, folder: 
     assert by_plan(plane, config, "data", caught=signal.SIGTERM) == TERMINATED
     assert by_plan(plane, config, "by speed", resume=True) == 0
     if plane.rank == 0:
-        assert summary_of(folder / "planned")["shares"] == {2: [40, 10], 4: [20, 5, 5, 20]}[RANKS]
+        assert_by_speed(summary_of(folder / "planned")["shares"])
 
 
 @pytest.mark.ranks(2)
