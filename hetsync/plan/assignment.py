@@ -56,6 +56,12 @@ class Assignment:
         costs = Evaluator(one.graph, one.block_costs, free, one.step_times, one.training).evaluate(self.placement)
         return 1 - costs.step_seconds / self.costs.step_seconds
 
+    def profiles_of(self, profiles: Sequence[RankProfile]) -> list[RankProfile]:
+        """The ranks as the job has them: an emulated one takes for a whole step what its passes and update do."""
+        if not any(profile.emulated for profile in profiles):
+            return list(profiles)
+        return [dataclasses.replace(each, time=self.evaluator.whole_step(n)) for n, each in enumerate(profiles)]
+
     def place_of(self, rank: int) -> tuple[int, int]:
         """Indices of a rank's replica, and of its stage in that."""
         return next(

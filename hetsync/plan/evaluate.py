@@ -211,6 +211,11 @@ class Evaluator:
         figures = self.slices.staged(replica).figures
         return [(float(stage[FORWARD]), float(stage[BACKWARD])) for stage in figures]
 
+    def whole_step(self, rank: int) -> StepTime:
+        """Of the whole model on one rank: its passes, and the update, whose time is the same for any share."""
+        passes = self.times[rank]
+        return StepTime(passes.fixed_seconds + self.update_seconds[rank], passes.seconds_per_sample)
+
     def update_of(self, replica: Replica, stage: int, rank: int) -> float:
         """Seconds that a rank's update of its stage takes."""
         return float(self.slices.staged(replica).update_parts[stage]) * self.update_seconds[rank]

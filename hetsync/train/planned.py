@@ -131,6 +131,7 @@ class PlannedJob:
         self.assignment = assign(
             plan, self.config, self.data, self.model, cluster_of(at, profiles), profiles, self.plane
         )
+        profiles = self.assignment.profiles_of(profiles)
         self._index = self.assignment.place_of(self.plane.rank)[0]
         self._channels = open_channels(at)
         self.replica = make_replica(at, self.assignment, self.model, self.data, self._channels)

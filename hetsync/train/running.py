@@ -12,25 +12,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hetsync.balance.device import Device
 from hetsync.balance.profile import RankProfile
-from hetsync.balance.shares import choose_shares, makespan, solo_rates
+from hetsync.balance.shares import makespan, solo_rates
 from hetsync.config.faults import InjectedFault, When
 from hetsync.control.process import ControlProcess
-from hetsync.data import Data
-from hetsync.emulation.device import make_device
 from hetsync.emulation.link import behind_link
 from hetsync.errors import UserError, one_sentence
 from hetsync.files import SUMMARY, write_atomically
 from hetsync.launchers import write_status
 from hetsync.plane.base import CutOffError, LateError, LostError, Newcomer, Plane, StalledError
-from hetsync.profiling.measure import Subject, measure_ranks
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.messages import NO_BOUND
 from hetsync.sync.milestones import CHECKPOINT, EPOCH, JOIN, ROLLBACK, Marks, marks_every, rests_for
 from hetsync.sync.tail import travelling_values
 from hetsync.telemetry import Telemetry
-from hetsync.train import checkpoint
+from hetsync.train import checkpoint, ranks
 from hetsync.train.alike import Description, settings_described
 from hetsync.train.control_factory import control_factory
 from hetsync.train.display import Shows
@@ -41,13 +37,12 @@ from hetsync.train.memory import slice_memory
 from hetsync.train.notice import posted
 from hetsync.train.plan_figures import compared, predicted
 from hetsync.train.preparation import Preparation
-from hetsync.train.replacing import Replacements, Summons, Welcome, summons_of
-from hetsync.train.resumption import Standing, first_settings, kept_shares
+from hetsync.train.replacing import Replacements, Summons, Welcome
+from hetsync.train.resumption import Standing, first_settings
 from hetsync.train.rollback import Rollbacks
 from hetsync.train.run_folder import mark_failed, taken_over
 from hetsync.train.saving import Saver
 from hetsync.train.session import AtRest, Session
-from hetsync.train.speeds import assumed_profiles
 from hetsync.train.summary import (
     Join,
     first_summary,
@@ -128,15 +123,19 @@ class Running:
         self._saver: Saver | None = None
         self._leading = False
         self._held = ExitStack()  # the run folder, where the rank that did has died
-        self.profiles = self._profiles()
-        self.assignment = self._assigned()
+        self.profiles = ranks.find_profiles(at, self.config, prepared, finished)
+        self.assignment: Assignment | None = None
+        if prepared.assigns is not None and not finished:
+            self.assignment = prepared.assigns(self.profiles, at.cluster)
+            self.profiles = self.assignment.profiles_of(self.profiles)
+        self._is_measured = ranks.are_measured(at, prepared)
         self._memory = None if self._is_measured else slice_memory(self.plane, at.place, self._device)
         if self._newcomer is not None:
             self._enter(self._newcomer)
         self._progress = self.at.loaded.progress if self.at.loaded else None
         self._seconds_before = self._progress.train_seconds if self._progress else 0.0  # of training
         rank, folder = at.plane.rank, at.folder
-        self.timer = self._make_device()
+        self.timer = ranks.device_of(at, self.profiles[rank], self.assignment, self._device)
         self.telemetry = Telemetry(None if folder is None else folder / "telemetry" / f"rank-{rank:04d}.jsonl")
         faults = self._faults()
         self._injection = Injection(faults, self.plane, self.model) if faults else None
@@ -274,50 +273,12 @@ class Running:
 
     # Making the session.
 
-    @property
-    def _is_measured(self) -> bool:
-        return self.at.cluster is not None or self.prepared.loss is not None
-
-    def _profiles(self) -> list[RankProfile]:
-        """How fast every rank is: measured, or the same for all until it is known."""
-        at = self.at
-        if self._newcomer is not None and (at.cluster is not None or self.prepared.loss is None):
-            known = list(summons_of(self._newcomer).profiles)
-            known[self.plane.rank] = replace(known[self.plane.rank], host=at.place.host)
-            return known
-        if self.prepared.loss is not None and not self.finished:
-            material = Data(self.source.dataset, self.source.dataset, self.prepared.loss, collate=self.source.collate)
-            what = (self.plane, self.config, self.model, material, at.place, self.prepared.parts.optimizers)
-            cluster = at.cluster
-            if cluster is not None and self.prepared.assigns is not None:
-                cluster = cluster.without_limits()  # whether it fits, the plan is asked
-            return self._among_known(measure_ranks(Subject(*what), cluster))
-        cluster = None if self.finished else at.cluster
-        total = self.config.emulation.samples_per_second
-        return assumed_profiles(self.plane, cluster, total, self._device, at.place.host)
-
-    def _assigned(self) -> Assignment | None:
-        assigns = self.prepared.assigns
-        return None if assigns is None or self.finished else assigns(self.profiles, self.at.cluster)
-
-    def _make_device(self) -> Device:
-        """By a plan, the optimizer's update takes the time that it has there, however large the rank's share is."""
-        at, rank, plan = self.at, self.at.plane.rank, self.assignment
-        time = self.profiles[rank].time if plan is None else plan.evaluator.times[rank]
-        update = 0.0 if plan is None else plan.update_seconds(rank)
-        return make_device(at.cluster, rank, time, at.config.run.seed, self._device, update)
-
-    def _among_known(self, measured: list[RankProfile]) -> list[RankProfile]:
-        """By number: a newcomer has measured itself alone."""
-        if self._newcomer is None:
-            return measured
-        known = list(summons_of(self._newcomer).profiles)
-        known[self.plane.rank] = measured[0]
-        return known
-
     def _make_session(self) -> Session:
         at, config = self.at, self.config
-        shares = self._shares() if self._welcome is None else tuple(self._welcome.shares)
+        if self._welcome is None:
+            shares = ranks.first_shares(config, self.profiles, self.assignment, self._progress)
+        else:
+            shares = tuple(self._welcome.shares)
         slice_seconds = makespan(shares, [profile.time for profile in self.profiles])
         injection = self._injection
         plane: Plane = self.plane if injection is None else injection.plane
@@ -348,23 +309,6 @@ class Running:
             session.outer.velocity = loaded.outer.to(self._device)
         session.deaths += [] if self._welcome is None else self._welcome.deaths
         return session
-
-    def _shares(self) -> tuple[int, ...]:
-        """Of a slice: the plan's; those of the run so far; or those that follow from speeds."""
-        if self.assignment is not None:
-            return self._planned_shares(self.assignment)
-        kept = kept_shares(self.config, self._progress, self.plane.size)
-        return kept or choose_shares(self.config.sync, self.config.data.batch_size, self.profiles)
-
-    def _planned_shares(self, assignment: Assignment) -> tuple[int, ...]:
-        for rank, profile in enumerate(self.profiles):
-            share = assignment.share_of(rank)
-            if profile.cap is not None and share > profile.cap:
-                raise UserError(
-                    f"plan {assignment.plan.path}: rank {rank} has a share of {share} samples, of which {profile.cap}"
-                    " fit into its memory: give it a smaller one"
-                )
-        return tuple(assignment.share_of(rank) for rank in range(len(self.profiles)))
 
     def _make_terms(self, shares: tuple[int, ...]) -> Terms:
         run, progress = self.config.run, self._progress

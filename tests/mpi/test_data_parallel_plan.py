@@ -29,6 +29,8 @@ from test_planned import (
 )
 from test_planned_delayed import lines
 
+from hetsync.balance.profile import StepTime
+from hetsync.balance.shares import speed_shares
 from hetsync.cli.train import train
 from hetsync.config.schema import (
     Config,
@@ -45,7 +47,9 @@ from hetsync.errors import TERMINATED, UserError
 from hetsync.plan.assignment import GivenPlan, given_plan
 from hetsync.plane.base import Plane
 from hetsync.sync.gradients import Gradients
+from hetsync.train import ranks
 from hetsync.train.rehearsal import rehearse
+from hetsync.train.trainer import Trainer
 from hetsync.train.workplace import take_place
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
@@ -152,6 +156,36 @@ def test_shares_that_are_left_out_follow_speed(plane: Plane, folder: Path) -> No
         assert_by_speed(summary_of(folder / "planned")["shares"])
 
 
+def test_emulated_devices_and_what_they_reach_alone_are_the_plans(
+    plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update takes a time of its own, whatever the share is: on the device, and in what it reaches alone."""
+    made: list[tuple[StepTime, float]] = []
+    make = ranks.make_device
+
+    def watched(cluster: Any, rank: int, time: StepTime, seed: int, device: Any, update: float = 0.0) -> Any:
+        made.append((time, update))
+        return make(cluster, rank, time, seed, device, update)
+
+    monkeypatch.setattr(ranks, "make_device", watched)
+    speeds = {2: (4.0, 1.0), 4: (4.0, 1.0, 1.0, 4.0)}[RANKS]
+    config = replace(emulated(folder, recipe(folder / "planned", "adamw"), speeds), sync=SyncConfig(4))
+    assert by_plan(plane, config, "data") == 0
+    ((passes, update),) = made
+    whole = StepTime(0.0, sum(speeds) / speeds[plane.rank] / 500.0)  # of a step, in the job's settings
+    average = BATCH / RANKS
+    assert update > 0
+    assert passes.fixed_seconds == 0
+    assert passes.seconds_per_sample * average + update == pytest.approx(whole.seconds_per_sample * average)
+    told = plane.gather_objects((passes.seconds_per_sample, update))
+    if plane.rank == 0:
+        times = [StepTime(update, each) for each, update in told]
+        shares = speed_shares(times, BATCH)
+        rows = summary_of(folder / "planned")["per_rank"]
+        for row, time, share in zip(rows, times, shares, strict=True):
+            assert row["solo_samples_per_second"] == pytest.approx(time.rate(share))
+
+
 def test_the_shares_of_a_run_so_far_give_way_to_the_plans(plane: Plane, folder: Path) -> None:
     speeds = {2: (4.0, 1.0), 4: (4.0, 1.0, 1.0, 4.0)}[RANKS]
     config = emulated(folder, recipe(folder / "planned"), speeds)
@@ -215,7 +249,8 @@ def test_settings_that_cut_models_do_not_know_work(plane: Plane, folder: Path, g
 def test_a_rehearsal_takes_what_steps_take(
     plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch, bound: int
 ) -> None:
-    """Whatever the recipe has beside training, and without a trace."""
+    """Whatever the recipe has beside training, and without a trace. Nothing is evaluated."""
+    monkeypatch.setattr(Trainer, "_score", lambda trainer: pytest.fail("it has evaluated"))
     slices: list[float] = []
     wait = EmulatedDevice.end_slice
 

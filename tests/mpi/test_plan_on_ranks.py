@@ -80,6 +80,15 @@ def test_mistakes_are_told_on_every_rank(plane: Plane, place: Path) -> None:
         planning_ranks.plan_on_ranks(plane, wired, request(), None, measure=True)
 
 
+def test_whole_models_are_measured_with_what_only_they_know(
+    plane: Plane, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning_ranks, "MEASURED_STEPS", 2)
+    wired = replace(config(), sync=SyncConfig(0, wire="bfloat16"))
+    asked = request(search="data", micro_batches=1)
+    assert planning_ranks.plan_on_ranks(plane, wired, asked, place / "plan.yaml", measure=True) == 0
+
+
 @pytest.mark.ranks(2, 4)
 def test_a_model_that_no_device_holds_trains_by_the_plan_that_is_found(plane: Plane, place: Path) -> None:
     """Its weights with gradients and Adam's state alone are 1.36 MB, of which a device may use 1.25."""

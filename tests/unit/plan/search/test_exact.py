@@ -16,7 +16,8 @@ from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, PairLink
 from hetsync.errors import UserError
 from hetsync.plan.evaluate import Evaluator, Training
 from hetsync.plan.placement import Placement, Replica, Stage
-from hetsync.plan.search.chains import classes_of
+from hetsync.plan.search.chains import best_chain, classes_of, machines_of
+from hetsync.plan.search.contiguous import contiguous_replica
 from hetsync.plan.search.driver import Driver
 from hetsync.plan.search.exact import Exact
 from hetsync.plan.search.registry import make_search
@@ -49,6 +50,30 @@ def problem(costs, cluster, times, micro_batches=MICRO_BATCHES, samples=SAMPLES)
     model = graph([f"b{index}" for index in range(len(costs))])
     evaluator = Evaluator(model, costs, cluster, times, Training(samples, SyncConfig(), 1))
     return Problem(evaluator, (micro_batches,), (tuple(range(len(times))),))
+
+
+def losing(place):
+    """Three blocks, of which one saves much for its loss, on two devices that hold one micro-batch of that and no
+    more. The first two take as long as the last."""
+    costs = [cost(seconds, 0, 0.0, 1, 10, 1) for seconds in (1, 4, 5)]
+    costs[place] = replace(costs[place], saved_bytes=100, loss_bytes=90)
+    devices = (DeviceGroup("a", 2, memory_gib=320 / 2**30),)
+    return problem(costs, Cluster("x", "s", devices), [StepTime(0.0, 1.0)] * 2)
+
+
+def test_what_the_loss_saves_counts_for_one_micro_batch_at_a_time():
+    """GPipe has three in flight on the last stage, too: its 2 · (3 · 100 − 2 · 90) bytes fit, and 2 · 300 would not."""
+    asked = losing(2)
+    machines = machines_of(asked, (0, 1), MICRO_BATCHES, 2, 1, gpipe=True)
+    chain = best_chain(asked, machines, MICRO_BATCHES, 2, 1)
+    assert chain is not None
+    assert [stage.blocks for stage in chain.stages] == [(0, 1), (2,)]
+
+
+def test_a_cut_by_speed_counts_it_so_too():
+    """Two are in flight on the first stage: 2 · (2 · 110 − 90) bytes."""
+    replica = contiguous_replica(losing(0), (0, 1), MICRO_BATCHES, 2, 1)
+    assert [stage.blocks for stage in replica.stages] == [(0, 1), (2,)]
 
 
 def run(name, asked):
