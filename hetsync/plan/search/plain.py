@@ -30,11 +30,19 @@ class _Whole(Search):
                 f"--replicas is {told}, but the plan of --search {self.name} has replicas of its own: leave --replicas"
                 " out, or choose another search"
             )
-        self._left = list(problem.numbers_for(len(ranks)))
+        self._lots = self._lots_of(problem.numbers_for(len(ranks)))
 
     def propose(self) -> Sequence[Placement]:
-        numbers, self._left = self._left, []
+        numbers = self._lots.pop(0) if self._lots else []
         return [whole(self.problem.evaluator, self._ranks(), number) for number in numbers]
+
+    def hear(self, scored: Sequence[Scored]) -> None:
+        if any(one.costs.feasible for one in scored):
+            self._lots.clear()
+
+    def _lots_of(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Numbers of micro-batches; those of a later lot only count where nothing of those before fits into memory."""
+        return [list(numbers)]
 
     @abstractmethod
     def _ranks(self) -> Sequence[int]:
@@ -52,6 +60,16 @@ class Data(_Whole):
 
     def _ranks(self) -> Sequence[int]:
         return self.problem.ranks
+
+    def _lots_of(self, numbers: Sequence[int]) -> list[list[int]]:
+        """A rank needs a sample of every micro-batch: more of these than samples by speed would make shares others."""
+        evaluator, ranks = self.problem.evaluator, self.problem.ranks
+        if len(ranks) > evaluator.training.batch_size:
+            return [list(numbers)]
+        by_speed = evaluator.with_shares(whole(evaluator, ranks, 1))
+        least = min(replica.share or 0 for replica in by_speed.replicas)
+        lots = [[one for one in numbers if one <= least], [one for one in numbers if one > least]]
+        return [lot for lot in lots if lot]
 
 
 class Single(_Whole):

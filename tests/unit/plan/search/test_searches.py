@@ -15,6 +15,7 @@ from hetsync.errors import UserError
 from hetsync.plan.evaluate import Evaluator, Training
 from hetsync.plan.placement import Placement, Replica, Stage, as_plan_file, place
 from hetsync.plan.search.driver import Budget, Driver
+from hetsync.plan.search.plain import whole
 from hetsync.plan.search.registry import SEARCHES, arms_of, make_search
 from hetsync.plan.search.search import Problem, Search, micro_batch_numbers
 
@@ -121,6 +122,16 @@ def test_data_takes_as_many_micro_batches_as_memory_needs():
     asked = problem([cost(1, 1, saved=2**30)], speeds(8, 1), micro_batches=(1, 4, 16), batch=36, memory_gib=2.5)
     found = run("data", asked).found()
     assert {replica.micro_batches for replica in found.placement.replicas} == {16}
+
+
+def test_data_takes_no_more_micro_batches_than_leave_shares_to_speed():
+    """With a long update a larger share for the slow rank has fewer updates a sample: that is no matter of these."""
+    asked = problem([cost(1, 1, update=10)], speeds(4, 4, 1, 1), micro_batches=(1, 4, 8), batch=80)
+    found = run("data", asked).found().placement
+    assert [one.share for one in found.replicas] == [35, 35, 5, 5]
+    forced = asked.evaluator.evaluate(whole(asked.evaluator, range(4), 8))
+    assert forced.step_seconds < asked.evaluator.evaluate(found).step_seconds
+    assert {one.micro_batches for one in found.replicas} == {1}
 
 
 def test_single_is_a_plan_of_one_replica_that_is_given():
