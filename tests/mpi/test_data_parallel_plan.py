@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from conftest import RANKS
-from test_planned import (
+from planned_jobs import (
     BATCH,
     PLANS,
     SAMPLES,
@@ -22,12 +22,12 @@ from test_planned import (
     alone,
     assert_same,
     by_plan,
+    lines,
     recipe,
     saved,
     stage,
     summary_of,
 )
-from test_planned_delayed import lines
 
 from hetsync.balance.profile import StepTime
 from hetsync.balance.shares import speed_shares

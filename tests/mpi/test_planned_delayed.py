@@ -5,7 +5,6 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_planned_delayed.py
 
 from __future__ import annotations
 
-import json
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import RANKS
-from test_planned import EVERY, PLANS, SAMPLES, alone, by_plan, recipe, saved, stage, summary_of
+from planned_jobs import EVERY, PLANS, SAMPLES, alone, by_plan, lines, recipe, saved, summary_of
 
 from hetsync.config.schema import Config, SyncConfig
 from hetsync.errors import TERMINATED
@@ -25,41 +24,10 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
 
 BOUND = 3
 
-# A replica of three stages, led by rank 0, beside one of one rank.
-PLANS["mixed", 4] = [
-    {
-        "share": 34,
-        "micro_batches": 3,
-        "stages": [stage(2, "features.0"), stage(0, "features.2"), stage(3, "classifier")],
-    },
-    {"share": 16, "stages": [stage(1, "*")]},
-]
-PLANS["mixed", 2] = PLANS["replicas", 2]
-
-# Ranks that share a stage, beside others; a whole replica on two, whose leader is not the first of them.
-PLANS["lockstep", 4] = [
-    {
-        "share": 34,
-        "micro_batches": 3,
-        "stages": [stage(0, "features.0", in_flight=3), stage([2, 3], "features.2", "classifier")],
-    },
-    {"share": 16, "stages": [stage(1, "*")]},
-]
-PLANS["lockstep", 2] = PLANS["replicas", 2]
-PLANS["couple", 4] = [
-    {"share": 25, "micro_batches": 2, "stages": [stage([3, 0], "*")]},
-    {"share": 25, "stages": [stage(1, "features"), stage(2, "classifier")]},
-]
-
 
 def delayed(folder: Path, bound: int | None = BOUND, quorum: float = 0.25, **more: Any) -> Config:
     config = recipe(folder, "adamw", 0.5, **more)
     return replace(config, sync=SyncConfig(bound, quorum=quorum, rebalance=False))
-
-
-def lines(folder: Path, rank: int, kind: str) -> list[dict[str, Any]]:
-    told = (folder / "telemetry" / f"rank-{rank:04d}.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, told) if line["kind"] == kind]
 
 
 @pytest.mark.parametrize(
