@@ -314,7 +314,8 @@ def test_a_launcher_other_than_torchrun(folder: Path, bound: str) -> None:
         ends = [finished(process) for process in processes]
     for done in ends:
         assert done.status == 0, done.story
-        assert not done.err, done.story
+        # c10d warns of its own where the machine resolves no host names
+        assert not [line for line in done.err.splitlines() if "[c10d] The hostname of" not in line], done.story
     summary = summary_of(folder / "run")
     assert (summary["status"], summary["ranks"], summary["samples_applied"]) == ("finished", 2, SAMPLES)
     assert summary["staleness"]["max"] <= int(bound)
