@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 from hetsync import data, models
+from hetsync.config.faults import FaultConfig
 from hetsync.config.schema import Config
 from hetsync.data.evaluation import check_evaluation, metrics_of
 from hetsync.data.ledger import total_samples
@@ -70,7 +71,7 @@ def train_planned(
         try:
             with writes:
                 return job.train(stop)
-        except Exception as failure:
+        except BaseException as failure:
             job.books.failed(failure)
             raise
         finally:
@@ -93,6 +94,10 @@ def check_settings(config: Config) -> None:
         "fault.replace": (config.fault.replace, "give false, and resume with more ranks"),
         "fault.slow": (config.fault.slow != "wait", "give wait"),
         "fault.not_finite": (config.fault.not_finite != "stop", "give stop"),
+        "fault.silent_seconds": (
+            config.fault.silent_seconds not in (None, FaultConfig().silent_seconds),
+            "leave it out; run.timeout_seconds ends a job that waits for a silent rank",
+        ),
         "fault.inject": (bool(config.fault.inject), "leave it out"),
     }
     for key, (wanted, remedy) in refused.items():

@@ -249,13 +249,13 @@ class Books:
         if status is Status.STOPPED:
             self.say(f"stopped and saved; go on with: hetsync-train --resume {self._at.folder}")
 
-    def failed(self, failure: Exception) -> None:
+    def failed(self, failure: BaseException) -> None:
         """The job is about to end by this."""
         error = one_sentence(f"{type(failure).__name__}: {failure}")
         self._telemetry.record("failure", error=error)
         self._telemetry.close()
         self._display.failed(error)
-        if self._rank == 0 and self._at.folder is not None:
+        if self._at.folder is not None:
             mark_failed(self._at.folder)
         self._display.close(None)
 

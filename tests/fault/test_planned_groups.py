@@ -82,6 +82,7 @@ def test_a_mistake_of_the_users_on_one_of_them(tmp_path: Path, bound: int) -> No
     assert done.status == 1, done.story
     assert done.sentences == [f"hetsync: rank {MEMBER}: failed, so the job ends"], done.story
     assert "ValueError: this loss knows no more" in done.err, done.story
+    assert summary_of(tmp_path / "run")["status"] == "failed"
 
 
 @bounds

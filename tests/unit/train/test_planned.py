@@ -71,6 +71,7 @@ def run(tmp_path: Path, config: Config, replicas: list[dict[str, Any]], resume: 
         ("run", "compile", True),
         ("fault", "tolerate", True),
         ("fault", "least_ranks", 1),
+        ("fault", "silent_seconds", 30.0),
         ("fault", "slow", "exclude"),
         ("fault", "not_finite", "skip"),
         ("fault", "replace", True),
