@@ -41,6 +41,15 @@ def write_atomically(path: Path, content: str | bytes, otherwise: str = "choose 
         raise DiskError(f"cannot write {path}: {error.strerror}; free space or {otherwise}") from error
 
 
+def check_writable(path: Path) -> None:
+    """DiskError, before anything that takes long, where no file can be written there."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not path.name or path.is_dir():
+        raise DiskError(f"cannot write {str(path)!r}: it is a folder; give the name of a file")
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise DiskError(f"cannot write {path}: {folder} is no folder that may be written; choose another")
+
+
 def json_text(value: Any) -> str:
     """JSON in one line. It has no inf, -inf and nan: they become these texts, of which `float` makes them again."""
     try:

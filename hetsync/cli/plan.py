@@ -15,6 +15,7 @@ from hetsync.cli.shared import Verbs, add_recipe_command, on_all_ranks, on_one_p
 from hetsync.config.parser import make_parser, parse_recipe
 from hetsync.config.schema import Config
 from hetsync.errors import UserError, brief
+from hetsync.files import check_writable
 from hetsync.launchers import launched_by_torch, ranks_started
 
 SEARCHING = [
@@ -64,6 +65,8 @@ def main(argv: Sequence[str]) -> NoReturn:
         config.plan.check_unused("hetsync plan")
         config.fault.check_uninjected("hetsync plan")
         output, shown = (None if path is None else Path(path) for path in (told.output, told.explain))
+        if output is not None:
+            check_writable(output)
         if told.pretrain:
             _refuse_beside("--pretrain", told, [name for name in (*SEARCHING, "explain") if name != "seed"])
             _pretrain(told, output, shlex.join(["hetsync", "plan", *argv]))

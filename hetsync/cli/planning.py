@@ -224,9 +224,9 @@ def explain(config: Config, path: Path) -> None:
         print(*(told_costs(file.predicted) if file.predicted else ()), sep="\n")
         print("for a timeline, give the recipe, and the cluster by --emulate")
         return
+    ranks = max(file.ranks) + 1
+    model, evaluator = prepared(config, _cluster(config), ranks)
     with mistakes_in(path):
-        ranks = max(file.ranks) + 1
-        model, evaluator = prepared(config, _cluster(config), ranks)
         file.check_job(ranks, config.data.batch_size, config.model.name, model.identity.weights_sha256 or "")
         placement = place(file, model.cut.graph)
         evaluator.check_hosts(placement)

@@ -242,8 +242,10 @@ class Evaluator:
         updating = not self._in_step([one.replica for one in staged])
         times = [self._step_time(one, low, batch, updating) for one, low in zip(staged, least, strict=True)]
         shares = speed_shares(times, batch, pins=given)
-        if short := {index: low for index, low in enumerate(least) if shares[index] < low}:
-            shares = speed_shares(times, batch, pins=given | short)  # a sample for every micro-batch, at least
+        # A sample for every micro-batch, at least; what that takes from the others may leave them short in turn.
+        while short := {index: low for index, low in enumerate(least) if shares[index] < low}:
+            given |= short
+            shares = speed_shares(times, batch, pins=given)
         return shares
 
     def _step_time(self, staged: Staged, least: int, most: int, updating: bool) -> StepTime:

@@ -285,20 +285,13 @@ class Books:
             metrics=self.metrics,
             anchor_sha256=weights_sha256,
             wall_seconds=time.monotonic() - self._at.began,
-            plan=plan_figures(self._assignment, self._step_seconds),
+            plan=plan_figures(self._assignment, self._step_seconds(per_rank)),
         )
 
-    @property
-    def _steps_made(self) -> float:
-        """By this process; in delayed mode as many as its samples are batches."""
-        if self.settings.synchronous:
-            return self.steps - self._steps_before
-        return (self.applied - self._applied_before) / sum(self.shares)
-
-    @property
-    def _step_seconds(self) -> float | None:
-        steps = self._steps_made
-        return self.clock.seconds() / steps if steps else None
+    def _step_seconds(self, per_rank: Sequence[RankFigures]) -> float | None:
+        """Of a batch, which may have gone out in shorter slices."""
+        steps = (self.applied - self._applied_before) / sum(self.shares)
+        return max(figures.train_seconds for figures in per_rank) / steps if steps else None
 
     def _rank_figures(self) -> RankFigures:
         rank, passes, seconds = self._rank, self._replica.passes, self.clock.seconds()

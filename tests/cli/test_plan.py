@@ -220,6 +220,8 @@ def test_help_names_all_searches(capsys: pytest.CaptureFixture[str]) -> None:
         (["--emulate", "three.yaml", "--search", "exct"], "there is no search exct"),
         (["--emulate", "three.yaml", "--sync.shares", "equal"], "sync.shares is equal, but a plan has shares"),
         (["--emulate", "three.yaml", "--search", "single", "--output", "p"], "leaves rank 1 without blocks"),
+        (["--emulate", "three.yaml", "--output", "."], "cannot write '.': it is a folder"),
+        (["--emulate", "three.yaml", "--output", "three.yaml/p"], "three.yaml is no folder that may be written"),
         (["--pretrain"], "--pretrain learns a policy, but --output does not say where"),
         (["--pretrain", "--output", "p", "--search", "exact"], "--search is exact, but --pretrain learns"),
         (["--steps", "4"], "--steps is 4, but only --pretrain takes it"),

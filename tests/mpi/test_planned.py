@@ -143,6 +143,8 @@ def test_it_evaluates_on_its_way_and_keeps_the_best(plane: Plane, folder: Path) 
             for lines in [(folder / name / "telemetry" / "rank-0000.jsonl").read_text().splitlines()]
         ]
         assert told[0] == told[1] == [100, 200, 300, SAMPLES]
+        found = summary_of(folder / "planned")  # its slices before evaluations are shorter than a batch
+        assert found["plan"]["measured_step_seconds"] == pytest.approx(BATCH * found["train_seconds"] / SAMPLES)
 
 
 def test_another_models_plan_is_refused_on_every_rank(plane: Plane, folder: Path) -> None:

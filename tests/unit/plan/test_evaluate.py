@@ -414,6 +414,9 @@ def test_shares_that_are_left_out_are_by_predicted_speed():
     assert [replica.share for replica in found.replicas] == [30, 60]
     many = evaluator.with_shares(Placement((chain([1], 2, 50), chain([], 2, first_rank=2))))
     assert many.replicas[0].share == 50  # a sample for each micro-batch
+    slower = Evaluator(model, costs, cluster(3), [StepTime(0, each) for each in (1, 2, 20)], Training(20))
+    some = [Replica((Stage((rank,), (0, 1)),), None, 6) for rank in range(3)]
+    assert [one.share for one in slower.with_shares(Placement(tuple(some))).replicas] == [8, 6, 6]  # short in turn
     pinned = evaluator.with_shares(Placement((replace(pipelined, share=80), chain([], 2, first_rank=2))))
     assert [replica.share for replica in pinned.replicas] == [80, 10]
 
