@@ -25,8 +25,7 @@ def write_atomically(path: Path, content: str | bytes, otherwise: str = "choose 
 
     DiskError where that fails. `otherwise`: what its reader may do instead of freeing space.
     """
-    if not path.name or path.is_dir():
-        raise DiskError(f"cannot write {str(path)!r}: it is a folder; give the name of a file")
+    _check_name(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,11 +42,15 @@ def write_atomically(path: Path, content: str | bytes, otherwise: str = "choose 
 
 def check_writable(path: Path) -> None:
     """DiskError, before anything that takes long, where no file can be written there."""
+    _check_name(path)
     folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if not path.name or path.is_dir():
-        raise DiskError(f"cannot write {str(path)!r}: it is a folder; give the name of a file")
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise DiskError(f"cannot write {path}: {folder} is no folder that may be written; choose another")
+
+
+def _check_name(path: Path) -> None:
+    if not path.name or path.is_dir():
+        raise DiskError(f"cannot write {str(path)!r}: it is a folder; give the name of a file")
 
 
 def json_text(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,9 +16,11 @@ from rich.table import Table
 from hetsync.config.schema import Config
 from hetsync.data import check_batch_size
 from hetsync.emulation.cluster import Cluster, load_cluster
+from hetsync.emulation.device import affordable_rate, emulated_times, tells_rates
 from hetsync.errors import INTERRUPTED, UserError, complain
 from hetsync.plan.evaluate import Evaluator
 from hetsync.plan.explain import predicted, told_costs, told_reasons, told_search, told_stages, told_timeline
+from hetsync.plan.graph import BlockCost
 from hetsync.plan.placement import as_plan_file, place
 from hetsync.plan.plan_file import PlanFile, SearchRecord, TriedSearch, mistakes_in, read_plan, write_plan
 from hetsync.plan.recipe import PlannableModel, plannable_model
@@ -27,7 +30,7 @@ from hetsync.plan.search.placement_policy import PlacementPolicy
 from hetsync.plan.search.policy_file import load_policy
 from hetsync.plan.search.registry import takes_policy
 from hetsync.plan.search.search import MOST_GROUPS, Problem, micro_batch_numbers
-from hetsync.simulate.recipe import build, profiles
+from hetsync.simulate.recipe import build
 
 MOST_MICRO_BATCHES_GIVEN = 1024
 MOST_EVALUATIONS = 1000  # where the user names no number
@@ -62,7 +65,7 @@ def plan(config: Config, request: Request, output: Path | None) -> int:
     cluster = _cluster(config)
     ranks = request.ranks or cluster.size
     check_request(request, cluster.size, ranks, config.data.batch_size)
-    model, evaluator = prepared(config, cluster, ranks)
+    model, evaluator, _ = prepared(config, cluster, ranks)
     driver, interrupted = search(request, terms, evaluator, every_rank=output is not None)
     return tell(config, request, driver, model, output, interrupted)
 
@@ -225,7 +228,7 @@ def explain(config: Config, path: Path) -> None:
         print("for a timeline, give the recipe, and the cluster by --emulate")
         return
     ranks = max(file.ranks) + 1
-    model, evaluator = prepared(config, _cluster(config), ranks)
+    model, evaluator, _ = prepared(config, _cluster(config), ranks)
     with mistakes_in(path):
         file.check_job(ranks, config.data.batch_size, config.model.name, model.identity.weights_sha256 or "")
         placement = place(file, model.cut.graph)
@@ -236,13 +239,37 @@ def explain(config: Config, path: Path) -> None:
     print(*told_reasons(evaluator, placement), sep="\n")
 
 
-def prepared(config: Config, cluster: Cluster, ranks: int) -> tuple[PlannableModel, Evaluator]:
+class Prepared(NamedTuple):
+    """What searches need. `rate`: samples/s of the emulated cluster, as told or assumed; None where its profile has the
+    model's, and of real ranks."""
+
+    model: PlannableModel
+    evaluator: Evaluator
+    rate: float | None
+
+
+def prepared(config: Config, cluster: Cluster, ranks: int) -> Prepared:
     torch.set_num_threads(1)  # as emulated ranks
-    times = [profile.time for profile in profiles(config, cluster, ranks)]
     built, model = build(config)
     check_batch_size(built, config.data.batch_size)
     plannable = plannable_model(config, built, model, ranks)
-    return plannable, Evaluator(plannable.cut.graph, plannable.costs, cluster, times, plannable.training)
+    rate = config.emulation.samples_per_second
+    if rate is None and not tells_rates(cluster, ranks, config.model.name):
+        rate = _assumed_rate(plannable.costs, ranks, config.data.batch_size)
+        print(
+            f"nothing says how fast the cluster is: {rate:g} samples/s are assumed, which this machine can imitate; a"
+            f" job measures anew what it can, unless it gets --emulation.samples_per_second {rate:g}, too"
+        )
+    times = emulated_times(cluster, ranks, config.model.name, rate, math.inf)
+    evaluator = Evaluator(plannable.cut.graph, plannable.costs, cluster, times, plannable.training)
+    return Prepared(plannable, evaluator, rate)
+
+
+def _assumed_rate(costs: Sequence[BlockCost], ranks: int, batch_size: int) -> float:
+    """As a job does it that emulates the cluster, but by what was measured of blocks."""
+    sample = sum(cost.forward_seconds + cost.backward_seconds for cost in costs)
+    step = sum(cost.fixed_forward_seconds + cost.fixed_backward_seconds + cost.update_seconds for cost in costs)
+    return float(f"{affordable_rate(sample + ranks * step / batch_size, batch_size):.3g}")
 
 
 def _cluster(config: Config) -> Cluster:

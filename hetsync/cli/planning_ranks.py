@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from hetsync import data
-from hetsync.cli.planning import Request, Terms, check_request, plan_file_of, prepared, search, tell, terms_of
+from hetsync.cli.planning import Prepared, Request, Terms, check_request, plan_file_of, prepared, search, tell, terms_of
 from hetsync.config.schema import Config
 from hetsync.emulation.cluster import load_cluster
 from hetsync.errors import UserError, announce
@@ -30,24 +31,39 @@ MEASURED_STEPS = 10  # of each plan, after one that warms up
 PROFILE_SECONDS = 2.0  # at most, for how fast ranks are: each plan's job finds it out anew
 
 
+class _Searched(NamedTuple):
+    """`rate`: samples/s that the cluster was taken to have, as `Prepared` has it."""
+
+    driver: Driver
+    model: PlannableModel
+    interrupted: bool
+    rate: float | None
+
+
 def plan_on_ranks(plane: Plane, config: Config, request: Request, output: Path | None, measure: bool) -> int:
     """Collective: rank 0 searches; with `measure` all run the best plans, and the fastest is taken. The exit status."""
     terms = decided_by_first(plane, lambda: _checked(plane.size, config, request, measure))
     here = _ranks_here(plane, config) if config.emulation.profile is None else None
-    found: list[tuple[Driver, PlannableModel, bool]] = []  # rank 0's
+    found: list[_Searched] = []  # rank 0's
 
     def searched() -> list[PlanFile]:
-        model, evaluator = here or _emulated(plane.size if measure else request.ranks, config)
+        model, evaluator, rate = here or _emulated(plane.size if measure else request.ranks, config)
         driver, interrupted = search(request, terms, evaluator, every_rank=output is not None or measure)
-        found.append((driver, model, interrupted))
+        found.append(_Searched(driver, model, interrupted, rate))
         driver.found()  # says why, where nothing fits
         return [plan_file_of(config, driver, model, driver.found(place)) for place in range(len(driver.leaders))]
 
     plans = decided_by_first(plane, searched)
+    if found and measure and output is not None:
+        write_plan(plans[0], output)  # running it may fail, and searching took long
+        print(f"wrote {output}, the best by prediction; now the {len(plans)} best are run")
+    if config.emulation.profile is not None:  # plans are run at the speed that they were found for
+        rate = plane.broadcast_object(found[0].rate if found else None)
+        config = replace(config, emulation=replace(config.emulation, samples_per_second=rate))
     rehearsed = _rehearsed(plane, config, plans) if measure else []
     if not found:
         return 0
-    driver, model, interrupted = found[0]
+    driver, model, interrupted, _ = found[0]
     place = _chosen(driver, rehearsed) if measure else 0
     return tell(config, request, driver, model, output, interrupted, place)
 
@@ -72,13 +88,13 @@ def _checked(ranks: int, config: Config, request: Request, measure: bool) -> Ter
     return terms
 
 
-def _emulated(ranks: int | None, config: Config) -> tuple[PlannableModel, Evaluator]:
+def _emulated(ranks: int | None, config: Config) -> Prepared:
     assert config.emulation.profile is not None
     cluster = load_cluster(config.emulation.profile)
     return prepared(config, cluster, ranks or cluster.size)
 
 
-def _ranks_here(plane: Plane, config: Config) -> tuple[PlannableModel, Evaluator]:
+def _ranks_here(plane: Plane, config: Config) -> Prepared:
     """Collective: the job's own ranks and links, as `hetsync profile` measures them."""
     if plane.rank == 0:
         announce(f"measuring {plane.size} ranks and what connects them")
@@ -86,7 +102,7 @@ def _ranks_here(plane: Plane, config: Config) -> tuple[PlannableModel, Evaluator
     built = data.build(config.data.name, config.data.options)
     model = plannable_model(config, built, found.model, plane.size, plane)
     times = [profile.time for profile in found.ranks]
-    return model, Evaluator(model.cut.graph, model.costs, found.cluster, times, model.training)
+    return Prepared(model, Evaluator(model.cut.graph, model.costs, found.cluster, times, model.training), None)
 
 
 # Running the best.
@@ -95,7 +111,7 @@ def _ranks_here(plane: Plane, config: Config) -> tuple[PlannableModel, Evaluator
 def _rehearsed(plane: Plane, config: Config, plans: list[PlanFile]) -> list[float]:
     """Collective: of each plan the seconds of a step."""
     seconds = min(config.run.profile_seconds, PROFILE_SECONDS)
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, profile_seconds=seconds))
+    config = replace(config, run=replace(config.run, profile_seconds=seconds))
     with tempfile.TemporaryDirectory() as folder:
         at = take_place(config, plane, Path(folder), None)
         return [_rehearse(at, plan) for plan in plans]

@@ -88,8 +88,9 @@ class FaultConfig:
             rollback needs a run folder and checkpoints on the way.
         silent_seconds: A rank that gives no sign of life for so many seconds (the first rank: half as many again) is
             excluded: another rank of its host kills it, which is a death, that the others outlive or that ends the job.
-            Nothing happens where it is alone on its host, where all of its host are silent, or where the second rank
-            is silent together with the first: there run.timeout_seconds ends the job. null never.
+            Nothing happens where it is alone on its host, where all of its host are silent, where the second rank is
+            silent together with the first, or by a plan that cuts the model: there run.timeout_seconds ends the job.
+            null never.
         slow: A rank whose last three tasks each took `slow_factor` times its own median is waited for (wait), or
             excluded in the same way (exclude).
         slow_factor: See `slow`.

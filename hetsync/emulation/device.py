@@ -159,6 +159,11 @@ def affordable_rate(real_seconds_per_sample: float, batch_size: int, cores: int 
     return min(by_compute, batch_size / SHORTEST_SLICE_SECONDS)
 
 
+def tells_rates(cluster: Cluster, ranks: int, model_name: str) -> bool:
+    """Does the profile have the model's rate on every rank's device?"""
+    return all(model_name in cluster.device_of(rank).samples_per_second for rank in range(ranks))
+
+
 def emulated_rates(
     cluster: Cluster, ranks: int, model_name: str, samples_per_second: float | None, affordable: float
 ) -> list[float]:
@@ -169,11 +174,10 @@ def emulated_rates(
     UserError for more ranks than devices.
     """
     devices = [cluster.device_of(rank) for rank in range(ranks)]
-    measured = [device.samples_per_second.get(model_name) for device in devices]
-    rates = [rate for rate in measured if rate is not None]
-    if len(rates) == ranks and samples_per_second is None:
-        return rates
-    weights = rates if len(rates) == ranks else [device.speed for device in devices]
+    told = tells_rates(cluster, ranks, model_name)
+    weights = [device.samples_per_second[model_name] if told else device.speed for device in devices]
+    if told and samples_per_second is None:
+        return weights
     total = samples_per_second or affordable
     return [weight * total / sum(weights) for weight in weights]
 

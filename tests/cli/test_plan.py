@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from hetsync.cli import main as cli
+from hetsync.emulation import device
 from hetsync.plan.evaluate import Costs, Evaluator
 from hetsync.plan.placement import Placement
 from hetsync.plan.search.registry import ARMS, SEARCHES
@@ -242,6 +243,21 @@ def test_mistakes(words: list[str], sentence: str, capsys: pytest.CaptureFixture
     told = capsys.readouterr().err
     assert sentence in told
     assert told.count("\n") == 1
+
+
+def test_a_speed_that_nothing_tells_is_one_that_the_machine_can_imitate(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not a slice of 0.1 s, whatever the model takes: jobs emulate no such cluster."""
+    monkeypatch.setattr(device, "COMPUTE_FRACTION", 1e-4)
+    assert plan("--emulate", "three.yaml", "--search", "data", "--output", "assumed.yaml") == 0
+    (rate,) = re.findall(r"fast the cluster is: ([\d.]+) samples/s", capsys.readouterr().out)
+    assert 0 < float(rate) < 640
+    words = ["--search", "data", "--output", "told.yaml", "--emulation.samples_per_second", rate]
+    assert plan("--emulate", "three.yaml", *words) == 0
+    assert "how fast the cluster is" not in capsys.readouterr().out
+    assumed, told = (yaml.safe_load((place / name).read_text()) for name in ("assumed.yaml", "told.yaml"))
+    assert assumed["predicted"] == told["predicted"]
 
 
 def test_a_batch_of_fewer_samples_than_ranks(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,11 @@ def stage(ranks: int | list[int], *blocks: str, in_flight: int | None = None) ->
     return {"ranks": ranks if isinstance(ranks, list) else [ranks], "blocks": list(blocks), "in_flight": in_flight}
 
 
+REPLICAS_OF_TWO = [
+    {"share": 37, "micro_batches": 2, "stages": [stage(1, "*")]},
+    {"share": 13, "stages": [stage(0, "*")]},
+]
+
 PLANS: dict[tuple[str, int], list[dict[str, Any]]] = {
     ("pipeline", 2): [
         {"micro_batches": 3, "stages": [stage(1, "features", in_flight=3), stage(0, "classifier")]},
@@ -46,10 +51,7 @@ PLANS: dict[tuple[str, int], list[dict[str, Any]]] = {
             ],
         },
     ],
-    ("replicas", 2): [
-        {"share": 37, "micro_batches": 2, "stages": [stage(1, "*")]},
-        {"share": 13, "stages": [stage(0, "*")]},
-    ],
+    ("replicas", 2): REPLICAS_OF_TWO,
     ("replicas", 4): [
         {"share": 31, "micro_batches": 2, "stages": [stage(0, "features"), stage(2, "classifier")]},
         {"share": 19, "micro_batches": 3, "stages": [stage(3, "features.0"), stage(1, "features.2", "classifier")]},
@@ -59,33 +61,32 @@ PLANS: dict[tuple[str, int], list[dict[str, Any]]] = {
         {"share": 31, "micro_batches": 2, "stages": [stage(1, "features"), stage([3, 0], "classifier")]},
         {"share": 19, "stages": [stage(2, "*")]},
     ],
+    ("mixed", 2): REPLICAS_OF_TWO,
+    # A replica of three stages, led by rank 0, beside one of one rank.
+    ("mixed", 4): [
+        {
+            "share": 34,
+            "micro_batches": 3,
+            "stages": [stage(2, "features.0"), stage(0, "features.2"), stage(3, "classifier")],
+        },
+        {"share": 16, "stages": [stage(1, "*")]},
+    ],
+    ("lockstep", 2): REPLICAS_OF_TWO,
+    # Ranks that share a stage, beside others.
+    ("lockstep", 4): [
+        {
+            "share": 34,
+            "micro_batches": 3,
+            "stages": [stage(0, "features.0", in_flight=3), stage([2, 3], "features.2", "classifier")],
+        },
+        {"share": 16, "stages": [stage(1, "*")]},
+    ],
+    # A whole replica on two, whose leader is not the first of them.
+    ("couple", 4): [
+        {"share": 25, "micro_batches": 2, "stages": [stage([3, 0], "*")]},
+        {"share": 25, "stages": [stage(1, "features"), stage(2, "classifier")]},
+    ],
 }
-
-# A replica of three stages, led by rank 0, beside one of one rank.
-PLANS["mixed", 4] = [
-    {
-        "share": 34,
-        "micro_batches": 3,
-        "stages": [stage(2, "features.0"), stage(0, "features.2"), stage(3, "classifier")],
-    },
-    {"share": 16, "stages": [stage(1, "*")]},
-]
-PLANS["mixed", 2] = PLANS["replicas", 2]
-
-# Ranks that share a stage, beside others; a whole replica on two, whose leader is not the first of them.
-PLANS["lockstep", 4] = [
-    {
-        "share": 34,
-        "micro_batches": 3,
-        "stages": [stage(0, "features.0", in_flight=3), stage([2, 3], "features.2", "classifier")],
-    },
-    {"share": 16, "stages": [stage(1, "*")]},
-]
-PLANS["lockstep", 2] = PLANS["replicas", 2]
-PLANS["couple", 4] = [
-    {"share": 25, "micro_batches": 2, "stages": [stage([3, 0], "*")]},
-    {"share": 25, "stages": [stage(1, "features"), stage(2, "classifier")]},
-]
 
 
 class Asked(StopSignal):

@@ -29,6 +29,7 @@ from hetsync.config.schema import (
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane
 from hetsync.stop_signal import StopSignal
+from hetsync.train.workplace import Workplace
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 
@@ -68,6 +69,41 @@ def test_the_best_plans_are_run_and_one_is_written(
     least = min(measured, key=lambda row: float(row[4]))
     assert written["search"]["method"] == least[1]
     assert {rank for one in written["replicas"] for stage in one["stages"] for rank in stage["ranks"]} == {0, 1}
+
+
+def test_what_was_found_outlives_plans_that_fail(
+    plane: Plane, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> float:
+        raise UserError("this plan takes more memory than there is")
+
+    monkeypatch.setattr(planning_ranks, "rehearse", fails)
+    with pytest.raises(UserError, match="more memory than there is"):
+        planning_ranks.plan_on_ranks(plane, config(), request(), place / "plan.yaml", measure=True)
+    plane.barrier()
+    assert yaml.safe_load((place / "plan.yaml").read_text())["search"]["method"]
+    assert ("the best by prediction" in capsys.readouterr().out) == (plane.rank == 0)
+
+
+def test_plans_are_run_at_the_speed_that_they_were_found_for(
+    plane: Plane, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rehearsed(_: object, at: Workplace, __: int) -> float:
+        rates.append(at.config.emulation.samples_per_second)
+        return 1.0
+
+    rates: list[float | None] = []
+    monkeypatch.setattr(planning_ranks, "rehearse", rehearsed)
+    if plane.rank == 0:
+        devices = [{"name": "d", "count": RANKS}]
+        (place / "two.yaml").write_text(yaml.safe_dump({"name": "two", "source": "made up", "devices": devices}))
+    plane.barrier()
+    emulated = replace(config(), emulation=EmulationConfig(str(place / "two.yaml")))
+    assert planning_ranks.plan_on_ranks(plane, emulated, request(), None, measure=True) == 0
+    (rate,) = set(plane.broadcast_object(rates))
+    assert set(rates) == {rate}
+    if plane.rank == 0:
+        assert f"--emulation.samples_per_second {rate:g}, too" in capsys.readouterr().out
 
 
 def test_mistakes_are_told_on_every_rank(plane: Plane, place: Path) -> None:
