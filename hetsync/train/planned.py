@@ -312,7 +312,7 @@ class PlannedJob:
         every, mark = self.config.run.checkpoint_every, self._evaluations(rest.before)
         save = ending or rest.save or (every is not None and rest.applied % every == 0)
         judge = self._judges and (final or rest.reason == EPOCH)
-        evaluate = final or judge or (caught is None and mark is not None and rest.applied >= mark)
+        evaluate = final or judge or (mark is not None and rest.applied >= mark)
         began = self.books.clock.stop()
         self._gather()
         if save:

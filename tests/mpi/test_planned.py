@@ -25,6 +25,7 @@ from planned_jobs import (
     alone,
     assert_same,
     by_plan,
+    lines,
     recipe,
     saved,
     stage,
@@ -145,6 +146,14 @@ def test_it_evaluates_on_its_way_and_keeps_the_best(plane: Plane, folder: Path) 
         assert told[0] == told[1] == [100, 200, 300, SAMPLES]
         found = summary_of(folder / "planned")  # its slices before evaluations are shorter than a batch
         assert found["plan"]["measured_step_seconds"] == pytest.approx(BATCH * found["train_seconds"] / SAMPLES)
+
+
+def test_an_evaluation_that_falls_due_with_a_stop_is_made(plane: Plane, folder: Path) -> None:
+    """After the resume only later ones are due."""
+    config = recipe(folder / "run", evaluate_every=BATCH)
+    assert by_plan(plane, config, "pipeline", caught=signal.SIGTERM) == TERMINATED
+    if plane.rank == 0:
+        assert [line["samples_applied"] for line in lines(folder / "run", 0, "evaluation")] == [BATCH]
 
 
 def test_another_models_plan_is_refused_on_every_rank(plane: Plane, folder: Path) -> None:
