@@ -96,18 +96,30 @@ def test_a_death_where_mpi_tells_of_it(tmp_path: Path, bound: int) -> None:
     assert "Traceback" not in done.err, done.story
 
 
-@bounds
-def test_a_death_where_ranks_are_alone(tmp_path: Path, bound: int) -> None:
+@pytest.mark.parametrize(
+    ("bound", "dead"),
+    [
+        (0, {MEMBER}),
+        (4, {MEMBER}),
+        (4, {0}),  # who decides, and leads
+        (4, {3}),  # who is a replica alone
+        pytest.param(0, {0}, marks=pytest.mark.thorough),
+        pytest.param(4, {1}, marks=pytest.mark.thorough),
+        (4, {1, 3}),
+    ],
+)
+def test_a_death_where_ranks_are_alone(tmp_path: Path, bound: int, dead: set[int]) -> None:
     with ranks_alone(RANKS, job(tmp_path, bound), tmp_path) as processes:
         trains(processes, tmp_path)
-        processes[MEMBER].kill()
+        for rank in dead:
+            processes[rank].kill()
         ends = [finished(process) for process in processes]
     stories = [done.story for done in ends]
-    assert [done.status for done in ends] == [-signal.SIGKILL if rank == MEMBER else 1 for rank in range(RANKS)], (
-        stories
-    )
+    assert [done.status for done in ends] == [-signal.SIGKILL if rank in dead else 1 for rank in range(RANKS)], stories
     said = [sentence for done in ends for sentence in done.sentences]  # who says it first ends the others
-    assert any(f"rank {MEMBER} has gone" in each or f"lost rank {MEMBER}, which" in each for each in said), stories
+    assert any(
+        f"rank {rank} has gone" in each or f"lost rank {rank}, which" in each for rank in dead for each in said
+    ), stories
     assert not any("Traceback" in done.err for done in ends), stories
 
 
