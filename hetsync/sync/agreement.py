@@ -104,6 +104,54 @@ class Agreement:
         return True
 
     @torch.no_grad()
+    def reach_by_name(self, held: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        """Collective: as `reach`, where ranks hold parts of the model: ranks of other processors than a tensor's lowest
+        holder take over its values, and what its optimizer has of them. AnchorMismatchError."""
+        members = self._plane.members
+        mine = {name: weights_sha256([tensor]) for name, tensor in held.items()}, processor(device)
+        everyones: list[tuple[dict[str, str], str]] = self._plane.gather_objects(mine)
+        lowest: dict[str, int] = {}
+        odd = set()
+        for place, (digests, kind) in enumerate(everyones):
+            for name, digest in digests.items():
+                first = lowest.setdefault(name, place)
+                if digest == everyones[first][0][name]:
+                    continue
+                if kind == everyones[first][1]:
+                    raise AnchorMismatchError(f"rank {members[place]} holds another {name} than rank {members[first]}")
+                odd.add(name)
+        if not odd:
+            return
+        mine_of = {name: self._with_state(name, tensor) for name, tensor in held.items() if name in odd}
+        here = members.index(self._plane.rank)
+        told = {
+            name: {key: value.cpu() for key, value in values.items()}
+            for name, values in mine_of.items()
+            if lowest[name] == here
+        }
+        theirs = {name: values for each in self._plane.gather_objects(told) for name, values in each.items()}
+        off = [_greatest_difference({name: held[name]}, {name: theirs[name][name]}) for name in mine_of]
+        worst = max(self._plane.gather_objects(max(off, default=0.0)))
+        if worst > TOLERANCE:
+            raise AnchorMismatchError(f"holders of {sorted(odd)[0]} differ {_by_more(worst)}")
+        for name, values in mine_of.items():
+            self.adopt(values, theirs[name])
+        if self._plane.leads and not self._told:
+            self._told = True
+            complain(
+                f"ranks that hold the same weights have processors which round otherwise (by {worst:.1e} at most so"
+                " far): at each rest they take over those of the lowest of them"
+            )
+
+    def _with_state(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A tensor of the model, and what the optimizers hold of it."""
+        weights = [weight for each in self._optimizers for group in each.param_groups for weight in group["params"]]
+        place = next((place for place, weight in enumerate(weights) if weight is tensor), None)
+        state = {} if place is None else state_by_place(self._optimizers).get(place, {})
+        kept = {key: torch.as_tensor(value) for key, value in state.items() if value is not None}
+        return {name: tensor, **{f"optimizer.{place}.{key}": value for key, value in kept.items()}}
+
+    @torch.no_grad()
     def take_over(
         self, values: Mapping[str, torch.Tensor], places: Sequence[int], device: torch.device, version: int
     ) -> None:
@@ -151,9 +199,8 @@ class Agreement:
         differences = self._plane.gather_objects(_greatest_difference(values, theirs))
         if max(differences) > TOLERANCE:
             raise AnchorMismatchError(
-                f"{self._difference(values, odd, version)}, by {max(differences):.1e} of its largest value,"
-                f" where rounding on other processors may come to {TOLERANCE:.0e} (at sync.delay_bound 0 a loop must"
-                " change weights beside the optimizer's step alike on all ranks)"
+                f"{self._difference(values, odd, version)}, {_by_more(max(differences))}"
+                " (at sync.delay_bound 0 a loop must change weights beside the optimizer's step alike on all ranks)"
             )
         for name, value in values.items():
             if not torch.equal(value.cpu(), theirs[name]):
@@ -166,6 +213,10 @@ class Agreement:
                 f"ranks {ranks} have other processors than rank {members[0]}, which round otherwise (by"
                 f" {max(differences):.1e} at most so far): at each rest all take over rank {members[0]}'s weights"
             )
+
+
+def _by_more(difference: float) -> str:
+    return f"by {difference:.1e} of its largest value, where rounding on other processors may come to {TOLERANCE:.0e}"
 
 
 def _greatest_difference(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:

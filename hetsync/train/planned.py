@@ -31,7 +31,7 @@ from hetsync.plan.assignment import GivenPlan, assign, check_model
 from hetsync.plane.base import Plane
 from hetsync.replica.base import MicroBatches
 from hetsync.stop_signal import STATUSES, StopSignal
-from hetsync.sync.agreement import weights_sha256
+from hetsync.sync.agreement import Agreement, weights_sha256
 from hetsync.sync.messages import settings_of
 from hetsync.sync.milestones import CHECKPOINT, EPOCH, Milestones, marks_every, rests_for
 from hetsync.sync.optimizer_state import state_by_place
@@ -151,6 +151,7 @@ class PlannedJob:
         self._whole: torch.nn.Module | None = None  # at rest, on rank 0
         self._weights_sha256 = ""  # there, too
         self._unsaved = Trouble()
+        self._agreement = Agreement(self.plane, self.model, [self.optimizer])
         self.saved = False
 
     # Making it.
@@ -336,16 +337,12 @@ class PlannedJob:
         """The whole model on rank 0; its holders have each weight the same."""
         set_rates(self.optimizer, self.parts.rates[0].owners(self.books.applied))
         shared = {id(buffer) for buffer in shared_buffers(self.model)}
-        digests = {
-            name: weights_sha256([tensor])
+        held = {
+            name: tensor
             for name, tensor in self.replica.held.items()
             if isinstance(tensor, torch.nn.Parameter) or id(tensor) in shared
         }
-        first: dict[str, str] = {}
-        for rank, told in enumerate(self.plane.gather_objects(digests)):
-            for name, digest in told.items():
-                if first.setdefault(name, digest) != digest:
-                    raise RuntimeError(f"rank {rank} holds another {name} after {self.books.applied} samples")
+        self._agreement.reach_by_name(held, self.at.device)
         self._whole = self.replica.whole({0})
         if self._whole is not None:
             self._weights_sha256 = weights_sha256([*self._whole.parameters(), *shared_buffers(self._whole)])

@@ -46,7 +46,9 @@ from hetsync.data.loader import Loader
 from hetsync.data.sets.images import as_it_is
 from hetsync.errors import TERMINATED, UserError
 from hetsync.plane.base import Plane
-from hetsync.train import checkpoint
+from hetsync.sync import agreement
+from hetsync.sync.optimizers import build_optimizer
+from hetsync.train import checkpoint, planned
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
 
@@ -146,6 +148,37 @@ def test_it_evaluates_on_its_way_and_keeps_the_best(plane: Plane, folder: Path) 
         assert told[0] == told[1] == [100, 200, 300, SAMPLES]
         found = summary_of(folder / "planned")  # its slices before evaluations are shorter than a batch
         assert found["plan"]["measured_step_seconds"] == pytest.approx(BATCH * found["train_seconds"] / SAMPLES)
+
+
+@pytest.mark.parametrize("by", [1e-7, 1e-2])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_holders_whose_processors_round_otherwise(
+    plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, by: float
+) -> None:
+    """Played: each rank's step is off by a little of its own. At a rest they are even, or were no roundings."""
+
+    def rounding(*given: Any) -> torch.optim.Optimizer:
+        made = build_optimizer(*given)
+
+        def after(*_: Any) -> None:
+            for group in made.param_groups:
+                for weight in group["params"]:
+                    if weight.grad is not None:  # it is held here
+                        weight.data.mul_(1 + by * plane.rank)
+
+        made.register_step_post_hook(after)
+        return made
+
+    monkeypatch.setattr(planned, "build_optimizer", rounding)
+    monkeypatch.setattr(agreement, "processor", lambda device: f"kind {plane.rank}")
+    config = recipe(folder / "run", optimizer)
+    if by > agreement.TOLERANCE:
+        with pytest.raises(agreement.AnchorMismatchError, match=r"holders of \S+ differ by .* of its largest value"):
+            by_plan(plane, config, "replicas")
+        return
+    assert by_plan(plane, config, "replicas") == 0
+    if plane.rank == 0:
+        assert summary_of(folder / "run")["status"] == "finished"
 
 
 def test_an_evaluation_that_falls_due_with_a_stop_is_made(plane: Plane, folder: Path) -> None:
