@@ -41,16 +41,24 @@ class PlannedRun(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A job by a plan. `pieces`: lines of rank 0's telemetry."""
+    """A job by a plan. `pieces`: lines of each rank's telemetry."""
 
     summary: dict[str, Any]
-    pieces: list[dict[str, Any]]
+    pieces: list[list[dict[str, Any]]]
 
     @property
     def step_seconds(self) -> list[float]:
         """In step, of those after the warm-up."""
         names = [f"{name}_seconds" for name in ("compute", "data", "wait")]
-        return [sum(line[name] for name in names) for line in self.pieces][WARM_UP:]
+        return [sum(line[name] for name in names) for line in self.pieces[0]][WARM_UP:]
+
+    @property
+    def losses(self) -> list[float]:
+        """In step, the mean over the samples of each: where a replica is one rank, its lines have its own part's."""
+        return [
+            sum(line["loss"] * line["samples"] for line in step) / sum(line["samples"] for line in step)
+            for step in zip(*self.pieces, strict=True)
+        ]
 
 
 def finished(
@@ -67,8 +75,9 @@ def finished(
         given = ["--plan", place / "plan.yaml", "--run.dir", place / "run", "--sync.delay_bound", delay_bound]
         length = ["--run.samples", steps * plan["batch_size"], "--run.checkpoint_every", "null"]
         summary = summary_of(command([*recipe, *given, *length]), place / "run", JOB_SECONDS)
-        lines = (place / "run" / "telemetry" / "rank-0000.jsonl").read_text().splitlines()
-    return Finished(summary, [line for line in map(json.loads, lines) if line["kind"] == "piece"])
+        files = sorted((place / "run" / "telemetry").glob("rank-*.jsonl"))
+        ranks = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    return Finished(summary, [[line for line in lines if line["kind"] == "piece"] for lines in ranks])
 
 
 @contextmanager
@@ -88,7 +97,7 @@ def run_planned(plan: Mapping[str, Any], cluster: Cluster, recipe: Sequence[obje
     middle = statistics.median(warm)
     low, _, high = statistics.quantiles(warm, n=4)
     predicted = done.summary["plan"]["predicted_step_seconds"]
-    return PlannedRun(predicted, middle, (high - low) / middle, [line["loss"] for line in done.pieces], done.summary)
+    return PlannedRun(predicted, middle, (high - low) / middle, done.losses, done.summary)
 
 
 @contextmanager

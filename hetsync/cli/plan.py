@@ -12,11 +12,12 @@ from jsonargparse import Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from hetsync.cli.shared import Verbs, add_recipe_command, on_all_ranks, on_one_process
+from hetsync.config.checks import at_least
 from hetsync.config.parser import make_parser, parse_recipe
 from hetsync.config.schema import Config
 from hetsync.errors import UserError, brief
 from hetsync.files import check_writable
-from hetsync.launchers import launched_by_torch, ranks_started
+from hetsync.launchers import first_rank, launched_by_torch, ranks_started
 
 SEARCHING = [
     "ranks",
@@ -65,10 +66,21 @@ def main(argv: Sequence[str]) -> NoReturn:
         config.plan.check_unused("hetsync plan")
         config.fault.check_uninjected("hetsync plan")
         output, shown = (None if path is None else Path(path) for path in (told.output, told.explain))
-        if output is not None:
+        alone = ranks_started() == 1 and launched_by_torch() < 2
+        if output is not None and first_rank():  # who writes it
             check_writable(output)
+        if not alone and (told.pretrain or shown is not None):
+            option = "--pretrain" if told.pretrain else "--explain"
+            raise UserError(f"{option} is for one process, and there are several: start it without a launcher")
+        if told.seed is not None:
+            at_least("--seed", int(told.seed), 0)
         if told.pretrain:
             _refuse_beside("--pretrain", told, [name for name in (*SEARCHING, "explain") if name != "seed"])
+            if config.emulation.profile is not None:
+                raise UserError(
+                    f"--emulate is {config.emulation.profile}, but --pretrain learns on random models and clusters:"
+                    " leave one of them out"
+                )
             _pretrain(told, output, shlex.join(["hetsync", "plan", *argv]))
             status = 0
         elif told.steps is not None:
@@ -80,15 +92,14 @@ def main(argv: Sequence[str]) -> NoReturn:
             planning.explain(config, shown)
             status = 0
         else:
-            status = _search(config, told, output)
+            status = _search(config, told, output, alone)
     sys.exit(status)
 
 
-def _search(config: Config, told: Namespace, output: Path | None) -> int:
+def _search(config: Config, told: Namespace, output: Path | None, alone: bool) -> int:
     replicas = None if told.replicas is None else parse_replicas(told.replicas)
     micro_batches = None if told.micro_batches is None else parse_micro_batches(told.micro_batches)
     weights = None if told.weights is None else parse_weights(told.weights)
-    alone = ranks_started() == 1 and launched_by_torch() < 2
     if told.measure and alone:
         raise UserError(
             "--measure runs plans on their ranks, and there is one: start hetsync plan under mpirun, a rank for each"

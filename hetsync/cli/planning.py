@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +17,8 @@ from hetsync.config.schema import Config
 from hetsync.data import check_batch_size
 from hetsync.emulation.cluster import Cluster, load_cluster
 from hetsync.emulation.device import affordable_rate, emulated_times, tells_rates
-from hetsync.errors import INTERRUPTED, UserError, complain
-from hetsync.plan.evaluate import Evaluator
+from hetsync.errors import INTERRUPTED, UserError, announce, complain
+from hetsync.plan.evaluate import Evaluator, check_link
 from hetsync.plan.explain import predicted, told_costs, told_reasons, told_search, told_stages, told_timeline
 from hetsync.plan.graph import BlockCost
 from hetsync.plan.placement import as_plan_file, place
@@ -29,8 +29,9 @@ from hetsync.plan.search.objective import Weights, check_weights, figures_of
 from hetsync.plan.search.placement_policy import PlacementPolicy
 from hetsync.plan.search.policy_file import load_policy
 from hetsync.plan.search.registry import takes_policy
-from hetsync.plan.search.search import MOST_GROUPS, Problem, micro_batch_numbers
+from hetsync.plan.search.search import LEAST_SAMPLES, MOST_GROUPS, Problem, micro_batch_numbers
 from hetsync.simulate.recipe import build
+from hetsync.train.planned import check_settings
 
 MOST_MICRO_BATCHES_GIVEN = 1024
 MOST_EVALUATIONS = 1000  # where the user names no number
@@ -61,12 +62,14 @@ class Terms(NamedTuple):
 
 def plan(config: Config, request: Request, output: Path | None) -> int:
     """Search, say what was found, and write it; interrupted, the best so far. The exit status."""
-    terms = terms_of(request)  # before anything that takes long
-    cluster = _cluster(config)
+    terms, runs = terms_of(request), output is not None  # before anything that takes long
+    if runs:
+        request = for_jobs(config, request)
+    cluster = planned_cluster(config)
     ranks = request.ranks or cluster.size
     check_request(request, cluster.size, ranks, config.data.batch_size)
     model, evaluator, _ = prepared(config, cluster, ranks)
-    driver, interrupted = search(request, terms, evaluator, every_rank=output is not None)
+    driver, interrupted = search(request, terms, model, evaluator, runs)
     return tell(config, request, driver, model, output, interrupted)
 
 
@@ -83,6 +86,18 @@ def terms_of(request: Request) -> Terms:
     return Terms(Weights() if request.weights is None else check_weights(request.weights), policy)
 
 
+def for_jobs(config: Config, request: Request) -> Request:
+    """The request for plans that a job of these settings runs: some know only whole models that take their share at
+    once. UserError where others are asked for."""
+    try:
+        check_settings(config)
+    except UserError as mistake:
+        if request.search != "data" or request.micro_batches not in (None, 1):
+            raise UserError(f"{mistake}, or plan with --search data and --micro-batches 1") from None
+        return replace(request, micro_batches=1)
+    return request
+
+
 def check_request(request: Request, devices: int, ranks: int, batch_size: int) -> None:
     """UserError where it does not fit so many devices, ranks and samples."""
     _check_size(request, devices, batch_size)
@@ -91,11 +106,18 @@ def check_request(request: Request, devices: int, ranks: int, batch_size: int) -
     _groups(request, ranks)
 
 
-def search(request: Request, terms: Terms, evaluator: Evaluator, every_rank: bool) -> tuple[Driver, bool]:
-    """And whether it was interrupted, with a plan that fits; without one KeyboardInterrupt goes on."""
+def search(
+    request: Request, terms: Terms, model: PlannableModel, evaluator: Evaluator, runs: bool
+) -> tuple[Driver, bool]:
+    """And whether it was interrupted, with a plan that fits; without one KeyboardInterrupt goes on. `runs`: only plans
+    count that a job can run."""
+    _tell_uncut(model)
+    if runs and request.search not in ("data", "single"):
+        _check_loss(model)
     ranks, replicas = len(evaluator.times), len(request.replicas or (0,))
     numbers = micro_batch_numbers(request.micro_batches, evaluator.training.batch_size, replicas)
-    problem = Problem(evaluator, numbers, request.replicas, _groups(request, ranks), every_rank)
+    least = LEAST_SAMPLES if request.micro_batches is None else 1
+    problem = Problem(evaluator, numbers, request.replicas, _groups(request, ranks), runs, least)
     budget = Budget(request.evaluations, request.seconds)
     with Console(stderr=True, highlight=False).status("search") as line:
         driver = Driver(
@@ -104,7 +126,7 @@ def search(request: Request, terms: Terms, evaluator: Evaluator, every_rank: boo
         try:
             driver.run(request.search)
         except KeyboardInterrupt:
-            if driver.fitting is None:
+            if not driver.leaders:
                 raise
             return driver, True
     return driver, False
@@ -117,19 +139,20 @@ def tell(
     model: PlannableModel,
     output: Path | None,
     interrupted: bool,
-    place: int = 0,
+    measured: int | None = None,
 ) -> int:
-    """Say what was found, and write the plan of this place among the best; the exit status."""
-    found, ranks = driver.found(place), len(driver.problem.ranks)
+    """Say what was found, and write it; the exit status. `measured`: the place among the best of the plan that was the
+    best where they were run."""
+    found, ranks = driver.found(measured or 0), len(driver.problem.ranks)
     file = plan_file_of(config, driver, model, found)
     assert file.predicted is not None
     blocks = len(model.cut.graph.blocks)
     print(f"{request.search}: the best of {driver.evaluations} plans for {blocks} blocks on {ranks} ranks")
     print(*told_stages(file), *told_costs(file.predicted), sep="\n")
     _tell_tried(driver)
-    print(_break_even(driver, found))
+    if measured is None:  # of what was measured nobody knows data's
+        print(_break_even(driver, found))
     if output is not None:
-        _check_runs(found.placement.ranks, ranks, request.search)
         write_plan(file, output)
         print(f"wrote {output}")
     if interrupted:
@@ -174,7 +197,7 @@ def _recorded(driver: Driver, found: Found) -> SearchRecord:
         weights=tuple(short(weight) for weight in driver.objective.weights),
         objective=short(found.objective),
         bound=short(driver.bound),
-        gap=None if driver.gap is None else short(driver.gap),
+        gap=short(max(0.0, found.objective / driver.bound - 1)) if driver.bound else None,
         tried=tried,
     )
 
@@ -228,7 +251,7 @@ def explain(config: Config, path: Path) -> None:
         print("for a timeline, give the recipe, and the cluster by --emulate")
         return
     ranks = max(file.ranks) + 1
-    model, evaluator, _ = prepared(config, _cluster(config), ranks)
+    model, evaluator, _ = prepared(config, planned_cluster(config), ranks)
     with mistakes_in(path):
         file.check_job(ranks, config.data.batch_size, config.model.name, model.identity.weights_sha256 or "")
         placement = place(file, model.cut.graph)
@@ -250,6 +273,8 @@ class Prepared(NamedTuple):
 
 def prepared(config: Config, cluster: Cluster, ranks: int) -> Prepared:
     torch.set_num_threads(1)  # as emulated ranks
+    if cluster.events:
+        announce(f"the events of {cluster.name} are not planned for: devices count as they are without")
     built, model = build(config)
     check_batch_size(built, config.data.batch_size)
     plannable = plannable_model(config, built, model, ranks)
@@ -272,13 +297,30 @@ def _assumed_rate(costs: Sequence[BlockCost], ranks: int, batch_size: int) -> fl
     return float(f"{affordable_rate(sample + ranks * step / batch_size, batch_size):.3g}")
 
 
-def _cluster(config: Config) -> Cluster:
+def planned_cluster(config: Config) -> Cluster:
+    """That is emulated. UserError where there is none, or where nobody can plan for it."""
     if config.emulation.profile is None:
         raise UserError(
             "plan needs a cluster: name its profile by --emulate, or start hetsync plan under mpirun, a rank for each"
             " device"
         )
-    return load_cluster(config.emulation.profile)
+    cluster = load_cluster(config.emulation.profile)
+    check_link(cluster)
+    return cluster
+
+
+def _tell_uncut(model: PlannableModel) -> None:
+    name = model.identity.name
+    if model.cut.traced is None:
+        announce(f"{name} is one block, which no plan can cut: {'; '.join(model.cut.opaque.values())}")
+
+
+def _check_loss(model: PlannableModel) -> None:
+    if model.weight_in_loss is not None and model.cut.traced is not None:
+        raise UserError(
+            f"the loss computes with {model.weight_in_loss} itself, which another rank may hold in plans that cut the"
+            " model: let the model's forward return what the loss needs, or plan with --search data"
+        )
 
 
 def _groups(request: Request, ranks: int) -> int:
@@ -317,11 +359,3 @@ def _check_replicas(replicas: tuple[tuple[int, ...], ...], ranks: int) -> None:
     named = {rank for one in replicas for rank in one}
     if missing := sorted(set(range(ranks)) - named):
         raise UserError(f"--replicas lacks rank {missing[0]} of {ranks}: add it, or give --ranks {len(named)}")
-
-
-def _check_runs(placed: list[int], ranks: int, search: str) -> None:
-    if unused := sorted(set(range(ranks)) - set(placed)):
-        raise UserError(
-            f"--output is there, but the plan of {search} leaves rank {unused[0]} without blocks, and a job runs all of"
-            " its ranks: give fewer --ranks, or leave --output out"
-        )

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
+from types import FrameType
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from hetsync import data
-from hetsync.cli.planning import Prepared, Request, Terms, check_request, plan_file_of, prepared, search, tell, terms_of
+from hetsync.balance.profile import RankProfile, StepTime
+from hetsync.cli.planning import (
+    Prepared,
+    Request,
+    Terms,
+    check_request,
+    for_jobs,
+    plan_file_of,
+    planned_cluster,
+    prepared,
+    search,
+    tell,
+    terms_of,
+)
 from hetsync.config.schema import Config
-from hetsync.emulation.cluster import load_cluster
+from hetsync.emulation.cluster import DeviceGroup
 from hetsync.errors import UserError, announce
 from hetsync.plan.assignment import given_plan
 from hetsync.plan.evaluate import Evaluator
@@ -23,11 +41,12 @@ from hetsync.plan.search.driver import Driver
 from hetsync.plan.search.objective import figures_of
 from hetsync.plane.base import Plane, decided_by_first
 from hetsync.profiling.report import profile_cluster
-from hetsync.train.planned import check_settings
 from hetsync.train.rehearsal import rehearse
 from hetsync.train.workplace import Workplace, take_place
 
 MEASURED_STEPS = 10  # of each plan, after one that warms up
+ALIKE = 0.05  # by which the rates of equal devices are measured to differ, at most
+RATE_SAMPLES = 16  # of the slices that have these rates
 PROFILE_SECONDS = 2.0  # at most, for how fast ranks are: each plan's job finds it out anew
 
 
@@ -42,37 +61,61 @@ class _Searched(NamedTuple):
 
 def plan_on_ranks(plane: Plane, config: Config, request: Request, output: Path | None, measure: bool) -> int:
     """Collective: rank 0 searches; with `measure` all run the best plans, and the fastest is taken. The exit status."""
-    terms = decided_by_first(plane, lambda: _checked(plane.size, config, request, measure))
+    runs = output is not None or measure
+    request, terms = decided_by_first(plane, lambda: _checked(plane.size, config, request, measure, runs))
     here = _ranks_here(plane, config) if config.emulation.profile is None else None
     found: list[_Searched] = []  # rank 0's
 
     def searched() -> list[PlanFile]:
+        """What is to be run; nothing once it was interrupted."""
         model, evaluator, rate = here or _emulated(plane.size if measure else request.ranks, config)
-        driver, interrupted = search(request, terms, evaluator, every_rank=output is not None or measure)
+        driver, interrupted = search(request, terms, model, evaluator, runs)
         found.append(_Searched(driver, model, interrupted, rate))
         driver.found()  # says why, where nothing fits
-        return [plan_file_of(config, driver, model, driver.found(place)) for place in range(len(driver.leaders))]
+        places = range(len(driver.leaders) if measure and not interrupted else 0)
+        return [plan_file_of(config, driver, model, driver.found(place)) for place in places]
 
-    plans = decided_by_first(plane, searched)
-    if found and measure and output is not None:
+    with _interrupts_search(plane):
+        plans = decided_by_first(plane, searched)
+    if found and plans and output is not None:
         write_plan(plans[0], output)  # running it may fail, and searching took long
         print(f"wrote {output}, the best by prediction; now the {len(plans)} best are run")
     if config.emulation.profile is not None:  # plans are run at the speed that they were found for
         rate = plane.broadcast_object(found[0].rate if found else None)
         config = replace(config, emulation=replace(config.emulation, samples_per_second=rate))
-    rehearsed = _rehearsed(plane, config, plans) if measure else []
+    rehearsed = _rehearsed(plane, config, plans) if plans else []
     if not found:
         return 0
     driver, model, interrupted, _ = found[0]
-    place = _chosen(driver, rehearsed) if measure else 0
+    place = _chosen(driver, rehearsed) if plans else None
     return tell(config, request, driver, model, output, interrupted, place)
 
 
-def _checked(ranks: int, config: Config, request: Request, measure: bool) -> Terms:
+@contextmanager
+def _interrupts_search(plane: Plane) -> Iterator[None]:
+    """Inside, Ctrl-C, and SIGTERM, which launchers make of it, end rank 0's search with the best so far; the others go
+    on waiting for that. A second one ends the process."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
+        if plane.leads:
+            raise KeyboardInterrupt
+
+    numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {each: signal.signal(each, interrupt) for each in numbers}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _checked(ranks: int, config: Config, request: Request, measure: bool, runs: bool) -> tuple[Request, Terms]:
     terms, profile = terms_of(request), config.emulation.profile
-    if measure and request.search != "data":
-        check_settings(config)  # of plans that cut the model, which other searches find
-    devices = ranks if profile is None else load_cluster(profile).size
+    if runs:
+        request = for_jobs(config, request)
+    devices = ranks if profile is None else planned_cluster(config).size
     here = profile is None or measure
     if here and request.ranks not in (None, ranks):
         raise UserError(f"--ranks is {request.ranks}, but the job has {ranks}: leave it out, or start as many")
@@ -85,12 +128,13 @@ def _checked(ranks: int, config: Config, request: Request, measure: bool) -> Ter
             f" {longest:g}: give fewer, or raise that"
         )
     check_request(request, devices, ranks if here else request.ranks or devices, config.data.batch_size)
-    return terms
+    if request.seconds is None:
+        request = replace(request, seconds=longest / 2)
+    return request, terms
 
 
 def _emulated(ranks: int | None, config: Config) -> Prepared:
-    assert config.emulation.profile is not None
-    cluster = load_cluster(config.emulation.profile)
+    cluster = planned_cluster(config)
     return prepared(config, cluster, ranks or cluster.size)
 
 
@@ -101,8 +145,26 @@ def _ranks_here(plane: Plane, config: Config) -> Prepared:
     found = profile_cluster(plane, config)
     built = data.build(config.data.name, config.data.options)
     model = plannable_model(config, built, found.model, plane.size, plane)
-    times = [profile.time for profile in found.ranks]
+    times = times_of_kinds([found.cluster.device_of(rank) for rank in range(plane.size)], found.ranks)
     return Prepared(model, Evaluator(model.cut.graph, model.costs, found.cluster, times, model.training), None)
+
+
+def times_of_kinds(groups: Sequence[DeviceGroup], profiles: Sequence[RankProfile]) -> list[StepTime]:
+    """By rank: equal devices, by name, host and memory of their `groups`, have the mean of their times, where these
+    differ by no more than measuring does. Searches then know them for one kind."""
+    found = [profile.time for profile in profiles]
+    kinds = [(group.name, group.host, group.memory_bytes) for group in groups]
+    for kind in dict.fromkeys(kinds):
+        members = [rank for rank, own in enumerate(kinds) if own == kind]
+        rates = [found[rank].rate(RATE_SAMPLES) for rank in members]
+        if max(rates) <= min(rates) * (1 + ALIKE):
+            fixed, each = (
+                fmean(getattr(found[rank], name) for rank in members)
+                for name in ("fixed_seconds", "seconds_per_sample")
+            )
+            for rank in members:
+                found[rank] = StepTime(fixed, each)
+    return found
 
 
 # Running the best.

@@ -46,7 +46,9 @@ def read_yaml(file: Path | Traversable, what: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark is not None else ""
-        raise UserError(f"cannot read {what}: {line}{getattr(error, 'problem', None) or error}") from error
+        starred = getattr(error, "context", None) == "while scanning an alias"
+        remedy = "; what begins with * needs quotes: '*'" if starred else ""
+        raise UserError(f"cannot read {what}: {line}{getattr(error, 'problem', None) or error}{remedy}") from error
 
 
 def load_yaml(text: str) -> Any:

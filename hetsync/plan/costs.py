@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -21,14 +23,14 @@ from torch.utils._pytree import tree_leaves
 from hetsync.balance.device import cuda_mark
 from hetsync.balance.gpu import gpu_name
 from hetsync.data.random_state import untouched
-from hetsync.errors import UserError
-from hetsync.files import write_atomically
+from hetsync.errors import UserError, complain
+from hetsync.files import DiskError, write_atomically
 from hetsync.plan.blocks import Cut, state_of
 from hetsync.plan.calls import Scored, observed_call, stand_in
 from hetsync.plan.graph import BlockCost
 from hetsync.plan.parts import RETURNED, Pass, detached, gradients_of, split
 
-FORMAT = 2
+FORMAT = 3
 LEAST_ROUNDS = 3
 
 Clock = Callable[[], float]
@@ -66,17 +68,21 @@ class Measured:
 def block_costs(
     what: Measured, path: Path, budget_seconds: float = 10.0, clock: Clock = time.perf_counter
 ) -> tuple[BlockCost, ...]:
-    """Costs by block: those in the file, if they are of these blocks, batches and of such a device; else measured and
-    written there.
+    """Costs by block: those in the file, if they are of this model, such batches and such a device, and were measured
+    for no less time; else measured and written there.
 
-    UserError where the file holds something else, or cannot be read or written.
+    UserError where the file holds something else, or cannot be read. That it cannot be written is said, and no more.
     """
     key = _key(what)
-    costs = _read(path, key, len(what.cut.graph.blocks))
+    costs = _read(path, key, budget_seconds, len(what.cut.graph.blocks))
     if costs is None:
         costs = measure(what, budget_seconds, clock)
-        content = {"format": FORMAT, "key": key, "costs": [asdict(cost) for cost in costs]}
-        write_atomically(path, json.dumps(content, indent=1) + "\n", "name another file")
+        content = {"format": FORMAT, "key": key, "budget_seconds": budget_seconds}
+        content["costs"] = [asdict(cost) for cost in costs]
+        try:
+            write_atomically(path, json.dumps(content, indent=1) + "\n", "let XDG_CACHE_HOME name another folder")
+        except DiskError as error:
+            complain(f"{error}; until then blocks are measured each time")
     return costs
 
 
@@ -314,7 +320,8 @@ def _power(sizes: Sequence[int], saved_bytes: Sequence[int]) -> float:
 
 
 def _key(what: Measured) -> str:
-    """Digest of all that the costs depend on."""
+    """Digest of all that the costs depend on, as far as it can be seen: what code from outside of the model's classes
+    and the loss does cannot."""
     device = what.device
     return hashlib.sha256(
         json.dumps(
@@ -322,7 +329,9 @@ def _key(what: Measured) -> str:
                 [asdict(block) for block in what.cut.graph.blocks],
                 [[edge.source, edge.target] for edge in what.cut.graph.edges],
                 {samples: _shapes(batch) for samples, batch in what.batches.items()},
+                _told_model(what),
                 getattr(what.loss, "__qualname__", type(what.loss).__name__),
+                _source(what.loss),
                 _updates_by(what.optimizer),
                 gpu_name(device) if device.type == "cuda" else platform.machine(),
                 platform.node(),
@@ -334,6 +343,24 @@ def _key(what: Measured) -> str:
     ).hexdigest()
 
 
+def _told_model(what: Measured) -> list[object]:
+    """Its modules with their options, what is trained, what its forward does, and the code of classes not torch's."""
+    model, traced = what.model, what.cut.traced
+    classes = sorted({type(module) for module in model.modules()}, key=lambda each: each.__qualname__)
+    own = [each for each in classes if not each.__module__.startswith("torch.")]
+    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+    texts = [repr(model), str(traced.graph) if traced else ""]
+    return [*(re.sub(r" at 0x[0-9a-f]+", "", text) for text in texts), frozen, *map(_source, own)]
+
+
+def _source(code: Any) -> str | None:
+    """None where there is no text of it, as of what was typed at a prompt."""
+    try:
+        return inspect.getsource(code)
+    except (OSError, TypeError):
+        return None
+
+
 def _updates_by(optimizer: torch.optim.Optimizer) -> list[str]:
     """What an update computes: not with which rates."""
     return [type(optimizer).__name__, *sorted(name for name, value in optimizer.defaults.items() if value)]
@@ -343,13 +370,13 @@ def _shapes(batch: Any) -> list[str]:
     return [str((value.dtype, tuple(value.shape))) for value in tree_leaves(batch) if isinstance(value, torch.Tensor)]
 
 
-def _read(path: Path, key: str, blocks: int) -> tuple[BlockCost, ...] | None:
-    """None where there is no file, or one of other blocks, of another device, or of an earlier format."""
+def _read(path: Path, key: str, budget_seconds: float, blocks: int) -> tuple[BlockCost, ...] | None:
+    """None where there is no file, or one of another model or device, of a shorter look, or of an earlier format."""
     try:
         content = json.loads(path.read_text())
         if content["format"] > FORMAT:
             raise ValueError(f"format {content['format']}")
-        if content["format"] < FORMAT or content["key"] != key:
+        if content["format"] < FORMAT or content["key"] != key or content["budget_seconds"] < budget_seconds:
             return None
         costs = tuple(BlockCost(**cost) for cost in content["costs"])
         if len(costs) != blocks or any(not _is_amount(cost, each.name) for cost in costs for each in fields(cost)):
@@ -357,9 +384,11 @@ def _read(path: Path, key: str, blocks: int) -> tuple[BlockCost, ...] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"cannot read the costs of blocks in {path}: {error.strerror}; name another file") from error
+        raise UserError(
+            f"cannot read the costs of blocks in {path}: {error.strerror}; let XDG_CACHE_HOME name another folder"
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} holds no costs of blocks that can be read: delete it, or name another file") from error
+        raise UserError(f"{path} holds no costs of blocks that can be read: delete it") from error
     return costs
 
 

@@ -100,8 +100,8 @@ class Evaluator:
     UserError for a cluster whose link is a fraction of computing.
 
     Attributes:
-        slices: What replicas do in a slice; it explains `figures`, `output_bytes`, `loss_bytes`, `times` and
-            `update_seconds`, which are there, too.
+        slices: What replicas do in a slice; it explains `figures`, `output_bytes`, `needed_bytes`, `loss_bytes`,
+            `times` and `update_seconds`, which are there, too.
         limit_bytes: By rank, of memory that may be used.
     """
 
@@ -115,16 +115,12 @@ class Evaluator:
     ) -> None:
         if len(costs) != len(graph.blocks):
             raise ValueError(f"{len(costs)} costs for {len(graph.blocks)} blocks")
-        if cluster.link is not None and cluster.link.compute_fraction is not None:
-            raise UserError(
-                f"cluster profile {cluster.name}: link.compute_fraction is {cluster.link.compute_fraction}, by which "
-                "nobody can tell how long activations take: give bytes_per_second"
-            )
+        check_link(cluster)
         self.graph, self.block_costs, self.cluster = graph, tuple(costs), cluster
         self.step_times, self.training = tuple(step_times), training
         self.slices = Slices(graph, costs, cluster, step_times, training.batch_size / len(step_times))
         self.figures, self.output_bytes = self.slices.figures, self.slices.output_bytes
-        self.loss_bytes = self.slices.loss_bytes
+        self.needed_bytes, self.loss_bytes = self.slices.needed_bytes, self.slices.loss_bytes
         self.times, self.update_seconds = self.slices.times, self.slices.update_seconds
         self._padding = np.array([cost.padding for cost in costs])
         self._padded_samples = np.array([cost.padded_samples for cost in costs])
@@ -292,11 +288,10 @@ class Evaluator:
                 weights = float(one.figures[index, WEIGHTS])
                 held = self.held_bytes(weights, len(staged)) + buckets * weights
                 saved = float(one.figures[index, SAVED] + one.received_bytes[index])
-                # A loss is computed just before its backward pass, so that there is one at a time.
-                others = (saved - float(one.loss_bytes[index])) * (one.in_flight[index] - 1)
+                loss, in_flight = float(one.loss_bytes[index]), one.in_flight[index]
                 for rank, part in zip(stage.ranks, self.slices.split(stage.ranks, largest), strict=True):
-                    # The longest sample, to which all of its micro-batch are padded, is in one of them.
-                    found[rank] = int(held + (saved + others * self._unpadded(stage, part)) * part)
+                    unpadded = self._unpadded(stage, part)
+                    found[rank] = int(held + part * saved_in_flight(saved, loss, in_flight, unpadded))
         return dict(sorted(found.items()))
 
     def _unpadded(self, stage: Stage, samples: int) -> float:
@@ -305,8 +300,27 @@ class Evaluator:
             return 1.0
         blocks = list(stage.blocks)
         saved = self.figures[blocks, SAVED]
-        smaller = np.minimum(1.0, samples / self._padded_samples[blocks]) ** self._padding[blocks]
-        return float(saved @ smaller / saved.sum()) if saved.any() else 1.0
+        return float(saved @ self.unpadded(samples)[blocks] / saved.sum()) if saved.any() else 1.0
+
+    def unpadded(self, samples: int) -> Array:
+        """The same of each block."""
+        return np.minimum(1.0, samples / self._padded_samples) ** self._padding
+
+
+def check_link(cluster: Cluster) -> None:
+    """UserError for a link that is a fraction of computing."""
+    if cluster.link is not None and cluster.link.compute_fraction is not None:
+        raise UserError(
+            f"cluster profile {cluster.name}: link.compute_fraction is {cluster.link.compute_fraction}, by which "
+            "nobody can tell how long activations take: give bytes_per_second"
+        )
+
+
+def saved_in_flight(saved: FloatOrArray, loss: FloatOrArray, in_flight: int, unpadded: FloatOrArray) -> FloatOrArray:
+    """Bytes that a sample of each of so many micro-batches saves on a stage, `loss` of which for the loss: that is
+    computed just before its backward pass, so that there is one at a time. The longest sample, to which all of its
+    micro-batch are padded, is in one of them: the others save the part `unpadded`."""
+    return saved + (saved - loss) * (in_flight - 1) * unpadded
 
 
 def _usable_bytes(cluster: Cluster, rank: int) -> int:

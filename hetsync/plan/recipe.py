@@ -52,13 +52,18 @@ def plannable_model(
     """The recipe's model in blocks, with their costs: those in the user's cache, or measured now.
 
     With `messages` it is collective, and costs are rank 0's. UserError where the recipe sets shares in a way that plans
-    do not know, and where the loss calls the model twice, or never.
+    do not know, where there is one sample to train on, and where the loss calls the model twice, or never.
     """
     check_shares(config)
     model.train()
     device = next(model.parameters()).device
     least, most = MEASURED_SAMPLES
     large = min(max(least, config.data.batch_size // ranks), most, len(built.train))  # type: ignore[arg-type]
+    if large == 1:
+        raise UserError(
+            f"data {config.data.name} has one sample to train on, but blocks are measured on batches of two sizes: give"
+            " more samples"
+        )
     batches = {samples: batch_of(built, samples, device) for samples in (max(1, large // 2), large)}
     traced = cut(model, observed_call(model, built.loss, batches[large]))
     weight_in_loss = weight_used(model, built.loss, batches[large])

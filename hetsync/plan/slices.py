@@ -62,6 +62,7 @@ class Slices:
         figures: A row a block: the parts that its forward and backward passes have of all passes, a sample's saved
             bytes, and bytes of weights.
         output_bytes: By block, a sample's of what others need.
+        needed_bytes: By block, a sample's of what others have made, and it saves.
         loss_bytes: By block, a sample's of what the loss saves.
         times: Of the passes of the whole model, forward and backward, by rank.
         update_seconds: Of the update of the whole model, by rank.
@@ -82,7 +83,7 @@ class Slices:
         self.times = tuple(passes for passes, _ in divided)
         self.update_seconds = tuple(update for _, update in divided)
         self.output_bytes = np.array([cost.output_bytes for cost in costs], dtype=float)
-        self._needed_bytes = np.array([cost.received_bytes for cost in costs], dtype=float)
+        self.needed_bytes = np.array([cost.received_bytes for cost in costs], dtype=float)
         self.loss_bytes = np.array([cost.loss_bytes for cost in costs], dtype=float)
         inner = [(edge.source, edge.target) for edge in graph.edges if edge.source != BATCH]
         self._sources, self._targets = np.array(inner, dtype=int).reshape(-1, 2).T
@@ -110,7 +111,7 @@ class Slices:
     ) -> Array:
         """By stage, what its blocks save that others have made; what several of them need comes once."""
         entered = np.unique(self._targets[stage_of[self._sources] != stage_of[self._targets]])
-        needed: Array = np.bincount(stage_of[entered], self._needed_bytes[entered], stages).astype(float)
+        needed: Array = np.bincount(stage_of[entered], self.needed_bytes[entered], stages).astype(float)
         for stage in range(stages):
             came = sum(size for (_, target), size in sample_bytes.items() if target == stage)
             needed[stage] = min(needed[stage], came)

@@ -30,6 +30,16 @@ class Memory:
         self._in_flight: dict[int, dict[int, int]] = {}  # by micro-batch, bytes by address
         self._saved = self._gradients = 0  # the most so far
 
+    def begin(self) -> None:
+        """What was taken before was for profiling, which tries other batches."""
+        device = self._device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
+
     @contextmanager
     def saving(self, micro_batch: int) -> Iterator[None]:
         """Around a forward pass, and around the loss."""
@@ -55,7 +65,7 @@ class Memory:
 
     def bytes(self, optimizer: torch.optim.Optimizer) -> int:
         """Of weights, buffers, gradients, the optimizer's state, most that backward needs, and what is beside."""
-        device = next(self._model.parameters()).device
+        device = self._device
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
         values = [value for state in optimizer.state.values() for value in state.values()]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic, sleep
 
+from hetsync.balance.device import Mark
 from hetsync.balance.profile import StepTime
 from hetsync.emulation.cluster import Slowdown, slowdown_factor
 from hetsync.emulation.device import OVERRUN_TOLERANCE
@@ -14,17 +15,25 @@ from hetsync.emulation.jitter import JitterSampler
 
 class Passes:
     """Attributes:
-    seconds: Of all passes and updates.
-    real_seconds: Of these, computed by the real device.
     samples: That have gone forward.
     slices: That have begun.
     overruns: Slices in which a pass or the update took longer than its emulated device would.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        self.seconds = self.real_seconds = 0.0
         self.samples = self.slices = self.overruns = 0
+        self._seconds = self._real_seconds = 0.0
         self._clock = clock
+
+    @property
+    def seconds(self) -> float:
+        """Of all passes and updates so far."""
+        return self._seconds
+
+    @property
+    def real_seconds(self) -> float:
+        """Of these, computed by the real device."""
+        return self._real_seconds
 
     def begin_slice(self, samples: int) -> None:
         self.slices += 1
@@ -58,8 +67,47 @@ class Passes:
 
     def _end(self, spent: float, duration: float) -> None:
         """The device has needed its `duration`; an emulated one is waited for."""
-        self.real_seconds += spent
-        self.seconds += duration
+        self._real_seconds += spent
+        self._seconds += duration
+
+
+class QueueingPasses(Passes):
+    """Of a device that works off what the host queues, as `QueueingDevice` has it: the time between two marks in that
+    queue counts. They are waited for when it is asked for, not after each pass."""
+
+    def __init__(self, mark: Callable[[], Mark]) -> None:
+        """`mark` leaves one behind all that the calling thread has queued."""
+        super().__init__()
+        self._mark = mark
+        self._ended: list[tuple[Mark, Mark]] = []
+
+    @property
+    def seconds(self) -> float:
+        for began, ended in self._ended:
+            began.synchronize()
+            ended.synchronize()
+            self._end(*[began.elapsed_time(ended) / 1000] * 2)
+        self._ended.clear()
+        return self._seconds
+
+    @property
+    def real_seconds(self) -> float:
+        return self.seconds
+
+    @contextmanager
+    def timed(self, pieces: Sequence[int], backward: bool) -> Iterator[None]:
+        if not pieces:
+            yield
+            return
+        with self.updating():
+            yield
+        self.samples += 0 if backward else sum(pieces)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        began = self._mark()
+        yield
+        self._ended.append((began, self._mark()))
 
 
 class EmulatedPasses(Passes):

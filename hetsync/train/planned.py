@@ -146,6 +146,7 @@ class PlannedJob:
         settings = settings_of(self.config.sync) if self._delayed else IN_STEP
         self.books = Books(at, self.assignment, self.replica, profiles, self.total, shows, settings)
         self.replica.release()
+        self.replica.memory.begin()
         assert at.folder is not None
         self._best = Best(at.folder)
         self._whole: torch.nn.Module | None = None  # at rest, on rank 0

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from hetsync.balance.device import cuda_mark
 from hetsync.balance.profile import RankProfile
 from hetsync.data import Data
 from hetsync.emulation.channels import EmulatedChannels
@@ -17,7 +18,7 @@ from hetsync.plan.assignment import Assignment, real_cluster
 from hetsync.plane.base import Channels
 from hetsync.profiling.measure import Subject, measure_ranks
 from hetsync.replica.base import Replica
-from hetsync.replica.passes import EmulatedPasses, Passes
+from hetsync.replica.passes import EmulatedPasses, Passes, QueueingPasses
 from hetsync.replica.scores import forward_outside_of_training
 from hetsync.replica.staged import StagedReplica, Stages
 from hetsync.replica.whole import WholeReplica
@@ -79,7 +80,7 @@ def _check_loss(weight: str | None) -> None:
 
 def _passes(at: Workplace, assignment: Assignment) -> Passes:
     if at.cluster is None:
-        return Passes()
+        return QueueingPasses(partial(cuda_mark, at.device)) if at.device.type == "cuda" else Passes()
     rank, seed = at.plane.rank, at.config.run.seed
     events = [event for event in at.cluster.events if event.rank == rank]
     jitter = jitter_sampler(at.cluster.jitter, seed, rank)

@@ -192,3 +192,26 @@ def test_an_emulated_device_may_be_a_gpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["emulated"] is True
+
+
+def test_a_plan_cuts_the_model_over_ranks_of_one_device(tmp_path: Path) -> None:
+    plan = {
+        "format": 1,
+        "batch_size": 64,
+        "replicas": [
+            {
+                "micro_batches": 4,
+                "stages": [{"ranks": [0], "blocks": ["features"]}, {"ranks": [1], "blocks": ["classifier"]}],
+            }
+        ],
+    }
+    (tmp_path / "plan.yaml").write_text(json.dumps(plan))
+    words = ["--run.dir", tmp_path / "run", "--run.samples", 2048, "--run.device", "cuda", "--data.batch_size", 64]
+    subprocess.run(
+        command(*words, "--plan", tmp_path / "plan.yaml", ranks=2), check=True, timeout=120, env=environment()
+    )
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    for row in summary["per_rank"]:
+        assert 0 < row["compute_seconds"] < row["train_seconds"]
+        assert 0 < row["memory_bytes"] < 2**30  # profiling tries twice the batch, and more

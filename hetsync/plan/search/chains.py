@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from hetsync.plan.evaluate import Evaluator
 from hetsync.plan.placement import Stage
 from hetsync.plan.search.contiguous import contiguous_replica
-from hetsync.plan.search.group_figures import crossing_bytes, figures_before, saved_bytes_before
+from hetsync.plan.search.group_figures import crossing_bytes, figures_before
 from hetsync.plan.search.search import Problem
 
 _Used = tuple[tuple[int, ...], int]  # devices by class, and the class of a chain's first
@@ -61,10 +62,8 @@ class Machines:
     def begins(self, device: int, behind: int, end: int, more: bool) -> Iterator[int]:
         """Where a stage may begin that ends there, as far as memory goes; without more devices, only at the start."""
         ends = self.fits[device][behind]
-        for begin in range(end - 1, -1, -1) if more else (0,):
-            if ends[begin] < end:
-                return
-            yield begin
+        # A stage that begins earlier may need less: of what it makes itself it receives nothing.
+        return (begin for begin in (range(end - 1, -1, -1) if more else (0,)) if ends[begin] >= end)
 
     def stage(self, begin: int, end: int, device: int, first: int) -> _Seconds:
         """With the link to the stage behind it, on a device of class `first`; -1 where there is none."""
@@ -123,17 +122,14 @@ def machines_of(
 ) -> Machines:
     evaluator = problem.evaluator
     classes = classes_of(evaluator, ranks)
-    sums = figures_before(problem)
-    forward, backward, _, weights = sums.T
-    groups = len(sums) - 1
+    forward, backward, _, weights = figures_before(evaluator, problem.groups).T
+    held = evaluator.held_bytes(weights[None, :] - weights[:, None], replicas)
     fits = []
     for members in classes:
         limit, by_count = evaluator.limit_bytes[members[0]], []
         for left in range(1, len(ranks) + 1):
             in_flight = micro_batches if gpipe else min(left, micro_batches)
-            held = evaluator.held_bytes(weights, replicas) + saved_bytes_before(problem, in_flight) * samples
-            ends = np.searchsorted(held, held[:groups] + limit, side="right") - 1
-            by_count.append(ends.tolist())
+            by_count.append(_last_ends(held + problem.run_saved_bytes(in_flight, samples) > limit))
         fits.append(by_count)
     links = [[evaluator.link(one[0], other[-1]) for other in classes] for one in classes]
     return Machines(
@@ -141,11 +137,19 @@ def machines_of(
         forward.tolist(),
         backward.tolist(),
         [evaluator.times[members[0]].seconds(samples) for members in classes],
-        (crossing_bytes(problem) * samples).tolist(),
+        (crossing_bytes(evaluator, problem.groups) * samples).tolist(),
         links,
         fits,
         problem.every_rank,
     )
+
+
+def _last_ends(lacks: npt.NDArray[np.bool_]) -> list[int]:
+    """By begin, the last end up to which no run of groups lacks memory."""
+    groups = len(lacks) - 1
+    behind = np.triu(lacks, 1)[:groups]
+    ends: list[int] = np.where(behind.any(axis=1), behind.argmax(axis=1) - 1, groups).tolist()
+    return ends
 
 
 def _first_guess(

@@ -14,7 +14,7 @@ from hetsync.balance.shares import speed_shares
 from hetsync.errors import UserError
 from hetsync.plan.evaluate import Evaluator
 from hetsync.plan.placement import Placement, Replica, Stage
-from hetsync.plan.search.group_figures import Array, crossing_bytes, figures_before, saved_bytes_before
+from hetsync.plan.search.group_figures import Array, crossing_bytes, figures_before
 from hetsync.plan.search.search import Problem, Scored, Search
 
 
@@ -64,9 +64,9 @@ def contiguous_replica(
     """The best cut for micro-batches of so many samples, or where none fits the one that lacks least memory."""
     seconds, lacking = [], []
     evaluator, bounds = problem.evaluator, problem.groups.bounds
-    sums = figures_before(problem)
+    sums = figures_before(evaluator, problem.groups)
     stages = sums[None, :, :] - sums[:, None, :]  # [i, j]: of the groups from i to before j
-    crossing = crossing_bytes(problem) * samples
+    crossing = crossing_bytes(evaluator, problem.groups) * samples
     for place, rank in enumerate(ranks):
         forward, backward, _, weights = np.moveaxis(stages, 2, 0)
         computing = evaluator.times[rank].seconds(samples) * (forward + backward)
@@ -74,8 +74,7 @@ def contiguous_replica(
             _, byte_seconds = evaluator.link(rank, ranks[place + 1])
             computing = np.maximum(computing, byte_seconds * crossing[None, :])
         in_flight = min(len(ranks) - place, micro_batches)
-        saved = saved_bytes_before(problem, in_flight)
-        held = evaluator.held_bytes(weights, replicas) + (saved[None, :] - saved[:, None]) * samples
+        held = evaluator.held_bytes(weights, replicas) + problem.run_saved_bytes(in_flight, samples)
         seconds.append(computing)
         lacking.append(np.maximum(held - evaluator.limit_bytes[rank], 0.0))
     fitting = [np.where(lack > 0, np.inf, second) for lack, second in zip(lacking, seconds, strict=True)]

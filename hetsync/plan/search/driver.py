@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,7 +67,8 @@ class Driver:
     Attributes:
         arms: Those that have been run, the last one maybe not to its end.
         best: Of all arms; what lacks the least memory as long as nothing fits.
-        leaders: The best plans that fit, different ones, the best first.
+        leaders: The best plans that fit, and that have blocks for every rank that must have some: different ones, the
+            best first.
         evaluations: All that were made, with those of the reference.
         reference: The method whose plan has objective 1: `data`, or `list` where that does not fit and the budget
             allows to try it.
@@ -92,6 +93,7 @@ class Driver:
         self.leaders: list[Leader] = []
         self.evaluations = 0
         self._watch, self._begun = watch, time.process_time()
+        self._ended: float | None = None
         _check_blocks(problem.evaluator)
         self.reference, self.reference_costs = self._reference()
         self.objective = objective(weights, self.reference_costs, problem.evaluator)
@@ -100,8 +102,8 @@ class Driver:
 
     @property
     def seconds(self) -> float:
-        """Of this process since the beginning."""
-        return time.process_time() - self._begun
+        """Of this process from the beginning to the end of the last search."""
+        return (self._ended or time.process_time()) - self._begun
 
     @property
     def gap(self) -> float | None:
@@ -119,7 +121,29 @@ class Driver:
         """The search of this name, or all that the name stands for, each from the best of those before. `best` begins
         with the policy that comes along where none is given. What one of several refuses is its part; UserError where
         none can search."""
-        names = arms_of(name)
+        self._ended = None
+        try:
+            self._run_all(arms_of(name), name)
+        finally:
+            self._ended = time.process_time()
+
+    def found(self, place: int = 0) -> Found:
+        """The best plan, or that of another place among the leaders. UserError where nothing fits, or where nothing has
+        blocks for every rank that must have some."""
+        if self.best is None:
+            raise UserError("the search has tried nothing: raise --evaluations or --seconds")
+        tried = sum(arm.evaluations for arm in self.arms)
+        _check_fits(self.best.costs, self.problem.evaluator, tried)
+        if not self.leaders:
+            unused = min(set(self.problem.ranks) - set(self.best.placement.ranks))
+            raise UserError(
+                f"the best of {tried} plans leaves rank {unused} without blocks, as all of them do that fit, and a job"
+                " runs all of its ranks: give fewer --ranks, another --search, or leave --output and --measure out"
+            )
+        method, one = self.leaders[place]
+        return Found(self.problem.evaluator.with_shares(one.placement), one.costs, one.objective, method)
+
+    def _run_all(self, names: Sequence[str], name: str) -> None:
         policy = load_policy(SHIPPED) if name == BEST and self._policy is None else self._policy
         for method in names:
             if self._spent():
@@ -132,14 +156,6 @@ class Driver:
                 if len(names) == 1:
                     raise
                 arm.refused = str(mistake)
-
-    def found(self, place: int = 0) -> Found:
-        """The best plan, or that of another place among the leaders. UserError where nothing fits."""
-        if self.best is None:
-            raise UserError("the search has tried nothing: raise --evaluations or --seconds")
-        _check_fits(self.best.costs, self.problem.evaluator, sum(arm.evaluations for arm in self.arms))
-        method, one = self.leaders[place]
-        return Found(self.problem.evaluator.with_shares(one.placement), one.costs, one.objective, method)
 
     def _run(self, arm: Arm, policy: PlacementPolicy | None) -> None:
         begun = self.seconds
@@ -171,6 +187,8 @@ class Driver:
 
     def _consider(self, method: str, scored: Scored) -> None:
         leaders, order = self.leaders, self.problem.order
+        if self.problem.unused_ranks(scored.placement):
+            return
         if len(leaders) == MOST_LEADERS and order(scored) >= order(leaders[-1].scored):
             return
         if scored.costs.feasible and all(scored.placement != one.scored.placement for one in leaders):

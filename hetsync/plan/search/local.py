@@ -57,6 +57,9 @@ class Local(Search):
         changed = move(replica, len(placement.replicas))
         if changed is None:
             return None
+        others = [one.micro_batches for place, one in enumerate(placement.replicas) if place != index]
+        if changed.micro_batches != replica.micro_batches and not self._divides((*others, changed.micro_batches)):
+            return None
         return Placement((*placement.replicas[:index], changed, *placement.replicas[index + 1 :]))
 
     def _shifted(self, replica: Replica, replicas: int) -> Replica | None:
@@ -116,8 +119,8 @@ class Local(Search):
             parts = [ranks[:middle], ranks[middle:]]
         replicas, batch = len(kept) + len(parts), self.problem.evaluator.training.batch_size
         number = int(self._rng.choice(self.problem.numbers_for(replicas)))
-        least = sum(replica.micro_batches for replica in kept) + number * len(parts)
-        if max(map(len, parts)) > len(self.problem.groups) or least > batch:
+        numbers = [*(replica.micro_batches for replica in kept), *[number] * len(parts)]
+        if max(map(len, parts)) > len(self.problem.groups) or not self._divides(numbers):
             return None
         samples = [-(-batch * len(part) // (number * len(self.problem.ranks))) for part in parts]
         new = [
@@ -125,6 +128,10 @@ class Local(Search):
             for part, size in zip(parts, samples, strict=True)
         ]
         return Placement((*kept, *new))
+
+    def _divides(self, numbers: Sequence[int]) -> bool:
+        """Has a batch samples for so many micro-batches of each replica?"""
+        return sum(map(self.problem.least_share, numbers)) <= self.problem.evaluator.training.batch_size
 
     def _ranks_for(self, replica: Replica, replicas: int) -> list[int]:
         """Those that a replica may use: of the given ones its own, of a lone one all."""

@@ -62,13 +62,15 @@ class Data(_Whole):
         return self.problem.ranks
 
     def _lots_of(self, numbers: Sequence[int]) -> list[list[int]]:
-        """A rank needs a sample of every micro-batch: more of these than samples by speed would make shares others."""
-        evaluator, ranks = self.problem.evaluator, self.problem.ranks
+        """A rank needs samples of every micro-batch: more of these than its share by speed has would make shares
+        others."""
+        problem, evaluator, ranks = self.problem, self.problem.evaluator, self.problem.ranks
         if len(ranks) > evaluator.training.batch_size:
             return [list(numbers)]
         by_speed = evaluator.with_shares(whole(evaluator, ranks, 1))
         least = min(replica.share or 0 for replica in by_speed.replicas)
-        lots = [[one for one in numbers if one <= least], [one for one in numbers if one > least]]
+        by_least = [problem.least_share(number) <= least for number in numbers]
+        lots = [[one for one, fits in zip(numbers, by_least, strict=True) if fits is kept] for kept in (True, False)]
         return [lot for lot in lots if lot]
 
 

@@ -13,9 +13,11 @@ import numpy as np
 from hetsync.plan.evaluate import Costs, Evaluator
 from hetsync.plan.placement import Placement, Replica, Stage
 from hetsync.plan.schedule import stage_order
+from hetsync.plan.search.group_figures import Array, run_received_bytes, run_saved_bytes
 from hetsync.plan.search.groups import Groups, contract
 
 MOST_MICRO_BATCHES = 64  # that are tried where the user names no number
+LEAST_SAMPLES = 2  # of one of several micro-batches, where the user names no number: batch norm cannot train on one
 MOST_GROUPS = 64
 PENALTY = 10.0  # objective that searches hear of what does not fit, and the worst that they hear of anything
 
@@ -30,6 +32,8 @@ class Problem:
         replicas: Ranks of each replica, in the order of its stages; None leaves them to the search.
         most_groups: Into which blocks are contracted. At least the ranks of a replica.
         every_rank: Whether every rank must have blocks, as a job's must.
+        least_samples: Of a micro-batch, where a replica has several: what has fewer counts only where nothing else
+            does.
     """
 
     evaluator: Evaluator
@@ -37,6 +41,7 @@ class Problem:
     replicas: tuple[tuple[int, ...], ...] | None = None
     most_groups: int = MOST_GROUPS
     every_rank: bool = False
+    least_samples: int = 1
 
     @property
     def ranks(self) -> range:
@@ -47,11 +52,18 @@ class Problem:
         """One of all ranks where none are given."""
         return self.replicas or (tuple(self.ranks),)
 
-    def order(self, scored: Scored) -> tuple[int, int, float]:
+    def order(self, scored: Scored) -> tuple[int, int, int, float]:
         """The least is the best: what fits before what does not, by the bytes it lacks; then, where every rank must
-        have blocks, by those without; then by the objective. Differences by rounding are none."""
-        unused = self.unused_ranks(scored.placement)
-        return sum(scored.costs.lacking_bytes.values()), unused, float(f"{scored.objective:.9g}")
+        have blocks, by those without; then by replicas whose micro-batches are too small; then by the objective.
+        Differences by rounding are none."""
+        lacking, unused = sum(scored.costs.lacking_bytes.values()), self.unused_ranks(scored.placement)
+        pairs = zip(scored.placement.replicas, scored.costs.shares, strict=True)
+        small = sum(share < self.least_share(replica.micro_batches) for replica, share in pairs)
+        return lacking, unused, small, float(f"{scored.objective:.9g}")
+
+    def least_share(self, micro_batches: int) -> int:
+        """Samples of a replica that has so many: one micro-batch may be of one sample, as a share may be."""
+        return micro_batches * self.least_samples if micro_batches > 1 else 1
 
     def unused_ranks(self, placement: Placement) -> int:
         """Ranks without blocks, where every rank must have some: such a plan does not count."""
@@ -61,11 +73,19 @@ class Problem:
     def groups(self) -> Groups:
         return contract(self.evaluator, self.most_groups)
 
+    @cached_property
+    def _run_received_bytes(self) -> Array:
+        return run_received_bytes(self.evaluator, self.groups)
+
+    def run_saved_bytes(self, in_flight: int, samples: int) -> Array:
+        """[i, j]: of the groups from i to before j on a stage, as in `group_figures.run_saved_bytes`."""
+        return run_saved_bytes(self.evaluator, self.groups, self._run_received_bytes, in_flight, samples)
+
     def numbers_for(self, replicas: int) -> tuple[int, ...]:
-        """Of micro-batches: those by which each of so many replicas can have a sample of every micro-batch; where there
+        """Of micro-batches: those by which each of so many replicas can have samples for every micro-batch; where there
         are none, the smallest number."""
         batch = self.evaluator.training.batch_size
-        fitting = tuple(number for number in self.micro_batches if number * replicas <= batch)
+        fitting = tuple(number for number in self.micro_batches if self.least_share(number) * replicas <= batch)
         return fitting or self.micro_batches[:1]
 
     def replica(self, ranks: Sequence[int], micro_batches: int, in_flight: int | None = None) -> Replica:
@@ -142,9 +162,8 @@ class Search(ABC):
 
 
 def micro_batch_numbers(given: int | None, batch_size: int, replicas: int) -> tuple[int, ...]:
-    """What to choose from: the given number, or powers of two that leave micro-batches two samples on average, as batch
-    norm does not train on one."""
+    """What to choose from: the given number, or powers of two that leave micro-batches `LEAST_SAMPLES` on average."""
     if given is not None:
         return (given,)
-    most = min(MOST_MICRO_BATCHES, batch_size // (2 * replicas))
+    most = min(MOST_MICRO_BATCHES, batch_size // (LEAST_SAMPLES * replicas))
     return tuple(2**power for power in range(most.bit_length())) or (1,)

@@ -7,6 +7,7 @@ starts from; each episode starts from the best plan that is known.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from hetsync.plan.search.search import PENALTY, Problem, Scored, acyclic
 
 EPISODES = 8  # side by side
 STEPS = 4  # of an episode
+LEAST_COST = 1e-9  # of a plan, as far as gains are told: with no weight on time one may cost nothing
 LOSS = -0.1  # reward of a plan that does not fit; of one that is worse it is 0
 
 Pace = tuple[int, bool]  # micro-batches, and whether all are in flight, as GPipe has them
@@ -59,6 +61,9 @@ class Trinity(Conversation):
         self.require_group_each()
         self._features = Features(problem, self._replicas)
         numbers = problem.numbers_for(len(self._replicas))
+        self._most = numbers[-1]
+        if self.start is not None:
+            numbers = tuple(sorted({*numbers, *(each.micro_batches for each in self.start.placement.replicas)}))
         self._best: _Plan | None = None
         self._paces: list[Pace] = [(number, False) for number in numbers]
         self._paces += [(number, True) for number in numbers if number > 1]
@@ -78,7 +83,7 @@ class Trinity(Conversation):
         for number in range(STEPS):
             step = self._decide(plans, backwards=number % 2 == 1)
             after = yield from self._scored(self._decided(step))
-            gains = [np.log(plan.cost / new.cost) for plan, new in zip(plans, after, strict=True)]
+            gains = [_gain(plan, new) for plan, new in zip(plans, after, strict=True)]
             least = [LOSS if new.cost >= PENALTY else 0.0 for new in after]
             steps.append(step)
             rewards.append(np.repeat(np.clip(gains, least, 1.0), len(self._replicas)))
@@ -119,10 +124,13 @@ class Trinity(Conversation):
         return [_Plan(*pair, self.cost(one)) for pair, one in zip(decided, scored, strict=True)]
 
     def _placement(self, devices: Indices, paces: Indices) -> Placement:
+        chosen = [self._paces[pace] for pace in paces.tolist()]
+        if sum(self.problem.least_share(number) for number, _ in chosen) > self.problem.evaluator.training.batch_size:
+            chosen = [(min(number, self._most), whole) for number, whole in chosen]
         return Placement(
             tuple(
-                self._replica(own, of, self._paces[pace])
-                for own, of, pace in zip(devices.tolist(), self._replicas, paces.tolist(), strict=True)
+                self._replica(own, of, pace)
+                for own, of, pace in zip(devices.tolist(), self._replicas, chosen, strict=True)
             )
         )
 
@@ -175,6 +183,10 @@ class TrinityNothing(Trinity):
     @classmethod
     def begins_from(cls, placement: Placement) -> bool:
         return False
+
+
+def _gain(before: _Plan, after: _Plan) -> float:
+    return math.log(max(before.cost, LEAST_COST) / max(after.cost, LEAST_COST))
 
 
 def _devices_of(problem: Problem, start: Scored | None) -> tuple[tuple[Ranks, ...], ...]:

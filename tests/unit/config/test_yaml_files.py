@@ -36,6 +36,7 @@ REFUSED = {
     "tag": ("a: !!python/object:os.system x", "os.system is a tag"),
     "number by tag": ("a: !!int ''", "is a tag"),
     "two documents": ("a: 1\n---\nb: 2", "line 2"),
+    "star without quotes": ("a: [*]", r"what begins with \* needs quotes: '*'"),
     "no anchor": ("a: *b", "line 1: found undefined alias"),
     "list as key": ("? [1]\n: 2", "unhashable"),
     "control character": ("a: \x07", "special characters are not allowed"),

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from hetsync.errors import UserError
+from hetsync.files import DiskError
 from hetsync.plan.blocks import cut
 from hetsync.plan.calls import observed_call
-from hetsync.plan.costs import Measured, block_costs, measure
+from hetsync.plan.costs import Measured, _told_model, block_costs, measure
 
 
 class Clock:
@@ -230,13 +231,13 @@ def test_costs_of_an_earlier_format_are_measured_anew(tmp_path: Path) -> None:
 
     block_costs(what, path, 0.0)
 
-    assert json.loads(path.read_text())["format"] == written["format"] == 2
+    assert json.loads(path.read_text())["format"] == written["format"] == 3
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda content: content | {"format": 3},
+        lambda content: content | {"format": 4},
         lambda content: content | {"costs": content["costs"][:1]},
         lambda content: content | {"costs": [cost | {"forward_seconds": -1.0} for cost in content["costs"]]},
         lambda content: content | {"costs": [cost | {"saved_bytes": "many"} for cost in content["costs"]]},
@@ -257,3 +258,36 @@ def test_a_file_that_is_broken_is_refused(change: Any, tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read the costs of blocks"):
         block_costs(measured(nn.Linear(4, 4), 3, 5), tmp_path, 0.0)
+
+
+def test_costs_are_measured_anew_once_the_model_or_the_time_for_it_has_changed(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+
+    def stopped() -> float:
+        raise AssertionError("measured again")
+
+    block_costs(measured(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), 3, 5), path, 0.01)
+    frozen = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    block_costs(measured(frozen, 3, 5), path, 0.0, stopped)  # a shorter look is none that is needed
+    with pytest.raises(AssertionError, match="measured again"):
+        block_costs(measured(frozen, 3, 5), path, 0.02, stopped)
+    frozen[0].requires_grad_(False)
+    with pytest.raises(AssertionError, match="measured again"):
+        block_costs(measured(frozen, 3, 5), path, 0.0, stopped)
+    narrow, wide = (
+        nn.Sequential(nn.Unflatten(1, (1, 4)), nn.MaxPool1d(1, stride), nn.Flatten(), nn.LazyLinear(2))
+        for stride in (1, 2)
+    )
+    assert len({json.dumps(_told_model(measured(model, 3, 5))) for model in (narrow, narrow, wide)}) == 2
+
+
+def test_costs_that_cannot_be_kept_are_measured_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, _: str, remedy: str) -> None:
+        raise DiskError(f"cannot write {path}: no space is left; {remedy}")
+
+    monkeypatch.setattr("hetsync.plan.costs.write_atomically", full)
+    found = block_costs(measured(nn.Sequential(nn.Linear(4, 8)), 3, 5), tmp_path / "costs.json", 0.0)
+    assert len(found) == 1
+    assert "let XDG_CACHE_HOME name another folder; until then" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import pytest
 
 from hetsync.balance.profile import StepTime
 from hetsync.emulation.cluster import Slowdown
-from hetsync.replica.passes import EmulatedPasses, Passes
+from hetsync.replica.passes import EmulatedPasses, Passes, QueueingPasses
 
 
 class Clock:
@@ -102,3 +102,45 @@ def test_a_slice_whose_passes_take_too_long_is_counted_once() -> None:
         run(passes, clock, 1, True, real)
     assert (passes.slices, passes.overruns) == (3, 2)
     assert passes.seconds == pytest.approx(3.0)  # the emulated ones
+
+
+class Gpu:
+    """Works off a queue, far behind the host: its marks are passed when they are waited for."""
+
+    def __init__(self) -> None:
+        self.queued = 0.0
+        self.reached = -1.0
+
+    def mark(self) -> GpuMark:
+        return GpuMark(self)
+
+
+class GpuMark:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.at = gpu, gpu.queued
+
+    def synchronize(self) -> None:
+        self.gpu.reached = max(self.gpu.reached, self.at)
+
+    def elapsed_time(self, end_event: GpuMark) -> float:
+        assert self.gpu.reached >= end_event.at, "not done yet"
+        return 1000 * (end_event.at - self.at)
+
+
+def test_passes_of_a_device_that_queues_take_what_the_device_does() -> None:
+    gpu = Gpu()
+    passes = QueueingPasses(gpu.mark)
+    passes.begin_slice(8)
+    with passes.timed([3, 5], backward=False):
+        gpu.queued += 0.5
+    with passes.timed([], backward=False):
+        gpu.queued += 7.0
+    gpu.queued += 3.0  # copies from another rank
+    with passes.timed([3, 5], backward=True):
+        gpu.queued += 1.0
+    with passes.updating():
+        gpu.queued += 0.25
+    assert gpu.reached < 0, "nothing has been waited for"
+    assert passes.seconds == pytest.approx(1.75)
+    assert passes.seconds == passes.real_seconds == pytest.approx(1.75)
+    assert (passes.samples, passes.slices, passes.overruns) == (8, 1, 0)

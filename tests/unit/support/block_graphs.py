@@ -22,5 +22,6 @@ def cost(
     saved: int = 200,
     weight: int = 400,
     update: float = 0.0,
+    received: int = 0,
 ) -> BlockCost:
-    return BlockCost(forward, backward, fixed, 2 * fixed, output, saved, weight, update_seconds=update)
+    return BlockCost(forward, backward, fixed, 2 * fixed, output, saved, weight, received, update_seconds=update)

@@ -34,6 +34,9 @@ def problems(draw):
     costs = [cost(draw(small), draw(small), 0.0, draw(bytes_), draw(bytes_), draw(bytes_)) for _ in range(blocks)]
     of_loss = draw(st.integers(0, costs[-1].saved_bytes))  # there for one micro-batch at a time
     costs[-1] = replace(costs[-1], loss_bytes=of_loss)
+    # What a block receives it may save, and longer samples make others of a batch longer.
+    costs = [replace(each, received_bytes=draw(bytes_)) for each in costs]
+    costs = [replace(each, padding=draw(st.sampled_from([0.0, 0.5])), padded_samples=4) for each in costs]
     groups = [(draw(st.integers(1, 2)), draw(st.integers(1, 5))), (1, draw(st.integers(1, 5)))]
     memory = draw(st.sampled_from([None, 1200, 600, 300]))
     devices = tuple(
@@ -74,6 +77,31 @@ def test_a_cut_by_speed_counts_it_so_too():
     """Two are in flight on the first stage: 2 · (2 · 110 − 90) bytes."""
     replica = contiguous_replica(losing(0), (0, 1), MICRO_BATCHES, 2, 1)
     assert [stage.blocks for stage in replica.stages] == [(0, 1), (2,)]
+
+
+def test_memory_counts_what_a_stage_receives():
+    """The last two blocks together need less than the last one alone, which saves what it receives."""
+    costs = [cost(1, 0, 0.0, 100, 20, 0), cost(1, 0, 0.0, 100, 45, 0), cost(2, 0, 0.0, 0, 60, 0, received=100)]
+    devices = (DeviceGroup("a", 2, memory_gib=300 / 2**30),)  # of which 270 bytes may be used
+    asked = problem(costs, Cluster("x", "s", devices), [StepTime(0.0, 1.0)] * 2, micro_batches=2, samples=4)
+    for search in (Exact(asked), make_search("contiguous", asked)):
+        found = [asked.evaluator.evaluate(placement) for placement in proposals(search)]
+        assert min(each.step_seconds for each in found if each.feasible) < 4
+
+
+@given(problems(), st.integers(1, 3), st.integers(1, 6))
+def test_a_run_of_groups_needs_what_the_evaluator_says(asked, in_flight, samples):
+    bytes_ = asked.run_saved_bytes(in_flight, samples)
+    evaluator, blocks = asked.evaluator, len(asked.evaluator.graph.blocks)
+    for begin, end in combinations(range(blocks + 1), 2):
+        cut = [part for part in (range(begin), range(begin, end), range(end, blocks)) if part]
+        if len(cut) > len(evaluator.times):
+            continue
+        stages = tuple(Stage((rank,), tuple(part), in_flight) for rank, part in enumerate(cut))
+        placement = Placement((Replica(stages, samples * in_flight, in_flight),))
+        rank = cut.index(range(begin, end))
+        held = evaluator.held_bytes(float(evaluator.figures[begin:end, 3].sum()), 1)
+        assert evaluator.evaluate(placement).memory_bytes[rank] == pytest.approx(held + bytes_[begin, end], abs=1.1)
 
 
 def run(name, asked):

@@ -23,7 +23,7 @@ from hetsync.plan.search.driver import Budget, Driver
 from hetsync.plan.search.objective import Weights
 from hetsync.plan.search.partitions import best_partitions
 from hetsync.plan.search.registry import ARMS, BASELINES, SEARCHES, make_search
-from hetsync.plan.search.search import Problem
+from hetsync.plan.search.search import Problem, Scored
 
 DIAMONDS = [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4), (3, 5), (4, 6), (5, 6)]
 
@@ -67,7 +67,7 @@ def problems(draw):
     return problem(costs, speeds, edges, Link(0.01, draw(st.sampled_from([1e2, 1e5]))), 32, fitting, **more)
 
 
-weighings = st.sampled_from([Weights(), Weights(1 / 3, 1 / 3, 1 / 3), Weights(0, 1, 1)])
+weighings = st.sampled_from([Weights(), Weights(1 / 3, 1 / 3, 1 / 3), Weights(0, 1, 1), Weights(0, 1, 0)])
 
 
 def tried(name, asked, *words):
@@ -254,3 +254,54 @@ def test_many_possible_replicas_are_left_to_other_searches():
     few, many = (problem([cost()] * 3, [1.0 + rank for rank in range(ranks)], micro_batches=(1,)) for ranks in (3, 8))
     assert len([*best_partitions(few)]) == 2
     assert [*best_partitions(many)] == []
+
+
+def small_shares(placement, costs):
+    return [
+        (share, replica.micro_batches)
+        for replica, share in zip(placement.replicas, costs.shares, strict=True)
+        if replica.micro_batches > 1 and share < 2 * replica.micro_batches
+    ]
+
+
+@pytest.mark.parametrize("name", ["data", "exact", "local", "best"])
+def test_micro_batches_that_nobody_asked_for_are_of_two_samples_at_least(name):
+    """Four equal devices, of which no one holds the model: pipelines, which many micro-batches make fast."""
+    costs = [cost(1.0, 2.0, output=10, saved=10, weight=1000) for _ in range(6)]
+    asked = problem(costs, (1.0,) * 4, batch=32, memory_gib=24_000 / 2**30, micro_batches=(1, 2, 4, 8, 16))
+    driver = run(name, replace(asked, least_samples=2), budget=Budget(300))
+    best = driver.fitting
+    if name != "data":
+        assert best is not None
+        assert small_shares(best.placement, best.costs) == []
+    free = problem(costs, (1.0, 1.0, 1.0, 7.0), batch=32, micro_batches=(1, 2, 4, 8, 16))
+    best = run(name, replace(free, least_samples=2), budget=Budget(300)).fitting
+    assert best is not None
+    assert small_shares(best.placement, best.costs) == []
+
+
+@pytest.mark.parametrize("name", ["list", "single", "mincut", "best"])
+def test_where_every_rank_must_have_blocks_no_leader_leaves_one_without(name):
+    asked = problem([cost(1.0, 2.0, output=1000)] * 6, (1.0, 1.0), None, Link(1.0, 1e2), 40, every_rank=True)
+    driver = run(name, asked, budget=Budget(60))
+    assert all(asked.unused_ranks(leader.scored.placement) == 0 for leader in driver.leaders)
+    if not driver.leaders:
+        with pytest.raises(UserError, match=r"leaves rank \d without blocks"):
+            driver.found()
+
+
+def test_local_never_asks_for_more_micro_batches_than_there_are_samples():
+    asked = problem([cost()] * 6, (1.0,) * 5, batch=32, micro_batches=(1, 2, 4, 8, 16))
+    whole = tuple(range(6))
+    replicas = [Replica((Stage((0,), (0, 1, 2)), Stage((1,), (3, 4, 5))), None, 16)]
+    replicas += [Replica((Stage((rank,), whole),), None, number) for rank, number in ((2, 8), (3, 4), (4, 4))]
+    start = scored(asked, Placement(tuple(replicas)))
+    for seed in range(20):
+        search = make_search("local", asked, seed, start)
+        for _ in range(60):
+            search.hear([scored(asked, placement) for placement in search.propose()])
+
+
+def scored(asked, placement):
+    costs = asked.evaluator.evaluate(placement)
+    return Scored(placement, costs, costs.step_seconds)

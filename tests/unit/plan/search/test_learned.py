@@ -14,6 +14,7 @@ from hetsync.balance.profile import StepTime
 from hetsync.emulation.cluster import Cluster, DeviceGroup, Link
 from hetsync.errors import UserError
 from hetsync.plan.evaluate import Evaluator, Training
+from hetsync.plan.placement import Placement, Replica, Stage
 from hetsync.plan.schedule import stage_order
 from hetsync.plan.search.driver import Budget, Driver
 from hetsync.plan.search.features import Features
@@ -23,7 +24,7 @@ from hetsync.plan.search.policy_file import SHIPPED, Specification, load_policy,
 from hetsync.plan.search.pretraining import pretrain
 from hetsync.plan.search.registry import CHEAP, make_search
 from hetsync.plan.search.reinforce import Placer
-from hetsync.plan.search.search import Problem
+from hetsync.plan.search.search import Problem, Scored
 from hetsync.plan.search.trinity import _Plan
 
 LEARNED = ["hierarchical", "hierarchical-multi", "ppo-time", "tapp", "trinity", "trinity-nothing"]
@@ -145,6 +146,19 @@ def test_trinity_begins_with_stages_where_whole_replicas_are_best():
     best = {arm.method: arm.best for arm in driver.arms}
     known = min((best[name] for name in CHEAP[1:]), key=driver.problem.order)
     assert driver._start("trinity") == min(known, best["trinity"], key=driver.problem.order)
+
+
+def test_trinity_begins_with_replicas_of_many_micro_batches_too():
+    asked = problem(times=(1.0,) * 4, numbers=(1, 2, 4, 8, 16))
+    two = (Stage((0,), (0, 1, 2, 3)), Stage((1,), (4, 5, 6, 7)))
+    whole = [Replica((Stage((rank,), tuple(range(8))),), None, 4) for rank in (2, 3)]
+    placement = Placement((Replica(two, None, 16), *whole))
+    costs = asked.evaluator.evaluate(placement)
+    search = make_search("trinity", asked, 0, Scored(placement, costs, costs.step_seconds))
+    assert search._placement(*search._first()) == placement
+    for _ in range(8):
+        found = [(each, asked.evaluator.evaluate(each)) for each in search.propose()]
+        search.hear([Scored(*pair, pair[1].step_seconds) for pair in found])
 
 
 def test_trinity_from_nothing_heeds_no_plan_that_is_known():
