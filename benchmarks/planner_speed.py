@@ -24,7 +24,7 @@ from hetsync.plan.evaluate import Evaluator, Training
 from hetsync.plan.graph import BATCH, Block, BlockCost, BlockGraph, Edge
 from hetsync.plan.search.driver import Budget, Driver
 from hetsync.plan.search.random_search import Random
-from hetsync.plan.search.search import Problem, micro_batch_numbers
+from hetsync.plan.search.search import LEAST_SAMPLES, Problem, micro_batch_numbers
 
 SAMPLES = 128
 
@@ -48,7 +48,9 @@ def exact_seconds(one_replica: bool) -> float:
     """Of all that `exact` proposes, on a chain of 100 blocks that are not contracted."""
     evaluator = chain(100)
     replicas = (tuple(range(len(evaluator.times))),) if one_replica else None
-    problem = Problem(evaluator, micro_batch_numbers(None, SAMPLES, 1), replicas, most_groups=100)
+    problem = Problem(
+        evaluator, micro_batch_numbers(None, SAMPLES, 1), replicas, most_groups=100, least_samples=LEAST_SAMPLES
+    )
     driver = Driver(problem, budget=Budget(10**6))
     began = time.process_time()
     driver.run("exact")

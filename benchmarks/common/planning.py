@@ -18,7 +18,7 @@ from hetsync.data.sets.multi30k import multi30k
 from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, PairLink
 from hetsync.plan.evaluate import Evaluator
 from hetsync.plan.recipe import PlannableModel, plannable_model
-from hetsync.plan.search.search import Problem, micro_batch_numbers
+from hetsync.plan.search.search import LEAST_SAMPLES, Problem, micro_batch_numbers
 from hetsync.simulate.recipe import build
 
 BATCH = 128
@@ -137,7 +137,7 @@ def problem_on(cluster: Cluster, model: PlannableModel, one_replica: bool) -> Pr
     times = [StepTime(FIXED_SECONDS, 1 / (SLOWEST * speed)) for speed in speeds]
     evaluator = Evaluator(model.cut.graph, model.costs, cluster, times, model.training)
     replicas = (tuple(range(cluster.size)),) if one_replica else None
-    return Problem(evaluator, micro_batch_numbers(None, BATCH, 1), replicas)
+    return Problem(evaluator, micro_batch_numbers(None, BATCH, 1), replicas, least_samples=LEAST_SAMPLES)
 
 
 def problems(

@@ -50,7 +50,11 @@ def main(argv: Sequence[str]) -> NoReturn:
         more = "single, tapp, trinity or trinity-nothing"
         parser.add_argument("--search", help=f"{known}, {more}; null takes best.")
         parser.add_argument("--evaluations", type=PositiveInt, help="Plans to be tried, at most; null takes 1000.")
-        parser.add_argument("--seconds", type=PositiveFloat, help="For the search, of this process; null is no limit.")
+        parser.add_argument(
+            "--seconds",
+            type=PositiveFloat,
+            help="For the search, of this process; null is no limit, under mpirun half of run.timeout_seconds.",
+        )
         parser.add_argument("--weights", metavar="T,C,M", help="Of time, bytes and memory; null takes 1,0,0.")
         parser.add_argument("--seed", type=NonNegativeInt, help="Of what searches draw; null takes 0.")
         parser.add_argument("--groups", type=PositiveInt, help="Into which blocks are contracted; null takes 64.")

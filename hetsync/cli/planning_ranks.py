@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -70,12 +69,13 @@ def plan_on_ranks(plane: Plane, config: Config, request: Request, output: Path |
         """What is to be run; nothing once it was interrupted."""
         model, evaluator, rate = here or _emulated(plane.size if measure else request.ranks, config)
         driver, interrupted = search(request, terms, model, evaluator, runs)
+        interrupts.ended()
         found.append(_Searched(driver, model, interrupted, rate))
         driver.found()  # says why, where nothing fits
         places = range(len(driver.leaders) if measure and not interrupted else 0)
         return [plan_file_of(config, driver, model, driver.found(place)) for place in places]
 
-    with _interrupts_search(plane):
+    with _Interrupts(plane) as interrupts:
         plans = decided_by_first(plane, searched)
     if found and plans and output is not None:
         write_plan(plans[0], output)  # running it may fail, and searching took long
@@ -88,27 +88,38 @@ def plan_on_ranks(plane: Plane, config: Config, request: Request, output: Path |
         return 0
     driver, model, interrupted, _ = found[0]
     place = _chosen(driver, rehearsed) if plans else None
-    return tell(config, request, driver, model, output, interrupted, place)
+    return tell(config, request, driver, model, output, interrupted or interrupts.heard, place)
 
 
-@contextmanager
-def _interrupts_search(plane: Plane) -> Iterator[None]:
-    """Inside, Ctrl-C, and SIGTERM, which launchers make of it, end rank 0's search with the best so far; the others go
-    on waiting for that. A second one ends the process."""
+class _Interrupts:
+    """Inside, Ctrl-C, and SIGTERM, which launchers make of it, raise KeyboardInterrupt on rank 0 until its search has
+    `ended`, and are `heard` after that; the other ranks go on waiting for its word. A second one ends the process."""
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
-        if plane.leads:
-            raise KeyboardInterrupt
+    def __init__(self, plane: Plane) -> None:
+        self.heard = False
+        self._raises = plane.leads
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self._before = {each: signal.getsignal(each) for each in numbers}
 
-    numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
-    before = {each: signal.signal(each, interrupt) for each in numbers}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
+    def __enter__(self) -> _Interrupts:
+        for each, handler in self._before.items():
+            if handler is not signal.SIG_IGN:  # as nohup has it
+                signal.signal(each, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each, handler in self._before.items():
             signal.signal(each, handler)
+
+    def ended(self) -> None:
+        self._raises = False
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.heard = True
+        for each in self._before:
+            signal.signal(each, signal.SIG_DFL)
+        if self._raises:
+            raise KeyboardInterrupt
 
 
 def _checked(ranks: int, config: Config, request: Request, measure: bool, runs: bool) -> tuple[Request, Terms]:

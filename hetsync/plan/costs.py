@@ -346,8 +346,9 @@ def _key(what: Measured) -> str:
 def _told_model(what: Measured) -> list[object]:
     """Its modules with their options, what is trained, what its forward does, and the code of classes not torch's."""
     model, traced = what.model, what.cut.traced
-    classes = sorted({type(module) for module in model.modules()}, key=lambda each: each.__qualname__)
-    own = [each for each in classes if not each.__module__.startswith("torch.")]
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    own = [each for each in classes if each.__module__.partition(".")[0] not in ("torch", "builtins")]
+    own.sort(key=lambda each: (each.__module__, each.__qualname__))
     frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
     texts = [repr(model), str(traced.graph) if traced else ""]
     return [*(re.sub(r" at 0x[0-9a-f]+", "", text) for text in texts), frozen, *map(_source, own)]

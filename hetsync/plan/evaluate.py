@@ -23,7 +23,7 @@ from hetsync.errors import UserError
 from hetsync.plan.graph import BlockCost, BlockGraph
 from hetsync.plan.pipeline import end_times
 from hetsync.plan.placement import Placement, Replica, Stage
-from hetsync.plan.rounds import Replicas, Rounds, segments
+from hetsync.plan.rounds import GradientCost, Replicas, Rounds, buckets_of_blocks, segments
 from hetsync.plan.schedule import micro_batch_sizes
 from hetsync.plan.slices import BACKWARD, FORWARD, SAVED, WEIGHTS, Array, Slice, Slices, Staged
 from hetsync.plane.wire import encoded_bytes
@@ -126,6 +126,9 @@ class Evaluator:
         self._padded_samples = np.array([cost.padded_samples for cost in costs])
         values = [-(-cost.weight_bytes // BYTES_PER_VALUE) for cost in costs]
         self._wire_bytes = [encoded_bytes(number, training.sync.wire) for number in values]
+        parts, sizes = self.figures[:, BACKWARD].tolist(), [BYTES_PER_VALUE * number for number in values]
+        gradients = [GradientCost(*block) for block in zip(parts, sizes, self._wire_bytes, strict=True)]
+        self._buckets = buckets_of_blocks(float(self.figures[:, FORWARD].sum()), gradients, training.sync.bucket_bytes)
         # By rank; a tenth of a device's memory stays free.
         self.limit_bytes = [_usable_bytes(cluster, rank) for rank in range(len(step_times))]
 
@@ -142,12 +145,11 @@ class Evaluator:
             in_step = self._in_step(placement.replicas)
             drawn = [self.slices.seconds(one, updating=False) for one in slices] if in_step else alone
             waiting = None if self.cluster.jitter is None else _mean(reduce(np.maximum, drawn))
-            whole = all(replica.at_once for replica in placement.replicas)
-            rounds, replicas = self._rounds(placement), Replicas(shares, list(map(_mean, drawn)), whole, waiting)
+            rounds, replicas = self._rounds(placement), Replicas(shares, list(map(_mean, drawn)), waiting)
             round_seconds = rounds.seconds(max(replicas.seconds))
             step = rounds.step_seconds(replicas, round_seconds)
             if in_step:
-                step += self._last_update(slices) / self.training.sync.first_accumulation
+                step += self._last_update(slices)
             carried += rounds.carried_bytes() * rounds.per_step(replicas, round_seconds, step)
         memory = self._memory(staged, shares)
         lacking = {rank: need - limit for rank, need in memory.items() if need > (limit := self.limit_bytes[rank])}
@@ -275,7 +277,9 @@ class Evaluator:
                 for block in stage.blocks:
                     ranks_of[block] = stage.ranks
             holders.append(ranks_of)
-        return Rounds(segments(holders, self._wire_bytes), self.cluster, self.training.sync)
+        whole = all(replica.at_once for replica in placement.replicas)
+        buckets = self._buckets if whole else ()
+        return Rounds(segments(holders, self._wire_bytes), self.cluster, self.training.sync, buckets)
 
     def _memory(self, staged: Sequence[Staged], shares: Sequence[int]) -> dict[int, int]:
         found = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ def plannable_model(
     digest = weights_of(model)
     optimizer = build_optimizer(config.optimizer, model)
     measured = Measured(model, traced, built.loss, optimizer, batches)
-    path, seconds = _costs_file(config.model.name, digest), config.run.profile_seconds
+    path, seconds = _costs_file(config, digest), config.run.profile_seconds
     costs = decided_by_first(messages or LocalMessages(), lambda: block_costs(measured, path, seconds))
     training = Training(config.data.batch_size, config.sync, state_buffers(optimizer))
     return PlannableModel(ModelIdentity(config.model.name, digest), traced, costs, training, weight_in_loss)
@@ -88,7 +89,9 @@ def check_shares(config: Config) -> None:
             raise UserError(f"sync.{key} is {value}, but a plan has shares of its own: leave sync.{key} out")
 
 
-def _costs_file(model: str, digest: str) -> Path:
+def _costs_file(config: Config, digest: str) -> Path:
+    """One for each model with its options, and its data: recipes that differ in these shall not take turns in one."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = "".join(character if character.isalnum() else "-" for character in model)
-    return cache / "hetsync" / "plan" / f"{name[:60]}-{digest[:16]}.json"
+    name = "".join(character if character.isalnum() else "-" for character in config.model.name)
+    told = repr((digest, config.model.options, config.data.name, config.data.options))
+    return cache / "hetsync" / "plan" / f"{name[:60]}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.json"

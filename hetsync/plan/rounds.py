@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from hetsync.config.schema import SyncConfig
 from hetsync.emulation.cluster import Cluster
@@ -25,13 +26,11 @@ class Replicas:
     Attributes:
         shares: Samples of each in a slice.
         seconds: That these take it, on average.
-        whole: Whether each is one rank that runs its share at once.
         waiting_seconds: Until the last of them has ended a slice, on average; None where slices do not scatter.
     """
 
     shares: Sequence[int]
     seconds: Sequence[float]
-    whole: bool = True
     waiting_seconds: float | None = None
 
     @property
@@ -55,11 +54,17 @@ def segments(holders: Iterable[Sequence[tuple[int, ...]]], weight_bytes: Sequenc
 
 @dataclass(frozen=True)
 class Rounds:
-    """Sums of `segments` over their holders, one after another where they share a rank."""
+    """Sums of `segments` over their holders, one after another where they share a rank.
+
+    Attributes:
+        buckets: Of gradients, where each replica is one rank that runs its share at once: in the order in which they
+            leave, the part of a slice after which each is full, and bytes.
+    """
 
     segments: Segments
     cluster: Cluster
     sync: SyncConfig
+    buckets: Sequence[tuple[float, int]] = ()
 
     @property
     def delayed(self) -> bool:
@@ -107,16 +112,40 @@ class Rounds:
 
     def _buckets(self, size: int) -> int:
         """Collectives that a sum of this size is."""
-        return 1 if self.delayed else -(-size // self.sync.bucket_bytes)
+        return 1 if self.delayed else len(self.buckets) or -(-size // self.sync.bucket_bytes)
 
     def _synchronous_end(self, replicas: Replicas, round_seconds: float) -> float:
-        """Buckets are full one after the other while the last backward pass runs, two thirds of a slice."""
-        slowest = replicas.slowest_seconds
-        if not (self.sync.overlap and replicas.whole):
+        """Buckets leave one after the other, as they become full while the last backward pass runs."""
+        slowest, carried = replicas.slowest_seconds, sum(size for _, size in self.buckets)
+        if not (self.sync.overlap and carried):
             return slowest + round_seconds
-        buckets = max(1, sum(self._buckets(size) for size in self.segments.values()))
-        first = slowest * (1 / 3 + 2 / 3 / buckets)
-        return max(first + round_seconds, slowest + round_seconds / buckets)
+        end = 0.0
+        for full, size in self.buckets:
+            end = max(end, full * slowest) + round_seconds * size / carried
+        return max(end, slowest)
+
+
+class GradientCost(NamedTuple):
+    """Of a block. `part`: of a slice, that its backward pass takes; `wire_bytes`: what is carried of its `bytes`."""
+
+    part: float
+    bytes: int
+    wire_bytes: int
+
+
+def buckets_of_blocks(forward: float, blocks: Sequence[GradientCost], bucket_bytes: int) -> list[tuple[float, int]]:
+    """`Rounds.buckets` of a model whose forward pass is this part of a slice: filled from the last block to the first,
+    as `sync/gradients.py` does it parameter by parameter."""
+    found, size, carried, full, done = [], 0, 0, 0.0, forward
+    for block in reversed(blocks):
+        done += block.part
+        if not block.bytes:
+            continue
+        if size and size + block.bytes > bucket_bytes:
+            found.append((full, carried))
+            size, carried = 0, 0
+        size, carried, full = size + block.bytes, carried + block.wire_bytes, done
+    return [*found, (full, carried)] if size else found
 
 
 def quorums(shares: Sequence[int], quorum: float) -> int:

@@ -50,8 +50,6 @@ def _exit_together(plane: Plane, failure: SystemExit) -> NoReturn:
 
 def _verdict(failure: BaseException) -> tuple[int, str | None]:
     """Exit status, and what to say in place of a traceback."""
-    import torch
-
     from hetsync.plane.base import DamagedError, LateError, LostError, StalledError
     from hetsync.plane.faulty import NeverStruckError
 
@@ -62,10 +60,8 @@ def _verdict(failure: BaseException) -> tuple[int, str | None]:
             USER_ERROR,
             f"cannot write: {failure.strerror}; free space and go on with --resume (in a script: resume='auto')",
         )
-    if isinstance(failure, torch.cuda.OutOfMemoryError):
-        return USER_ERROR, "out of GPU memory: lower batch_size, or this rank's share by sync.pins (in a script: pins=)"
-    if isinstance(failure, MemoryError) or "can't allocate memory" in str(failure):  # torch has no class for it on CPUs
-        return USER_ERROR, "out of memory: lower batch_size, or this rank's share by sync.pins (in a script: pins=)"
+    if (lacking := memory_lacking(failure)) is not None:
+        return USER_ERROR, f"out of {lacking}: lower batch_size, or this rank's share by sync.pins (in a script: pins=)"
     if isinstance(failure, StalledError | LateError | LostError | DamagedError | NeverStruckError):
         return INTERNAL_ERROR, str(failure)
     if isinstance(failure, KeyboardInterrupt):
@@ -105,3 +101,13 @@ def within(seconds: float, otherwise: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         late.cancel()
+
+
+def memory_lacking(failure: BaseException) -> str | None:
+    """The kind of memory of which there was too little, if that is what the failure says."""
+    import torch
+
+    if isinstance(failure, torch.cuda.OutOfMemoryError):
+        return "GPU memory"
+    # torch has no class for it on CPUs.
+    return "memory" if isinstance(failure, MemoryError) or "can't allocate memory" in str(failure) else None

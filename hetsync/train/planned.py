@@ -47,7 +47,7 @@ from hetsync.train.planned_books import IN_STEP, Books
 from hetsync.train.planned_delayed import DelayedReplicas
 from hetsync.train.planned_in_step import ReplicasInStep
 from hetsync.train.planned_ranks import cluster_of, make_replica, measured, open_channels
-from hetsync.train.planned_terms import PlannedTerms, Replicas, Rest
+from hetsync.train.planned_terms import STAGE, WHOLE_MODEL, PlannedTerms, Replicas, Rest, memory_of_plans
 from hetsync.train.resumption import FinishedError, Standing
 from hetsync.train.run_folder import Status, opened_folder, recorded, status_of
 from hetsync.train.trainer import check_metrics
@@ -132,7 +132,8 @@ class PlannedJob:
         self.patience = Patience(stop.metric, stop.mode, stop.patience)
         self.parts = self._prepared()
         self._start_alike()
-        profiles = measured(at, self.model, self.data, self.optimizer)
+        with memory_of_plans(WHOLE_MODEL if at.cluster is None else STAGE):
+            profiles = measured(at, self.model, self.data, self.optimizer)
         self.assignment = assign(
             plan, self.config, self.data, self.model, cluster_of(at, profiles), profiles, self.plane
         )

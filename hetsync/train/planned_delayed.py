@@ -30,7 +30,7 @@ from hetsync.sync.shared_state import EngineOptions
 from hetsync.sync.state_machine import RoundStateMachine
 from hetsync.sync.steps import Steps
 from hetsync.sync.tail import shared_buffers
-from hetsync.train.planned_terms import PlannedTerms, Replicas, Rest
+from hetsync.train.planned_terms import STAGE, PlannedTerms, Replicas, Rest, memory_of_plans
 
 
 class DelayedReplicas(Replicas):
@@ -150,8 +150,9 @@ class DelayedReplicas(Replicas):
             micro_batches = next(batches)
             loaded = time.monotonic()
             passes.begin_slice(length(spans))
-            loss_sum += self._replica.run(micro_batches) * length(spans)
-            self._replica.update(steps.optimizer, steps.greatest_norm)
+            with memory_of_plans(STAGE):
+                loss_sum += self._replica.run(micro_batches) * length(spans)
+                self._replica.update(steps.optimizer, steps.greatest_norm)
             loading, spent = loading + loaded - began, spent + time.monotonic() - loaded
             part.close_slice(task)
         part.finish(task, spent, loss_sum)

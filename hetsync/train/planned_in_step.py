@@ -18,7 +18,7 @@ from hetsync.replica.segments import SegmentSums, segments_of
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.milestones import Marks, Milestone
 from hetsync.sync.steps import set_rates
-from hetsync.train.planned_terms import PlannedTerms, Replicas, Rest
+from hetsync.train.planned_terms import STAGE, PlannedTerms, Replicas, Rest, memory_of_plans
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ class ReplicasInStep(Replicas):
         loaded = time.monotonic()
         [rate, *_] = rates = terms.rates.at(current.number)
         set_rates(terms.optimizer, rates)
-        loss = self._step(batches[0] if batches else [], current)
+        with memory_of_plans(STAGE):
+            loss = self._step(batches[0] if batches else [], current)
         note = Note(loss, None if stop is None else stop.caught, terms.save_due())
         notes: list[Note] = self._plane.gather_objects(note)
         computed = passes.seconds - computed

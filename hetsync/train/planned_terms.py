@@ -5,19 +5,41 @@ from __future__ import annotations
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from hetsync.data.loader import Loader
+from hetsync.errors import UserError
 from hetsync.plan.assignment import Assignment
 from hetsync.plane.base import Channels
+from hetsync.plane.ending import memory_lacking
 from hetsync.replica.base import Replica
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.milestones import Milestones
 from hetsync.sync.rates import Rates
 from hetsync.train.planned_books import Books
 from hetsync.train.workplace import Workplace
+
+WHOLE_MODEL = (
+    "before it takes its part of a plan a real device times the whole model, which this one does not hold with its"
+    " gradients and the optimizer's state: lower data.batch_size, or take devices of more memory"
+)
+STAGE = (
+    "lower data.batch_size, or give this rank's stage fewer blocks, its replica a smaller share or more micro_batches"
+)
+
+
+@contextmanager
+def memory_of_plans(remedy: str) -> Iterator[None]:
+    """Inside, who lacks memory hears a remedy that plans know: they have no `sync.pins`."""
+    try:
+        yield
+    except Exception as failure:
+        if (lacking := memory_lacking(failure)) is None:
+            raise
+        raise UserError(f"out of {lacking}: {remedy}") from failure
 
 
 @dataclass(frozen=True, kw_only=True)

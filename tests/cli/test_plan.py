@@ -11,11 +11,14 @@ import pytest
 import torch
 import yaml
 
+from hetsync.balance.profile import RankProfile, StepTime
 from hetsync.cli import main as cli
+from hetsync.cli.planning_ranks import times_of_kinds
 from hetsync.emulation import device
+from hetsync.emulation.cluster import DeviceGroup
 from hetsync.plan.evaluate import Costs, Evaluator
 from hetsync.plan.placement import Placement
-from hetsync.plan.search.registry import ARMS, SEARCHES
+from hetsync.plan.search.registry import PARTS, SEARCHES
 
 CLUSTER = {
     "name": "three",
@@ -49,8 +52,15 @@ def twice(model, batch):
 def never(model, batch):
     return model.first.weight.square().sum()
 
-def data(loss: str = "once"):
-    samples = TensorDataset(torch.randn(64, 8))
+def touches(model, batch):
+    return once(model, batch) + model.first.weight.square().sum()
+
+class Uncut(Plain):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else -super().forward(x)
+
+def data(loss: str = "once", count: int = 64):
+    samples = TensorDataset(torch.randn(count, 8))
     return Data(samples, samples, lambda model, batch: globals()[loss](model, batch), lambda model, batch: {})
 """
 
@@ -121,8 +131,11 @@ def test_best_is_the_default_and_tells_of_every_search(place: Path, capsys: pyte
     assert plan(*words, "--evaluations", "300") == 0
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
     written = yaml.safe_load((place / "plan.yaml").read_text())["search"]
-    assert [one["method"] for one in written["tried"]] == list(ARMS["best"])
-    assert set(ARMS["best"]) <= {row[0] for row in table if row}
+    methods = [part.method for part in PARTS["best"]]
+    tried = [one["method"] for one in written["tried"]]
+    assert tried == methods[: len(tried)]
+    assert set(tried) == set(methods)
+    assert set(methods) <= {row[0] for row in table if row}
     assert written["objective"] == min(one["objective"] for one in written["tried"] if "objective" in one)
     assert written["evaluations"] == 1 + sum(one["evaluations"] for one in written["tried"]) <= 300
     assert written["seed"] == 3
@@ -224,6 +237,8 @@ def test_help_names_all_searches(capsys: pytest.CaptureFixture[str]) -> None:
         (["--emulate", "three.yaml", "--output", "."], "cannot write '.': it is a folder"),
         (["--emulate", "three.yaml", "--output", "three.yaml/p"], "three.yaml is no folder that may be written"),
         (["--pretrain"], "--pretrain learns a policy, but --output does not say where"),
+        (["--pretrain", "--output", "p", "--emulate", "three.yaml"], "--emulate is three.yaml, but --pretrain learns"),
+        (["--emulate", "three.yaml", "--seed", "9" * 20], "--seed is 99999999999999999999: it must be at most"),
         (["--pretrain", "--output", "p", "--search", "exact"], "--search is exact, but --pretrain learns"),
         (["--steps", "4"], "--steps is 4, but only --pretrain takes it"),
         (["--search", "exact", "--policy", "p"], "--policy is p, but --search exact learns from nothing or not at all"),
@@ -290,6 +305,58 @@ def test_losses_by_which_no_model_is_cut(mine: list[str], capsys: pytest.Capture
         assert plan(*mine, "--data.options.loss", loss, "--search", "data") == 2
         (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hetsync:")]
         assert sentence in told
+
+
+def test_what_a_job_would_refuse_is_not_written(
+    place: Path, mine: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for plans of whole models, with one micro-batch, which jobs without a plan are like."""
+    refused = ["--ema.decay", "0.99", "--output", "plan.yaml"]
+    touching = ["--data.options.loss", "touches", "--output", "plan.yaml"]
+    for words, sentence in (
+        (refused, "ema.decay is 0.99, which jobs by a plan that cuts the model do not know: give null, or plan with"),
+        ([*refused, "--search", "data", "--micro-batches", "2"], "or plan with --search data and --micro-batches 1"),
+        (touching, "the loss computes with first.weight itself, which another rank may hold in plans that cut"),
+    ):
+        assert plan(*mine, *words) == 2
+        (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hetsync:")]
+        assert sentence in told
+        assert not (place / "plan.yaml").exists()
+    for words in (refused, touching):
+        assert plan(*mine, *words, "--search", "data") == 0
+        written = yaml.safe_load((place / "plan.yaml").read_text())
+        assert [one["stages"][0]["blocks"] for one in written["replicas"]] == [["*"]] * 3
+        assert words is touching or {one.get("micro_batches", 1) for one in written["replicas"]} == {1}
+
+
+def test_why_a_model_is_one_block_is_told(mine: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*mine, "--model.name", "mine:Uncut", "--search", "data") == 0
+    assert re.search(r"mine:Uncut is one block, which no plan can cut: .*mine\.py:\d+", capsys.readouterr().err)
+
+
+def test_events_of_a_profile_are_not_planned_for_and_that_is_told(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    eventful = {**CLUSTER, "events": [{"rank": 0, "factor": 2.0, "after_samples": 100}]}
+    (place / "eventful.yaml").write_text(yaml.safe_dump(eventful))
+    assert plan("--emulate", "eventful.yaml", *RATES, "--search", "data") == 0
+    assert "the events of three are not planned for" in capsys.readouterr().err
+
+
+def test_one_sample_is_too_few_to_measure_blocks(mine: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*mine, "--data.options.count", "1", "--data.batch_size", "1", "--ranks", "1") == 2
+    assert "data mine:data has one sample to train on, but blocks are measured" in capsys.readouterr().err
+
+
+def test_equal_devices_that_measure_alike_are_of_one_kind() -> None:
+    groups = [DeviceGroup("fast", 3), DeviceGroup("fast", 3), DeviceGroup("slow", 2), DeviceGroup("fast", host="b")]
+    seconds = [1.0, 1.02, 5.0, 1.01]
+    profiles = [RankProfile("d", "h", StepTime(0.0, each)) for each in seconds]
+    times = times_of_kinds(groups, profiles)
+    assert [time.seconds_per_sample for time in times] == pytest.approx([1.01, 1.01, 5.0, 1.01])
+    assert times[0] == times[1]
+    profiles[1] = RankProfile("d", "h", StepTime(0.0, 1.2))  # busy with something else, or throttled
+    assert times_of_kinds(groups, profiles)[:2] == [StepTime(0.0, 1.0), StepTime(0.0, 1.2)]
 
 
 def test_what_does_not_fit(place: Path, mine: list[str], capsys: pytest.CaptureFixture[str]) -> None:

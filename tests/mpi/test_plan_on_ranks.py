@@ -6,8 +6,14 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_plan_on_ranks.py
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -26,8 +32,10 @@ from hetsync.config.schema import (
     RunConfig,
     SyncConfig,
 )
-from hetsync.errors import UserError
-from hetsync.plane.base import Plane
+from hetsync.errors import INTERRUPTED, UserError
+from hetsync.plan.evaluate import Costs, Evaluator
+from hetsync.plan.placement import Placement
+from hetsync.plane.base import Plane, decided_by_first
 from hetsync.stop_signal import StopSignal
 from hetsync.train.workplace import Workplace
 
@@ -123,6 +131,65 @@ def test_whole_models_are_measured_with_what_only_they_know(
     wired = replace(config(), sync=SyncConfig(0, wire="bfloat16"))
     asked = request(search="data", micro_batches=1)
     assert planning_ranks.plan_on_ranks(plane, wired, asked, place / "plan.yaml", measure=True) == 0
+
+
+def test_whole_models_are_then_measured_with_one_micro_batch_each(
+    plane: Plane, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning_ranks, "MEASURED_STEPS", 2)
+    wired = replace(config(), sync=SyncConfig(0, wire="bfloat16"))
+    assert planning_ranks.plan_on_ranks(plane, wired, request(search="data"), place / "plan.yaml", measure=True) == 0
+    plane.barrier()
+    written = yaml.safe_load((place / "plan.yaml").read_text())
+    assert {one.get("micro_batches", 1) for one in written["replicas"]} == {1}
+
+
+def test_only_plans_of_all_ranks_are_run(plane: Plane, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one micro-batch `list` leaves a rank without blocks, and with many it does not."""
+    monkeypatch.setattr(planning_ranks, "MEASURED_STEPS", 1)
+    output = place / "plan.yaml"
+    with pytest.raises(UserError, match=r"leaves rank \d without blocks"):
+        planning_ranks.plan_on_ranks(plane, config(), request(search="single"), output, measure=True)
+    assert not output.exists()
+    assert planning_ranks.plan_on_ranks(plane, config(), request(search="list"), output, measure=True) == 0
+    plane.barrier()
+    written = yaml.safe_load(output.read_text())
+    assert {rank for one in written["replicas"] for stage in one["stages"] for rank in stage["ranks"]} == {0, 1}
+
+
+def test_terminated_it_writes_the_best_so_far(
+    plane: Plane, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As launch/local does on Ctrl-C: all ranks hear SIGTERM."""
+    calls, evaluate = [], Evaluator.evaluate
+
+    def terminated(self: Evaluator, placement: Placement) -> Costs:
+        calls.append(placement)
+        if len(calls) == 12:
+            time.sleep(1.0)
+            signal.raise_signal(signal.SIGTERM)
+        return evaluate(self, placement)
+
+    monkeypatch.setattr(Evaluator, "evaluate", terminated)
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    heard = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
+
+    def decided(messages: Plane, decide: Callable[[], Any]) -> Any:
+        if signal.getsignal(signal.SIGTERM) is not before[1]:
+            plane.barrier()
+            if not messages.leads:
+                heard.start()
+        return decided_by_first(messages, decide)
+
+    monkeypatch.setattr(planning_ranks, "decided_by_first", decided)
+    status = planning_ranks.plan_on_ranks(plane, config(), request(), place / "plan.yaml", measure=True)
+    assert status == (INTERRUPTED if plane.rank == 0 else 0)
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    if plane.rank == 0:
+        assert "interrupted after 12 evaluations: this is the best so far" in capsys.readouterr().err
+        assert yaml.safe_load((place / "plan.yaml").read_text())["search"]["method"] == "data"
+    else:
+        assert heard.finished.is_set()
 
 
 @pytest.mark.ranks(2, 4)

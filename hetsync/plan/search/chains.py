@@ -15,9 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from hetsync.plan.evaluate import Evaluator
 from hetsync.plan.placement import Stage
 from hetsync.plan.search.contiguous import contiguous_replica
@@ -56,14 +53,14 @@ class Machines:
     step_seconds: Sequence[float]  # of a micro-batch, by class
     crossing: Sequence[float]  # bytes, before each group
     links: Sequence[Sequence[tuple[float, float]]]  # latency, seconds a byte
-    fits: Sequence[Sequence[Sequence[int]]]  # by class and stages behind: the last end of a stage, by its begin
+    fits: Sequence[Sequence[Sequence[Sequence[bool]]]]  # by class, stages behind, begin and end of a stage
     every_rank: bool  # whether no device may stay unused
 
     def begins(self, device: int, behind: int, end: int, more: bool) -> Iterator[int]:
         """Where a stage may begin that ends there, as far as memory goes; without more devices, only at the start."""
-        ends = self.fits[device][behind]
+        fits = self.fits[device][behind]
         # A stage that begins earlier may need less: of what it makes itself it receives nothing.
-        return (begin for begin in (range(end - 1, -1, -1) if more else (0,)) if ends[begin] >= end)
+        return (begin for begin in (range(end - 1, -1, -1) if more else (0,)) if fits[begin][end])
 
     def stage(self, begin: int, end: int, device: int, first: int) -> _Seconds:
         """With the link to the stage behind it, on a device of class `first`; -1 where there is none."""
@@ -129,7 +126,7 @@ def machines_of(
         limit, by_count = evaluator.limit_bytes[members[0]], []
         for left in range(1, len(ranks) + 1):
             in_flight = micro_batches if gpipe else min(left, micro_batches)
-            by_count.append(_last_ends(held + problem.run_saved_bytes(in_flight, samples) > limit))
+            by_count.append((held + problem.run_saved_bytes(in_flight, samples) <= limit).tolist())
         fits.append(by_count)
     links = [[evaluator.link(one[0], other[-1]) for other in classes] for one in classes]
     return Machines(
@@ -142,14 +139,6 @@ def machines_of(
         fits,
         problem.every_rank,
     )
-
-
-def _last_ends(lacks: npt.NDArray[np.bool_]) -> list[int]:
-    """By begin, the last end up to which no run of groups lacks memory."""
-    groups = len(lacks) - 1
-    behind = np.triu(lacks, 1)[:groups]
-    ends: list[int] = np.where(behind.any(axis=1), behind.argmax(axis=1) - 1, groups).tolist()
-    return ends
 
 
 def _first_guess(
@@ -166,7 +155,7 @@ def _first_guess(
         for stages_left, stage in enumerate(reversed(cut.stages)):
             device = device_of[stage.ranks[0]]
             begin, end = place_of[stage.blocks[0]], place_of[stage.blocks[-1] + 1]
-            if machines.fits[device][stages_left][begin] < end:
+            if not machines.fits[device][stages_left][begin][end]:
                 break
             chain = _extended(chain, machines.stage(begin, end, device, chain.device), end, device)
         else:

@@ -17,7 +17,7 @@ from hetsync.plan.slices import BACKWARD, FORWARD, WEIGHTS
 
 MOST_GROUPS = 24
 MOST_WORK = 8.0  # in the solver's own unit, about a second, by which it ends in the same place on any machine
-UNITS = 100_000  # in which the slowest device's step is told: the solver knows whole numbers
+UNITS = 100_000  # in which the fastest device's step is told: the solver knows whole numbers
 
 
 def can_search(problem: Problem) -> bool:
@@ -51,6 +51,7 @@ def best_ranks(asked: Pipeline, hint: Sequence[int]) -> list[int] | None:
     solver = cp_model.CpSolver()
     solver.parameters.num_workers, solver.parameters.random_seed = 1, 0
     solver.parameters.max_deterministic_time = MOST_WORK
+    solver.parameters.catch_sigint_signal = False  # or Ctrl-C would not end the search, now and later
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     groups = range(len(asked.problem.groups))
@@ -86,8 +87,9 @@ def _minimise_seconds(model: Any, asked: Pipeline, on: Mapping[tuple[int, int], 
     problem, ranks = asked.problem, asked.ranks
     evaluator, figures = problem.evaluator, group_figures(problem.evaluator, problem.groups)
     step = {rank: evaluator.times[rank].seconds(asked.samples) for rank in ranks}
-    unit = max(step.values()) / UNITS or 1.0
+    unit = min(step.values()) / UNITS or 1.0  # a device that is far slower is too slow by any figure
     longest = 100 * UNITS
+    most = 4 * (len(problem.groups) + 1) * longest  # that loads and links add up to
 
     def told(seconds: float) -> int:
         return min(longest, round(seconds / unit))
@@ -95,8 +97,8 @@ def _minimise_seconds(model: Any, asked: Pipeline, on: Mapping[tuple[int, int], 
     def load(rank: int, column: int) -> Any:
         return sum(on[group, rank] * told(part * step[rank]) for group, part in enumerate(figures[:, column]))
 
-    forward, backward, end = (model.new_int_var(0, 10 * longest, "") for _ in range(3))
-    begin = {rank: model.new_int_var(0, 10 * longest, "") for rank in ranks}
+    forward, backward, end = (model.new_int_var(0, most, "") for _ in range(3))
+    begin = {rank: model.new_int_var(0, most, "") for rank in ranks}
     done = {rank: begin[rank] + load(rank, FORWARD) + load(rank, BACKWARD) for rank in ranks}
     for rank in ranks:
         model.add(forward >= load(rank, FORWARD))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from hetsync.plan.search.objective import Weights, objective
 from hetsync.plan.search.placement_policy import PlacementPolicy
 from hetsync.plan.search.plain import whole
 from hetsync.plan.search.policy_file import SHIPPED, load_policy
-from hetsync.plan.search.registry import BEST, SEARCHES, arms_of, make_search
+from hetsync.plan.search.registry import BEST, SEARCHES, Part, make_search, parts_of
 from hetsync.plan.search.search import Problem, Scored
 
 MOST_LEADERS = 5
@@ -118,12 +119,11 @@ class Driver:
         return _fitting(self.best)
 
     def run(self, name: str) -> None:
-        """The search of this name, or all that the name stands for, each from the best of those before. `best` begins
-        with the policy that comes along where none is given. What one of several refuses is its part; UserError where
-        none can search."""
+        """The search of this name, or all that the name stands for. `best` begins with the policy that comes along
+        where none is given. What one of several refuses is its part; UserError where none can search."""
         self._ended = None
         try:
-            self._run_all(arms_of(name), name)
+            self._run_all(parts_of(name), name)
         finally:
             self._ended = time.process_time()
 
@@ -143,34 +143,42 @@ class Driver:
         method, one = self.leaders[place]
         return Found(self.problem.evaluator.with_shares(one.placement), one.costs, one.objective, method)
 
-    def _run_all(self, names: Sequence[str], name: str) -> None:
+    def _run_all(self, parts: Sequence[Part], name: str) -> None:
         policy = load_policy(SHIPPED) if name == BEST and self._policy is None else self._policy
-        for method in names:
-            if self._spent():
+        for part in parts:
+            if self._spent(self.budget):
                 return
-            arm = Arm(method)
+            arm = Arm(part.method)
             self.arms.append(arm)
             try:
-                self._run(arm, policy)
+                self._run(arm, part, policy)
             except UserError as mistake:
-                if len(names) == 1:
+                if len(parts) == 1:
                     raise
                 arm.refused = str(mistake)
 
-    def _run(self, arm: Arm, policy: PlacementPolicy | None) -> None:
-        begun = self.seconds
+    def _run(self, arm: Arm, part: Part, policy: PlacementPolicy | None) -> None:
+        begun, budget = self.seconds, self._budget_of(part)
+        before = sum(one.method == arm.method for one in self.arms) - 1  # which have drawn by other seeds
         try:
-            search = make_search(arm.method, self.problem, self.seed, self._start(arm.method), policy)
-            while not self._spent() and (proposed := search.propose()):
-                search.hear([self._score(arm, one) for one in proposed[: self._evaluations_left()]])
+            search = make_search(arm.method, self.problem, self.seed + before, self._start(part), policy)
+            while not self._spent(budget) and (proposed := search.propose()):
+                search.hear([self._score(arm, one) for one in proposed[: budget.evaluations - self.evaluations]])
                 self._watch(self)
         finally:
             arm.seconds = self.seconds - begun
 
-    def _start(self, method: str) -> Scored | None:
+    def _budget_of(self, part: Part) -> Budget:
+        """Up to where the part may come, counted from the beginning of all."""
+        evaluations, seconds = self.budget.evaluations, self.budget.seconds
+        evaluations = self.evaluations + math.ceil(part.most * (evaluations - self.evaluations))
+        return Budget(evaluations, None if seconds is None else self.seconds + part.most * (seconds - self.seconds))
+
+    def _start(self, part: Part) -> Scored | None:
         """The best plan from which it can begin."""
-        found = [arm.best for arm in self.arms if arm.best is not None]
-        found = [one for one in found if SEARCHES[method].begins_from(one.placement)]
+        arms = [arm for arm in self.arms if part.begins_with is None or arm.method in part.begins_with]
+        found = [arm.best for arm in arms if arm.best is not None]
+        found = [one for one in found if SEARCHES[part.method].begins_from(one.placement)]
         return min(found, key=self.problem.order, default=None)
 
     def _score(self, arm: Arm, placement: Placement) -> Scored:
@@ -199,18 +207,15 @@ class Driver:
         self.evaluations += 1
         return self.problem.evaluator.evaluate(placement)
 
-    def _evaluations_left(self) -> int:
-        return self.budget.evaluations - self.evaluations
-
-    def _spent(self) -> bool:
-        seconds = self.budget.seconds
-        return self._evaluations_left() <= 0 or (seconds is not None and self.seconds >= seconds)
+    def _spent(self, budget: Budget) -> bool:
+        seconds = budget.seconds
+        return self.evaluations >= budget.evaluations or (seconds is not None and self.seconds >= seconds)
 
     def _reference(self) -> tuple[str, Costs]:
         problem, evaluator = self.problem, self.problem.evaluator
         if len(problem.ranks) <= evaluator.training.batch_size:
             costs = self._evaluate(whole(evaluator, problem.ranks, 1))
-            if costs.feasible or self._evaluations_left() <= 0:
+            if costs.feasible or self.evaluations >= self.budget.evaluations:
                 return "data", costs
         number = problem.numbers_for(1)[-1]
         return "list", self._evaluate(list_placement(problem, (problem.ranks,), number))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from hetsync.errors import UserError, did_you_mean
 from hetsync.plan.search.contiguous import Contiguous
 from hetsync.plan.search.exact import Exact
@@ -35,30 +37,46 @@ SEARCHES: dict[str, type[Search]] = {
 BEST = "best"
 CHEAP = ("data", "single", "contiguous", "list")  # an evaluation for each number of micro-batches, and no time
 BASELINES = (*CHEAP, "exact")  # what they propose depends on no other search
-ARMS = {  # each from the best of those before
-    "local": (*BASELINES, "local"),
-    "ppo-time": (*CHEAP, "ppo-time"),
-    "trinity": (*CHEAP, "trinity"),
-    BEST: (*BASELINES, "local", "trinity"),
+
+
+class Part(NamedTuple):
+    """A search among several, one after another.
+
+    Attributes:
+        most: The part that it may spend of the budget that is left; what it does not spend is for those behind.
+        begins_with: From the best plan of these it begins; None is all before it.
+    """
+
+    method: str
+    most: float = 1.0
+    begins_with: tuple[str, ...] | None = None
+
+
+PARTS = {
+    name: tuple(part if isinstance(part, Part) else Part(part) for part in parts)
+    for name, parts in {
+        "local": (*BASELINES, "local"),
+        "ppo-time": (*CHEAP, "ppo-time"),
+        "trinity": (*CHEAP, "trinity"),
+        # The plans of `exact` and `local` may be far from any better one: Trinity begins elsewhere, once.
+        BEST: (*BASELINES, Part("local", 1 / 3), Part("trinity", 1 / 2, CHEAP), "local", "trinity"),
+    }.items()
 }
 
 
-def arms_of(name: str) -> tuple[str, ...]:
-    """The searches that a name stands for. UserError where there is none of this name.
-
-    `best` begins as `local` does, evaluation by evaluation: so on no budget is it worse.
-    """
-    if name in ARMS:
-        return ARMS[name]
+def parts_of(name: str) -> tuple[Part, ...]:
+    """The searches that a name stands for, one after another. UserError where there is none of this name."""
+    if name in PARTS:
+        return PARTS[name]
     if name not in SEARCHES:
         known = [BEST, *SEARCHES]
         raise UserError(f"there is no search {name}{did_you_mean(name, known)}: use {', '.join(known)}")
-    return (name,)
+    return (Part(name),)
 
 
 def takes_policy(name: str) -> bool:
-    """Whether any of the searches that the name stands for begins with a policy. UserError as in `arms_of`."""
-    return any(issubclass(SEARCHES[arm], Trinity) for arm in arms_of(name))
+    """Whether any of the searches that the name stands for begins with a policy. UserError as in `parts_of`."""
+    return any(issubclass(SEARCHES[part.method], Trinity) for part in parts_of(name))
 
 
 def make_search(

@@ -7,7 +7,7 @@ import pytest
 from hetsync.balance.profile import RankProfile, StepTime
 from hetsync.config.schema import SyncConfig
 from hetsync.emulation.cluster import Cluster, DeviceGroup, Link
-from hetsync.plan.rounds import Replicas, Rounds, quorums, segments
+from hetsync.plan.rounds import GradientCost, Replicas, Rounds, buckets_of_blocks, quorums, segments
 from hetsync.simulate.scenario import Scenario, Traffic
 from hetsync.simulate.simulation import Simulation
 
@@ -63,10 +63,22 @@ def test_buckets_travel_while_backward_runs():
     """Four of a quarter each: the last is full when backward ends; one alone, or a pipeline, waits for all of it."""
     devices = Cluster("made up", "made up", (DeviceGroup("d", 2),), Link(0.0, 100.0))
     replicas = Replicas((1, 1), (12.0, 12.0))
+    blocks = [GradientCost(1 / 6, 100, 100)] * 4
     for bucket_bytes, whole, seconds in ((100, True, 13), (400, True, 16), (100, False, 16)):
-        rounds = Rounds({(0, 1): 400}, devices, SyncConfig(delay_bound=0, bucket_bytes=bucket_bytes))
-        told = Replicas(replicas.shares, replicas.seconds, whole)
-        assert rounds.step_seconds(told, rounds.seconds(12.0)) == pytest.approx(seconds)
+        sync = SyncConfig(delay_bound=0, bucket_bytes=bucket_bytes)
+        buckets = buckets_of_blocks(1 / 3, blocks, bucket_bytes) if whole else ()
+        rounds = Rounds({(0, 1): 400}, devices, sync, buckets)
+        assert rounds.step_seconds(replicas, rounds.seconds(12.0)) == pytest.approx(seconds)
+
+
+def test_what_the_first_block_holds_leaves_last():
+    """An embedding of 300 bytes, whose gradient is there once backward has ended."""
+    devices = Cluster("made up", "made up", (DeviceGroup("d", 2),), Link(0.0, 100.0))
+    for sizes, seconds in (([300, 100], 12 + 3), ([100, 300], 12 + 1)):
+        sync = SyncConfig(delay_bound=0, bucket_bytes=300)
+        buckets = buckets_of_blocks(0.4, [GradientCost(0.3, size, size) for size in sizes], 300)
+        rounds = Rounds({(0, 1): 400}, devices, sync, buckets)
+        assert rounds.step_seconds(Replicas((1, 1), (12.0, 12.0)), rounds.seconds(12.0)) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -82,3 +94,10 @@ def test_a_quorum_of_all_waits_for_the_slowest():
     replicas = Replicas((5, 5), (1.0, 9.0))
     assert Rounds({(0, 1): 4}, devices, SyncConfig(quorum=1.0)).step_seconds(replicas, 0.0) == 9.0
     assert Rounds({(0, 1): 4}, devices, SyncConfig()).step_seconds(replicas, 0.0) == pytest.approx(10 / (5 + 5 / 9))
+
+
+def test_buckets_fill_by_what_is_summed_and_are_full_with_their_last_weights():
+    """Half of each byte is carried; the block between has no weights, so nothing waits for it."""
+    blocks = [GradientCost(0.2, 100, 50), GradientCost(0.2, 0, 0), GradientCost(0.2, 100, 50)]
+    assert buckets_of_blocks(0.4, blocks, 100) == [(pytest.approx(0.6), 50), (pytest.approx(1.0), 50)]
+    assert buckets_of_blocks(0.4, blocks, 200) == [(pytest.approx(1.0), 100)]

@@ -60,6 +60,24 @@ def run(tmp_path: Path, config: Config, replicas: list[dict[str, Any]], resume: 
 
 
 @pytest.mark.parametrize(
+    ("failing", "sentence"),
+    [
+        ("hetsync.train.planned.measured", "times the whole model, which this one does not hold"),
+        ("hetsync.train.planned_in_step.ReplicasInStep._step", "or give this rank's stage fewer blocks"),
+    ],
+)
+def test_too_little_memory_is_mended_in_the_plan(
+    failing: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(failing, short)
+    with pytest.raises(UserError, match=f"out of GPU memory: .*{sentence}"):
+        run(tmp_path, recipe(tmp_path), ALONE)
+
+
+@pytest.mark.parametrize(
     ("section", "key", "value"),
     [
         ("sync", "accumulation", 2),

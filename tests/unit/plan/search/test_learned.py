@@ -22,7 +22,7 @@ from hetsync.plan.search.masks import Masks
 from hetsync.plan.search.placement_policy import untrained
 from hetsync.plan.search.policy_file import SHIPPED, Specification, load_policy, save_policy
 from hetsync.plan.search.pretraining import pretrain
-from hetsync.plan.search.registry import CHEAP, make_search
+from hetsync.plan.search.registry import CHEAP, Part, make_search
 from hetsync.plan.search.reinforce import Placer
 from hetsync.plan.search.search import Problem, Scored
 from hetsync.plan.search.trinity import _Plan
@@ -145,7 +145,7 @@ def test_trinity_begins_with_stages_where_whole_replicas_are_best():
     assert driver.found().method == "data"
     best = {arm.method: arm.best for arm in driver.arms}
     known = min((best[name] for name in CHEAP[1:]), key=driver.problem.order)
-    assert driver._start("trinity") == min(known, best["trinity"], key=driver.problem.order)
+    assert driver._start(Part("trinity")) == min(known, best["trinity"], key=driver.problem.order)
 
 
 def test_trinity_begins_with_replicas_of_many_micro_batches_too():

@@ -16,7 +16,7 @@ from hetsync.plan.evaluate import Evaluator, Training
 from hetsync.plan.placement import Placement, Replica, Stage, as_plan_file, place
 from hetsync.plan.search.driver import Budget, Driver
 from hetsync.plan.search.plain import whole
-from hetsync.plan.search.registry import SEARCHES, arms_of, make_search
+from hetsync.plan.search.registry import SEARCHES, make_search, parts_of
 from hetsync.plan.search.search import Problem, Search, micro_batch_numbers
 
 
@@ -164,7 +164,7 @@ def test_more_ranks_than_blocks():
 
 def test_there_is_no_such_search():
     with pytest.raises(UserError, match=r"no search contigous \(did you mean contiguous\?\): use best, contig"):
-        arms_of("contigous")
+        parts_of("contigous")
 
 
 def test_the_budget_is_kept_to_the_evaluation(monkeypatch):
