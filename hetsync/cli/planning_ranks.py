@@ -60,10 +60,30 @@ class _Searched(NamedTuple):
 
 def plan_on_ranks(plane: Plane, config: Config, request: Request, output: Path | None, measure: bool) -> int:
     """Collective: rank 0 searches; with `measure` all run the best plans, and the fastest is taken. The exit status."""
-    runs = output is not None or measure
+    with _Interrupts(plane) as interrupts:
+        found, plans = _found(plane, config, request, output is not None or measure, measure, interrupts)
+    if found and plans and output is not None:
+        write_plan(plans[0], output)  # running it may fail, and searching took long
+        print(f"wrote {output}, the best by prediction; now the {len(plans)} best are run")
+    if config.emulation.profile is not None:  # plans are run at the speed that they were found for
+        rate = plane.broadcast_object(found.rate if found else None)
+        config = replace(config, emulation=replace(config.emulation, samples_per_second=rate))
+    with _Interrupts(plane):
+        rehearsed = _rehearsed(plane, config, plans) if plans else []
+    if found is None:
+        return 0
+    place = _chosen(found.driver, rehearsed) if plans else None
+    interrupted = found.interrupted or interrupts.heard
+    return tell(config, request, found.driver, found.model, output, interrupted, place)
+
+
+def _found(
+    plane: Plane, config: Config, request: Request, runs: bool, measure: bool, interrupts: _Interrupts
+) -> tuple[_Searched | None, list[PlanFile]]:
+    """Collective: what rank 0 has searched, there, and the plans that are to be run."""
     request, terms = decided_by_first(plane, lambda: _checked(plane.size, config, request, measure, runs))
     here = _ranks_here(plane, config) if config.emulation.profile is None else None
-    found: list[_Searched] = []  # rank 0's
+    found: list[_Searched] = []
 
     def searched() -> list[PlanFile]:
         """What is to be run; nothing once it was interrupted."""
@@ -75,30 +95,18 @@ def plan_on_ranks(plane: Plane, config: Config, request: Request, output: Path |
         places = range(len(driver.leaders) if measure and not interrupted else 0)
         return [plan_file_of(config, driver, model, driver.found(place)) for place in places]
 
-    with _Interrupts(plane) as interrupts:
-        plans = decided_by_first(plane, searched)
-    if found and plans and output is not None:
-        write_plan(plans[0], output)  # running it may fail, and searching took long
-        print(f"wrote {output}, the best by prediction; now the {len(plans)} best are run")
-    if config.emulation.profile is not None:  # plans are run at the speed that they were found for
-        rate = plane.broadcast_object(found[0].rate if found else None)
-        config = replace(config, emulation=replace(config.emulation, samples_per_second=rate))
-    rehearsed = _rehearsed(plane, config, plans) if plans else []
-    if not found:
-        return 0
-    driver, model, interrupted, _ = found[0]
-    place = _chosen(driver, rehearsed) if plans else None
-    return tell(config, request, driver, model, output, interrupted or interrupts.heard, place)
+    plans = decided_by_first(plane, searched)
+    return (found[0] if found else None), plans
 
 
 class _Interrupts:
-    """Inside, Ctrl-C, and SIGTERM, which launchers make of it, raise KeyboardInterrupt on rank 0 until its search has
-    `ended`, and are `heard` after that; the other ranks go on waiting for its word. A second one ends the process."""
+    """Inside, Ctrl-C, and SIGUSR1 and SIGTERM, which launchers make of it, raise KeyboardInterrupt on rank 0 until its
+    search has `ended`, and are `heard` after that; the other ranks wait for its word. A second one ends the process."""
 
     def __init__(self, plane: Plane) -> None:
         self.heard = False
         self._raises = plane.leads
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         self._before = {each: signal.getsignal(each) for each in numbers}
 
     def __enter__(self) -> _Interrupts:
