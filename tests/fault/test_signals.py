@@ -115,18 +115,42 @@ def test_a_storm_of_signals(folder: Path, ranks: int | None) -> None:
     assert_saved(folder, done.out)
 
 
+def local_launcher(folder: Path) -> str:
+    """launch/local, with the environment of these tests in place of one to be installed."""
+    (folder / "launch").mkdir()
+    (folder / "launch" / "environment").write_text('fail() { echo "$*" >&2; exit 1; }\n')
+    return str(shutil.copy(ROOT / "launch" / "local", folder / "launch" / "local"))
+
+
+PROGRAMS = {"PATH": f"{Path(program('hetsync-train')).parent}:{os.environ['PATH']}"}
+
+
+def test_a_search_for_a_plan_ends_with_the_best_so_far(folder: Path) -> None:
+    search = ["hetsync", "plan", "--emulate", "cluster.yaml", "--search", "random", "--evaluations", "1000000000"]
+    search += ["--run.profile_seconds", "0.1", "--output", "plan.yaml"]
+    env = {**PROGRAMS, "XDG_CACHE_HOME": str(folder / "cache")}
+    with started([local_launcher(folder), "2", "--", *search], folder, env) as job:
+        deadline = time.monotonic() + SECONDS
+        while not list(folder.glob("cache/hetsync/plan/*.json")):  # blocks have been measured
+            assert job.poll() is None, finished(job).story
+            assert time.monotonic() < deadline, "nothing was measured in time"
+            time.sleep(0.1)
+        time.sleep(3.0)
+        os.killpg(job.pid, signal.SIGINT)
+        done = finished(job, seconds=60)
+    assert done.status == INTERRUPTED, done.story
+    assert "this is the best so far" in done.err
+    assert "random: the best of " in done.out
+    assert (folder / "plan.yaml").exists()
+
+
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGTERM, TERMINATED), (signal.SIGINT, INTERRUPTED), (signal.SIGUSR1, STOPPED)],
 )
 def test_the_local_launcher_lets_signals_through(folder: Path, number: signal.Signals, status: int) -> None:
     """mpirun itself would kill the ranks within half a second."""
-    (folder / "launch").mkdir()
-    local = shutil.copy(ROOT / "launch" / "local", folder / "launch" / "local")
-    # The environment of these tests in place of one to be installed.
-    (folder / "launch" / "environment").write_text('fail() { echo "$*" >&2; exit 1; }\n')
-    programs = {"PATH": f"{Path(program('hetsync-train')).parent}:{os.environ['PATH']}"}
-    with started([str(local), "2", *words()], folder, programs) as job:
+    with started([local_launcher(folder), "2", *words()], folder, PROGRAMS) as job:
         trains(job, folder)
         os.killpg(job.pid, number)
         done = finished(job, seconds=60)
