@@ -9,9 +9,15 @@ from hetsync.config.checks import expected
 from hetsync.config.recipe_file import RENAMED, settings
 from hetsync.errors import brief, did_you_mean
 
+RESTRICTED = {
+    "PositiveInt": "a whole number above 0",
+    "NonNegativeInt": "a whole number, at least 0",
+    "PositiveFloat": "a number above 0",
+}
+
 
 def explain(message: str, short_forms: Collection[str] = ()) -> str:
-    """One sentence. `short_forms`: options that are no keys."""
+    """One sentence. `short_forms`: options beside those of keys."""
     if found := re.match(r'Parser key "([\w.]+)":', message):
         return _wrong_value(found[1], message)
     if found := re.match(r"Group '(\w+)' does not accept option '(\w+)'", message):
@@ -39,7 +45,15 @@ def _wrong_value(key: str, message: str) -> str:
     value = re.search(r"(?:Given|Got) value: (.*)", message)
     if kind is None:
         inside = [name for name in kinds if name.startswith(f"{key}.")]
-        return f"{key} holds keys of its own: give these, such as {inside[0]}" if inside else message
+        return f"{key} holds keys of its own: give these, such as {inside[0]}" if inside else _own_option(key, message)
     if value is None:
         return f"{key} must be {expected(kind)} ({brief(message.partition(':')[2].strip())})"
     return f"{key} is {brief(value[1].strip()) or 'empty'}: it must be {expected(kind)}"
+
+
+def _own_option(name: str, message: str) -> str:
+    """Of a command, with a number of a restricted type."""
+    found = re.search(r"Not of type (\w+): (?:(\S+) does not|.*: '(.*)')", message)
+    if found is None or found[1] not in RESTRICTED:
+        return message
+    return f"--{name.replace('_', '-')} is {brief(found[2] or found[3])}: give {RESTRICTED[found[1]]}"

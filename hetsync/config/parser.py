@@ -29,7 +29,7 @@ class RecipeParser(jsonargparse.ArgumentParser):
     """Takes the keys of a recipe. Helps on rank 0 only: every rank parses the same words."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise UserError(explain(message, SHORT_FORMS))
+        raise UserError(explain(message, [*SHORT_FORMS, *self._option_string_actions]))
 
     def print_help(self, *args: Any, **kwargs: Any) -> None:
         if first_rank():
