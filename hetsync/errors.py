@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import re
 import sys
 import time
@@ -21,6 +22,7 @@ TOO_FEW_LEFT = 86  # of one that has saved since too few ranks are left: requeue
 LONGEST_SHOWN = 100  # characters of a value
 LONGEST_SENTENCE = 1000  # characters
 REPEAT_SECONDS = 60.0
+STANDARD_ERROR = 2  # its file descriptor
 
 
 class UserError(ValueError):
@@ -36,16 +38,21 @@ class OwnMistakeError(UserError):
 
 def complain(sentence: str) -> None:
     """Tell whoever started the job, on standard error."""
-    with contextlib.suppress(OSError):  # a full disk or a closed pipe ends no job
-        sys.stderr.write(f"hetsync: {sentence}\n")  # not print: unbuffered, it writes the line's end apart
-        sys.stderr.flush()
+    _write(f"hetsync: {sentence}\n")
 
 
 def announce(what: str) -> None:
     """Say what is about to happen, on standard error: nothing is wrong."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"{what}\n")
-        sys.stderr.flush()
+    _write(f"{what}\n")
+
+
+def _write(line: str) -> None:
+    with contextlib.suppress(OSError):  # a full disk or a closed pipe ends no job
+        try:
+            sys.stderr.write(line)  # not print: unbuffered, it writes the line's end apart
+            sys.stderr.flush()
+        except RuntimeError:  # a signal's handler speaks, and has interrupted this thread in the middle of the same
+            os.write(STANDARD_ERROR, line.encode(errors="backslashreplace"))
 
 
 def brief(value: object) -> str:
