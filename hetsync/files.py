@@ -40,6 +40,16 @@ def write_atomically(path: Path, content: str | bytes, otherwise: str = "choose 
         raise DiskError(f"cannot write {path}: {error.strerror}; free space or {otherwise}") from error
 
 
+def user_cache(name: str) -> Path:
+    """The folder of this name in the user's cache. UserError where nothing says where that is."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetsync" / name
+    except RuntimeError as error:  # an account without a home, as in some containers
+        raise UserError(
+            "there is no home folder to keep a cache in: let XDG_CACHE_HOME name a folder, or set HOME"
+        ) from error
+
+
 def check_writable(path: Path) -> None:
     """DiskError, before anything that takes long, where no file can be written there."""
     _check_name(path)

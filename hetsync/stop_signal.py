@@ -58,6 +58,37 @@ class StopSignal:
 
 
 @contextmanager
+def handled(handle: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Inside, the signals go to `handle`, but for those that are ignored, as nohup has it. In the main thread."""
+    found = {number: signal.getsignal(number) for number in STATUSES}
+    before = {number: handler for number, handler in found.items() if handler not in (signal.SIG_IGN, None)}
+    try:
+        for number in before:
+            signal.signal(number, handle)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Interrupts:
+    """Of a command that looks for something, and has the best so far: `hear` is for `handled`. While it `raises`, the
+    first signal raises KeyboardInterrupt; else it is `heard`. SIGUSR1 may come again, as launchers ask by it; a second
+    one of the others ends the process."""
+
+    def __init__(self, raises: bool) -> None:
+        self.raises, self.heard = raises, False
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGUSR1:
+            for other in ONCE:
+                signal.signal(other, signal.SIG_DFL)
+        self.heard, raises, self.raises = True, self.raises, False
+        if raises:
+            raise KeyboardInterrupt
+
+
+@contextmanager
 def signals_held() -> Iterator[None]:
     """Processes started inside never hear the signals, which launchers and terminals send to whole groups: only ranks
     are meant. What is blocked here stays so in the new process, which therefore ends by itself or by SIGKILL."""

@@ -17,7 +17,7 @@ from hetsync.config.parser import make_parser, parse_recipe
 from hetsync.config.schema import Config
 from hetsync.errors import UserError, brief
 from hetsync.files import check_writable
-from hetsync.launchers import first_rank, launched_by_torch, ranks_started
+from hetsync.launchers import launched_by_torch, ranks_started
 
 SEARCHING = [
     "ranks",
@@ -71,13 +71,13 @@ def main(argv: Sequence[str]) -> NoReturn:
         config.fault.check_uninjected("hetsync plan")
         output, shown = (None if path is None else Path(path) for path in (told.output, told.explain))
         alone = ranks_started() == 1 and launched_by_torch() < 2
-        if output is not None and first_rank():  # who writes it
+        if output is not None and alone:  # else rank 0 says so, once ranks can speak
             check_writable(output)
         if not alone and (told.pretrain or shown is not None):
             option = "--pretrain" if told.pretrain else "--explain"
             raise UserError(f"{option} is for one process, and there are several: start it without a launcher")
-        if told.seed is not None:
-            at_least("--seed", int(told.seed), 0)
+        for option, number in (("--seed", told.seed), ("--evaluations", told.evaluations)):
+            at_least(option, None if number is None else int(number), 0)
         if told.pretrain:
             _refuse_beside("--pretrain", told, [name for name in (*SEARCHING, "explain") if name != "seed"])
             if config.emulation.profile is not None:
@@ -168,7 +168,7 @@ def parse_micro_batches(text: str) -> int | None:
     """A number, or None for auto. UserError for anything else."""
     if text == "auto":
         return None
-    if text.isdecimal() and int(text) > 0:
+    if text.isdecimal() and len(text) < 10 and int(text) > 0:
         return int(text)
     raise UserError(f"--micro-batches is {brief(text)}: give a whole number above 0, or auto")
 

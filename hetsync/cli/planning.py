@@ -23,15 +23,15 @@ from hetsync.plan.explain import predicted, told_costs, told_reasons, told_searc
 from hetsync.plan.graph import BlockCost
 from hetsync.plan.placement import as_plan_file, place
 from hetsync.plan.plan_file import PlanFile, SearchRecord, TriedSearch, mistakes_in, read_plan, write_plan
-from hetsync.plan.recipe import PlannableModel, plannable_model
+from hetsync.plan.recipe import PlannableModel, check_cut_settings, plannable_model
 from hetsync.plan.search.driver import Arm, Budget, Driver, Found
 from hetsync.plan.search.objective import Weights, check_weights, figures_of
 from hetsync.plan.search.placement_policy import PlacementPolicy
 from hetsync.plan.search.policy_file import load_policy
-from hetsync.plan.search.registry import takes_policy
+from hetsync.plan.search.registry import cuts, takes_policy
 from hetsync.plan.search.search import LEAST_SAMPLES, MOST_GROUPS, Problem, micro_batch_numbers
 from hetsync.simulate.recipe import build
-from hetsync.train.planned import check_settings
+from hetsync.stop_signal import Interrupts, handled
 
 MOST_MICRO_BATCHES_GIVEN = 1024
 MOST_EVALUATIONS = 1000  # where the user names no number
@@ -68,9 +68,12 @@ def plan(config: Config, request: Request, output: Path | None) -> int:
     cluster = planned_cluster(config)
     ranks = request.ranks or cluster.size
     check_request(request, cluster.size, ranks, config.data.batch_size)
-    model, evaluator, _ = prepared(config, cluster, ranks)
-    driver, interrupted = search(request, terms, model, evaluator, runs)
-    return tell(config, request, driver, model, output, interrupted)
+    interrupts = Interrupts(raises=True)
+    with handled(interrupts.hear):
+        model, evaluator, _ = prepared(config, cluster, ranks)
+        driver, interrupted = search(request, terms, model, evaluator, runs)
+        interrupts.raises = False
+        return tell(config, request, driver, model, output, interrupted or interrupts.heard)
 
 
 def terms_of(request: Request) -> Terms:
@@ -90,7 +93,7 @@ def for_jobs(config: Config, request: Request) -> Request:
     """The request for plans that a job of these settings runs: some know only whole models that take their share at
     once. UserError where others are asked for."""
     try:
-        check_settings(config)
+        check_cut_settings(config)
     except UserError as mistake:
         if request.search != "data" or request.micro_batches not in (None, 1):
             raise UserError(f"{mistake}, or plan with --search data and --micro-batches 1") from None
@@ -107,18 +110,24 @@ def check_request(request: Request, devices: int, ranks: int, batch_size: int) -
 
 
 def search(
-    request: Request, terms: Terms, model: PlannableModel, evaluator: Evaluator, runs: bool
+    request: Request,
+    terms: Terms,
+    model: PlannableModel,
+    evaluator: Evaluator,
+    runs: bool,
+    deadline: float | None = None,
 ) -> tuple[Driver, bool]:
     """And whether it was interrupted, with a plan that fits; without one KeyboardInterrupt goes on. `runs`: only plans
-    count that a job can run."""
+    count that a job can run. `deadline`: by the monotonic clock, for those who wait."""
     _tell_uncut(model)
-    if runs and request.search not in ("data", "single"):
+    if runs and cuts(request.search):
         _check_loss(model)
     ranks, replicas = len(evaluator.times), len(request.replicas or (0,))
     numbers = micro_batch_numbers(request.micro_batches, evaluator.training.batch_size, replicas)
     least = LEAST_SAMPLES if request.micro_batches is None else 1
-    problem = Problem(evaluator, numbers, request.replicas, _groups(request, ranks), runs, least)
-    budget = Budget(request.evaluations, request.seconds)
+    groups = _groups(request, ranks)
+    problem = Problem(evaluator, numbers, request.replicas, groups, every_rank=runs, least_samples=least)
+    budget = Budget(request.evaluations, request.seconds, deadline)
     with Console(stderr=True, highlight=False).status("search") as line:
         driver = Driver(
             problem, terms.weights, budget, request.seed, lambda it: line.update(_told_so_far(it)), terms.policy
@@ -146,6 +155,8 @@ def tell(
     found, ranks = driver.found(measured or 0), len(driver.problem.ranks)
     file = plan_file_of(config, driver, model, found)
     assert file.predicted is not None
+    if output is not None:  # before anything that may fail, such as a pipe that nobody reads
+        write_plan(file, output)
     blocks = len(model.cut.graph.blocks)
     print(f"{request.search}: the best of {driver.evaluations} plans for {blocks} blocks on {ranks} ranks")
     print(*told_stages(file), *told_costs(file.predicted), sep="\n")
@@ -153,7 +164,6 @@ def tell(
     if measured is None:  # of what was measured nobody knows data's
         print(_break_even(driver, found))
     if output is not None:
-        write_plan(file, output)
         print(f"wrote {output}")
     if interrupted:
         complain(f"interrupted after {driver.evaluations} evaluations: this is the best so far")
@@ -197,7 +207,7 @@ def _recorded(driver: Driver, found: Found) -> SearchRecord:
         weights=tuple(short(weight) for weight in driver.objective.weights),
         objective=short(found.objective),
         bound=short(driver.bound),
-        gap=short(max(0.0, found.objective / driver.bound - 1)) if driver.bound else None,
+        gap=None if (gap := driver.gap_of(found.objective)) is None else short(gap),
         tried=tried,
     )
 

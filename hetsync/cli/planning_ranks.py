@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import signal
 import tempfile
-from collections.abc import Sequence
+import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
-from types import FrameType
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from hetsync import data
-from hetsync.balance.profile import RankProfile, StepTime
 from hetsync.cli.planning import (
     Prepared,
     Request,
@@ -30,8 +26,8 @@ from hetsync.cli.planning import (
     terms_of,
 )
 from hetsync.config.schema import Config
-from hetsync.emulation.cluster import DeviceGroup
 from hetsync.errors import UserError, announce
+from hetsync.files import check_writable
 from hetsync.plan.assignment import given_plan
 from hetsync.plan.evaluate import Evaluator
 from hetsync.plan.plan_file import PlanFile, write_plan
@@ -40,12 +36,11 @@ from hetsync.plan.search.driver import Driver
 from hetsync.plan.search.objective import figures_of
 from hetsync.plane.base import Plane, decided_by_first
 from hetsync.profiling.report import profile_cluster
+from hetsync.stop_signal import Interrupts, handled
 from hetsync.train.rehearsal import rehearse
 from hetsync.train.workplace import Workplace, take_place
 
 MEASURED_STEPS = 10  # of each plan, after one that warms up
-ALIKE = 0.05  # by which the rates of equal devices are measured to differ, at most
-RATE_SAMPLES = 16  # of the slices that have these rates
 PROFILE_SECONDS = 2.0  # at most, for how fast ranks are: each plan's job finds it out anew
 
 
@@ -59,39 +54,55 @@ class _Searched(NamedTuple):
 
 
 def plan_on_ranks(plane: Plane, config: Config, request: Request, output: Path | None, measure: bool) -> int:
-    """Collective: rank 0 searches; with `measure` all run the best plans, and the fastest is taken. The exit status."""
-    with _Interrupts(plane) as interrupts:
-        found, plans = _found(plane, config, request, output is not None or measure, measure, interrupts)
-    if found and plans and output is not None:
-        write_plan(plans[0], output)  # running it may fail, and searching took long
-        print(f"wrote {output}, the best by prediction; now the {len(plans)} best are run")
-    if config.emulation.profile is not None:  # plans are run at the speed that they were found for
-        rate = plane.broadcast_object(found.rate if found else None)
-        config = replace(config, emulation=replace(config.emulation, samples_per_second=rate))
-    with _Interrupts(plane):
+    """Collective: rank 0 searches; with `measure` all run the best plans, and the fastest is taken. The exit status.
+
+    Who asks it to end asks rank 0, for whose word the others wait.
+    """
+    interrupts = Interrupts(raises=plane.leads)
+    with handled(interrupts.hear):
+        found, plans = _found(plane, config, request, output, measure, interrupts)
+        if found and plans and output is not None:
+            print(f"wrote {output}, the best by prediction; now the {len(plans)} best are run")
+        if config.emulation.profile is not None:  # plans are run at the speed that they were found for
+            rate = plane.broadcast_object(found.rate if found else None)
+            config = replace(config, emulation=replace(config.emulation, samples_per_second=rate))
+        interrupts.raises = plane.leads  # what was found is written, and the rest can only be broken off
         rehearsed = _rehearsed(plane, config, plans) if plans else []
-    if found is None:
-        return 0
-    place = _chosen(found.driver, rehearsed) if plans else None
-    interrupted = found.interrupted or interrupts.heard
-    return tell(config, request, found.driver, found.model, output, interrupted, place)
+        interrupts.raises = False
+        if found is None:
+            return 0
+        place = _chosen(found.driver, rehearsed) if plans else None
+        interrupted = found.interrupted or interrupts.heard
+        return tell(config, request, found.driver, found.model, output, interrupted, place)
 
 
 def _found(
-    plane: Plane, config: Config, request: Request, runs: bool, measure: bool, interrupts: _Interrupts
+    plane: Plane, config: Config, request: Request, output: Path | None, measure: bool, interrupts: Interrupts
 ) -> tuple[_Searched | None, list[PlanFile]]:
-    """Collective: what rank 0 has searched, there, and the plans that are to be run."""
-    request, terms = decided_by_first(plane, lambda: _checked(plane.size, config, request, measure, runs))
-    here = _ranks_here(plane, config) if config.emulation.profile is None else None
+    """Collective: what rank 0 has searched, there, and the plans that are to be run. The best is written at once:
+    whatever fails later, searching took long."""
+    terms: list[Terms] = []  # rank 0's, as is what is found
     found: list[_Searched] = []
+    runs, deadline = output is not None or measure, time.monotonic() + config.run.timeout_seconds
+
+    def checked() -> Request:
+        if output is not None:
+            check_writable(output)
+        terms.append(terms_of(request))
+        return _checked(plane.size, config, request, measure, runs)
+
+    request = decided_by_first(plane, checked)
+    here = _ranks_here(plane, config) if config.emulation.profile is None else None
 
     def searched() -> list[PlanFile]:
         """What is to be run; nothing once it was interrupted."""
         model, evaluator, rate = here or _emulated(plane.size if measure else request.ranks, config)
-        driver, interrupted = search(request, terms, model, evaluator, runs)
-        interrupts.ended()
+        driver, interrupted = search(request, terms[0], model, evaluator, runs, deadline)
+        interrupts.raises = False
         found.append(_Searched(driver, model, interrupted, rate))
-        driver.found()  # says why, where nothing fits
+        best = plan_file_of(config, driver, model, driver.found())  # says why, where nothing fits
+        if output is not None:
+            write_plan(best, output)
         places = range(len(driver.leaders) if measure and not interrupted else 0)
         return [plan_file_of(config, driver, model, driver.found(place)) for place in places]
 
@@ -99,39 +110,8 @@ def _found(
     return (found[0] if found else None), plans
 
 
-class _Interrupts:
-    """Inside, Ctrl-C, and SIGUSR1 and SIGTERM, which launchers make of it, raise KeyboardInterrupt on rank 0 until its
-    search has `ended`, and are `heard` after that; the other ranks wait for its word. A second one ends the process."""
-
-    def __init__(self, plane: Plane) -> None:
-        self.heard = False
-        self._raises = plane.leads
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        self._before = {each: signal.getsignal(each) for each in numbers}
-
-    def __enter__(self) -> _Interrupts:
-        for each, handler in self._before.items():
-            if handler is not signal.SIG_IGN:  # as nohup has it
-                signal.signal(each, self._hear)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
-
-    def ended(self) -> None:
-        self._raises = False
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.heard = True
-        for each in self._before:
-            signal.signal(each, signal.SIG_DFL)
-        if self._raises:
-            raise KeyboardInterrupt
-
-
-def _checked(ranks: int, config: Config, request: Request, measure: bool, runs: bool) -> tuple[Request, Terms]:
-    terms, profile = terms_of(request), config.emulation.profile
+def _checked(ranks: int, config: Config, request: Request, measure: bool, runs: bool) -> Request:
+    profile = config.emulation.profile
     if runs:
         request = for_jobs(config, request)
     devices = ranks if profile is None else planned_cluster(config).size
@@ -147,9 +127,7 @@ def _checked(ranks: int, config: Config, request: Request, measure: bool, runs: 
             f" {longest:g}: give fewer, or raise that"
         )
     check_request(request, devices, ranks if here else request.ranks or devices, config.data.batch_size)
-    if request.seconds is None:
-        request = replace(request, seconds=longest / 2)
-    return request, terms
+    return replace(request, seconds=longest / 2) if request.seconds is None else request
 
 
 def _emulated(ranks: int | None, config: Config) -> Prepared:
@@ -164,26 +142,8 @@ def _ranks_here(plane: Plane, config: Config) -> Prepared:
     found = profile_cluster(plane, config)
     built = data.build(config.data.name, config.data.options)
     model = plannable_model(config, built, found.model, plane.size, plane)
-    times = times_of_kinds([found.cluster.device_of(rank) for rank in range(plane.size)], found.ranks)
-    return Prepared(model, Evaluator(model.cut.graph, model.costs, found.cluster, times, model.training), None)
-
-
-def times_of_kinds(groups: Sequence[DeviceGroup], profiles: Sequence[RankProfile]) -> list[StepTime]:
-    """By rank: equal devices, by name, host and memory of their `groups`, have the mean of their times, where these
-    differ by no more than measuring does. Searches then know them for one kind."""
-    found = [profile.time for profile in profiles]
-    kinds = [(group.name, group.host, group.memory_bytes) for group in groups]
-    for kind in dict.fromkeys(kinds):
-        members = [rank for rank, own in enumerate(kinds) if own == kind]
-        rates = [found[rank].rate(RATE_SAMPLES) for rank in members]
-        if max(rates) <= min(rates) * (1 + ALIKE):
-            fixed, each = (
-                fmean(getattr(found[rank], name) for rank in members)
-                for name in ("fixed_seconds", "seconds_per_sample")
-            )
-            for rank in members:
-                found[rank] = StepTime(fixed, each)
-    return found
+    evaluator = Evaluator(model.cut.graph, model.costs, found.cluster, found.times, model.training)
+    return Prepared(model, evaluator, None)
 
 
 # Running the best.

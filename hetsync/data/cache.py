@@ -6,7 +6,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from hetsync.errors import UserError, complain
-from hetsync.files import BLOCK_BYTES, flush_to_disk
+from hetsync.files import BLOCK_BYTES, flush_to_disk, user_cache
 
 PATIENCE_SECONDS = 10.0  # before a waiting process says what it waits for
 LIMIT_SECONDS = 3600.0  # large sets of images are decoded one by one
@@ -52,7 +51,7 @@ def cached_folder(
         UserError: The cache cannot be written, the wait took too long, or what was just built is damaged.
         OSError: A source cannot be read.
     """
-    folder = _user_cache() / f"{name}-{_key(sources, version)}"
+    folder = user_cache("data") / f"{name}-{_key(sources, version)}"
     if folder.is_dir() and _damage(folder) is None:
         return folder
     with _locked(folder, limit_seconds):
@@ -130,10 +129,6 @@ def save_rows(path: Path, rows: int, batches: Iterable[np.ndarray]) -> None:
             written += len(batch)
     if written != rows:
         raise ValueError(f"{path}: {written} rows came where {rows} were announced")
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetsync" / "data"
 
 
 def _key(sources: Sequence[Path], version: str) -> str:

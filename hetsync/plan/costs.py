@@ -355,10 +355,10 @@ def _told_model(what: Measured) -> list[object]:
 
 
 def _source(code: Any) -> str | None:
-    """None where there is no text of it, as of what was typed at a prompt."""
+    """None where there is no text of it, as of what was typed at a prompt, or none that can be read just now."""
     try:
         return inspect.getsource(code)
-    except (OSError, TypeError):
+    except Exception:  # it parses the file, which may be half edited
         return None
 
 
@@ -376,7 +376,7 @@ def _read(path: Path, key: str, budget_seconds: float, blocks: int) -> tuple[Blo
     try:
         content = json.loads(path.read_text())
         if content["format"] > FORMAT:
-            raise ValueError(f"format {content['format']}")
+            raise UserError(f"{path} is of a newer HetSync, as its format is {content['format']}: delete it")
         if content["format"] < FORMAT or content["key"] != key or content["budget_seconds"] < budget_seconds:
             return None
         costs = tuple(BlockCost(**cost) for cost in content["costs"])
@@ -388,7 +388,9 @@ def _read(path: Path, key: str, budget_seconds: float, blocks: int) -> tuple[Blo
         raise UserError(
             f"cannot read the costs of blocks in {path}: {error.strerror}; let XDG_CACHE_HOME name another folder"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise UserError(f"{path} holds no costs of blocks that can be read: delete it") from error
     return costs
 

@@ -294,20 +294,20 @@ class Evaluator:
                 saved = float(one.figures[index, SAVED] + one.received_bytes[index])
                 loss, in_flight = float(one.loss_bytes[index]), one.in_flight[index]
                 for rank, part in zip(stage.ranks, self.slices.split(stage.ranks, largest), strict=True):
-                    unpadded = self._unpadded(stage, part)
+                    unpadded = self._unpadded_of_stage(stage, part)
                     found[rank] = int(held + part * saved_in_flight(saved, loss, in_flight, unpadded))
         return dict(sorted(found.items()))
 
-    def _unpadded(self, stage: Stage, samples: int) -> float:
+    def _unpadded_of_stage(self, stage: Stage, samples: int) -> float:
         """Of what a sample of the profiled batch saves, the part that one of a micro-batch of so many does."""
         if not self._padding.any():
             return 1.0
         blocks = list(stage.blocks)
         saved = self.figures[blocks, SAVED]
-        return float(saved @ self.unpadded(samples)[blocks] / saved.sum()) if saved.any() else 1.0
+        return float(saved @ self.unpadded_by_block(samples)[blocks] / saved.sum()) if saved.any() else 1.0
 
-    def unpadded(self, samples: int) -> Array:
-        """The same of each block."""
+    def unpadded_by_block(self, samples: int) -> Array:
+        """Of what a sample of the profiled batch saves, the part that one of a micro-batch of so many does."""
         return np.minimum(1.0, samples / self._padded_samples) ** self._padding
 
 

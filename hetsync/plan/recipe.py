@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from hetsync.config.faults import FaultConfig
 from hetsync.config.schema import Config
 from hetsync.data import Data
 from hetsync.errors import UserError
+from hetsync.files import user_cache
 from hetsync.plan.blocks import Cut, cut
 from hetsync.plan.calls import observed_call, weight_used
 from hetsync.plan.costs import Measured, block_costs
@@ -89,9 +91,38 @@ def check_shares(config: Config) -> None:
             raise UserError(f"sync.{key} is {value}, but a plan has shares of its own: leave sync.{key} out")
 
 
+def check_cut_settings(config: Config) -> None:
+    """UserError for what jobs by a plan that cuts the model cannot do."""
+    sync = config.sync
+    refused = {
+        "sync.accumulation": (sync.first_accumulation != 1, "raise micro_batches in the plan"),
+        "sync.wire": (sync.wire != "float32", "give float32"),
+        "sync.outer.name": (sync.outer.name != "identity", "give identity"),
+        "control.name": (config.control.name != "fixed", "give fixed"),
+        "ema.decay": (config.ema.decay is not None, "give null"),
+        "run.precision": (config.run.precision != "float32", "give float32"),
+        "run.compile": (config.run.compile, "give false"),
+        "fault.tolerate": (config.fault.tolerate is True, "give auto"),
+        "fault.least_ranks": (config.fault.least_ranks is not None, "leave it out"),
+        "fault.replace": (config.fault.replace, "give false, and resume with more ranks"),
+        "fault.slow": (config.fault.slow != "wait", "give wait"),
+        "fault.not_finite": (config.fault.not_finite != "stop", "give stop"),
+        "fault.silent_seconds": (
+            config.fault.silent_seconds not in (None, FaultConfig().silent_seconds),
+            "leave it out; run.timeout_seconds ends a job that waits for a silent rank",
+        ),
+        "fault.inject": (bool(config.fault.inject), "leave it out"),
+    }
+    for key, (wanted, remedy) in refused.items():
+        if wanted:
+            value: Any = config
+            for name in key.split("."):
+                value = getattr(value, name)
+            raise UserError(f"{key} is {value}, which jobs by a plan that cuts the model do not know: {remedy}")
+
+
 def _costs_file(config: Config, digest: str) -> Path:
     """One for each model with its options, and its data: recipes that differ in these shall not take turns in one."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = "".join(character if character.isalnum() else "-" for character in config.model.name)
     told = repr((digest, config.model.options, config.data.name, config.data.options))
-    return cache / "hetsync" / "plan" / f"{name[:60]}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.json"
+    return user_cache("plan") / f"{name[:60]}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.json"

@@ -19,7 +19,7 @@ from hetsync.errors import UserError, announce, complain
 from hetsync.plane import codec
 from hetsync.plane.base import Invitation, LostError, Newcomer, Summoned
 from hetsync.plane.ending import leave
-from hetsync.stop_signal import STATUSES
+from hetsync.stop_signal import STATUSES, handled
 
 POLL_SECONDS = 0.1
 ALIVE_SECONDS = 1.0
@@ -203,12 +203,8 @@ def leaving_at_signals(give_up: Callable[[], None] = lambda: None) -> Iterator[N
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, leave_by) for number in STATUSES}
-    try:
+    with handled(leave_by):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def leave_unneeded(why: str) -> NoReturn:

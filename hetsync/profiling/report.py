@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hetsync import data, models
-from hetsync.balance.profile import RankProfile
+from hetsync.balance.profile import RankProfile, StepTime
 from hetsync.balance.shares import choose_shares
 from hetsync.config.schema import Config
 from hetsync.emulation.cluster import Cluster, DeviceGroup
@@ -19,6 +19,9 @@ from hetsync.plane.base import Plane
 from hetsync.profiling.interconnect import measure_interconnect
 from hetsync.profiling.measure import Subject, autocast, find_place, limit_threads, measure_ranks, take_device
 from hetsync.profiling.topology import measure_links
+
+ALIKE = 0.05  # by which the rates of equal devices are measured to differ, at most
+RATE_SAMPLES = 16  # of the slices that have these rates
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,30 @@ class ProfiledCluster:
     cluster: Cluster
     ranks: Sequence[RankProfile]
     model: torch.nn.Module
+
+    @property
+    def times(self) -> list[StepTime]:
+        """By rank, with equal devices alike."""
+        return times_of_kinds([self.cluster.device_of(rank) for rank in range(len(self.ranks))], self.ranks)
+
+
+def times_of_kinds(groups: Sequence[DeviceGroup], profiles: Sequence[RankProfile]) -> list[StepTime]:
+    """By rank: devices of one kind, by name, host and memory of their `groups`, have the mean of their times, where
+    these differ by no more than measuring does: searches that place a model on ranks then know them for equal.
+
+    A profile's groups have the mean of theirs however far these are apart, since a group is all that it can say.
+    """
+    found = [profile.time for profile in profiles]
+    kinds = [(group.name, group.host, group.memory_bytes) for group in groups]
+    for kind in dict.fromkeys(kinds):
+        members = [rank for rank, own in enumerate(kinds) if own == kind]
+        times = [found[rank] for rank in members]
+        rates = [time.rate(RATE_SAMPLES) for time in times]
+        if max(rates) <= min(rates) * (1 + ALIKE):
+            fixed, each = fmean(time.fixed_seconds for time in times), fmean(time.seconds_per_sample for time in times)
+            for rank in members:
+                found[rank] = StepTime(fixed, each)
+    return found
 
 
 def profile_cluster(plane: Plane, config: Config) -> ProfiledCluster:

@@ -19,7 +19,6 @@ import torch
 from torch.utils.data import Dataset
 
 from hetsync import data, models
-from hetsync.config.faults import FaultConfig
 from hetsync.config.schema import Config
 from hetsync.data.evaluation import check_evaluation, metrics_of
 from hetsync.data.ledger import total_samples
@@ -28,6 +27,7 @@ from hetsync.data.random_state import seed_all
 from hetsync.errors import Trouble, UserError
 from hetsync.files import DiskError
 from hetsync.plan.assignment import GivenPlan, assign, check_model
+from hetsync.plan.recipe import check_cut_settings
 from hetsync.plane.base import Plane
 from hetsync.replica.base import MicroBatches
 from hetsync.stop_signal import STATUSES, StopSignal
@@ -62,7 +62,7 @@ def train_planned(
 
     FinishedError where there is nothing left to do.
     """
-    check_settings(config)
+    check_cut_settings(config)
     with opened_folder(plane, config.run, resume or False) as (folder, resumed):
         loaded = checkpoint.load_agreed(folder, plane) if resumed else None
         job = PlannedJob(take_place(config, plane, folder, loaded), plan, shows if plane.rank == 0 else "nothing")
@@ -76,36 +76,6 @@ def train_planned(
             raise
         finally:
             job.close()
-
-
-def check_settings(config: Config) -> None:
-    """UserError for what jobs by a plan that cuts the model cannot do."""
-    sync = config.sync
-    refused = {
-        "sync.accumulation": (sync.first_accumulation != 1, "raise micro_batches in the plan"),
-        "sync.wire": (sync.wire != "float32", "give float32"),
-        "sync.outer.name": (sync.outer.name != "identity", "give identity"),
-        "control.name": (config.control.name != "fixed", "give fixed"),
-        "ema.decay": (config.ema.decay is not None, "give null"),
-        "run.precision": (config.run.precision != "float32", "give float32"),
-        "run.compile": (config.run.compile, "give false"),
-        "fault.tolerate": (config.fault.tolerate is True, "give auto"),
-        "fault.least_ranks": (config.fault.least_ranks is not None, "leave it out"),
-        "fault.replace": (config.fault.replace, "give false, and resume with more ranks"),
-        "fault.slow": (config.fault.slow != "wait", "give wait"),
-        "fault.not_finite": (config.fault.not_finite != "stop", "give stop"),
-        "fault.silent_seconds": (
-            config.fault.silent_seconds not in (None, FaultConfig().silent_seconds),
-            "leave it out; run.timeout_seconds ends a job that waits for a silent rank",
-        ),
-        "fault.inject": (bool(config.fault.inject), "leave it out"),
-    }
-    for key, (wanted, remedy) in refused.items():
-        if wanted:
-            value: Any = config
-            for name in key.split("."):
-                value = getattr(value, name)
-            raise UserError(f"{key} is {value}, which jobs by a plan that cuts the model do not know: {remedy}")
 
 
 class PlannedJob:

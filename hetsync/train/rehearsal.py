@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from hetsync.config.schema import Config, RunConfig
 from hetsync.plan.assignment import GivenPlan
+from hetsync.plan.recipe import check_cut_settings
 from hetsync.plane.base import Plane
 from hetsync.train.data_parallel import by_plan
 from hetsync.train.job import Job
-from hetsync.train.planned import PlannedJob, check_settings
+from hetsync.train.planned import PlannedJob
 from hetsync.train.trainer import Trainer
 from hetsync.train.workplace import Workplace
 
@@ -26,7 +27,7 @@ def rehearse(plan: GivenPlan, at: Workplace, steps: int) -> float:
     config = replace(at.config, run=plain)
     if plan.file.data_parallel:
         return _whole(plan, config, at.plane, steps)
-    check_settings(config)
+    check_cut_settings(config)
     with closing(PlannedJob(replace(at, config=config), plan, "nothing")) as job:
         return job.rehearse()
 

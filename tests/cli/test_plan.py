@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,12 @@ import yaml
 
 from hetsync.balance.profile import RankProfile, StepTime
 from hetsync.cli import main as cli
-from hetsync.cli.planning_ranks import times_of_kinds
 from hetsync.emulation import device
 from hetsync.emulation.cluster import DeviceGroup
 from hetsync.plan.evaluate import Costs, Evaluator
 from hetsync.plan.placement import Placement
 from hetsync.plan.search.registry import PARTS, SEARCHES
+from hetsync.profiling.report import times_of_kinds
 
 CLUSTER = {
     "name": "three",
@@ -178,6 +179,37 @@ def test_interrupted_it_writes_the_best_so_far(
     assert yaml.safe_load((place / "plan.yaml").read_text())["search"]["method"] == "data"
 
 
+def test_a_plan_is_written_whatever_becomes_of_what_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where nobody reads the pipe that it goes to."""
+
+    def nobody(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", nobody)
+    with pytest.raises(BrokenPipeError):
+        cli.main(["plan", "--run.profile_seconds", "0.01", "--emulate", "three.yaml", *RATES, "--output", "plan.yaml"])
+    assert yaml.safe_load((place / "plan.yaml").read_text())["search"]["method"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_other_signals_end_a_search_as_ctrl_c_does(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    calls, evaluate, before = [], Evaluator.evaluate, signal.getsignal(number)
+
+    def ended(self: Evaluator, placement: Placement) -> Costs:
+        calls.append(placement)
+        if len(calls) == 12:
+            signal.raise_signal(number)
+        return evaluate(self, placement)
+
+    monkeypatch.setattr(Evaluator, "evaluate", ended)
+    assert plan("--emulate", "three.yaml", *RATES, "--output", "plan.yaml") == 130
+    assert "interrupted after 12 evaluations: this is the best so far" in capsys.readouterr().err
+    assert yaml.safe_load((place / "plan.yaml").read_text())["search"]["method"] == "data"
+    assert signal.getsignal(number) is before
+
+
 def test_interrupted_before_anything_is_found(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +272,8 @@ def test_help_names_all_searches(capsys: pytest.CaptureFixture[str]) -> None:
         (["--pretrain", "--output", "p", "--emulate", "three.yaml"], "--emulate is three.yaml, but --pretrain learns"),
         (["--emulate", "three.yaml", "--evaluations", "0"], "--evaluations is 0: give a whole number above 0"),
         (["--emulate", "three.yaml", "--micro-batchs", "2"], "--micro-batchs (did you mean --micro-batches?)"),
+        (["--emulate", "three.yaml", "--evaluations", "9" * 400], "--evaluations is 9999"),
+        (["--emulate", "three.yaml", "--micro-batches", "9" * 5000], "--micro-batches is 9999"),
         (["--emulate", "three.yaml", "--seconds", "-1"], "--seconds is -1: give a number above 0"),
         (["--emulate", "three.yaml", "--ranks", "x"], "--ranks is x: give a whole number above 0"),
         (["--emulate", "three.yaml", "--seed", "-1"], "--seed is -1: give a whole number, at least 0"),

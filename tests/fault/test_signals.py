@@ -125,11 +125,12 @@ def local_launcher(folder: Path) -> str:
 PROGRAMS = {"PATH": f"{Path(program('hetsync-train')).parent}:{os.environ['PATH']}"}
 
 
-def test_a_search_for_a_plan_ends_with_the_best_so_far(folder: Path) -> None:
-    search = ["hetsync", "plan", "--emulate", "cluster.yaml", "--search", "random", "--evaluations", "1000000000"]
-    search += ["--run.profile_seconds", "0.1", "--output", "plan.yaml"]
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_search_for_a_plan_ends_with_the_best_so_far(folder: Path, ranks: str) -> None:
+    search = [program("hetsync"), "plan", "--emulate", "cluster.yaml", "--search", "random"]
+    search += ["--evaluations", "1000000000", "--run.profile_seconds", "0.1", "--output", "plan.yaml"]
     env = {**PROGRAMS, "XDG_CACHE_HOME": str(folder / "cache")}
-    with started([local_launcher(folder), "2", "--", *search], folder, env) as job:
+    with started([local_launcher(folder), ranks, "--", *search], folder, env) as job:
         deadline = time.monotonic() + SECONDS
         while not list(folder.glob("cache/hetsync/plan/*.json")):  # blocks have been measured
             assert job.poll() is None, finished(job).story

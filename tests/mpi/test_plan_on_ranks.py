@@ -35,7 +35,8 @@ from hetsync.config.schema import (
 from hetsync.errors import INTERRUPTED, UserError
 from hetsync.plan.evaluate import Costs, Evaluator
 from hetsync.plan.placement import Placement
-from hetsync.plane.base import Plane, decided_by_first
+from hetsync.plan.search.policy_file import SHIPPED
+from hetsync.plane.base import LostError, Plane, decided_by_first
 from hetsync.stop_signal import StopSignal
 from hetsync.train.workplace import Workplace
 
@@ -155,6 +156,34 @@ def test_only_plans_of_all_ranks_are_run(plane: Plane, place: Path, monkeypatch:
     plane.barrier()
     written = yaml.safe_load(output.read_text())
     assert {rank for one in written["replicas"] for stage in one["stages"] for rank in stage["ranks"]} == {0, 1}
+
+
+def test_a_policy_stays_where_it_is_begun_with(plane: Plane, place: Path) -> None:
+    asked = request(search="trinity", policy=SHIPPED, evaluations=40)
+    assert planning_ranks.plan_on_ranks(plane, config(), asked, place / "plan.yaml", measure=False) == 0
+
+
+def test_a_path_that_cannot_be_written_is_told_on_every_rank(plane: Plane, place: Path) -> None:
+    with pytest.raises(UserError, match="is no folder that may be written"):
+        planning_ranks.plan_on_ranks(plane, config(), request(), Path(__file__, "plan.yaml"), measure=False)
+
+
+def test_what_was_found_outlives_ranks_that_are_lost_meanwhile(
+    plane: Plane, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decisions: list[object] = []
+
+    def lost(messages: Plane, decide: Callable[[], Any]) -> Any:
+        decisions.append(decided_by_first(messages, decide))
+        if len(decisions) == 2:
+            raise LostError("rank 1 has gone")
+        return decisions[-1]
+
+    monkeypatch.setattr(planning_ranks, "decided_by_first", lost)
+    with pytest.raises(LostError):
+        planning_ranks.plan_on_ranks(plane, config(), request(), place / "plan.yaml", measure=False)
+    plane.barrier()
+    assert yaml.safe_load((place / "plan.yaml").read_text())["search"]["method"]
 
 
 def test_terminated_it_writes_the_best_so_far(

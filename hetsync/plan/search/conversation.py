@@ -71,7 +71,7 @@ class Conversation(Search):
                 )
 
     def _counts(self, scored: Scored) -> bool:
-        return not self.problem.every_rank or len(scored.placement.ranks) == len(self.problem.ranks)
+        return not self.problem.unused_ranks(scored.placement)
 
     def ask(self, placements: Sequence[Placement]) -> Asking:
         """What they cost; those that are not known yet are proposed."""

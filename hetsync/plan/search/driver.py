@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hetsync.errors import UserError
@@ -24,10 +24,12 @@ MOST_LEADERS = 5
 
 @dataclass(frozen=True)
 class Budget:
-    """What all searches of a run may spend together: calls of the evaluator, and seconds of this process."""
+    """What all searches of a run may spend together: calls of the evaluator, seconds of this process, and the time up
+    to `deadline`, by the monotonic clock."""
 
     evaluations: int = 1000
     seconds: float | None = None
+    deadline: float | None = None
 
 
 @dataclass
@@ -68,8 +70,8 @@ class Driver:
     Attributes:
         arms: Those that have been run, the last one maybe not to its end.
         best: Of all arms; what lacks the least memory as long as nothing fits.
-        leaders: The best plans that fit, and that have blocks for every rank that must have some: different ones, the
-            best first.
+        leaders: The best plans that fit, that have blocks for every rank that must have some, and, as far as there are
+            any, no micro-batches that are too small: different ones, the best first.
         evaluations: All that were made, with those of the reference.
         reference: The method whose plan has objective 1: `data`, or `list` where that does not fit and the budget
             allows to try it.
@@ -109,9 +111,11 @@ class Driver:
     @property
     def gap(self) -> float | None:
         """Of the best to the bound, as a fraction of the bound; None as long as nothing fits."""
-        if self.fitting is None or not self.bound:
-            return None
-        return max(0.0, self.fitting.objective / self.bound - 1)
+        return None if self.fitting is None else self.gap_of(self.fitting.objective)
+
+    def gap_of(self, objective: float) -> float | None:
+        """The same of a plan with this objective; None where the bound is 0."""
+        return max(0.0, objective / self.bound - 1) if self.bound else None
 
     @property
     def fitting(self) -> Scored | None:
@@ -170,13 +174,15 @@ class Driver:
 
     def _budget_of(self, part: Part) -> Budget:
         """Up to where the part may come, counted from the beginning of all."""
-        evaluations, seconds = self.budget.evaluations, self.budget.seconds
-        evaluations = self.evaluations + math.ceil(part.most * (evaluations - self.evaluations))
-        return Budget(evaluations, None if seconds is None else self.seconds + part.most * (seconds - self.seconds))
+        left, seconds = self.budget.evaluations - self.evaluations, self.budget.seconds
+        evaluations = self.evaluations + math.ceil(part.budget_part * left)
+        if seconds is not None:
+            seconds = self.seconds + part.budget_part * (seconds - self.seconds)
+        return replace(self.budget, evaluations=evaluations, seconds=seconds)
 
     def _start(self, part: Part) -> Scored | None:
         """The best plan from which it can begin."""
-        arms = [arm for arm in self.arms if part.begins_with is None or arm.method in part.begins_with]
+        arms = [arm for arm in self.arms if part.from_plans_of is None or arm.method in part.from_plans_of]
         found = [arm.best for arm in arms if arm.best is not None]
         found = [one for one in found if SEARCHES[part.method].begins_from(one.placement)]
         return min(found, key=self.problem.order, default=None)
@@ -200,16 +206,18 @@ class Driver:
         if len(leaders) == MOST_LEADERS and order(scored) >= order(leaders[-1].scored):
             return
         if scored.costs.feasible and all(scored.placement != one.scored.placement for one in leaders):
-            found = [*leaders, Leader(method, scored)]
-            self.leaders = sorted(found, key=lambda one: order(one.scored))[:MOST_LEADERS]
+            found = sorted([*leaders, Leader(method, scored)], key=lambda one: order(one.scored))
+            small = self.problem.small_replicas(found[0].scored)
+            self.leaders = [one for one in found if self.problem.small_replicas(one.scored) == small][:MOST_LEADERS]
 
     def _evaluate(self, placement: Placement) -> Costs:
         self.evaluations += 1
         return self.problem.evaluator.evaluate(placement)
 
     def _spent(self, budget: Budget) -> bool:
-        seconds = budget.seconds
-        return self.evaluations >= budget.evaluations or (seconds is not None and self.seconds >= seconds)
+        late = budget.deadline is not None and time.monotonic() >= budget.deadline
+        slow = budget.seconds is not None and self.seconds >= budget.seconds
+        return late or slow or self.evaluations >= budget.evaluations
 
     def _reference(self) -> tuple[str, Costs]:
         problem, evaluator = self.problem, self.problem.evaluator

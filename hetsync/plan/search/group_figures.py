@@ -35,7 +35,7 @@ def run_saved_bytes(evaluator: Evaluator, groups: Groups, received: Array, in_fl
     """[i, j]: what so many micro-batches of `samples` each save on a stage that has the groups from i to before j.
     `received`: what `run_received_bytes` says."""
     by_block = np.column_stack([evaluator.figures[:, SAVED], evaluator.loss_bytes])
-    by_block = np.column_stack([by_block, by_block[:, 0] * evaluator.unpadded(samples)])
+    by_block = np.column_stack([by_block, by_block[:, 0] * evaluator.unpadded_by_block(samples)])
     before = _before(np.add.reduceat(by_block, groups.bounds[:-1], axis=0))
     saved, loss, others = np.moveaxis(before[None, :, :] - before[:, None, :], 2, 0)
     unpadded = np.divide(others, saved, out=np.ones_like(saved), where=saved > 0)
@@ -44,7 +44,7 @@ def run_saved_bytes(evaluator: Evaluator, groups: Groups, received: Array, in_fl
 
 def run_received_bytes(evaluator: Evaluator, groups: Groups) -> Array:
     """[i, j]: a sample's of what others have made, and the blocks of the groups from i to before j save: at most all
-    that comes, and what several of them need once."""
+    that comes, and what several of them need once. For all runs at once, what `Slices.staged` says of a stage."""
     bounds = np.array(groups.bounds)
     found = np.zeros((len(bounds), len(bounds)))
     blocks = len(evaluator.graph.blocks)

@@ -57,10 +57,11 @@ class Local(Search):
         changed = move(replica, len(placement.replicas))
         if changed is None:
             return None
-        others = [one.micro_batches for place, one in enumerate(placement.replicas) if place != index]
-        if changed.micro_batches != replica.micro_batches and not self._divides((*others, changed.micro_batches)):
+        after = Placement((*placement.replicas[:index], changed, *placement.replicas[index + 1 :]))
+        numbers = [one.micro_batches for one in after.replicas]
+        if changed.micro_batches != replica.micro_batches and not self.problem.divides(numbers):
             return None
-        return Placement((*placement.replicas[:index], changed, *placement.replicas[index + 1 :]))
+        return after
 
     def _shifted(self, replica: Replica, replicas: int) -> Replica | None:
         """A run of groups beside those of another rank joins them."""
@@ -120,7 +121,7 @@ class Local(Search):
         replicas, batch = len(kept) + len(parts), self.problem.evaluator.training.batch_size
         number = int(self._rng.choice(self.problem.numbers_for(replicas)))
         numbers = [*(replica.micro_batches for replica in kept), *[number] * len(parts)]
-        if max(map(len, parts)) > len(self.problem.groups) or not self._divides(numbers):
+        if max(map(len, parts)) > len(self.problem.groups) or not self.problem.divides(numbers):
             return None
         samples = [-(-batch * len(part) // (number * len(self.problem.ranks))) for part in parts]
         new = [
@@ -128,10 +129,6 @@ class Local(Search):
             for part, size in zip(parts, samples, strict=True)
         ]
         return Placement((*kept, *new))
-
-    def _divides(self, numbers: Sequence[int]) -> bool:
-        """Has a batch samples for so many micro-batches of each replica?"""
-        return sum(map(self.problem.least_share, numbers)) <= self.problem.evaluator.training.batch_size
 
     def _ranks_for(self, replica: Replica, replicas: int) -> list[int]:
         """Those that a replica may use: of the given ones its own, of a lone one all."""

@@ -80,7 +80,7 @@ def _option(problem: Problem, classes: Sequence[Sequence[int]], devices: Devices
     ranks = [rank for members, count in zip(classes, devices, strict=True) for rank in members[:count]]
     speeds = [1 / time.seconds(1) for time in evaluator.times]
     share = int(evaluator.training.batch_size * sum(speeds[rank] for rank in ranks) / sum(speeds))
-    numbers = [number for number in problem.micro_batches if problem.least_share(number) <= share]
+    numbers = [number for number in problem.micro_batches if problem.wanted_share(number) <= share]
     best: _Option | None = None
     # A pipeline is mostly faster with more of them, which then rules out others; a lone rank is best left with few.
     for number in numbers if len(ranks) == 1 else reversed(numbers):

@@ -18,7 +18,9 @@ def whole(evaluator: Evaluator, ranks: Sequence[int], micro_batches: int) -> Pla
     return Placement(tuple(Replica((Stage((rank,), blocks),), None, micro_batches) for rank in ranks))
 
 
-class _Whole(Search):
+class Whole(Search):
+    """Subclasses say on which ranks."""
+
     name: str
 
     def __init__(self, problem: Problem, seed: int = 0, start: Scored | None = None) -> None:
@@ -53,7 +55,7 @@ class _Whole(Search):
         return replicas is None or replicas == tuple((rank,) for rank in self._ranks())
 
 
-class Data(_Whole):
+class Data(Whole):
     """Data parallelism: every rank has the whole model, and a share of the batch by its speed."""
 
     name = "data"
@@ -69,12 +71,12 @@ class Data(_Whole):
             return [list(numbers)]
         by_speed = evaluator.with_shares(whole(evaluator, ranks, 1))
         least = min(replica.share or 0 for replica in by_speed.replicas)
-        by_least = [problem.least_share(number) <= least for number in numbers]
+        by_least = [problem.wanted_share(number) <= least for number in numbers]
         lots = [[one for one, fits in zip(numbers, by_least, strict=True) if fits is kept] for kept in (True, False)]
         return [lot for lot in lots if lot]
 
 
-class Single(_Whole):
+class Single(Whole):
     """The fastest rank alone; the others of a replica that is given stay without blocks."""
 
     name = "single"

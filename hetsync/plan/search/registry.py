@@ -12,7 +12,7 @@ from hetsync.plan.search.list_schedule import ListSchedule
 from hetsync.plan.search.local import Local
 from hetsync.plan.search.mincut import MinCut
 from hetsync.plan.search.placement_policy import PlacementPolicy
-from hetsync.plan.search.plain import Data, Single
+from hetsync.plan.search.plain import Data, Single, Whole
 from hetsync.plan.search.random_search import Random
 from hetsync.plan.search.search import Problem, Scored, Search
 from hetsync.plan.search.tapp import Tapp
@@ -43,24 +43,25 @@ class Part(NamedTuple):
     """A search among several, one after another.
 
     Attributes:
-        most: The part that it may spend of the budget that is left; what it does not spend is for those behind.
-        begins_with: From the best plan of these it begins; None is all before it.
+        budget_part: That it may spend of what is left of the budget; what it does not spend is for those behind.
+        from_plans_of: Searches, from the best of whose plans it begins; None is all before it.
     """
 
     method: str
-    most: float = 1.0
-    begins_with: tuple[str, ...] | None = None
+    budget_part: float = 1.0
+    from_plans_of: tuple[str, ...] | None = None
+
+
+def _each(*methods: str) -> tuple[Part, ...]:
+    return tuple(map(Part, methods))
 
 
 PARTS = {
-    name: tuple(part if isinstance(part, Part) else Part(part) for part in parts)
-    for name, parts in {
-        "local": (*BASELINES, "local"),
-        "ppo-time": (*CHEAP, "ppo-time"),
-        "trinity": (*CHEAP, "trinity"),
-        # The plans of `exact` and `local` may be far from any better one: Trinity begins elsewhere, once.
-        BEST: (*BASELINES, Part("local", 1 / 3), Part("trinity", 1 / 2, CHEAP), "local", "trinity"),
-    }.items()
+    "local": _each(*BASELINES, "local"),
+    "ppo-time": _each(*CHEAP, "ppo-time"),
+    "trinity": _each(*CHEAP, "trinity"),
+    # The plans of `exact` and `local` may be far from any better one: Trinity begins elsewhere, once.
+    BEST: (*_each(*BASELINES), Part("local", 1 / 3), Part("trinity", 1 / 2, CHEAP), *_each("local", "trinity")),
 }
 
 
@@ -77,6 +78,11 @@ def parts_of(name: str) -> tuple[Part, ...]:
 def takes_policy(name: str) -> bool:
     """Whether any of the searches that the name stands for begins with a policy. UserError as in `parts_of`."""
     return any(issubclass(SEARCHES[part.method], Trinity) for part in parts_of(name))
+
+
+def cuts(name: str) -> bool:
+    """Whether it may place a model on several ranks. UserError as in `parts_of`."""
+    return not all(issubclass(SEARCHES[part.method], Whole) for part in parts_of(name))
 
 
 def make_search(

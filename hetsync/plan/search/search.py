@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError
@@ -33,7 +33,7 @@ class Problem:
         most_groups: Into which blocks are contracted. At least the ranks of a replica.
         every_rank: Whether every rank must have blocks, as a job's must.
         least_samples: Of a micro-batch, where a replica has several: what has fewer counts only where nothing else
-            does.
+            does. Those that learn by costs are not told.
     """
 
     evaluator: Evaluator
@@ -57,13 +57,20 @@ class Problem:
         have blocks, by those without; then by replicas whose micro-batches are too small; then by the objective.
         Differences by rounding are none."""
         lacking, unused = sum(scored.costs.lacking_bytes.values()), self.unused_ranks(scored.placement)
-        pairs = zip(scored.placement.replicas, scored.costs.shares, strict=True)
-        small = sum(share < self.least_share(replica.micro_batches) for replica, share in pairs)
-        return lacking, unused, small, float(f"{scored.objective:.9g}")
+        return lacking, unused, self.small_replicas(scored), float(f"{scored.objective:.9g}")
 
-    def least_share(self, micro_batches: int) -> int:
+    def small_replicas(self, scored: Scored) -> int:
+        """Replicas whose micro-batches have too few samples."""
+        pairs = zip(scored.placement.replicas, scored.costs.shares, strict=True)
+        return sum(share < self.wanted_share(replica.micro_batches) for replica, share in pairs)
+
+    def wanted_share(self, micro_batches: int) -> int:
         """Samples of a replica that has so many: one micro-batch may be of one sample, as a share may be."""
         return micro_batches * self.least_samples if micro_batches > 1 else 1
+
+    def divides(self, numbers: Iterable[int]) -> bool:
+        """Has a batch samples for so many micro-batches, by replica?"""
+        return sum(map(self.wanted_share, numbers)) <= self.evaluator.training.batch_size
 
     def unused_ranks(self, placement: Placement) -> int:
         """Ranks without blocks, where every rank must have some: such a plan does not count."""
@@ -77,15 +84,22 @@ class Problem:
     def _run_received_bytes(self) -> Array:
         return run_received_bytes(self.evaluator, self.groups)
 
+    @cached_property
+    def _run_saved_bytes(self) -> dict[tuple[int, int], Array]:
+        return {}
+
     def run_saved_bytes(self, in_flight: int, samples: int) -> Array:
-        """[i, j]: of the groups from i to before j on a stage, as in `group_figures.run_saved_bytes`."""
-        return run_saved_bytes(self.evaluator, self.groups, self._run_received_bytes, in_flight, samples)
+        """[i, j]: of the groups from i to before j on a stage, as in `group_figures.run_saved_bytes`. To be read only:
+        the same searches ask for the same again and again."""
+        found, key = self._run_saved_bytes, (in_flight, samples)
+        if key not in found:
+            found[key] = run_saved_bytes(self.evaluator, self.groups, self._run_received_bytes, *key)
+        return found[key]
 
     def numbers_for(self, replicas: int) -> tuple[int, ...]:
         """Of micro-batches: those by which each of so many replicas can have samples for every micro-batch; where there
         are none, the smallest number."""
-        batch = self.evaluator.training.batch_size
-        fitting = tuple(number for number in self.micro_batches if self.least_share(number) * replicas <= batch)
+        fitting = tuple(number for number in self.micro_batches if self.divides([number] * replicas))
         return fitting or self.micro_batches[:1]
 
     def replica(self, ranks: Sequence[int], micro_batches: int, in_flight: int | None = None) -> Replica:

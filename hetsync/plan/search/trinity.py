@@ -125,7 +125,7 @@ class Trinity(Conversation):
 
     def _placement(self, devices: Indices, paces: Indices) -> Placement:
         chosen = [self._paces[pace] for pace in paces.tolist()]
-        if sum(self.problem.least_share(number) for number, _ in chosen) > self.problem.evaluator.training.batch_size:
+        if not self.problem.divides(number for number, _ in chosen):
             chosen = [(min(number, self._most), whole) for number, whole in chosen]
         return Placement(
             tuple(

@@ -8,6 +8,7 @@ import pytest
 from block_graphs import cost, graph
 
 from benchmarks.common.placements import Subject, cuts_of
+from benchmarks.common.planned_job import Finished
 from benchmarks.common.report import command, spearman
 from benchmarks.components import ARMS, COMPONENTS
 from benchmarks.planned import BATCH_SIZE, CASES, cluster_of, random_placements, verdict
@@ -49,6 +50,12 @@ def test_cases_have_slow_links_among_them_and_a_device_for_each_rank() -> None:
         assert cluster.size == len(case.speeds)
         slowest = min(cluster.link_between(0, rank).bytes_per_second or 1e99 for rank in ranks)
         assert slowest == (1e6 if case.slow else 1e99)
+
+
+def test_the_loss_of_a_step_is_that_of_all_ranks() -> None:
+    """Whose lines have that of their own samples, where a replica is a rank."""
+    own = [[{"loss": 1.0, "samples": 3}, {"loss": 2.0, "samples": 3}], [{"loss": 5.0, "samples": 1}] * 2]
+    assert Finished({}, own).losses == [2.0, 2.75]
 
 
 def test_spearman_knows_the_order_alone() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import linecache
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from hetsync.errors import UserError
 from hetsync.files import DiskError
 from hetsync.plan.blocks import cut
 from hetsync.plan.calls import observed_call
-from hetsync.plan.costs import Measured, _told_model, block_costs, measure
+from hetsync.plan.costs import Measured, _source, _told_model, block_costs, measure
 
 
 class Clock:
@@ -237,11 +240,11 @@ def test_costs_of_an_earlier_format_are_measured_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda content: content | {"format": 4},
         lambda content: content | {"costs": content["costs"][:1]},
         lambda content: content | {"costs": [cost | {"forward_seconds": -1.0} for cost in content["costs"]]},
         lambda content: content | {"costs": [cost | {"saved_bytes": "many"} for cost in content["costs"]]},
         lambda content: content | {"costs": [{"forward_seconds": 1.0}]},
+        lambda content: content | {"costs": [cost | {"saved_bytes": 10**400} for cost in content["costs"]]},
         lambda content: [],
     ],
 )
@@ -291,3 +294,38 @@ def test_costs_that_cannot_be_kept_are_measured_all_the_same(
     found = block_costs(measured(nn.Sequential(nn.Linear(4, 8)), 3, 5), tmp_path / "costs.json", 0.0)
     assert len(found) == 1
     assert "let XDG_CACHE_HOME name another folder; until then" in capsys.readouterr().err
+
+
+def test_code_of_the_model_and_of_what_it_inherits_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not torch's, and not where objects lie in memory."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    told = set()
+    for factor in ("2", "2", "3"):
+        (tmp_path / "edited.py").write_text(
+            "from torch import nn\n"
+            f"class Base(nn.Linear):\n    def forward(self, x):\n        return {factor} * super().forward(x)\n"
+            "class Mine(Base):\n    hook = print\n    def extra_repr(self):\n        return repr(object())\n"
+        )
+        linecache.clearcache()
+        monkeypatch.delitem(sys.modules, "edited", raising=False)
+        told.add(json.dumps(_told_model(measured(importlib.import_module("edited").Mine(4, 4), 3, 5))))
+    assert len(told) == 2
+
+
+def test_a_file_of_a_newer_version_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    what = measured(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), 3, 5)
+    block_costs(what, path, 0.0)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 4}))
+    with pytest.raises(UserError, match="is of a newer HetSync, as its format is 4"):
+        block_costs(what, path, 0.0)
+
+
+def test_code_that_is_being_edited_has_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "half.py").write_text("class Mine: pass\n")
+    mine = importlib.import_module("half").Mine
+    (tmp_path / "half.py").write_text("class (\n")
+    linecache.clearcache()
+    assert _source(mine) is None

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
+import torch
 
 from hetsync.balance.profile import StepTime
 from hetsync.emulation.cluster import Slowdown
+from hetsync.plan.assignment import Assignment
+from hetsync.replica.memory import Memory
 from hetsync.replica.passes import EmulatedPasses, Passes, QueueingPasses
+from hetsync.train.planned_ranks import _passes
+from hetsync.train.workplace import Workplace
 
 
 class Clock:
@@ -144,3 +152,17 @@ def test_passes_of_a_device_that_queues_take_what_the_device_does() -> None:
     assert passes.seconds == pytest.approx(1.75)
     assert passes.seconds == passes.real_seconds == pytest.approx(1.75)
     assert (passes.samples, passes.slices, passes.overruns) == (8, 1, 0)
+
+
+def test_a_gpus_memory_counts_from_when_training_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiling has tried other batches; and its passes are timed by marks in its queue."""
+    began: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", began.append)
+    gpu = torch.device("cuda", 0)
+    model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=gpu)]))
+    Memory(cast(torch.nn.Module, model)).begin()
+    assert began == [gpu]
+    at = SimpleNamespace(cluster=None, device=gpu)
+    assert isinstance(_passes(cast(Workplace, at), cast(Assignment, None)), QueueingPasses)
+    at.device = torch.device("cpu")
+    assert type(_passes(cast(Workplace, at), cast(Assignment, None))) is Passes

@@ -321,3 +321,33 @@ def test_no_plan_of_a_search_is_below_the_bound(asked, delay, accumulation, seed
     driver = tried("best", asked, Weights(), Budget(60), seed)
     for arm in driver.arms:
         assert arm.best is None or arm.best.objective >= driver.bound * (1 - 1e-9)
+
+
+def test_a_search_ends_when_those_who_wait_would_give_up(monkeypatch):
+    """However little of a processor it gets."""
+    monkeypatch.setattr("hetsync.plan.search.driver.time.process_time", lambda: 0.0)
+    moments = iter(range(10**6))
+    monkeypatch.setattr("hetsync.plan.search.driver.time.monotonic", lambda: float(next(moments)))
+    driver = run("random", diamonds(), budget=Budget(10**6, 60.0, 5.0))
+    assert 0 < driver.evaluations < 200
+
+
+def test_leaders_have_no_small_micro_batches_where_others_have_none():
+    asked = replace(problem([cost()] * 6, (1.0, 1.0, 9.0), batch=32, micro_batches=(1, 2, 4, 8, 16)), least_samples=2)
+    driver = run("data", asked)
+    best = run("best", asked, budget=Budget(200))
+    for found in (driver, best):
+        assert found.leaders
+        assert {asked.small_replicas(leader.scored) for leader in found.leaders} == {0}
+
+
+def test_plans_of_small_micro_batches_come_after_all_others_that_fit():
+    asked = problem([cost()] * 4, (1.0,) * 4, batch=32, micro_batches=(8, 16), least_samples=2)
+
+    def pipelines(number):
+        pairs = [Replica((Stage((rank,), (0, 1)), Stage((rank + 1,), (2, 3))), None, number) for rank in (0, 2)]
+        return scored(asked, Placement(tuple(pairs)))
+
+    large, small = pipelines(8), pipelines(16)
+    assert small.objective < large.objective
+    assert asked.order(large) < asked.order(small)

@@ -25,7 +25,7 @@ from hetsync.plan.search.pretraining import pretrain
 from hetsync.plan.search.registry import CHEAP, Part, make_search
 from hetsync.plan.search.reinforce import Placer
 from hetsync.plan.search.search import Problem, Scored
-from hetsync.plan.search.trinity import _Plan
+from hetsync.plan.search.trinity import Trinity, _Plan
 
 LEARNED = ["hierarchical", "hierarchical-multi", "ppo-time", "tapp", "trinity", "trinity-nothing"]
 GIB = 2**30
@@ -146,6 +146,29 @@ def test_trinity_begins_with_stages_where_whole_replicas_are_best():
     best = {arm.method: arm.best for arm in driver.arms}
     known = min((best[name] for name in CHEAP[1:]), key=driver.problem.order)
     assert driver._start(Part("trinity")) == min(known, best["trinity"], key=driver.problem.order)
+
+
+def test_best_spends_parts_of_its_budget_and_begins_trinity_elsewhere(monkeypatch):
+    """`local` may have a third of what the first five leave, and the first Trinity heeds neither it nor `exact`."""
+    started = []
+
+    def heard(name, asked, seed, start, policy):
+        started.append((name, seed, start))
+        return make_search(name, asked, seed, start, policy)
+
+    monkeypatch.setattr("hetsync.plan.search.driver.make_search", heard)
+    driver = searched("best", problem(24, (1.0, 2.0, 3.0), numbers=(1, 4, 8), replicas=((0, 1, 2),)), 200)
+    evaluations = {index: arm.evaluations for index, arm in enumerate(driver.arms)}
+    assert [arm.method for arm in driver.arms][5:8] == ["local", "trinity", "local"]
+    left = 199 - sum(evaluations[index] for index in range(5))
+    assert 0 < evaluations[5] <= -(-left // 3)
+    assert evaluations[6] == -(-(left - evaluations[5]) // 2)
+    cheap = [arm.best for arm in driver.arms if arm.method in CHEAP and arm.best is not None]
+    stages = [best for best in cheap if Trinity.begins_from(best.placement)]
+    assert started[6][2] == min(stages, key=driver.problem.order)
+    known = [arm.best for arm in driver.arms[:7] if arm.best is not None]
+    assert started[7][2] == min(known, key=driver.problem.order)
+    assert [seed for name, seed, _ in started if name == "local"] == [0, 1]  # not the same neighbours again
 
 
 def test_trinity_begins_with_replicas_of_many_micro_batches_too():
