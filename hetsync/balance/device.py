@@ -111,24 +111,53 @@ class Mark(Protocol):
         """Milliseconds that the device took from here to there, which it has both passed."""
 
 
-class QueueingDevice(Device):
-    """A device that works off what the host queues: the time between two marks in that queue is measured.
-
-    The host waits for marks only, never for all that is queued on the device, among it copies and sums of other
-    threads. Not safe for use by several threads.
-    """
+class MarkedSpans:
+    """Stretches of what a host queues for a device, each between two marks. The host waits for marks only, never for
+    all that is queued on the device, among it copies and sums of other threads."""
 
     def __init__(self, mark: Callable[[], Mark]) -> None:
         """`mark` leaves one behind all that the calling thread has queued."""
-        super().__init__()
         self._mark = mark
         self._began: Mark | None = None
-        self._ended: list[tuple[Mark, Mark]] = []  # slices and steps since the last `take_seconds`
+        self._ended: list[tuple[Mark, Mark]] = []  # since the last `take_seconds`
+
+    def begin(self) -> None:
+        self._began = self._mark()
+
+    def end(self) -> None:
+        assert self._began is not None
+        self._ended.append((self._began, self._mark()))
+
+    def wait_but_for(self, most: int) -> None:
+        """Until no more than so many of those that have ended, less one, may still be worked off."""
+        if len(self._ended) >= most:
+            self._ended[-most][1].synchronize()
+
+    def take_seconds(self) -> list[float]:
+        """Of those since the last call, once the device is through with them."""
+        found = []
+        for began, ended in self._ended:
+            began.synchronize()  # a loop may have changed streams on the way
+            ended.synchronize()
+            found.append(began.elapsed_time(ended) / 1000)
+        self._ended.clear()
+        return found
+
+
+class QueueingDevice(Device):
+    """A device that works off what the host queues: slices and steps are timed by marks in that queue.
+
+    Not safe for use by several threads.
+    """
+
+    def __init__(self, mark: Callable[[], Mark]) -> None:
+        """`mark` as for `MarkedSpans`."""
+        super().__init__()
+        self._spans = MarkedSpans(mark)
 
     def begin_slice(self, samples: int) -> None:
-        if len(self._ended) >= MOST_SLICES_QUEUED:
-            self._ended[-MOST_SLICES_QUEUED][1].synchronize()
-        self._began = self._mark()
+        self._spans.wait_but_for(MOST_SLICES_QUEUED)
+        self._spans.begin()
 
     def pace(self, fraction: float) -> None:
         pass
@@ -138,19 +167,14 @@ class QueueingDevice(Device):
         self.end_step()
 
     def begin_step(self) -> None:
-        self._began = self._mark()
+        self._spans.begin()
 
     def end_step(self) -> None:
-        assert self._began is not None
-        self._ended.append((self._began, self._mark()))
+        self._spans.end()
 
     def take_seconds(self) -> float:
-        for began, ended in self._ended:
-            began.synchronize()  # a loop may have changed streams on the way
-            ended.synchronize()
-            seconds = began.elapsed_time(ended) / 1000
+        for seconds in self._spans.take_seconds():
             self._count(seconds, seconds)
-        self._ended.clear()
         return super().take_seconds()
 
 

@@ -17,8 +17,6 @@ from hetsync.errors import INTERNAL_ERROR, INTERRUPTED, USER_ERROR, UserError, c
 if TYPE_CHECKING:  # it loads torch, which takes seconds
     from hetsync.plane.base import Plane
 
-GPU_MEMORY = "GPU memory"
-
 
 def end_job(plane: Plane, failure: BaseException) -> NoReturn:
     """Say what happened and end all ranks."""
@@ -62,11 +60,8 @@ def _verdict(failure: BaseException) -> tuple[int, str | None]:
             USER_ERROR,
             f"cannot write: {failure.strerror}; free space and go on with --resume (in a script: resume='auto')",
         )
-    lacking = memory_lacking(failure)
-    if lacking == GPU_MEMORY:
-        return USER_ERROR, "out of GPU memory: lower batch_size, or this rank's share by sync.pins (in a script: pins=)"
-    if lacking is not None:
-        return USER_ERROR, "out of memory: lower batch_size, or this rank's share by sync.pins (in a script: pins=)"
+    if (lacking := memory_lacking(failure)) is not None:
+        return USER_ERROR, f"out of {lacking}: lower batch_size, or this rank's share by sync.pins (in a script: pins=)"
     if isinstance(failure, StalledError | LateError | LostError | DamagedError | NeverStruckError):
         return INTERNAL_ERROR, str(failure)
     if isinstance(failure, KeyboardInterrupt):
@@ -113,6 +108,6 @@ def memory_lacking(failure: BaseException) -> str | None:
     import torch
 
     if isinstance(failure, torch.cuda.OutOfMemoryError):
-        return GPU_MEMORY
+        return "GPU memory"
     # torch has no class for it on CPUs.
     return "memory" if isinstance(failure, MemoryError) or "can't allocate memory" in str(failure) else None

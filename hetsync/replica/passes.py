@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic, sleep
 
-from hetsync.balance.device import Mark
+from hetsync.balance.device import Mark, MarkedSpans
 from hetsync.balance.profile import StepTime
 from hetsync.emulation.cluster import Slowdown, slowdown_factor
 from hetsync.emulation.device import OVERRUN_TOLERANCE
@@ -72,22 +72,18 @@ class Passes:
 
 
 class QueueingPasses(Passes):
-    """Of a device that works off what the host queues, as `QueueingDevice` has it: the time between two marks in that
-    queue counts. They are waited for when it is asked for, not after each pass."""
+    """Of a device that works off what the host queues, as `QueueingDevice` has it. Who asks for seconds waits until the
+    device is through with all passes so far; they are not waited for before."""
 
     def __init__(self, mark: Callable[[], Mark]) -> None:
-        """`mark` leaves one behind all that the calling thread has queued."""
+        """`mark` as for `MarkedSpans`."""
         super().__init__()
-        self._mark = mark
-        self._ended: list[tuple[Mark, Mark]] = []
+        self._spans = MarkedSpans(mark)
 
     @property
     def seconds(self) -> float:
-        for began, ended in self._ended:
-            began.synchronize()
-            ended.synchronize()
-            self._end(*[began.elapsed_time(ended) / 1000] * 2)
-        self._ended.clear()
+        for seconds in self._spans.take_seconds():
+            self._end(seconds, seconds)
         return self._seconds
 
     @property
@@ -99,15 +95,20 @@ class QueueingPasses(Passes):
         if not pieces:
             yield
             return
-        with self.updating():
+        with self._marked():
             yield
         self.samples += 0 if backward else sum(pieces)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        began = self._mark()
+        with self._marked():
+            yield
+
+    @contextmanager
+    def _marked(self) -> Iterator[None]:
+        self._spans.begin()
         yield
-        self._ended.append((began, self._mark()))
+        self._spans.end()
 
 
 class EmulatedPasses(Passes):

@@ -81,10 +81,8 @@ class Agreement:
     def values(self, outer: torch.Tensor | None, anchor: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Everything that a checkpoint holds, and the anchor."""
         found = self._state()
-        for place, state in state_by_place(self._optimizers).items():
-            for name, value in state.items():
-                if value is not None:
-                    found[f"optimizer.{place}.{name}"] = torch.as_tensor(value)
+        for state in self._optimizer_state().values():
+            found |= state
         found |= {f"anchor.{place}": tensor for place, tensor in enumerate(anchor)}
         return found if outer is None else {**found, "outer": outer}
 
@@ -122,7 +120,8 @@ class Agreement:
                 odd.add(name)
         if not odd:
             return
-        mine_of = {name: self._with_state(name, tensor) for name, tensor in held.items() if name in odd}
+        states = self._state_by_weight()
+        mine_of = {name: {name: tensor, **states.get(id(tensor), {})} for name, tensor in held.items() if name in odd}
         here = members.index(self._plane.rank)
         told = {
             name: {key: value.cpu() for key, value in values.items()}
@@ -143,13 +142,18 @@ class Agreement:
                 " far): at each rest they take over those of the lowest of them"
             )
 
-    def _with_state(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A tensor of the model, and what the optimizers hold of it."""
+    def _state_by_weight(self) -> dict[int, dict[str, torch.Tensor]]:
+        """By a weight's id, what the optimizers hold of it, as `values` names it."""
         weights = [weight for each in self._optimizers for group in each.param_groups for weight in group["params"]]
-        place = next((place for place, weight in enumerate(weights) if weight is tensor), None)
-        state = {} if place is None else state_by_place(self._optimizers).get(place, {})
-        kept = {key: torch.as_tensor(value) for key, value in state.items() if value is not None}
-        return {name: tensor, **{f"optimizer.{place}.{key}": value for key, value in kept.items()}}
+        return {id(weights[place]): state for place, state in self._optimizer_state().items()}
+
+    def _optimizer_state(self) -> dict[int, dict[str, torch.Tensor]]:
+        """By the place of a weight among all, with names of their own."""
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        for place, state in state_by_place(self._optimizers).items():
+            kept = {name: torch.as_tensor(value) for name, value in state.items() if value is not None}
+            found[place] = {f"optimizer.{place}.{name}": value for name, value in kept.items()}
+        return found
 
     @torch.no_grad()
     def take_over(

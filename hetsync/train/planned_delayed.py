@@ -157,11 +157,9 @@ class DelayedReplicas(Replicas):
             part.close_slice(task)
         part.finish(task, spent, loss_sum)
         self._samples += task.samples
-        seconds = {
-            "compute": passes.seconds - computed,
-            "data": loading,
-            "wait": part.timer.wait_seconds - waited + max(0.0, spent - (passes.seconds - computed)),
-        }
+        computed = passes.seconds - computed
+        wait = part.timer.wait_seconds - waited + max(0.0, spent - computed)
+        seconds = {"compute": computed, "data": loading, "wait": wait}
         own = passes.samples - through
         self._books.task_done(task, own, part.worker.version, loss_sum / task.samples, seconds)
         self._between_tasks()
