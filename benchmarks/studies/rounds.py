@@ -107,24 +107,30 @@ def cells() -> Iterator[Cell]:
 
 
 def trained(cell: Cell) -> dict[str, Any]:
-    """One job: its evaluations, rounds and mean staleness."""
+    """One job: its evaluations and rounds."""
+    sync = {"delay_bound": cell.delay_bound, "quorum": cell.quorum, "accumulation": cell.accumulation}
+    return {**asdict(cell), **job(cell.workload, cell.cluster, cell.seed, cell.link, **sync)}
+
+
+def job(name: str, cluster_name: str, seed: int, link: float, **sync: Any) -> dict[str, Any]:
+    """Of the workload of this name, with other keys of `sync`; `link`: slices that a sum of all weights takes."""
     torch.set_num_threads(1)
-    workload = WORKLOADS[cell.workload]
+    workload = WORKLOADS[name]
     read = read_recipe(RECIPES / f"{workload.recipe}.yaml")
     every = workload.samples // (20 if workload.recipe == "digits" else 10)
     config = replace(
         read,
-        run=replace(read.run, seed=cell.seed, samples=workload.samples, evaluate_every=every),
+        run=replace(read.run, seed=seed, samples=workload.samples, evaluate_every=every),
         data=replace(read.data, batch_size=workload.batch),
         optimizer=replace(read.optimizer, learning_rate=workload.learning_rate),
         schedule=replace(read.schedule, name=workload.schedule),
-        sync=replace(read.sync, delay_bound=cell.delay_bound, quorum=cell.quorum, accumulation=cell.accumulation),
-        emulation=EmulationConfig(cell.cluster, workload.samples_per_second),
+        sync=replace(read.sync, **sync),
+        emulation=EmulationConfig(cluster_name, workload.samples_per_second),
     )
     built, model = build(config)
-    cluster = load_cluster(cell.cluster)
-    if cell.link:
-        cluster = replace(cluster, link=Link(compute_fraction=cell.link))
+    cluster = load_cluster(cluster_name)
+    if link:
+        cluster = replace(cluster, link=Link(compute_fraction=link))
     scenario = scenario_of(config, cluster, None, built, model)
     learner = ReplicaLearner(config, built, model, len(scenario.ranks), scenario.total_samples)
     points: list[dict[str, float]] = []
@@ -138,7 +144,7 @@ def trained(cell: Cell) -> dict[str, Any]:
         simulation.advance()
     except UserError as error:  # it diverges
         ended = str(error)
-    return {**asdict(cell), "points": points, "rounds": simulation.machine.version, "ended": ended}
+    return {"points": points, "rounds": simulation.machine.version, "ended": ended}
 
 
 # Efficiency where rounds are dear.

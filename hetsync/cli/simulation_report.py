@@ -42,6 +42,7 @@ def simulated_summary(
             rounds=machine.version,
             staleness=machine.staleness,
             settings=machine.settings,
+            fragments=scenario.sync.fragments_of(scenario.traffic.values),
             rounds_changes=simulation.rounds_changes,
             metrics=metrics,
             anchor_sha256=learner.anchor_sha256,

@@ -11,6 +11,8 @@ from hetsync.config.schedule import ScheduleConfig
 from hetsync.errors import UserError, brief, did_you_mean
 
 FIRST_QUORUM = 0.25  # where it follows what rounds cost
+MOST_FRAGMENTS = 64
+LARGE_VALUES, LARGE_FRAGMENTS = 1_000_000, 2  # by rule: a smaller model's rounds cost calls, not bytes
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 
 
@@ -245,6 +247,9 @@ class SyncConfig:
         pins: Shares set by hand, rank: samples.
         rebalance: Let shares follow the measured speeds while training, where that gains over 5 %.
         wire: Number format of what travels.
+        fragments: Parts of the weights, of which each round sums one, in turn, and a rest all (delayed mode): fewer
+            bytes a round, and sooner merged where the link is slow. auto is 2 from a million weights on, and 1 for
+            smaller models, with an outer optimizer, or by a plan that cuts the model.
         bucket_bytes: Size of a gradient bucket in bytes (synchronous mode).
         overlap: Let gradient sums travel while backward still runs (synchronous mode); not where a slice has several
             backward calls now and then.
@@ -258,6 +263,7 @@ class SyncConfig:
     pins: dict[int, int] = field(default_factory=dict)
     rebalance: bool = True
     wire: Literal["float32", "bfloat16", "int8"] = "float32"
+    fragments: int | Literal["auto"] = "auto"
     bucket_bytes: int = 4194304
     overlap: bool = True
     outer: OuterConfig = field(default_factory=OuterConfig)
@@ -267,6 +273,14 @@ class SyncConfig:
         if self.accumulation != "auto":
             at_least("sync.accumulation", self.accumulation, 1)
         at_least("sync.bucket_bytes", self.bucket_bytes, 4)
+        if self.fragments != "auto":
+            if not 1 <= self.fragments <= MOST_FRAGMENTS:
+                raise UserError(f"sync.fragments is {self.fragments}: give 1 to {MOST_FRAGMENTS}, or auto")
+            if self.fragments > 1 and self.outer.name != "identity":
+                raise UserError(
+                    f"sync.fragments is {self.fragments}, which the outer optimizer {self.outer.name} does not know:"
+                    " give 1 or auto, or sync.outer.name identity"
+                )
         if self.quorum != "auto" and not 0 < self.quorum <= 1:
             raise UserError(f"sync.quorum is {self.quorum}: it is a fraction of the samples, above 0 and at most 1")
         if any(rank < 0 or share < 0 for rank, share in self.pins.items()):
@@ -283,6 +297,12 @@ class SyncConfig:
     def first_quorum(self) -> float:
         """q at the start."""
         return FIRST_QUORUM if self.quorum == "auto" else self.quorum
+
+    def fragments_of(self, values: int) -> int:
+        """Of a model that has so many weights."""
+        if self.fragments != "auto":
+            return self.fragments
+        return LARGE_FRAGMENTS if values >= LARGE_VALUES and self.outer.name == "identity" else 1
 
     @property
     def by_rule(self) -> bool:

@@ -126,6 +126,7 @@ class Evaluator:
         self._padded_samples = np.array([cost.padded_samples for cost in costs])
         values = [-(-cost.weight_bytes // BYTES_PER_VALUE) for cost in costs]
         self._wire_bytes = [encoded_bytes(number, training.sync.wire) for number in values]
+        self._fragments = training.sync.fragments_of(sum(values))
         parts, sizes = self.figures[:, BACKWARD].tolist(), [BYTES_PER_VALUE * number for number in values]
         gradients = [GradientCost(*block) for block in zip(parts, sizes, self._wire_bytes, strict=True)]
         self._buckets = buckets_of_blocks(float(self.figures[:, FORWARD].sum()), gradients, training.sync.bucket_bytes)
@@ -278,8 +279,8 @@ class Evaluator:
                     ranks_of[block] = stage.ranks
             holders.append(ranks_of)
         whole = all(replica.at_once for replica in placement.replicas)
-        buckets = self._buckets if whole else ()
-        return Rounds(segments(holders, self._wire_bytes), self.cluster, self.training.sync, buckets)
+        buckets, fragments = (self._buckets, self._fragments) if whole else ((), 1)
+        return Rounds(segments(holders, self._wire_bytes), self.cluster, self.training.sync, buckets, fragments)
 
     def _memory(self, staged: Sequence[Staged], shares: Sequence[int]) -> dict[int, int]:
         found = {}

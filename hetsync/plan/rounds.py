@@ -59,21 +59,29 @@ class Rounds:
     Attributes:
         buckets: Of gradients, where each replica is one rank that runs its share at once: in the order in which they
             leave, the part of a slice after which each is full, and bytes.
+        fragments: Of which a round of delayed mode sums one.
     """
 
     segments: Segments
     cluster: Cluster
     sync: SyncConfig
     buckets: Sequence[tuple[float, int]] = ()
+    fragments: int = 1
 
     @property
     def delayed(self) -> bool:
         return self.sync.delay_bound != 0
 
+    @property
+    def summed(self) -> Segments:
+        """By one round."""
+        fragments = self.fragments if self.delayed else 1
+        return {ranks: -(-size // fragments) for ranks, size in self.segments.items()}
+
     def seconds(self, slice_seconds: float) -> float:
         """Of one round, with nobody to wait for."""
         free: dict[int, float] = {}
-        for ranks, size in self.segments.items():
+        for ranks, size in self.summed.items():
             link = self.cluster.ring_link(sorted(ranks))
             seconds = link.seconds(size, len(ranks), slice_seconds)
             seconds += (self._buckets(size) - 1) * link.latency_seconds
@@ -83,7 +91,7 @@ class Rounds:
 
     def carried_bytes(self) -> int:
         """Of one round, over all links."""
-        return sum(2 * (len(ranks) - 1) * size for ranks, size in self.segments.items())
+        return sum(2 * (len(ranks) - 1) * size for ranks, size in self.summed.items())
 
     def step_seconds(self, replicas: Replicas, round_seconds: float) -> float:
         """Of a slice of all replicas, with the rounds that go with it."""

@@ -62,9 +62,7 @@ class Communicator:
         self._landing: DelayedRound | None = None  # the newest whose sum is there
         self._synchronous: dict[int, SynchronousRound] = {}  # under way, by number
         traffic = scenario.traffic
-        self._delayed_seconds = scenario.link_seconds(traffic.values - traffic.buffers)
-        if traffic.buffers:
-            self._delayed_seconds += scenario.link_seconds(traffic.buffers)
+        self._fragment_seconds = _fragment_seconds(scenario)
         self._bucket_seconds = [scenario.link_seconds(values) for values in traffic.buckets]
         self._bucket_shares = traffic.bucket_shares
         self._tail_seconds = scenario.link_seconds(traffic.tail)
@@ -131,7 +129,7 @@ class Communicator:
         contributed, delayed.staleness[rank.number] = rank.worker.contribute(delayed.number)
         delayed.contributed.append(contributed)
         rank.in_flight = delayed.number
-        self._learner.pack(rank.number, drain=delayed.start.drain is not None)
+        self._learner.pack(rank.number, delayed.number, drain=delayed.start.drain is not None)
 
     def _all_joined(self, delayed: DelayedRound) -> None:
         present, start = self._ranks.present, delayed.start
@@ -141,7 +139,9 @@ class Communicator:
             self._router.send_events(present[max(start.contributors)], delayed.contributed)
         self._learner.sum_deltas(start.number, sorted(start.contributors), drain=start.drain is not None)
         interval = self._polling.interval(math.inf, self._ranks.all_idle, collective=True)
-        seconds = self._delayed_seconds + self._polling.sum_seconds(interval, len(self._ranks))
+        fragments = self._fragment_seconds
+        carried = fragments if start.drain is not None else (fragments[start.number % len(fragments)],)
+        seconds = sum(carried) + self._polling.sum_seconds(interval, len(self._ranks))
         self._telemetry.totals.communication_seconds += seconds
         self._clock.at(self._clock.now + seconds, self._delayed_summed, delayed, interval)
 
@@ -269,6 +269,17 @@ class Communicator:
             self._learner.reset_to_anchor()
         self.draining = False
         self._on_rest(start)
+
+
+def _fragment_seconds(scenario: Scenario) -> Sequence[float]:
+    """What the link takes for each fragment's sum; the last has the buffers with it."""
+    traffic = scenario.traffic
+    weights = traffic.values - traffic.buffers
+    fragments = scenario.sync.fragments_of(traffic.values)
+    seconds = [scenario.link_seconds(-(-weights // fragments))] * fragments
+    if traffic.buffers:
+        seconds[-1] += scenario.link_seconds(traffic.buffers)
+    return seconds
 
 
 def _coordinator(

@@ -31,8 +31,8 @@ class Learner:
     def finish_task(self, rank: int, task: Task) -> None:
         """The task is computed: its progress, or its gradient, is for the others."""
 
-    def pack(self, rank: int, drain: bool) -> None:
-        """What is finished goes into the round that starts."""
+    def pack(self, rank: int, number: int, drain: bool) -> None:
+        """What is finished goes into this round, which starts."""
 
     def sum_deltas(self, number: int, contributors: Sequence[int], drain: bool) -> None:
         """The round's sum. The one before has landed everywhere by now, whether `apply_sum` has said so or not."""

@@ -154,7 +154,7 @@ class NoisyQuadratic(Learner):
             self._samples[rank] += task.samples
             self._inner_steps[rank] += len(task.slices)
 
-    def pack(self, rank: int, drain: bool) -> None:
+    def pack(self, rank: int, number: int, drain: bool) -> None:
         self._step += self._samples[rank] / (self._inner_steps[rank] * self._batch) * self._pending_RJ[rank]
         self._step_samples += self._samples[rank]
         self._in_flight_RJ[rank] = self._pending_RJ[rank]

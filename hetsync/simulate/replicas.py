@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -22,7 +23,8 @@ from hetsync.plane.wire import decode, deliver, encode_sum, round_trip
 from hetsync.simulate.learner import Learner
 from hetsync.sync.agreement import weights_sha256
 from hetsync.sync.collectives import squared_norm
-from hetsync.sync.deltas import Deltas, make_outer
+from hetsync.sync.deltas import make_outer
+from hetsync.sync.fragments import FragmentedDeltas
 from hetsync.sync.gradients import Gradients
 from hetsync.sync.messages import Task
 from hetsync.sync.noise_scale import Addend, NoiseScale
@@ -30,7 +32,7 @@ from hetsync.sync.optimizer_state import average_optimizer_state
 from hetsync.sync.optimizers import build_optimizer, momentum_of
 from hetsync.sync.rates import ScheduleRates
 from hetsync.sync.steps import Steps, require_finite
-from hetsync.sync.tail import Tail, shared_buffers
+from hetsync.sync.tail import Tail, shared_buffers, travelling_values
 
 MOST_RANKS = 64
 
@@ -47,15 +49,16 @@ class Replica:
         self.gradients = Gradients(model, config.sync.bucket_bytes, lambda fraction: None, lambda: None, False)
         self.weights = [p for p in model.parameters() if p.requires_grad]
         self.buffers = shared_buffers(model)
-        self.deltas: Deltas | None = None
-        self.flight: torch.Tensor | None = None  # the addend of a round, then its sum
-        self.arriving = False  # it is the sum
+        self.fragments = config.sync.fragments_of(travelling_values(model))
+        self.deltas: FragmentedDeltas | None = None
+        self.flight: Sequence[torch.Tensor] | None = None  # the addends of a round, then its sums
+        self.arriving = False  # they are the sums
         self.random_state = random_state
 
-    def delayed(self) -> Deltas:
+    def delayed(self) -> FragmentedDeltas:
         """Made when delayed mode begins, as in the engine."""
         if self.deltas is None:
-            self.deltas = Deltas(self.weights, self.outer, self.buffers)
+            self.deltas = FragmentedDeltas(self.weights, self.outer, self.buffers, fragments=self.fragments)
         return self.deltas
 
     def apply_sum(self) -> None:
@@ -78,7 +81,7 @@ class ReplicaLearner(Learner):
         self._total_samples = total_samples
         self._order = EpochOrder(len(data.train), config.run.seed, data.costs)  # type: ignore[arg-type]
         self._newest = -1
-        self._residual = Residual()  # of delayed rounds
+        self._residuals: defaultdict[int, Residual] = defaultdict(Residual)  # of delayed rounds, by fragment
         models = [model, *(copy.deepcopy(model) for _ in range(ranks - 1))]
         self._replicas = {
             rank: Replica(config, mine, self._seeded(rank, 0), total_samples) for rank, mine in enumerate(models)
@@ -137,32 +140,34 @@ class ReplicaLearner(Learner):
     def apply(self, rank: int) -> None:
         self._replicas[rank].delayed().apply()
 
-    def pack(self, rank: int, drain: bool) -> None:
-        replica = self._replicas[rank]
-        replica.flight = replica.delayed().pack(True, self._config.data.batch_size, self._wire(drain))
+    def pack(self, rank: int, number: int, drain: bool) -> None:
+        self._pack(self._replicas[rank], number, drain, contributes=True)
+
+    def _pack(self, replica: Replica, number: int, drain: bool, contributes: bool) -> None:
+        batch, wire = self._config.data.batch_size, self._wire(drain)
+        replica.flight = replica.delayed().pack(number, drain, contributes, batch, wire)
 
     def sum_deltas(self, number: int, contributors: Sequence[int], drain: bool) -> None:
-        wire = self._wire(drain)
-        measured: list[Addend] = []
-        addends: list[torch.Tensor] = []
-        for rank, replica in self._replicas.items():
-            replica.apply_sum()
-            if replica.flight is not None:
-                measured.append(Addend(*replica.delayed().packed, squared_norm(replica.flight)))
-            gives = rank in contributors or (drain and replica.delayed().take_leftover())
-            if replica.flight is None:
-                replica.flight = replica.delayed().pack(gives, self._config.data.batch_size, wire)
-            if gives:
-                addends.append(replica.flight)
-        total = sum_in_order(addends, wire, self._residual)
-        if total is not None:
-            self._measure_noise(measured, squared_norm(total), synchronous=False)
         for replica in self._replicas.values():
-            assert replica.flight is not None
-            if total is not None:
-                replica.flight.copy_(total)
+            replica.apply_sum()
+            if replica.flight is None:
+                self._pack(replica, number, drain, contributes=False)
+        replicas = list(self._replicas.values())
+        flights = [replica.flight for replica in replicas if replica.flight is not None]
+        norms, norm = [0.0] * len(replicas), 0.0
+        for place, part in enumerate(replicas[0].delayed().due(number, drain)):
+            addends = [flight[place] for flight in flights]
+            total = sum_in_order(addends, self._wire(drain), self._residuals[replicas[0].delayed().parts.index(part)])
+            assert total is not None
+            norms = [before + squared_norm(addend) for before, addend in zip(norms, addends, strict=True)]
+            norm += squared_norm(total)
+            for addend in addends:
+                addend.copy_(total)
+            sum_tails([replica.delayed().due(number, drain)[place].tail for replica in replicas])
+        given = [Addend(*replica.delayed().packed, own) for replica, own in zip(replicas, norms, strict=True)]
+        self._measure_noise(given, norm, synchronous=False)
+        for replica in replicas:
             replica.arriving = True
-        sum_tails([replica.delayed().tail for replica in self._replicas.values()])
         self._newest = number
 
     def apply_sum(self, rank: int, number: int) -> None:

@@ -20,7 +20,7 @@ from hetsync.plane.base import CutOffError, DamagedError, LostError, MembersLost
 from hetsync.plane.ending import end_job
 from hetsync.processes import own_stack
 from hetsync.sync.coordinator import Coordinator
-from hetsync.sync.deltas import Deltas
+from hetsync.sync.fragments import FragmentedDeltas
 from hetsync.sync.gradients import Gradients
 from hetsync.sync.log import Coming
 from hetsync.sync.lone import LoneGradients
@@ -308,7 +308,7 @@ class Communicator:
     def landed(self, start: StartRound, summed: ModeTensors | None) -> None:
         """Under the lock: the sums are in what was `summed`."""
         if self._keeps_going:
-            given = summed.samples_given() if isinstance(summed, Deltas | Gradients) else {}
+            given = summed.samples_given() if isinstance(summed, FragmentedDeltas | Gradients) else {}
             self._newest = LandedRound(start, given)
             if self._books is not None:
                 self._books.land(self._newest)
@@ -479,7 +479,7 @@ class Communicator:
     def _given(self) -> Sequence[Part] | None:
         shared = self._shared
         with shared.changed, shared.order:
-            if isinstance(deltas := shared.deltas, Deltas):
+            if isinstance(deltas := shared.deltas, FragmentedDeltas):
                 return parts_of(Anchor(deltas.anchor, deltas.velocity, tuple(deltas.tail.travel)))
             # The step of the newest round is made, and the main thread does nothing to the weights meanwhile.
             if shared.worker.version < shared.landed or shared.main_thread is not MainThread.WAITING:
@@ -531,9 +531,9 @@ class Communicator:
             dropped = shared.worker.recover(decision.version, behind).dropped
             shared.void |= computes is not None and shared.worker.current is None
             if isinstance(recovered.adopted, Anchor):
-                assert isinstance(shared.deltas, Deltas)
+                assert isinstance(shared.deltas, FragmentedDeltas)
                 shared.deltas.catch_up(*recovered.adopted)
-            elif isinstance(shared.deltas, Deltas):
+            elif isinstance(shared.deltas, FragmentedDeltas):
                 shared.deltas.take_back()
             else:
                 shared.adopted = recovered.adopted

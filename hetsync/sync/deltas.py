@@ -151,16 +151,11 @@ class Deltas:
         self._weight = 0.0  # that our last contribution had
         self._rounded = False  # did the wire round our last contribution?
         self._dropped = False  # does u hold what belongs to no task?
-        self.packed = (0, 0)  # samples and inner steps of our contribution that is under way, or was last
+        self.packed = (0, 0)  # samples and inner steps of our contribution to the newest round
         self._in_flight = False  # a contribution of ours is under way ...
         self._folded = False  # ... and has moved from P into X
         self._arrived = False  # `flight` is a sum, which w and X have not taken over yet
         self.adopt()
-
-    @property
-    def parts(self) -> Sequence[Deltas]:
-        """What is summed each by itself."""
-        return (self,)
 
     @property
     def buffer_bytes(self) -> int:
@@ -267,10 +262,16 @@ class Deltas:
         self.finish(0, 0)
         return not self._pending.empty
 
+    @property
+    def holds_progress(self) -> bool:
+        """Is there finished progress that no round has taken?"""
+        return self._samples > 0
+
     @torch.no_grad()
-    def pack(self, contribute: bool, batch: int, wire: WireFormat) -> torch.Tensor:
+    def pack(self, contribute: bool, batch: int, wire: WireFormat, counted: int | None = None) -> torch.Tensor:
         """The addend of this rank (weights only, unless `tail`, which has the rest, is empty now): zeros, or its
-        progress weighted by the samples of an inner step over B.
+        progress weighted by the samples of an inner step over B. The round tells that it has `counted` samples of this
+        rank; None: those that it has progress of.
 
         That weight moves the anchor by each sample's progress exactly once, however tasks merge; for
         contributions of K steps each it is FedNova's normalised averaging (Wang et al. 2020).
@@ -288,7 +289,9 @@ class Deltas:
             if self._rounded:
                 torch.div(round_trip(addend, wire), self._weight, out=pending.values[: self._weights])
         self.tail.counts.zero_()
-        self.tail.counts[self._own_count] = self._samples if contribute and self._speaks else 0
+        counted = self._samples if counted is None else counted
+        self.tail.counts[self._own_count] = counted if contribute and self._speaks else 0
+        self.packed = (0, 0)
         if contribute:
             self.packed = (self._samples, self._steps)
             self._samples = self._steps = 0

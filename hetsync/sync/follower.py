@@ -242,8 +242,9 @@ class Follower:
     def _join(self, joined: Joined) -> Iterator[None]:
         """Under the lock. Returns what sums this rank's part, and tells the leader."""
         with self._shared.order:
-            addends = [part.pack(joined.contributes, self._options.batch, "float32") for part in self._deltas.parts]
-        return self._sum(joined.start, addends)
+            start, batch = joined.start, self._options.batch
+            addends = self._deltas.pack(start.number, start.drain is not None, joined.contributes, batch, "float32")
+        return self._sum(start, addends)
 
     def _sum(self, start: StartRound, addends: Sequence[torch.Tensor]) -> Iterator[None]:
         began, order, parts = time.monotonic(), self._shared.order, self._deltas.parts

@@ -239,8 +239,7 @@ class LoneDeltas:
         self.residual = Residual()
         self.packed = (0, 0)
 
-    @property
-    def parts(self) -> Sequence[LoneDeltas]:
+    def due(self, number: int, drain: bool) -> Sequence[LoneDeltas]:
         return (self,)
 
     @property
@@ -278,11 +277,8 @@ class LoneDeltas:
     def apply(self) -> bool:
         return True
 
-    def take_leftover(self) -> bool:
-        return False
-
-    def pack(self, contribute: bool, batch: int, wire: WireFormat) -> torch.Tensor:
-        return self.tail.flat
+    def pack(self, number: int, drain: bool, contribute: bool, batch: int, wire: WireFormat) -> list[torch.Tensor]:
+        return [self.tail.flat]
 
     def apply_sum(self) -> None:
         """It is in the weights."""

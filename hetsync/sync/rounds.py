@@ -12,7 +12,8 @@ import torch
 
 from hetsync.plane.base import Plane, Sums, WireFormat
 from hetsync.sync.collectives import PendingCollectives
-from hetsync.sync.deltas import Deltas, Snapshot
+from hetsync.sync.deltas import Snapshot
+from hetsync.sync.fragments import FragmentedDeltas
 from hetsync.sync.gradients import Gradients, Stage
 from hetsync.sync.log import Joined, Landed
 from hetsync.sync.lone import LoneDeltas, LoneGradients
@@ -26,7 +27,7 @@ from hetsync.telemetry import Telemetry
 COMPLETE = object()  # where a collective has nothing more to wait for
 
 Around = Callable[[StartRound, Iterator[None]], Iterator[None]]  # what happens beside a round's steps
-ModeTensors = Deltas | LoneDeltas | SegmentedDeltas | Gradients | LoneGradients
+ModeTensors = FragmentedDeltas | LoneDeltas | SegmentedDeltas | Gradients | LoneGradients
 
 
 class Listener(Protocol):
@@ -146,15 +147,15 @@ class Rounds:
             if contribute:
                 contributed, staleness = shared.worker.contribute(start.number)
                 shared.outbox.append(contributed)
+            drain = start.drain is not None
             with shared.order:
-                gives = contribute or (start.drain is not None and deltas.take_leftover())
-                addends = [part.pack(gives, self._options.batch, wire) for part in deltas.parts]
+                addends = deltas.pack(start.number, drain, contribute, self._options.batch, wire)
             shared.followers.tell(Joined(start, contribute))
-        self._pending.post_addends(deltas.parts, addends, wire)
-        if contribute:
-            self._report_norm(start, *deltas.packed)
+        parts = deltas.due(start.number, drain)
+        self._pending.post_addends(parts, addends, wire)
+        self._report_norm(start, *deltas.packed)
         self._listener.flush()
-        yield from self._sum_tails(*((part.tail, part.sums) for part in deltas.parts))
+        yield from self._sum_tails(*((part.tail, part.sums) for part in parts))
         while not shared.followers.have_summed(start.number):
             yield
         with shared.changed, shared.order:
@@ -221,7 +222,7 @@ class Rounds:
         self._shared.order.leave()
 
     def _report_norm(self, start: StartRound, samples: int, steps: int) -> None:
-        if self._options.measure_norms:
+        if self._options.measure_norms and samples:
             norm = self._pending.addends_norm
             self._shared.outbox.append(NormMeasured(self._plane.rank, start.number, samples, steps, norm))
 

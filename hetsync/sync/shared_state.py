@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from hetsync.plane.base import WireFormat
-from hetsync.sync.deltas import Deltas, Nesterov, Snapshot
+from hetsync.sync.deltas import Nesterov, Snapshot
 from hetsync.sync.device_order import DeviceOrder
+from hetsync.sync.fragments import FragmentedDeltas
 from hetsync.sync.log import Followers
 from hetsync.sync.lone import LoneDeltas
 from hetsync.sync.messages import Event, StartRound
@@ -31,7 +32,8 @@ from hetsync.threads import Bell
 class EngineOptions:
     """`batch` is B, samples of one slice of all ranks; `timeout_seconds` bounds every wait for other ranks. With
     `measure_norms` the norms of what ranks put into sums are told (`NormMeasured`, `RoundCompleted`). `on_host`: the
-    model is computed by the cores that the communication thread takes, too.
+    model is computed by the cores that the communication thread takes, too. `fragments`: of the weights, of which a
+    round of delayed mode sums one.
     `least_ranks`: see `fault.least_ranks`. `skips`: what is not finite is left out of rounds. A rank that gives no sign
     of life for `silent_seconds`, or (`slow_factor`) takes so many times as long as it did, is excluded, where the
     others outlive that; None: never."""
@@ -44,6 +46,7 @@ class EngineOptions:
     measure_norms: bool = False
     on_host: bool = False
     least_ranks: int | None = None
+    fragments: int = 1
     skips: bool = False
     silent_seconds: float | None = None
     slow_factor: float | None = None
@@ -108,16 +111,17 @@ class SharedState:
         skips: bool = False,
         segments: Sequence[Segment] = (),
         followers: Followers | None = None,
+        fragments: int = 1,
     ) -> None:
         """`alone`: no other rank is there, and nobody wants to know what sums hold. `one_thread`: the main thread
         polls. `ranks_counted`: see `Deltas`; `skips`: see `EngineOptions`. `segments` that this rank holds, where
-        replicas are on several ranks, and the `followers` of a leader."""
+        replicas are on several ranks, and the `followers` of a leader. `fragments`: see `FragmentedDeltas`."""
         # The lock; notified when the main thread may have something to go on with. Under it change the fields below
         # and all weights outside an inner step. Deltas are used without it where the other thread cannot touch what
         # is used: at a rest, and while a snapshot is shown (`Deltas.showing`).
         self.changed = NoLock() if one_thread else threading.Condition()
         self.worker = worker
-        self.deltas: Deltas | LoneDeltas | SegmentedDeltas | None = None  # None in synchronous mode
+        self.deltas: FragmentedDeltas | LoneDeltas | SegmentedDeltas | None = None  # None in synchronous mode
         self.landed = worker.version  # rounds complete here
         self.stages_summed = 0  # of the synchronous round that this rank computes; zeroed by the main thread
         self.phase = Phase.TRAINING  # RESTING is ended by the main thread, all else is the other's
@@ -160,9 +164,10 @@ class SharedState:
         self.ranks_counted = ranks_counted
         self._skips = skips
         self._segments = segments
+        self._fragments = fragments
         self.followers = followers or Followers()
 
-    def delayed_mode(self) -> Deltas | LoneDeltas | SegmentedDeltas:
+    def delayed_mode(self) -> FragmentedDeltas | LoneDeltas | SegmentedDeltas:
         """Under the lock. Deltas are made when delayed mode begins: until then all ranks' weights are the anchor."""
         if self.deltas is None and self._segments:
             with self.order:
@@ -171,13 +176,14 @@ class SharedState:
             self.deltas = LoneDeltas(self.weights, self.buffers, self._skips)
         elif self.deltas is None:
             with self.order:
-                self.deltas = Deltas(
+                self.deltas = FragmentedDeltas(
                     self.weights,
                     self._outer,
                     self.buffers,
                     self.worker.rank,
                     self.ranks_counted,
-                    one_sum=self.one_sum,
+                    self.one_sum,
+                    self._fragments,
                 )
                 self.deltas.tail.travel = list(self.travel)
         return self.deltas

@@ -50,6 +50,7 @@ from hetsync.sync.rounds import Around
 from hetsync.sync.rounds_rule import RoundsChange, rule_for
 from hetsync.sync.shared_state import EngineOptions
 from hetsync.sync.state_machine import RoundStateMachine
+from hetsync.sync.tail import travelling_values
 from hetsync.telemetry import Telemetry
 from hetsync.train.accounts import RankTotals, TaskInWork, TrainingClock
 from hetsync.train.meetings import Meetings
@@ -180,6 +181,11 @@ class Session:
         self.rest_reason = ""
         self.evaluation_due = False
 
+    @property
+    def fragments(self) -> int:
+        """Of the weights, of which a round of delayed mode sums one."""
+        return self._sync.fragments_of(travelling_values(self.model))
+
     def _make_engine(self, timeout_seconds: float) -> Engine:
         plane, terms, sync = self.plane, self.terms, self._sync
         return Engine(
@@ -194,6 +200,7 @@ class Session:
                 measure_norms=self._make_control is not None,
                 on_host=self._device.on_host,
                 least_ranks=self._fault.least_ranks,
+                fragments=self.fragments,
                 skips=self._skips,
                 silent_seconds=self._fault.silent_seconds,
                 slow_factor=self._fault.slow_factor if self._fault.slow == "exclude" else None,

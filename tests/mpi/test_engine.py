@@ -139,22 +139,25 @@ def test_synchronous_batch_norm_takes_the_mean_over_samples(plane: Plane) -> Non
 # D >= 1 keeps its promises whatever happens.
 
 DELAYED = [
-    (1, 0.1, 1, "float32", "identity"),
-    (1, 1.0, 3, "bfloat16", "identity"),
-    (1, 0.25, 1, "int8", "nesterov"),
-    (4, 0.25, 1, "float32", "identity"),
-    (4, 1.0, 1, "float32", "nesterov"),
-    (4, 0.1, 3, "int8", "identity"),
-    (4, 0.25, 1, "bfloat16", "identity"),
-    (None, 0.1, 1, "float32", "identity"),
-    (None, 0.25, 3, "int8", "identity"),
-    (None, 1.0, 1, "bfloat16", "nesterov"),
+    (1, 0.1, 1, "float32", "identity", 1),
+    (1, 1.0, 3, "bfloat16", "identity", 1),
+    (1, 0.25, 1, "int8", "nesterov", 1),
+    (4, 0.25, 1, "float32", "identity", 1),
+    (4, 1.0, 1, "float32", "nesterov", 1),
+    (4, 0.1, 3, "int8", "identity", 1),
+    (4, 0.25, 1, "bfloat16", "identity", 1),
+    (None, 0.1, 1, "float32", "identity", 1),
+    (None, 0.25, 3, "int8", "identity", 1),
+    (None, 1.0, 1, "bfloat16", "nesterov", 1),
+    (4, 0.25, 1, "float32", "identity", 3),
+    (1, 0.1, 1, "int8", "identity", 2),
+    (None, 0.25, 3, "bfloat16", "identity", 4),
 ]
 
 
-@pytest.mark.parametrize(("bound", "quorum", "accumulation", "wire", "outer"), DELAYED)
+@pytest.mark.parametrize(("bound", "quorum", "accumulation", "wire", "outer", "fragments"), DELAYED)
 def test_delayed_training_keeps_the_invariants(
-    plane: Plane, bound: int | None, quorum: float, accumulation: int, wire: WireFormat, outer: Any
+    plane: Plane, bound: int | None, quorum: float, accumulation: int, wire: WireFormat, outer: Any, fragments: int
 ) -> None:
     sync = delayed(
         plane,
@@ -163,6 +166,7 @@ def test_delayed_training_keeps_the_invariants(
         accumulation=accumulation,
         wire=wire,
         outer=OuterConfig(outer, 0.7, 0.5),
+        fragments=fragments,
     )
     samples = 3 * SAMPLES + 31
     rests = [100, 101, SAMPLES, 2 * SAMPLES + 5]
@@ -217,9 +221,11 @@ def test_one_rank_alone_with_its_progress_in_flight_is_plain_training(plane: Pla
     close(plane, outcome, expected)
 
 
-@pytest.mark.parametrize(("bound", "quorum", "accumulation", "wire"), [case[:4] for case in DELAYED])
+@pytest.mark.parametrize(
+    ("bound", "quorum", "accumulation", "wire", "fragments"), [(*case[:4], case[5]) for case in DELAYED]
+)
 def test_no_progress_is_lost_or_counted_twice(
-    plane: Plane, bound: int | None, quorum: float, accumulation: int, wire: WireFormat
+    plane: Plane, bound: int | None, quorum: float, accumulation: int, wire: WireFormat, fragments: int
 ) -> None:
     """Where the gradient is the same everywhere, each sample moves the weights by learning rate / B times it."""
     model = Net()
@@ -231,7 +237,7 @@ def test_no_progress_is_lost_or_counted_twice(
         terms = [(weight * slope).sum() for weight, slope in zip(net.parameters(), slopes, strict=True)]
         return torch.stack(terms).mean() * len(terms)  # a plain sum is refused
 
-    sync = delayed(plane, delay_bound=bound, quorum=quorum, accumulation=accumulation, wire=wire)
+    sync = delayed(plane, delay_bound=bound, quorum=quorum, accumulation=accumulation, wire=wire, fragments=fragments)
     late = FaultyPlane(plane, [Delay(0, nth, 0.005) for nth in range(0, 40, 2)])
     moved: list[tuple[int, list[torch.Tensor]]] = []
     train(

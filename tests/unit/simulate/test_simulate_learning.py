@@ -23,8 +23,9 @@ from hetsync.config.schema import (
 )
 from hetsync.data import Data
 from hetsync.data.loader import EpochOrder
+from hetsync.emulation.cluster import Link
 from hetsync.errors import UserError
-from hetsync.simulate import Change, Learner, Runtime, Simulation
+from hetsync.simulate import Change, Learner, Runtime, Simulation, Traffic
 from hetsync.simulate.calibrate import Noise, fit, measure_noise, noise_power, simulated_curve
 from hetsync.simulate.quadratic import Landscape, NoisyQuadratic
 from hetsync.simulate.replicas import ReplicaLearner, average_states
@@ -357,3 +358,27 @@ def test_replicas_measure_the_noise_scale_that_calibration_measures(delay_bound:
     direct = measure_noise(config, data, copy.deepcopy(model), 100 * TOTAL).scale
     _, learner = trained(config, data, model)
     assert learner.noise_scale == pytest.approx(direct, rel=0.5)
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_replicas_that_sum_fragments_end_with_one_model(fragments):
+    """And none of their progress is missing: they learn as they do where each round sums all."""
+    data, model = regression(running_mean=True)
+    config = recipe(delay_bound=4, quorum=0.25, fragments=fragments)
+    job = scenario(RATES, TOTAL, BATCH, delay_bound=4, quorum=0.25, fragments=fragments)
+    learner = ReplicaLearner(config, data, model, len(RATES), TOTAL)
+    Simulation(job, learner).advance()
+    digests = {tuple(replica.delayed().anchor.tolist()) for replica in learner._replicas.values()}
+    assert len(digests) == 1
+    assert len(learner._replicas[0].delayed().parts) == fragments
+    assert learner.evaluate()["loss"] < 0.5 * data.loss(regression(running_mean=True)[1], data.train[:]).item()
+
+
+def test_a_round_of_one_fragment_takes_a_part_of_the_links_time():
+    seconds = {}
+    for fragments in (1, 4):
+        job = scenario(RATES, 40 * BATCH, BATCH, link=Link(0.0, 1e6), delay_bound=4, quorum=0.25, fragments=fragments)
+        simulation = Simulation(dataclasses.replace(job, traffic=Traffic(4000, (4000,))))
+        simulation.advance()
+        seconds[fragments] = simulation.totals.communication_seconds / simulation.machine.version
+    assert seconds[4] == pytest.approx(seconds[1] / 4, rel=0.1)

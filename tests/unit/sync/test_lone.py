@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetsync.sync.deltas import Deltas
+from hetsync.sync.fragments import FragmentedDeltas
 from hetsync.sync.lone import CHECKED_TASKS, FiniteCheck, LoneDeltas, LoneGradients
 
 
@@ -29,7 +29,7 @@ def compute(deltas, weights, buffers, slices, number, samples=None):
 
 def land(deltas):
     """The round of all that is finished."""
-    addend = deltas.pack(True, 8, "float32")
+    (addend,) = deltas.pack(0, False, True, 8, "float32")
     assert torch.isfinite(addend).all()
     while deltas.tail.flat.numel() and deltas.tail.unpack():
         pass
@@ -42,7 +42,7 @@ def land(deltas):
 def test_weights_and_anchor_are_those_of_the_general_way(tasks, dropped):
     """Whole and small slices of 8 samples, several a task."""
     found = []
-    for kind in (Deltas, LoneDeltas):
+    for kind in (FragmentedDeltas, LoneDeltas):
         weights, buffers = tensors()
         deltas = kind(weights, buffers=buffers)
         for number, (slices, lacking) in enumerate(tasks):

@@ -156,4 +156,5 @@ def test_a_jobs_rounds_are_one_sum_unless_norms_are_measured(norms):
     shared = Engine(LocalPlane(), torch.nn.Linear(2, 2), options)._shared
     shared.alone, shared.weights, shared.ranks_counted = False, [torch.zeros(4)], 2
     deltas = shared.delayed_mode()
-    assert deltas.pack(False, BATCH, "float32").numel() == (4 if norms else 4 + 2)
+    (addend,) = deltas.pack(0, False, False, BATCH, "float32")
+    assert addend.numel() == (4 if norms else 4 + 2)

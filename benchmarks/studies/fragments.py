@@ -1,0 +1,140 @@
+"""What rounds cost and save that sum a fragment of the weights each: time to a target and bytes, with real gradients.
+
+    python -m benchmarks.studies.fragments --output results [--processes 2]
+
+The workloads and clusters of `benchmarks.studies.rounds`, on the same virtual time: where sums are free, what an arm
+loses by merging a part of the weights later; behind a link whose sum of all weights takes several slices, both. Ratios
+are to the first arm of the same workload, cluster, link and seed. Results are kept in the output folder and not
+repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.common.report import command, grouped, machine, source, spread
+from benchmarks.studies.rounds import CLUSTERS, WORKLOADS, job, ratio
+from hetsync.files import write_atomically
+
+Arm = tuple[int, float, int | Literal["auto"], int]  # D, q, K, fragments
+FREE_ARMS: tuple[Arm, ...] = tuple((4, 0.25, 1, fragments) for fragments in (1, 2, 4, 8))
+LINKED_ARMS: tuple[Arm, ...] = (*FREE_ARMS, (16, 0.5, "auto", 1))
+LINKS = (3.0, 6.0, 12.0)  # slices that a sum of all weights takes
+FREE = ("digits, constant", "digits, cosine", "DeepTTE")
+LINKED = ("digits, constant", "digits, low rate", "DeepTTE")
+
+
+@dataclass(frozen=True)
+class Cell:
+    workload: str
+    cluster: str
+    link: float
+    delay_bound: int
+    quorum: float
+    accumulation: int | Literal["auto"]
+    fragments: int
+    seed: int
+
+
+def cells() -> Iterator[Cell]:
+    for name in FREE:
+        for cluster in CLUSTERS:
+            yield from (Cell(name, cluster, 0.0, *arm, seed) for arm in FREE_ARMS for seed in WORKLOADS[name].seeds)
+    for name in LINKED:
+        for link in LINKS:
+            for arm in LINKED_ARMS:
+                yield from (Cell(name, CLUSTERS[0], link, *arm, seed) for seed in WORKLOADS[name].seeds)
+
+
+def trained(cell: Cell) -> dict[str, Any]:
+    told = asdict(cell)
+    sync = {key: told[key] for key in ("delay_bound", "quorum", "accumulation", "fragments")}
+    return {**told, **job(cell.workload, cell.cluster, cell.seed, cell.link, **sync)}
+
+
+def arm_of(result: Mapping[str, Any]) -> Arm:
+    return result["delay_bound"], result["quorum"], result["accumulation"], result["fragments"]
+
+
+def sums_a_batch(result: Mapping[str, Any]) -> float:
+    """Of all weights, so many; DDP makes one."""
+    workload = WORKLOADS[result["workload"]]
+    return float(result["rounds"] / result["fragments"] * workload.batch / workload.samples)
+
+
+def markdown(results: Iterable[Mapping[str, Any]]) -> str:
+    columns = ("workload", "cluster", "link, slices", "D, q, K, fragments", "sums of all weights a batch")
+    lines = [f"| {' | '.join(columns)} | time to target, of the first | seconds in all | at the end |"]
+    lines += ["| --- " * 8 + "|"]
+    for (name, cluster, link), jobs in grouped(results, "workload", "cluster", "link").items():
+        workload = WORKLOADS[name]
+        first = {one["seed"]: one for one in jobs if arm_of(one) == FREE_ARMS[0]}
+        for arm, mine in grouped(jobs, "delay_bound", "quorum", "accumulation", "fragments").items():
+            ratios = [ratio(one, first[one["seed"]]) for one in mine if one["seed"] in first]
+            whole = [one["points"][-1] for one in mine if one["ended"] is None]
+            ends = f"{workload.metric} {spread([point[workload.metric] for point in whole], '.3f')}"
+            seconds = spread([point["seconds"] for point in whole], ".0f")
+            sums = statistics.mean(map(sums_a_batch, mine))
+            figures = f"{sums:.2f} | {spread(ratios, '.2f')} | {seconds} | {ends}"
+            lines.append(f"| {name} | {cluster} | {link:g} | {', '.join(map(str, arm))} | {figures} |")
+    return "\n".join(lines) + "\n"
+
+
+def verdict(results: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Means over rows, by fragments: of the medians of times to a target, and of sums a batch."""
+    lines = []
+    for link, name in ((False, "where sums are free"), (True, "behind links")):
+        some = [one for one in results if bool(one["link"]) == link]
+        for arm in FREE_ARMS[1:]:
+            medians, sums = [], []
+            for _, jobs in grouped(some, "workload", "cluster", "link").items():
+                first = {one["seed"]: one for one in jobs if arm_of(one) == FREE_ARMS[0]}
+                mine = [one for one in jobs if arm_of(one) == arm]
+                ratios = [found for one in mine if (found := ratio(one, first[one["seed"]])) is not None]
+                if ratios:
+                    medians.append(statistics.median(ratios))
+                sums.append(statistics.mean(map(sums_a_batch, mine)))
+            lines.append(
+                f"{name}, {arm[3]} fragments: {statistics.mean(medians):.2f} of the time to the target"
+                f" [{min(medians):.2f}, {max(medians):.2f}], {statistics.mean(sums):.2f} sums of all weights a batch"
+            )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("results"), help="folder for JSON and Markdown")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="jobs at once")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / "fragments.json"
+    named = {"command": command("studies.fragments"), "machine": machine()}
+    kept = json.loads(path.read_text()) if path.exists() else named
+    results: list[dict[str, Any]] = kept.setdefault("jobs", [])
+    order = {cell: place for place, cell in enumerate(cells())}
+
+    def cell_of(result: Mapping[str, Any]) -> Cell:
+        return Cell(**{key: result[key] for key in Cell.__dataclass_fields__})
+
+    done = set(map(cell_of, results))
+    with ProcessPoolExecutor(options.processes) as pool:
+        for future in as_completed([pool.submit(trained, cell) for cell in order if cell not in done]):
+            results.append(future.result())
+            write_atomically(path, json.dumps(kept))
+    results.sort(key=lambda result: order[cell_of(result)])
+    write_atomically(path, json.dumps(kept))
+    text = "\n".join([source("studies.fragments"), "", markdown(results), *verdict(results)])
+    write_atomically(options.output / "fragments.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

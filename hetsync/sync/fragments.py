@@ -1,0 +1,139 @@
+"""Delayed mode in fragments: each round sums one of them, in turn, and a drain all.
+
+So a round carries a part of the weights, and a rank's sums fewer bytes: behind a link that all weights would keep busy
+for slices each fragment is merged sooner than all would be (Streaming DiLoCo, Douillard et al. 2025, sections 2.2 and
+3). A fragment is given with all progress since it was given last, of however many contributions, and is weighted by
+their samples (`Deltas.pack`), so each sample's progress moves each weight once.
+
+Books know of contributions: with the round that one is in its samples count as applied, although the other fragments
+follow in the rounds after it, and all at a drain. What a rank that dies has not given of them yet goes with it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from hetsync.plane.base import WireFormat
+from hetsync.sync.deltas import Deltas, Nesterov, Snapshot
+from hetsync.sync.parted import PartedDeltas
+from hetsync.sync.tail import Tail
+
+
+def cut(weights: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
+    """Views of the weights in `count` runs of about as many values, cut along first dimensions; fewer runs where there
+    are fewer places to cut."""
+    total = sum(weight.numel() for weight in weights)
+    found: list[list[torch.Tensor]] = [[] for _ in range(count)]
+    before = 0  # values
+    for weight in map(torch.Tensor.detach, weights):
+        rows = weight if weight.dim() else weight.view(1)
+        while len(rows):
+            index = min(before * count // max(1, total), count - 1)
+            room = -(-(index + 1) * total // count) - before
+            first = rows[: max(1, math.ceil(room * len(rows) / max(1, rows.numel())))]
+            found[index].append(first)
+            before += first.numel()
+            rows = rows[len(first) :]
+    return [run for run in found if run]
+
+
+class FragmentedDeltas(PartedDeltas):
+    """Of one rank that holds all weights, in the order of rounds on every rank."""
+
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        outer: Nesterov | None = None,
+        buffers: Sequence[torch.Tensor] = (),
+        rank: int = 0,
+        ranks_counted: int = 0,
+        one_sum: bool = False,
+        fragments: int = 1,
+    ) -> None:
+        """As those of `Deltas`; `outer` is for one fragment. Buffers go with the last of the weights."""
+        assert outer is None or fragments == 1
+        # Whole weights where they are not cut: of these, views of any layout are made by `Deltas` itself.
+        runs = [list(weights)] if fragments == 1 else cut(weights, fragments)
+        super().__init__(
+            [
+                Deltas(run, outer, buffers if run is runs[-1] else (), rank, ranks_counted, one_sum=one_sum)
+                for run in runs
+            ]
+        )
+        self._sizes = [part.anchor.numel() for part in self.parts]
+        self._samples = 0  # finished, and in no contribution yet
+        self._given = 0  # in the contribution that is under way
+
+    @property
+    def tail(self) -> Tail:
+        """Where buffers travel."""
+        return self.parts[-1].tail
+
+    @property
+    def velocity(self) -> torch.Tensor | None:
+        """The outer optimizer's, if there is one."""
+        return self.parts[0].velocity
+
+    def due(self, number: int, drain: bool) -> Sequence[Deltas]:
+        return self.parts if drain else [self.parts[number % len(self.parts)]]
+
+    def snapshot(self, number: int) -> Snapshot:
+        """See `Deltas.snapshot`."""
+        anchor = self.anchor
+        return Snapshot(number, time.monotonic(), anchor.clone() if len(self.parts) == 1 else anchor)
+
+    @contextmanager
+    def showing(self, weights: torch.Tensor) -> Iterator[None]:
+        """See `Deltas.showing`."""
+        with ExitStack() as shown:
+            for part, values in zip(self.parts, weights.split(self._sizes), strict=True):
+                shown.enter_context(part.showing(values))
+            yield
+
+    def undo(self) -> None:
+        """See `Deltas.undo`."""
+        for part in self.parts:
+            part.undo()
+
+    def finish(self, samples: int, steps: int) -> float:
+        self._samples += samples
+        return super().finish(samples, steps)
+
+    def pack(self, number: int, drain: bool, contribute: bool, batch: int, wire: WireFormat) -> list[torch.Tensor]:
+        addends = super().pack(number, drain, contribute, batch, wire)
+        if len(self._summed) > 1:  # each is of other samples: together they tell nothing of noise
+            self.packed = (0, 0)
+        if contribute:
+            self._given, self._samples = self._samples, 0
+        return addends
+
+    def _pack(self, part: Deltas, drain: bool, contribute: bool, batch: int, wire: WireFormat) -> torch.Tensor:
+        # What other rounds have brought the other fragments; with what is in no contribution yet it waits for that.
+        owes = not self._samples and part.holds_progress
+        gives = contribute or owes or (drain and part.take_leftover())
+        return part.pack(gives, batch, wire, self._samples if contribute else 0)
+
+    def apply_sum(self) -> None:
+        super().apply_sum()
+        self._given = 0
+
+    def samples_given(self) -> dict[int, int]:
+        """See `Deltas.samples_given`: by contributions, whose other fragments may be still to come."""
+        return self._summed[0].samples_given()
+
+    def take_back(self) -> None:
+        """See `Deltas.take_back`."""
+        for part in self.parts:
+            part.take_back()
+        self._samples, self._given = self._samples + self._given, 0
+
+    def catch_up(self, anchor: torch.Tensor, velocity: torch.Tensor | None, travel: Sequence[int]) -> None:
+        """See `Deltas.catch_up`."""
+        for part, values in zip(self.parts, anchor.split(self._sizes), strict=True):
+            part.catch_up(values, velocity, travel if part is self.parts[-1] else ())
+        self._given = 0
