@@ -129,9 +129,9 @@ class MarkedSpans:
         self._ended.append((self._began, self._mark()))
 
     def wait_but_for(self, most: int) -> None:
-        """Until no more than so many of those that have ended, less one, may still be worked off."""
-        if len(self._ended) >= most:
-            self._ended[-most][1].synchronize()
+        """Until the device has yet to come to the end of so many of them at most."""
+        if len(self._ended) > most:
+            self._ended[-most - 1][1].synchronize()
 
     def take_seconds(self) -> list[float]:
         """Of those since the last call, once the device is through with them."""
@@ -156,7 +156,7 @@ class QueueingDevice(Device):
         self._spans = MarkedSpans(mark)
 
     def begin_slice(self, samples: int) -> None:
-        self._spans.wait_but_for(MOST_SLICES_QUEUED)
+        self._spans.wait_but_for(MOST_SLICES_QUEUED - 1)
         self._spans.begin()
 
     def pace(self, fraction: float) -> None:

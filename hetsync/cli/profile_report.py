@@ -50,7 +50,7 @@ def link_sentence(link: Link | None, ranks: int) -> str:
     if link is None or ranks == 1:
         return "link: free"
     if link.compute_fraction is not None:
-        return f"link: a round takes {link.compute_fraction:g} of a slice's time"
+        return f"link: a sum of all weights takes {link.compute_fraction:g} of a slice's time"
     a_rank = "" if link.bytes_per_second is None else " a rank"
     return f"link: {link.latency_seconds * 1e3:.3f} ms a sum, {_rate(link)}{a_rank}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +45,17 @@ def simulate(
     """One simulated job, from its recipe to its summary, which is returned and written."""
     torch.set_num_threads(1)  # as emulated ranks
     began = time.monotonic()
-    if config.emulation.profile is None:
+    if (profile := config.emulation.profile) is None:
         raise UserError("simulate needs a cluster: name its profile by --emulate")
     if config.run.early_stop.metric is not None:
         raise UserError(
             f"run.early_stop.metric is {config.run.early_stop.metric}, but a simulated job trains to its end: give"
             " --run.early_stop.metric null"
         )
+    if calibrate is not None:
+        config = _unfragmented(config)
     built, model = build(config)
-    scenario = scenario_of(config, load_cluster(config.emulation.profile), ranks, built, model)
+    scenario = scenario_of(config, load_cluster(profile), ranks, built, model)
     ranks = len(scenario.ranks)
     changes = load_script(script, ranks) if script is not None else []
     learner = _learner(config, scenario, built, model, gradients, calibrate)
@@ -86,6 +88,16 @@ def _simulated(
     display.say(f"simulated in {summary['wall_seconds']:.1f} s; the run folder is {folder}")
     display.close(summary)
     return summary
+
+
+def _unfragmented(config: Config) -> Config:
+    """For learners that merge all weights in each round. UserError where others are asked for."""
+    if config.sync.fragments not in ("auto", 1):
+        raise UserError(
+            f"sync.fragments is {config.sync.fragments}, which --calibrate's model of progress does not know: leave it"
+            " out, or use --gradients"
+        )
+    return replace(config, sync=replace(config.sync, fragments=1))
 
 
 def _learner(

@@ -42,7 +42,7 @@ def simulated_summary(
             rounds=machine.version,
             staleness=machine.staleness,
             settings=machine.settings,
-            fragments=scenario.sync.fragments_of(scenario.traffic.values),
+            fragments=1 if machine.settings.synchronous else machine.settings.fragments,
             rounds_changes=simulation.rounds_changes,
             metrics=metrics,
             anchor_sha256=learner.anchor_sha256,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hetsync.config.checks import at_least
@@ -12,7 +12,8 @@ from hetsync.errors import UserError, brief, did_you_mean
 
 FIRST_QUORUM = 0.25  # where it follows what rounds cost
 MOST_FRAGMENTS = 64
-LARGE_VALUES, LARGE_FRAGMENTS = 1_000_000, 2  # by rule: a smaller model's rounds cost calls, not bytes
+LARGE_VALUES = 1_000_000  # from which on a model has fragments by rule: a smaller one's rounds cost calls, not bytes
+FIRST_FRAGMENTS, MOST_RULED_FRAGMENTS = 2, 4
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 
 
@@ -247,9 +248,11 @@ class SyncConfig:
         pins: Shares set by hand, rank: samples.
         rebalance: Let shares follow the measured speeds while training, where that gains over 5 %.
         wire: Number format of what travels.
-        fragments: Parts of the weights, of which each round sums one, in turn, and a rest all (delayed mode): fewer
-            bytes a round, and sooner merged where the link is slow. auto is 2 from a million weights on, and 1 for
-            smaller models, with an outer optimizer, or by a plan that cuts the model.
+        fragments: Of the weights (1 to 64; 1 with an outer optimizer, or by a plan that cuts the model): in delayed
+            mode each round sums one, in turn, and a rest all. Fewer bytes a round, and each weight is merged more
+            seldom: staleness is that of contributions, of which others follow a round later each. auto is 2 from a
+            million trained values on, where q is below 1 and K 1, and 4 where ranks wait for rounds, but not with a
+            controller; else 1.
         bucket_bytes: Size of a gradient bucket in bytes (synchronous mode).
         overlap: Let gradient sums travel while backward still runs (synchronous mode); not where a slice has several
             backward calls now and then.
@@ -298,16 +301,21 @@ class SyncConfig:
         """q at the start."""
         return FIRST_QUORUM if self.quorum == "auto" else self.quorum
 
-    def fragments_of(self, values: int) -> int:
-        """Of a model that has so many weights."""
-        if self.fragments != "auto":
-            return self.fragments
-        return LARGE_FRAGMENTS if values >= LARGE_VALUES and self.outer.name == "identity" else 1
+    def for_model(self, values: int) -> SyncConfig:
+        """The same for a model of so many trained values: `fragments` is auto for large ones only."""
+        merges_seldom = self.quorum == 1 or self.accumulation not in (1, "auto")  # as was asked for
+        whole = values < LARGE_VALUES or self.outer.name != "identity" or merges_seldom
+        return replace(self, fragments=1) if whole and self.fragments == "auto" else self
 
     @property
-    def by_rule(self) -> bool:
-        """Does K or q follow what rounds cost?"""
-        return "auto" in (self.accumulation, self.quorum)
+    def first_fragments(self) -> int:
+        """At the start."""
+        return FIRST_FRAGMENTS if self.fragments == "auto" else self.fragments
+
+    @property
+    def most_fragments(self) -> int:
+        """That it may come to: the weights are cut into so many."""
+        return MOST_RULED_FRAGMENTS if self.fragments == "auto" else self.fragments
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Link:
     """What an allreduce over all ranks costs: that of a ring, or a fraction of what the devices need.
 
     `bytes_per_second` is the bandwidth of each rank's own link; None is unlimited. `compute_fraction` makes a
-    round take this fraction of a slice's time instead, so that a profile can mean "half as long as the
+    sum of all weights take this fraction of a slice's time instead, so that a profile can mean "half as long as the
     devices compute" for every model.
     """
 

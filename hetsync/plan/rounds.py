@@ -74,7 +74,7 @@ class Rounds:
 
     @property
     def summed(self) -> Segments:
-        """By one round."""
+        """What one round sums."""
         fragments = self.fragments if self.delayed else 1
         return {ranks: -(-size // fragments) for ranks, size in self.segments.items()}
 

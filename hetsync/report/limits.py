@@ -21,7 +21,8 @@ USUAL = 0.05  # quantile of the speeds before, below which jitter seldom goes
 MOST_SLOWDOWNS = 3  # told one by one
 
 DELAYED = SyncConfig.delay_bound  # what is advised to those in lockstep
-SHORTER = "a faster link or sync.wire bfloat16"
+SHORTER_STEPS = "a faster link or sync.wire bfloat16"  # at D = 0
+SHORTER = "a faster link, sync.fragments or sync.wire bfloat16"
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def _rounds(facts: Facts) -> Iterator[tuple[float, str]]:
         return
     length = f"{part:.0%} of a slice" if part < 2 else f"{part:.1f} slices"
     if facts.delay_bound == 0:
-        remedy = f"sync.delay_bound {DELAYED} hides them behind computing, {SHORTER} shorter ones."
+        remedy = f"sync.delay_bound {DELAYED} hides them behind computing, {SHORTER_STEPS} shorter ones."
     elif facts.doubled in facts.taken_back:
         remedy = f"{SHORTER} makes them shorter. {_refused(facts, 'for fewer')}"
     else:

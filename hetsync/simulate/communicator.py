@@ -62,7 +62,7 @@ class Communicator:
         self._landing: DelayedRound | None = None  # the newest whose sum is there
         self._synchronous: dict[int, SynchronousRound] = {}  # under way, by number
         traffic = scenario.traffic
-        self._fragment_seconds = _fragment_seconds(scenario)
+        self._scenario = scenario
         self._bucket_seconds = [scenario.link_seconds(values) for values in traffic.buckets]
         self._bucket_shares = traffic.bucket_shares
         self._tail_seconds = scenario.link_seconds(traffic.tail)
@@ -129,7 +129,7 @@ class Communicator:
         contributed, delayed.staleness[rank.number] = rank.worker.contribute(delayed.number)
         delayed.contributed.append(contributed)
         rank.in_flight = delayed.number
-        self._learner.pack(rank.number, delayed.number, drain=delayed.start.drain is not None)
+        self._learner.pack(rank.number, delayed.start)
 
     def _all_joined(self, delayed: DelayedRound) -> None:
         present, start = self._ranks.present, delayed.start
@@ -137,13 +137,21 @@ class Communicator:
             self._join(present[number], delayed)
         if delayed.contributed:
             self._router.send_events(present[max(start.contributors)], delayed.contributed)
-        self._learner.sum_deltas(start.number, sorted(start.contributors), drain=start.drain is not None)
+        self._learner.sum_deltas(start)
         interval = self._polling.interval(math.inf, self._ranks.all_idle, collective=True)
-        fragments = self._fragment_seconds
-        carried = fragments if start.drain is not None else (fragments[start.number % len(fragments)],)
-        seconds = sum(carried) + self._polling.sum_seconds(interval, len(self._ranks))
+        seconds = self._sum_seconds(start) + self._polling.sum_seconds(interval, len(self._ranks))
         self._telemetry.totals.communication_seconds += seconds
         self._clock.at(self._clock.now + seconds, self._delayed_summed, delayed, interval)
+
+    def _sum_seconds(self, start: StartRound) -> float:
+        """Of what a delayed round sums; buffers go with the last fragment of the weights."""
+        scenario = self._scenario
+        traffic = scenario.traffic
+        fragments = 1 if start.drain is not None else min(start.fragments, scenario.sync.most_fragments)
+        seconds = scenario.link_seconds(-(-(traffic.values - traffic.buffers) // fragments))
+        if traffic.buffers and start.number % fragments == fragments - 1:
+            seconds += scenario.link_seconds(traffic.buffers)
+        return seconds
 
     def _delayed_summed(self, delayed: DelayedRound, interval: float) -> None:
         clock, start = self._clock, delayed.start
@@ -269,17 +277,6 @@ class Communicator:
             self._learner.reset_to_anchor()
         self.draining = False
         self._on_rest(start)
-
-
-def _fragment_seconds(scenario: Scenario) -> Sequence[float]:
-    """What the link takes for each fragment's sum; the last has the buffers with it."""
-    traffic = scenario.traffic
-    weights = traffic.values - traffic.buffers
-    fragments = scenario.sync.fragments_of(traffic.values)
-    seconds = [scenario.link_seconds(-(-weights // fragments))] * fragments
-    if traffic.buffers:
-        seconds[-1] += scenario.link_seconds(traffic.buffers)
-    return seconds
 
 
 def _coordinator(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from hetsync.sync.messages import Task
+from hetsync.sync.messages import StartRound, Task
 
 
 class Learner:
@@ -31,10 +31,10 @@ class Learner:
     def finish_task(self, rank: int, task: Task) -> None:
         """The task is computed: its progress, or its gradient, is for the others."""
 
-    def pack(self, rank: int, number: int, drain: bool) -> None:
+    def pack(self, rank: int, start: StartRound) -> None:
         """What is finished goes into this round, which starts."""
 
-    def sum_deltas(self, number: int, contributors: Sequence[int], drain: bool) -> None:
+    def sum_deltas(self, start: StartRound) -> None:
         """The round's sum. The one before has landed everywhere by now, whether `apply_sum` has said so or not."""
 
     def apply_sum(self, rank: int, number: int) -> None:

@@ -11,7 +11,7 @@ staleness cost what they cost there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from hetsync.config.schema import Config
 from hetsync.data.ledger import length
 from hetsync.simulate.learner import Learner
 from hetsync.sync.deltas import make_outer
-from hetsync.sync.messages import Task
+from hetsync.sync.messages import StartRound, Task
 
 DIMENSIONS = 16
 DRAWS = 4096  # at a time
@@ -154,21 +154,21 @@ class NoisyQuadratic(Learner):
             self._samples[rank] += task.samples
             self._inner_steps[rank] += len(task.slices)
 
-    def pack(self, rank: int, number: int, drain: bool) -> None:
+    def pack(self, rank: int, start: StartRound) -> None:
         self._step += self._samples[rank] / (self._inner_steps[rank] * self._batch) * self._pending_RJ[rank]
         self._step_samples += self._samples[rank]
         self._in_flight_RJ[rank] = self._pending_RJ[rank]
         self._flight_round[rank] = self._newest + 1
         self._samples[rank] = self._inner_steps[rank] = 0
 
-    def sum_deltas(self, number: int, contributors: Sequence[int], drain: bool) -> None:
+    def sum_deltas(self, start: StartRound) -> None:
         moved = self._step
         if self._outer is not None:
             velocity_weight, decay = self._outer.factors(self._step_samples)
             self._outer_velocity += self._step
             moved = self._outer.learning_rate * (self._step + velocity_weight * self._outer_velocity)
             self._outer_velocity *= decay
-        self._move(number, self.anchor + moved)
+        self._move(start.number, self.anchor + moved)
         self._step, self._step_samples = np.zeros(self._h.size), 0
 
     def _move(self, number: int, anchor: Row) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -26,13 +25,13 @@ from hetsync.sync.collectives import squared_norm
 from hetsync.sync.deltas import make_outer
 from hetsync.sync.fragments import FragmentedDeltas
 from hetsync.sync.gradients import Gradients
-from hetsync.sync.messages import Task
+from hetsync.sync.messages import StartRound, Task
 from hetsync.sync.noise_scale import Addend, NoiseScale
 from hetsync.sync.optimizer_state import average_optimizer_state
 from hetsync.sync.optimizers import build_optimizer, momentum_of
 from hetsync.sync.rates import ScheduleRates
 from hetsync.sync.steps import Steps, require_finite
-from hetsync.sync.tail import Tail, shared_buffers, travelling_values
+from hetsync.sync.tail import Tail, shared_buffers, trained_values
 
 MOST_RANKS = 64
 
@@ -49,7 +48,7 @@ class Replica:
         self.gradients = Gradients(model, config.sync.bucket_bytes, lambda fraction: None, lambda: None, False)
         self.weights = [p for p in model.parameters() if p.requires_grad]
         self.buffers = shared_buffers(model)
-        self.fragments = config.sync.fragments_of(travelling_values(model))
+        self.fragments = config.sync.for_model(trained_values(model)).most_fragments
         self.deltas: FragmentedDeltas | None = None
         self.flight: Sequence[torch.Tensor] | None = None  # the addends of a round, then its sums
         self.arriving = False  # they are the sums
@@ -81,7 +80,6 @@ class ReplicaLearner(Learner):
         self._total_samples = total_samples
         self._order = EpochOrder(len(data.train), config.run.seed, data.costs)  # type: ignore[arg-type]
         self._newest = -1
-        self._residuals: defaultdict[int, Residual] = defaultdict(Residual)  # of delayed rounds, by fragment
         models = [model, *(copy.deepcopy(model) for _ in range(ranks - 1))]
         self._replicas = {
             rank: Replica(config, mine, self._seeded(rank, 0), total_samples) for rank, mine in enumerate(models)
@@ -140,35 +138,36 @@ class ReplicaLearner(Learner):
     def apply(self, rank: int) -> None:
         self._replicas[rank].delayed().apply()
 
-    def pack(self, rank: int, number: int, drain: bool) -> None:
-        self._pack(self._replicas[rank], number, drain, contributes=True)
+    def pack(self, rank: int, start: StartRound) -> None:
+        self._pack(self._replicas[rank], start, contributes=True)
 
-    def _pack(self, replica: Replica, number: int, drain: bool, contributes: bool) -> None:
-        batch, wire = self._config.data.batch_size, self._wire(drain)
-        replica.flight = replica.delayed().pack(number, drain, contributes, batch, wire)
+    def _pack(self, replica: Replica, start: StartRound, contributes: bool) -> None:
+        wire = self._wire(start.drain is not None)
+        replica.flight = replica.delayed().pack(start, contributes, self._config.data.batch_size, wire)
 
-    def sum_deltas(self, number: int, contributors: Sequence[int], drain: bool) -> None:
+    def sum_deltas(self, start: StartRound) -> None:
         for replica in self._replicas.values():
             replica.apply_sum()
             if replica.flight is None:
-                self._pack(replica, number, drain, contributes=False)
+                self._pack(replica, start, contributes=False)
+        wire = self._wire(start.drain is not None)
         replicas = list(self._replicas.values())
         flights = [replica.flight for replica in replicas if replica.flight is not None]
         norms, norm = [0.0] * len(replicas), 0.0
-        for place, part in enumerate(replicas[0].delayed().due(number, drain)):
+        for place, parts in enumerate(zip(*(replica.delayed().summed for replica in replicas), strict=True)):
             addends = [flight[place] for flight in flights]
-            total = sum_in_order(addends, self._wire(drain), self._residuals[replicas[0].delayed().parts.index(part)])
+            total = sum_in_order(addends, wire, parts[0].residual)
             assert total is not None
             norms = [before + squared_norm(addend) for before, addend in zip(norms, addends, strict=True)]
             norm += squared_norm(total)
             for addend in addends:
                 addend.copy_(total)
-            sum_tails([replica.delayed().due(number, drain)[place].tail for replica in replicas])
+            sum_tails([part.tail for part in parts])
         given = [Addend(*replica.delayed().packed, own) for replica, own in zip(replicas, norms, strict=True)]
         self._measure_noise(given, norm, synchronous=False)
         for replica in replicas:
             replica.arriving = True
-        self._newest = number
+        self._newest = start.number
 
     def apply_sum(self, rank: int, number: int) -> None:
         if number == self._newest:

@@ -76,6 +76,9 @@ class Scenario:
     runtime: Runtime = field(default_factory=Runtime)
     evaluations: Marks = no_marks
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sync", self.sync.for_model(self.traffic.values - self.traffic.buffers))
+
     @property
     def rests(self) -> Milestones:
         return self.milestones or rests_at(no_marks, "", self.total_samples)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from hetsync.errors import complain
 from hetsync.plane.base import CutOffError, DamagedError, LostError, MembersLost, Plane
 from hetsync.plane.ending import end_job
@@ -480,7 +482,8 @@ class Communicator:
         shared = self._shared
         with shared.changed, shared.order:
             if isinstance(deltas := shared.deltas, FragmentedDeltas):
-                return parts_of(Anchor(deltas.anchor, deltas.velocity, tuple(deltas.tail.travel)))
+                anchor = torch.cat([part.anchor.cpu() for part in deltas.parts])  # in the host's memory
+                return parts_of(Anchor(anchor, deltas.velocity, tuple(deltas.tail.travel)))
             # The step of the newest round is made, and the main thread does nothing to the weights meanwhile.
             if shared.worker.version < shared.landed or shared.main_thread is not MainThread.WAITING:
                 return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from hetsync.balance.shares import rebalanced
@@ -204,13 +203,13 @@ class Coordinator:
             self._rule.observe(event.rank, event.seconds, event.work_seconds, event.wait_seconds)
 
     def _change_rounds(self, rule: RoundsRule) -> None:
-        """Another K or q, where the rule finds that rounds are dear, or no more. At D = 0 K would be another batch."""
+        """Other settings, where the rule finds that rounds are dear, or no more. At D = 0 K would be another batch."""
         if self.settings.synchronous:
             return
         shares = {rank: member.share for rank, member in self.machine.members.items() if member.share}
         change = rule.decide(self.settings, self.machine.version, shares)
         if change is not None:
-            self.settings = replace(self.settings, accumulation=change.accumulation, quorum=change.quorum)
+            self.settings = change.applied_to(self.settings)
             self._on_rounds_change(change)
             self._deliver(self.machine.handle(SettingsChanged(self.settings)))
 

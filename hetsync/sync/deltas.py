@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -174,10 +173,6 @@ class Deltas:
         torch._foreach_copy_(self._anchor.tensors, self._local)
         self._pending.empty = self._correction.empty = True
         self._dropped = False
-
-    def snapshot(self, number: int) -> Snapshot:
-        """The anchor, once this round has landed."""
-        return Snapshot(number, time.monotonic(), self.anchor.clone())
 
     def open_task(self, slices: int, samples: int, batch: int) -> None:
         """A task of so many samples begins. P does not know of what is not finished."""

@@ -23,6 +23,7 @@ from hetsync.sync.communicator import Communicator
 from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Nesterov, Snapshot
 from hetsync.sync.device_order import device_order
+from hetsync.sync.fragments import FragmentedDeltas
 from hetsync.sync.gradients import Gradients
 from hetsync.sync.log import Applied, Began, Closed, Finished, Followers
 from hetsync.sync.lone import LoneGradients
@@ -97,7 +98,7 @@ class Engine:
         alone = one and not options.measure_norms
         counted = plane.ranks_at_start if plane.tolerant and not alone else 0
         self._shared = SharedState(
-            self.worker, outer, alone, one, counted, options.skips, segments, followers, options.fragments
+            self.worker, outer, alone, one, counted, options.skips, segments, followers, options.fragments_for
         )
         self._shared.one_sum = not options.measure_norms  # norms are of weights alone
         self._delayed_only = bool(segments)
@@ -513,6 +514,8 @@ class Engine:
     def anchor(self) -> list[torch.Tensor]:
         """The weights that all ranks share, at rest."""
         shared = self._shared
+        if isinstance(shared.deltas, FragmentedDeltas):  # of all together there would be a copy
+            return [part.anchor for part in shared.deltas.parts]
         return [*shared.weights, *shared.buffers] if shared.deltas is None else [shared.deltas.anchor]
 
     def stop(self) -> None:
@@ -541,6 +544,12 @@ class Engine:
     @property
     def bytes_sent(self) -> int:
         return self._communicator.bytes_sent
+
+    @property
+    def fragments(self) -> int:
+        """That the weights are cut into now, for rounds that sum some of them."""
+        deltas = self._shared.deltas
+        return len(deltas.parts) if isinstance(deltas, FragmentedDeltas) else 1
 
     @property
     def buffer_bytes(self) -> int:

@@ -242,12 +242,11 @@ class Follower:
     def _join(self, joined: Joined) -> Iterator[None]:
         """Under the lock. Returns what sums this rank's part, and tells the leader."""
         with self._shared.order:
-            start, batch = joined.start, self._options.batch
-            addends = self._deltas.pack(start.number, start.drain is not None, joined.contributes, batch, "float32")
-        return self._sum(start, addends)
+            addends = self._deltas.pack(joined.start, joined.contributes, self._options.batch, "float32")
+        return self._sum(joined.start, addends)
 
     def _sum(self, start: StartRound, addends: Sequence[torch.Tensor]) -> Iterator[None]:
-        began, order, parts = time.monotonic(), self._shared.order, self._deltas.parts
+        began, order, parts = time.monotonic(), self._shared.order, self._deltas.summed
         order.follow()
         self._pending.begin_round()
         self._pending.post_addends(parts, addends, "float32")

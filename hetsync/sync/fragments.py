@@ -1,12 +1,13 @@
 """Delayed mode in fragments: each round sums one of them, in turn, and a drain all.
 
-So a round carries a part of the weights, and a rank's sums fewer bytes: behind a link that all weights would keep busy
-for slices each fragment is merged sooner than all would be (Streaming DiLoCo, Douillard et al. 2025, sections 2.2 and
-3). A fragment is given with all progress since it was given last, of however many contributions, and is weighted by
-their samples (`Deltas.pack`), so each sample's progress moves each weight once.
+So a sum has fewer bytes: behind a link that all weights would keep busy for several slices each fragment is merged
+sooner than all would be (Streaming DiLoCo, Douillard et al. 2025). A fragment is given with all progress since it was
+given last, of however many contributions, and is weighted by their samples (`Deltas.pack`), so each sample's progress
+moves each weight once.
 
-Books know of contributions: with the round that one is in its samples count as applied, although the other fragments
-follow in the rounds after it, and all at a drain. What a rank that dies has not given of them yet goes with it.
+Books know of contributions: with the round that one is in its samples count as applied, although of n fragments others
+follow in up to n - 1 rounds after it; and at its turn a fragment is given with what is in no contribution yet, too. So
+what a rank that dies has given of some fragments and not of others counts as applied, or is computed once more, for all.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ import torch
 
 from hetsync.plane.base import WireFormat
 from hetsync.sync.deltas import Deltas, Nesterov, Snapshot
+from hetsync.sync.messages import StartRound
 from hetsync.sync.parted import PartedDeltas
 from hetsync.sync.tail import Tail
 
 
-def cut(weights: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
-    """Views of the weights in `count` runs of about as many values, cut along first dimensions; fewer runs where there
-    are fewer places to cut."""
+def fragments_of(weights: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
+    """Views of the weights, in order, in `count` fragments of about as many values, cut along first dimensions; fewer
+    where there are fewer places to cut. (`deltas.runs` cuts by size, for the processor's cache.)"""
     total = sum(weight.numel() for weight in weights)
     found: list[list[torch.Tensor]] = [[] for _ in range(count)]
     before = 0  # values
@@ -39,7 +41,7 @@ def cut(weights: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]
             found[index].append(first)
             before += first.numel()
             rows = rows[len(first) :]
-    return [run for run in found if run]
+    return [fragment for fragment in found if fragment] or [[]]
 
 
 class FragmentedDeltas(PartedDeltas):
@@ -57,12 +59,11 @@ class FragmentedDeltas(PartedDeltas):
     ) -> None:
         """As those of `Deltas`; `outer` is for one fragment. Buffers go with the last of the weights."""
         assert outer is None or fragments == 1
-        # Whole weights where they are not cut: of these, views of any layout are made by `Deltas` itself.
-        runs = [list(weights)] if fragments == 1 else cut(weights, fragments)
+        cut = fragments_of(weights, fragments)
         super().__init__(
             [
-                Deltas(run, outer, buffers if run is runs[-1] else (), rank, ranks_counted, one_sum=one_sum)
-                for run in runs
+                Deltas(mine, outer, buffers if mine is cut[-1] else (), rank, ranks_counted, one_sum=one_sum)
+                for mine in cut
             ]
         )
         self._sizes = [part.anchor.numel() for part in self.parts]
@@ -79,11 +80,15 @@ class FragmentedDeltas(PartedDeltas):
         """The outer optimizer's, if there is one."""
         return self.parts[0].velocity
 
-    def due(self, number: int, drain: bool) -> Sequence[Deltas]:
-        return self.parts if drain else [self.parts[number % len(self.parts)]]
+    def _due(self, start: StartRound) -> Sequence[Deltas]:
+        if start.drain is not None:
+            return self.parts
+        fragments = min(start.fragments, len(self.parts))
+        turn = start.number % fragments
+        return [part for place, part in enumerate(self.parts) if place * fragments // len(self.parts) == turn]
 
     def snapshot(self, number: int) -> Snapshot:
-        """See `Deltas.snapshot`."""
+        """The anchor, once this round has landed."""
         anchor = self.anchor
         return Snapshot(number, time.monotonic(), anchor.clone() if len(self.parts) == 1 else anchor)
 
@@ -104,18 +109,19 @@ class FragmentedDeltas(PartedDeltas):
         self._samples += samples
         return super().finish(samples, steps)
 
-    def pack(self, number: int, drain: bool, contribute: bool, batch: int, wire: WireFormat) -> list[torch.Tensor]:
-        addends = super().pack(number, drain, contribute, batch, wire)
-        if len(self._summed) > 1:  # each is of other samples: together they tell nothing of noise
-            self.packed = (0, 0)
+    def pack(self, start: StartRound, contribute: bool, batch: int, wire: WireFormat) -> list[torch.Tensor]:
+        addends = super().pack(start, contribute, batch, wire)
         if contribute:
             self._given, self._samples = self._samples, 0
         return addends
 
     def _pack(self, part: Deltas, drain: bool, contribute: bool, batch: int, wire: WireFormat) -> torch.Tensor:
-        # What other rounds have brought the other fragments; with what is in no contribution yet it waits for that.
-        owes = not self._samples and part.holds_progress
-        gives = contribute or owes or (drain and part.take_leftover())
+        # Where a round sums all, what is in no contribution yet waits for that. Where it sums some, all that this part
+        # has is given at its turn: it may owe what other parts have given, and ranks in step with rounds would miss
+        # the same one for ever.
+        all_summed = len(self.summed) == len(self.parts)
+        gives = contribute or (part.holds_progress and not (all_summed and self._samples))
+        gives = gives or (drain and part.take_leftover())
         return part.pack(gives, batch, wire, self._samples if contribute else 0)
 
     def apply_sum(self) -> None:
@@ -124,7 +130,7 @@ class FragmentedDeltas(PartedDeltas):
 
     def samples_given(self) -> dict[int, int]:
         """See `Deltas.samples_given`: by contributions, whose other fragments may be still to come."""
-        return self._summed[0].samples_given()
+        return self.summed[0].samples_given()
 
     def take_back(self) -> None:
         """See `Deltas.take_back`."""

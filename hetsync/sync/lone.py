@@ -18,6 +18,7 @@ from hetsync.errors import UserError
 from hetsync.plane.base import Residual, Sums, WireFormat
 from hetsync.sync.deltas import Snapshot
 from hetsync.sync.gradients import CHANGED, Arrivals, Bucket, Stage
+from hetsync.sync.messages import StartRound
 from hetsync.sync.reals import as_of, reals
 from hetsync.sync.tail import Tail, shared_buffers
 
@@ -239,7 +240,8 @@ class LoneDeltas:
         self.residual = Residual()
         self.packed = (0, 0)
 
-    def due(self, number: int, drain: bool) -> Sequence[LoneDeltas]:
+    @property
+    def summed(self) -> Sequence[LoneDeltas]:
         return (self,)
 
     @property
@@ -277,7 +279,7 @@ class LoneDeltas:
     def apply(self) -> bool:
         return True
 
-    def pack(self, number: int, drain: bool, contribute: bool, batch: int, wire: WireFormat) -> list[torch.Tensor]:
+    def pack(self, start: StartRound, contribute: bool, batch: int, wire: WireFormat) -> list[torch.Tensor]:
         return [self.tail.flat]
 
     def apply_sum(self) -> None:

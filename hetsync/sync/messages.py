@@ -29,11 +29,13 @@ class Settings:
             1 waits for a task of every rank and keeps all within D tasks of the slowest: stale synchronous
             parallel with bound D.
         accumulation: K, slices in one contribution.
+        fragments: Of the weights, one of which a delayed round sums.
     """
 
     delay_bound: int = 4
     quorum: float = 0.25
     accumulation: int = 1
+    fragments: int = 1
 
     @property
     def synchronous(self) -> bool:
@@ -274,7 +276,7 @@ class StartRound(NamedTuple):
 
     `drain` names why everybody has come to rest, if they have; `final` says that no work will follow.
     `applied` is the number of samples applied before this round. With `evaluate` the weights that all share once the
-    round has landed are to be evaluated.
+    round has landed are to be evaluated. A delayed round sums one of so many `fragments`, a drain all.
     """
 
     number: int
@@ -284,6 +286,7 @@ class StartRound(NamedTuple):
     drain: str | None = None
     final: bool = False
     evaluate: bool = False
+    fragments: int = 1
 
 
 class Standing(NamedTuple):
@@ -383,4 +386,4 @@ Message = EventBatch | InstructionBatch | GroupBatch | Probe | Ping | Alive | Lo
 
 def settings_of(sync: SyncConfig) -> Settings:
     bound = NO_BOUND if sync.delay_bound is None else sync.delay_bound
-    return Settings(bound, sync.first_quorum, sync.first_accumulation)
+    return Settings(bound, sync.first_quorum, sync.first_accumulation, sync.first_fragments)

@@ -8,17 +8,18 @@ import torch
 
 from hetsync.plane.base import WireFormat
 from hetsync.sync.deltas import Deltas
+from hetsync.sync.messages import StartRound
 
 
 class PartedDeltas:
-    """The calls of `Deltas`, made to all parts of a rank's tensors; a round may sum some of them only. What is done to
-    each in the same order ends with the bits that it ends with where all are one."""
+    """The calls of `Deltas`, made to all parts of a rank's tensors. Where every round sums all, the bits are those of
+    one `Deltas`."""
 
     def __init__(self, parts: Sequence[Deltas]) -> None:
         """At least one."""
         self.parts = list(parts)
         self.packed = (0, 0)  # samples and inner steps of what this rank gave to the newest round that it has joined
-        self._summed: Sequence[Deltas] = ()  # by that round
+        self.summed: Sequence[Deltas] = ()  # by that round
 
     @property
     def buffer_bytes(self) -> int:
@@ -29,8 +30,8 @@ class PartedDeltas:
         anchors = [part.anchor for part in self.parts]
         return anchors[0] if len(anchors) == 1 else torch.cat(anchors)
 
-    def due(self, number: int, drain: bool) -> Sequence[Deltas]:
-        """The parts that this round sums."""
+    def _due(self, start: StartRound) -> Sequence[Deltas]:
+        """What this round sums."""
         return self.parts
 
     def adopt(self) -> None:
@@ -49,13 +50,15 @@ class PartedDeltas:
         return sum(part.finish(samples, steps) for part in self.parts)
 
     def apply(self) -> bool:
+        """False while progress in flight keeps a part from it; the others have taken theirs over."""
         return all([part.apply() for part in self.parts])
 
-    def pack(self, number: int, drain: bool, contribute: bool, batch: int, wire: WireFormat) -> list[torch.Tensor]:
-        """The addends of this rank to round `number`, one for each part that is due."""
-        self._summed = self.due(number, drain)
-        addends = [self._pack(part, drain, contribute, batch, wire) for part in self._summed]
-        self.packed = self._summed[0].packed
+    def pack(self, start: StartRound, contribute: bool, batch: int, wire: WireFormat) -> list[torch.Tensor]:
+        """The addends of this rank to a round, one for each part that is `summed` by it."""
+        self.summed = self._due(start)
+        addends = [self._pack(part, start.drain is not None, contribute, batch, wire) for part in self.summed]
+        given = {part.packed for part in self.summed}
+        self.packed = given.pop() if len(given) == 1 else (0, 0)  # of different samples they tell nothing of noise
         return addends
 
     def _pack(self, part: Deltas, drain: bool, contribute: bool, batch: int, wire: WireFormat) -> torch.Tensor:
@@ -63,7 +66,7 @@ class PartedDeltas:
 
     def apply_sum(self) -> None:
         """Of the round that was packed last."""
-        for part in self._summed:
+        for part in self.summed:
             part.apply_sum()
 
     def reset_to_anchor(self) -> None:

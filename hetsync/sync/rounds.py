@@ -147,11 +147,10 @@ class Rounds:
             if contribute:
                 contributed, staleness = shared.worker.contribute(start.number)
                 shared.outbox.append(contributed)
-            drain = start.drain is not None
             with shared.order:
-                addends = deltas.pack(start.number, drain, contribute, self._options.batch, wire)
+                addends = deltas.pack(start, contribute, self._options.batch, wire)
             shared.followers.tell(Joined(start, contribute))
-        parts = deltas.due(start.number, drain)
+        parts = deltas.summed
         self._pending.post_addends(parts, addends, wire)
         self._report_norm(start, *deltas.packed)
         self._listener.flush()

@@ -1,11 +1,12 @@
-"""Fewer rounds by rule, in delayed mode, where they keep devices from computing.
+"""Fewer and smaller rounds by rule, in delayed mode, where they keep devices from computing.
 
 Ranks tell with each task how long synchronisation has kept them from computing: by its own work, and by waits
-(`TaskFinished`). Two things make rounds fewer. A greater quorum q, of half a full set, lets a round wait for more
-contributions: about two rounds in place of four, with steps and contributions as before. Twice the K is half of the
-work, and lets a rank run twice as many slices ahead, so that it need not wait for a slow link. Both part local weights
-further between two rounds, which costs progress a sample, K more than q, and the more so at a high learning rate: so a
-step to fewer rounds must promise more than it costs (docs/results/rounds.md).
+(`TaskFinished`). Three things make them less. A greater quorum q, of half a full set, lets a round wait for more
+contributions: about two rounds in place of four, with steps and contributions as before. Twice the fragments of a large
+model halve what a round sums, and so the time that the link takes for it. Twice the K is half of the work, and lets a
+rank run twice as many slices ahead, so that it need not wait for a slow link. All part local weights further between
+two rounds, which costs progress a sample, K most, and the more so at a high learning rate: so a step must promise more
+than it costs (docs/results/rounds.md, fragments.md).
 
 Pure: no clock, and the simulator runs the same.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import le
 from typing import NamedTuple
 
 from hetsync.config.schema import SyncConfig
@@ -23,6 +25,8 @@ from hetsync.sync.messages import Settings, settings_of
 GREATER_QUORUM = 0.5
 SAVED_BY_QUORUM = 0.44  # of rounds and their work, by the greater quorum
 QUORUM_COSTS = 0.03  # of the time to a target
+SAVED_BY_FRAGMENTS = 0.25  # of work, by twice as many: the copies of a round's sum, but not those of a finished task
+FRAGMENTS_COST = 0.09  # of the time to a target, by four in place of two, after the greater quorum
 MOST = 4  # K = 8 at a rate that suits a batch ended at chance
 DOUBLING_COSTS = 0.2  # of a slice, by K = 2; 4 must save twice that
 KEPT = 0.5  # of what a step promised, or it is taken back
@@ -37,7 +41,7 @@ WINDOW_SECONDS = 1.0  # of each rank's device: less shows the moment more than t
 
 @dataclass(frozen=True)
 class RoundsChange:
-    """K and q from `round` on, and why: synchronisation's own work and waits, over the devices' computing."""
+    """K, q and fragments from `round` on, and why: synchronisation's own work and waits, over what devices compute."""
 
     round: int
     accumulation: int
@@ -45,21 +49,27 @@ class RoundsChange:
     work: float
     waits: float
     reason: str
+    fragments: int = 1
+
+    def applied_to(self, settings: Settings) -> Settings:
+        return replace(settings, accumulation=self.accumulation, quorum=self.quorum, fragments=self.fragments)
 
 
 class Rung(NamedTuple):
-    """K and q, and the step to them from the rung before: the parts of work and of waits that it saves, and how much
-    of a slice it must save."""
+    """K, q and fragments, and the step to them from the rung before: the parts of work and of waits that it saves, and
+    how much of a slice it must save."""
 
     accumulation: int
     quorum: float
+    fragments: int
     work_saved: float = 0.0
     waits_saved: float = 0.0
     costs: float = 0.0
 
     @property
     def called(self) -> str:
-        return f"K = {self.accumulation}, q = {self.quorum:g}"
+        called = f"K = {self.accumulation}, q = {self.quorum:g}"
+        return called if self.fragments == 1 else f"{called}, {self.fragments} fragments"
 
     def saving(self, work: float, waits: float) -> float:
         return self.work_saved * work + self.waits_saved * waits
@@ -67,24 +77,25 @@ class Rung(NamedTuple):
 
 def ladder(sync: SyncConfig) -> tuple[Rung, ...]:
     """From the most rounds to the fewest that a rule may come to."""
-    k, q = sync.first_accumulation, sync.first_quorum
-    rungs = [Rung(k, q)]
+    k, q, fragments = sync.first_accumulation, sync.first_quorum, sync.first_fragments
+    rungs = [Rung(k, q, fragments)]
     if sync.quorum == "auto":
         q = GREATER_QUORUM
-        rungs.append(Rung(k, q, SAVED_BY_QUORUM, 0.0, QUORUM_COSTS))
+        rungs.append(Rung(k, q, fragments, SAVED_BY_QUORUM, 0.0, QUORUM_COSTS))
+    if sync.fragments == "auto":
+        fragments = sync.most_fragments
+        rungs.append(Rung(k, q, fragments, SAVED_BY_FRAGMENTS, 1.0, FRAGMENTS_COST))
     while sync.accumulation == "auto" and k < MOST:
-        rungs.append(Rung(2 * k, q, 0.5, 1.0, DOUBLING_COSTS * k))
+        rungs.append(Rung(2 * k, q, fragments, 0.5, 1.0, DOUBLING_COSTS * k))
         k *= 2
     return tuple(rungs)
 
 
 def rung_of(rungs: Sequence[Rung], settings: Settings) -> int:
-    """Where settings are: at the last rung whose K and q they have, or more."""
-    held = [
-        number
-        for number, rung in enumerate(rungs)
-        if rung.accumulation <= settings.accumulation and rung.quorum <= settings.quorum
-    ]
+    """Where settings are: at the last rung whose K, q and fragments they have, or more."""
+    has = settings.accumulation, settings.quorum, settings.fragments
+    wanted = [(rung.accumulation, rung.quorum, rung.fragments) for rung in rungs]
+    held = [number for number, of in enumerate(wanted) if all(map(le, of, has))]
     return max(held, default=0)
 
 
@@ -163,7 +174,7 @@ class RoundsRule:
         self._settle(version)
         rung = self._rungs[chosen]
         reason = f"rounds take {work:.0%} of a slice, and waits {waits:.0%}{besides}: {rung.called}"
-        return RoundsChange(version, rung.accumulation, rung.quorum, work, waits, reason)
+        return RoundsChange(version, rung.accumulation, rung.quorum, work, waits, reason, rung.fragments)
 
     def _choose(self, at: int, work: float, waits: float) -> tuple[int, str]:
         """A rung, and what else is to be said of it."""
@@ -194,12 +205,13 @@ class RoundsRule:
 
 
 def rule_for(sync: SyncConfig, version: int = 0) -> RoundsRule | None:
-    """None where the recipe sets both K and q."""
-    return RoundsRule(ladder(sync), version) if sync.by_rule else None
+    """None where the recipe leaves it nothing to set."""
+    rungs = ladder(sync)
+    return RoundsRule(rungs, version) if len(rungs) > 1 else None
 
 
 def found_before(sync: SyncConfig, settings: Settings) -> Settings:
     """What a job goes on with whose rule had come to these."""
     rungs = ladder(sync)
     rung = rungs[rung_of(rungs, settings)]
-    return replace(settings_of(sync), accumulation=rung.accumulation, quorum=rung.quorum)
+    return replace(settings_of(sync), accumulation=rung.accumulation, quorum=rung.quorum, fragments=rung.fragments)

@@ -23,6 +23,7 @@ from hetsync.sync.fragments import FragmentedDeltas
 from hetsync.sync.log import Followers
 from hetsync.sync.lone import LoneDeltas
 from hetsync.sync.messages import Event, StartRound
+from hetsync.sync.reals import count_reals
 from hetsync.sync.segmented import Segment, SegmentedDeltas
 from hetsync.sync.worker import Worker
 from hetsync.threads import Bell
@@ -30,23 +31,23 @@ from hetsync.threads import Bell
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`batch` is B, samples of one slice of all ranks; `timeout_seconds` bounds every wait for other ranks. With
-    `measure_norms` the norms of what ranks put into sums are told (`NormMeasured`, `RoundCompleted`). `on_host`: the
-    model is computed by the cores that the communication thread takes, too. `fragments`: of the weights, of which a
-    round of delayed mode sums one.
+    """`batch` is B, samples of one slice of all ranks; `timeout_seconds` bounds every wait for other ranks.
+    `fragments_for`: into how many fragments the weights are cut, by their values, for delayed mode
+    (`FragmentedDeltas`). With `measure_norms` the norms of what ranks put into sums are told (`NormMeasured`,
+    `RoundCompleted`). `on_host`: the model is computed by the cores that the communication thread takes, too.
     `least_ranks`: see `fault.least_ranks`. `skips`: what is not finite is left out of rounds. A rank that gives no sign
     of life for `silent_seconds`, or (`slow_factor`) takes so many times as long as it did, is excluded, where the
     others outlive that; None: never."""
 
     batch: int
     wire: WireFormat = "float32"
+    fragments_for: Callable[[int], int] = lambda values: 1
     bucket_bytes: int = 4 * 2**20
     overlap: bool = True
     timeout_seconds: float = 600.0
     measure_norms: bool = False
     on_host: bool = False
     least_ranks: int | None = None
-    fragments: int = 1
     skips: bool = False
     silent_seconds: float | None = None
     slow_factor: float | None = None
@@ -111,11 +112,12 @@ class SharedState:
         skips: bool = False,
         segments: Sequence[Segment] = (),
         followers: Followers | None = None,
-        fragments: int = 1,
+        fragments_for: Callable[[int], int] = lambda values: 1,
     ) -> None:
         """`alone`: no other rank is there, and nobody wants to know what sums hold. `one_thread`: the main thread
         polls. `ranks_counted`: see `Deltas`; `skips`: see `EngineOptions`. `segments` that this rank holds, where
-        replicas are on several ranks, and the `followers` of a leader. `fragments`: see `FragmentedDeltas`."""
+        replicas are on several ranks, and the `followers` of a leader. `fragments_for`: see
+        `EngineOptions`."""
         # The lock; notified when the main thread may have something to go on with. Under it change the fields below
         # and all weights outside an inner step. Deltas are used without it where the other thread cannot touch what
         # is used: at a rest, and while a snapshot is shown (`Deltas.showing`).
@@ -164,7 +166,7 @@ class SharedState:
         self.ranks_counted = ranks_counted
         self._skips = skips
         self._segments = segments
-        self._fragments = fragments
+        self._fragments_for = fragments_for
         self.followers = followers or Followers()
 
     def delayed_mode(self) -> FragmentedDeltas | LoneDeltas | SegmentedDeltas:
@@ -183,7 +185,7 @@ class SharedState:
                     self.worker.rank,
                     self.ranks_counted,
                     self.one_sum,
-                    self._fragments,
+                    self._fragments_for(sum(map(count_reals, self.weights))),
                 )
                 self.deltas.tail.travel = list(self.travel)
         return self.deltas

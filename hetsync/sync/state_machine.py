@@ -556,7 +556,8 @@ class RoundStateMachine:
         reaches = self.ledger.frontier if synchronous else self.ledger.applied + self._membership.ready_samples
         evaluate = self.snapshots.due(reaches)
         number, self._next_round = self._next_round, self._next_round + 1
-        started = StartRound(number, members, self.ledger.applied, synchronous, drain, final, evaluate)
+        fragments = self.settings.fragments if drain is None else 1
+        started = StartRound(number, members, self.ledger.applied, synchronous, drain, final, evaluate, fragments)
         if evaluate and drain is None:  # at rest they evaluate together
             self.snapshots.request(number, self.members)
         self._rounds[number] = Round(started, set() if synchronous else set(members), samples)

@@ -22,10 +22,14 @@ def shared_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
     return [buffer for buffer in buffers if buffer.isfinite().all()]
 
 
+def trained_values(model: torch.nn.Module) -> int:
+    """Float32 values of the weights that are trained."""
+    return sum(count_reals(weight) for weight in model.parameters() if weight.requires_grad)
+
+
 def travelling_values(model: torch.nn.Module) -> int:
     """Float32 values that a round sums at most: weights that are trained, and shared buffers."""
-    weights = sum(count_reals(weight) for weight in model.parameters() if weight.requires_grad)
-    return weights + sum(buffer.numel() for buffer in shared_buffers(model))
+    return trained_values(model) + sum(buffer.numel() for buffer in shared_buffers(model))
 
 
 class Tail:

@@ -53,6 +53,7 @@ class Progress:
     delay_bound: int
     quorum: float
     accumulation: int
+    fragments: int = 1
     train_seconds: float
 
 
@@ -245,7 +246,14 @@ def _digest_of(state: Mapping[str, Any]) -> str:
 def _checked_progress(path: Path, values: Mapping[str, Any]) -> Progress:
     """ValueError where a value is none that a run can have."""
     progress = Progress(**{**values, "shares": tuple(values["shares"])})
-    for key, least in (("samples_applied", 0), ("version", 0), ("ranks", 1), ("delay_bound", 0), ("accumulation", 1)):
+    for key, least in (
+        ("samples_applied", 0),
+        ("version", 0),
+        ("ranks", 1),
+        ("delay_bound", 0),
+        ("accumulation", 1),
+        ("fragments", 1),
+    ):
         if not _is_count(getattr(progress, key), least):
             raise ValueError(f"{key} is {getattr(progress, key)}")
     shares = progress.shares

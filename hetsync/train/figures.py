@@ -109,7 +109,7 @@ class Figures:
             rounds=session.version,
             staleness=session.coordinator.machine.staleness,
             settings=session.settings,
-            fragments=session.fragments,
+            fragments=min(session.settings.fragments, session.engine.fragments),
             metrics=self._evaluations.metrics,
             anchor_sha256=session.totals.anchor_sha256,
             wall_seconds=time.monotonic() - self._at.began,

@@ -114,7 +114,7 @@ class PlannedJob:
         self._forget_others()
         self._loader = self._make_loader()
         check_metrics(self.config, check_evaluation(self.model, self.data))
-        settings = settings_of(self.config.sync) if self._delayed else IN_STEP
+        settings = settings_of(self.config.sync.for_model(0)) if self._delayed else IN_STEP
         self.books = Books(at, self.assignment, self.replica, profiles, self.total, shows, settings)
         self.replica.release()
         self.replica.memory.begin()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hetsync.config.schema import Config
@@ -64,14 +64,16 @@ def kept_shares(config: Config, progress: Progress | None, ranks: int) -> tuple[
     return progress.shares if as_before and pinned else None
 
 
-def first_settings(config: Config, progress: Progress | None) -> Settings:
-    """The recipe's K, D and q; in a resumed run the K and q that a rule had found, or the K and D of a controller."""
-    settings = settings_of(config.sync)
+def first_settings(config: Config, progress: Progress | None, values: int = 0) -> Settings:
+    """The recipe's for a model of so many weights; in a resumed run what a rule had found, or the K and D of a
+    controller."""
+    sync = config.sync.for_model(values)
+    settings = settings_of(sync)
     if progress is None:
         return settings
     if config.control.name == "fixed":
         ruled = not settings.synchronous and progress.delay_bound > 0
-        found = Settings(progress.delay_bound, progress.quorum, progress.accumulation)
-        return found_before(config.sync, found) if ruled else settings
-    kept = Settings(progress.delay_bound, settings.quorum, progress.accumulation)
+        found = Settings(progress.delay_bound, progress.quorum, progress.accumulation, progress.fragments)
+        return found_before(sync, found) if ruled else settings
+    kept = replace(settings, delay_bound=progress.delay_bound, accumulation=progress.accumulation)
     return Actions(Limits.of(config.control)).clipped(kept)

@@ -24,7 +24,7 @@ from hetsync.plane.base import CutOffError, LateError, LostError, Newcomer, Plan
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.messages import NO_BOUND
 from hetsync.sync.milestones import CHECKPOINT, EPOCH, JOIN, ROLLBACK, Marks, marks_every, rests_for
-from hetsync.sync.tail import travelling_values
+from hetsync.sync.tail import trained_values, travelling_values
 from hetsync.telemetry import Telemetry
 from hetsync.train import checkpoint, ranks
 from hetsync.train.alike import Description, settings_described
@@ -324,7 +324,7 @@ class Running:
             applied=progress.samples_applied if progress else 0,
             version=progress.version if progress else 0,
             shares=shares,
-            settings=first_settings(self.config, progress),
+            settings=first_settings(self.config, progress, trained_values(self.model)),
             evaluations=marks_every(self.prepared.evaluation[0] if self.prepared.evaluation else None, self.total),
             entry=None if self._welcome is None else self._welcome.entry,
         )

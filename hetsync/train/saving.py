@@ -93,6 +93,7 @@ class Saver:
             shares=tuple(session.shares[rank] for rank in sorted(session.plane.members)),
             delay_bound=settings.delay_bound,
             quorum=settings.quorum,
+            fragments=settings.fragments,
             accumulation=settings.accumulation,
             train_seconds=self._seconds_before + session.totals.train_seconds,
         )

@@ -50,7 +50,7 @@ from hetsync.sync.rounds import Around
 from hetsync.sync.rounds_rule import RoundsChange, rule_for
 from hetsync.sync.shared_state import EngineOptions
 from hetsync.sync.state_machine import RoundStateMachine
-from hetsync.sync.tail import travelling_values
+from hetsync.sync.tail import trained_values
 from hetsync.telemetry import Telemetry
 from hetsync.train.accounts import RankTotals, TaskInWork, TrainingClock
 from hetsync.train.meetings import Meetings
@@ -173,18 +173,13 @@ class Session:
     def _begin_at(self, sync: SyncConfig) -> None:
         """What is known at rest, as it is before the first slice."""
         terms = self.terms
-        self.settings = terms.settings or settings_of(sync)
+        self.settings = terms.settings or settings_of(sync.for_model(trained_values(self.model)))
         self.shares = terms.shares or choose_shares(sync, terms.batch_size, terms.ranks)
         self.applied = terms.applied
         self.version = terms.version
         self.stopping = False
         self.rest_reason = ""
         self.evaluation_due = False
-
-    @property
-    def fragments(self) -> int:
-        """Of the weights, of which a round of delayed mode sums one."""
-        return self._sync.fragments_of(travelling_values(self.model))
 
     def _make_engine(self, timeout_seconds: float) -> Engine:
         plane, terms, sync = self.plane, self.terms, self._sync
@@ -200,7 +195,7 @@ class Session:
                 measure_norms=self._make_control is not None,
                 on_host=self._device.on_host,
                 least_ranks=self._fault.least_ranks,
-                fragments=self.fragments,
+                fragments_for=lambda values: sync.for_model(values).most_fragments,
                 skips=self._skips,
                 silent_seconds=self._fault.silent_seconds,
                 slow_factor=self._fault.slow_factor if self._fault.slow == "exclude" else None,
@@ -265,7 +260,7 @@ class Session:
             rebalance=rebalance,
             control=self.control,
             on_evaluation=self._report,
-            rule=rule_for(sync, terms.version) if ruled else None,
+            rule=rule_for(sync.for_model(trained_values(self.model)), terms.version) if ruled else None,
             on_rounds_change=self._on_rounds_change,
             rebuild=rebuild,
             on_left_out=self._on_left_out,

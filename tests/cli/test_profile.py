@@ -43,7 +43,7 @@ def test_of_a_profile_nothing_is_measured_or_written(
     assert profiled("--emulate", "slow-link", "--sync.delay_bound", "8") == 0
     out = capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
-    assert "link: a round takes 0.5 of a slice's time" in out
+    assert "link: a sum of all weights takes 0.5 of a slice's time" in out
     assert "this recipe (D = 8, q = auto, K = 1)" in out
     found = re.search(
         r"gains a factor of ([\d.]+) over equal shares and a factor of ([\d.]+) over shares by speed", out

@@ -86,7 +86,8 @@ class Job:
         cluster = scaled(self.cluster, self.ranks)
         ranks = profiles(config, cluster, self.ranks)
         seed = config.run.seed
-        scenario = Scenario(cluster, ranks, config.sync, self.batch_size, total, None, seed, self.traffic)
+        sync = replace(config.sync, fragments=1)  # a quadratic knows no others
+        scenario = Scenario(cluster, ranks, sync, self.batch_size, total, None, seed, self.traffic)
         learner = NoisyQuadratic(self.landscape, config, self.ranks, total, REALISATIONS)
         return Simulation(scenario, learner, self.script)
 

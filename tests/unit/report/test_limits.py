@@ -40,8 +40,8 @@ SENTENCES: list[tuple[Facts, str]] = [
     ),
     (
         facts(round_in_slices=0.3, accumulation=1),
-        "Rounds take 30% of a slice: K = 2 (sync.accumulation 2) makes fewer, a faster link or sync.wire bfloat16"
-        " shorter ones.",
+        "Rounds take 30% of a slice: K = 2 (sync.accumulation 2) makes fewer, a faster link, sync.fragments or"
+        " sync.wire bfloat16 shorter ones.",
     ),
     (
         facts(round_in_slices=3.25, delay_bound=0),
@@ -67,8 +67,8 @@ SENTENCES: list[tuple[Facts, str]] = [
     ),
     (
         facts(round_in_slices=0.4, taken_back=frozenset({2})),
-        "Rounds take 40% of a slice: a faster link or sync.wire bfloat16 makes them shorter. sync.accumulation auto has"
-        " tried K = 2 for fewer, and taken it back.",
+        "Rounds take 40% of a slice: a faster link, sync.fragments or sync.wire bfloat16 makes them shorter."
+        " sync.accumulation auto has tried K = 2 for fewer, and taken it back.",
     ),
     (
         facts(RankTime(0, 0.0, 0.0, runtime=0.08), accumulation=2, taken_back=frozenset({4})),

@@ -362,7 +362,6 @@ def test_replicas_measure_the_noise_scale_that_calibration_measures(delay_bound:
 
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_replicas_that_sum_fragments_end_with_one_model(fragments):
-    """And none of their progress is missing: they learn as they do where each round sums all."""
     data, model = regression(running_mean=True)
     config = recipe(delay_bound=4, quorum=0.25, fragments=fragments)
     job = scenario(RATES, TOTAL, BATCH, delay_bound=4, quorum=0.25, fragments=fragments)

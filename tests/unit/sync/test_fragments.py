@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from hetsync.config.schema import OuterConfig, SyncConfig
 from hetsync.errors import UserError
 from hetsync.sync.deltas import Deltas, Nesterov
-from hetsync.sync.fragments import FragmentedDeltas, cut
+from hetsync.sync.fragments import FragmentedDeltas, fragments_of
+from hetsync.sync.messages import StartRound, settings_of
+from hetsync.sync.rounds_rule import SETTLING_TASKS, WINDOW_ROUNDS, WINDOW_TASKS, ladder, rule_for
 
 SHAPES = [(5, 3), (4,), (), (2, 1, 2)]
 BATCH, SHARE = 4, 2  # of each of two ranks
@@ -21,18 +24,22 @@ BATCH, SHARE = 4, 2  # of each of two ranks
 @given(st.lists(st.lists(st.integers(0, 6), max_size=3), min_size=1, max_size=6), st.integers(1, 8))
 def test_fragments_are_views_of_all_weights_in_order_and_of_nearly_one_size(shapes, count):
     weights = [torch.rand(shape) for shape in shapes]
-    runs = cut(weights, count)
+    runs = fragments_of(weights, count)
     assert len(runs) <= count
     pieces = [piece for run in runs for piece in run]
     flat = torch.cat([piece.flatten() for piece in pieces] or [torch.empty(0)])
     torch.testing.assert_close(flat, torch.cat([weight.flatten() for weight in weights]), rtol=0, atol=0)
-    if runs:
+    if pieces:
         largest = max(sum(piece.numel() for piece in run) for run in runs)
         row = max(weight.numel() // max(1, len(weight)) if weight.dim() else 1 for weight in weights)
         assert largest <= -(-flat.numel() // count) + row
     for piece in pieces:
         piece += 1
     assert all((weight >= 1).all() for weight in weights)
+
+
+def round_of(number: int, drain: bool = False, fragments: int = 64) -> StartRound:
+    return StartRound(number, frozenset(), 0, drain="rest" if drain else None, fragments=fragments)
 
 
 class Rank:
@@ -55,8 +62,8 @@ class Rank:
         assert self.deltas.finish(SHARE, 1) < float("inf")
         self.waiting += 1
 
-    def pack(self, number: int, contributes: bool, drain: bool = False) -> list[torch.Tensor]:
-        addends = self.deltas.pack(number, drain, contributes, BATCH, "float32")
+    def pack(self, number: int, contributes: bool, drain: bool = False, fragments: int = 64) -> list[torch.Tensor]:
+        addends = self.deltas.pack(round_of(number, drain, fragments), contributes, BATCH, "float32")
         self.waiting = 0 if contributes else self.waiting
         return addends
 
@@ -68,12 +75,14 @@ def summed(ranks: list[Rank], addends: list[list[torch.Tensor]]) -> None:
         others.copy_(total)
 
 
-@pytest.mark.parametrize("fragments", [1, 2, 4])
+@pytest.mark.parametrize(("parts", "fragments"), [(1, [1]), (2, [2]), (4, [4]), (4, [2]), (4, [1, 2, 3, 4])])
 @pytest.mark.parametrize("seed", range(10))
-def test_each_task_moves_each_weight_once_whatever_becomes_of_rounds(seed: int, fragments: int) -> None:
+def test_each_task_moves_each_weight_once_whatever_becomes_of_rounds(
+    seed: int, parts: int, fragments: list[int]
+) -> None:
     """Rounds land, are void, or land on one rank alone; tasks are finished before a sum, and beside it."""
     chance = random.Random(seed)
-    ranks = [Rank(0, fragments), Rank(1, fragments)]
+    ranks = [Rank(0, parts), Rank(1, parts)]
     number = 0
     for _ in range(60):
         for rank in ranks:
@@ -81,7 +90,8 @@ def test_each_task_moves_each_weight_once_whatever_becomes_of_rounds(seed: int, 
                 rank.finish(chance.randint(-4, 4) * 2)
         before = [rank.waiting for rank in ranks]
         contribute = [rank.waiting > 0 and chance.random() < 0.7 for rank in ranks]
-        addends = [rank.pack(number, own) for rank, own in zip(ranks, contribute, strict=True)]
+        summing = chance.choice(fragments)
+        addends = [rank.pack(number, own, fragments=summing) for rank, own in zip(ranks, contribute, strict=True)]
         for rank in ranks:
             for _ in range(chance.randrange(3)):
                 rank.finish(chance.randint(-4, 4) * 2)
@@ -123,20 +133,37 @@ def test_a_round_sums_one_fragment_and_a_drain_all():
     assert rank.pack(5, False)[0].numel() == sizes[1]
 
 
-def test_what_is_in_no_contribution_yet_waits_in_every_fragment():
+def test_at_its_turn_a_fragment_is_given_with_all_that_is_finished():
+    """Whoever finishes just after rounds have begun would else miss the same fragment each time."""
+    rank = Rank(0, 2)
+    for number in range(2):
+        rank.finish(2)
+        (addend,) = rank.pack(number, False)
+        assert addend.any()
+        assert rank.deltas.samples_given() == {}
+        summed_alone(rank)
+    assert rank.waiting == 2
+
+
+@pytest.mark.parametrize(("parts", "fragments"), [(1, 1), (2, 1)])
+def test_where_a_round_sums_all_what_is_in_no_contribution_waits(parts: int, fragments: int) -> None:
     """Else it would be in the weights of others while books say that it is held here."""
+    rank = Rank(0, parts)
+    rank.finish(2)
+    for addend in rank.pack(0, False, fragments=fragments):
+        assert not addend.any()
+    rank.deltas.take_back()
+    for addend in rank.pack(0, True, fragments=fragments):
+        assert addend.any()
+
+
+def test_a_drain_sums_what_other_rounds_have_not():
     rank = Rank(0, 2)
     rank.finish(2)
-    (first,) = rank.pack(0, True)
-    assert first.any()
+    rank.pack(0, True)
     summed_alone(rank)
-    (second,) = rank.pack(1, False)  # the other fragment of what was given
-    assert second.any()
-    assert rank.deltas.samples_given() == {}
-    summed_alone(rank)
-    rank.finish(2)
-    (third,) = rank.pack(2, False)
-    assert not third.any()
+    first, second = rank.pack(1, False, drain=True)
+    assert (bool(first.any()), bool(second.any())) == (False, True)
 
 
 def summed_alone(rank: Rank) -> None:
@@ -153,7 +180,7 @@ def test_one_fragment_is_what_deltas_are():
             for weight in some:
                 weight += 0.1
         assert one.finish(2, 1) == plain.finish(2, 1)
-        (addend,) = one.pack(number, False, True, BATCH, "float32")
+        (addend,) = one.pack(round_of(number), True, BATCH, "float32")
         assert torch.equal(addend, plain.pack(True, BATCH, "float32"))
         one.apply_sum()
         plain.apply_sum()
@@ -165,12 +192,17 @@ def test_one_fragment_is_what_deltas_are():
 def test_a_snapshot_can_be_shown_and_is_the_anchor():
     rank = Rank(0, 3)
     rank.finish(2)
-    snapshot = rank.deltas.snapshot(7)
-    assert (snapshot.round, snapshot.weights.any()) == (7, False)
+    rank.pack(0, True)
+    summed_alone(rank)
+    snapshot = rank.deltas.snapshot(0)
+    assert snapshot.round == 0
+    assert snapshot.weights.any()
+    assert torch.equal(snapshot.weights, rank.deltas.anchor)
+    rank.finish(4)
     held = [tensor.clone() for tensor in rank.tensors]
-    with rank.deltas.showing(torch.arange(float(snapshot.weights.numel()))):
+    with rank.deltas.showing(snapshot.weights):
         shown = torch.cat([tensor.flatten() for tensor in rank.tensors])
-        assert torch.equal(shown, torch.arange(float(snapshot.weights.numel())))
+        assert torch.equal(shown, snapshot.weights)
     assert all(map(torch.equal, rank.tensors, held))
 
 
@@ -205,12 +237,35 @@ def test_an_outer_optimizer_knows_no_fragments():
     outer = OuterConfig("nesterov")
     with pytest.raises(UserError, match=r"sync\.fragments is 2, which the outer optimizer nesterov does not know"):
         SyncConfig(outer=outer, fragments=2)
-    assert SyncConfig(outer=outer).fragments_of(10**9) == 1
+    assert SyncConfig(outer=outer).for_model(10**9).most_fragments == 1
     deltas = FragmentedDeltas([torch.zeros(4)], Nesterov(1.0, 0.5, BATCH))
     assert deltas.velocity is None
 
 
-def test_large_models_have_fragments_by_rule():
-    assert [SyncConfig().fragments_of(values) for values in (999_999, 1_000_000)] == [1, 2]
-    assert SyncConfig(fragments=1).fragments_of(10**9) == 1
-    assert SyncConfig(fragments=8).fragments_of(10) == 8
+@pytest.mark.parametrize(
+    ("fragments", "values", "first", "most"),
+    [("auto", 999_999, 1, 1), ("auto", 1_000_000, 2, 4), (1, 10**9, 1, 1), (8, 10, 8, 8)],
+)
+def test_large_models_have_fragments_by_rule(fragments, values, first, most):
+    sync = SyncConfig(fragments=fragments).for_model(values)
+    assert (sync.first_fragments, sync.most_fragments) == (first, most)
+    assert settings_of(sync).fragments == first
+
+
+@pytest.mark.parametrize("sync", [SyncConfig(quorum=1.0), SyncConfig(accumulation=2)])
+def test_whoever_asks_for_fewer_rounds_is_not_given_smaller_ones_besides(sync: SyncConfig) -> None:
+    assert sync.for_model(10**9).most_fragments == 1
+
+
+def test_a_rule_makes_more_of_them_where_ranks_wait_for_the_link():
+    names = [(rung.quorum, rung.fragments) for rung in ladder(SyncConfig())]
+    assert names == [(0.25, 2), (0.5, 2), (0.5, 4)]
+    rule = rule_for(SyncConfig(quorum=0.5))
+    assert rule is not None
+    settings = settings_of(SyncConfig(quorum=0.5))
+    for _ in range(SETTLING_TASKS + WINDOW_TASKS):
+        rule.observe(0, 1.0, 0.0, 0.2)
+    change = rule.decide(settings, WINDOW_ROUNDS, {0: 1})
+    assert change is not None
+    assert change.applied_to(settings) == replace(settings, fragments=4)
+    assert change.reason == "rounds take 0% of a slice, and waits 20%: K = 1, q = 0.5, 4 fragments"

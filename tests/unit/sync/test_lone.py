@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hetsync.sync.fragments import FragmentedDeltas
 from hetsync.sync.lone import CHECKED_TASKS, FiniteCheck, LoneDeltas, LoneGradients
+from hetsync.sync.messages import StartRound
 
 
 def tensors():
@@ -29,7 +30,7 @@ def compute(deltas, weights, buffers, slices, number, samples=None):
 
 def land(deltas):
     """The round of all that is finished."""
-    (addend,) = deltas.pack(0, False, True, 8, "float32")
+    (addend,) = deltas.pack(StartRound(0, frozenset({0}), 0), True, 8, "float32")
     assert torch.isfinite(addend).all()
     while deltas.tail.flat.numel() and deltas.tail.unpack():
         pass

@@ -22,8 +22,8 @@ from hetsync.sync.rounds_rule import (
 )
 
 SHARES = {0: 30, 1: 10}
-K_BY_RULE = SyncConfig(quorum=0.25, accumulation="auto")
-BY_RULE = SyncConfig()
+K_BY_RULE = SyncConfig(quorum=0.25, accumulation="auto", fragments=1)
+BY_RULE = SyncConfig(fragments=1)
 
 
 class Job:
@@ -44,7 +44,7 @@ class Job:
         self.version += WINDOW_ROUNDS
         change = self.rule.decide(self.settings, self.version, SHARES)
         if change is not None:
-            self.settings = replace(self.settings, accumulation=change.accumulation, quorum=change.quorum)
+            self.settings = change.applied_to(self.settings)
         return change
 
     def windows(self, costs, count):
@@ -186,7 +186,7 @@ def test_by_default_the_quorum_grows_where_a_rounds_work_is_a_notable_part_of_a_
 
 
 def test_the_quorum_grows_before_k_does():
-    both = SyncConfig(accumulation="auto")
+    both = SyncConfig(accumulation="auto", fragments=1)
     assert windows(Job(sync=both), rounds_work(0.2), 5) == [(1, 0.5)] * 5
     assert windows(Job(sync=both), rounds_work(0.9), 3) == [(1, 0.5), (2, 0.5), (2, 0.5)]
     assert Job(sync=both).window(lambda k: (0.0, 0.5)).accumulation == 2  # waits, which a quorum does not end
@@ -205,19 +205,19 @@ def test_a_quorum_that_saves_too_little_is_taken_back():
 
 
 def test_nothing_is_by_rule_where_the_recipe_sets_both():
-    assert rule_for(SyncConfig(quorum=0.25)) is None
+    assert rule_for(SyncConfig(quorum=0.25, fragments=1)) is None
 
 
 @pytest.mark.parametrize(
     ("sync", "found", "expected"),
     [
-        (SyncConfig(), Settings(4, 0.5, 1), (0.5, 1)),
-        (SyncConfig(), Settings(4, 0.25, 1), (0.25, 1)),
-        (SyncConfig(), Settings(4, 1.0, 4), (0.5, 1)),  # of another recipe
-        (SyncConfig(quorum=0.7), Settings(4, 0.5, 4), (0.7, 1)),
-        (SyncConfig(quorum=0.7, accumulation="auto"), Settings(4, 0.7, 8), (0.7, 4)),
-        (SyncConfig(accumulation="auto"), Settings(4, 0.5, 2), (0.5, 2)),
-        (SyncConfig(accumulation="auto"), Settings(4, 0.25, 2), (0.25, 1)),
+        (SyncConfig(fragments=1), Settings(4, 0.5, 1), (0.5, 1)),
+        (SyncConfig(fragments=1), Settings(4, 0.25, 1), (0.25, 1)),
+        (SyncConfig(fragments=1), Settings(4, 1.0, 4), (0.5, 1)),  # of another recipe
+        (SyncConfig(quorum=0.7, fragments=1), Settings(4, 0.5, 4), (0.7, 1)),
+        (SyncConfig(quorum=0.7, accumulation="auto", fragments=1), Settings(4, 0.7, 8), (0.7, 4)),
+        (SyncConfig(accumulation="auto", fragments=1), Settings(4, 0.5, 2), (0.5, 2)),
+        (SyncConfig(accumulation="auto", fragments=1), Settings(4, 0.25, 2), (0.25, 1)),
     ],
 )
 def test_a_resumed_job_goes_on_with_what_the_rule_had_come_to(sync, found, expected):
@@ -227,7 +227,7 @@ def test_a_resumed_job_goes_on_with_what_the_rule_had_come_to(sync, found, expec
 
 def test_a_step_that_saves_too_little_is_taken_back_to_where_it_came_from():
     """Also where it has passed over a rung, which would not have been worth its cost."""
-    job = Job(sync=SyncConfig(accumulation="auto"))
+    job = Job(sync=SyncConfig(accumulation="auto", fragments=1))
     assert job.window(lambda k: (0.05, 0.3)).accumulation == 2
     back = job.window(lambda k: (0.05, 0.3))
     assert (back.accumulation, back.quorum) == (1, 0.25)
@@ -242,7 +242,7 @@ def test_what_was_promised_to_other_ranks_or_shares_is_forgotten(change):
 
 
 def test_settings_that_a_death_has_set_back_leave_no_rung_below_the_first():
-    job = Job(sync=SyncConfig(accumulation="auto"))
+    job = Job(sync=SyncConfig(accumulation="auto", fragments=1))
     assert job.window(lambda k: (0.1, 0.0)).quorum == GREATER_QUORUM
-    job.settings = settings_of(SyncConfig(accumulation="auto"))
+    job.settings = settings_of(SyncConfig(accumulation="auto", fragments=1))
     assert job.window(lambda k: (0.1, 0.0)) is None

@@ -8,6 +8,7 @@ import torch
 from hetsync.plane.local import LocalPlane
 from hetsync.sync.deltas import Deltas, Nesterov
 from hetsync.sync.engine import Engine
+from hetsync.sync.messages import StartRound
 from hetsync.sync.shared_state import EngineOptions
 from hetsync.sync.tail import Tail, shared_buffers
 
@@ -156,5 +157,5 @@ def test_a_jobs_rounds_are_one_sum_unless_norms_are_measured(norms):
     shared = Engine(LocalPlane(), torch.nn.Linear(2, 2), options)._shared
     shared.alone, shared.weights, shared.ranks_counted = False, [torch.zeros(4)], 2
     deltas = shared.delayed_mode()
-    (addend,) = deltas.pack(0, False, False, BATCH, "float32")
+    (addend,) = deltas.pack(StartRound(0, frozenset(), 0), False, BATCH, "float32")
     assert addend.numel() == (4 if norms else 4 + 2)

@@ -82,6 +82,7 @@ def test_too_little_memory_is_mended_in_the_plan(
     [
         ("sync", "accumulation", 2),
         ("sync", "wire", "int8"),
+        ("sync", "fragments", 2),
         ("sync", "outer", {"name": "nesterov"}),
         ("control", "name", "random"),
         ("ema", "decay", 0.9),
