@@ -33,7 +33,11 @@ ROUNDS_PER_SECOND = 2.0
 SUM_BYTES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 LONGEST_LOOP = 20  # sums of one size, by the engine and bare each
 # With q = 1 every rank gives to every round, so that a slice is a round.
-SETTINGS: dict[str, dict[str, Any]] = {"delayed": {"quorum": 1.0}, "synchronous": {"delay_bound": 0}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "delayed": {"quorum": 1.0},
+    "delayed, two fragments": {"quorum": 1.0, "fragments": 2},
+    "synchronous": {"delay_bound": 0},
+}
 
 # What the runtime does, by purpose; all else of the communication thread is polling.
 PARTS: Parts = {

@@ -7,7 +7,7 @@ moves each weight once.
 
 Books know of contributions: with the round that one is in its samples count as applied, although of n fragments others
 follow in up to n - 1 rounds after it; and at its turn a fragment is given with what is in no contribution yet, too. So
-what a rank that dies has given of some fragments and not of others counts as applied, or is computed once more, for all.
+what a rank that dies has given of some fragments and not of others counts as applied, or is computed once more for all.
 """
 
 from __future__ import annotations

@@ -134,6 +134,10 @@ MISTAKES = {
     ),
     "both": (["--emulate", "quickstart", "--gradients", "--calibrate", "x"], "exclude each other"),
     "no run": (["--emulate", "quickstart", "--calibrate", "nowhere"], "--calibrate nowhere holds no finished run"),
+    "calibrated fragments": (
+        ["--emulate", "quickstart", "--calibrate", "x", "--sync.fragments", "2"],
+        "sync.fragments is 2, which --calibrate's model of progress does not know: leave it out, or use --gradients",
+    ),
     "no script": (["--emulate", "quickstart", "--script", "nowhere"], "cannot read --script nowhere"),
     "no ranks": (["--emulate", "quickstart", "--ranks", "0"], "ranks"),
     "early stop": (

@@ -30,7 +30,7 @@ def job(folder: Path, ranks: int, faults: str, *words: str, program: Sequence[st
 @pytest.mark.parametrize("bound", ["0", "4"])
 def test_all_ranks_go_back_in_place(tmp_path: Path, bound: str) -> None:
     """Ranks that differed at the end would end the job. Of sums that are rounded nothing is kept."""
-    words = ["--sync.delay_bound", bound, "--sync.wire", "int8"]
+    words = ["--sync.delay_bound", bound, "--sync.wire", "int8", "--sync.fragments", "2"]
     done = job(tmp_path, 2, "[{kind: not_finite, rank: 1, round: 15}]", *words)
     assert done.status == 0, done.story
     summary = summary_of(tmp_path / "run")

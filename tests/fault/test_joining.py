@@ -116,7 +116,7 @@ def test_a_process_takes_a_dead_ranks_place(tmp_path: Path) -> None:
 
 def test_who_comes_first_waits_and_one_of_two_takes_it(tmp_path: Path) -> None:
     """The other waits, and leaves as the job ends."""
-    with job(tmp_path, "--sync.delay_bound", "4") as ranks, join(tmp_path) as one, join(tmp_path) as other:
+    with job(tmp_path, "--sync.fragments", "2") as ranks, join(tmp_path) as one, join(tmp_path) as other:
         time.sleep(2)
         kill(ranks[2])
         settled(tmp_path, ranks, 2)

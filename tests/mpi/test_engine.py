@@ -180,6 +180,14 @@ def test_delayed_training_keeps_the_invariants(
         assert coordinator.machine.staleness.total() > 0
 
 
+def test_large_models_have_fragments_without_being_told(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetsync.config.schema.LARGE_VALUES", 10)
+    outcome = train(plane, delayed(plane, delay_bound=4), rests=[100])
+    assert_invariants(plane, [outcome], SAMPLES, 4)
+    assert outcome.session.settings.fragments == 2
+    assert outcome.session.engine.fragments == (1 if plane.size == 1 else 4)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizer_states_are_one_at_rest(plane: Plane, optimizer: str) -> None:
     def state(outcome: Outcome) -> list[torch.Tensor]:

@@ -114,8 +114,8 @@ def test_waits_for_slow_rounds_want_fewer_rounds() -> None:
 def test_waits_where_fewer_rounds_were_tried_want_shorter_ones() -> None:
     told, _ = limits_of(facts(RankTime(0, 0.3, 0.0), round_in_slices=1.5, taken_back=frozenset({2})))
     assert told == (
-        "Rank 0 waits 30% of the time for other ranks, as rounds take longer than slices: a faster link or sync.wire"
-        " bfloat16 makes them shorter."
+        "Rank 0 waits 30% of the time for other ranks, as rounds take longer than slices: a faster link,"
+        " sync.fragments or sync.wire bfloat16 makes them shorter."
     )
 
 

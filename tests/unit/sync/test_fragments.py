@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from hetsync.config.schema import OuterConfig, SyncConfig
 from hetsync.errors import UserError
+from hetsync.plane.local import LocalPlane
 from hetsync.sync.deltas import Deltas, Nesterov
+from hetsync.sync.engine import Engine
 from hetsync.sync.fragments import FragmentedDeltas, fragments_of
 from hetsync.sync.messages import StartRound, settings_of
 from hetsync.sync.rounds_rule import SETTLING_TASKS, WINDOW_ROUNDS, WINDOW_TASKS, ladder, rule_for
+from hetsync.sync.shared_state import EngineOptions
 
 SHAPES = [(5, 3), (4,), (), (2, 1, 2)]
 BATCH, SHARE = 4, 2  # of each of two ranks
@@ -225,6 +228,19 @@ def test_a_task_is_given_up_in_all_fragments():
         tensor += torch.nan
     rank.deltas.undo()
     assert all(map(torch.equal, rank.tensors, held))
+
+
+def test_weights_are_cut_as_they_are_when_delayed_mode_begins():
+    """After a freeze they are fewer, and a newcomer must cut as all do."""
+    options = EngineOptions(BATCH, fragments_for=lambda values: 1 if values < 4 else 2)
+    engine = Engine(LocalPlane(), torch.nn.Linear(2, 2), options)
+    shared = engine._shared
+    shared.alone = False
+    for weights, fragments in (([torch.zeros(3)], 1), ([torch.zeros(3), torch.zeros(3)], 2)):
+        shared.deltas, shared.weights = None, weights
+        shared.delayed_mode()
+        assert engine.fragments == fragments
+        assert sum(tensor.numel() for tensor in engine.anchor) == sum(weight.numel() for weight in weights)
 
 
 @pytest.mark.parametrize("fragments", [0, 65])
