@@ -86,7 +86,8 @@ def end_loop(plane: Plane, failure: BaseException) -> None:
 def leave(code: int) -> NoReturn:
     """End this process now, whatever its threads do, and say nothing to others."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # whoever read it has gone
+        # Whoever read it has gone; or a signal's handler leaves, which has interrupted a write.
+        with suppress(OSError, ValueError, RuntimeError):
             stream.flush()
     os._exit(code)
 

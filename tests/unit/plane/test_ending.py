@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
+
 import pytest
 
+from hetsync.plane import ending
 from hetsync.plane.ending import end_job
 from hetsync.plane.local import LocalPlane
 
@@ -42,3 +47,17 @@ def test_an_exit_on_one_rank_is_that_of_the_job(
     assert ended.value.args == (status,)
     sentence = f"hetsync: rank 1: sys.exit was called{said}, so the job ends with status {status}\n"
     assert capsys.readouterr().err == sentence
+
+
+def test_leaving_in_the_middle_of_a_sentence_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal's handler leaves, while the thread that it has interrupted is about to write."""
+    statuses: list[int] = []
+
+    class Interrupted(io.StringIO):
+        def flush(self) -> None:
+            raise RuntimeError("reentrant call inside <_io.BufferedWriter>")
+
+    monkeypatch.setattr(sys, "stderr", Interrupted())
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    ending.leave(85)
+    assert statuses == [85]
