@@ -23,7 +23,7 @@ from hetsync.files import write_atomically
 
 RANK = ("-m", "benchmarks.runtime_cost_rank")
 JOB_SECONDS = 600  # bound on one job
-MODES = ("delayed", "delayed, two fragments", "synchronous")
+MODES = ("delayed", "delayed, fragments by rule", "synchronous")
 
 Job = dict[str, Any]
 

@@ -1,7 +1,8 @@
 """Signals ask a job to save and stop: SIGUSR1 at any time; SIGTERM, Ctrl-C (SIGINT) and a lost terminal (SIGHUP) as
 soon as there is a job.
 
-Before that SIGTERM and Ctrl-C end the process as they always do, since there is nothing to save.
+Before that SIGTERM and Ctrl-C end the process as they always do, since there is nothing to save. `hetsync plan` stops
+searching (`Interrupts`), and writes the best so far.
 """
 
 from __future__ import annotations
@@ -48,13 +49,18 @@ class StopSignal:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGUSR1:
-            for other in ONCE:
-                signal.signal(other, signal.SIG_DFL)
+        _end_at_next(number)
         if self.caught is None:
             self.caught = signal.Signals(number)
             if self._listener is not None:
                 self._listener()
+
+
+def _end_at_next(number: int) -> None:
+    """After one of `ONCE` the next of them ends the process."""
+    if number != signal.SIGUSR1:
+        for other in ONCE:
+            signal.signal(other, signal.SIG_DFL)
 
 
 @contextmanager
@@ -72,17 +78,15 @@ def handled(handle: Callable[[int, FrameType | None], object]) -> Iterator[None]
 
 
 class Interrupts:
-    """Of a command that looks for something, and has the best so far: `hear` is for `handled`. While it `raises`, the
-    first signal raises KeyboardInterrupt; else it is `heard`. SIGUSR1 may come again, as launchers ask by it; a second
-    one of the others ends the process."""
+    """For a command that looks for something, and has the best so far: `hear` is for `handled`. A signal is `heard`;
+    the first one while this `raises` also raises KeyboardInterrupt. SIGUSR1 may come again, as launchers ask by it; a
+    second one of the others ends the process."""
 
     def __init__(self, raises: bool) -> None:
         self.raises, self.heard = raises, False
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGUSR1:
-            for other in ONCE:
-                signal.signal(other, signal.SIG_DFL)
+        _end_at_next(number)
         self.heard, raises, self.raises = True, self.raises, False
         if raises:
             raise KeyboardInterrupt

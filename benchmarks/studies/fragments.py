@@ -26,7 +26,7 @@ from hetsync.files import write_atomically
 
 Arm = tuple[int, float, int | Literal["auto"], int]  # D, q, K, fragments
 FREE_ARMS: tuple[Arm, ...] = tuple((4, 0.25, 1, fragments) for fragments in (1, 2, 4, 8))
-LINKED_ARMS: tuple[Arm, ...] = (*FREE_ARMS, (16, 0.5, "auto", 1))
+LINKED_ARMS: tuple[Arm, ...] = (*FREE_ARMS, (8, 0.5, 1, 1), (16, 0.5, "auto", 1))
 LINKS = (3.0, 6.0, 12.0)  # slices that a sum of all weights takes
 FREE = ("digits, constant", "digits, cosine", "DeepTTE")
 LINKED = ("digits, constant", "digits, low rate", "DeepTTE")

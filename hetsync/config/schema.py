@@ -250,9 +250,9 @@ class SyncConfig:
         wire: Number format of what travels.
         fragments: Of the weights (1 to 64; 1 with an outer optimizer, or by a plan that cuts the model): in delayed
             mode each round sums one, in turn, and a rest all. Fewer bytes a round, and each weight is merged more
-            seldom: staleness is that of contributions, of which others follow a round later each. auto is 2 from a
-            million trained values on, where q is below 1 and K 1, and 4 where ranks wait for rounds, but not with a
-            controller; else 1.
+            seldom: staleness is that of contributions, whose other fragments follow in the rounds after. auto is 2 from
+            a million trained values on, where q is below 1 and K is 1 or auto, and then 4 where ranks wait for rounds
+            (with a controller it stays 2); else 1.
         bucket_bytes: Size of a gradient bucket in bytes (synchronous mode).
         overlap: Let gradient sums travel while backward still runs (synchronous mode); not where a slice has several
             backward calls now and then.

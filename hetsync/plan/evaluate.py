@@ -300,7 +300,7 @@ class Evaluator:
         return dict(sorted(found.items()))
 
     def _unpadded_of_stage(self, stage: Stage, samples: int) -> float:
-        """Of what a sample of the profiled batch saves, the part that one of a micro-batch of so many does."""
+        """The mean of `unpadded_by_block` over a stage's blocks, weighted by what these save."""
         if not self._padding.any():
             return 1.0
         blocks = list(stage.blocks)
@@ -308,7 +308,7 @@ class Evaluator:
         return float(saved @ self.unpadded_by_block(samples)[blocks] / saved.sum()) if saved.any() else 1.0
 
     def unpadded_by_block(self, samples: int) -> Array:
-        """Of what a sample of the profiled batch saves, the part that one of a micro-batch of so many does."""
+        """By block: the part of what a sample of the profiled batch saves that one of a micro-batch of so many does."""
         return np.minimum(1.0, samples / self._padded_samples) ** self._padding
 
 

@@ -111,7 +111,7 @@ class Run:
         for record in self.ranks[0].of("profile", "rounds_change", "control") if 0 in self.ranks else ():
             if "died" not in record:
                 told = record.get("decision", record)
-                bound = told.get("delay_bound", bound)  # the rule sets K and q only
+                bound = told.get("delay_bound", bound)  # the rule does not set it
                 found.append(Setting(record["at"], record["kind"], told["accumulation"], bound, record.get("reason")))
         return found
 

@@ -145,11 +145,11 @@ class Communicator:
 
     def _sum_seconds(self, start: StartRound) -> float:
         """Of what a delayed round sums; buffers go with the last fragment of the weights."""
-        scenario = self._scenario
-        traffic = scenario.traffic
-        fragments = 1 if start.drain is not None else min(start.fragments, scenario.sync.most_fragments)
-        seconds = scenario.link_seconds(-(-(traffic.values - traffic.buffers) // fragments))
-        if traffic.buffers and start.number % fragments == fragments - 1:
+        scenario, traffic = self._scenario, self._scenario.traffic
+        parts = scenario.sync.most_fragments
+        summed = sum(start.sums(part, parts) for part in range(parts))
+        seconds = scenario.link_seconds(-(-traffic.weights * summed // parts))
+        if traffic.buffers and start.sums(parts - 1, parts):
             seconds += scenario.link_seconds(traffic.buffers)
         return seconds
 

@@ -50,7 +50,7 @@ class Replica:
         self.buffers = shared_buffers(model)
         self.fragments = config.sync.for_model(trained_values(model)).most_fragments
         self.deltas: FragmentedDeltas | None = None
-        self.flight: Sequence[torch.Tensor] | None = None  # the addends of a round, then its sums
+        self.addends: Sequence[torch.Tensor] = ()  # of a round, then its sums; none, where it has packed none
         self.arriving = False  # they are the sums
         self.random_state = random_state
 
@@ -63,7 +63,7 @@ class Replica:
     def apply_sum(self) -> None:
         if self.arriving:
             self.delayed().apply_sum()
-            self.flight, self.arriving = None, False
+            self.addends, self.arriving = (), False
 
 
 class ReplicaLearner(Learner):
@@ -143,25 +143,20 @@ class ReplicaLearner(Learner):
 
     def _pack(self, replica: Replica, start: StartRound, contributes: bool) -> None:
         wire = self._wire(start.drain is not None)
-        replica.flight = replica.delayed().pack(start, contributes, self._config.data.batch_size, wire)
+        replica.addends = replica.delayed().pack(start, contributes, self._config.data.batch_size, wire)
 
     def sum_deltas(self, start: StartRound) -> None:
         for replica in self._replicas.values():
             replica.apply_sum()
-            if replica.flight is None:
+            if not replica.addends:
                 self._pack(replica, start, contributes=False)
         wire = self._wire(start.drain is not None)
         replicas = list(self._replicas.values())
-        flights = [replica.flight for replica in replicas if replica.flight is not None]
         norms, norm = [0.0] * len(replicas), 0.0
         for place, parts in enumerate(zip(*(replica.delayed().summed for replica in replicas), strict=True)):
-            addends = [flight[place] for flight in flights]
-            total = sum_in_order(addends, wire, parts[0].residual)
-            assert total is not None
-            norms = [before + squared_norm(addend) for before, addend in zip(norms, addends, strict=True)]
-            norm += squared_norm(total)
-            for addend in addends:
-                addend.copy_(total)
+            own, summed = sum_in_place([replica.addends[place] for replica in replicas], wire, parts[0].residual)
+            norms = [before + more for before, more in zip(norms, own, strict=True)]
+            norm += summed
             sum_tails([part.tail for part in parts])
         given = [Addend(*replica.delayed().packed, own) for replica, own in zip(replicas, norms, strict=True)]
         self._measure_noise(given, norm, synchronous=False)
@@ -187,12 +182,9 @@ class ReplicaLearner(Learner):
         for index, bucket in enumerate(gradients_by_rank[0].buckets):
             assert all([gradients.released() for gradients in gradients_by_rank])
             packed = [gradients.pack(index, wire) for gradients in gradients_by_rank]
-            total = sum_in_order(packed, wire, bucket.residual)
-            assert total is not None
-            norms = [before + squared_norm(tensor) for before, tensor in zip(norms, packed, strict=True)]
-            norm += squared_norm(total)
-            for tensor in packed:
-                tensor.copy_(total)
+            own, summed = sum_in_place(packed, wire, bucket.residual)
+            norms = [before + more for before, more in zip(norms, own, strict=True)]
+            norm += summed
         assert all([gradients.released() for gradients in gradients_by_rank])
         sum_tails([gradients.tail for gradients in gradients_by_rank])
         addends = [Addend(each.samples, 0, n) for each, n in zip(gradients_by_rank, norms, strict=True)]
@@ -269,6 +261,16 @@ def sum_in_order(
         deliver(residual, total)
         return total
     return decode(encode_sum(total, wire, residual), total.numel(), wire)
+
+
+def sum_in_place(addends: Sequence[torch.Tensor], wire: WireFormat, residual: Residual) -> tuple[list[float], float]:
+    """All become their sum. The squared norms that they had, and the sum's."""
+    total = sum_in_order(addends, wire, residual)
+    assert total is not None
+    norms = [squared_norm(addend) for addend in addends]
+    for addend in addends:
+        addend.copy_(total)
+    return norms, squared_norm(total)
 
 
 def sum_tails(tails: Sequence[Tail]) -> None:

@@ -43,6 +43,11 @@ class Traffic:
         return Traffic(travelling_values(model), buckets, len(weights) + buffers, buffers)
 
     @property
+    def weights(self) -> int:
+        """Those of `values` that are no buffers'."""
+        return self.values - self.buffers
+
+    @property
     def bucket_shares(self) -> list[float]:
         """The part of backward after which each bucket is full."""
         return [sum(self.buckets[: i + 1]) / max(1, sum(self.buckets)) for i in range(len(self.buckets))]
@@ -55,7 +60,7 @@ class Scenario:
     Args:
         cluster: Whose jitter, events and link are drawn as `--emulate` draws them for the same seed.
         ranks: Every rank's profile.
-        sync: Settings at the start, shares, wire format.
+        sync: Settings at the start, shares, wire format; `fragments` as they are for these weights.
         batch_size: B, samples of one slice of all ranks.
         total_samples: Samples to train on, over all ranks.
         milestones: Where all ranks come to rest; None only at the end.
@@ -77,7 +82,7 @@ class Scenario:
     evaluations: Marks = no_marks
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sync", self.sync.for_model(self.traffic.values - self.traffic.buffers))
+        object.__setattr__(self, "sync", self.sync.for_model(self.traffic.weights))
 
     @property
     def rests(self) -> Milestones:

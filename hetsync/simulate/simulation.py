@@ -144,7 +144,8 @@ class Simulation:
 
     def tune(self, settings: Settings) -> None:
         """New K, D and q for the work handed out from now on."""
-        self._communicator.handle_events([SettingsChanged(settings)])
+        kept = replace(settings, fragments=self.machine.settings.fragments)
+        self._communicator.handle_events([SettingsChanged(kept)])
 
     def request_stop(self) -> None:
         """Come to rest as soon as possible and end there."""

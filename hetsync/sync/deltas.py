@@ -207,6 +207,10 @@ class Deltas:
         pending.empty = not math.isfinite(total)
         return total
 
+    def withhold(self) -> None:
+        """Nothing of P goes out."""
+        self._pending.empty = True
+
     @torch.no_grad()
     def undo(self) -> None:
         """u ← w + P − X: what the task that is open has done is given up, whatever u is now."""

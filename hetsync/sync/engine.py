@@ -97,10 +97,7 @@ class Engine:
         one = plane.size == 1
         alone = one and not options.measure_norms
         counted = plane.ranks_at_start if plane.tolerant and not alone else 0
-        self._shared = SharedState(
-            self.worker, outer, alone, one, counted, options.skips, segments, followers, options.fragments_for
-        )
-        self._shared.one_sum = not options.measure_norms  # norms are of weights alone
+        self._shared = SharedState(self.worker, outer, options, alone, one, counted, segments, followers)
         self._delayed_only = bool(segments)
         self._communicator = Communicator(
             plane,

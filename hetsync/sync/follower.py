@@ -56,7 +56,7 @@ class Follower:
         self._on_task = on_task
         self._telemetry = telemetry or Telemetry(None)
         self.worker = Worker(plane.rank, version)  # of which only the version is used
-        self._shared = SharedState(self.worker, None, segments=segments)
+        self._shared = SharedState(self.worker, None, options, segments=segments)
         self._shared.order = device_order(device)
         self._log: deque[Entry] = deque()  # under the lock
         self._pending = PendingCollectives(plane)

@@ -81,11 +81,7 @@ class FragmentedDeltas(PartedDeltas):
         return self.parts[0].velocity
 
     def _due(self, start: StartRound) -> Sequence[Deltas]:
-        if start.drain is not None:
-            return self.parts
-        fragments = min(start.fragments, len(self.parts))
-        turn = start.number % fragments
-        return [part for place, part in enumerate(self.parts) if place * fragments // len(self.parts) == turn]
+        return [part for place, part in enumerate(self.parts) if start.sums(place, len(self.parts))]
 
     def snapshot(self, number: int) -> Snapshot:
         """The anchor, once this round has landed."""
@@ -121,7 +117,8 @@ class FragmentedDeltas(PartedDeltas):
         # the same one for ever.
         all_summed = len(self.summed) == len(self.parts)
         gives = contribute or (part.holds_progress and not (all_summed and self._samples))
-        gives = gives or (drain and part.take_leftover())
+        if drain and not part.holds_progress:  # it may have been given in full, and rounded, in a round before
+            gives = part.take_leftover() or gives
         return part.pack(gives, batch, wire, self._samples if contribute else 0)
 
     def apply_sum(self) -> None:

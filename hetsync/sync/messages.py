@@ -288,6 +288,11 @@ class StartRound(NamedTuple):
     evaluate: bool = False
     fragments: int = 1
 
+    def sums(self, part: int, parts: int) -> bool:
+        """Does it sum this part of so many that the weights are cut into? Fragments take turns; a drain sums all."""
+        fragments = min(self.fragments, parts)
+        return self.drain is not None or part * fragments // parts == self.number % fragments
+
 
 class Standing(NamedTuple):
     """For ranks that keep a copy of the books: what the coordinator knows beside tasks, with `version` rounds complete.

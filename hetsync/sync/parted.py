@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -47,7 +48,11 @@ class PartedDeltas:
             part.drop_task()
 
     def finish(self, samples: int, steps: int) -> float:
-        return sum(part.finish(samples, steps) for part in self.parts)
+        total = sum(part.finish(samples, steps) for part in self.parts)
+        if not math.isfinite(total):
+            for part in self.parts:
+                part.withhold()
+        return total
 
     def apply(self) -> bool:
         """False while progress in flight keeps a part from it; the others have taken theirs over."""
@@ -58,7 +63,9 @@ class PartedDeltas:
         self.summed = self._due(start)
         addends = [self._pack(part, start.drain is not None, contribute, batch, wire) for part in self.summed]
         given = {part.packed for part in self.summed}
-        self.packed = given.pop() if len(given) == 1 else (0, 0)  # of different samples they tell nothing of noise
+        # Parts of different samples tell nothing of noise; and at a drain they differ on some rank or other.
+        alike = len(given) == 1 and (start.drain is None or len(self.parts) == 1)
+        self.packed = given.pop() if alike else (0, 0)
         return addends
 
     def _pack(self, part: Deltas, drain: bool, contribute: bool, batch: int, wire: WireFormat) -> torch.Tensor:

@@ -26,8 +26,8 @@ GREATER_QUORUM = 0.5
 SAVED_BY_QUORUM = 0.44  # of rounds and their work, by the greater quorum
 QUORUM_COSTS = 0.03  # of the time to a target
 SAVED_BY_FRAGMENTS = 0.25  # of work, by twice as many: the copies of a round's sum, but not those of a finished task
-FRAGMENTS_COST = 0.09  # of the time to a target, by four in place of two, after the greater quorum
-MOST = 4  # K = 8 at a rate that suits a batch ended at chance
+FRAGMENTS_COSTS = 0.08  # 0.05 of the time to a target, by four in place of two, and the quorum's
+MOST_ACCUMULATION = 4  # K = 8 at a rate that suits a batch ended at chance
 DOUBLING_COSTS = 0.2  # of a slice, by K = 2; 4 must save twice that
 KEPT = 0.5  # of what a step promised, or it is taken back
 RETRY_WINDOWS = 32  # before it is tried again; four times as many after each refusal
@@ -76,7 +76,7 @@ class Rung(NamedTuple):
 
 
 def ladder(sync: SyncConfig) -> tuple[Rung, ...]:
-    """From the most rounds to the fewest that a rule may come to."""
+    """From the most and largest rounds to the fewest and smallest that a rule may come to."""
     k, q, fragments = sync.first_accumulation, sync.first_quorum, sync.first_fragments
     rungs = [Rung(k, q, fragments)]
     if sync.quorum == "auto":
@@ -84,8 +84,8 @@ def ladder(sync: SyncConfig) -> tuple[Rung, ...]:
         rungs.append(Rung(k, q, fragments, SAVED_BY_QUORUM, 0.0, QUORUM_COSTS))
     if sync.fragments == "auto":
         fragments = sync.most_fragments
-        rungs.append(Rung(k, q, fragments, SAVED_BY_FRAGMENTS, 1.0, FRAGMENTS_COST))
-    while sync.accumulation == "auto" and k < MOST:
+        rungs.append(Rung(k, q, fragments, SAVED_BY_FRAGMENTS, 1.0, FRAGMENTS_COSTS))
+    while sync.accumulation == "auto" and k < MOST_ACCUMULATION:
         rungs.append(Rung(2 * k, q, fragments, 0.5, 1.0, DOUBLING_COSTS * k))
         k *= 2
     return tuple(rungs)
@@ -122,6 +122,7 @@ class RoundsRule:
         self._windows: defaultdict[int, Window] = defaultdict(Window)
         self._settling: defaultdict[int, int] = defaultdict(lambda: SETTLING_TASKS)  # tasks of each rank
         self._most = len(rungs) - 1
+        self._refused: int | None = None  # a rung that has only more fragments than that before
         self._retry_in = 0  # windows, where a step has been refused
         self._retry_after = RETRY_WINDOWS
         self._promised: float | None = None  # the overhead that a step should bring, until a window has shown it
@@ -181,13 +182,19 @@ class RoundsRule:
         promised, self._promised = self._promised, None
         if promised is not None and work + waits > promised:
             back = min(at, self._came_from)
-            self._most, self._retry_in = max(back, at - 1), self._retry_after
+            if self._has_only_more_fragments(at):  # which are no reason against fewer rounds
+                self._refused = at
+            else:
+                self._most = max(back, at - 1)
+            self._retry_in = self._retry_after
             self._retry_after *= 4
-            return back, ", so fewer of them save too little"
+            return back, ", so fewer or smaller ones save too little"
         self._retry_in -= 1
         if self._retry_in == 0:
-            self._most = len(self._rungs) - 1
+            self._most, self._refused = len(self._rungs) - 1, None
         for number in range(at + 1, self._most + 1):
+            if number == self._refused:
+                continue
             rung = self._rungs[number]
             if (saving := rung.saving(work, waits)) > rung.costs:
                 self._promised, self._came_from = work + waits - KEPT * saving, at
@@ -198,6 +205,10 @@ class RoundsRule:
             self._calm = 0
             return at - 1, ""
         return at, ""
+
+    def _has_only_more_fragments(self, at: int) -> bool:
+        rung, before = self._rungs[at], self._rungs[at - 1]
+        return rung.fragments > before.fragments and rung.accumulation == before.accumulation
 
     def _would_not_come_back(self, at: int, work: float, waits: float) -> bool:
         raised_at = self._rungs[at].costs / self._rungs[at].work_saved  # of which about half is left now
@@ -213,5 +224,6 @@ def rule_for(sync: SyncConfig, version: int = 0) -> RoundsRule | None:
 def found_before(sync: SyncConfig, settings: Settings) -> Settings:
     """What a job goes on with whose rule had come to these."""
     rungs = ladder(sync)
-    rung = rungs[rung_of(rungs, settings)]
+    # A checkpoint may be of before there were fragments, or of another number of them.
+    rung = rungs[rung_of(rungs, replace(settings, fragments=max(settings.fragments, sync.first_fragments)))]
     return replace(settings_of(sync), accumulation=rung.accumulation, quorum=rung.quorum, fragments=rung.fragments)

@@ -106,18 +106,16 @@ class SharedState:
         self,
         worker: Worker,
         outer: Nesterov | None,
+        options: EngineOptions,
         alone: bool = False,
         one_thread: bool = False,
         ranks_counted: int = 0,
-        skips: bool = False,
         segments: Sequence[Segment] = (),
         followers: Followers | None = None,
-        fragments_for: Callable[[int], int] = lambda values: 1,
     ) -> None:
         """`alone`: no other rank is there, and nobody wants to know what sums hold. `one_thread`: the main thread
-        polls. `ranks_counted`: see `Deltas`; `skips`: see `EngineOptions`. `segments` that this rank holds, where
-        replicas are on several ranks, and the `followers` of a leader. `fragments_for`: see
-        `EngineOptions`."""
+        polls. `ranks_counted`: see `Deltas`. `segments` that this rank holds, where replicas are on several ranks, and
+        the `followers` of a leader."""
         # The lock; notified when the main thread may have something to go on with. Under it change the fields below
         # and all weights outside an inner step. Deltas are used without it where the other thread cannot touch what
         # is used: at a rest, and while a snapshot is shown (`Deltas.showing`).
@@ -160,13 +158,12 @@ class SharedState:
         self.weights: Sequence[torch.Tensor] = ()
         self.buffers: Sequence[torch.Tensor] = ()
         self.travel: Sequence[int] = ()  # buffers that travel from the first round of this rank on
-        self.one_sum = True  # see `Deltas`
+        self.one_sum = not options.measure_norms  # see `Deltas`: norms are of weights alone
         self._outer = outer
         self.alone = alone
         self.ranks_counted = ranks_counted
-        self._skips = skips
+        self._options = options
         self._segments = segments
-        self._fragments_for = fragments_for
         self.followers = followers or Followers()
 
     def delayed_mode(self) -> FragmentedDeltas | LoneDeltas | SegmentedDeltas:
@@ -175,7 +172,7 @@ class SharedState:
             with self.order:
                 self.deltas = SegmentedDeltas(self._segments)
         elif self.deltas is None and self.alone and self._outer is None:
-            self.deltas = LoneDeltas(self.weights, self.buffers, self._skips)
+            self.deltas = LoneDeltas(self.weights, self.buffers, self._options.skips)
         elif self.deltas is None:
             with self.order:
                 self.deltas = FragmentedDeltas(
@@ -185,7 +182,7 @@ class SharedState:
                     self.worker.rank,
                     self.ranks_counted,
                     self.one_sum,
-                    self._fragments_for(sum(map(count_reals, self.weights))),
+                    self._options.fragments_for(sum(map(count_reals, self.weights))),
                 )
                 self.deltas.tail.travel = list(self.travel)
         return self.deltas

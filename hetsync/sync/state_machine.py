@@ -556,7 +556,7 @@ class RoundStateMachine:
         reaches = self.ledger.frontier if synchronous else self.ledger.applied + self._membership.ready_samples
         evaluate = self.snapshots.due(reaches)
         number, self._next_round = self._next_round, self._next_round + 1
-        fragments = self.settings.fragments if drain is None else 1
+        fragments = self.settings.fragments
         started = StartRound(number, members, self.ledger.applied, synchronous, drain, final, evaluate, fragments)
         if evaluate and drain is None:  # at rest they evaluate together
             self.snapshots.request(number, self.members)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -108,8 +109,7 @@ class Figures:
             samples_before=session.terms.applied,
             rounds=session.version,
             staleness=session.coordinator.machine.staleness,
-            settings=session.settings,
-            fragments=min(session.settings.fragments, session.engine.fragments),
+            settings=replace(session.settings, fragments=min(session.settings.fragments, session.engine.fragments)),
             metrics=self._evaluations.metrics,
             anchor_sha256=session.totals.anchor_sha256,
             wall_seconds=time.monotonic() - self._at.began,

@@ -11,6 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -114,7 +115,7 @@ class PlannedJob:
         self._forget_others()
         self._loader = self._make_loader()
         check_metrics(self.config, check_evaluation(self.model, self.data))
-        settings = settings_of(self.config.sync.for_model(0)) if self._delayed else IN_STEP
+        settings = settings_of(replace(self.config.sync, fragments=1)) if self._delayed else IN_STEP
         self.books = Books(at, self.assignment, self.replica, profiles, self.total, shows, settings)
         self.replica.release()
         self.replica.memory.begin()

@@ -64,7 +64,7 @@ def kept_shares(config: Config, progress: Progress | None, ranks: int) -> tuple[
     return progress.shares if as_before and pinned else None
 
 
-def first_settings(config: Config, progress: Progress | None, values: int = 0) -> Settings:
+def first_settings(config: Config, progress: Progress | None, values: int) -> Settings:
     """The recipe's for a model of so many weights; in a resumed run what a rule had found, or the K and D of a
     controller."""
     sync = config.sync.for_model(values)

@@ -120,8 +120,8 @@ class Session:
         self.deaths: list[tuple[Death, float]] = []  # and the seconds of training before each
         self.damages: list[Damage] = []  # of messages, that all have gone on after
         self.outer = make_outer(sync, terms.batch_size)
-        self._begin_at(sync)
         self._sync = sync
+        self._begin_at()
         self._device = device
         self._make_control = make_control
         self._around = around
@@ -170,11 +170,16 @@ class Session:
                 " sync.delay_bound 0"
             )
 
-    def _begin_at(self, sync: SyncConfig) -> None:
+    @property
+    def _sync_of_model(self) -> SyncConfig:
+        """For the weights that are trained now: a freeze makes them fewer."""
+        return self._sync.for_model(trained_values(self.model))
+
+    def _begin_at(self) -> None:
         """What is known at rest, as it is before the first slice."""
         terms = self.terms
-        self.settings = terms.settings or settings_of(sync.for_model(trained_values(self.model)))
-        self.shares = terms.shares or choose_shares(sync, terms.batch_size, terms.ranks)
+        self.settings = terms.settings or settings_of(self._sync_of_model)
+        self.shares = terms.shares or choose_shares(self._sync, terms.batch_size, terms.ranks)
         self.applied = terms.applied
         self.version = terms.version
         self.stopping = False
@@ -260,7 +265,7 @@ class Session:
             rebalance=rebalance,
             control=self.control,
             on_evaluation=self._report,
-            rule=rule_for(sync.for_model(trained_values(self.model)), terms.version) if ruled else None,
+            rule=rule_for(self._sync_of_model, terms.version) if ruled else None,
             on_rounds_change=self._on_rounds_change,
             rebuild=rebuild,
             on_left_out=self._on_left_out,
@@ -567,7 +572,7 @@ class Session:
     def tune(self, settings: Settings) -> None:
         """On any rank: new K, D and q for the work handed out from now on, and no rule changes K any more (the
         controller's handle)."""
-        self.engine.report(SettingsChanged(settings))
+        self.engine.report(SettingsChanged(replace(settings, fragments=self.settings.fragments)))
 
     # At rest.
 

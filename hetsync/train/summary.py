@@ -258,7 +258,6 @@ class RunFigures:
     rounds: int
     staleness: Mapping[int, int]  # tasks by their staleness
     settings: Settings
-    fragments: int = 1
     metrics: Mapping[str, float]
     anchor_sha256: str | None
     wall_seconds: float
@@ -295,7 +294,7 @@ def summarise(run: RunFigures) -> dict[str, Any]:
         "delay_bound": None if settings.delay_bound == NO_BOUND else settings.delay_bound,
         "quorum": settings.quorum,
         "accumulation": settings.accumulation,
-        "fragments": run.fragments,
+        "fragments": settings.fragments,
         "rounds_changes": [asdict(change) for change in run.rounds_changes],
         "metrics": dict(run.metrics),
         "anchor_sha256": run.anchor_sha256,

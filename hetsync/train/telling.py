@@ -106,10 +106,10 @@ class Telling:
         """What a controller or the rule has decided, once it is asked for."""
         if self._settings is not None:
             bound = "none" if settings.delay_bound == NO_BOUND else settings.delay_bound
-            fragments = "" if settings.fragments == 1 else f", {settings.fragments} fragments"
+            whole = settings.synchronous or settings.fragments == 1
             self.say(
                 f"from now on accumulation {settings.accumulation}, quorum {settings.quorum:g}, delay bound {bound}"
-                + fragments
+                f"{'' if whole else f', {settings.fragments} fragments'}"
             )
         self._settings = settings
 

@@ -270,7 +270,7 @@ def test_a_rehearsal_takes_what_steps_take(
     slowest = max(shares) / (500.0 / (2.5 * RANKS))  # seconds of a device of speed 1
     together = BATCH / 500.0  # of all, none of which waits
     # Emulated devices are never faster, but the first of few steps may have ended late.
-    assert seconds > 0.6 * (slowest if bound == 0 else together)
+    assert seconds > 0.8 * (slowest if bound == 0 else together)
     assert bound == 0 or seconds < slowest
     assert not (folder / "run").exists()
 
@@ -291,7 +291,7 @@ def test_a_rehearsal_of_pipelines_is_of_their_rates(plane: Plane, folder: Path, 
     seconds = rehearse(written(plane, folder, replicas), take_place(config, plane, folder, None), 4)
     assert len(set(plane.gather_objects(seconds))) == 1
     slowest = 25 / (500.0 / sum(speeds))
-    assert seconds > 0.6 * slowest if bound == 0 else 0.1 * slowest < seconds < slowest
+    assert seconds > 0.8 * slowest if bound == 0 else 0.1 * slowest < seconds < slowest
     assert not (folder / "run").exists()
 
 

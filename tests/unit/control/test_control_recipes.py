@@ -54,10 +54,10 @@ def test_a_resumed_run_goes_on_with_what_its_controller_had_set() -> None:
         train_seconds=1.0,
     )
     controlled = Config(control=ControlConfig("goodput", max_delay_bound=8))
-    assert first_settings(controlled, None) == Settings(4, 0.25, 1)
-    assert first_settings(controlled, progress) == Settings(8, 0.25, 4)  # within the bounds of today
+    assert first_settings(controlled, None, 0) == Settings(4, 0.25, 1)
+    assert first_settings(controlled, progress, 0) == Settings(8, 0.25, 4)  # within the bounds of today
     by_hand = Config(sync=SyncConfig(quorum=0.25))
-    assert first_settings(by_hand, progress) == Settings(4, 0.25, 1)
+    assert first_settings(by_hand, progress, 0) == Settings(4, 0.25, 1)
 
 
 def test_a_resumed_run_goes_on_with_the_k_and_q_that_its_rule_had_found() -> None:
@@ -72,10 +72,10 @@ def test_a_resumed_run_goes_on_with_the_k_and_q_that_its_rule_had_found() -> Non
         train_seconds=1.0,
     )
     ruled = Config(sync=SyncConfig(accumulation="auto"))
-    assert first_settings(ruled, None) == Settings(4, 0.25, 1)
-    assert first_settings(ruled, progress) == Settings(4, 0.5, 2)
-    assert first_settings(Config(), progress) == Settings(4, 0.5, 1)
-    assert first_settings(ruled, replace(progress, accumulation=8)).accumulation == 4  # its greatest
+    assert first_settings(ruled, None, 0) == Settings(4, 0.25, 1)
+    assert first_settings(ruled, progress, 0) == Settings(4, 0.5, 2)
+    assert first_settings(Config(), progress, 0) == Settings(4, 0.5, 1)
+    assert first_settings(ruled, replace(progress, accumulation=8), 0).accumulation == 4  # its greatest
     synchronous = Config(sync=SyncConfig(delay_bound=0, accumulation="auto"))  # where K is a part of the batch
-    assert first_settings(synchronous, progress).accumulation == 1
-    assert first_settings(ruled, replace(progress, delay_bound=0, accumulation=4)).accumulation == 1
+    assert first_settings(synchronous, progress, 0).accumulation == 1
+    assert first_settings(ruled, replace(progress, delay_bound=0, accumulation=4), 0).accumulation == 1

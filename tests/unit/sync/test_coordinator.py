@@ -31,6 +31,7 @@ from hetsync.sync.messages import (
     TaskLeftOut,
     TaskSpoiled,
     TaskStarted,
+    settings_of,
 )
 from hetsync.sync.recovery import Action, Books, Decision, Report, decide
 from hetsync.sync.rounds_rule import GREATER_QUORUM, SETTLING_TASKS, WINDOW_TASKS, rule_for
@@ -173,6 +174,17 @@ def test_shares_that_move_often_do_not_keep_the_rule_from_making_rounds_fewer():
             moves += shares != before
     assert moves >= 4
     assert [(change.quorum, change.work) for change in changes] == [(GREATER_QUORUM, pytest.approx(0.2))]
+
+
+def test_a_rules_fragments_are_told_by_rounds():
+    sync = SyncConfig(quorum=0.25)
+    office = Office(settings=settings_of(sync), rule=rule_for(sync))
+    for _ in range(SETTLING_TASKS + WINDOW_TASKS + 2):
+        for rank in (0, 1):
+            office.work(rank, 1.0, rounds_part=0.5)
+    assert office.machine.settings.fragments == office.coordinator.settings.fragments == 4
+    starts = [told for to, message in office.messages if to == 0 for told in message if isinstance(told, StartRound)]
+    assert [starts[0].fragments, starts[-1].fragments] == [2, 4]
 
 
 def test_small_tasks_before_a_rest_tell_nothing_of_a_ranks_speed():

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from hetsync.config.schema import OuterConfig, SyncConfig
 from hetsync.errors import UserError
+from hetsync.plane.base import WireFormat
 from hetsync.plane.local import LocalPlane
+from hetsync.plane.wire import round_trip
 from hetsync.sync.deltas import Deltas, Nesterov
 from hetsync.sync.engine import Engine
 from hetsync.sync.fragments import FragmentedDeltas, fragments_of
 from hetsync.sync.messages import StartRound, settings_of
-from hetsync.sync.rounds_rule import SETTLING_TASKS, WINDOW_ROUNDS, WINDOW_TASKS, ladder, rule_for
+from hetsync.sync.rounds_rule import SETTLING_TASKS, WINDOW_ROUNDS, WINDOW_TASKS, found_before, ladder, rule_for
 from hetsync.sync.shared_state import EngineOptions
 
 SHAPES = [(5, 3), (4,), (), (2, 1, 2)]
@@ -136,6 +138,30 @@ def test_a_round_sums_one_fragment_and_a_drain_all():
     assert rank.pack(5, False)[0].numel() == sizes[1]
 
 
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_what_rounding_took_from_a_fragment_given_early_is_given_at_the_drain(wire: WireFormat) -> None:
+    """Also where its rank contributes to the drain what it had given early."""
+    deltas = FragmentedDeltas([weights := torch.zeros(8)], fragments=2)
+    weights += torch.linspace(0.1, 0.9, 8)
+    deltas.finish(BATCH, 1)
+    (early,) = deltas.pack(round_of(0), False, BATCH, wire)
+    early.copy_(round_trip(early, wire))  # the sum, of this rank alone
+    deltas.apply_sum()
+    deltas.apply()
+    deltas.pack(round_of(1, drain=True), True, BATCH, "float32")
+    deltas.apply_sum()
+    deltas.reset_to_anchor()
+    torch.testing.assert_close(weights, torch.linspace(0.1, 0.9, 8), rtol=1e-6, atol=1e-6)
+
+
+def test_of_progress_that_is_not_finite_no_fragment_goes_out():
+    rank = Rank(0, 2)
+    rank.weights[0] += torch.nan
+    rank.deltas.finish(SHARE, 1)
+    for addend in rank.pack(0, True, drain=True):
+        assert not addend[:-2].any()  # but for the counts of both ranks
+
+
 def test_at_its_turn_a_fragment_is_given_with_all_that_is_finished():
     """Whoever finishes just after rounds have begun would else miss the same fragment each time."""
     rank = Rank(0, 2)
@@ -216,7 +242,13 @@ def test_norms_of_one_fragment_tell_of_noise_and_those_of_several_do_not():
     assert rank.deltas.packed == (SHARE, 1)
     summed_alone(rank)
     rank.finish(2)
-    rank.pack(1, True, drain=True)
+    rank.pack(1, True)
+    assert rank.deltas.packed == (2 * SHARE, 2)
+    summed_alone(rank)
+    rank.pack(2, False)
+    summed_alone(rank)
+    rank.finish(2)
+    rank.pack(3, True, drain=True)
     assert rank.deltas.packed == (0, 0)
 
 
@@ -285,3 +317,25 @@ def test_a_rule_makes_more_of_them_where_ranks_wait_for_the_link():
     assert change is not None
     assert change.applied_to(settings) == replace(settings, fragments=4)
     assert change.reason == "rounds take 0% of a slice, and waits 20%: K = 1, q = 0.5, 4 fragments"
+
+
+def test_more_fragments_that_save_nothing_do_not_keep_rounds_from_being_fewer():
+    """As where ranks wait for stragglers, or for a link's latency."""
+    sync = SyncConfig(quorum=0.5, accumulation="auto")
+    rule, settings, found = rule_for(sync), settings_of(sync), []
+    assert rule is not None
+    for window in range(1, 4):
+        for _ in range(SETTLING_TASKS + WINDOW_TASKS):
+            rule.observe(0, 1.0, 0.0, 0.3 if settings.accumulation == 1 else 0.0)
+        if (change := rule.decide(settings, window * WINDOW_ROUNDS, {0: 1})) is not None:
+            settings = change.applied_to(settings)
+        found.append((settings.accumulation, settings.fragments))
+    assert found == [(1, 4), (1, 2), (2, 4)]
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 4])
+def test_a_resumed_job_has_what_the_rule_had_found_whatever_fragments_it_had(fragments: int) -> None:
+    found = found_before(SyncConfig(), replace(settings_of(SyncConfig()), quorum=0.5, fragments=fragments))
+    assert (found.quorum, found.fragments) == (0.5, max(2, fragments))
+    larger = found_before(SyncConfig(fragments=8), replace(settings_of(SyncConfig()), quorum=0.5, fragments=fragments))
+    assert (larger.quorum, larger.fragments) == (0.5, 8)

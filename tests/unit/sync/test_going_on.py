@@ -26,7 +26,7 @@ FINAL = StartRound(5, frozenset(), TOTAL, True, "end", True)
 def communicator(**fields: Any) -> Communicator:
     """As far as it is asked for here."""
     made = Communicator.__new__(Communicator)
-    vars(made).update({"_shared": SharedState(Worker(0, 5), None), **fields})
+    vars(made).update({"_shared": SharedState(Worker(0, 5), None, EngineOptions(1)), **fields})
     return made
 
 

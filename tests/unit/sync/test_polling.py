@@ -110,7 +110,7 @@ def test_while_a_sum_moves_whoever_waits_does_not_sleep(
 
 def _communicator(main_thread: MainThread, phase: Phase, delayed: bool) -> communicator.Communicator:
     plane = LocalPlane()
-    shared = SharedState(Worker(0), None)
+    shared = SharedState(Worker(0), None, EngineOptions(1))
     shared.weights = [torch.ones(3)]
     shared.main_thread, shared.phase = main_thread, phase
     if delayed:

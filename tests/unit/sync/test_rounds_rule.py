@@ -10,7 +10,7 @@ from hetsync.sync.messages import Settings, settings_of
 from hetsync.sync.rounds_rule import (
     CALM_WINDOWS,
     GREATER_QUORUM,
-    MOST,
+    MOST_ACCUMULATION,
     RETRY_WINDOWS,
     SETTLING_TASKS,
     WINDOW_ROUNDS,
@@ -77,7 +77,7 @@ def test_a_second_doubling_must_save_more():
 
 
 def test_k_is_bounded():
-    assert max(Job().windows(work(100.0), 10)) == MOST
+    assert max(Job().windows(work(100.0), 10)) == MOST_ACCUMULATION
 
 
 def test_a_doubling_that_saves_too_little_is_taken_back_and_tried_again_ever_more_seldom():
@@ -86,7 +86,7 @@ def test_a_doubling_that_saves_too_little_is_taken_back_and_tried_again_ever_mor
     back = job.window(lambda k: (0.0, 0.4))
     assert (back.accumulation, back.reason) == (
         1,
-        "rounds take 0% of a slice, and waits 40%, so fewer of them save too little: K = 1, q = 0.25",
+        "rounds take 0% of a slice, and waits 40%, so fewer or smaller ones save too little: K = 1, q = 0.25",
     )
     assert job.windows(lambda k: (0.0, 0.5), RETRY_WINDOWS - 1) == [1] * (RETRY_WINDOWS - 1)
     assert job.windows(lambda k: (0.0, 0.4), 2) == [2, 1]
