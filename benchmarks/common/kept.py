@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.report import command, machine
 from hetsync.files import write_atomically
 
 
@@ -18,3 +21,29 @@ def require_same(output: Path, settings: Mapping[str, Any]) -> None:
         other = sorted(name for name in before.keys() | told.keys() if before.get(name) != told.get(name))
         sys.exit(f"--output {output} holds what was found with another {', '.join(other)}: name another folder")
     write_atomically(path, json.dumps(told, indent=1) + "\n")
+
+
+def results_of(
+    output: Path, name: str, cells: Iterable[Any], job: Callable[[Any], dict[str, Any]], processes: int | None
+) -> list[dict[str, Any]]:
+    """Of `job` for each cell, a dataclass whose fields the result has, too; in the order of cells. They are kept in
+    `output`, as studies/NAME's, and not repeated."""
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / f"{name}.json"
+    named = {"command": command(f"studies.{name}"), "machine": machine()}
+    kept = json.loads(path.read_text()) if path.exists() else named
+    found: list[dict[str, Any]] = kept.setdefault("jobs", [])
+    order = {tuple(asdict(cell).values()): (place, cell) for place, cell in enumerate(cells)}
+    fields = list(asdict(next(iter(order.values()))[1]))
+
+    def key(result: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(result[field] for field in fields)
+
+    missing = [cell for values, (_, cell) in order.items() if values not in set(map(key, found))]
+    with ProcessPoolExecutor(processes) as pool:
+        for future in as_completed([pool.submit(job, cell) for cell in missing]):
+            found.append(future.result())
+            write_atomically(path, json.dumps(kept))
+    found.sort(key=lambda result: order[key(result)][0])
+    write_atomically(path, json.dumps(kept))
+    return found

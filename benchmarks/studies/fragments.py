@@ -11,16 +11,15 @@ repeated.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.common.report import command, grouped, machine, source, spread
+from benchmarks.common.kept import results_of
+from benchmarks.common.report import grouped, source, spread
 from benchmarks.studies.rounds import CLUSTERS, WORKLOADS, job, ratio
 from hetsync.files import write_atomically
 
@@ -114,23 +113,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("results"), help="folder for JSON and Markdown")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="jobs at once")
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "fragments.json"
-    named = {"command": command("studies.fragments"), "machine": machine()}
-    kept = json.loads(path.read_text()) if path.exists() else named
-    results: list[dict[str, Any]] = kept.setdefault("jobs", [])
-    order = {cell: place for place, cell in enumerate(cells())}
-
-    def cell_of(result: Mapping[str, Any]) -> Cell:
-        return Cell(**{key: result[key] for key in Cell.__dataclass_fields__})
-
-    done = set(map(cell_of, results))
-    with ProcessPoolExecutor(options.processes) as pool:
-        for future in as_completed([pool.submit(trained, cell) for cell in order if cell not in done]):
-            results.append(future.result())
-            write_atomically(path, json.dumps(kept))
-    results.sort(key=lambda result: order[cell_of(result)])
-    write_atomically(path, json.dumps(kept))
+    results = results_of(options.output, "fragments", cells(), trained, options.processes)
     text = "\n".join([source("studies.fragments"), "", markdown(results), *verdict(results)])
     write_atomically(options.output / "fragments.md", text)
     print(text)

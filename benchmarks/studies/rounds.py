@@ -15,19 +15,18 @@ take several slices, at a low and at a high learning rate.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from benchmarks.common.kept import results_of
 from benchmarks.common.local_job import RECIPES
-from benchmarks.common.report import command, grouped, machine, source, spread, until_target
+from benchmarks.common.report import grouped, source, spread, until_target
 from hetsync.config.parser import read_recipe
 from hetsync.config.schema import Config, DataConfig, EmulationConfig, RunConfig, SyncConfig
 from hetsync.emulation.cluster import Link, load_cluster
@@ -247,21 +246,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("results"), help="folder for JSON and Markdown")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="jobs at once")
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "rounds.json"
-    kept = (
-        json.loads(path.read_text()) if path.exists() else {"command": command("studies.rounds"), "machine": machine()}
-    )
-    results: list[dict[str, Any]] = kept.setdefault("jobs", [])
-    done = {tuple(result[key] for key in Cell.__dataclass_fields__) for result in results}
-    with ProcessPoolExecutor(options.processes) as pool:
-        missing = [cell for cell in cells() if tuple(asdict(cell).values()) not in done]
-        for future in as_completed([pool.submit(trained, cell) for cell in missing]):
-            results.append(future.result())
-            write_atomically(path, json.dumps(kept))
-    order = {cell: place for place, cell in enumerate(cells())}
-    results.sort(key=lambda result: order[Cell(**{key: result[key] for key in Cell.__dataclass_fields__})])
-    write_atomically(path, json.dumps(kept))
+    results = results_of(options.output, "rounds", cells(), trained, options.processes)
     dear = ["| a round | settings | efficiency | rounds a batch | the rule |", "| --- " * 5 + "|", *dear_rounds()]
     free = markdown(job for job in results if not job["link"])
     linked = behind_links(job for job in results if job["link"])
