@@ -243,6 +243,11 @@ class SyncConfig:
         accumulation: Slices in one contribution (K): at delay bound 1 and above K optimizer steps, at 0 gradient
             accumulation. auto is 1, and at delay bound 1 and above up to 4 where rounds are a notable part of a slice,
             but not with a controller, or by a plan that cuts the model.
+        grace: Tasks that a rank finishes after its first before a round, whose quorum is there, waits no longer for
+            ranks that have finished none: 0 does not wait; with 1 most rounds are of all ranks, and one that is slow
+            delays none. At most (D - 1) / 2, which costs no waits. auto is 0, and 1 where the work of rounds is a
+            notable part of a slice with a greater quorum, too, but not with a controller, or by a plan that cuts the
+            model.
         shares: Samples of a rank in a slice: speed (by measured speed), equal, or first (rank 0 as pinned,
             the rest even).
         pins: Shares set by hand, rank: samples.
@@ -262,6 +267,7 @@ class SyncConfig:
     delay_bound: int | None = 4
     quorum: float | Literal["auto"] = "auto"
     accumulation: int | Literal["auto"] = 1
+    grace: int | Literal["auto"] = "auto"
     shares: Literal["speed", "equal", "first"] = "speed"
     pins: dict[int, int] = field(default_factory=dict)
     rebalance: bool = True
@@ -275,6 +281,8 @@ class SyncConfig:
         at_least("sync.delay_bound", self.delay_bound, 0)
         if self.accumulation != "auto":
             at_least("sync.accumulation", self.accumulation, 1)
+        if self.grace != "auto":
+            at_least("sync.grace", self.grace, 0)
         at_least("sync.bucket_bytes", self.bucket_bytes, 4)
         if self.fragments != "auto":
             if not 1 <= self.fragments <= MOST_FRAGMENTS:
@@ -300,6 +308,11 @@ class SyncConfig:
     def first_quorum(self) -> float:
         """q at the start."""
         return FIRST_QUORUM if self.quorum == "auto" else self.quorum
+
+    @property
+    def first_grace(self) -> int:
+        """At the start."""
+        return 0 if self.grace == "auto" else self.grace
 
     def for_model(self, values: int) -> SyncConfig:
         """The same for a model of so many trained values: `fragments` is auto for large ones only."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from hetsync.config.schema import SyncConfig
 from hetsync.emulation.cluster import Cluster
+from hetsync.sync.messages import settings_of
 
 Segments = Mapping[tuple[int, ...], int]  # bytes, by the ranks that hold them
 
@@ -105,14 +106,15 @@ class Rounds:
         return max(computing, round_seconds / room)
 
     def per_step(self, replicas: Replicas, round_seconds: float, step_seconds: float) -> float:
-        """Rounds in a step: as many as have a quorum, as a slice may last, and as the link carries.
+        """Rounds in a step: as many as have a quorum, one with grace, as a slice may last, and as the link carries.
 
         The state machine starts up to a third fewer, where work under way would become too stale.
         """
         slices = self.sync.first_accumulation
         if not self.delayed:
             return 1 / slices
-        most = quorums(replicas.shares, self.sync.first_quorum)
+        waits_for_all = settings_of(self.sync).grace_within_bound
+        most = 1 if waits_for_all else quorums(replicas.shares, self.sync.first_quorum)
         if self.sync.delay_bound is not None:
             most = min(most, self.sync.delay_bound)
         by_link = step_seconds / round_seconds if round_seconds else math.inf

@@ -56,13 +56,13 @@ from hetsync.sync.watchdog import Watchdog
 from hetsync.telemetry import Telemetry
 from hetsync.threads import cpu_seconds, single_threaded
 
-GRACE_SECONDS = 10.0  # for the main thread to take over a failure
+TAKE_OVER_SECONDS = 10.0  # for the main thread to take over a failure
 
 
 def hand_over(failure: BaseException, shared: SharedState, plane: Plane) -> None:
     """Let the main thread end the job with the failure; if it cannot (it computes, or hangs), end it here."""
     with shared.changed:
-        shared.failure, deadline = failure, time.monotonic() + GRACE_SECONDS
+        shared.failure, deadline = failure, time.monotonic() + TAKE_OVER_SECONDS
         shared.changed.notify_all()
     while not shared.failure_raised and shared.main_thread is not MainThread.STOPPED:
         if time.monotonic() > deadline:

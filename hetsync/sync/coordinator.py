@@ -77,8 +77,8 @@ class Coordinator:
         on_left_out: Callable[[TaskLeftOut], None] = lambda left: None,
         goes_back: bool = False,
     ) -> None:
-        """`rebalance`: shares follow the smoothed speeds. `rule`: K, q and fragments follow what rounds cost, unless
-        somebody sets them.
+        """`rebalance`: shares follow the smoothed speeds. `rule`: K, q, grace and fragments follow what rounds cost,
+        unless somebody sets them.
 
         `on_evaluation` is called with what all ranks together have found at a snapshot, `on_rounds_change` with what
         the rule has changed. `rebuild` makes the machine anew after a death. `on_left_out` is told what is about to be,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 
-from hetsync.sync.messages import StartRound, Task
+from hetsync.sync.messages import Settings, StartRound, Task
 
 
 class Activity(IntEnum):  # the hash of an Enum is several times as slow
@@ -75,6 +75,7 @@ class RankState:
     current: TaskState | None = None
     ready: list[TaskState] = field(default_factory=list)  # finished, in no round yet
     in_flight: list[TaskState] = field(default_factory=list)  # in a round that is not complete
+    awaited: bool = False  # it works, and has nothing for the next round yet
     withdrawn: bool = False  # its loop has ended: it works on nothing but synchronous tasks without samples
     pace: int | None = None  # with q = 1: the version that its next task belongs to
 
@@ -130,14 +131,16 @@ class Round:
 class Membership:
     """`members` by rank; change what the sums depend on (share, activity, ready) through the methods only."""
 
-    def __init__(self, shares: Mapping[int, int], version: int, accumulation: int) -> None:
+    def __init__(self, shares: Mapping[int, int], version: int, settings: Settings) -> None:
         self.members: dict[int, RankState] = {}
         self.batch = 0  # B, samples in one slice of every live rank
         self.ready: set[int] = set()  # ranks that have something for the next round
         self.ready_samples = 0
         self.quorum_samples = 0  # of those, nobody counting for more than its own part of a full set
         self.needs_work: set[int] = set()  # ranks that may have fewer tasks queued than they should
-        self._accumulation = accumulation
+        self._settings = settings
+        self._grace_used: set[int] = set()  # ranks with so many tasks for the next round that it waits no longer
+        self._awaited = 0  # ranks that work and have none
         self._counted: dict[int, tuple[int, int]] = {}  # of ready_samples and quorum_samples
         self._resting = 0
         self._working = 0
@@ -156,6 +159,8 @@ class Membership:
         self.batch -= member.share
         self._resting -= member.activity is Activity.RESTING
         self._working -= member.working
+        self._awaited -= member.awaited
+        self._grace_used.discard(rank)
         self.ready.discard(rank)
         self._set_counts(rank, 0, 0)
         self.all_need_work()
@@ -175,9 +180,9 @@ class Membership:
         self.recount(rank)
         self.needs_work.add(rank)
 
-    def set_accumulation(self, accumulation: int) -> None:
-        """A full part is so many slices from now on."""
-        self._accumulation = accumulation
+    def adopt(self, settings: Settings) -> None:
+        """A full part has other slices from now on, and rounds wait longer or less long."""
+        self._settings = settings
         for rank in self.ready:
             self.recount(rank)
         self.all_need_work()
@@ -186,8 +191,11 @@ class Membership:
         """The rank's `ready` tasks have changed."""
         member = self.members[rank]
         samples = sum([state.samples for state in member.ready])
-        self._set_counts(rank, samples, min(samples, self._accumulation * member.share))
+        self._set_counts(rank, samples, min(samples, self._settings.accumulation * member.share))
         (self.ready.add if member.ready else self.ready.discard)(rank)
+        used = len(member.ready) > self._settings.grace_within_bound
+        (self._grace_used.add if used else self._grace_used.discard)(rank)
+        self._recount_awaited(member)
 
     def _set_counts(self, rank: int, ready: int, quorum: int) -> None:
         ready_before, quorum_before = self._counted.get(rank, (0, 0))
@@ -203,6 +211,12 @@ class Membership:
         self._resting += (to is Activity.RESTING) - (member.activity is Activity.RESTING)
         self._working += (to in WORKING) - (member.activity in WORKING)
         member.activity = to
+        self._recount_awaited(member)
+
+    def _recount_awaited(self, member: RankState) -> None:
+        awaited = member.working and not member.ready
+        self._awaited += awaited - member.awaited
+        member.awaited = awaited
 
     # Staleness: a task that is under way must still find a round within its bound.
 
@@ -227,6 +241,11 @@ class Membership:
                 return False
             self._late.pop()
         return True
+
+    @property
+    def grace_over(self) -> bool:
+        """Has everybody at work something for the next round, or somebody so much that it waits no longer?"""
+        return not self._awaited or bool(self._grace_used)
 
     @property
     def resting(self) -> bool:

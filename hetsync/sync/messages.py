@@ -30,16 +30,26 @@ class Settings:
             parallel with bound D.
         accumulation: K, slices in one contribution.
         fragments: Of the weights, one of which a delayed round sums.
+        grace: Tasks that a rank finishes after its first before a round, whose quorum is there, waits no longer for
+            ranks that have finished none (D > 0).
     """
 
     delay_bound: int = 4
     quorum: float = 0.25
     accumulation: int = 1
     fragments: int = 1
+    grace: int = 0
 
     @property
     def synchronous(self) -> bool:
         return self.delay_bound == 0
+
+    @property
+    def grace_within_bound(self) -> int:
+        """No more of it than leaves room for a round. One that took as many slices as the grace has tasks, and one
+        more, would find them all finished when the next may start; a shorter one lets a rank, with these in it, work
+        on for as long if D is twice the grace and one."""
+        return max(0, min(self.grace, (self.delay_bound - 1) // 2))
 
 
 class Task(NamedTuple):
@@ -391,4 +401,4 @@ Message = EventBatch | InstructionBatch | GroupBatch | Probe | Ping | Alive | Lo
 
 def settings_of(sync: SyncConfig) -> Settings:
     bound = NO_BOUND if sync.delay_bound is None else sync.delay_bound
-    return Settings(bound, sync.first_quorum, sync.first_accumulation, sync.first_fragments)
+    return Settings(bound, sync.first_quorum, sync.first_accumulation, sync.first_fragments, sync.first_grace)

@@ -1,8 +1,9 @@
 """Fewer and smaller rounds by rule, in delayed mode, where they keep devices from computing.
 
 Ranks tell with each task how long synchronisation has kept them from computing: by its own work, and by waits
-(`TaskFinished`). Three things make them less. A greater quorum q, of half a full set, lets a round wait for more
-contributions: about two rounds in place of four, with steps and contributions as before. Twice the fragments of a large
+(`TaskFinished`). Four things make them less. A greater quorum q, of half a full set, lets a round wait for more
+contributions: about two rounds in place of four, with steps and contributions as before. Grace lets it wait for all, or
+until a rank has finished a second task: about one. Twice the fragments of a large
 model halve what a round sums, and so the time that the link takes for it. Twice the K is half of the work, and lets a
 rank run twice as many slices ahead, so that it need not wait for a slow link. All part local weights further between
 two rounds, which costs progress a sample, K most, and the more so at a high learning rate: so a step must promise more
@@ -16,7 +17,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import le
 from typing import NamedTuple
 
 from hetsync.config.schema import SyncConfig
@@ -25,6 +25,9 @@ from hetsync.sync.messages import Settings, settings_of
 GREATER_QUORUM = 0.5
 SAVED_BY_QUORUM = 0.44  # of rounds and their work, by the greater quorum
 QUORUM_COSTS = 0.03  # of the time to a target
+RULED_GRACE = 1
+SAVED_BY_GRACE = 0.3  # of rounds and their work, beside the greater quorum
+GRACE_COSTS = 0.02
 SAVED_BY_FRAGMENTS = 0.25  # of work, by twice as many: the copies of a round's sum, but not those of a finished task
 FRAGMENTS_COSTS = 0.08  # 0.05 of the time to a target, by four in place of two, and the quorum's
 MOST_ACCUMULATION = 4  # K = 8 at a rate that suits a batch ended at chance
@@ -41,7 +44,8 @@ WINDOW_SECONDS = 1.0  # of each rank's device: less shows the moment more than t
 
 @dataclass(frozen=True)
 class RoundsChange:
-    """K, q and fragments from `round` on, and why: synchronisation's own work and waits, over what devices compute."""
+    """K, q, grace and fragments from `round` on, and why: synchronisation's own work and waits, over what devices
+    compute."""
 
     round: int
     accumulation: int
@@ -50,52 +54,66 @@ class RoundsChange:
     waits: float
     reason: str
     fragments: int = 1
+    grace: int = 0
 
     def applied_to(self, settings: Settings) -> Settings:
-        return replace(settings, accumulation=self.accumulation, quorum=self.quorum, fragments=self.fragments)
+        return replace(
+            settings,
+            accumulation=self.accumulation,
+            quorum=self.quorum,
+            fragments=self.fragments,
+            grace=self.grace,
+        )
 
 
 class Rung(NamedTuple):
-    """K, q and fragments, and the step to them from the rung before: the parts of work and of waits that it saves, and
-    how much of a slice it must save."""
+    """Settings of which K, q, grace and fragments count, and the step to them from the rung before: what it `raises`,
+    the parts of work and of waits that it saves, and how much of a slice it must save."""
 
-    accumulation: int
-    quorum: float
-    fragments: int
+    settings: Settings
+    raises: str = ""
     work_saved: float = 0.0
     waits_saved: float = 0.0
     costs: float = 0.0
-
-    @property
-    def called(self) -> str:
-        called = f"K = {self.accumulation}, q = {self.quorum:g}"
-        return called if self.fragments == 1 else f"{called}, {self.fragments} fragments"
 
     def saving(self, work: float, waits: float) -> float:
         return self.work_saved * work + self.waits_saved * waits
 
 
+def called(settings: Settings) -> str:
+    grace = f", grace {settings.grace}" if settings.grace else ""
+    fragments = f", {settings.fragments} fragments" if settings.fragments > 1 else ""
+    return f"K = {settings.accumulation}, q = {settings.quorum:g}{grace}{fragments}"
+
+
 def ladder(sync: SyncConfig) -> tuple[Rung, ...]:
     """From the most and largest rounds to the fewest and smallest that a rule may come to."""
-    k, q, fragments = sync.first_accumulation, sync.first_quorum, sync.first_fragments
-    rungs = [Rung(k, q, fragments)]
+    now = settings_of(sync)
+    rungs = [Rung(now)]
     if sync.quorum == "auto":
-        q = GREATER_QUORUM
-        rungs.append(Rung(k, q, fragments, SAVED_BY_QUORUM, 0.0, QUORUM_COSTS))
+        now = replace(now, quorum=GREATER_QUORUM)
+        rungs.append(Rung(now, "quorum", SAVED_BY_QUORUM, 0.0, QUORUM_COSTS))
+    graceful = replace(now, grace=RULED_GRACE)
+    if sync.grace == "auto" and now.quorum < 1 and graceful.grace_within_bound:
+        now = graceful
+        rungs.append(Rung(now, "grace", SAVED_BY_GRACE, 0.0, GRACE_COSTS))
     if sync.fragments == "auto":
-        fragments = sync.most_fragments
-        rungs.append(Rung(k, q, fragments, SAVED_BY_FRAGMENTS, 1.0, FRAGMENTS_COSTS))
-    while sync.accumulation == "auto" and k < MOST_ACCUMULATION:
-        rungs.append(Rung(2 * k, q, fragments, 0.5, 1.0, DOUBLING_COSTS * k))
-        k *= 2
+        now = replace(now, fragments=sync.most_fragments)
+        rungs.append(Rung(now, "fragments", SAVED_BY_FRAGMENTS, 1.0, FRAGMENTS_COSTS))
+    while sync.accumulation == "auto" and now.accumulation < MOST_ACCUMULATION:
+        costs = DOUBLING_COSTS * now.accumulation
+        now = replace(now, accumulation=2 * now.accumulation)
+        rungs.append(Rung(now, "accumulation", 0.5, 1.0, costs))
     return tuple(rungs)
 
 
 def rung_of(rungs: Sequence[Rung], settings: Settings) -> int:
-    """Where settings are: at the last rung whose K, q and fragments they have, or more."""
-    has = settings.accumulation, settings.quorum, settings.fragments
-    wanted = [(rung.accumulation, rung.quorum, rung.fragments) for rung in rungs]
-    held = [number for number, of in enumerate(wanted) if all(map(le, of, has))]
+    """Where settings are: at the last rung that has raised something to what they have, or less."""
+    held = (
+        number
+        for number, (of_rung, raised, *_) in enumerate(rungs)
+        if raised and getattr(settings, raised) >= getattr(of_rung, raised)
+    )
     return max(held, default=0)
 
 
@@ -122,7 +140,7 @@ class RoundsRule:
         self._windows: defaultdict[int, Window] = defaultdict(Window)
         self._settling: defaultdict[int, int] = defaultdict(lambda: SETTLING_TASKS)  # tasks of each rank
         self._most = len(rungs) - 1
-        self._refused: int | None = None  # a rung that has only more fragments than that before
+        self._refused: set[int] = set()  # rungs with the K of that before
         self._retry_in = 0  # windows, where a step has been refused
         self._retry_after = RETRY_WINDOWS
         self._promised: float | None = None  # the overhead that a step should bring, until a window has shown it
@@ -173,27 +191,29 @@ class RoundsRule:
         if chosen == at:
             return None
         self._settle(version)
-        rung = self._rungs[chosen]
-        reason = f"rounds take {work:.0%} of a slice, and waits {waits:.0%}{besides}: {rung.called}"
-        return RoundsChange(version, rung.accumulation, rung.quorum, work, waits, reason, rung.fragments)
+        new = self._rungs[chosen].settings
+        reason = f"rounds take {work:.0%} of a slice, and waits {waits:.0%}{besides}: {called(new)}"
+        return RoundsChange(version, new.accumulation, new.quorum, work, waits, reason, new.fragments, new.grace)
 
     def _choose(self, at: int, work: float, waits: float) -> tuple[int, str]:
         """A rung, and what else is to be said of it."""
         promised, self._promised = self._promised, None
         if promised is not None and work + waits > promised:
             back = min(at, self._came_from)
-            if self._has_only_more_fragments(at):  # which are no reason against fewer rounds
-                self._refused = at
+            if self._rungs[at].raises != "accumulation":  # which is no reason against a greater one
+                self._refused.add(at)
             else:
                 self._most = max(back, at - 1)
-            self._retry_in = self._retry_after
-            self._retry_after *= 4
+            if self._retry_in <= 0:
+                self._retry_in = self._retry_after
+                self._retry_after *= 4
             return back, ", so fewer or smaller ones save too little"
         self._retry_in -= 1
         if self._retry_in == 0:
-            self._most, self._refused = len(self._rungs) - 1, None
+            self._most = len(self._rungs) - 1
+            self._refused.clear()
         for number in range(at + 1, self._most + 1):
-            if number == self._refused:
+            if number in self._refused:
                 continue
             rung = self._rungs[number]
             if (saving := rung.saving(work, waits)) > rung.costs:
@@ -205,10 +225,6 @@ class RoundsRule:
             self._calm = 0
             return at - 1, ""
         return at, ""
-
-    def _has_only_more_fragments(self, at: int) -> bool:
-        rung, before = self._rungs[at], self._rungs[at - 1]
-        return rung.fragments > before.fragments and rung.accumulation == before.accumulation
 
     def _would_not_come_back(self, at: int, work: float, waits: float) -> bool:
         raised_at = self._rungs[at].costs / self._rungs[at].work_saved  # of which about half is left now
@@ -224,6 +240,4 @@ def rule_for(sync: SyncConfig, version: int = 0) -> RoundsRule | None:
 def found_before(sync: SyncConfig, settings: Settings) -> Settings:
     """What a job goes on with whose rule had come to these."""
     rungs = ladder(sync)
-    # A checkpoint may be of before there were fragments, or of another number of them.
-    rung = rungs[rung_of(rungs, replace(settings, fragments=max(settings.fragments, sync.first_fragments)))]
-    return replace(settings_of(sync), accumulation=rung.accumulation, quorum=rung.quorum, fragments=rung.fragments)
+    return rungs[rung_of(rungs, settings)].settings

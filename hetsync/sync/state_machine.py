@@ -4,9 +4,11 @@ Events go in, instructions come out; there are no tensors, no MPI, no threads an
 drives it over a data plane, the simulator over a virtual clock, property tests with arbitrary event orders.
 
 Delayed mode (D >= 1). A rank starts another task while at most D of its contributions are not yet applied.
-A round starts when every rank is ready or the quorum is there, and in either case only if every task
-then under way can still be applied within its bound: version + 1 - (version it started from) <= D. A rank that
-was just released has not reported yet from where it starts; its *floor* is the least version that it can start from.
+A round starts when nobody would send another event without it, or when the quorum is there and the *grace* for the
+others over: all at work are ready, or one of them has finished more tasks than the grace after its first. It starts
+only if every task then under way can still be applied within its bound: version + 1 - (version it started from) <= D. A
+rank that was just released has not reported yet from where it starts; its *floor* is the least version that it can
+start from.
 With q = 1 a round needs a task of every rank, and a rank's n-th task may start only after round n - D: no rank
 is more than D tasks ahead of the slowest, which is stale synchronous parallel (Ho et al. 2013).
 
@@ -90,7 +92,7 @@ class RoundStateMachine:
         self.settings = settings
         self.ledger = ledger
         self.version = version  # rounds completed
-        self._membership = Membership(shares, version, settings.accumulation)
+        self._membership = Membership(shares, version, settings)
         self.members: Mapping[int, RankState] = self._membership.members  # the live ranks
         self.tasks_held = LEAST_TASKS_HELD  # by each rank, where no evaluation is near
         self.staleness: Counter[int] = Counter()
@@ -390,7 +392,7 @@ class RoundStateMachine:
 
     def _adopt(self, settings: Settings) -> None:
         self.settings, self._pending_settings = settings, None
-        self._membership.set_accumulation(settings.accumulation)
+        self._membership.adopt(settings)
 
     def _reset_pace(self) -> None:
         """At rest, and under new settings, nobody counts as ahead."""
@@ -525,9 +527,11 @@ class RoundStateMachine:
             return [self._new_round(synchronous, frozenset(self._membership.ready), rest.reason, rest.final)]
         if self.settings.synchronous or not self._membership.ready:
             return []
-        if not self._membership.working or (self._quorum() and self._membership.all_in_bound(self._next_round)):
-            return [self._new_round(contributors=frozenset(self._membership.ready))]
-        return []
+        if self._membership.working:
+            enough = self._quorum() and self._membership.grace_over
+            if not enough or not self._membership.all_in_bound(self._next_round):
+                return []
+        return [self._new_round(contributors=frozenset(self._membership.ready))]
 
     def _at_rest(self) -> bool:
         if not self._membership.resting or self.snapshots.awaited:

@@ -54,6 +54,7 @@ class Progress:
     quorum: float
     accumulation: int
     fragments: int = 1
+    grace: int = 0
     train_seconds: float
 
 
@@ -253,6 +254,7 @@ def _checked_progress(path: Path, values: Mapping[str, Any]) -> Progress:
         ("delay_bound", 0),
         ("accumulation", 1),
         ("fragments", 1),
+        ("grace", 0),
     ):
         if not _is_count(getattr(progress, key), least):
             raise ValueError(f"{key} is {getattr(progress, key)}")

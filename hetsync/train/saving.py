@@ -94,6 +94,7 @@ class Saver:
             delay_bound=settings.delay_bound,
             quorum=settings.quorum,
             fragments=settings.fragments,
+            grace=settings.grace,
             accumulation=settings.accumulation,
             train_seconds=self._seconds_before + session.totals.train_seconds,
         )

@@ -109,6 +109,7 @@ class Telling:
             whole = settings.synchronous or settings.fragments == 1
             self.say(
                 f"from now on accumulation {settings.accumulation}, quorum {settings.quorum:g}, delay bound {bound}"
+                f"{f', grace {settings.grace}' if settings.grace else ''}"
                 f"{'' if whole else f', {settings.fragments} fragments'}"
             )
         self._settings = settings

@@ -70,6 +70,7 @@ def test_q_and_k_rise_by_rule(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> 
     """Where any work of a round is too much; a rank alone has no rounds to save."""
     any_reason = {
         "QUORUM_COSTS": 0.0,
+        "GRACE_COSTS": 0.0,
         "DOUBLING_COSTS": 0.0,
         "SETTLING_TASKS": 0,
         "KEPT": -1e9,
@@ -80,16 +81,17 @@ def test_q_and_k_rise_by_rule(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> 
     for name, value in any_reason.items():
         monkeypatch.setattr(rounds_rule, name, value)
     samples = 4 * SAMPLES
-    outcome = train(plane, delayed(plane, quorum="auto", accumulation="auto"), samples=samples, rests=[90])
+    sync = delayed(plane, quorum="auto", grace="auto", accumulation="auto")
+    outcome = train(plane, sync, samples=samples, rests=[90])
     assert_invariants(plane, [outcome], samples, 4)
-    expected = [(1, 0.5), (2, 0.5), (4, 0.5)] if plane.size > 1 else []
+    expected = [(1, 0.5, 0), (1, 0.5, 1), (2, 0.5, 1), (4, 0.5, 1)] if plane.size > 1 else []
     if plane.rank == 0:
         changes = outcome.session.rounds_changes
-        assert [(change.accumulation, change.quorum) for change in changes] == expected
+        assert [(change.accumulation, change.quorum, change.grace) for change in changes] == expected
         assert all(change.work > 0 and change.waits >= 0 for change in changes)
     settings = outcome.session.settings
-    last = expected[-1] if expected else (1, 0.25)
-    assert plane.gather_objects((settings.accumulation, settings.quorum)) == [last] * plane.size
+    last = expected[-1] if expected else (1, 0.25, 0)
+    assert plane.gather_objects((settings.accumulation, settings.quorum, settings.grace)) == [last] * plane.size
 
 
 def test_tuned_at_rest(plane: Plane) -> None:

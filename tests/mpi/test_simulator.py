@@ -147,7 +147,8 @@ class Turns:
 
 
 @pytest.mark.parametrize(
-    ("delay_bound", "quorum", "accumulation"), [(4, 0.25, 1), (1, 0.25, 1), (2, 1.0, 1), (None, 0.1, 1), (3, 0.5, 2)]
+    ("delay_bound", "quorum", "accumulation", "grace"),
+    [(4, 0.25, 1, 0), (1, 0.25, 1, 0), (2, 1.0, 1, 0), (None, 0.1, 1, 0), (3, 0.5, 2, 0), (4, 0.25, 1, 1)],
 )
 def test_same_order_same_rounds(
     plane: Plane,
@@ -156,8 +157,9 @@ def test_same_order_same_rounds(
     delay_bound: int | None,
     quorum: float,
     accumulation: int,
+    grace: int,
 ) -> None:
-    sync = SyncConfig(delay_bound, quorum, accumulation, rebalance=False, pins=unequal_shares(plane.size))
+    sync = SyncConfig(delay_bound, quorum, accumulation, grace, rebalance=False, pins=unequal_shares(plane.size))
     simulated(plane.size, sync)
     expected = replace(story)
     story.__init__()  # type: ignore[misc]

@@ -290,7 +290,7 @@ def faster_link(link, factor):
     return replace(link, bytes_per_second=link.bytes_per_second and link.bytes_per_second * factor)
 
 
-@given(pipelines(), st.sampled_from([0.5, 3.0]))
+@given(pipelines(), st.sampled_from([0.5, 4.0]))  # powers of two: other factors may break ties otherwise
 @settings(max_examples=60)
 def test_scaling_all_times_scales_step_time_only(pipeline, factor):
     model, costs, replica, times, devices = pipeline

@@ -346,21 +346,22 @@ def test_membership_is_fixed_in_synchronous_mode() -> None:
         simulation.advance()
 
 
-# K and q by rule.
+# K, q and grace by rule.
 
 DEAR_ROUNDS = dataclasses.replace(FREE, round_seconds=0.6)  # slices take 80 / 70 s
 
 
-def changes(simulation: Simulation) -> list[tuple[int, float]]:
-    return [(change.accumulation, change.quorum) for change in simulation.rounds_changes]
+def changes(simulation: Simulation) -> list[tuple[int, float, int]]:
+    return [(change.accumulation, change.quorum, change.grace) for change in simulation.rounds_changes]
 
 
 def test_rounds_become_fewer_where_their_work_is_dear() -> None:
     ruled = finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS, accumulation="auto")
     default = finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS)
-    fixed = finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS, quorum=0.25)
-    assert changes(ruled) == [(1, 0.5), (2, 0.5)]
-    assert changes(default) == [(1, 0.5)]
+    fixed = finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS, quorum=0.25, grace=0)
+    in_vain = [(1, 0.5, 1), (1, 0.5, 0)]  # as the first rank's part is a quorum, a round has all of a slice already
+    assert changes(ruled) == [(1, 0.5, 0), *in_vain, (2, 0.5, 1)]
+    assert changes(default) == [(1, 0.5, 0), *in_vain]
     assert ruled.machine.settings.accumulation == 2
     assert ruled.now < 0.9 * default.now < 0.9 * fixed.now
     assert ruled.rounds_changes[0].work > 0.4
@@ -369,10 +370,10 @@ def test_rounds_become_fewer_where_their_work_is_dear() -> None:
 
 
 def test_rounds_become_fewer_behind_a_link_that_ranks_wait_for() -> None:
-    slow = {"link": Link(compute_fraction=40.0), "delay_bound": 16, "quorum": 0.5}
+    slow = {"link": Link(compute_fraction=40.0), "delay_bound": 16, "quorum": 0.5, "grace": 0}
     ruled = finished([40.0, 20.0, 10.0], total=32_000, accumulation="auto", **slow)
     fixed = finished([40.0, 20.0, 10.0], total=32_000, accumulation=1, **slow)
-    assert [k for k, _ in changes(ruled)] == [2, 4]
+    assert [k for k, *_ in changes(ruled)] == [2, 4]
     assert ruled.now < 0.6 * fixed.now
 
 
@@ -380,7 +381,7 @@ def test_rounds_become_fewer_behind_a_link_that_ranks_wait_for() -> None:
     ("runtime", "sync"),
     [
         (FREE, {"accumulation": "auto"}),
-        (DEAR_ROUNDS, {"quorum": 0.25}),
+        (DEAR_ROUNDS, {"quorum": 0.25, "grace": 0}),
         (DEAR_ROUNDS, {"delay_bound": 0, "accumulation": "auto"}),
     ],
     ids=["cheap rounds", "by hand", "synchronous"],

@@ -38,7 +38,8 @@ def arguments(draw_seconds):
 
 
 bounds = st.integers(1, 32) | st.sampled_from([1, 1, 2, 3, NO_BOUND])
-delayed = st.builds(Settings, bounds, st.sampled_from([0.01, 0.1, 0.25, 0.5, 0.75, 1.0]), st.integers(1, 4))
+quorums = st.sampled_from([0.01, 0.1, 0.25, 0.5, 0.75, 1.0])
+delayed = st.builds(Settings, bounds, quorums, st.integers(1, 4), grace=st.sampled_from([0, 0, 1, 2]))
 synchronous = st.builds(Settings, st.just(0), st.just(1.0), st.integers(1, 4))
 any_settings = delayed | synchronous
 

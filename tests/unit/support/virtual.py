@@ -375,6 +375,9 @@ def validate_sums(machine: RoundStateMachine) -> None:
     assert membership.working == any(member.working for member in members.values())
     ready = {rank: sum(work.task.samples for work in member.ready) for rank, member in members.items()}
     assert membership.quorum_samples == sum(min(ready[rank], slices * m.share) for rank, m in members.items())
+    awaited = [member for member in members.values() if member.working and not member.ready]
+    used = [member for member in members.values() if len(member.ready) > machine.settings.grace_within_bound]
+    assert membership.grace_over == (not awaited or used != [])
     if not machine.settings.synchronous and ledger_has_samples(machine):
         lacking = {
             r for r, m in members.items() if m.share and not m.withdrawn and len(m.queued) + (m.current is not None) < 2

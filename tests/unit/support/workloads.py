@@ -95,7 +95,7 @@ WORKLOADS = (
     Workload("pnasnet5_large", COLOUR, NAS, 1e-2, 6),
     Workload("deeptte", city, {"hidden_size": 16}),
     Workload("trajectory_transformer", city, {"width": 16, "layers": 2, "heads": 2, "dropout": 0.0}),
-    Workload("ptb_lstm", text, {"hidden": 16, "dropout": 0.0}, 1e-2),
+    Workload("ptb_lstm", text, {"hidden": 16, "dropout": 0.0}, 1e-2, 32),
     Workload("nmt", pairs, {"hidden": 16, "dropout": 0.0}, 1e-2),
 )
 

@@ -163,7 +163,7 @@ def test_a_jump_in_speed_moves_shares_after_three_tasks():
 
 def test_shares_that_move_often_do_not_keep_the_rule_from_making_rounds_fewer():
     changes = []
-    office = Office(settings=Settings(8, 0.25), rule=rule_for(SyncConfig()), on_rounds_change=changes.append)
+    office = Office(settings=Settings(8, 0.25), rule=rule_for(SyncConfig(grace=0)), on_rounds_change=changes.append)
     tasks = SETTLING_TASKS + WINDOW_TASKS - 2  # of each rank, from one speed to the next
     moves, shares = 0, (8, 8)
     for turn in range(4):
@@ -177,7 +177,7 @@ def test_shares_that_move_often_do_not_keep_the_rule_from_making_rounds_fewer():
 
 
 def test_a_rules_fragments_are_told_by_rounds():
-    sync = SyncConfig(quorum=0.25)
+    sync = SyncConfig(quorum=0.25, grace=0)
     office = Office(settings=settings_of(sync), rule=rule_for(sync))
     for _ in range(SETTLING_TASKS + WINDOW_TASKS + 2):
         for rank in (0, 1):

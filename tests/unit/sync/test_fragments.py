@@ -306,11 +306,11 @@ def test_whoever_asks_for_fewer_rounds_is_not_given_smaller_ones_besides(sync: S
 
 
 def test_a_rule_makes_more_of_them_where_ranks_wait_for_the_link():
-    names = [(rung.quorum, rung.fragments) for rung in ladder(SyncConfig())]
-    assert names == [(0.25, 2), (0.5, 2), (0.5, 4)]
-    rule = rule_for(SyncConfig(quorum=0.5))
+    names = [(rung.settings.quorum, rung.settings.grace, rung.settings.fragments) for rung in ladder(SyncConfig())]
+    assert names == [(0.25, 0, 2), (0.5, 0, 2), (0.5, 1, 2), (0.5, 1, 4)]
+    rule = rule_for(SyncConfig(quorum=0.5, grace=0))
     assert rule is not None
-    settings = settings_of(SyncConfig(quorum=0.5))
+    settings = settings_of(SyncConfig(quorum=0.5, grace=0))
     for _ in range(SETTLING_TASKS + WINDOW_TASKS):
         rule.observe(0, 1.0, 0.0, 0.2)
     change = rule.decide(settings, WINDOW_ROUNDS, {0: 1})
@@ -321,7 +321,7 @@ def test_a_rule_makes_more_of_them_where_ranks_wait_for_the_link():
 
 def test_more_fragments_that_save_nothing_do_not_keep_rounds_from_being_fewer():
     """As where ranks wait for stragglers, or for a link's latency."""
-    sync = SyncConfig(quorum=0.5, accumulation="auto")
+    sync = SyncConfig(quorum=0.5, accumulation="auto", grace=0)
     rule, settings, found = rule_for(sync), settings_of(sync), []
     assert rule is not None
     for window in range(1, 4):

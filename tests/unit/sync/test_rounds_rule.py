@@ -22,8 +22,8 @@ from hetsync.sync.rounds_rule import (
 )
 
 SHARES = {0: 30, 1: 10}
-K_BY_RULE = SyncConfig(quorum=0.25, accumulation="auto", fragments=1)
-BY_RULE = SyncConfig(fragments=1)
+K_BY_RULE = SyncConfig(quorum=0.25, accumulation="auto", grace=0, fragments=1)
+BY_RULE = SyncConfig(grace=0, fragments=1)
 
 
 class Job:
@@ -186,7 +186,7 @@ def test_by_default_the_quorum_grows_where_a_rounds_work_is_a_notable_part_of_a_
 
 
 def test_the_quorum_grows_before_k_does():
-    both = SyncConfig(accumulation="auto", fragments=1)
+    both = SyncConfig(accumulation="auto", grace=0, fragments=1)
     assert windows(Job(sync=both), rounds_work(0.2), 5) == [(1, 0.5)] * 5
     assert windows(Job(sync=both), rounds_work(0.9), 3) == [(1, 0.5), (2, 0.5), (2, 0.5)]
     assert Job(sync=both).window(lambda k: (0.0, 0.5)).accumulation == 2  # waits, which a quorum does not end
@@ -204,30 +204,65 @@ def test_a_quorum_that_saves_too_little_is_taken_back():
     assert windows(job, lambda settings: 0.1, 3) == [(1, 0.5), (1, 0.25), (1, 0.25)]
 
 
+@pytest.mark.parametrize("sync", [SyncConfig(1), SyncConfig(2), SyncConfig(quorum=1.0), SyncConfig(grace=1)])
+def test_a_rule_gives_no_grace_where_it_would_change_nothing(sync):
+    assert len({rung.settings.grace for rung in ladder(sync)}) == 1
+
+
+def test_grace_comes_where_a_greater_quorum_leaves_work_that_is_a_notable_part():
+    def work(at_first):
+        part = {(0.25, 0): 1.0, (0.5, 0): 0.56, (0.5, 1): 0.4}
+        return lambda settings: at_first / settings.accumulation * part[settings.quorum, settings.grace]
+
+    def course(sync, at_first):
+        job, found, now = Job(sync=sync), [], work(at_first)
+        for _ in range(4):
+            job.window(lambda k: (now(job.settings), 0.0))
+            found.append((job.settings.accumulation, job.settings.quorum, job.settings.grace))
+        return found
+
+    default = SyncConfig(fragments=1)
+    assert course(default, 0.1) == [(1, 0.5, 0)] * 4
+    assert course(default, 0.2) == [(1, 0.5, 0), *[(1, 0.5, 1)] * 3]
+    assert course(replace(default, accumulation="auto"), 1.2) == [(1, 0.5, 0), (1, 0.5, 1), (2, 0.5, 1), (2, 0.5, 1)]
+
+
+def test_fewer_rounds_that_save_nothing_are_no_reason_against_a_greater_k():
+    """As behind a link that carries one round after the other: all are ready when the next may start."""
+    job = Job(sync=SyncConfig(accumulation="auto", fragments=1))
+    found = []
+    for _ in range(6):
+        job.window(work(0.6))
+        found.append((job.accumulation, job.settings.quorum, job.settings.grace))
+    assert found == [(1, 0.5, 0), (1, 0.25, 0), (1, 0.5, 1), (1, 0.25, 0), (2, 0.5, 1), (2, 0.5, 1)]
+
+
 def test_nothing_is_by_rule_where_the_recipe_sets_both():
-    assert rule_for(SyncConfig(quorum=0.25, fragments=1)) is None
+    assert rule_for(SyncConfig(quorum=0.25, grace=0, fragments=1)) is None
 
 
 @pytest.mark.parametrize(
     ("sync", "found", "expected"),
     [
-        (SyncConfig(fragments=1), Settings(4, 0.5, 1), (0.5, 1)),
-        (SyncConfig(fragments=1), Settings(4, 0.25, 1), (0.25, 1)),
-        (SyncConfig(fragments=1), Settings(4, 1.0, 4), (0.5, 1)),  # of another recipe
-        (SyncConfig(quorum=0.7, fragments=1), Settings(4, 0.5, 4), (0.7, 1)),
-        (SyncConfig(quorum=0.7, accumulation="auto", fragments=1), Settings(4, 0.7, 8), (0.7, 4)),
-        (SyncConfig(accumulation="auto", fragments=1), Settings(4, 0.5, 2), (0.5, 2)),
-        (SyncConfig(accumulation="auto", fragments=1), Settings(4, 0.25, 2), (0.25, 1)),
+        (SyncConfig(fragments=1), Settings(4, 0.5, 1), (0.5, 0, 1)),
+        (SyncConfig(fragments=1), Settings(4, 0.5, 1, grace=1), (0.5, 1, 1)),
+        (SyncConfig(fragments=1), Settings(4, 0.25, 1), (0.25, 0, 1)),
+        (SyncConfig(fragments=1), Settings(4, 1.0, 4), (0.5, 0, 1)),  # of another recipe
+        (SyncConfig(quorum=0.7, fragments=1), Settings(4, 0.5, 4, grace=2), (0.7, 1, 1)),
+        (SyncConfig(quorum=0.7, grace=0, fragments=1), Settings(4, 0.5, 4), (0.7, 0, 1)),
+        (SyncConfig(quorum=0.7, accumulation="auto", fragments=1), Settings(4, 0.7, 8), (0.7, 1, 4)),
+        (SyncConfig(accumulation="auto", fragments=1), Settings(4, 0.5, 2), (0.5, 1, 2)),  # of before there was grace
+        (SyncConfig(accumulation="auto", fragments=1), Settings(4, 0.25, 2), (0.5, 1, 2)),
     ],
 )
 def test_a_resumed_job_goes_on_with_what_the_rule_had_come_to(sync, found, expected):
     settings = found_before(sync, found)
-    assert (settings.quorum, settings.accumulation) == expected
+    assert (settings.quorum, settings.grace, settings.accumulation) == expected
 
 
 def test_a_step_that_saves_too_little_is_taken_back_to_where_it_came_from():
     """Also where it has passed over a rung, which would not have been worth its cost."""
-    job = Job(sync=SyncConfig(accumulation="auto", fragments=1))
+    job = Job(sync=SyncConfig(accumulation="auto", grace=0, fragments=1))
     assert job.window(lambda k: (0.05, 0.3)).accumulation == 2
     back = job.window(lambda k: (0.05, 0.3))
     assert (back.accumulation, back.quorum) == (1, 0.25)
@@ -242,7 +277,8 @@ def test_what_was_promised_to_other_ranks_or_shares_is_forgotten(change):
 
 
 def test_settings_that_a_death_has_set_back_leave_no_rung_below_the_first():
-    job = Job(sync=SyncConfig(accumulation="auto", fragments=1))
+    sync = SyncConfig(accumulation="auto", grace=0, fragments=1)
+    job = Job(sync=sync)
     assert job.window(lambda k: (0.1, 0.0)).quorum == GREATER_QUORUM
-    job.settings = settings_of(SyncConfig(accumulation="auto", fragments=1))
+    job.settings = settings_of(sync)
     assert job.window(lambda k: (0.1, 0.0)) is None

@@ -1,0 +1,149 @@
+"""How long a round whose quorum is there waits for ranks that have finished nothing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from state_machine_jobs import jobs, relaxed
+from virtual import VirtualCluster, make_machine
+
+from hetsync.sync.members import Activity
+from hetsync.sync.messages import (
+    NO_BOUND,
+    AssignTask,
+    Instruction,
+    RankLeft,
+    RankWithdrew,
+    Settings,
+    SettingsChanged,
+    SharesChanged,
+    StartRound,
+    TaskFinished,
+    TaskStarted,
+)
+from hetsync.sync.state_machine import RoundStateMachine
+
+GRACE = Settings(4, 0.25, grace=1)
+SHARE = 4
+
+
+class Told:
+    """A machine, driven by hand."""
+
+    def __init__(self, settings: Settings = GRACE, ranks: int = 3) -> None:
+        self.machine: RoundStateMachine = make_machine([SHARE] * ranks, settings, 4000)
+        self.queued: dict[int, list[int]] = {rank: [] for rank in range(ranks)}
+        self.follow(self.machine.first_instructions())
+        for rank in range(ranks):
+            self.start(rank)
+
+    def follow(self, instructions: list[Instruction]) -> list[frozenset[int]]:
+        """Contributors of the rounds that start."""
+        for told in instructions:
+            if isinstance(told, AssignTask):
+                self.queued[told.rank].append(told.task.number)
+        return [told.contributors for told in instructions if isinstance(told, StartRound)]
+
+    def start(self, rank: int) -> None:
+        self.machine.handle(TaskStarted(rank, self.queued[rank][0], self.machine.version))
+
+    def finish(self, rank: int) -> list[frozenset[int]]:
+        found = self.follow(self.machine.handle(TaskFinished(rank, self.queued[rank].pop(0), SHARE)))
+        self.start(rank)
+        return found
+
+
+def test_without_grace_a_round_starts_with_its_quorum() -> None:
+    assert Told(Settings(4, 0.25)).finish(0) == [frozenset({0})]
+
+
+def test_a_round_waits_until_everybody_has_finished_something() -> None:
+    job = Told()
+    assert job.finish(0) == job.finish(2) == []
+    assert job.finish(1) == [frozenset({0, 1, 2})]
+
+
+def test_a_round_waits_no_longer_than_until_somebody_has_used_the_grace() -> None:
+    job = Told()
+    assert job.finish(0) == job.finish(2) == []
+    assert job.finish(0) == [frozenset({0, 2})]
+    twice = Told(Settings(8, 0.25, grace=2))
+    assert twice.finish(0) == twice.finish(0) == []
+    assert twice.finish(0) == [frozenset({0})]
+
+
+def test_grace_comes_after_the_quorum() -> None:
+    job = Told(Settings(4, 0.5, grace=1))
+    assert job.finish(0) == job.finish(0) == []  # a third of a full set
+    assert job.finish(1) == [frozenset({0, 1})]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [RankLeft(2), RankWithdrew(2), SettingsChanged(Settings(4, 0.25)), SettingsChanged(Settings(2, 0.25, grace=1))],
+    ids=["leaves", "withdraws", "no grace", "a smaller bound"],
+)
+def test_who_waits_for_nobody_any_more_starts(event) -> None:
+    job = Told()
+    job.finish(0)
+    job.finish(1)
+    assert job.follow(job.machine.handle(event)) == [frozenset({0, 1})]
+
+
+def test_who_has_no_share_is_not_awaited_once_its_tasks_are_done() -> None:
+    job = Told()
+    assert job.follow(job.machine.handle(SharesChanged({0: 6, 1: 6, 2: 0}))) == []
+    job.finish(2)
+    state = job.machine.members[2]
+    assert not job.finish(0)
+    assert job.finish(1) == [frozenset({0, 1, 2})]
+    assert state.activity is not Activity.RESTING  # it has a task that it was given before
+
+
+@pytest.mark.parametrize(("bound", "within"), [(1, 0), (2, 0), (3, 1), (4, 1), (5, 2), (6, 2), (NO_BOUND, 3)])
+def test_grace_leaves_room_within_the_bound(bound: int, within: int) -> None:
+    assert Settings(bound, 0.25, grace=3).grace_within_bound == within
+
+
+@pytest.mark.parametrize("bound", range(1, 9))
+@pytest.mark.parametrize("slices", [0.01, 0.5, 0.95, 1.05, 1.5, 1.95, 2.05, 2.5, 2.95, 3.5, 6.0])
+def test_it_costs_no_waits_however_long_a_round_takes(bound: int, slices: float) -> None:
+    """Ranks of one speed that begin at slightly different moments, and rounds that take so many slices."""
+
+    def seconds(grace: int) -> float:
+        settings = Settings(bound, 0.25, grace=grace)
+        machine = make_machine([SHARE] * 4, settings, 4 * SHARE * 60)
+        compute = dict.fromkeys(range(4), 0)
+
+        def lasts(rank: int, samples: int) -> float:
+            compute[rank] += 1
+            return samples / SHARE + (0.1 * rank if compute[rank] == 1 else 0.0)
+
+        cluster = VirtualCluster(machine, lasts, communicate=lambda: slices)
+        cluster.run()
+        return cluster.now
+
+    without = seconds(0)
+    assert all(seconds(grace) <= without + slices + 1 for grace in (1, 2, 3))
+
+
+@relaxed
+@given(jobs(st.builds(Settings, st.integers(3, 9), st.floats(0.01, 0.5), grace=st.just(1)), most_ranks=8))
+def test_who_puts_two_tasks_or_more_into_a_round_has_used_it(job) -> None:
+    """Away from rests: a round without some who work has one that has finished twice."""
+    machine, times = job
+    rounds = []
+    new_round = machine._new_round
+
+    def watched(*given, **named):
+        started = new_round(*given, **named)
+        members = machine.members
+        if started.drain is None:
+            awaited = [rank for rank, member in members.items() if member.working and not member.ready]
+            rounds.append((awaited, max(len(member.ready) for member in members.values())))
+        return started
+
+    machine._new_round = watched
+    VirtualCluster(machine, **times.arguments(len(machine.members))).run()
+    assert all(most >= 2 for awaited, most in rounds if awaited)
