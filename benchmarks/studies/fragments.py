@@ -55,7 +55,7 @@ def cells() -> Iterator[Cell]:
 
 def trained(cell: Cell) -> dict[str, Any]:
     told = asdict(cell)
-    sync = {key: told[key] for key in ("delay_bound", "quorum", "accumulation", "fragments")}
+    sync = {"grace": 0} | {key: told[key] for key in ("delay_bound", "quorum", "accumulation", "fragments")}
     return {**told, **job(cell.workload, cell.cluster, cell.seed, cell.link, **sync)}
 
 

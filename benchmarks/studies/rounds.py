@@ -1,4 +1,4 @@
-"""What fewer and staler rounds cost a job: time to a target and final quality by D, q and K, with real gradients.
+"""What fewer and staler rounds cost a job: time to a target and final quality by D, q, K and grace; real gradients.
 
     python -m benchmarks.studies.rounds --output results [--processes 2]
 
@@ -37,24 +37,27 @@ from hetsync.simulate.replicas import ReplicaLearner
 from hetsync.simulate.simulation import Simulation
 
 CLUSTERS = ("v100-p100-k80", "heavy-jitter")
-Arm = tuple[int, float, int | Literal["auto"]]  # D, q, K
+Arm = tuple[int, float, int | Literal["auto"], int]  # D, q, K, grace
 ARMS: tuple[Arm, ...] = (
-    (4, 0.25, 1),
-    (4, 0.5, 1),
-    (8, 0.25, 1),
-    (16, 0.25, 1),
-    (16, 0.5, 1),
-    (16, 0.75, 1),
-    (16, 0.5, 2),
+    (4, 0.25, 1, 0),
+    (4, 0.25, 1, 1),
+    (4, 0.5, 1, 0),
+    (4, 0.5, 1, 1),
+    (8, 0.25, 1, 0),
+    (16, 0.25, 1, 0),
+    (16, 0.5, 1, 0),
+    (16, 0.75, 1, 0),
+    (16, 0.5, 2, 0),
 )
+SETTINGS = ("delay_bound", "quorum", "accumulation", "grace")
 LINKS = (3.0, 6.0, 12.0)  # slices that a round's sum takes
 LINKED_ARMS: tuple[Arm, ...] = (
-    (4, 0.25, 1),
-    (4, 0.5, 1),
-    (4, 0.25, "auto"),
-    (8, 0.5, 1),
-    (16, 0.5, 1),
-    (16, 0.5, "auto"),
+    (4, 0.25, 1, 0),
+    (4, 0.5, 1, 0),
+    (4, 0.25, "auto", 0),
+    (8, 0.5, 1, 0),
+    (16, 0.5, 1, 0),
+    (16, 0.5, "auto", 0),
 )
 
 
@@ -88,12 +91,13 @@ class Cell:
     delay_bound: int
     quorum: float
     accumulation: int | Literal["auto"]
+    grace: int
     seed: int
     link: float = 0.0
 
     @property
     def arm(self) -> Arm:
-        return self.delay_bound, self.quorum, self.accumulation
+        return self.delay_bound, self.quorum, self.accumulation, self.grace
 
 
 def cells() -> Iterator[Cell]:
@@ -107,8 +111,9 @@ def cells() -> Iterator[Cell]:
 
 def trained(cell: Cell) -> dict[str, Any]:
     """One job: its evaluations and rounds."""
-    sync = {"delay_bound": cell.delay_bound, "quorum": cell.quorum, "accumulation": cell.accumulation}
-    return {**asdict(cell), **job(cell.workload, cell.cluster, cell.seed, cell.link, **sync)}
+    told = asdict(cell)
+    sync = {key: told[key] for key in SETTINGS}
+    return {**told, **job(cell.workload, cell.cluster, cell.seed, cell.link, **sync)}
 
 
 def job(name: str, cluster_name: str, seed: int, link: float, **sync: Any) -> dict[str, Any]:
@@ -148,13 +153,14 @@ def job(name: str, cluster_name: str, seed: int, link: float, **sync: Any) -> di
 
 # Efficiency where rounds are dear.
 
-SETTINGS = {
-    "D = 4, q = 0.25, K = 1": SyncConfig(4, 0.25, 1),
-    "D = 4, q = 0.5, K = 1": SyncConfig(4, 0.5, 1),
-    "D = 4, q = auto, K = 1": SyncConfig(),
-    "D = 16, q = 0.5, K = 1": SyncConfig(16, 0.5, 1),
-    "D = 16, q = 0.5, auto": SyncConfig(16, 0.5, "auto"),
-    "the same, bfloat16": SyncConfig(16, 0.5, "auto", wire="bfloat16"),
+ASKED_FOR = {
+    "D = 4, q = 0.25, K = 1": SyncConfig(4, 0.25, 1, 0),
+    "D = 4, q = 0.5, K = 1": SyncConfig(4, 0.5, 1, 0),
+    "D = 4, q = 0.5, K = 1, grace 1": SyncConfig(4, 0.5, 1, 1),
+    "the defaults: D = 4, K = 1": SyncConfig(),
+    "D = 16, q = 0.5, K = 1": SyncConfig(16, 0.5, 1, 0),
+    "D = 16, q = 0.5, K = auto": SyncConfig(16, 0.5, "auto", 0),
+    "the same, bfloat16": SyncConfig(16, 0.5, "auto", 0, wire="bfloat16"),
 }
 COSTS = {  # of a round, in slices: (its sum, its work on each device)
     "free": (0.0, 0.0),
@@ -178,7 +184,7 @@ def dear_rounds() -> Iterator[str]:
         cluster = load_cluster(CLUSTERS[0])
         if link:
             cluster = replace(cluster, link=Link(compute_fraction=link))
-        for name, sync in SETTINGS.items():
+        for name, sync in ASKED_FOR.items():
             asked = replace(config, sync=sync, emulation=EmulationConfig(CLUSTERS[0], rate))
             scenario = scenario_of(asked, cluster, None, built, model)
             runtime = replace(scenario.runtime, round_seconds=work * batch / rate)
@@ -187,7 +193,8 @@ def dear_rounds() -> Iterator[str]:
             efficiency = BATCHES * batch / simulation.now / simulation.solo_samples_per_second
             rounds = simulation.machine.version / BATCHES
             found = "; ".join(
-                f"round {c.round}: q = {c.quorum:g}, K = {c.accumulation}" for c in simulation.rounds_changes
+                f"round {c.round}: q = {c.quorum:g}, K = {c.accumulation}, grace {c.grace}"
+                for c in simulation.rounds_changes
             )
             yield f"| {title} | {name} | {efficiency:.3f} | {rounds:.2f} | {found or '–'} |"
 
@@ -206,16 +213,18 @@ def ratio(result: Mapping[str, Any], base: Mapping[str, Any]) -> float | None:
 
 
 def arm_of(job: Mapping[str, Any]) -> Arm:
-    return job["delay_bound"], job["quorum"], job["accumulation"]
+    return job["delay_bound"], job["quorum"], job["accumulation"], job["grace"]
 
 
 def behind_links(results: Iterable[Mapping[str, Any]]) -> str:
-    lines = ["| workload | link, slices | D, q, K | time to target, of the first | seconds in all | at the end |"]
+    lines = [
+        "| workload | link, slices | D, q, K, grace | time to target, of the first | seconds in all | at the end |"
+    ]
     lines += ["| --- " * 6 + "|"]
     for (name, link), jobs in grouped(results, "workload", "link").items():
         workload = WORKLOADS[name]
         first = {job["seed"]: job for job in jobs if arm_of(job) == LINKED_ARMS[0]}
-        for arm, mine in grouped(jobs, "delay_bound", "quorum", "accumulation").items():
+        for arm, mine in grouped(jobs, *SETTINGS).items():
             ratios = [ratio(job, first[job["seed"]]) for job in mine if job["seed"] in first]
             whole = [job for job in mine if job["ended"] is None]
             diverged = f", {len(mine) - len(whole)} of {len(mine)} end in nan" if len(whole) < len(mine) else ""
@@ -227,12 +236,12 @@ def behind_links(results: Iterable[Mapping[str, Any]]) -> str:
 
 
 def markdown(results: Iterable[Mapping[str, Any]]) -> str:
-    lines = ["| workload | cluster | D, q, K | rounds a batch | time to target, of the first | at the end |"]
+    lines = ["| workload | cluster | D, q, K, grace | rounds a batch | time to target, of the first | at the end |"]
     lines += ["| --- " * 6 + "|"]
     for (name, cluster), jobs in grouped(results, "workload", "cluster").items():
         workload = WORKLOADS[name]
         first = {job["seed"]: job for job in jobs if arm_of(job) == ARMS[0]}
-        for arm, mine in grouped(jobs, "delay_bound", "quorum", "accumulation").items():
+        for arm, mine in grouped(jobs, *SETTINGS).items():
             rounds = statistics.mean(job["rounds"] * workload.batch / workload.samples for job in mine)
             ratios = [ratio(job, first[job["seed"]]) for job in mine if job["seed"] in first]
             ends = [job["points"][-1][workload.metric] for job in mine]

@@ -41,7 +41,7 @@ def simulated_summary(
             per_rank=per_rank,
             rounds=machine.version,
             staleness=machine.staleness,
-            settings=replace(machine.settings, fragments=1) if machine.settings.synchronous else machine.settings,
+            settings=machine.settings.in_force,
             rounds_changes=simulation.rounds_changes,
             metrics=metrics,
             anchor_sha256=learner.anchor_sha256,

@@ -245,7 +245,8 @@ class SyncConfig:
             but not with a controller, or by a plan that cuts the model.
         grace: Tasks that a rank finishes after its first before a round, whose quorum is there, waits no longer for
             ranks that have finished none: 0 does not wait; with 1 most rounds are of all ranks, and one that is slow
-            delays none. At most (D - 1) / 2, which costs no waits. auto is 0, and 1 where the work of rounds is a
+            delays none. At most (D - 1) / 2, which costs no waits where
+            tasks last alike. auto is 0, and 1 where the work of rounds is a
             notable part of a slice with a greater quorum, too, but not with a controller, or by a plan that cuts the
             model.
         shares: Samples of a rank in a slice: speed (by measured speed), equal, or first (rank 0 as pinned,
@@ -256,8 +257,8 @@ class SyncConfig:
         fragments: Of the weights (1 to 64; 1 with an outer optimizer, or by a plan that cuts the model): in delayed
             mode each round sums one, in turn, and a rest all. Fewer bytes a round, and each weight is merged more
             seldom: staleness is that of contributions, whose other fragments follow in the rounds after. auto is 2 from
-            a million trained values on, where q is below 1 and K is 1 or auto, and then 4 where ranks wait for rounds
-            (with a controller it stays 2); else 1.
+            a million trained values on, where q is below 1, grace 0 or auto, and K 1 or auto, and then 4 where ranks
+            wait for rounds (with a controller it stays 2); else 1.
         bucket_bytes: Size of a gradient bucket in bytes (synchronous mode).
         overlap: Let gradient sums travel while backward still runs (synchronous mode); not where a slice has several
             backward calls now and then.
@@ -283,6 +284,12 @@ class SyncConfig:
             at_least("sync.accumulation", self.accumulation, 1)
         if self.grace != "auto":
             at_least("sync.grace", self.grace, 0)
+            if self.delay_bound is not None and self.grace > (most := max(0, (self.delay_bound - 1) // 2)):
+                raise UserError(
+                    f"sync.grace is {self.grace}, but with sync.delay_bound {self.delay_bound} rounds can wait for"
+                    f" {most} more tasks at most: give {'0' if not most else f'0 to {most}'}, auto, or a greater"
+                    " sync.delay_bound"
+                )
         at_least("sync.bucket_bytes", self.bucket_bytes, 4)
         if self.fragments != "auto":
             if not 1 <= self.fragments <= MOST_FRAGMENTS:
@@ -316,7 +323,8 @@ class SyncConfig:
 
     def for_model(self, values: int) -> SyncConfig:
         """The same for a model of so many trained values: `fragments` is auto for large ones only."""
-        merges_seldom = self.quorum == 1 or self.accumulation not in (1, "auto")  # as was asked for
+        # As was asked for.
+        merges_seldom = self.quorum == 1 or self.accumulation not in (1, "auto") or self.grace not in (0, "auto")
         whole = values < LARGE_VALUES or self.outer.name != "identity" or merges_seldom
         return replace(self, fragments=1) if whole and self.fragments == "auto" else self
 

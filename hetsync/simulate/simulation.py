@@ -144,8 +144,9 @@ class Simulation:
 
     def tune(self, settings: Settings) -> None:
         """New K, D and q for the work handed out from now on."""
-        kept = replace(settings, fragments=self.machine.settings.fragments)
-        self._communicator.handle_events([SettingsChanged(kept)])
+        kept = self.machine.settings
+        tuned = replace(settings, fragments=kept.fragments, grace=kept.grace)
+        self._communicator.handle_events([SettingsChanged(tuned)])
 
     def request_stop(self) -> None:
         """Come to rest as soon as possible and end there."""

@@ -7,7 +7,7 @@ time, which is what bounds the number of ranks (docs/results/scale.md).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hetsync.config.schema import SyncConfig
@@ -46,10 +46,15 @@ class Settings:
 
     @property
     def grace_within_bound(self) -> int:
-        """No more of it than leaves room for a round. One that took as many slices as the grace has tasks, and one
-        more, would find them all finished when the next may start; a shorter one lets a rank, with these in it, work
-        on for as long if D is twice the grace and one."""
+        """No more of it than leaves room for a round, where a rank's tasks last alike. While one moves that takes as
+        long as the grace's tasks and one more, those for the next are finished; and during a shorter one a rank with so
+        many in it may finish as many, if D is twice the grace and one."""
         return max(0, min(self.grace, (self.delay_bound - 1) // 2))
+
+    @property
+    def in_force(self) -> Settings:
+        """With what counts in this mode and within this bound."""
+        return replace(self, fragments=1 if self.synchronous else self.fragments, grace=self.grace_within_bound)
 
 
 class Task(NamedTuple):

@@ -14,10 +14,10 @@ Pure: no clock, and the simulator runs the same.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hetsync.config.schema import SyncConfig
 from hetsync.sync.messages import Settings, settings_of
@@ -66,55 +66,54 @@ class RoundsChange:
         )
 
 
-class Rung(NamedTuple):
-    """Settings of which K, q, grace and fragments count, and the step to them from the rung before: what it `raises`,
-    the parts of work and of waits that it saves, and how much of a slice it must save."""
+class Step(NamedTuple):
+    """One key of the settings, from a value to a greater one: the parts of work and of waits that it saves, and how
+    much of a slice it must save."""
 
-    settings: Settings
-    raises: str = ""
-    work_saved: float = 0.0
-    waits_saved: float = 0.0
-    costs: float = 0.0
+    key: str
+    before: Any
+    value: Any
+    work_saved: float
+    waits_saved: float
+    costs: float
+
+    def is_taken(self, settings: Settings) -> bool:
+        return bool(getattr(settings, self.key) >= self.value)
+
+    def is_next(self, settings: Settings) -> bool:
+        return bool(self.before <= getattr(settings, self.key) < self.value)
+
+    def taken(self, settings: Settings) -> Settings:
+        return replace(settings, **{self.key: self.value})
+
+    def taken_back(self, settings: Settings) -> Settings:
+        return replace(settings, **{self.key: self.before})
 
     def saving(self, work: float, waits: float) -> float:
         return self.work_saved * work + self.waits_saved * waits
+
+
+def steps_of(sync: SyncConfig) -> tuple[Step, ...]:
+    """What a rule may do, in the order in which it tries it."""
+    first, steps = settings_of(sync), []
+    if sync.quorum == "auto" and not first.grace_within_bound:
+        steps.append(Step("quorum", first.quorum, GREATER_QUORUM, SAVED_BY_QUORUM, 0.0, QUORUM_COSTS))
+    # With a greater quorum than that rounds are as few.
+    if sync.grace == "auto" and first.quorum <= GREATER_QUORUM and replace(first, grace=RULED_GRACE).grace_within_bound:
+        steps.append(Step("grace", 0, RULED_GRACE, SAVED_BY_GRACE, 0.0, GRACE_COSTS))
+    if sync.fragments == "auto":
+        steps.append(Step("fragments", first.fragments, sync.most_fragments, SAVED_BY_FRAGMENTS, 1.0, FRAGMENTS_COSTS))
+    accumulation = first.accumulation
+    while sync.accumulation == "auto" and accumulation < MOST_ACCUMULATION:
+        steps.append(Step("accumulation", accumulation, 2 * accumulation, 0.5, 1.0, DOUBLING_COSTS * accumulation))
+        accumulation *= 2
+    return tuple(steps)
 
 
 def called(settings: Settings) -> str:
     grace = f", grace {settings.grace}" if settings.grace else ""
     fragments = f", {settings.fragments} fragments" if settings.fragments > 1 else ""
     return f"K = {settings.accumulation}, q = {settings.quorum:g}{grace}{fragments}"
-
-
-def ladder(sync: SyncConfig) -> tuple[Rung, ...]:
-    """From the most and largest rounds to the fewest and smallest that a rule may come to."""
-    now = settings_of(sync)
-    rungs = [Rung(now)]
-    if sync.quorum == "auto":
-        now = replace(now, quorum=GREATER_QUORUM)
-        rungs.append(Rung(now, "quorum", SAVED_BY_QUORUM, 0.0, QUORUM_COSTS))
-    graceful = replace(now, grace=RULED_GRACE)
-    if sync.grace == "auto" and now.quorum < 1 and graceful.grace_within_bound:
-        now = graceful
-        rungs.append(Rung(now, "grace", SAVED_BY_GRACE, 0.0, GRACE_COSTS))
-    if sync.fragments == "auto":
-        now = replace(now, fragments=sync.most_fragments)
-        rungs.append(Rung(now, "fragments", SAVED_BY_FRAGMENTS, 1.0, FRAGMENTS_COSTS))
-    while sync.accumulation == "auto" and now.accumulation < MOST_ACCUMULATION:
-        costs = DOUBLING_COSTS * now.accumulation
-        now = replace(now, accumulation=2 * now.accumulation)
-        rungs.append(Rung(now, "accumulation", 0.5, 1.0, costs))
-    return tuple(rungs)
-
-
-def rung_of(rungs: Sequence[Rung], settings: Settings) -> int:
-    """Where settings are: at the last rung that has raised something to what they have, or less."""
-    held = (
-        number
-        for number, (of_rung, raised, *_) in enumerate(rungs)
-        if raised and getattr(settings, raised) >= getattr(of_rung, raised)
-    )
-    return max(held, default=0)
 
 
 @dataclass
@@ -131,22 +130,29 @@ class Window:
         return self.tasks >= WINDOW_TASKS and self.seconds >= WINDOW_SECONDS
 
 
+@dataclass
+class Refusal:
+    """Of a step that has saved too little: after so many windows it is tried again, and after more the next time."""
+
+    retry_in: int = 0
+    retry_after: int = RETRY_WINDOWS
+
+    def renew(self) -> None:
+        self.retry_in, self.retry_after = self.retry_after, 4 * self.retry_after
+
+
 class RoundsRule:
     """Call `observe` with full tasks of the settings in force, and `decide` as often as you like."""
 
-    def __init__(self, rungs: Sequence[Rung], version: int = 0) -> None:
-        self._rungs = rungs
+    def __init__(self, steps: Sequence[Step], version: int = 0) -> None:
+        self._steps = steps
         self._window_ends = version + WINDOW_ROUNDS
         self._windows: defaultdict[int, Window] = defaultdict(Window)
         self._settling: defaultdict[int, int] = defaultdict(lambda: SETTLING_TASKS)  # tasks of each rank
-        self._most = len(rungs) - 1
-        self._refused: set[int] = set()  # rungs with the K of that before
-        self._retry_in = 0  # windows, where a step has been refused
-        self._retry_after = RETRY_WINDOWS
-        self._promised: float | None = None  # the overhead that a step should bring, until a window has shown it
-        self._came_from = 0  # the rung before that step
+        self._refusals: defaultdict[Step, Refusal] = defaultdict(Refusal)
+        self._promised: tuple[Step, float] | None = None  # a step, and the overhead that the next window should show
         self._calm = 0  # windows in a row that would bear more rounds
-        self._calm_needed = CALM_WINDOWS
+        self._times_taken: Counter[Step] = Counter()
 
     def observe(self, rank: int, seconds: float, work_seconds: float, wait_seconds: float) -> None:
         """A task took so much of its device's time, and synchronisation beside it."""
@@ -186,58 +192,56 @@ class RoundsRule:
         work = sum(part * self._windows[rank].work_seconds for rank, part in parts.items())
         waits = sum(part * self._windows[rank].wait_seconds for rank, part in parts.items())
         self._begin_window(version)
-        at = rung_of(self._rungs, settings)
-        chosen, besides = self._choose(at, work, waits)
-        if chosen == at:
+        new, besides = self._choose(settings, work, waits)
+        if new == settings:
             return None
         self._settle(version)
-        new = self._rungs[chosen].settings
         reason = f"rounds take {work:.0%} of a slice, and waits {waits:.0%}{besides}: {called(new)}"
         return RoundsChange(version, new.accumulation, new.quorum, work, waits, reason, new.fragments, new.grace)
 
-    def _choose(self, at: int, work: float, waits: float) -> tuple[int, str]:
-        """A rung, and what else is to be said of it."""
+    def _choose(self, settings: Settings, work: float, waits: float) -> tuple[Settings, str]:
+        """Settings, and what else is to be said of them."""
         promised, self._promised = self._promised, None
-        if promised is not None and work + waits > promised:
-            back = min(at, self._came_from)
-            if self._rungs[at].raises != "accumulation":  # which is no reason against a greater one
-                self._refused.add(at)
-            else:
-                self._most = max(back, at - 1)
-            if self._retry_in <= 0:
-                self._retry_in = self._retry_after
-                self._retry_after *= 4
+        if promised is not None and work + waits > promised[1]:
+            step, _ = promised
+            self._refusals[step].renew()
+            self._times_taken[step] -= 1
+            back = step.taken_back(settings) if step.is_taken(settings) else settings
             return back, ", so fewer or smaller ones save too little"
-        self._retry_in -= 1
-        if self._retry_in == 0:
-            self._most = len(self._rungs) - 1
-            self._refused.clear()
-        for number in range(at + 1, self._most + 1):
-            if number in self._refused:
-                continue
-            rung = self._rungs[number]
-            if (saving := rung.saving(work, waits)) > rung.costs:
-                self._promised, self._came_from = work + waits - KEPT * saving, at
-                self._calm, self._calm_needed = 0, 4 * self._calm_needed
-                return number, ""
-        self._calm = self._calm + 1 if at and self._would_not_come_back(at, work, waits) else 0
-        if at and self._calm >= self._calm_needed:
-            self._calm = 0
-            return at - 1, ""
-        return at, ""
+        for refusal in self._refusals.values():
+            refusal.retry_in -= 1
+        for step in self._steps:
+            saving = step.saving(work, waits)
+            if step.is_next(settings) and saving > step.costs and self._refusals[step].retry_in <= 0:
+                self._promised = step, work + waits - KEPT * saving
+                self._calm = 0
+                self._times_taken[step] += 1
+                return step.taken(settings), ""
+        return self._calmed(settings, work + waits), ""
 
-    def _would_not_come_back(self, at: int, work: float, waits: float) -> bool:
-        raised_at = self._rungs[at].costs / self._rungs[at].work_saved  # of which about half is left now
-        return work + waits < LOWER_AT * raised_at / 2
+    def _calmed(self, settings: Settings, overhead: float) -> Settings:
+        """One step back, where it has long been of little use."""
+        newest = next((step for step in reversed(self._steps) if step.is_taken(settings)), None)
+        if newest is None or overhead >= LOWER_AT * newest.costs / newest.work_saved / 2:  # about half is left of that
+            self._calm = 0
+            return settings
+        self._calm += 1
+        if self._calm < CALM_WINDOWS * 4 ** self._times_taken[newest]:
+            return settings
+        self._calm = 0
+        return newest.taken_back(settings)
 
 
 def rule_for(sync: SyncConfig, version: int = 0) -> RoundsRule | None:
     """None where the recipe leaves it nothing to set."""
-    rungs = ladder(sync)
-    return RoundsRule(rungs, version) if len(rungs) > 1 else None
+    steps = steps_of(sync)
+    return RoundsRule(steps, version) if steps else None
 
 
 def found_before(sync: SyncConfig, settings: Settings) -> Settings:
     """What a job goes on with whose rule had come to these."""
-    rungs = ladder(sync)
-    return rungs[rung_of(rungs, settings)].settings
+    found = settings_of(sync)
+    for step in steps_of(sync):
+        if step.is_taken(settings):
+            found = step.taken(found)
+    return found

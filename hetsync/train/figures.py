@@ -109,7 +109,9 @@ class Figures:
             samples_before=session.terms.applied,
             rounds=session.version,
             staleness=session.coordinator.machine.staleness,
-            settings=replace(session.settings, fragments=min(session.settings.fragments, session.engine.fragments)),
+            settings=replace(
+                session.settings.in_force, fragments=min(session.settings.fragments, session.engine.fragments)
+            ),
             metrics=self._evaluations.metrics,
             anchor_sha256=session.totals.anchor_sha256,
             wall_seconds=time.monotonic() - self._at.began,

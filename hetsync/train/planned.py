@@ -352,6 +352,7 @@ class PlannedJob:
             delay_bound=books.settings.delay_bound,
             quorum=books.settings.quorum,
             accumulation=books.settings.accumulation,
+            grace=books.settings.grace,
             train_seconds=books.train_seconds,
         )
         whole = build_optimizer(self.config.optimizer, self._whole)

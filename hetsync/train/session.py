@@ -570,9 +570,10 @@ class Session:
         return self._clock.seconds()
 
     def tune(self, settings: Settings) -> None:
-        """On any rank: new K, D and q for the work handed out from now on, and no rule changes K any more (the
+        """On any rank: new K, D and q for the work handed out from now on, and no rule changes anything any more (the
         controller's handle)."""
-        self.engine.report(SettingsChanged(replace(settings, fragments=self.settings.fragments)))
+        kept = self.settings
+        self.engine.report(SettingsChanged(replace(settings, fragments=kept.fragments, grace=kept.grace)))
 
     # At rest.
 

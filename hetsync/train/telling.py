@@ -105,12 +105,13 @@ class Telling:
     def _tell_settings(self, settings: Settings) -> None:
         """What a controller or the rule has decided, once it is asked for."""
         if self._settings is not None:
-            bound = "none" if settings.delay_bound == NO_BOUND else settings.delay_bound
-            whole = settings.synchronous or settings.fragments == 1
+            now = settings.in_force
+            bound = "none" if now.delay_bound == NO_BOUND else now.delay_bound
+            grace = f", grace {now.grace}" if now.grace else ""
+            fragments = f", {now.fragments} fragments" if now.fragments > 1 else ""
             self.say(
-                f"from now on accumulation {settings.accumulation}, quorum {settings.quorum:g}, delay bound {bound}"
-                f"{f', grace {settings.grace}' if settings.grace else ''}"
-                f"{'' if whole else f', {settings.fragments} fragments'}"
+                f"from now on accumulation {now.accumulation}, quorum {now.quorum:g}, delay bound {bound}"
+                f"{grace}{fragments}"
             )
         self._settings = settings
 

@@ -73,7 +73,7 @@ def test_a_resumed_run_goes_on_with_the_k_and_q_that_its_rule_had_found() -> Non
     )
     ruled = Config(sync=SyncConfig(accumulation="auto"))
     assert first_settings(ruled, None, 0) == Settings(4, 0.25, 1)
-    assert first_settings(ruled, progress, 0) == Settings(4, 0.5, 2, grace=1)
+    assert first_settings(ruled, progress, 0) == Settings(4, 0.5, 2)
     assert first_settings(Config(), progress, 0) == Settings(4, 0.5, 1)
     assert first_settings(ruled, replace(progress, accumulation=8), 0).accumulation == 4  # its greatest
     synchronous = Config(sync=SyncConfig(delay_bound=0, accumulation="auto"))  # where K is a part of the batch

@@ -12,7 +12,7 @@ import copy
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hetsync.balance.shares import apportion
 from hetsync.data.ledger import Ledger, length, merged
@@ -618,7 +618,8 @@ class World:
                 self._coordinate(SharesChanged(parts))
         elif what == "settings":
             bound = dice.choice([0, 1, 4]) if dice.random() < 0.5 else machine.settings.delay_bound
-            self._coordinate(SettingsChanged(Settings(bound, machine.settings.quorum, dice.choice([1, 2]))))
+            changed = replace(machine.settings, delay_bound=bound, accumulation=dice.choice([1, 2]))
+            self._coordinate(SettingsChanged(changed))
         elif what == "withdraw" and dice.random() < self.job.withdrawals:
             self._may_withdraw(rank)
 

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from state_machine_jobs import jobs, relaxed
 from virtual import VirtualCluster, make_machine
 
+from hetsync.config.schema import SyncConfig
+from hetsync.errors import UserError
 from hetsync.sync.members import Activity
 from hetsync.sync.messages import (
     NO_BOUND,
@@ -147,3 +149,42 @@ def test_who_puts_two_tasks_or_more_into_a_round_has_used_it(job) -> None:
     machine._new_round = watched
     VirtualCluster(machine, **times.arguments(len(machine.members))).run()
     assert all(most >= 2 for awaited, most in rounds if awaited)
+
+
+@pytest.mark.parametrize("bound", [3, 4, 6])
+@pytest.mark.parametrize("slices", [0.01, 0.7, 1.3, 1.9, 2.4, 5.0])
+@pytest.mark.parametrize("others", [(0.97, 1.03, 1.1), (1.3, 1.7, 2.4), (1.0, 1.0, 9.0)], ids=str)
+def test_nor_where_some_have_longer_tasks(bound: int, slices: float, others: tuple[float, ...]) -> None:
+    """Until a rank has used its grace: here nobody is ready as soon as the fastest."""
+
+    def idle(grace: int) -> float:
+        """Of the fastest rank, in the middle of the job, per second."""
+        settings = Settings(bound, 0.25, grace=grace)
+        machine = make_machine([SHARE] * 4, settings, 4 * SHARE * 100)
+        lengths = (1.0, *others)
+        begun: list[float] = []
+
+        def lasts(rank: int, samples: int) -> float:
+            if rank == 0:
+                begun.append(cluster.now)
+            return lengths[rank] * samples / SHARE
+
+        cluster = VirtualCluster(machine, lasts, communicate=lambda: slices)
+        cluster.run()
+        middle = begun[10:80]
+        return 1 - (len(middle) - 1) / (middle[-1] - middle[0])
+
+    assert idle(1) <= idle(0) + 0.02
+
+
+@pytest.mark.parametrize(("bound", "grace", "most"), [(0, 1, "give 0,"), (2, 1, "give 0,"), (4, 2, "give 0 to 1,")])
+def test_grace_that_would_not_be_in_force_is_refused(bound: int, grace: int, most: str) -> None:
+    with pytest.raises(UserError, match=f"sync.grace is {grace}, but with sync.delay_bound {bound} .*{most}"):
+        SyncConfig(bound, grace=grace)
+    assert SyncConfig(bound, grace="auto").first_grace == 0
+
+
+def test_what_is_in_force_is_told() -> None:
+    assert Settings(2, 0.25, grace=1).in_force.grace == 0
+    assert Settings(4, 0.25, fragments=2, grace=1).in_force == Settings(4, 0.25, fragments=2, grace=1)
+    assert Settings(0, 0.25, fragments=2, grace=1).in_force == Settings(0, 0.25)

@@ -52,7 +52,9 @@ EXAMPLES = int(os.environ.get("HETSYNC_RECOVERY_EXAMPLES", "150"))
 many = hypothesis_settings(max_examples=EXAMPLES, deadline=None)
 
 bounds = st.sampled_from([1, 1, 2, 4, NO_BOUND])
-delayed = st.builds(Settings, bounds, st.sampled_from([0.1, 0.25, 0.5, 1.0, 1.0]), st.integers(1, 2))
+delayed = st.builds(
+    Settings, bounds, st.sampled_from([0.1, 0.25, 0.5, 1.0, 1.0]), st.integers(1, 2), grace=st.integers(0, 1)
+)
 delayed_by_one = Settings(1, 0.1, 1)
 synchronous = st.builds(Settings, st.just(0), st.just(1.0), st.integers(1, 2))
 

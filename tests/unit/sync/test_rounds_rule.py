@@ -17,8 +17,8 @@ from hetsync.sync.rounds_rule import (
     WINDOW_TASKS,
     RoundsRule,
     found_before,
-    ladder,
     rule_for,
+    steps_of,
 )
 
 SHARES = {0: 30, 1: 10}
@@ -136,7 +136,7 @@ def test_ranks_count_by_their_parts_of_a_batch():
 
 
 def test_a_window_has_tasks_of_every_rank_and_enough_rounds():
-    rule = RoundsRule(ladder(K_BY_RULE), version=100)
+    rule = RoundsRule(steps_of(K_BY_RULE), version=100)
     for _ in range(SETTLING_TASKS + WINDOW_TASKS):
         rule.observe(0, 1.0, 1.0, 0.0)
     assert rule.decide(settings_of(K_BY_RULE), 100 + WINDOW_ROUNDS, SHARES) is None  # nothing of rank 1
@@ -204,9 +204,11 @@ def test_a_quorum_that_saves_too_little_is_taken_back():
     assert windows(job, lambda settings: 0.1, 3) == [(1, 0.5), (1, 0.25), (1, 0.25)]
 
 
-@pytest.mark.parametrize("sync", [SyncConfig(1), SyncConfig(2), SyncConfig(quorum=1.0), SyncConfig(grace=1)])
+@pytest.mark.parametrize(
+    "sync", [SyncConfig(1), SyncConfig(2), SyncConfig(quorum=1.0), SyncConfig(quorum=0.7), SyncConfig(grace=1)]
+)
 def test_a_rule_gives_no_grace_where_it_would_change_nothing(sync):
-    assert len({rung.settings.grace for rung in ladder(sync)}) == 1
+    assert "grace" not in {step.key for step in steps_of(sync)}
 
 
 def test_grace_comes_where_a_greater_quorum_leaves_work_that_is_a_notable_part():
@@ -234,7 +236,28 @@ def test_fewer_rounds_that_save_nothing_are_no_reason_against_a_greater_k():
     for _ in range(6):
         job.window(work(0.6))
         found.append((job.accumulation, job.settings.quorum, job.settings.grace))
-    assert found == [(1, 0.5, 0), (1, 0.25, 0), (1, 0.5, 1), (1, 0.25, 0), (2, 0.5, 1), (2, 0.5, 1)]
+    assert found == [(1, 0.5, 0), (1, 0.25, 0), (1, 0.25, 1), (1, 0.25, 0), (2, 0.25, 0), (2, 0.25, 0)]
+
+
+def test_what_was_refused_does_not_come_back_with_something_else():
+    job = Job(sync=SyncConfig())
+    assert job.window(lambda k: (0.2, 0.0)).quorum == 0.5
+    assert job.window(lambda k: (0.1, 0.0)).grace == 1
+    assert job.window(lambda k: (0.1, 0.0)).grace == 0  # it has saved nothing
+    change = job.window(lambda k: (0.1, 0.3))
+    assert (change.quorum, change.grace, change.fragments) == (0.5, 0, 4)
+
+
+def test_each_refusal_has_a_time_of_its_own():
+    job = Job(sync=SyncConfig(quorum=0.25, accumulation="auto", fragments=1))
+    assert [job.window(lambda k: (0.1, 0.0)).grace for _ in range(2)] == [1, 0]
+    for _ in range(RETRY_WINDOWS - 2):
+        assert job.window(lambda k: (0.1, 0.0)) is None
+    assert job.window(lambda k: (0.1, 0.5)).accumulation == 2
+    assert job.window(lambda k: (0.1, 0.5)).accumulation == 1
+    assert [job.window(lambda k: (0.1, 0.0)).grace for _ in range(2)] == [1, 0]  # as its time was over
+    assert job.windows(lambda k: (0.0, 0.5), RETRY_WINDOWS - 2) == [1] * (RETRY_WINDOWS - 2)
+    assert job.windows(lambda k: (0.0, 0.5), 1) == [2]
 
 
 def test_nothing_is_by_rule_where_the_recipe_sets_both():
@@ -248,11 +271,12 @@ def test_nothing_is_by_rule_where_the_recipe_sets_both():
         (SyncConfig(fragments=1), Settings(4, 0.5, 1, grace=1), (0.5, 1, 1)),
         (SyncConfig(fragments=1), Settings(4, 0.25, 1), (0.25, 0, 1)),
         (SyncConfig(fragments=1), Settings(4, 1.0, 4), (0.5, 0, 1)),  # of another recipe
-        (SyncConfig(quorum=0.7, fragments=1), Settings(4, 0.5, 4, grace=2), (0.7, 1, 1)),
+        (SyncConfig(quorum=0.4, fragments=1), Settings(4, 0.5, 4, grace=2), (0.4, 1, 1)),
+        (SyncConfig(grace=1, fragments=1), Settings(4, 0.5), (0.25, 1, 1)),  # with grace a greater q saves nothing
         (SyncConfig(quorum=0.7, grace=0, fragments=1), Settings(4, 0.5, 4), (0.7, 0, 1)),
-        (SyncConfig(quorum=0.7, accumulation="auto", fragments=1), Settings(4, 0.7, 8), (0.7, 1, 4)),
-        (SyncConfig(accumulation="auto", fragments=1), Settings(4, 0.5, 2), (0.5, 1, 2)),  # of before there was grace
-        (SyncConfig(accumulation="auto", fragments=1), Settings(4, 0.25, 2), (0.5, 1, 2)),
+        (SyncConfig(quorum=0.7, accumulation="auto", fragments=1), Settings(4, 0.7, 8), (0.7, 0, 4)),
+        (SyncConfig(accumulation="auto", fragments=1), Settings(4, 0.5, 2), (0.5, 0, 2)),
+        (SyncConfig(accumulation="auto", fragments=1), Settings(4, 0.25, 2), (0.25, 0, 2)),
     ],
 )
 def test_a_resumed_job_goes_on_with_what_the_rule_had_come_to(sync, found, expected):
@@ -260,10 +284,10 @@ def test_a_resumed_job_goes_on_with_what_the_rule_had_come_to(sync, found, expec
     assert (settings.quorum, settings.grace, settings.accumulation) == expected
 
 
-def test_a_step_that_saves_too_little_is_taken_back_to_where_it_came_from():
-    """Also where it has passed over a rung, which would not have been worth its cost."""
+def test_a_step_takes_nothing_along_that_was_not_worth_its_cost():
     job = Job(sync=SyncConfig(accumulation="auto", grace=0, fragments=1))
-    assert job.window(lambda k: (0.05, 0.3)).accumulation == 2
+    raised = job.window(lambda k: (0.05, 0.3))
+    assert (raised.accumulation, raised.quorum) == (2, 0.25)
     back = job.window(lambda k: (0.05, 0.3))
     assert (back.accumulation, back.quorum) == (1, 0.25)
 
