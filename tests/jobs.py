@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -103,9 +104,12 @@ def started(words: list[str], folder: Path, env: Mapping[str, str] | None = None
 
 
 def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+    """Below those that a system gives to whoever asks for any, so that it is still free once torch is imported."""
+    while True:
+        port = random.randrange(10_000, 20_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return str(port)
 
 
 @contextlib.contextmanager

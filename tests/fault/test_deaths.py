@@ -58,7 +58,7 @@ def killed(folder: Path, rank: int, *words: str, samples: int = SAMPLES) -> Done
 def test_the_others_go_on_with_every_sample(tmp_path: Path, rank: int, outer: str, fragments: int) -> None:
     words = ["--fault.tolerate", "true", "--sync.delay_bound", "4", "--sync.outer.name", outer]
     words += ["--sync.fragments", str(fragments)]
-    done = killed(tmp_path, rank, *words, "--run.evaluate_every", "1000", "--run.checkpoint_every", "1500")
+    done = killed(tmp_path, rank, *words, "--run.evaluate_every", "1000")
     assert done.status == 0, done.story
     assert f"rank {rank} (" in done.out, done.story
     summary = summary_of(tmp_path / "run")

@@ -152,8 +152,8 @@ def test_who_keeps_no_run_is_not_let_in(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     env = {"RUN": "run"}
     with ranks_alone(RANKS, [sys.executable, str(script)], tmp_path, env) as ranks:
-        until(lambda: (tmp_path / "run" / "join.json").exists(), ranks)
-        time.sleep(1)
+        told = tmp_path / "run" / "telemetry" / "rank-0000.jsonl"
+        until(lambda: told.exists() and told.read_text().count('"round"') > 5, ranks)
         kill(ranks[1])
         with join(tmp_path) as newcomer:
             done = finished(newcomer)

@@ -233,6 +233,7 @@ def test_another_torchrun_outlives_a_death(folder: Path) -> None:
     """Each looks after its own node's ranks only. That of rank 0 holds the store."""
     here = ["--master-addr", "127.0.0.1", "--master-port", free_port(), "--nnodes", "2", "--nproc-per-node", "1"]
     words = [program("hetsync-train"), *RECIPE, *EMULATED, "--fault.tolerate", "true", "--fault.least_ranks", "1"]
+    words += ["--run.samples", "4000"]
     with contextlib.ExitStack() as nodes:
         first, second = (
             nodes.enter_context(
@@ -249,7 +250,7 @@ def test_another_torchrun_outlives_a_death(folder: Path) -> None:
             assert time.monotonic() < deadline, "the job has not ended in time"
             time.sleep(0.1)
     summary = summary_of(folder / "run")
-    assert (summary["status"], summary["samples_applied"], summary["ranks"]) == ("finished", SAMPLES, 1)
+    assert (summary["status"], summary["samples_applied"], summary["ranks"]) == ("finished", 4000, 1)
     assert [failure["rank"] for failure in summary["failures"]] == [1]
 
 

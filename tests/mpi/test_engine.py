@@ -410,5 +410,5 @@ def test_a_rank_knows_for_how_long_it_can_do_without_a_round(plane: Plane, on_ho
         on_slice=lambda session, _: seen.append(session.engine._shared.patience_seconds),
     )
     assert seen[0] == 0
-    assert len(seen) > 2
+    assert len(seen) > 1  # a rank has two tasks at least
     assert set(seen[1:]) <= ({4.0, 8.0} if on_host else {0.0})

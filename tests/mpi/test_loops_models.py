@@ -71,7 +71,7 @@ def adamw(model: nn.Module) -> list[Optimizer]:
 def two_groups(model: Net) -> list[Optimizer]:
     first, last = model.body[0], model.body[-1]
     groups = [{"params": first.parameters(), "lr": 0.02}, {"params": last.parameters()}]
-    return [SGD(groups, lr=0.1, momentum=0.9)]
+    return [SGD(groups, lr=0.04, momentum=0.9)]
 
 
 def decayed_and_not(model: Net) -> list[Optimizer]:
@@ -84,7 +84,7 @@ def decayed_and_not(model: Net) -> list[Optimizer]:
 def two_kinds(model: Net) -> list[Optimizer]:
     return [
         AdamW(model.body[0].parameters(), lr=0.01),
-        SGD(model.body[-1].parameters(), lr=0.1, momentum=0.9),
+        SGD(model.body[-1].parameters(), lr=0.04, momentum=0.9),
     ]
 
 
@@ -96,7 +96,7 @@ def two_kinds(model: Net) -> list[Optimizer]:
         two_kinds,
         lambda model: [RMSprop(model.parameters(), lr=0.003)],
         lambda model: [Adagrad(model.parameters(), lr=0.05)],
-        lambda model: [SGD(model.parameters(), lr=0.1, nesterov=True, momentum=0.9)],
+        lambda model: [SGD(model.parameters(), lr=0.04, nesterov=True, momentum=0.9)],
         lambda model: [SGD([weight], lr=0.2) for weight in model.parameters()],
     ],
     ids=["groups", "decays", "kinds", "rmsprop", "adagrad", "nesterov", "one each"],

@@ -68,7 +68,7 @@ def adamw(model: nn.Module) -> Optimizer:
 
 
 def sgd(model: nn.Module) -> Optimizer:
-    return SGD([{"params": [weight], "lr": 0.1} for weight in model.parameters()], momentum=0.9)
+    return SGD([{"params": [weight], "lr": 0.04} for weight in model.parameters()], momentum=0.9)
 
 
 def scheduled(

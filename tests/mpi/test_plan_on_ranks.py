@@ -75,8 +75,8 @@ def test_the_best_plans_are_run_and_one_is_written(
     assert len(measured) > 1
     assert all(float(row[3]) > 0 for row in measured)
     written = yaml.safe_load((place / "plan.yaml").read_text())
-    least = min(measured, key=lambda row: float(row[4]))
-    assert written["search"]["method"] == least[1]
+    least = min(float(row[4]) for row in measured)
+    assert written["search"]["method"] in {row[1] for row in measured if float(row[4]) == least}  # as printed
     assert {rank for one in written["replicas"] for stage in one["stages"] for rank in stage["ranks"]} == {0, 1}
 
 

@@ -22,8 +22,8 @@ def test_who_does_not_come_is_named(late: int) -> None:
         pytest.skip("nobody to wait for")
     late %= world.size
     messages = StoreMessages(rendezvous_by_messages(world, 5.0))
-    messages._meetings._limit_seconds = 0.5
     messages.barrier()
+    messages._meetings._limit_seconds = 1.0
     if messages.rank != late:
         with pytest.raises(LateError, match=f"for rank {late} "):
             messages.gather_objects("here")

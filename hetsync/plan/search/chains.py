@@ -123,11 +123,10 @@ def machines_of(
     held = evaluator.held_bytes(weights[None, :] - weights[:, None], replicas)
     fits = []
     for members in classes:
-        limit = evaluator.limit_bytes[members[0]]
+        room = evaluator.limit_bytes[members[0]] + 1  # the evaluator counts whole bytes
         behind = [micro_batches if gpipe else min(left, micro_batches) for left in range(1, len(ranks) + 1)]
         by_number = {
-            in_flight: (held + problem.run_saved_bytes(in_flight, samples) <= limit).tolist()
-            for in_flight in set(behind)
+            in_flight: (held + problem.run_saved_bytes(in_flight, samples) < room).tolist() for in_flight in set(behind)
         }
         fits.append([by_number[in_flight] for in_flight in behind])
     links = [[evaluator.link(one[0], other[-1]) for other in classes] for one in classes]

@@ -74,7 +74,7 @@ def contiguous_replica(
             _, byte_seconds = evaluator.link(rank, ranks[place + 1])
             computing = np.maximum(computing, byte_seconds * crossing[None, :])
         in_flight = min(len(ranks) - place, micro_batches)
-        held = evaluator.held_bytes(weights, replicas) + problem.run_saved_bytes(in_flight, samples)
+        held = np.floor(evaluator.held_bytes(weights, replicas) + problem.run_saved_bytes(in_flight, samples))
         seconds.append(computing)
         lacking.append(np.maximum(held - evaluator.limit_bytes[rank], 0.0))
     fitting = [np.where(lack > 0, np.inf, second) for lack, second in zip(lacking, seconds, strict=True)]

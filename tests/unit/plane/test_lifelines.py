@@ -262,7 +262,10 @@ def test_a_knock_ends_with_its_epoch(lifelines: list[Lifeline]) -> None:
     left = without_the_last(lifelines)
     with ThreadPoolExecutor(RANKS) as threads:
         late = threads.submit(Lifeline.of_newcomer, 2, "127.0.0.1", left[0].open_door(2, SECONDS), SECONDS)
-        time.sleep(0.1)
+        deadline = time.monotonic() + SECONDS
+        while 2 not in left[0]._hub.roll.knocking:
+            assert time.monotonic() < deadline, "nobody has knocked"
+            time.sleep(0.01)
         list(threads.map(lambda lifeline: lifeline.next_epoch(SECONDS), left))
         assert list(threads.map(lambda lifeline: lifeline.let_in(2, 0.1), left)) == [False, False]
         with pytest.raises(LostError):

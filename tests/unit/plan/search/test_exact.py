@@ -147,6 +147,17 @@ def test_it_finds_what_trying_all_chains_finds(asked):
     assert best_gpipe(Exact(asked)) == pytest.approx(expected)
 
 
+def test_a_need_of_a_part_of_a_byte_more_fits_as_it_does_for_the_evaluator():
+    """3 · 29 + 2 · (38 + 38 · 2 · √½) = 270.48 bytes of 270."""
+    costs = [replace(cost(1, 1, 0.0, 0, 38, 29), loss_bytes=0, padding=0.5, padded_samples=4)]
+    devices = Cluster("x", "s", (DeviceGroup("a", 1, memory_gib=300 / 2**30),))
+    asked = problem(costs, devices, [StepTime(0.0, 1.0)])
+    (placement,) = all_chains(asked)
+    assert asked.evaluator.evaluate(placement).feasible
+    ((fits,),) = machines_of(asked, (0,), MICRO_BATCHES, 2, 1, gpipe=True).fits
+    assert fits[0][1]
+
+
 @given(problems(), st.integers(1, 5))
 @settings(max_examples=60)
 def test_one_more_device_never_makes_it_worse(asked, seconds):

@@ -176,7 +176,8 @@ def test_on_equal_devices_with_fast_links_nothing_beats_data(blocks, ranks):
     assert best.found().objective == pytest.approx(best.bound)
 
 
-@given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(1, 5), st.integers(0, 40))
+# Powers of two: other factors may break ties otherwise.
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.sampled_from([1, 2, 4]), st.integers(0, 40))
 @settings(max_examples=6)
 def test_times_that_are_all_longer_change_the_seconds_only(blocks, factor, carried):
     """Of links as well."""
