@@ -238,17 +238,16 @@ class SyncConfig:
         delay_bound: Greatest staleness in rounds (D). 0 is synchronous training; null has no bound (asynchronous).
         quorum: Part of a full contribution set, in samples, that may start a round when D > 0;
             1 waits for a contribution of every rank (stale synchronous parallel with bound D). auto is 0.25, and 0.5
-            where the work of rounds is a notable part of a slice, but not with a controller, or by a plan that cuts the
-            model.
+            where the work of rounds is a notable part of a slice and grace is 0 or auto, but not with a controller, or
+            by a plan that cuts the model.
         accumulation: Slices in one contribution (K): at delay bound 1 and above K optimizer steps, at 0 gradient
             accumulation. auto is 1, and at delay bound 1 and above up to 4 where rounds are a notable part of a slice,
             but not with a controller, or by a plan that cuts the model.
-        grace: Tasks that a rank finishes after its first before a round, whose quorum is there, waits no longer for
-            ranks that have finished none: 0 does not wait; with 1 most rounds are of all ranks, and one that is slow
-            delays none. At most (D - 1) / 2, which costs no waits where
-            tasks last alike. auto is 0, and 1 where the work of rounds is a
-            notable part of a slice with a greater quorum, too, but not with a controller, or by a plan that cuts the
-            model.
+        grace: How long a round whose quorum is there waits for ranks that have finished no task for it: until a rank
+            has finished so many tasks after its first. 0 does not wait. With 1 most rounds are of all ranks, and a slow
+            rank delays one by a task of a faster rank at most. At most (D - 1) / 2, which costs no waits where tasks
+            last alike. auto is 0, and 1 where D is 3 or more (or null), q at most 0.5, and the work of rounds a notable
+            part of a slice, also after q has become 0.5; but not with a controller, or by a plan that cuts the model.
         shares: Samples of a rank in a slice: speed (by measured speed), equal, or first (rank 0 as pinned,
             the rest even).
         pins: Shares set by hand, rank: samples.
@@ -286,9 +285,9 @@ class SyncConfig:
             at_least("sync.grace", self.grace, 0)
             if self.delay_bound is not None and self.grace > (most := max(0, (self.delay_bound - 1) // 2)):
                 raise UserError(
-                    f"sync.grace is {self.grace}, but with sync.delay_bound {self.delay_bound} rounds can wait for"
-                    f" {most} more tasks at most: give {'0' if not most else f'0 to {most}'}, auto, or a greater"
-                    " sync.delay_bound"
+                    f"sync.grace is {self.grace}, but with sync.delay_bound {self.delay_bound} a round waits until a"
+                    f" rank has finished {most} after its first at most: give {'0' if not most else f'0 to {most}'},"
+                    " auto, or a greater sync.delay_bound"
                 )
         at_least("sync.bucket_bytes", self.bucket_bytes, 4)
         if self.fragments != "auto":

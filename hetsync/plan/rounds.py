@@ -113,8 +113,8 @@ class Rounds:
         slices = self.sync.first_accumulation
         if not self.delayed:
             return 1 / slices
-        waits_for_all = settings_of(self.sync).grace_within_bound
-        most = 1 if waits_for_all else quorums(replicas.shares, self.sync.first_quorum)
+        grace = settings_of(self.sync).grace_within_bound
+        most = 1 if grace else quorums(replicas.shares, self.sync.first_quorum)
         if self.sync.delay_bound is not None:
             most = min(most, self.sync.delay_bound)
         by_link = step_seconds / round_seconds if round_seconds else math.inf

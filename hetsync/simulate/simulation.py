@@ -144,9 +144,7 @@ class Simulation:
 
     def tune(self, settings: Settings) -> None:
         """New K, D and q for the work handed out from now on."""
-        kept = self.machine.settings
-        tuned = replace(settings, fragments=kept.fragments, grace=kept.grace)
-        self._communicator.handle_events([SettingsChanged(tuned)])
+        self._communicator.handle_events([SettingsChanged(settings)])
 
     def request_stop(self) -> None:
         """Come to rest as soon as possible and end there."""

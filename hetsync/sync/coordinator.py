@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from hetsync.balance.shares import rebalanced
@@ -136,8 +137,10 @@ class Coordinator:
                 self._observe(event)
             elif isinstance(event, CapFound):
                 self.speeds.caps = {**self.speeds.caps, event.rank: event.samples}
-            elif isinstance(event, SettingsChanged):
-                self.settings = event.settings
+            elif isinstance(event, SettingsChanged):  # of K, D and q
+                kept = self.settings
+                self.settings = replace(event.settings, fragments=kept.fragments, grace=kept.grace)
+                event = SettingsChanged(self.settings)
                 self._rule = None
             elif isinstance(event, TaskSpoiled):
                 out.append(self._leave_out(event))

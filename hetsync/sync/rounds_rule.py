@@ -27,7 +27,7 @@ SAVED_BY_QUORUM = 0.44  # of rounds and their work, by the greater quorum
 QUORUM_COSTS = 0.03  # of the time to a target
 RULED_GRACE = 1
 SAVED_BY_GRACE = 0.3  # of rounds and their work, beside the greater quorum
-GRACE_COSTS = 0.02
+GRACE_COSTS = 0.02  # a judgement: none on average, up to 0.07 beside the quorum's (docs/results/rounds.md)
 SAVED_BY_FRAGMENTS = 0.25  # of work, by twice as many: the copies of a round's sum, but not those of a finished task
 FRAGMENTS_COSTS = 0.08  # 0.05 of the time to a target, by four in place of two, and the quorum's
 MOST_ACCUMULATION = 4  # K = 8 at a rate that suits a batch ended at chance
@@ -211,6 +211,8 @@ class RoundsRule:
         for refusal in self._refusals.values():
             refusal.retry_in -= 1
         for step in self._steps:
+            if step.key == "quorum" and settings.grace_within_bound:
+                continue  # rounds wait for more than that
             saving = step.saving(work, waits)
             if step.is_next(settings) and saving > step.costs and self._refusals[step].retry_in <= 0:
                 self._promised = step, work + waits - KEPT * saving

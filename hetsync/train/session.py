@@ -572,8 +572,7 @@ class Session:
     def tune(self, settings: Settings) -> None:
         """On any rank: new K, D and q for the work handed out from now on, and no rule changes anything any more (the
         controller's handle)."""
-        kept = self.settings
-        self.engine.report(SettingsChanged(replace(settings, fragments=kept.fragments, grace=kept.grace)))
+        self.engine.report(SettingsChanged(settings))
 
     # At rest.
 

@@ -94,7 +94,9 @@ class Job:
 
 def with_settings(job: Job, settings: Settings) -> Job:
     """The job with these settings at its start."""
-    sync = replace(job.config.sync, delay_bound=settings.delay_bound, accumulation=settings.accumulation)
+    sync = job.config.sync
+    grace = replace(settings, grace=sync.first_grace).grace_within_bound
+    sync = replace(sync, delay_bound=settings.delay_bound, accumulation=settings.accumulation, grace=grace)
     return replace(job, config=replace(job.config, sync=sync))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import gymnasium
 import numpy as np
@@ -13,7 +14,7 @@ from gymnasium.utils.env_checker import check_env
 from stable_baselines3.common import env_checker
 
 from benchmarks.studies.papers import PapersEnvironment
-from hetsync.config.schema import Config, DataConfig, OptimizerConfig
+from hetsync.config.schema import Config, DataConfig, OptimizerConfig, SyncConfig
 from hetsync.control.actions import DECREASE, INCREASE, KEEP, Limits
 from hetsync.control.baselines import Fixed
 from hetsync.control.learning.environment import JobEnvironment, TuningEnvironment
@@ -21,6 +22,12 @@ from hetsync.control.learning.episodes import Episode, run_episode
 from hetsync.control.learning.jobs import JobDraw, random_job, with_settings
 from hetsync.emulation.cluster import load_cluster
 from hetsync.sync.messages import Settings
+
+
+def test_a_job_may_start_from_settings_that_leave_no_room_for_its_grace() -> None:
+    drawn = random_job(np.random.default_rng(1))
+    graceful = replace(drawn, config=replace(drawn.config, sync=SyncConfig(4, grace=1)))
+    assert [with_settings(graceful, Settings(bound)).config.sync.grace for bound in (0, 2, 8)] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("make", [TuningEnvironment, PapersEnvironment])

@@ -48,6 +48,10 @@ def test_a_synchronous_recipe_by_speed_gains_nothing_over_itself() -> None:
     assert found.recipe == found.by_speed
 
 
+def test_what_d_has_no_room_for_is_no_matter_in_step() -> None:
+    assert gain([400.0, 100.0], SyncConfig(grace=1)).equal == gain([400.0, 100.0]).equal
+
+
 def test_pins_are_the_recipes_alone() -> None:
     even, pinned = gain([400.0, 100.0]), gain([400.0, 100.0], SyncConfig(pins={0: 10}, rebalance=False))
     assert dataclasses.replace(pinned, recipe=even.recipe) == even

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from hetsync.sync.messages import (
     RankWithdrew,
     RoundCompleted,
     Settings,
+    SettingsChanged,
     StartRound,
     TaskFinished,
     TaskLeftOut,
@@ -478,3 +480,10 @@ def test_one_more_rank_gets_its_part_of_the_batch():
     reports = {rank: Report(rank, 0, Holding()) for rank in (0, 1, 2)}
     office.coordinator.go_on(Decision(Action.GO_ON, 0, (0, 1, 2), 0, books=Books([], [], 0)), reports)
     assert [member.share for member in office.coordinator.machine.members.values()] == [7, 6, 3]
+
+
+def test_who_tunes_k_and_d_leaves_what_a_rule_has_found_besides():
+    office = Office(settings=Settings(4, 0.25, fragments=2), rule=rule_for(SyncConfig()))
+    office.coordinator.settings = replace(office.coordinator.settings, grace=1, fragments=4)
+    office.coordinator.handle([SettingsChanged(Settings(8, 0.25, 2))])
+    assert office.machine.settings == office.coordinator.settings == Settings(8, 0.25, 2, fragments=4, grace=1)

@@ -1,4 +1,4 @@
-"""K by rule: rounds become fewer where they are dear, and no fewer than that pays."""
+"""K, q and grace by rule: rounds become fewer where they are dear, and no fewer than that pays."""
 
 import random
 from dataclasses import replace
@@ -300,9 +300,17 @@ def test_what_was_promised_to_other_ranks_or_shares_is_forgotten(change):
     assert job.window(lambda k: (0.1, 0.0)) is None
 
 
-def test_settings_that_a_death_has_set_back_leave_no_rung_below_the_first():
+def test_settings_that_a_death_has_set_back_are_not_taken_back_further():
     sync = SyncConfig(accumulation="auto", grace=0, fragments=1)
     job = Job(sync=sync)
     assert job.window(lambda k: (0.1, 0.0)).quorum == GREATER_QUORUM
     job.settings = settings_of(sync)
     assert job.window(lambda k: (0.1, 0.0)) is None
+
+
+def test_a_greater_quorum_is_not_tried_again_where_rounds_have_grace():
+    job = Job(sync=SyncConfig(fragments=1))
+    assert [job.window(lambda k: (0.1, 0.0)).quorum for _ in range(2)] == [0.5, 0.25]
+    assert job.window(lambda k: (0.1, 0.0)).grace == 1
+    for _ in range(2 * RETRY_WINDOWS):
+        assert job.window(lambda k: (0.08, 0.0)) is None
