@@ -20,12 +20,14 @@ from typing import Any, Literal
 
 from benchmarks.common.kept import results_of
 from benchmarks.common.report import grouped, source, spread
-from benchmarks.studies.rounds import CLUSTERS, WORKLOADS, job, ratio
+from benchmarks.studies.rounds import CLUSTERS, SETTINGS, WORKLOADS, job, ratio
 from hetsync.files import write_atomically
 
-Arm = tuple[int, float, int | Literal["auto"], int]  # D, q, K, fragments
-FREE_ARMS: tuple[Arm, ...] = tuple((4, 0.25, 1, fragments) for fragments in (1, 2, 4, 8))
-LINKED_ARMS: tuple[Arm, ...] = (*FREE_ARMS, (8, 0.5, 1, 1), (16, 0.5, "auto", 1))
+Arm = tuple[int, float, int | Literal["auto"], int, int]  # D, q, K, grace, fragments
+KEYS = (*SETTINGS, "fragments")
+PLAIN_ARMS: tuple[Arm, ...] = tuple((4, 0.25, 1, 0, fragments) for fragments in (1, 2, 4, 8))
+FREE_ARMS: tuple[Arm, ...] = (*PLAIN_ARMS, *((4, 0.5, 1, 1, fragments) for fragments in (1, 2, 4)))
+LINKED_ARMS: tuple[Arm, ...] = (*PLAIN_ARMS, (8, 0.5, 1, 0, 1), (16, 0.5, "auto", 0, 1))
 LINKS = (3.0, 6.0, 12.0)  # slices that a sum of all weights takes
 FREE = ("digits, constant", "digits, cosine", "DeepTTE")
 LINKED = ("digits, constant", "digits, low rate", "DeepTTE")
@@ -39,6 +41,7 @@ class Cell:
     delay_bound: int
     quorum: float
     accumulation: int | Literal["auto"]
+    grace: int
     fragments: int
     seed: int
 
@@ -55,12 +58,13 @@ def cells() -> Iterator[Cell]:
 
 def trained(cell: Cell) -> dict[str, Any]:
     told = asdict(cell)
-    sync = {"grace": 0} | {key: told[key] for key in ("delay_bound", "quorum", "accumulation", "fragments")}
+    sync = {key: told[key] for key in KEYS}
     return {**told, **job(cell.workload, cell.cluster, cell.seed, cell.link, **sync)}
 
 
 def arm_of(result: Mapping[str, Any]) -> Arm:
-    return result["delay_bound"], result["quorum"], result["accumulation"], result["fragments"]
+    delay_bound, quorum, accumulation, grace, fragments = (result[key] for key in KEYS)
+    return delay_bound, quorum, accumulation, grace, fragments
 
 
 def sums_a_batch(result: Mapping[str, Any]) -> float:
@@ -70,13 +74,13 @@ def sums_a_batch(result: Mapping[str, Any]) -> float:
 
 
 def markdown(results: Iterable[Mapping[str, Any]]) -> str:
-    columns = ("workload", "cluster", "link, slices", "D, q, K, fragments", "sums of all weights a batch")
+    columns = ("workload", "cluster", "link, slices", "D, q, K, grace, fragments", "sums of all weights a batch")
     lines = [f"| {' | '.join(columns)} | time to target, of the first | seconds in all | at the end |"]
     lines += ["| --- " * 8 + "|"]
     for (name, cluster, link), jobs in grouped(results, "workload", "cluster", "link").items():
         workload = WORKLOADS[name]
-        first = {one["seed"]: one for one in jobs if arm_of(one) == FREE_ARMS[0]}
-        for arm, mine in grouped(jobs, "delay_bound", "quorum", "accumulation", "fragments").items():
+        first = {one["seed"]: one for one in jobs if arm_of(one) == PLAIN_ARMS[0]}
+        for arm, mine in grouped(jobs, *KEYS).items():
             ratios = [ratio(one, first[one["seed"]]) for one in mine if one["seed"] in first]
             whole = [one["points"][-1] for one in mine if one["ended"] is None]
             ends = f"{workload.metric} {spread([point[workload.metric] for point in whole], '.3f')}"
@@ -92,18 +96,20 @@ def verdict(results: Iterable[Mapping[str, Any]]) -> list[str]:
     lines = []
     for link, name in ((False, "where sums are free"), (True, "behind links")):
         some = [one for one in results if bool(one["link"]) == link]
-        for arm in FREE_ARMS[1:]:
+        for arm in PLAIN_ARMS[1:] if link else FREE_ARMS[1:]:
             medians, sums = [], []
             for _, jobs in grouped(some, "workload", "cluster", "link").items():
-                first = {one["seed"]: one for one in jobs if arm_of(one) == FREE_ARMS[0]}
+                first = {one["seed"]: one for one in jobs if arm_of(one) == PLAIN_ARMS[0]}
                 mine = [one for one in jobs if arm_of(one) == arm]
                 ratios = [found for one in mine if (found := ratio(one, first[one["seed"]])) is not None]
                 if ratios:
                     medians.append(statistics.median(ratios))
                 sums.append(statistics.mean(map(sums_a_batch, mine)))
+            _, quorum, _, grace, fragments = arm
             lines.append(
-                f"{name}, {arm[3]} fragments: {statistics.mean(medians):.2f} of the time to the target"
-                f" [{min(medians):.2f}, {max(medians):.2f}], {statistics.mean(sums):.2f} sums of all weights a batch"
+                f"{name}, q = {quorum:g}, grace {grace}, {fragments} fragments:"
+                f" {statistics.mean(medians):.2f} of the time to the target [{min(medians):.2f}, {max(medians):.2f}],"
+                f" {statistics.mean(sums):.2f} sums of all weights a batch"
             )
     return lines
 

@@ -28,6 +28,7 @@ QUORUM_COSTS = 0.03  # of the time to a target
 RULED_GRACE = 1
 SAVED_BY_GRACE = 0.3  # of rounds and their work, beside the greater quorum
 GRACE_COSTS = 0.02  # a judgement: none on average, up to 0.07 beside the quorum's (docs/results/rounds.md)
+GRACE_COSTS_FRAGMENTED = 0.06  # beside two fragments (docs/results/fragments.md)
 SAVED_BY_FRAGMENTS = 0.25  # of work, by twice as many: the copies of a round's sum, but not those of a finished task
 FRAGMENTS_COSTS = 0.08  # 0.05 of the time to a target, by four in place of two, and the quorum's
 MOST_ACCUMULATION = 4  # K = 8 at a rate that suits a batch ended at chance
@@ -100,7 +101,8 @@ def steps_of(sync: SyncConfig) -> tuple[Step, ...]:
         steps.append(Step("quorum", first.quorum, GREATER_QUORUM, SAVED_BY_QUORUM, 0.0, QUORUM_COSTS))
     # With a greater quorum than that rounds are as few.
     if sync.grace == "auto" and first.quorum <= GREATER_QUORUM and replace(first, grace=RULED_GRACE).grace_within_bound:
-        steps.append(Step("grace", 0, RULED_GRACE, SAVED_BY_GRACE, 0.0, GRACE_COSTS))
+        costs = GRACE_COSTS if first.fragments == 1 else GRACE_COSTS_FRAGMENTED
+        steps.append(Step("grace", 0, RULED_GRACE, SAVED_BY_GRACE, 0.0, costs))
     if sync.fragments == "auto":
         steps.append(Step("fragments", first.fragments, sync.most_fragments, SAVED_BY_FRAGMENTS, 1.0, FRAGMENTS_COSTS))
     accumulation = first.accumulation

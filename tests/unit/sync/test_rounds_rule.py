@@ -229,6 +229,12 @@ def test_grace_comes_where_a_greater_quorum_leaves_work_that_is_a_notable_part()
     assert course(replace(default, accumulation="auto"), 1.2) == [(1, 0.5, 0), (1, 0.5, 1), (2, 0.5, 1), (2, 0.5, 1)]
 
 
+def test_beside_fragments_grace_must_save_more():
+    job = Job(sync=SyncConfig(quorum=0.5))
+    assert job.window(lambda k: (0.19, 0.0)) is None
+    assert job.window(lambda k: (0.21, 0.0)).grace == 1
+
+
 def test_fewer_rounds_that_save_nothing_are_no_reason_against_a_greater_k():
     """As behind a link that carries one round after the other: all are ready when the next may start."""
     job = Job(sync=SyncConfig(accumulation="auto", fragments=1))
@@ -241,10 +247,10 @@ def test_fewer_rounds_that_save_nothing_are_no_reason_against_a_greater_k():
 
 def test_what_was_refused_does_not_come_back_with_something_else():
     job = Job(sync=SyncConfig())
-    assert job.window(lambda k: (0.2, 0.0)).quorum == 0.5
-    assert job.window(lambda k: (0.1, 0.0)).grace == 1
-    assert job.window(lambda k: (0.1, 0.0)).grace == 0  # it has saved nothing
-    change = job.window(lambda k: (0.1, 0.3))
+    assert job.window(lambda k: (0.5, 0.0)).quorum == 0.5
+    assert job.window(lambda k: (0.25, 0.0)).grace == 1
+    assert job.window(lambda k: (0.25, 0.0)).grace == 0  # it has saved nothing
+    change = job.window(lambda k: (0.25, 0.3))
     assert (change.quorum, change.grace, change.fragments) == (0.5, 0, 4)
 
 
