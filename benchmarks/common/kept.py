@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +26,26 @@ def require_same(output: Path, settings: Mapping[str, Any]) -> None:
 def results_of(
     output: Path, name: str, cells: Iterable[Any], job: Callable[[Any], dict[str, Any]], processes: int | None
 ) -> list[dict[str, Any]]:
-    """Of `job` for each cell, a dataclass whose fields the result has, too; in the order of cells. They are kept in
-    `output`, as studies/NAME's, and not repeated."""
+    """What `job` finds for each cell, in the order of cells. A cell is a dataclass; its result has the same fields, and
+    more. Results are kept in OUTPUT/NAME.json, and not found again."""
     output.mkdir(parents=True, exist_ok=True)
     path = output / f"{name}.json"
     named = {"command": command(f"studies.{name}"), "machine": machine()}
     kept = json.loads(path.read_text()) if path.exists() else named
     found: list[dict[str, Any]] = kept.setdefault("jobs", [])
-    order = {tuple(asdict(cell).values()): (place, cell) for place, cell in enumerate(cells)}
-    fields = list(asdict(next(iter(order.values()))[1]))
+    cells = list(cells)
+    order = {astuple(cell): place for place, cell in enumerate(cells)}
+    names = [field.name for field in fields(cells[0])]
 
-    def key(result: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(result[field] for field in fields)
+    def cell_of(result: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(result[name] for name in names)
 
-    missing = [cell for values, (_, cell) in order.items() if values not in set(map(key, found))]
+    done = set(map(cell_of, found))
+    missing = [cell for cell in cells if astuple(cell) not in done]
     with ProcessPoolExecutor(processes) as pool:
         for future in as_completed([pool.submit(job, cell) for cell in missing]):
             found.append(future.result())
             write_atomically(path, json.dumps(kept))
-    found.sort(key=lambda result: order[key(result)][0])
+    found.sort(key=lambda result: order[cell_of(result)])
     write_atomically(path, json.dumps(kept))
     return found

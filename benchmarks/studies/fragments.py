@@ -14,21 +14,22 @@ import argparse
 import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.common.kept import results_of
 from benchmarks.common.report import grouped, source, spread
-from benchmarks.studies.rounds import CLUSTERS, SETTINGS, WORKLOADS, job, ratio
+from benchmarks.studies.rounds import CLUSTERS, LINKS, WORKLOADS, by_arm, found_of
+from benchmarks.studies.rounds import KEYS as KEYS_OF_ROUNDS
 from hetsync.files import write_atomically
 
 Arm = tuple[int, float, int | Literal["auto"], int, int]  # D, q, K, grace, fragments
-KEYS = (*SETTINGS, "fragments")
+KEYS = (*KEYS_OF_ROUNDS, "fragments")
 PLAIN_ARMS: tuple[Arm, ...] = tuple((4, 0.25, 1, 0, fragments) for fragments in (1, 2, 4, 8))
 FREE_ARMS: tuple[Arm, ...] = (*PLAIN_ARMS, *((4, 0.5, 1, 1, fragments) for fragments in (1, 2, 4)))
 LINKED_ARMS: tuple[Arm, ...] = (*PLAIN_ARMS, (8, 0.5, 1, 0, 1), (16, 0.5, "auto", 0, 1))
-LINKS = (3.0, 6.0, 12.0)  # slices that a sum of all weights takes
 FREE = ("digits, constant", "digits, cosine", "DeepTTE")
 LINKED = ("digits, constant", "digits, low rate", "DeepTTE")
 
@@ -56,17 +57,6 @@ def cells() -> Iterator[Cell]:
                 yield from (Cell(name, CLUSTERS[0], link, *arm, seed) for seed in WORKLOADS[name].seeds)
 
 
-def trained(cell: Cell) -> dict[str, Any]:
-    told = asdict(cell)
-    sync = {key: told[key] for key in KEYS}
-    return {**told, **job(cell.workload, cell.cluster, cell.seed, cell.link, **sync)}
-
-
-def arm_of(result: Mapping[str, Any]) -> Arm:
-    delay_bound, quorum, accumulation, grace, fragments = (result[key] for key in KEYS)
-    return delay_bound, quorum, accumulation, grace, fragments
-
-
 def sums_a_batch(result: Mapping[str, Any]) -> float:
     """Of all weights, so many; DDP makes one."""
     workload = WORKLOADS[result["workload"]]
@@ -79,9 +69,7 @@ def markdown(results: Iterable[Mapping[str, Any]]) -> str:
     lines += ["| --- " * 8 + "|"]
     for (name, cluster, link), jobs in grouped(results, "workload", "cluster", "link").items():
         workload = WORKLOADS[name]
-        first = {one["seed"]: one for one in jobs if arm_of(one) == PLAIN_ARMS[0]}
-        for arm, mine in grouped(jobs, *KEYS).items():
-            ratios = [ratio(one, first[one["seed"]]) for one in mine if one["seed"] in first]
+        for arm, (mine, ratios) in by_arm(jobs, KEYS, PLAIN_ARMS[0]).items():
             whole = [one["points"][-1] for one in mine if one["ended"] is None]
             ends = f"{workload.metric} {spread([point[workload.metric] for point in whole], '.3f')}"
             seconds = spread([point["seconds"] for point in whole], ".0f")
@@ -92,18 +80,16 @@ def markdown(results: Iterable[Mapping[str, Any]]) -> str:
 
 
 def verdict(results: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Means over rows, by fragments: of the medians of times to a target, and of sums a batch."""
+    """Means over rows, by arm: of the medians of times to a target, and of sums a batch."""
     lines = []
     for link, name in ((False, "where sums are free"), (True, "behind links")):
         some = [one for one in results if bool(one["link"]) == link]
         for arm in PLAIN_ARMS[1:] if link else FREE_ARMS[1:]:
             medians, sums = [], []
             for _, jobs in grouped(some, "workload", "cluster", "link").items():
-                first = {one["seed"]: one for one in jobs if arm_of(one) == PLAIN_ARMS[0]}
-                mine = [one for one in jobs if arm_of(one) == arm]
-                ratios = [found for one in mine if (found := ratio(one, first[one["seed"]])) is not None]
-                if ratios:
-                    medians.append(statistics.median(ratios))
+                mine, ratios = by_arm(jobs, KEYS, PLAIN_ARMS[0])[arm]
+                if reached := [found for found in ratios if found is not None]:
+                    medians.append(statistics.median(reached))
                 sums.append(statistics.mean(map(sums_a_batch, mine)))
             _, quorum, _, grace, fragments = arm
             lines.append(
@@ -119,7 +105,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("results"), help="folder for JSON and Markdown")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="jobs at once")
     options = parser.parse_args()
-    results = results_of(options.output, "fragments", cells(), trained, options.processes)
+    results = results_of(options.output, "fragments", cells(), partial(found_of, keys=KEYS), options.processes)
     text = "\n".join([source("studies.fragments"), "", markdown(results), *verdict(results)])
     write_atomically(options.output / "fragments.md", text)
     print(text)

@@ -17,8 +17,9 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,7 +50,7 @@ ARMS: tuple[Arm, ...] = (
     (16, 0.75, 1, 0),
     (16, 0.5, 2, 0),
 )
-SETTINGS = ("delay_bound", "quorum", "accumulation", "grace")
+KEYS = ("delay_bound", "quorum", "accumulation", "grace")
 LINKS = (3.0, 6.0, 12.0)  # slices that a round's sum takes
 LINKED_ARMS: tuple[Arm, ...] = (
     (4, 0.25, 1, 0),
@@ -95,10 +96,6 @@ class Cell:
     seed: int
     link: float = 0.0
 
-    @property
-    def arm(self) -> Arm:
-        return self.delay_bound, self.quorum, self.accumulation, self.grace
-
 
 def cells() -> Iterator[Cell]:
     for name, workload in WORKLOADS.items():
@@ -109,11 +106,10 @@ def cells() -> Iterator[Cell]:
                 yield from (Cell(name, CLUSTERS[0], *arm, seed, link) for link in LINKS for arm in LINKED_ARMS)
 
 
-def trained(cell: Cell) -> dict[str, Any]:
-    """One job: its evaluations and rounds."""
+def found_of(cell: Any, keys: Sequence[str]) -> dict[str, Any]:
+    """One job: its cell, of which these are keys of `sync`, its evaluations and rounds."""
     told = asdict(cell)
-    sync = {key: told[key] for key in SETTINGS}
-    return {**told, **job(cell.workload, cell.cluster, cell.seed, cell.link, **sync)}
+    return {**told, **job(cell.workload, cell.cluster, cell.seed, cell.link, **{key: told[key] for key in keys})}
 
 
 def job(name: str, cluster_name: str, seed: int, link: float, **sync: Any) -> dict[str, Any]:
@@ -153,7 +149,7 @@ def job(name: str, cluster_name: str, seed: int, link: float, **sync: Any) -> di
 
 # Efficiency where rounds are dear.
 
-ASKED_FOR = {
+SETTINGS = {
     "D = 4, q = 0.25, K = 1": SyncConfig(4, 0.25, 1, 0),
     "D = 4, q = 0.5, K = 1": SyncConfig(4, 0.5, 1, 0),
     "D = 4, q = 0.5, K = 1, grace 1": SyncConfig(4, 0.5, 1, 1),
@@ -184,7 +180,7 @@ def dear_rounds() -> Iterator[str]:
         cluster = load_cluster(CLUSTERS[0])
         if link:
             cluster = replace(cluster, link=Link(compute_fraction=link))
-        for name, sync in ASKED_FOR.items():
+        for name, sync in SETTINGS.items():
             asked = replace(config, sync=sync, emulation=EmulationConfig(CLUSTERS[0], rate))
             scenario = scenario_of(asked, cluster, None, built, model)
             runtime = replace(scenario.runtime, round_seconds=work * batch / rate)
@@ -212,8 +208,16 @@ def ratio(result: Mapping[str, Any], base: Mapping[str, Any]) -> float | None:
     return ours / theirs if ours is not None and theirs is not None else None
 
 
-def arm_of(job: Mapping[str, Any]) -> Arm:
-    return job["delay_bound"], job["quorum"], job["accumulation"], job["grace"]
+def by_arm(
+    results: Sequence[Mapping[str, Any]], keys: Sequence[str], base: tuple[Any, ...]
+) -> dict[tuple[Any, ...], tuple[list[Mapping[str, Any]], list[float | None]]]:
+    """Of each arm its jobs, and their times to the target by those of `base` with the same seed."""
+    arms = grouped(results, *keys)
+    first = {one["seed"]: one for one in arms.get(base, ())}
+    return {
+        arm: (mine, [ratio(one, first[one["seed"]]) for one in mine if one["seed"] in first])
+        for arm, mine in arms.items()
+    }
 
 
 def behind_links(results: Iterable[Mapping[str, Any]]) -> str:
@@ -223,13 +227,11 @@ def behind_links(results: Iterable[Mapping[str, Any]]) -> str:
     lines += ["| --- " * 6 + "|"]
     for (name, link), jobs in grouped(results, "workload", "link").items():
         workload = WORKLOADS[name]
-        first = {job["seed"]: job for job in jobs if arm_of(job) == LINKED_ARMS[0]}
-        for arm, mine in grouped(jobs, *SETTINGS).items():
-            ratios = [ratio(job, first[job["seed"]]) for job in mine if job["seed"] in first]
-            whole = [job for job in mine if job["ended"] is None]
+        for arm, (mine, ratios) in by_arm(jobs, KEYS, LINKED_ARMS[0]).items():
+            whole = [one["points"][-1] for one in mine if one["ended"] is None]
             diverged = f", {len(mine) - len(whole)} of {len(mine)} end in nan" if len(whole) < len(mine) else ""
-            ends = spread([job["points"][-1][workload.metric] for job in whole], ".3f")
-            seconds = spread([job["points"][-1]["seconds"] for job in whole], ".0f")
+            ends = spread([point[workload.metric] for point in whole], ".3f")
+            seconds = spread([point["seconds"] for point in whole], ".0f")
             settings, reached = ", ".join(map(str, arm)), spread(ratios, ".2f")
             lines.append(f"| {name} | {link:g} | {settings} | {reached} | {seconds} | {ends}{diverged} |")
     return "\n".join(lines) + "\n"
@@ -240,11 +242,9 @@ def markdown(results: Iterable[Mapping[str, Any]]) -> str:
     lines += ["| --- " * 6 + "|"]
     for (name, cluster), jobs in grouped(results, "workload", "cluster").items():
         workload = WORKLOADS[name]
-        first = {job["seed"]: job for job in jobs if arm_of(job) == ARMS[0]}
-        for arm, mine in grouped(jobs, *SETTINGS).items():
-            rounds = statistics.mean(job["rounds"] * workload.batch / workload.samples for job in mine)
-            ratios = [ratio(job, first[job["seed"]]) for job in mine if job["seed"] in first]
-            ends = [job["points"][-1][workload.metric] for job in mine]
+        for arm, (mine, ratios) in by_arm(jobs, KEYS, ARMS[0]).items():
+            rounds = statistics.mean(one["rounds"] * workload.batch / workload.samples for one in mine)
+            ends = [one["points"][-1][workload.metric] for one in mine]
             figures = f"{rounds:.2f} | {spread(ratios, '.2f')} | {workload.metric} {spread(ends, '.3f')}"
             lines.append(f"| {name} | {cluster} | {', '.join(map(str, arm))} | {figures} |")
     return "\n".join(lines) + "\n"
@@ -255,10 +255,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("results"), help="folder for JSON and Markdown")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="jobs at once")
     options = parser.parse_args()
-    results = results_of(options.output, "rounds", cells(), trained, options.processes)
+    results = results_of(options.output, "rounds", cells(), partial(found_of, keys=KEYS), options.processes)
     dear = ["| a round | settings | efficiency | rounds a batch | the rule |", "| --- " * 5 + "|", *dear_rounds()]
-    free = markdown(job for job in results if not job["link"])
-    linked = behind_links(job for job in results if job["link"])
+    free = markdown(one for one in results if not one["link"])
+    linked = behind_links(one for one in results if one["link"])
     text = "\n".join([source("studies.rounds"), "", free, *dear, "", linked])
     write_atomically(options.output / "rounds.md", text)
     print(text)

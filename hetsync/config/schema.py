@@ -17,6 +17,12 @@ FIRST_FRAGMENTS, MOST_RULED_FRAGMENTS = 2, 4
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 
 
+def most_grace(delay_bound: int) -> int:
+    """That D has room for, where a rank's tasks last alike. With g + 1 tasks in a round under way a rank must be able
+    to finish g + 1 more for the next; it starts the last of these while 2 g + 1 are not applied, which D must allow."""
+    return max(0, (delay_bound - 1) // 2)
+
+
 @dataclass(frozen=True)
 class KeepBestConfig:
     """The best weights so far, in RUN/best.
@@ -243,11 +249,11 @@ class SyncConfig:
         accumulation: Slices in one contribution (K): at delay bound 1 and above K optimizer steps, at 0 gradient
             accumulation. auto is 1, and at delay bound 1 and above up to 4 where rounds are a notable part of a slice,
             but not with a controller, or by a plan that cuts the model.
-        grace: How long a round whose quorum is there waits for ranks that have finished no task for it: until a rank
-            has finished so many tasks after its first. 0 does not wait. With 1 most rounds are of all ranks, and a slow
-            rank delays one by a task of a faster rank at most. At most (D - 1) / 2, which costs no waits where tasks
-            last alike. auto is 0, and 1 where D is 3 or more (or null), q at most 0.5, and the work of rounds a notable
-            part of a slice, also after q has become 0.5; but not with a controller, or by a plan that cuts the model.
+        grace: How many tasks after its first a rank may finish before a round that has its quorum stops waiting for
+            ranks that have finished none. 0 does not wait. With 1 most rounds are of all ranks, and a slow rank delays
+            one by a task of a faster rank at most. At most (D - 1) / 2, which costs no waits where tasks last alike.
+            auto is 0, and 1 where D is 3 or more (or null), q at most 0.5, and the work of rounds a notable part of a
+            slice, also after q has become 0.5; but not with a controller, or by a plan that cuts the model.
         shares: Samples of a rank in a slice: speed (by measured speed), equal, or first (rank 0 as pinned,
             the rest even).
         pins: Shares set by hand, rank: samples.
@@ -283,7 +289,7 @@ class SyncConfig:
             at_least("sync.accumulation", self.accumulation, 1)
         if self.grace != "auto":
             at_least("sync.grace", self.grace, 0)
-            if self.delay_bound is not None and self.grace > (most := max(0, (self.delay_bound - 1) // 2)):
+            if self.delay_bound is not None and self.grace > (most := most_grace(self.delay_bound)):
                 raise UserError(
                     f"sync.grace is {self.grace}, but with sync.delay_bound {self.delay_bound} a round waits until a"
                     f" rank has finished {most} after its first at most: give {'0' if not most else f'0 to {most}'},"

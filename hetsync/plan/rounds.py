@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from hetsync.config.schema import SyncConfig
 from hetsync.emulation.cluster import Cluster
-from hetsync.sync.messages import settings_of
 
 Segments = Mapping[tuple[int, ...], int]  # bytes, by the ranks that hold them
 
@@ -113,8 +112,7 @@ class Rounds:
         slices = self.sync.first_accumulation
         if not self.delayed:
             return 1 / slices
-        grace = settings_of(self.sync).grace_within_bound
-        most = 1 if grace else quorums(replicas.shares, self.sync.first_quorum)
+        most = 1 if self.sync.first_grace else quorums(replicas.shares, self.sync.first_quorum)
         if self.sync.delay_bound is not None:
             most = min(most, self.sync.delay_bound)
         by_link = step_seconds / round_seconds if round_seconds else math.inf

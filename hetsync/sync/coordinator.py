@@ -137,11 +137,8 @@ class Coordinator:
                 self._observe(event)
             elif isinstance(event, CapFound):
                 self.speeds.caps = {**self.speeds.caps, event.rank: event.samples}
-            elif isinstance(event, SettingsChanged):  # of K, D and q
-                kept = self.settings
-                self.settings = replace(event.settings, fragments=kept.fragments, grace=kept.grace)
-                event = SettingsChanged(self.settings)
-                self._rule = None
+            elif isinstance(event, SettingsChanged):
+                event = self._tuned(event)
             elif isinstance(event, TaskSpoiled):
                 out.append(self._leave_out(event))
                 if self._goes_back:  # first, or its samples would go out at once
@@ -163,6 +160,12 @@ class Coordinator:
             self._change_rounds(self._rule)
         if self._control is not None and (settings := self._control.steer(self.settings)) is not None:
             self.handle([SettingsChanged(settings)])
+
+    def _tuned(self, event: SettingsChanged) -> SettingsChanged:
+        """Somebody sets K, D and q: grace and fragments stay as asked for last, and the rule ends."""
+        self._rule, kept = None, self.settings
+        self.settings = replace(event.settings, fragments=kept.fragments, grace=kept.grace)
+        return SettingsChanged(self.settings)
 
     def _leave_out(self, event: TaskSpoiled) -> TaskLeftOut:
         work = self.machine.members[event.rank].current

@@ -75,7 +75,7 @@ class RankState:
     current: TaskState | None = None
     ready: list[TaskState] = field(default_factory=list)  # finished, in no round yet
     in_flight: list[TaskState] = field(default_factory=list)  # in a round that is not complete
-    awaited: bool = False  # it works, and has nothing for the next round yet
+    unready: bool = False  # it works, and has nothing for the next round yet
     withdrawn: bool = False  # its loop has ended: it works on nothing but synchronous tasks without samples
     pace: int | None = None  # with q = 1: the version that its next task belongs to
 
@@ -138,9 +138,9 @@ class Membership:
         self.ready_samples = 0
         self.quorum_samples = 0  # of those, nobody counting for more than its own part of a full set
         self.needs_work: set[int] = set()  # ranks that may have fewer tasks queued than they should
-        self._settings = settings
+        self._accumulation, self._grace = settings.accumulation, settings.grace_within_bound
         self._grace_used: set[int] = set()  # ranks with so many tasks for the next round that it waits no longer
-        self._awaited = 0  # ranks that work and have none
+        self._unready = 0  # ranks that work and have none
         self._counted: dict[int, tuple[int, int]] = {}  # of ready_samples and quorum_samples
         self._resting = 0
         self._working = 0
@@ -159,7 +159,7 @@ class Membership:
         self.batch -= member.share
         self._resting -= member.activity is Activity.RESTING
         self._working -= member.working
-        self._awaited -= member.awaited
+        self._unready -= member.unready
         self._grace_used.discard(rank)
         self.ready.discard(rank)
         self._set_counts(rank, 0, 0)
@@ -181,8 +181,8 @@ class Membership:
         self.needs_work.add(rank)
 
     def adopt(self, settings: Settings) -> None:
-        """A full part has other slices from now on, and rounds wait longer or less long."""
-        self._settings = settings
+        """From now on a full part is K slices of these, and rounds have their grace."""
+        self._accumulation, self._grace = settings.accumulation, settings.grace_within_bound
         for rank in self.ready:
             self.recount(rank)
         self.all_need_work()
@@ -191,11 +191,11 @@ class Membership:
         """The rank's `ready` tasks have changed."""
         member = self.members[rank]
         samples = sum([state.samples for state in member.ready])
-        self._set_counts(rank, samples, min(samples, self._settings.accumulation * member.share))
+        self._set_counts(rank, samples, min(samples, self._accumulation * member.share))
         (self.ready.add if member.ready else self.ready.discard)(rank)
-        used = len(member.ready) > self._settings.grace_within_bound
+        used = len(member.ready) > self._grace
         (self._grace_used.add if used else self._grace_used.discard)(rank)
-        self._recount_awaited(member)
+        self._recount_unready(member)
 
     def _set_counts(self, rank: int, ready: int, quorum: int) -> None:
         ready_before, quorum_before = self._counted.get(rank, (0, 0))
@@ -211,12 +211,12 @@ class Membership:
         self._resting += (to is Activity.RESTING) - (member.activity is Activity.RESTING)
         self._working += (to in WORKING) - (member.activity in WORKING)
         member.activity = to
-        self._recount_awaited(member)
+        self._recount_unready(member)
 
-    def _recount_awaited(self, member: RankState) -> None:
-        awaited = member.working and not member.ready
-        self._awaited += awaited - member.awaited
-        member.awaited = awaited
+    def _recount_unready(self, member: RankState) -> None:
+        unready = member.working and not member.ready
+        self._unready += unready - member.unready
+        member.unready = unready
 
     # Staleness: a task that is under way must still find a round within its bound.
 
@@ -245,7 +245,7 @@ class Membership:
     @property
     def grace_over(self) -> bool:
         """Has everybody at work something for the next round, or somebody so much that it waits no longer?"""
-        return not self._awaited or bool(self._grace_used)
+        return not self._unready or bool(self._grace_used)
 
     @property
     def resting(self) -> bool:

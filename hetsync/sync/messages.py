@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hetsync.config.schema import SyncConfig
+from hetsync.config.schema import SyncConfig, most_grace
 from hetsync.sync.milestones import Milestone
 
 if TYPE_CHECKING:  # or else whoever reads messages would load torch: the controller's process begins a second later
@@ -30,7 +30,7 @@ class Settings:
             parallel with bound D.
         accumulation: K, slices in one contribution.
         fragments: Of the weights, one of which a delayed round sums.
-        grace: Tasks that a rank finishes after its first before a round, whose quorum is there, waits no longer for
+        grace: How many tasks after its first a rank may finish before a round that has its quorum stops waiting for
             ranks that have finished none (D > 0).
     """
 
@@ -46,15 +46,19 @@ class Settings:
 
     @property
     def grace_within_bound(self) -> int:
-        """No more of it than leaves room for a round, where a rank's tasks last alike. While one moves that takes as
-        long as the grace's tasks and one more, those for the next are finished; and during a shorter one a rank with so
-        many in it may finish as many, if D is twice the grace and one."""
-        return max(0, min(self.grace, (self.delay_bound - 1) // 2))
+        """As much of it as D has room for."""
+        return min(self.grace, most_grace(self.delay_bound))
 
     @property
     def in_force(self) -> Settings:
         """With what counts in this mode and within this bound."""
         return replace(self, fragments=1 if self.synchronous else self.fragments, grace=self.grace_within_bound)
+
+    @property
+    def besides(self) -> str:
+        """Grace and fragments where there are any: the end of a sentence that names the others."""
+        grace = f", grace {self.grace}" if self.grace else ""
+        return grace + (f", {self.fragments} fragments" if self.fragments > 1 else "")
 
 
 class Task(NamedTuple):

@@ -3,25 +3,26 @@
 Ranks tell with each task how long synchronisation has kept them from computing: by its own work, and by waits
 (`TaskFinished`). Four things make them less. A greater quorum q, of half a full set, lets a round wait for more
 contributions: about two rounds in place of four, with steps and contributions as before. Grace lets it wait for all, or
-until a rank has finished a second task: about one. Twice the fragments of a large
-model halve what a round sums, and so the time that the link takes for it. Twice the K is half of the work, and lets a
-rank run twice as many slices ahead, so that it need not wait for a slow link. All part local weights further between
-two rounds, which costs progress a sample, K most, and the more so at a high learning rate: so a step must promise more
-than it costs (docs/results/rounds.md, fragments.md).
+until a rank has finished a second task: about one. Twice the fragments of a large model halve what a round sums, and so
+the time that the link takes for it. Twice the K is half of the work, and lets a rank run twice as many slices ahead, so
+that it need not wait for a slow link. All part local weights further between two rounds, which costs progress a sample,
+K most, and the more so at a high learning rate: so a rise must promise more than it costs (docs/results/rounds.md,
+fragments.md).
 
 Pure: no clock, and the simulator runs the same.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from hetsync.config.schema import SyncConfig
+from hetsync.config.schema import SyncConfig, most_grace
 from hetsync.sync.messages import Settings, settings_of
 
+RULED = ("accumulation", "quorum", "grace", "fragments")
 GREATER_QUORUM = 0.5
 SAVED_BY_QUORUM = 0.44  # of rounds and their work, by the greater quorum
 QUORUM_COSTS = 0.03  # of the time to a target
@@ -30,10 +31,10 @@ SAVED_BY_GRACE = 0.3  # of rounds and their work, beside the greater quorum
 GRACE_COSTS = 0.02  # a judgement: none on average, up to 0.07 beside the quorum's (docs/results/rounds.md)
 GRACE_COSTS_FRAGMENTED = 0.06  # beside two fragments (docs/results/fragments.md)
 SAVED_BY_FRAGMENTS = 0.25  # of work, by twice as many: the copies of a round's sum, but not those of a finished task
-FRAGMENTS_COSTS = 0.08  # 0.05 of the time to a target, by four in place of two, and the quorum's
+FRAGMENTS_COSTS = 0.08  # 0.05 of the time to a target by four in place of two; 0.08 with grace
 MOST_ACCUMULATION = 4  # K = 8 at a rate that suits a batch ended at chance
 DOUBLING_COSTS = 0.2  # of a slice, by K = 2; 4 must save twice that
-KEPT = 0.5  # of what a step promised, or it is taken back
+KEPT = 0.5  # of what a rise promised, or it is taken back
 RETRY_WINDOWS = 32  # before it is tried again; four times as many after each refusal
 LOWER_AT = 0.25  # of what raised it: where it would not be raised again at once
 CALM_WINDOWS = 8  # in a row before rounds become more; four times as many after each raise, so that it does not swing
@@ -43,7 +44,7 @@ WINDOW_TASKS = 10  # of each rank
 WINDOW_SECONDS = 1.0  # of each rank's device: less shows the moment more than the job
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RoundsChange:
     """K, q, grace and fragments from `round` on, and why: synchronisation's own work and waits, over what devices
     compute."""
@@ -51,25 +52,19 @@ class RoundsChange:
     round: int
     accumulation: int
     quorum: float
+    grace: int
+    fragments: int
     work: float
     waits: float
     reason: str
-    fragments: int = 1
-    grace: int = 0
 
     def applied_to(self, settings: Settings) -> Settings:
-        return replace(
-            settings,
-            accumulation=self.accumulation,
-            quorum=self.quorum,
-            fragments=self.fragments,
-            grace=self.grace,
-        )
+        return replace(settings, **{key: getattr(self, key) for key in RULED})
 
 
-class Step(NamedTuple):
-    """One key of the settings, from a value to a greater one: the parts of work and of waits that it saves, and how
-    much of a slice it must save."""
+class Rise(NamedTuple):
+    """Of one key of the settings, from a value to a greater one: the parts of work and of waits that it saves, and how
+    much of a slice it must save. `not_with_grace`: rounds that have it wait for more than that."""
 
     key: str
     before: Any
@@ -77,14 +72,17 @@ class Step(NamedTuple):
     work_saved: float
     waits_saved: float
     costs: float
+    not_with_grace: bool = False
 
-    def is_taken(self, settings: Settings) -> bool:
+    def is_made(self, settings: Settings) -> bool:
         return bool(getattr(settings, self.key) >= self.value)
 
     def is_next(self, settings: Settings) -> bool:
+        if self.not_with_grace and settings.grace_within_bound:
+            return False
         return bool(self.before <= getattr(settings, self.key) < self.value)
 
-    def taken(self, settings: Settings) -> Settings:
+    def made(self, settings: Settings) -> Settings:
         return replace(settings, **{self.key: self.value})
 
     def taken_back(self, settings: Settings) -> Settings:
@@ -94,28 +92,28 @@ class Step(NamedTuple):
         return self.work_saved * work + self.waits_saved * waits
 
 
-def steps_of(sync: SyncConfig) -> tuple[Step, ...]:
+def rises_of(sync: SyncConfig) -> tuple[Rise, ...]:
     """What a rule may do, in the order in which it tries it."""
-    first, steps = settings_of(sync), []
-    if sync.quorum == "auto" and not first.grace_within_bound:
-        steps.append(Step("quorum", first.quorum, GREATER_QUORUM, SAVED_BY_QUORUM, 0.0, QUORUM_COSTS))
+    first, rises = settings_of(sync), []
+    if sync.quorum == "auto" and not first.grace:
+        saves = (SAVED_BY_QUORUM, 0.0, QUORUM_COSTS)
+        rises.append(Rise("quorum", first.quorum, GREATER_QUORUM, *saves, not_with_grace=True))
     # With a greater quorum than that rounds are as few.
-    if sync.grace == "auto" and first.quorum <= GREATER_QUORUM and replace(first, grace=RULED_GRACE).grace_within_bound:
+    if sync.grace == "auto" and first.quorum <= GREATER_QUORUM and most_grace(first.delay_bound) >= RULED_GRACE:
         costs = GRACE_COSTS if first.fragments == 1 else GRACE_COSTS_FRAGMENTED
-        steps.append(Step("grace", 0, RULED_GRACE, SAVED_BY_GRACE, 0.0, costs))
+        rises.append(Rise("grace", 0, RULED_GRACE, SAVED_BY_GRACE, 0.0, costs))
     if sync.fragments == "auto":
-        steps.append(Step("fragments", first.fragments, sync.most_fragments, SAVED_BY_FRAGMENTS, 1.0, FRAGMENTS_COSTS))
+        saves = (SAVED_BY_FRAGMENTS, 1.0, FRAGMENTS_COSTS)
+        rises.append(Rise("fragments", first.fragments, sync.most_fragments, *saves))
     accumulation = first.accumulation
     while sync.accumulation == "auto" and accumulation < MOST_ACCUMULATION:
-        steps.append(Step("accumulation", accumulation, 2 * accumulation, 0.5, 1.0, DOUBLING_COSTS * accumulation))
+        rises.append(Rise("accumulation", accumulation, 2 * accumulation, 0.5, 1.0, DOUBLING_COSTS * accumulation))
         accumulation *= 2
-    return tuple(steps)
+    return tuple(rises)
 
 
 def called(settings: Settings) -> str:
-    grace = f", grace {settings.grace}" if settings.grace else ""
-    fragments = f", {settings.fragments} fragments" if settings.fragments > 1 else ""
-    return f"K = {settings.accumulation}, q = {settings.quorum:g}{grace}{fragments}"
+    return f"K = {settings.accumulation}, q = {settings.quorum:g}{settings.besides}"
 
 
 @dataclass
@@ -133,28 +131,28 @@ class Window:
 
 
 @dataclass
-class Refusal:
-    """Of a step that has saved too little: after so many windows it is tried again, and after more the next time."""
+class Trials:
+    """Of a rise: how often it was made and not refused, and when it is tried again after it has saved too little."""
 
-    retry_in: int = 0
+    made: int = 0
+    retry_in: int = 0  # windows
     retry_after: int = RETRY_WINDOWS
 
-    def renew(self) -> None:
+    def refuse(self) -> None:
+        self.made -= 1
         self.retry_in, self.retry_after = self.retry_after, 4 * self.retry_after
 
 
 class RoundsRule:
     """Call `observe` with full tasks of the settings in force, and `decide` as often as you like."""
 
-    def __init__(self, steps: Sequence[Step], version: int = 0) -> None:
-        self._steps = steps
+    def __init__(self, rises: Sequence[Rise], version: int = 0) -> None:
+        self._trials = {rise: Trials() for rise in rises}
         self._window_ends = version + WINDOW_ROUNDS
         self._windows: defaultdict[int, Window] = defaultdict(Window)
         self._settling: defaultdict[int, int] = defaultdict(lambda: SETTLING_TASKS)  # tasks of each rank
-        self._refusals: defaultdict[Step, Refusal] = defaultdict(Refusal)
-        self._promised: tuple[Step, float] | None = None  # a step, and the overhead that the next window should show
+        self._promised: tuple[Rise, float] | None = None  # a rise, and the overhead that the next window should show
         self._calm = 0  # windows in a row that would bear more rounds
-        self._times_taken: Counter[Step] = Counter()
 
     def observe(self, rank: int, seconds: float, work_seconds: float, wait_seconds: float) -> None:
         """A task took so much of its device's time, and synchronisation beside it."""
@@ -173,7 +171,7 @@ class RoundsRule:
         self._settle(version)
 
     def forget_promise(self) -> None:
-        """Shares have changed: what follows does not tell the last step's effect alone. What rounds take of a slice has
+        """Shares have changed: what follows does not tell the last rise's effect alone. What rounds take of a slice has
         hardly changed: shares that are often moved would keep a window that began anew from ever being full."""
         self._promised = None
 
@@ -199,53 +197,51 @@ class RoundsRule:
             return None
         self._settle(version)
         reason = f"rounds take {work:.0%} of a slice, and waits {waits:.0%}{besides}: {called(new)}"
-        return RoundsChange(version, new.accumulation, new.quorum, work, waits, reason, new.fragments, new.grace)
+        ruled = {key: getattr(new, key) for key in RULED}
+        return RoundsChange(round=version, work=work, waits=waits, reason=reason, **ruled)
 
     def _choose(self, settings: Settings, work: float, waits: float) -> tuple[Settings, str]:
         """Settings, and what else is to be said of them."""
         promised, self._promised = self._promised, None
         if promised is not None and work + waits > promised[1]:
-            step, _ = promised
-            self._refusals[step].renew()
-            self._times_taken[step] -= 1
-            back = step.taken_back(settings) if step.is_taken(settings) else settings
+            rise, _ = promised
+            self._trials[rise].refuse()
+            back = rise.taken_back(settings) if rise.is_made(settings) else settings
             return back, ", so fewer or smaller ones save too little"
-        for refusal in self._refusals.values():
-            refusal.retry_in -= 1
-        for step in self._steps:
-            if step.key == "quorum" and settings.grace_within_bound:
-                continue  # rounds wait for more than that
-            saving = step.saving(work, waits)
-            if step.is_next(settings) and saving > step.costs and self._refusals[step].retry_in <= 0:
-                self._promised = step, work + waits - KEPT * saving
+        for trials in self._trials.values():
+            trials.retry_in -= 1
+        for rise, trials in self._trials.items():
+            saving = rise.saving(work, waits)
+            if rise.is_next(settings) and saving > rise.costs and trials.retry_in <= 0:
+                self._promised = rise, work + waits - KEPT * saving
                 self._calm = 0
-                self._times_taken[step] += 1
-                return step.taken(settings), ""
+                trials.made += 1
+                return rise.made(settings), ""
         return self._calmed(settings, work + waits), ""
 
     def _calmed(self, settings: Settings, overhead: float) -> Settings:
-        """One step back, where it has long been of little use."""
-        newest = next((step for step in reversed(self._steps) if step.is_taken(settings)), None)
-        if newest is None or overhead >= LOWER_AT * newest.costs / newest.work_saved / 2:  # about half is left of that
+        """With the last rise taken back, where it has long been of little use."""
+        last = next((rise for rise in reversed(self._trials) if rise.is_made(settings)), None)
+        if last is None or overhead >= LOWER_AT * last.costs / last.work_saved / 2:  # about half is left of that
             self._calm = 0
             return settings
         self._calm += 1
-        if self._calm < CALM_WINDOWS * 4 ** self._times_taken[newest]:
+        if self._calm < CALM_WINDOWS * 4 ** self._trials[last].made:
             return settings
         self._calm = 0
-        return newest.taken_back(settings)
+        return last.taken_back(settings)
 
 
 def rule_for(sync: SyncConfig, version: int = 0) -> RoundsRule | None:
     """None where the recipe leaves it nothing to set."""
-    steps = steps_of(sync)
-    return RoundsRule(steps, version) if steps else None
+    rises = rises_of(sync)
+    return RoundsRule(rises, version) if rises else None
 
 
 def found_before(sync: SyncConfig, settings: Settings) -> Settings:
     """What a job goes on with whose rule had come to these."""
     found = settings_of(sync)
-    for step in steps_of(sync):
-        if step.is_taken(settings):
-            found = step.taken(found)
+    for rise in rises_of(sync):
+        if rise.is_made(settings):
+            found = rise.made(found)
     return found

@@ -5,7 +5,7 @@ drives it over a data plane, the simulator over a virtual clock, property tests 
 
 Delayed mode (D >= 1). A rank starts another task while at most D of its contributions are not yet applied.
 A round starts when nobody would send another event without it, or when the quorum is there and the *grace* for the
-others over: all at work are ready, or one of them has finished as many tasks as the grace after its first. It starts
+others is over: all at work are ready, or one of them has finished as many tasks as the grace after its first. It starts
 only if every task then under way can still be applied within its bound: version + 1 - (version it started from) <= D. A
 rank that was just released has not reported yet from where it starts; its *floor* is the least version that it can
 start from.

@@ -16,7 +16,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from hetsync.errors import UserError, complain
 from hetsync.files import DiskError, flush_to_disk, sha256_of
 from hetsync.plane.base import Plane, decided_by_first
+from hetsync.sync.messages import Settings
 from hetsync.sync.optimizer_state import state_by_place
 from hetsync.train import state_tree
 from hetsync.train.rest import not_finite
@@ -56,6 +57,10 @@ class Progress:
     fragments: int = 1
     grace: int = 0
     train_seconds: float
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(**{key.name: getattr(self, key.name) for key in fields(Settings)})
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -349,11 +349,8 @@ class PlannedJob:
             version=books.steps,
             ranks=self.plane.size,
             shares=tuple(self.assignment.share_of(rank) for rank in range(self.plane.size)),
-            delay_bound=books.settings.delay_bound,
-            quorum=books.settings.quorum,
-            accumulation=books.settings.accumulation,
-            grace=books.settings.grace,
             train_seconds=books.train_seconds,
+            **asdict(books.settings),
         )
         whole = build_optimizer(self.config.optimizer, self._whole)
         whole.load_state_dict({**self.optimizer.state_dict(), "state": optimizer_state})

@@ -73,9 +73,6 @@ def first_settings(config: Config, progress: Progress | None, values: int) -> Se
         return settings
     if config.control.name == "fixed":
         ruled = not settings.synchronous and progress.delay_bound > 0
-        found = Settings(
-            progress.delay_bound, progress.quorum, progress.accumulation, progress.fragments, progress.grace
-        )
-        return found_before(sync, found) if ruled else settings
+        return found_before(sync, progress.settings) if ruled else settings
     kept = replace(settings, delay_bound=progress.delay_bound, accumulation=progress.accumulation)
     return Actions(Limits.of(config.control)).clipped(kept)

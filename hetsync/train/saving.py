@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,8 @@ class Saver:
             version=session.version,
             ranks=session.plane.size,
             shares=tuple(session.shares[rank] for rank in sorted(session.plane.members)),
-            delay_bound=settings.delay_bound,
-            quorum=settings.quorum,
-            fragments=settings.fragments,
-            grace=settings.grace,
-            accumulation=settings.accumulation,
             train_seconds=self._seconds_before + session.totals.train_seconds,
+            **asdict(settings),
         )
         outer = session.outer.velocity if session.outer is not None else None
         before = checkpoint.complete(self._folder)

@@ -107,11 +107,8 @@ class Telling:
         if self._settings is not None:
             now = settings.in_force
             bound = "none" if now.delay_bound == NO_BOUND else now.delay_bound
-            grace = f", grace {now.grace}" if now.grace else ""
-            fragments = f", {now.fragments} fragments" if now.fragments > 1 else ""
             self.say(
-                f"from now on accumulation {now.accumulation}, quorum {now.quorum:g}, delay bound {bound}"
-                f"{grace}{fragments}"
+                f"from now on accumulation {now.accumulation}, quorum {now.quorum:g}, delay bound {bound}{now.besides}"
             )
         self._settings = settings
 

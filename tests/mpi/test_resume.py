@@ -29,7 +29,7 @@ HALF = 100  # not where a round would end by itself
 
 def sync_of(plane: Plane, bound: int, **changes: object) -> SyncConfig:
     pins = unequal_shares(plane.size)
-    return SyncConfig(bound, grace=0, rebalance=False, pins=pins, **changes)  # type: ignore[arg-type]
+    return SyncConfig(bound, 0.25, grace=0, rebalance=False, pins=pins, **changes)  # type: ignore[arg-type]
 
 
 def saver(plane: Plane, folder: Path):  # type: ignore[no-untyped-def]

@@ -319,4 +319,4 @@ def synchronous(plane: Plane, **changes: Any) -> SyncConfig:
 
 
 def delayed(plane: Plane, **changes: Any) -> SyncConfig:
-    return replace(SyncConfig(4, grace=0, rebalance=False, pins=unequal_shares(plane.size)), **changes)
+    return replace(SyncConfig(4, 0.25, grace=0, rebalance=False, pins=unequal_shares(plane.size)), **changes)

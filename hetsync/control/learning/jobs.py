@@ -19,6 +19,7 @@ from hetsync.config.schema import (
     RunConfig,
     ScheduleConfig,
     SyncConfig,
+    most_grace,
 )
 from hetsync.emulation.cluster import Cluster, DeviceGroup, LognormalJitter, QuantileJitter, load_cluster
 from hetsync.emulation.cluster import Link as ClusterLink
@@ -95,7 +96,7 @@ class Job:
 def with_settings(job: Job, settings: Settings) -> Job:
     """The job with these settings at its start."""
     sync = job.config.sync
-    grace = replace(settings, grace=sync.first_grace).grace_within_bound
+    grace = min(sync.first_grace, most_grace(settings.delay_bound))
     sync = replace(sync, delay_bound=settings.delay_bound, accumulation=settings.accumulation, grace=grace)
     return replace(job, config=replace(job.config, sync=sync))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from hetsync.sync.deltas import Deltas, Nesterov
 from hetsync.sync.engine import Engine
 from hetsync.sync.fragments import FragmentedDeltas, fragments_of
 from hetsync.sync.messages import StartRound, settings_of
-from hetsync.sync.rounds_rule import SETTLING_TASKS, WINDOW_ROUNDS, WINDOW_TASKS, found_before, rule_for, steps_of
 from hetsync.sync.shared_state import EngineOptions
 
 SHAPES = [(5, 3), (4,), (), (2, 1, 2)]
@@ -303,39 +301,3 @@ def test_large_models_have_fragments_by_rule(fragments, values, first, most):
 @pytest.mark.parametrize("sync", [SyncConfig(quorum=1.0), SyncConfig(accumulation=2), SyncConfig(grace=1)])
 def test_whoever_asks_for_fewer_rounds_is_not_given_smaller_ones_besides(sync: SyncConfig) -> None:
     assert sync.for_model(10**9).most_fragments == 1
-
-
-def test_a_rule_makes_more_of_them_where_ranks_wait_for_the_link():
-    steps = [(step.key, step.before, step.value) for step in steps_of(SyncConfig())]
-    assert steps == [("quorum", 0.25, 0.5), ("grace", 0, 1), ("fragments", 2, 4)]
-    rule = rule_for(SyncConfig(quorum=0.5, grace=0))
-    assert rule is not None
-    settings = settings_of(SyncConfig(quorum=0.5, grace=0))
-    for _ in range(SETTLING_TASKS + WINDOW_TASKS):
-        rule.observe(0, 1.0, 0.0, 0.2)
-    change = rule.decide(settings, WINDOW_ROUNDS, {0: 1})
-    assert change is not None
-    assert change.applied_to(settings) == replace(settings, fragments=4)
-    assert change.reason == "rounds take 0% of a slice, and waits 20%: K = 1, q = 0.5, 4 fragments"
-
-
-def test_more_fragments_that_save_nothing_do_not_keep_rounds_from_being_fewer():
-    """As where ranks wait for stragglers, or for a link's latency."""
-    sync = SyncConfig(quorum=0.5, accumulation="auto", grace=0)
-    rule, settings, found = rule_for(sync), settings_of(sync), []
-    assert rule is not None
-    for window in range(1, 4):
-        for _ in range(SETTLING_TASKS + WINDOW_TASKS):
-            rule.observe(0, 1.0, 0.0, 0.3 if settings.accumulation == 1 else 0.0)
-        if (change := rule.decide(settings, window * WINDOW_ROUNDS, {0: 1})) is not None:
-            settings = change.applied_to(settings)
-        found.append((settings.accumulation, settings.fragments))
-    assert found == [(1, 4), (1, 2), (2, 2)]
-
-
-@pytest.mark.parametrize("fragments", [1, 2, 4])
-def test_a_resumed_job_has_what_the_rule_had_found_whatever_fragments_it_had(fragments: int) -> None:
-    found = found_before(SyncConfig(), replace(settings_of(SyncConfig()), quorum=0.5, fragments=fragments))
-    assert (found.quorum, found.fragments) == (0.5, max(2, fragments))
-    larger = found_before(SyncConfig(fragments=8), replace(settings_of(SyncConfig()), quorum=0.5, fragments=fragments))
-    assert (larger.quorum, larger.fragments) == (0.5, 8)

@@ -17,8 +17,8 @@ from hetsync.sync.rounds_rule import (
     WINDOW_TASKS,
     RoundsRule,
     found_before,
+    rises_of,
     rule_for,
-    steps_of,
 )
 
 SHARES = {0: 30, 1: 10}
@@ -136,7 +136,7 @@ def test_ranks_count_by_their_parts_of_a_batch():
 
 
 def test_a_window_has_tasks_of_every_rank_and_enough_rounds():
-    rule = RoundsRule(steps_of(K_BY_RULE), version=100)
+    rule = RoundsRule(rises_of(K_BY_RULE), version=100)
     for _ in range(SETTLING_TASKS + WINDOW_TASKS):
         rule.observe(0, 1.0, 1.0, 0.0)
     assert rule.decide(settings_of(K_BY_RULE), 100 + WINDOW_ROUNDS, SHARES) is None  # nothing of rank 1
@@ -208,7 +208,7 @@ def test_a_quorum_that_saves_too_little_is_taken_back():
     "sync", [SyncConfig(1), SyncConfig(2), SyncConfig(quorum=1.0), SyncConfig(quorum=0.7), SyncConfig(grace=1)]
 )
 def test_a_rule_gives_no_grace_where_it_would_change_nothing(sync):
-    assert "grace" not in {step.key for step in steps_of(sync)}
+    assert "grace" not in {rise.key for rise in rises_of(sync)}
 
 
 def test_grace_comes_where_a_greater_quorum_leaves_work_that_is_a_notable_part():
@@ -320,3 +320,33 @@ def test_a_greater_quorum_is_not_tried_again_where_rounds_have_grace():
     assert job.window(lambda k: (0.1, 0.0)).grace == 1
     for _ in range(2 * RETRY_WINDOWS):
         assert job.window(lambda k: (0.08, 0.0)) is None
+
+
+# Fragments.
+
+
+def test_they_become_more_where_ranks_wait_for_the_link():
+    rises = [(rise.key, rise.before, rise.value) for rise in rises_of(SyncConfig())]
+    assert rises == [("quorum", 0.25, 0.5), ("grace", 0, 1), ("fragments", 2, 4)]
+    sync = SyncConfig(quorum=0.5, grace=0)
+    job = Job(sync=sync)
+    change = job.window(lambda k: (0.0, 0.2))
+    assert job.settings == replace(settings_of(sync), fragments=4)
+    assert change.reason == "rounds take 0% of a slice, and waits 20%: K = 1, q = 0.5, 4 fragments"
+
+
+def test_more_of_them_that_save_nothing_do_not_keep_rounds_from_being_fewer():
+    """As where ranks wait for stragglers, or for a link's latency."""
+    job, found = Job(sync=SyncConfig(quorum=0.5, accumulation="auto", grace=0)), []
+    for _ in range(3):
+        job.window(lambda k: (0.0, 0.3 if k == 1 else 0.0))
+        found.append((job.accumulation, job.settings.fragments))
+    assert found == [(1, 4), (1, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 4])
+def test_a_resumed_job_has_what_the_rule_had_found_whatever_fragments_it_had(fragments):
+    found = found_before(SyncConfig(), replace(settings_of(SyncConfig()), quorum=0.5, fragments=fragments))
+    assert (found.quorum, found.fragments) == (0.5, max(2, fragments))
+    larger = found_before(SyncConfig(fragments=8), replace(settings_of(SyncConfig()), quorum=0.5, fragments=fragments))
+    assert (larger.quorum, larger.fragments) == (0.5, 8)
