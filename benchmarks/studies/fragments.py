@@ -28,7 +28,11 @@ from hetsync.files import write_atomically
 Arm = tuple[int, float, int | Literal["auto"], int, int]  # D, q, K, grace, fragments
 KEYS = (*KEYS_OF_ROUNDS, "fragments")
 PLAIN_ARMS: tuple[Arm, ...] = tuple((4, 0.25, 1, 0, fragments) for fragments in (1, 2, 4, 8))
-FREE_ARMS: tuple[Arm, ...] = (*PLAIN_ARMS, *((4, 0.5, 1, 1, fragments) for fragments in (1, 2, 4)))
+FREE_ARMS: tuple[Arm, ...] = (
+    *PLAIN_ARMS,
+    *((4, 0.5, 1, 0, fragments) for fragments in (1, 2, 4)),
+    *((4, 0.5, 1, 1, fragments) for fragments in (1, 2, 4)),
+)
 LINKED_ARMS: tuple[Arm, ...] = (*PLAIN_ARMS, (8, 0.5, 1, 0, 1), (16, 0.5, "auto", 0, 1))
 FREE = ("digits, constant", "digits, cosine", "DeepTTE")
 LINKED = ("digits, constant", "digits, low rate", "DeepTTE")

@@ -75,7 +75,7 @@ def _rate(link: Link) -> str:
 def _ways(sync: SyncConfig, gain: Gain) -> Table:
     table = Table("simulated", "samples/s", "of the devices' own")
     bound = "no bound" if sync.delay_bound is None else f"D = {sync.delay_bound}"
-    quorum = "" if sync.delay_bound == 0 else f", q = {sync.quorum}"
+    quorum = "" if sync.delay_bound == 0 else f", q = {sync.quorum}, grace {sync.grace}"
     rows = {
         "synchronous, equal shares": gain.equal,
         "synchronous, shares by speed": gain.by_speed,

@@ -288,13 +288,7 @@ class SyncConfig:
         if self.accumulation != "auto":
             at_least("sync.accumulation", self.accumulation, 1)
         if self.grace != "auto":
-            at_least("sync.grace", self.grace, 0)
-            if self.delay_bound is not None and self.grace > (most := most_grace(self.delay_bound)):
-                raise UserError(
-                    f"sync.grace is {self.grace}, but with sync.delay_bound {self.delay_bound} a round waits until a"
-                    f" rank has finished {most} after its first at most: give {'0' if not most else f'0 to {most}'},"
-                    " auto, or a greater sync.delay_bound"
-                )
+            self._check_grace(self.grace)
         at_least("sync.bucket_bytes", self.bucket_bytes, 4)
         if self.fragments != "auto":
             if not 1 <= self.fragments <= MOST_FRAGMENTS:
@@ -310,6 +304,19 @@ class SyncConfig:
             raise UserError(f"sync.pins is {brief(self.pins)}: it maps ranks to samples, both 0 or more")
         if self.shares == "first" and set(self.pins) != {0}:
             raise UserError("sync.shares is first, so sync.pins must name rank 0's samples and no others")
+
+    def _check_grace(self, grace: int) -> None:
+        at_least("sync.grace", grace, 0)
+        most = None if self.delay_bound is None else most_grace(self.delay_bound)
+        if most is not None and grace > most:
+            raise UserError(
+                f"sync.grace is {grace}, but sync.delay_bound {self.delay_bound} has room for {most} at most:"
+                f" give {f'0 to {most}' if most else 0}, auto, or a greater sync.delay_bound"
+            )
+        if grace and self.quorum == 1:
+            raise UserError(
+                f"sync.grace is {grace}, but with sync.quorum 1 rounds wait for all anyway: leave one of them out"
+            )
 
     @property
     def first_accumulation(self) -> int:

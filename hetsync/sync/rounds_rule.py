@@ -206,8 +206,7 @@ class RoundsRule:
         if promised is not None and work + waits > promised[1]:
             rise, _ = promised
             self._trials[rise].refuse()
-            back = rise.taken_back(settings) if rise.is_made(settings) else settings
-            return back, ", so fewer or smaller ones save too little"
+            return rise.taken_back(settings), ", so fewer or smaller ones save too little"
         for trials in self._trials.values():
             trials.retry_in -= 1
         for rise, trials in self._trials.items():

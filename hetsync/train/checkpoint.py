@@ -251,6 +251,8 @@ def _digest_of(state: Mapping[str, Any]) -> str:
 
 def _checked_progress(path: Path, values: Mapping[str, Any]) -> Progress:
     """ValueError where a value is none that a run can have."""
+    if unknown := values.keys() - {key.name for key in fields(Progress)}:
+        raise ValueError(f"a newer version has written {', '.join(sorted(unknown))}: go on with that one")
     progress = Progress(**{**values, "shares": tuple(values["shares"])})
     for key, least in (
         ("samples_applied", 0),

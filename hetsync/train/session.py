@@ -570,8 +570,8 @@ class Session:
         return self._clock.seconds()
 
     def tune(self, settings: Settings) -> None:
-        """On any rank: new K, D and q for the work handed out from now on, and no rule changes anything any more (the
-        controller's handle)."""
+        """On any rank: new K, D and q for the work handed out from now on. Grace and fragments stay as they are, and no
+        rule changes anything any more (the controller's handle)."""
         self.engine.report(SettingsChanged(settings))
 
     # At rest.

@@ -74,6 +74,8 @@ ARGUMENTS = {
     "two recipes": (["{digits}", "more.yaml"], "more.yaml is one word too many: give one recipe, and settings as"),
     "quorum 0": (["--sync.quorum", "0"], "sync.quorum is 0.0: it is a fraction of the samples, above 0 and at most 1"),
     "quorum 2": (["--sync.quorum", "2"], "sync.quorum is 2.0"),
+    "grace -1": (["--sync.grace", "-1"], "sync.grace is -1: it must be at least 0"),
+    "grace without room": (["--sync.grace", "2"], "sync.grace is 2, but sync.delay_bound 4 has room for 1 at most"),
     "negative bound": (["--sync.delay_bound=-1"], "sync.delay_bound is -1: it must be at least 0"),
     "K 0": (["--sync.accumulation", "0"], "sync.accumulation is 0: it must be at least 1"),
     "no batch": (["--data.batch_size", "0"], "data.batch_size is 0: it must be at least 1"),

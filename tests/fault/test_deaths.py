@@ -54,10 +54,12 @@ def killed(folder: Path, rank: int, *words: str, samples: int = SAMPLES) -> Done
         return finished(job)
 
 
-@pytest.mark.parametrize(("rank", "outer", "fragments"), [(0, "identity", 1), (2, "nesterov", 1), (0, "identity", 3)])
-def test_the_others_go_on_with_every_sample(tmp_path: Path, rank: int, outer: str, fragments: int) -> None:
+@pytest.mark.parametrize(
+    ("rank", "outer", "fragments", "grace"), [(0, "identity", 1, 1), (2, "nesterov", 1, 0), (0, "identity", 3, 1)]
+)
+def test_the_others_go_on_with_every_sample(tmp_path: Path, rank: int, outer: str, fragments: int, grace: int) -> None:
     words = ["--fault.tolerate", "true", "--sync.delay_bound", "4", "--sync.outer.name", outer]
-    words += ["--sync.fragments", str(fragments)]
+    words += ["--sync.fragments", str(fragments), "--sync.grace", str(grace)]
     done = killed(tmp_path, rank, *words, "--run.evaluate_every", "1000")
     assert done.status == 0, done.story
     assert f"rank {rank} (" in done.out, done.story
@@ -66,7 +68,9 @@ def test_the_others_go_on_with_every_sample(tmp_path: Path, rank: int, outer: st
     assert summary["staleness"]["max"] <= 4
     assert (summary["status"], summary["ranks"], summary["ranks_at_start"]) == ("finished", 2, 3)
     assert sum(summary["shares"]) == 64, "B stays"
-    assert summary["fragments"] == fragments
+    assert (summary["fragments"], summary["grace"]) == (fragments, grace)
+    books = json.loads(next((tmp_path / "run" / "checkpoints").glob("samples-*/state.json")).read_text())
+    assert (books["progress"]["fragments"], books["progress"]["grace"]) == (fragments, grace)
     assert summary["shares"][rank] == 0
     (failure,) = summary["failures"]
     assert (failure["rank"], failure["kind"], failure["action"]) == (rank, "died", "went on")

@@ -5,6 +5,7 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_planned_delayed.py
 
 from __future__ import annotations
 
+import json
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,8 @@ BOUND = 3
 
 def delayed(folder: Path, bound: int | None = BOUND, quorum: float = 0.25, **more: Any) -> Config:
     config = recipe(folder, "adamw", 0.5, **more)
-    return replace(config, sync=SyncConfig(bound, quorum=quorum, rebalance=False))
+    grace = 1 if bound == BOUND and quorum < 1 else 0
+    return replace(config, sync=SyncConfig(bound, quorum=quorum, grace=grace, rebalance=False))
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,9 @@ def test_replicas_train_on_their_own(plane: Plane, folder: Path, kind: str, boun
         return
     found = summary_of(folder / "run")
     assert (found["status"], found["samples_applied"], found["delay_bound"]) == ("finished", SAMPLES, bound)
+    assert found["grace"] == config.sync.grace
+    books = json.loads(next((folder / "run" / "checkpoints").glob("samples-*/state.json")).read_text())
+    assert books["progress"]["grace"] == config.sync.grace
     assert sum(found["staleness"]["histogram"].values()) > 0
     assert found["staleness"]["max"] <= bound
     assert found["shares"] == [replica["share"] for replica in PLANS[kind, RANKS]]

@@ -67,7 +67,7 @@ class _Schedule:
         self._left = float(work.sum())
         self._begin = dict.fromkeys(ranks, 0.0)  # by rank
         self._load = dict.fromkeys(ranks, 0.0)
-        self._room = {rank: float(problem.evaluator.limit_bytes[rank]) for rank in ranks}
+        self._room = {rank: problem.evaluator.limit_bytes[rank] + 1.0 for rank in ranks}  # evaluators count whole bytes
         self._carried: dict[tuple[int, int], float] = defaultdict(float)  # by pair of ranks
         self._behind: dict[int, set[int]] = defaultdict(set)  # ranks that need something of a rank
 
@@ -89,7 +89,7 @@ class _Schedule:
 
     def _put(self, group: int) -> None:
         allowed = [rank for rank in self._ranks if not self._would_circle(group, rank)]
-        fitting = [rank for rank in allowed if self._held[group] <= self._room[rank]]
+        fitting = [rank for rank in allowed if self._held[group] < self._room[rank]]
         if fitting:
             rank = min(fitting, key=lambda rank: self._end(group, rank))
         else:

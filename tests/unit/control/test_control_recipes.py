@@ -76,6 +76,8 @@ def test_a_resumed_run_goes_on_with_the_k_and_q_that_its_rule_had_found() -> Non
     assert first_settings(ruled, progress, 0) == Settings(4, 0.5, 2)
     assert first_settings(Config(), progress, 0) == Settings(4, 0.5, 1)
     assert first_settings(ruled, replace(progress, accumulation=8), 0).accumulation == 4  # its greatest
+    assert first_settings(ruled, replace(progress, grace=1), 0) == Settings(4, 0.5, 2, grace=1)
+    assert first_settings(ruled, replace(progress, fragments=4), 10**6).fragments == 4
     synchronous = Config(sync=SyncConfig(delay_bound=0, accumulation="auto"))  # where K is a part of the batch
     assert first_settings(synchronous, progress, 0).accumulation == 1
     assert first_settings(ruled, replace(progress, delay_bound=0, accumulation=4), 0).accumulation == 1

@@ -450,6 +450,18 @@ def test_the_display_can_be_told_while_rounds_land(busy):
         worker.join()
 
 
+def test_settings_are_told_as_far_as_they_are_in_force():
+    told = []
+    telling: Any = Telling(SimpleNamespace(terms=SimpleNamespace(applied=0)), (), Telemetry(None), {}, 100, False)
+    telling.say = told.append
+    for settings in (Settings(4), Settings(4, 0.5, fragments=2, grace=1), Settings(2, 0.5, fragments=2, grace=1)):
+        telling._tell_settings(settings)
+    assert told == [
+        "from now on accumulation 1, quorum 0.5, delay bound 4, grace 1, 2 fragments",
+        "from now on accumulation 1, quorum 0.5, delay bound 2, 2 fragments",
+    ]
+
+
 def test_an_evaluation_is_told_though_the_next_one_begins_with_the_same_events():
     told = []
     office = Office(evaluate=16, on_evaluation=lambda evaluation: told.append(evaluation.round))

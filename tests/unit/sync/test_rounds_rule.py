@@ -232,7 +232,43 @@ def test_grace_comes_where_a_greater_quorum_leaves_work_that_is_a_notable_part()
 def test_beside_fragments_grace_must_save_more():
     job = Job(sync=SyncConfig(quorum=0.5))
     assert job.window(lambda k: (0.19, 0.0)) is None
-    assert job.window(lambda k: (0.21, 0.0)).grace == 1
+    change = job.window(lambda k: (0.21, 0.0))
+    assert change.grace == 1
+    assert change.reason == "rounds take 21% of a slice, and waits 0%: K = 1, q = 0.5, grace 1, 2 fragments"
+
+
+def test_without_fragments_seven_hundredths_are_enough():
+    job = Job(sync=SyncConfig(quorum=0.5, fragments=1))
+    assert job.window(lambda k: (0.066, 0.0)) is None
+    assert job.window(lambda k: (0.068, 0.0)).grace == 1
+
+
+def test_what_came_last_goes_first():
+    job = Job(sync=SyncConfig(fragments=1))
+    job.settings = replace(job.settings, quorum=0.5, grace=1)  # as a resumed job may have it
+    for expected in ((0.5, 0), (0.25, 0)):
+        for _ in range(CALM_WINDOWS - 1):
+            assert job.window(lambda k: (0.0, 0.0)) is None
+        change = job.window(lambda k: (0.0, 0.0))
+        assert (change.quorum, change.grace) == expected
+
+
+def test_it_goes_below_an_eighth_of_the_work_at_which_it_came():
+    for work, last in ((0.0095, 0.5), (0.0075, 0.25)):  # q comes at 0.068
+        job = Job(sync=SyncConfig(grace=0, fragments=1))
+        job.settings = replace(job.settings, quorum=0.5)
+        for _ in range(CALM_WINDOWS):
+            job.window(lambda k, work=work: (work, 0.0))
+        assert job.settings.quorum == last
+
+
+def test_what_was_refused_once_falls_as_if_it_had_not_been_tried():
+    job = Job(sync=BY_RULE)
+    assert windows(job, lambda settings: 0.1, 2) == [(1, 0.5), (1, 0.25)]
+    windows(job, rounds_work(0.1), RETRY_WINDOWS)
+    assert job.settings.quorum == 0.5
+    course = windows(job, rounds_work(0.01), 4 * CALM_WINDOWS)
+    assert course[-2:] == [(1, 0.5), (1, 0.25)]
 
 
 def test_fewer_rounds_that_save_nothing_are_no_reason_against_a_greater_k():

@@ -135,6 +135,8 @@ def test_digests_may_not_be_missing_where_they_belong(run: Run) -> None:
         {"quorum": 0},
         {"quorum": "half"},
         {"accumulation": 0},
+        {"fragments": 0},
+        {"grace": -1},
         {"train_seconds": -1.0},
         {"train_seconds": math.nan},
     ],
