@@ -29,7 +29,7 @@ QUORUM_COSTS = 0.03  # of the time to a target
 RULED_GRACE = 1
 SAVED_BY_GRACE = 0.3  # of rounds and their work, beside the greater quorum
 GRACE_COSTS = 0.02  # a judgement: none on average, up to 0.07 beside the quorum's (docs/results/rounds.md)
-GRACE_COSTS_FRAGMENTED = 0.06  # beside two fragments (docs/results/fragments.md)
+GRACE_COSTS_FRAGMENTED = 0.05  # beside two fragments (docs/results/fragments.md)
 SAVED_BY_FRAGMENTS = 0.25  # of work, by twice as many: the copies of a round's sum, but not those of a finished task
 FRAGMENTS_COSTS = 0.08  # 0.05 of the time to a target by four in place of two; 0.08 with grace
 MOST_ACCUMULATION = 4  # K = 8 at a rate that suits a batch ended at chance

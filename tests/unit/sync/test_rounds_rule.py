@@ -231,7 +231,7 @@ def test_grace_comes_where_a_greater_quorum_leaves_work_that_is_a_notable_part()
 
 def test_beside_fragments_grace_must_save_more():
     job = Job(sync=SyncConfig(quorum=0.5))
-    assert job.window(lambda k: (0.19, 0.0)) is None
+    assert job.window(lambda k: (0.16, 0.0)) is None
     change = job.window(lambda k: (0.21, 0.0))
     assert change.grace == 1
     assert change.reason == "rounds take 21% of a slice, and waits 0%: K = 1, q = 0.5, grace 1, 2 fragments"
