@@ -26,7 +26,8 @@ def show(config: Config, cluster: Cluster, profiles: Sequence[RankProfile], gain
         console.print(f"{len(profiles):,} ranks, too many to show one by one")
     console.print(link_sentence(cluster.link, len(profiles)))
     console.print(*links_sentences(cluster.links), sep="\n", end="\n" if cluster.links else "")
-    console.print(_ways(config.sync, gain))
+    console.print(_ways(gain))
+    console.print(_settings(config.sync))
     console.print(*gain_sentences(cluster, profiles, gain), sep="\n")
 
 
@@ -72,18 +73,22 @@ def _rate(link: Link) -> str:
     return "unlimited" if link.bytes_per_second is None else f"{link.bytes_per_second / 1e6:,.1f} MB/s"
 
 
-def _ways(sync: SyncConfig, gain: Gain) -> Table:
+def _ways(gain: Gain) -> Table:
     table = Table("simulated", "samples/s", "of the devices' own")
-    bound = "no bound" if sync.delay_bound is None else f"D = {sync.delay_bound}"
-    quorum = "" if sync.delay_bound == 0 else f", q = {sync.quorum}, grace {sync.grace}"
     rows = {
         "synchronous, equal shares": gain.equal,
         "synchronous, shares by speed": gain.by_speed,
-        f"this recipe ({bound}{quorum}, K = {sync.accumulation})": gain.recipe,
+        "this recipe": gain.recipe,
     }
     for name, rate in rows.items():
         table.add_row(name, f"{rate:,.1f}", f"{rate / gain.alone:.3f}")
     return table
+
+
+def _settings(sync: SyncConfig) -> str:
+    bound = "no bound" if sync.delay_bound is None else f"D = {sync.delay_bound}"
+    rounds = "" if sync.delay_bound == 0 else f", q = {sync.quorum}, grace {sync.grace}"
+    return f"this recipe: {bound}{rounds}, K = {sync.accumulation}"
 
 
 def gain_sentences(cluster: Cluster, profiles: Sequence[RankProfile], gain: Gain) -> list[str]:

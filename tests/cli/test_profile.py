@@ -30,8 +30,9 @@ def test_a_real_rank_is_measured_shown_and_written(tmp_path: Path, capsys: pytes
     assert load_cluster(str(output)).size == 1
     assert out.count("wrote ") == 1
     assert "link: free" in out
-    for row in ("synchronous, equal shares", "synchronous, shares by speed", "this recipe (D = 4, q = auto, K = 1)"):
+    for row in ("synchronous, equal shares", "synchronous, shares by speed", "this recipe  "):
         assert row in out
+    assert "\nthis recipe: D = 4, q = auto, grace auto, K = 1\n" in out
     # A few tens of milliseconds are simulated, of which a rank alone keeps the books of several steps at once.
     assert re.search(r"HetSync gains nothing \(a factor of (0\.9\d|1\.0\d)\) over equal shares and nothing", out)
 
@@ -44,7 +45,7 @@ def test_of_a_profile_nothing_is_measured_or_written(
     out = capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
     assert "link: a sum of all weights takes 0.5 of a slice's time" in out
-    assert "this recipe (D = 8, q = auto, K = 1)" in out
+    assert "\nthis recipe: D = 8, q = auto, grace auto, K = 1\n" in out
     found = re.search(
         r"gains a factor of ([\d.]+) over equal shares and a factor of ([\d.]+) over shares by speed", out
     )
