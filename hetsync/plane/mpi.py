@@ -1,6 +1,6 @@
 """Messages and sums over MPI: non-blocking collectives over mpi4py, polled, on memory that MPI reads directly.
 
-Only this module and `mpi_members.py` import mpi4py; importing them initialises MPI.
+Only `mpi_members.py` imports mpi4py, which initialises MPI; this module and others of MPI take it from there.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from hetsync.plane import codec
 from hetsync.plane.base import Channels, MembersLost, Messages, Plane, PlaneError, Summoned, Sums, named
 from hetsync.plane.blocking import BlockingCollectives, wait_until
 from hetsync.plane.ending import within
-
-# Before mpi4py, whose absence it explains.
+from hetsync.plane.mpi_lane import MpiLane, memory, most_on_a_host
 from hetsync.plane.mpi_members import MPI, SECONDS_TO_TELL, MpiMembers
 from hetsync.plane.mpi_summoned import (
     SECONDS_TO_COME_UP,
@@ -33,54 +32,7 @@ from hetsync.plane.mpi_summoned import (
     parent,
 )
 from hetsync.plane.parcels import empty_parcel, packed
-from hetsync.plane.polled import Lane, PolledSums, Post
-from hetsync.plane.staging import Test
-
-# Small enough for MPI's copies to stay in the processor's cache (see polled.SEGMENTS_IN_FLIGHT). Segments grow with the
-# ranks for MPIs that sum in rings, where one rank's part of a segment is passed on at a time.
-SEGMENT_VALUES_PER_RANK = 1 << 16
-
-
-def _memory(tensor: torch.Tensor) -> MPI.buffer:
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-
-
-class _MpiLane(Lane):
-    """Where ranks are on several hosts, addends are copied: Open MPI 5 sums in place along a binomial tree, whose root
-    takes in and sends out everything log2(ranks) times, but otherwise in a ring from four ranks on. Over slow links
-    the ring takes less than half the time; in shared memory it saves nothing, and costs more copies.
-    """
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        super().__init__()
-        self.comm = comm
-        self.segment_values: int = SEGMENT_VALUES_PER_RANK * comm.Get_size()
-        self.copies = _several_hosts(comm)
-        self._spare: list[torch.Tensor] = []  # segments, each for an addend
-
-    def sum_in_place(self, values: torch.Tensor) -> Post:
-        if self.copies:
-            return lambda: self._sum_copy(values)
-        return lambda: self.comm.Iallreduce(MPI.IN_PLACE, [_memory(values), MPI.FLOAT]).Test
-
-    def _sum_copy(self, values: torch.Tensor) -> Test:
-        segment = self._spare.pop() if self._spare else torch.empty(self.segment_values)
-        addend = segment[: values.numel()].copy_(values)
-        request = self.comm.Iallreduce([_memory(addend), MPI.FLOAT], [_memory(values), MPI.FLOAT])
-
-        def test() -> bool:
-            if not request.Test():
-                return False
-            self._spare.append(segment)
-            return True
-
-        return test
-
-    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor) -> Post:
-        return lambda: self.comm.Ialltoall([_memory(sent), MPI.BYTE], [_memory(received), MPI.BYTE]).Test
-
-    def all_gather(self, own: torch.Tensor, all_ranks: torch.Tensor) -> Post:
-        return lambda: self.comm.Iallgather([_memory(own), MPI.BYTE], [_memory(all_ranks), MPI.BYTE]).Test
+from hetsync.plane.polled import PolledSums
 
 
 class MpiSums(PolledSums):
@@ -95,8 +47,9 @@ class MpiSums(PolledSums):
     def __init__(self, members: MpiMembers, timeout_seconds: float = 600.0, ranks: Sequence[int] | None = None) -> None:
         self._members = members
         with members.errors("opening sums"):
-            self._lanes = _MpiLane(members.communicator(ranks)), _MpiLane(members.communicator(ranks))
-        comm = self._lanes[0].comm
+            comm = members.communicator(ranks)
+            on_host = most_on_a_host(comm)
+            self._lanes = MpiLane(comm, on_host), MpiLane(members.communicator(ranks), on_host)
         super().__init__("MPI", comm.Get_rank(), comm.Get_size(), *self._lanes)
         self._timeout_seconds = timeout_seconds
         self._closed = False
@@ -305,14 +258,14 @@ class MpiChannels(Channels):
             place = self._members.place(to)
             for part in packed(note, tensors):
                 # Synchronous, so that what is done has been received.
-                self._sending.append((self._comm.Issend([_memory(part), MPI.BYTE], place), part, to))
+                self._sending.append((self._comm.Issend([memory(part), MPI.BYTE], place), part, to))
             self._reap()
 
     def receive(self, source: int) -> tuple[Any, list[torch.Tensor]]:
         with self._members.errors(f"receiving on rank {self._rank} from {source}"):
             note, tensors, parts = empty_parcel(self._header(source))
             place = self._members.place(source)
-            requests = [self._comm.Irecv([_memory(part), MPI.BYTE], place) for part in parts]
+            requests = [self._comm.Irecv([memory(part), MPI.BYTE], place) for part in parts]
             self._wait(lambda: all(request.Test() for request in requests), source)
         return note, tensors
 
@@ -341,7 +294,7 @@ class MpiChannels(Channels):
 
         self._wait(arrived, source)
         header = torch.empty(status.Get_count(MPI.BYTE), dtype=torch.uint8)
-        found[0].Recv([_memory(header), MPI.BYTE])
+        found[0].Recv([memory(header), MPI.BYTE])
         return header
 
     def _reap(self) -> None:
@@ -365,15 +318,6 @@ class MpiPlane(Plane):
     def __init__(self, timeout_seconds: float = 600.0) -> None:
         messages = MpiMessages(timeout_seconds)
         super().__init__(messages, MpiSums(messages.mpi, timeout_seconds))
-
-
-def _several_hosts(comm: MPI.Intracomm) -> bool:
-    """Collective; the same on all ranks."""
-    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    try:
-        return bool(host.Get_size() < comm.Get_size())
-    finally:
-        host.Free()
 
 
 def _require_threads() -> None:

@@ -128,8 +128,8 @@ class Lane(Queue, ABC):
     segment_values: int | None = None  # of a sum; None where it goes as one piece
 
     @abstractmethod
-    def sum_in_place(self, values: torch.Tensor) -> Post:
-        """Of float32 values: one segment."""
+    def sum_in_place(self, values: torch.Tensor, total: int) -> Post:
+        """Of float32 values: one segment, of a tensor of `total` values."""
 
     @abstractmethod
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor) -> Post:
@@ -193,13 +193,13 @@ class PolledSums(Sums):
         staging = self._staging_for(tensor.device)
         segments = tensor.split(self._first.segment_values or max(tensor.numel(), 1))
         # Before its turn, and beside the sums of segments before: a device copies while a library sums.
-        steps = Ahead((self._segment(segment, staging) for segment in segments), SEGMENTS_IN_FLIGHT)
+        steps = Ahead((self._segment(segment, staging, tensor.numel()) for segment in segments), SEGMENTS_IN_FLIGHT)
         yield from self._first.run(ticket, steps, tensor)
 
-    def _segment(self, segment: torch.Tensor, staging: HostStaging) -> Step:
+    def _segment(self, segment: torch.Tensor, staging: HostStaging, total: int) -> Step:
         """Its way to where the library finds it begins now, and its way back once it is summed."""
         values, ready = staging.fetch(segment)
-        post = self._first.sum_in_place(values)
+        post = self._first.sum_in_place(values, total)
         return Step(lambda: then(post(), lambda: staging.store(values, into=segment)), ready)
 
     def _rounded_sum(self, tensor: torch.Tensor, wire: WireFormat, residual: Residual | None) -> Waiting[None]:

@@ -15,6 +15,10 @@ from jobs import ROOT, Done, finished, mpirun, ranks_alone, started
 JOB_SECONDS = 60.0
 ULFM = ["--with-ft", "ulfm"]
 
+APART = """
+import hetsync.plane.mpi
+hetsync.plane.mpi.most_on_a_host = lambda comm: 1
+"""
 PREAMBLE = """
 import os, signal, sys, threading, time
 import torch
@@ -45,6 +49,13 @@ def job(folder: Path, ranks: int, code: str, flags: list[str] = ULFM) -> Done:
         return finished(process, JOB_SECONDS)
 
 
+def job_between_hosts(folder: Path, ranks: int, code: str) -> Done:
+    """As if each rank were on a host of its own."""
+    words = [*mpirun(ranks), *ULFM, sys.executable, "-c", f"{APART}{PREAMBLE}{code}"]
+    with started(words, folder, {"PYTHONPATH": str(ROOT)}) as process:
+        return finished(process, JOB_SECONDS)
+
+
 def job_without_mpi(folder: Path, ranks: int, code: str) -> Done:
     """Its ranks' words, one after the other, and the worst status of those that were not killed."""
     with ranks_alone(ranks, [sys.executable, "-c", PREAMBLE + code], folder, {"PYTHONPATH": str(ROOT)}) as processes:
@@ -57,19 +68,22 @@ Run = Callable[[Path, int, str], Done]
 BY = pytest.mark.parametrize("run_job", [job, job_without_mpi])
 
 
-@pytest.mark.parametrize(("run_job", "second"), [(job, 0), (job_without_mpi, 1)])
-def test_survivors_sum_and_talk_after_deaths(tmp_path: Path, run_job: Run, second: int) -> None:
-    """Of a rank in a sum of many segments beside messages, and then of another, with MPI the first, in a meeting."""
+@pytest.mark.parametrize(
+    ("run_job", "second", "values"),
+    [(job, 0, 3_000_000), (job_between_hosts, 0, 1_000_000), (job_without_mpi, 1, 3_000_000)],
+)
+def test_survivors_sum_and_talk_after_deaths(tmp_path: Path, run_job: Run, second: int, values: int) -> None:
+    """Of a rank in a sum of several segments beside messages, and then of another, with MPI the first, in a meeting."""
     left = [rank for rank in (0, 1, 3) if rank != second]
     done = run_job(
         tmp_path,
         4,
-        f"second, left = {second}, {left}"
+        f"second, left, values = {second}, {left}, {values}"
         + """
 # Stale after the death: a message that nobody has read, and one that waits for its receiver.
 plane.send("stale", to=(first + 1) % 4)
 plane.barrier()
-large = torch.ones(3_000_000)
+large = torch.ones(values)
 if first == 2:
     plane.allreduce(large.clone())
     die()
@@ -86,7 +100,7 @@ until_lost(lambda: plane.gather_objects(None))
 plane.mend()
 plane.heed()
 assert plane.rank == first and plane.members == (0, 1, 3) and plane.size == 3
-for wire, n in (("float32", 3_000_000), ("int8", 1000), ("bfloat16", 1000)):
+for wire, n in (("float32", values), ("int8", 1000), ("bfloat16", 1000)):
     tensor = torch.full((n,), float(first + 1))
     wait(plane.allreduce(tensor, wire))
     assert tensor.min() == tensor.max(), wire

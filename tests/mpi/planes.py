@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -71,8 +72,15 @@ def mixed_plane(flat_sums: Callable[[MpiMessages], Sums]) -> Plane:
     return Plane(messages, sums)
 
 
+def mpi_plane_between_hosts() -> Plane:
+    """As if each rank were on a host of its own."""
+    with patch("hetsync.plane.mpi.most_on_a_host", lambda comm: 1):
+        return MpiPlane()
+
+
 BACKENDS: dict[str, Callable[[], Plane]] = {
     "mpi": MpiPlane,
+    "mpi between hosts": mpi_plane_between_hosts,
     "torch": torch_plane,
     "horovod": horovod_plane,
     "store": store_plane,

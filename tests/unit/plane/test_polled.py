@@ -37,7 +37,7 @@ class PlayedLane(Lane):
         super().__init__()
         self._story, self._polls = story, polls
 
-    def sum_in_place(self, values: torch.Tensor) -> Post:
+    def sum_in_place(self, values: torch.Tensor, total: int) -> Post:
         def post() -> Test:
             self._story.append("post")
             return after(self._polls, lambda: self._ended(values))
