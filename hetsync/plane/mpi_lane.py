@@ -79,9 +79,7 @@ class MpiLane(Lane):
     """Between hosts a sum is exchanged, if each rank is on a host of its own: a link carries what all ranks of its host
     send, of which in a ring only one sends to another host. Other sums between hosts, and those of more segments than
     are under way at a time, which keep links busy anyhow, have addends copied for MPI, which then takes its ring and
-    not its tree: over slow links that is less than half the time.
-
-    In shared memory the tree is the best of the three, but for two ranks, which each add up half.
+    not its tree: over slow links that is less than half the time. In shared memory the tree does as well as any.
     """
 
     def __init__(self, comm: MPI.Intracomm, on_host: int) -> None:
@@ -93,10 +91,9 @@ class MpiLane(Lane):
         self._copies = on_host < size
         alone = on_host == 1 < size
         self._most_exchanged = 0  # values of a sum
-        if size == 2 or (alone and size < FEWEST_IN_RING):
-            self._most_exchanged = sys.maxsize
-        elif alone and size <= MOST_EXCHANGING:
-            self._most_exchanged = SEGMENTS_IN_FLIGHT * self.segment_values
+        if alone and size <= MOST_EXCHANGING:
+            short = SEGMENTS_IN_FLIGHT * self.segment_values
+            self._most_exchanged = sys.maxsize if size < FEWEST_IN_RING else short
         # Kept to the end: after a failure MPI may still write to them.
         self._scratch: list[torch.Tensor] = []
         self._spare: list[torch.Tensor] = []
