@@ -73,7 +73,7 @@ class GroupLane(Lane):
         self.group = group
         self._watch = watch
 
-    def sum_in_place(self, values: torch.Tensor, total: int) -> Post:
+    def sum_in_place(self, values: torch.Tensor) -> Post:
         return self._post(lambda: self.group.allreduce([values]))
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor) -> Post:

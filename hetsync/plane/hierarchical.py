@@ -37,7 +37,7 @@ class HierarchicalSums(PolledSums):
         within, between, back = self._within.ticket(), self._sums_between.ticket(), self._within.ticket()
         staging = self._staging_for(tensor.device)
         values, ready = staging.fetch(tensor)
-        yield from self._within.run(within, [Step(self._within.sum_in_place(values, values.numel()), ready)], values)
+        yield from self._within.run(within, [Step(self._within.sum_in_place(values), ready)], values)
         if (leaders := self._between) is not None:
             yield from self._sums_between.run(between, [Step(lambda: leaders.allreduce(values).done)], values)
         yield from self._within.run(back, [Step(self._within.broadcast(values))], values)

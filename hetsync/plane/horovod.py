@@ -45,7 +45,7 @@ class HorovodLane(Lane):
         # A lane posts in the same order on all ranks, so numbers make names that are equal there.
         self._names = (f"{name} {number}" for number in itertools.count())
 
-    def sum_in_place(self, values: torch.Tensor, total: int) -> Post:
+    def sum_in_place(self, values: torch.Tensor) -> Post:
         return self._post(lambda name: hvd.allreduce_async_(values, name=name, op=hvd.Sum))
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor) -> Post:

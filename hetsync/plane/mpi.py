@@ -1,6 +1,6 @@
-"""Messages and sums over MPI: non-blocking collectives over mpi4py, polled, on memory that MPI reads directly.
+"""Messages and sums over MPI, polled, on memory that MPI reads directly.
 
-Only `mpi_members.py` imports mpi4py, which initialises MPI; this module and others of MPI take it from there.
+Importing this initialises MPI.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MpiSums(PolledSums):
     """Sums over all members, or over these `ranks`; building it is collective among them.
 
     CUDA tensors travel through host memory, whatever MPI it is: CUDA-aware ones read CUDA memory in messages and in
-    blocking collectives, but Open MPI not in the non-blocking ones that are used here.
+    blocking collectives, but Open MPI not in non-blocking ones; and what travels in messages is added up on the host.
     """
 
     tolerant = True
@@ -48,7 +48,7 @@ class MpiSums(PolledSums):
         self._members = members
         with members.errors("opening sums"):
             comm = members.communicator(ranks)
-            on_host = most_on_a_host(comm)
+            on_host = most_on_a_host(comm, timeout_seconds)
             self._lanes = MpiLane(comm, on_host), MpiLane(members.communicator(ranks), on_host)
         super().__init__("MPI", comm.Get_rank(), comm.Get_size(), *self._lanes)
         self._timeout_seconds = timeout_seconds
@@ -56,6 +56,12 @@ class MpiSums(PolledSums):
 
     def among(self, messages: Messages) -> Sums:
         assert isinstance(messages, MpiMessages)
+
+        def settled() -> bool:
+            messages.mpi.heed_end()
+            return all([lane.settled for lane in self._lanes])
+
+        wait_until(settled, self._timeout_seconds, lambda: "what was on its way before a death")
         return MpiSums(messages.mpi, self._timeout_seconds)
 
     def _failure(self, error: Exception) -> PlaneError:

@@ -1,27 +1,28 @@
 """Collectives over MPI, on memory that it reads directly.
 
-MPI has one way for a blocking sum, chosen with care for each size, and few for one that is polled: Open MPI 5 sums in
-place along a binomial tree, whose root takes in and sends out everything log2(ranks) times, and otherwise in a ring,
-which is polled 2 · (ranks - 1) times before it comes to its end. So segments of some size are summed by messages here,
-in two steps, whatever the number of ranks (docs/results/planes.md).
+MPI has a way of its own for each size of a blocking sum, and few for one that is polled: Open MPI 5 sums in place along
+a binomial tree, whose root takes in and sends out everything log2(ranks) times; otherwise, from four ranks and 64 kB
+on, it exchanges and adds up halves, then quarters and so on, and collects the sums the same way back (Rabenseifner),
+in 2 · log2(ranks) steps, each of which waits for a poll. So between up to 16 hosts with a rank each sums are made of
+messages here, in two steps (docs/results/planes.md).
 """
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
+from hetsync.plane.blocking import wait_until
 from hetsync.plane.mpi_members import MPI
-from hetsync.plane.polled import SEGMENTS_IN_FLIGHT, Lane, Post
+from hetsync.plane.polled import Lane, Post
 from hetsync.plane.staging import Test
 
 # Small enough for MPI's copies to stay in the processor's cache (see polled.SEGMENTS_IN_FLIGHT). Segments grow with the
-# ranks, as one rank's part of a segment is passed on at a time.
+# ranks, each of which adds up a part of them.
 SEGMENT_VALUES_PER_RANK = 1 << 16
-LEAST_EXCHANGED = 1 << 14  # values: below, a tree's few steps of small messages take less than messages of all pairs
-MOST_EXCHANGING = 16  # ranks: with more, each would have hundreds of messages under way
-FEWEST_IN_RING = 4  # ranks, in Open MPI 5
+LEAST_CUT_VALUES = 1 << 14  # of a segment that is summed part by part
+MOST_RANKS_IN_TWO_STEPS = 16  # each has 120 messages under way then; measured up to 8
+FEWEST_RANKS_HALVING = 4  # in Open MPI 5: below, it takes its tree in any case
+TAGS = 1 << 15  # every MPI has so many, and far fewer sums are under way
 
 
 def memory(tensor: torch.Tensor) -> MPI.buffer:
@@ -29,15 +30,15 @@ def memory(tensor: torch.Tensor) -> MPI.buffer:
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
 
-class Exchange:
+class TwoStepSum:
     """The sum of a segment, in place: each rank adds up one part, which all others send to it, and sends them the sum.
 
-    A rank sends and receives as much as in a ring, and waits for the others twice only.
+    A rank sends and receives as much as in any sum that spreads the work evenly, and waits for the others twice.
     """
 
     def __init__(self, comm: MPI.Intracomm, values: torch.Tensor, tag: int, scratch: torch.Tensor) -> None:
-        """`scratch` takes in the other ranks' addends. No other message among them has this `tag` or the next one while
-        these are under way."""
+        """`scratch` takes in the other ranks' addends. No other message among them has this `tag` while these are under
+        way."""
         self._comm, self._tag = comm, tag
         self._parts = values.tensor_split(comm.Get_size())
         self._others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
@@ -48,38 +49,53 @@ class Exchange:
         self._requests: list[MPI.Request] = []
         self._added = False
 
-    def begin(self) -> Test:
+    def begin(self) -> None:
         for rank, addend in zip(self._others, self._addends, strict=True):
-            self._receive(addend, rank, self._tag)
-            self._send(self._parts[rank], rank, self._tag)
-        return self._test
+            self._exchange(rank, self._parts[rank], addend)
 
-    def _test(self) -> bool:
-        if not MPI.Request.Testall(self._requests):
+    def test(self) -> bool:
+        if not self._arrived():
             return False
-        if self._added:
-            return True
-        for addend in self._addends:
-            self._own += addend
-        self._added = True
-        self._requests = []
-        for rank in self._others:
-            self._receive(self._parts[rank], rank, self._tag + 1)
-            self._send(self._own, rank, self._tag + 1)
-        return MPI.Request.Testall(self._requests)
+        if not self._added:
+            for addend in self._addends:
+                self._own += addend
+            self._added = True
+            for rank in self._others:
+                self._exchange(rank, self._own, self._parts[rank])
+        return self._arrived()
 
-    def _receive(self, into: torch.Tensor, rank: int, tag: int) -> None:
-        self._requests.append(self._comm.Irecv([memory(into), MPI.FLOAT], rank, tag))
+    def settled(self) -> bool:
+        """After a failure: does MPI write to none of its memory any more?"""
+        self._requests = [request for request in self._requests if not _has_ended(request)]
+        return not self._requests
 
-    def _send(self, part: torch.Tensor, rank: int, tag: int) -> None:
-        self._requests.append(self._comm.Isend([memory(part), MPI.FLOAT], rank, tag))
+    def _exchange(self, rank: int, sent: torch.Tensor, received: torch.Tensor) -> None:
+        self._requests.append(self._comm.Irecv([memory(received), MPI.FLOAT], rank, self._tag))
+        self._requests.append(self._comm.Isend([memory(sent), MPI.FLOAT], rank, self._tag))
+
+    def _arrived(self) -> bool:
+        """Raises as soon as one message has failed, while others may be under way."""
+        statuses: list[MPI.Status] = []
+        try:
+            MPI.Request.Testsome(self._requests, statuses)
+        except MPI.Exception as error:  # which may say no more than that the reason is in a status
+            codes = [code for status in statuses if (code := status.Get_error()) != MPI.SUCCESS]
+            raise MPI.Exception(codes[0] if codes else error.Get_error_code()) from error
+        self._requests = [request for request in self._requests if request != MPI.REQUEST_NULL]
+        return not self._requests
+
+
+def _has_ended(request: MPI.Request) -> bool:
+    try:
+        return bool(request.Test())
+    except MPI.Exception:
+        return True
 
 
 class MpiLane(Lane):
-    """Between hosts a sum is exchanged, if each rank is on a host of its own: a link carries what all ranks of its host
-    send, of which in a ring only one sends to another host. Other sums between hosts, and those of more segments than
-    are under way at a time, which keep links busy anyhow, have addends copied for MPI, which then takes its ring and
-    not its tree: over slow links that is less than half the time. In shared memory the tree does as well as any.
+    """Sums take two steps where each rank is on a host of its own. Several ranks of a host would send all their parts
+    over its link: there addends are copied, so that MPI takes its halves and not its tree. In shared memory, where that
+    saves nothing, it sums in place.
     """
 
     def __init__(self, comm: MPI.Intracomm, on_host: int) -> None:
@@ -88,36 +104,50 @@ class MpiLane(Lane):
         self.comm = comm
         size = comm.Get_size()
         self.segment_values: int = SEGMENT_VALUES_PER_RANK * size
-        self._copies = on_host < size
-        alone = on_host == 1 < size
-        self._most_exchanged = 0  # values of a sum
-        if alone and size <= MOST_EXCHANGING:
-            short = SEGMENTS_IN_FLIGHT * self.segment_values
-            self._most_exchanged = sys.maxsize if size < FEWEST_IN_RING else short
+        self.in_two_steps = on_host == 1 and 1 < size <= MOST_RANKS_IN_TWO_STEPS
+        self.copies = on_host < size and size >= FEWEST_RANKS_HALVING and not self.in_two_steps
+        self._sums: list[TwoStepSum] = []  # under way
+        self._numbered = 0  # of those that have begun
         # Kept to the end: after a failure MPI may still write to them.
         self._scratch: list[torch.Tensor] = []
         self._spare: list[torch.Tensor] = []
-        self._exchanged = 0
 
-    def sum_in_place(self, values: torch.Tensor, total: int) -> Post:
-        if values.numel() >= LEAST_EXCHANGED and total <= self._most_exchanged:
-            return lambda: self._exchange(values)
-        if self._copies:
+    def sum_in_place(self, values: torch.Tensor) -> Post:
+        if values.numel() >= LEAST_CUT_VALUES and self.in_two_steps:
+            return lambda: self._sum_in_two_steps(values)
+        if values.numel() >= LEAST_CUT_VALUES and self.copies:
             return lambda: self._sum_copy(values)
         return lambda: self.comm.Iallreduce(MPI.IN_PLACE, [memory(values), MPI.FLOAT]).Test
 
-    def _exchange(self, values: torch.Tensor) -> Test:
-        segment = self._take()
-        # All ranks exchange the same segments in the same order. MPI has tags for at least so many under way.
-        tag = 2 * (self._exchanged % (1 << 14))
-        self._exchanged += 1
-        return self._giving_back(segment, Exchange(self.comm, values, tag, segment).begin())
+    def _sum_in_two_steps(self, values: torch.Tensor) -> Test:
+        scratch = self._take()
+        # All ranks begin the same sums in the same order.
+        begun = TwoStepSum(self.comm, values, self._numbered % TAGS, scratch)
+        self._numbered += 1
+        self._sums.append(begun)
+        begun.begin()
+
+        def test() -> bool:
+            if not begun.test():
+                return False
+            self._sums.remove(begun)
+            self._spare.append(scratch)
+            return True
+
+        return test
 
     def _sum_copy(self, values: torch.Tensor) -> Test:
-        segment = self._take()
-        addend = segment[: values.numel()].copy_(values)
+        scratch = self._take()
+        addend = scratch[: values.numel()].copy_(values)
         request = self.comm.Iallreduce([memory(addend), MPI.FLOAT], [memory(values), MPI.FLOAT])
-        return self._giving_back(segment, request.Test)
+
+        def test() -> bool:
+            if not request.Test():
+                return False
+            self._spare.append(scratch)
+            return True
+
+        return test
 
     def _take(self) -> torch.Tensor:
         if not self._spare:
@@ -125,14 +155,11 @@ class MpiLane(Lane):
             self._spare.append(self._scratch[-1])
         return self._spare.pop()
 
-    def _giving_back(self, segment: torch.Tensor, test: Test) -> Test:
-        def tested() -> bool:
-            if not test():
-                return False
-            self._spare.append(segment)
-            return True
-
-        return tested
+    @property
+    def settled(self) -> bool:
+        """After a failure: does MPI write to nothing of what was summed in two steps? What has met its other half among
+        those who are left still arrives."""
+        return all([begun.settled() for begun in self._sums])
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor) -> Post:
         return lambda: self.comm.Ialltoall([memory(sent), MPI.BYTE], [memory(received), MPI.BYTE]).Test
@@ -141,10 +168,11 @@ class MpiLane(Lane):
         return lambda: self.comm.Iallgather([memory(own), MPI.BYTE], [memory(all_ranks), MPI.BYTE]).Test
 
 
-def most_on_a_host(comm: MPI.Intracomm) -> int:
-    """Collective: how many of them the host has that has most; the same on all ranks."""
+def most_on_a_host(comm: MPI.Intracomm, timeout_seconds: float) -> int:
+    """Collective: the number of ranks on the host that has most of them; the same on all ranks."""
     host = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    try:
-        return int(comm.allreduce(host.Get_size(), MPI.MAX))
-    finally:
-        host.Free()
+    most = torch.tensor([host.Get_size()])
+    host.Free()
+    request = comm.Iallreduce(MPI.IN_PLACE, [memory(most), MPI.INT64_T], MPI.MAX)
+    wait_until(request.Test, timeout_seconds, lambda: "other ranks to open their sums")
+    return int(most)

@@ -88,7 +88,7 @@ class Queue:
         self._tickets = 0
         self._posted = 0
         # Buffers stay here after a failure too: the library may still write to them, and survivors would crash.
-        self._pending: dict[int, tuple[deque[Test], tuple[torch.Tensor, ...]]] = {}
+        self._pending: dict[int, tuple[list[Test], tuple[torch.Tensor, ...]]] = {}
 
     def ticket(self) -> int:
         """The next place in the order; every ticket must be used."""
@@ -100,22 +100,23 @@ class Queue:
         while self._posted != ticket:
             yield
         yield from self.all_here()
-        tests: deque[Test] = deque()
+        tests: list[Test] = []
         self._pending[ticket] = (tests, buffers)
         for step in steps:
-            if len(tests) == SEGMENTS_IN_FLIGHT:
-                yield from self._first_of(tests)
-            yield from until(step.ready)
+            while self._left(tests) == SEGMENTS_IN_FLIGHT or not step.ready():
+                yield
             tests.append(step.post())
         self._posted += 1
-        while tests:
-            yield from self._first_of(tests)
+        while self._left(tests):
+            yield
         del self._pending[ticket]
 
-    def _first_of(self, tests: deque[Test]) -> Waiting[None]:
-        yield from until(tests[0])
-        tests.popleft()
-        self.completed += 1
+    def _left(self, tests: list[Test]) -> int:
+        """How many have not come to their end. Each is looked at, as it may have to go on by itself."""
+        left = [test for test in tests if not test()]
+        self.completed += len(tests) - len(left)
+        tests[:] = left
+        return len(left)
 
     def all_here(self) -> Waiting[None]:
         """Waits for the other ranks, where collectives must not be posted before these have come."""
@@ -128,8 +129,8 @@ class Lane(Queue, ABC):
     segment_values: int | None = None  # of a sum; None where it goes as one piece
 
     @abstractmethod
-    def sum_in_place(self, values: torch.Tensor, total: int) -> Post:
-        """Of float32 values: one segment, of a tensor of `total` values."""
+    def sum_in_place(self, values: torch.Tensor) -> Post:
+        """Of float32 values: one segment."""
 
     @abstractmethod
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor) -> Post:
@@ -193,13 +194,13 @@ class PolledSums(Sums):
         staging = self._staging_for(tensor.device)
         segments = tensor.split(self._first.segment_values or max(tensor.numel(), 1))
         # Before its turn, and beside the sums of segments before: a device copies while a library sums.
-        steps = Ahead((self._segment(segment, staging, tensor.numel()) for segment in segments), SEGMENTS_IN_FLIGHT)
+        steps = Ahead((self._segment(segment, staging) for segment in segments), SEGMENTS_IN_FLIGHT)
         yield from self._first.run(ticket, steps, tensor)
 
-    def _segment(self, segment: torch.Tensor, staging: HostStaging, total: int) -> Step:
+    def _segment(self, segment: torch.Tensor, staging: HostStaging) -> Step:
         """Its way to where the library finds it begins now, and its way back once it is summed."""
         values, ready = staging.fetch(segment)
-        post = self._first.sum_in_place(values, total)
+        post = self._first.sum_in_place(values)
         return Step(lambda: then(post(), lambda: staging.store(values, into=segment)), ready)
 
     def _rounded_sum(self, tensor: torch.Tensor, wire: WireFormat, residual: Residual | None) -> Waiting[None]:

@@ -17,7 +17,7 @@ ULFM = ["--with-ft", "ulfm"]
 
 APART = """
 import hetsync.plane.mpi
-hetsync.plane.mpi.most_on_a_host = lambda comm: 1
+hetsync.plane.mpi.most_on_a_host = lambda *among: 1
 """
 PREAMBLE = """
 import os, signal, sys, threading, time
@@ -115,7 +115,11 @@ while len(arrived) < 2:
 assert sorted(arrived) == [(rank, ("fresh", rank)) for rank in others], arrived
 
 if first == second:
+    arrived = []
+    while len(arrived) < 2:  # the others have all that they wait for
+        arrived += plane.receive()
     die()
+plane.send("have all", to=second)
 until_lost(lambda: plane.gather_objects(first))
 plane.mend()
 plane.heed()
@@ -131,6 +135,43 @@ print("survived", first)
     )
     assert done.status == 0, done.story
     assert sorted(done.out.split("\n"))[1:] == [f"survived {rank}" for rank in left], done.story
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_death_between_the_two_steps_of_a_sum(tmp_path: Path, step: int) -> None:
+    """Of one that has sent its parts, or some of its sums; what survivors have sent each other arrives all the same."""
+    done = job_between_hosts(
+        tmp_path,
+        4,
+        f"step = {step}"
+        + """
+from hetsync.plane.mpi_lane import TwoStepSum
+exchange, sent = TwoStepSum._exchange, []
+def exchange_until(self, rank, *parts):
+    if first == 2 and len(sent) == (3 if step == 1 else 4):  # before the second step, or in it
+        die()
+    sent.append(rank)
+    exchange(self, rank, *parts)
+TwoStepSum._exchange = exchange_until
+values = torch.arange(900_000.0) % 1009
+addend = values + first
+handle = plane.allreduce(addend)
+until_lost(handle.done)
+before = [lane for lane in plane.sums._lanes if lane._sums]
+plane.mend()
+plane.heed()
+assert before and all(not begun._requests for lane in before for begun in lane._sums), "MPI may still write"
+for _ in range(3):
+    tensor = values + first
+    wait(plane.allreduce(tensor))
+    assert torch.equal(tensor, 3 * values + 4)
+assert plane.sums._lanes[0]._numbered == 3 * 5  # segments
+plane.close()
+print("survived", first)
+""",
+    )
+    assert done.status == 0, done.story
+    assert sorted(done.out.split("\n"))[1:] == [f"survived {rank}" for rank in (0, 1, 3)], done.story
 
 
 @BY

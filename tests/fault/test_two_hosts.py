@@ -109,16 +109,22 @@ def test_profile_measures_the_link(lab: Path, tmp_path: Path) -> None:
     assert [group["host"] for group in profile["devices"]] == ["h0", "h1"]
 
 
-def test_sums_between_hosts_are_not_in_place(lab: Path, tmp_path: Path) -> None:
-    """Where MPI would send everything through one rank; tests/mpi/test_mpi_plane.py has those on one host."""
+@pytest.mark.parametrize(
+    ("hosts", "way"), [("h0:1,h1:1", "in two steps"), ("h0:2,h1:2", "of copies"), ("h0:2", "in place")]
+)
+def test_the_way_of_sums_is_that_of_the_hosts(lab: Path, tmp_path: Path, hosts: str, way: str) -> None:
+    """Between hosts MPI would send everything through one rank; tests/mpi/test_mpi_plane.py has what comes of it."""
     script = tmp_path / "told.py"
     script.write_text(
         "from hetsync.plane.mpi import MpiSums\n"
         "from hetsync.plane.mpi_members import MpiMembers\n"
-        "print([lane.copies for lane in MpiSums(MpiMembers.of_world(tolerant=False))._lanes])\n"
+        "for lane in MpiSums(MpiMembers.of_world(tolerant=False))._lanes:\n"
+        "    print('in two steps' if lane.in_two_steps else 'of copies' if lane.copies else 'in place')\n"
     )
-    done = _ended([str(lab / "mpirun"), "-np", "2", sys.executable, str(script)], tmp_path)
-    assert done.out.splitlines() == 2 * ["[True, True]"], done.story
+    ranks = sum(int(each.split(":")[1]) for each in hosts.split(","))
+    mpirun = ["env", f"HOSTS={hosts}", str(lab / "mpirun"), "-np", str(ranks)]
+    done = _ended([*mpirun, sys.executable, str(script)], tmp_path)
+    assert done.out.splitlines() == 2 * ranks * [way], done.story
 
 
 # What becomes of a job whose host dies, or whose link is cut.

@@ -74,7 +74,7 @@ def mixed_plane(flat_sums: Callable[[MpiMessages], Sums]) -> Plane:
 
 def mpi_plane_between_hosts() -> Plane:
     """As if each rank were on a host of its own."""
-    with patch("hetsync.plane.mpi.most_on_a_host", lambda comm: 1):
+    with patch("hetsync.plane.mpi.most_on_a_host", lambda *among: 1):
         return MpiPlane()
 
 

@@ -6,7 +6,6 @@ mpirun -np N python -m pytest --with-mpi tests/mpi
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Callable
 
@@ -18,8 +17,9 @@ from test_sums_contract import test_many_in_flight_polled_in_any_order as many_i
 
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane, PlaneError
+from hetsync.plane.blocking import wait_until
 from hetsync.plane.mpi import MpiPlane
-from hetsync.plane.mpi_lane import LEAST_EXCHANGED, SEGMENT_VALUES_PER_RANK, MpiLane
+from hetsync.plane.mpi_lane import LEAST_CUT_VALUES, SEGMENT_VALUES_PER_RANK, MpiLane, TwoStepSum
 from hetsync.plane.polled import SEGMENTS_IN_FLIGHT
 from hetsync.plane.staging import HostStaging, Test
 
@@ -52,51 +52,105 @@ def test_segments_of_large_sums_keep_their_places_among_small_ones(
     finish: Finish, open_plane: Callable[[], Plane]
 ) -> None:
     plane = open_plane()
-    segments, fewer = 2 * SEGMENTS_IN_FLIGHT + 1, SEGMENTS_IN_FLIGHT
-    large, less = ((n - 1) * SEGMENT_VALUES_PER_RANK * plane.size + 7 for n in (segments, fewer))
-    sizes = (5, large, less, 3, large, LEAST_EXCHANGED + 1, less, 4)
-    tensors = [torch.arange(n, dtype=torch.float32) % 1009 + plane.rank for n in sizes]
+    segments = 2 * SEGMENTS_IN_FLIGHT + 1
+    large = (segments - 1) * SEGMENT_VALUES_PER_RANK * plane.size + LEAST_CUT_VALUES + 1
+    sizes = (5, large, 3, large, LEAST_CUT_VALUES, 4)
+    each = [torch.arange(n, dtype=torch.float32) % 1009 + 2000 * place for place, n in enumerate(sizes)]
+    tensors = [values + plane.rank for values in each]
     handles = [plane.allreduce(tensor) for tensor in tensors]
     random.Random(plane.rank).shuffle(handles)
     while not all([handle.done() for handle in handles]):  # ended by the time limit of all tests
         assert all(len(requests) <= SEGMENTS_IN_FLIGHT for requests, _ in plane.sums._first._pending.values())
         time.sleep(2e-4)
-    for tensor in tensors:
-        each = torch.arange(tensor.numel(), dtype=torch.float32) % 1009
-        assert torch.equal(tensor, plane.size * each + sum(range(plane.size)))
-    assert plane.moves == 2 * (segments + fewer) + 4
+    for tensor, values in zip(tensors, each, strict=True):
+        assert torch.equal(tensor, plane.size * values + sum(range(plane.size)))
+    assert plane.moves == 2 * segments + 4
+    assert plane.sums._first._numbered == (2 * segments + 1 if plane.sums._first.in_two_steps else 0)
     plane.close()
 
 
-@pytest.mark.parametrize("most_exchanged", [0, sys.maxsize], ids=["copied", "exchanged"])
-def test_between_hosts_sums_are_the_same_and_use_their_memory_again(finish: Finish, most_exchanged: int) -> None:
-    plane = mpi_plane_between_hosts()
+@pytest.mark.parametrize("way", ["in_two_steps", "copies"])
+def test_between_hosts_sums_are_the_same_and_use_their_memory_again(finish: Finish, way: str) -> None:
+    plane = MpiPlane()
     lane = plane.sums._first
-    lane._copies, lane._most_exchanged = True, most_exchanged  # whatever the number of ranks
+    assert (lane.in_two_steps, lane.copies) == (False, False), "on one host either only costs"
+    setattr(lane, way, True)
     n = (3 * SEGMENTS_IN_FLIGHT + 1) * SEGMENT_VALUES_PER_RANK * plane.size + 7
     for _ in range(2):
         tensor = torch.arange(n, dtype=torch.float32) % 1009 + plane.rank
         finish(plane.allreduce(tensor), name="sum between hosts")
         assert torch.equal(tensor, plane.size * (torch.arange(n) % 1009).float() + sum(range(plane.size)))
-        assert len(lane._spare) == len(lane._scratch) == SEGMENTS_IN_FLIGHT
+        assert 0 < len(lane._spare) == len(lane._scratch) <= SEGMENTS_IN_FLIGHT
+        assert not lane._sums
+    plane.close()
+
+
+def test_rounds_of_tags(finish: Finish, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They begin anew now and then."""
+    monkeypatch.setattr("hetsync.plane.mpi_lane.TAGS", 3)
+    plane = mpi_plane_between_hosts()
+    tensors = [torch.full((LEAST_CUT_VALUES,), float(place + plane.rank)) for place in range(10)]
+    for one, another in zip(tensors[::2], tensors[1::2], strict=True):
+        for handle in [plane.allreduce(one), plane.allreduce(another)]:
+            finish(handle, name="sum")
+    wanted = [plane.size * place + sum(range(plane.size)) for place in range(10)]
+    assert [(tensor.min(), tensor.max()) for tensor in tensors] == [(value, value) for value in wanted]
     plane.close()
 
 
 @pytest.mark.parametrize(
-    ("on_host", "ranks", "copies", "most"),
+    ("on_host", "ranks", "way"),
     [
-        (1, 1, False, 0),
-        (2, 2, False, 0),  # in shared memory
-        (4, 4, False, 0),
-        (1, 3, True, sys.maxsize),
-        (1, 4, True, 4 * 4 * SEGMENT_VALUES_PER_RANK),
-        (1, 17, True, 0),
-        (2, 4, True, 0),  # a host's link would carry what both of its ranks send
+        (1, 1, "in place"),
+        (1, 2, "in two steps"),
+        (1, 16, "in two steps"),
+        (1, 17, "of copies"),
+        (2, 4, "of copies"),  # a host's link would carry what both of its ranks send
+        (2, 3, "in place"),  # where copies change nothing
+        (2, 2, "in place"),  # in shared memory
+        (4, 4, "in place"),
     ],
 )
-def test_which_way_segments_go(on_host: int, ranks: int, copies: bool, most: int) -> None:
-    lane = MpiLane(type("Comm", (), {"Get_size": lambda _: ranks})(), on_host)
-    assert (lane._copies, lane._most_exchanged) == (copies, most)
+@pytest.mark.parametrize("values", [LEAST_CUT_VALUES - 1, LEAST_CUT_VALUES])
+def test_the_way_of_a_segment(on_host: int, ranks: int, way: str, values: int) -> None:
+    posted: list[str] = []
+
+    class PlayedComm:
+        def Get_size(self) -> int:
+            return ranks
+
+        def Get_rank(self) -> int:
+            return 0
+
+        def Iallreduce(self, addend: object, total: object) -> MPI.Request:
+            posted.append("in place" if addend is MPI.IN_PLACE else "of copies")
+            return MPI.REQUEST_NULL
+
+        def Irecv(self, into: object, rank: int, tag: int) -> MPI.Request:
+            posted.append("in two steps")
+            return MPI.REQUEST_NULL
+
+        def Isend(self, part: object, rank: int, tag: int) -> MPI.Request:
+            return MPI.REQUEST_NULL
+
+    assert MpiLane(PlayedComm(), on_host).sum_in_place(torch.zeros(values))()()
+    assert set(posted) == {way if values == LEAST_CUT_VALUES else "in place"}
+
+
+def test_a_message_that_fails_says_why_and_the_others_still_arrive() -> None:
+    """Rank 0 expects less than the others send."""
+    comm = MPI.COMM_WORLD.Dup()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    values = torch.ones(LEAST_CUT_VALUES * (2 if comm.Get_rank() else 1))
+    begun = TwoStepSum(comm, values, 0, torch.empty_like(values))
+    begun.begin()
+    if comm.Get_size() > 1 and comm.Get_rank() == 0:
+        with pytest.raises(MPI.Exception) as raised:
+            wait_until(begun.test, 20.0, lambda: "the failure")
+        assert raised.value.Get_error_class() == MPI.ERR_TRUNCATE
+    wait_until(begun.settled, 20.0, lambda: "the other messages")
+    comm.Barrier()
+    comm.Free()
 
 
 def test_single_threaded_mpi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
