@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from hetsync.errors import UserError
-from hetsync.launchers import reaches_later_processes
+from hetsync.launchers import reaches_later_processes, told_of_deaths
 from hetsync.plane import codec
 from hetsync.plane.base import Channels, MembersLost, Messages, Plane, PlaneError, Summoned, Sums, named
 from hetsync.plane.blocking import BlockingCollectives, wait_until
@@ -49,19 +49,14 @@ class MpiSums(PolledSums):
         with members.errors("opening sums"):
             comm = members.communicator(ranks)
             on_host = most_on_a_host(comm, timeout_seconds)
-            self._lanes = MpiLane(comm, on_host), MpiLane(members.communicator(ranks), on_host)
+            told = told_of_deaths()
+            self._lanes = MpiLane(comm, on_host, told), MpiLane(members.communicator(ranks), on_host, told)
         super().__init__("MPI", comm.Get_rank(), comm.Get_size(), *self._lanes)
         self._timeout_seconds = timeout_seconds
         self._closed = False
 
     def among(self, messages: Messages) -> Sums:
         assert isinstance(messages, MpiMessages)
-
-        def settled() -> bool:
-            messages.mpi.heed_end()
-            return all([lane.settled for lane in self._lanes])
-
-        wait_until(settled, self._timeout_seconds, lambda: "what was on its way before a death")
         return MpiSums(messages.mpi, self._timeout_seconds)
 
     def _failure(self, error: Exception) -> PlaneError:

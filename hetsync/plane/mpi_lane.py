@@ -37,8 +37,8 @@ class TwoStepSum:
     """
 
     def __init__(self, comm: MPI.Intracomm, values: torch.Tensor, tag: int, scratch: torch.Tensor) -> None:
-        """`scratch` takes in the other ranks' addends. No other message among them has this `tag` while these are under
-        way."""
+        """It begins. `scratch` takes in the other ranks' addends. No other message among them has this `tag` while
+        these are under way."""
         self._comm, self._tag = comm, tag
         self._parts = values.tensor_split(comm.Get_size())
         self._others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
@@ -46,50 +46,27 @@ class TwoStepSum:
         self._addends = [
             scratch[place * self._own.numel() :][: self._own.numel()] for place in range(len(self._others))
         ]
-        self._requests: list[MPI.Request] = []
         self._added = False
-
-    def begin(self) -> None:
+        self._requests: list[MPI.Request] = []
         for rank, addend in zip(self._others, self._addends, strict=True):
             self._exchange(rank, self._parts[rank], addend)
 
     def test(self) -> bool:
-        if not self._arrived():
+        if not MPI.Request.Testall(self._requests):
             return False
-        if not self._added:
-            for addend in self._addends:
-                self._own += addend
-            self._added = True
-            for rank in self._others:
-                self._exchange(rank, self._own, self._parts[rank])
-        return self._arrived()
-
-    def settled(self) -> bool:
-        """After a failure: does MPI write to none of its memory any more?"""
-        self._requests = [request for request in self._requests if not _has_ended(request)]
-        return not self._requests
+        if self._added:
+            return True
+        for addend in self._addends:
+            self._own += addend
+        self._added = True
+        self._requests = []
+        for rank in self._others:
+            self._exchange(rank, self._own, self._parts[rank])
+        return MPI.Request.Testall(self._requests)
 
     def _exchange(self, rank: int, sent: torch.Tensor, received: torch.Tensor) -> None:
         self._requests.append(self._comm.Irecv([memory(received), MPI.FLOAT], rank, self._tag))
         self._requests.append(self._comm.Isend([memory(sent), MPI.FLOAT], rank, self._tag))
-
-    def _arrived(self) -> bool:
-        """Raises as soon as one message has failed, while others may be under way."""
-        statuses: list[MPI.Status] = []
-        try:
-            MPI.Request.Testsome(self._requests, statuses)
-        except MPI.Exception as error:  # which may say no more than that the reason is in a status
-            codes = [code for status in statuses if (code := status.Get_error()) != MPI.SUCCESS]
-            raise MPI.Exception(codes[0] if codes else error.Get_error_code()) from error
-        self._requests = [request for request in self._requests if request != MPI.REQUEST_NULL]
-        return not self._requests
-
-
-def _has_ended(request: MPI.Request) -> bool:
-    try:
-        return bool(request.Test())
-    except MPI.Exception:
-        return True
 
 
 class MpiLane(Lane):
@@ -98,13 +75,16 @@ class MpiLane(Lane):
     saves nothing, it sums in place.
     """
 
-    def __init__(self, comm: MPI.Intracomm, on_host: int) -> None:
-        """`on_host`: see `most_on_a_host`."""
+    def __init__(self, comm: MPI.Intracomm, on_host: int, told_of_deaths: bool) -> None:
+        """`on_host`: see `most_on_a_host`. Where MPI tells of deaths all sums are its own: it ends a process of which a
+        message fails, to another that dies, after its request has ended (Open MPI 5: "Send error after request freed"),
+        and what has met its other half cannot be called back.
+        """
         super().__init__()
         self.comm = comm
         size = comm.Get_size()
         self.segment_values: int = SEGMENT_VALUES_PER_RANK * size
-        self.in_two_steps = on_host == 1 and 1 < size <= MOST_RANKS_IN_TWO_STEPS
+        self.in_two_steps = on_host == 1 and 1 < size <= MOST_RANKS_IN_TWO_STEPS and not told_of_deaths
         self.copies = on_host < size and size >= FEWEST_RANKS_HALVING and not self.in_two_steps
         self._sums: list[TwoStepSum] = []  # under way
         self._numbered = 0  # of those that have begun
@@ -125,16 +105,20 @@ class MpiLane(Lane):
         begun = TwoStepSum(self.comm, values, self._numbered % TAGS, scratch)
         self._numbered += 1
         self._sums.append(begun)
-        begun.begin()
 
         def test() -> bool:
-            if not begun.test():
+            self._go_on()
+            if begun in self._sums:
                 return False
-            self._sums.remove(begun)
             self._spare.append(scratch)
             return True
 
         return test
+
+    def _go_on(self) -> None:
+        """All that are under way: who tests one after the other would let each begin its second step once those before
+        it have ended."""
+        self._sums = [begun for begun in self._sums if not begun.test()]
 
     def _sum_copy(self, values: torch.Tensor) -> Test:
         scratch = self._take()
@@ -154,12 +138,6 @@ class MpiLane(Lane):
             self._scratch.append(torch.empty(self.segment_values))
             self._spare.append(self._scratch[-1])
         return self._spare.pop()
-
-    @property
-    def settled(self) -> bool:
-        """After a failure: does MPI write to nothing of what was summed in two steps? What has met its other half among
-        those who are left still arrives."""
-        return all([begun.settled() for begun in self._sums])
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor) -> Post:
         return lambda: self.comm.Ialltoall([memory(sent), MPI.BYTE], [memory(received), MPI.BYTE]).Test

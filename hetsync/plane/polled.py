@@ -88,7 +88,7 @@ class Queue:
         self._tickets = 0
         self._posted = 0
         # Buffers stay here after a failure too: the library may still write to them, and survivors would crash.
-        self._pending: dict[int, tuple[list[Test], tuple[torch.Tensor, ...]]] = {}
+        self._pending: dict[int, tuple[deque[Test], tuple[torch.Tensor, ...]]] = {}
 
     def ticket(self) -> int:
         """The next place in the order; every ticket must be used."""
@@ -100,23 +100,22 @@ class Queue:
         while self._posted != ticket:
             yield
         yield from self.all_here()
-        tests: list[Test] = []
+        tests: deque[Test] = deque()
         self._pending[ticket] = (tests, buffers)
         for step in steps:
-            while self._left(tests) == SEGMENTS_IN_FLIGHT or not step.ready():
-                yield
+            if len(tests) == SEGMENTS_IN_FLIGHT:
+                yield from self._first_of(tests)
+            yield from until(step.ready)
             tests.append(step.post())
         self._posted += 1
-        while self._left(tests):
-            yield
+        while tests:
+            yield from self._first_of(tests)
         del self._pending[ticket]
 
-    def _left(self, tests: list[Test]) -> int:
-        """How many have not come to their end. Each is looked at, as it may have to go on by itself."""
-        left = [test for test in tests if not test()]
-        self.completed += len(tests) - len(left)
-        tests[:] = left
-        return len(left)
+    def _first_of(self, tests: deque[Test]) -> Waiting[None]:
+        yield from until(tests[0])
+        tests.popleft()
+        self.completed += 1
 
     def all_here(self) -> Waiting[None]:
         """Waits for the other ranks, where collectives must not be posted before these have come."""

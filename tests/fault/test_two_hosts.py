@@ -110,9 +110,17 @@ def test_profile_measures_the_link(lab: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "way"), [("h0:1,h1:1", "in two steps"), ("h0:2,h1:2", "of copies"), ("h0:2", "in place")]
+    ("hosts", "flags", "way"),
+    [
+        ("h0:1,h1:1", [], "in two steps"),
+        ("h0:1,h1:1", ["--with-ft", "ulfm"], "in place"),
+        ("h0:2,h1:2", [], "of copies"),
+        ("h0:2", [], "in place"),
+    ],
 )
-def test_the_way_of_sums_is_that_of_the_hosts(lab: Path, tmp_path: Path, hosts: str, way: str) -> None:
+def test_the_way_of_sums_is_that_of_the_hosts(
+    lab: Path, tmp_path: Path, hosts: str, flags: list[str], way: str
+) -> None:
     """Between hosts MPI would send everything through one rank; tests/mpi/test_mpi_plane.py has what comes of it."""
     script = tmp_path / "told.py"
     script.write_text(
@@ -122,7 +130,7 @@ def test_the_way_of_sums_is_that_of_the_hosts(lab: Path, tmp_path: Path, hosts: 
         "    print('in two steps' if lane.in_two_steps else 'of copies' if lane.copies else 'in place')\n"
     )
     ranks = sum(int(each.split(":")[1]) for each in hosts.split(","))
-    mpirun = ["env", f"HOSTS={hosts}", str(lab / "mpirun"), "-np", str(ranks)]
+    mpirun = ["env", f"HOSTS={hosts}", str(lab / "mpirun"), "-np", str(ranks), *flags]
     done = _ended([*mpirun, sys.executable, str(script)], tmp_path)
     assert done.out.splitlines() == 2 * ranks * [way], done.story
 

@@ -17,9 +17,8 @@ from test_sums_contract import test_many_in_flight_polled_in_any_order as many_i
 
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane, PlaneError
-from hetsync.plane.blocking import wait_until
 from hetsync.plane.mpi import MpiPlane
-from hetsync.plane.mpi_lane import LEAST_CUT_VALUES, SEGMENT_VALUES_PER_RANK, MpiLane, TwoStepSum
+from hetsync.plane.mpi_lane import LEAST_CUT_VALUES, SEGMENT_VALUES_PER_RANK, MpiLane
 from hetsync.plane.polled import SEGMENTS_IN_FLIGHT
 from hetsync.plane.staging import HostStaging, Test
 
@@ -133,24 +132,9 @@ def test_the_way_of_a_segment(on_host: int, ranks: int, way: str, values: int) -
         def Isend(self, part: object, rank: int, tag: int) -> MPI.Request:
             return MPI.REQUEST_NULL
 
-    assert MpiLane(PlayedComm(), on_host).sum_in_place(torch.zeros(values))()()
+    assert MpiLane(PlayedComm(), on_host, told_of_deaths=False).sum_in_place(torch.zeros(values))()()
     assert set(posted) == {way if values == LEAST_CUT_VALUES else "in place"}
-
-
-def test_a_message_that_fails_says_why_and_the_others_still_arrive() -> None:
-    """Rank 0 expects less than the others send."""
-    comm = MPI.COMM_WORLD.Dup()
-    comm.Set_errhandler(MPI.ERRORS_RETURN)
-    values = torch.ones(LEAST_CUT_VALUES * (2 if comm.Get_rank() else 1))
-    begun = TwoStepSum(comm, values, 0, torch.empty_like(values))
-    begun.begin()
-    if comm.Get_size() > 1 and comm.Get_rank() == 0:
-        with pytest.raises(MPI.Exception) as raised:
-            wait_until(begun.test, 20.0, lambda: "the failure")
-        assert raised.value.Get_error_class() == MPI.ERR_TRUNCATE
-    wait_until(begun.settled, 20.0, lambda: "the other messages")
-    comm.Barrier()
-    comm.Free()
+    assert not MpiLane(PlayedComm(), on_host, told_of_deaths=True).in_two_steps
 
 
 def test_single_threaded_mpi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
