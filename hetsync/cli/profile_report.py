@@ -87,8 +87,8 @@ def _ways(gain: Gain) -> Table:
 
 def _settings(sync: SyncConfig) -> str:
     bound = "no bound" if sync.delay_bound is None else f"D = {sync.delay_bound}"
-    rounds = "" if sync.delay_bound == 0 else f", q = {sync.quorum}, grace {sync.grace}"
-    return f"this recipe: {bound}{rounds}, K = {sync.accumulation}"
+    quorum_and_grace = "" if sync.delay_bound == 0 else f", q = {sync.quorum}, grace {sync.grace}"
+    return f"this recipe: {bound}{quorum_and_grace}, K = {sync.accumulation}"
 
 
 def gain_sentences(cluster: Cluster, profiles: Sequence[RankProfile], gain: Gain) -> list[str]:

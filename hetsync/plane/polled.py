@@ -18,7 +18,7 @@ from hetsync.plane.staging import CudaStaging, HostStaging, Test, at_once
 from hetsync.plane.wire import decode, deliver, encode, encode_sum, encoded_bytes, flat, padded, shard_values
 
 # With few and small enough segments under way MPI's copies stay in the processor's cache, which more than halves the
-# time of large sums in shared memory (docs/results/planes.md).
+# time of large sums in shared memory (docs/results/runtime-cost.md).
 SEGMENTS_IN_FLIGHT = 4
 
 Item = TypeVar("Item")
