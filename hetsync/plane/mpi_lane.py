@@ -13,7 +13,7 @@ import torch
 
 from hetsync.plane.blocking import wait_until
 from hetsync.plane.mpi_members import MPI
-from hetsync.plane.polled import Lane, Post
+from hetsync.plane.polled import SEGMENTS_IN_FLIGHT, Lane, Post
 from hetsync.plane.staging import Test
 
 # Small enough for MPI's copies to stay in the processor's cache (see polled.SEGMENTS_IN_FLIGHT). Segments grow with the
@@ -107,7 +107,8 @@ class MpiLane(Lane):
         self._sums.append(begun)
 
         def test() -> bool:
-            self._go_on()
+            if self._sums and self._sums[0] is begun:
+                self._go_on()
             if begun in self._sums:
                 return False
             self._spare.append(scratch)
@@ -116,9 +117,10 @@ class MpiLane(Lane):
         return test
 
     def _go_on(self) -> None:
-        """All that are under way: who tests one after the other would let each begin its second step once those before
-        it have ended."""
-        self._sums = [begun for begun in self._sums if not begun.test()]
+        """As many of the oldest as a sum has under way: who tests one after the other would let each begin its second
+        step once those before it have ended; who tests all would do so again for each of many sums."""
+        oldest, later = self._sums[:SEGMENTS_IN_FLIGHT], self._sums[SEGMENTS_IN_FLIGHT:]
+        self._sums = [*(begun for begun in oldest if not begun.test()), *later]
 
     def _sum_copy(self, values: torch.Tensor) -> Test:
         scratch = self._take()

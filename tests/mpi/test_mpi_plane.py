@@ -84,6 +84,22 @@ def test_between_hosts_sums_are_the_same_and_use_their_memory_again(finish: Fini
     plane.close()
 
 
+def test_many_sums_of_several_segments_at_once(finish: Finish) -> None:
+    """As buckets of gradients are."""
+    plane = mpi_plane_between_hosts()
+    n = 2 * SEGMENT_VALUES_PER_RANK * plane.size + LEAST_CUT_VALUES
+    each = [torch.arange(n, dtype=torch.float32) % 1009 + 2000 * place for place in range(12)]
+    tensors = [values + plane.rank for values in each]
+    handles = [plane.allreduce(tensor) for tensor in tensors]
+    random.Random(plane.rank).shuffle(handles)
+    for handle in handles:
+        finish(handle, name="one of many sums")
+    for tensor, values in zip(tensors, each, strict=True):
+        assert torch.equal(tensor, plane.size * values + sum(range(plane.size)))
+    assert not plane.sums._first._sums
+    plane.close()
+
+
 def test_rounds_of_tags(finish: Finish, monkeypatch: pytest.MonkeyPatch) -> None:
     """They begin anew now and then."""
     monkeypatch.setattr("hetsync.plane.mpi_lane.TAGS", 3)
