@@ -27,7 +27,7 @@ def show(config: Config, cluster: Cluster, profiles: Sequence[RankProfile], gain
     console.print(link_sentence(cluster.link, len(profiles)))
     console.print(*links_sentences(cluster.links), sep="\n", end="\n" if cluster.links else "")
     console.print(_ways(gain))
-    console.print(_settings(config.sync))
+    console.print(settings_sentence(config.sync))
     console.print(*gain_sentences(cluster, profiles, gain), sep="\n")
 
 
@@ -85,7 +85,7 @@ def _ways(gain: Gain) -> Table:
     return table
 
 
-def _settings(sync: SyncConfig) -> str:
+def settings_sentence(sync: SyncConfig) -> str:
     bound = "no bound" if sync.delay_bound is None else f"D = {sync.delay_bound}"
     quorum_and_grace = "" if sync.delay_bound == 0 else f", q = {sync.quorum}, grace {sync.grace}"
     return f"this recipe: {bound}{quorum_and_grace}, K = {sync.accumulation}"

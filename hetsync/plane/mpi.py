@@ -20,8 +20,8 @@ from hetsync.plane import codec
 from hetsync.plane.base import Channels, MembersLost, Messages, Plane, PlaneError, Summoned, Sums, named
 from hetsync.plane.blocking import BlockingCollectives, wait_until
 from hetsync.plane.ending import within
-from hetsync.plane.mpi_lane import MpiLane, memory, most_on_a_host
-from hetsync.plane.mpi_members import MPI, SECONDS_TO_TELL, MpiMembers
+from hetsync.plane.mpi_lane import MpiLane, way_of
+from hetsync.plane.mpi_members import MPI, SECONDS_TO_TELL, MpiMembers, largest, memory, ranks_here
 from hetsync.plane.mpi_summoned import (
     SECONDS_TO_COME_UP,
     SECONDS_TO_ENTER,
@@ -48,9 +48,9 @@ class MpiSums(PolledSums):
         self._members = members
         with members.errors("opening sums"):
             comm = members.communicator(ranks)
-            on_host = most_on_a_host(comm, timeout_seconds)
-            told = told_of_deaths()
-            self._lanes = MpiLane(comm, on_host, told), MpiLane(members.communicator(ranks), on_host, told)
+            most_on_a_host, ulfm = largest(comm, [ranks_here(comm), told_of_deaths()], timeout_seconds)
+            way = way_of(comm.Get_size(), most_on_a_host, bool(ulfm))
+            self._lanes = MpiLane(comm, way), MpiLane(members.communicator(ranks), way)
         super().__init__("MPI", comm.Get_rank(), comm.Get_size(), *self._lanes)
         self._timeout_seconds = timeout_seconds
         self._closed = False

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn, cast
 
 import mpi4py
+import torch
 
 from hetsync.errors import UserError
 from hetsync.launchers import told_of_deaths
@@ -34,6 +35,27 @@ except (ImportError, RuntimeError) as error:
 
 SECONDS_TO_TELL = 2.0  # all ranks that the job ends
 LOOK_SECONDS = 0.05  # from one look for its end to the next
+
+
+def memory(tensor: torch.Tensor) -> MPI.buffer:
+    """As MPI takes it."""
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+
+def ranks_here(comm: MPI.Intracomm) -> int:
+    """Collective: how many of these ranks are on this host."""
+    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    ranks = host.Get_size()
+    host.Free()
+    return ranks
+
+
+def largest(comm: MPI.Intracomm, numbers: Sequence[int], timeout_seconds: float) -> list[int]:
+    """Collective: of each of these numbers the largest of all ranks'."""
+    found = torch.tensor(numbers)
+    request = comm.Iallreduce(MPI.IN_PLACE, [memory(found), MPI.INT64_T], MPI.MAX)
+    wait_until(request.Test, timeout_seconds, lambda: "other ranks to open their sums")
+    return found.tolist()
 
 
 class MpiMembers:

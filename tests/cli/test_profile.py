@@ -10,7 +10,8 @@ import torch
 
 from hetsync.balance.profile import RankProfile, StepTime
 from hetsync.cli import main as cli
-from hetsync.cli.profile_report import gain_sentences, link_sentence, links_sentences
+from hetsync.cli.profile_report import gain_sentences, link_sentence, links_sentences, settings_sentence
+from hetsync.config.schema import SyncConfig
 from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, LognormalJitter, PairLink, load_cluster
 from hetsync.simulate.gain import Gain
 
@@ -56,6 +57,12 @@ def test_of_a_profile_nothing_is_measured_or_written(
 def test_a_profile_that_would_not_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert profiled("--emulate", "quickstart", "--output", tmp_path / "x.yaml") == 2
     assert "--emulate quickstart measures nothing: leave one of them out" in capsys.readouterr().err
+
+
+def test_settings_in_words() -> None:
+    assert settings_sentence(SyncConfig(delay_bound=0)) == "this recipe: D = 0, K = 1"
+    free = SyncConfig(delay_bound=None, quorum=1.0, grace=0, accumulation=2)
+    assert settings_sentence(free) == "this recipe: no bound, q = 1.0, grace 0, K = 2"
 
 
 def test_links_in_words() -> None:

@@ -74,8 +74,10 @@ def mixed_plane(flat_sums: Callable[[MpiMessages], Sums]) -> Plane:
 
 def mpi_plane_between_hosts() -> Plane:
     """As if each rank were on a host of its own."""
-    with patch("hetsync.plane.mpi.most_on_a_host", lambda *among: 1):
-        return MpiPlane()
+    with patch("hetsync.plane.mpi.ranks_here", lambda among: 1):
+        plane = MpiPlane()
+    assert plane.size == 1 or plane.sums._first.way == "direct"
+    return plane
 
 
 BACKENDS: dict[str, Callable[[], Plane]] = {

@@ -18,7 +18,7 @@ from test_sums_contract import test_many_in_flight_polled_in_any_order as many_i
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane, PlaneError
 from hetsync.plane.mpi import MpiPlane
-from hetsync.plane.mpi_lane import LEAST_CUT_VALUES, SEGMENT_VALUES_PER_RANK, MpiLane
+from hetsync.plane.mpi_lane import LEAST_VALUES, SEGMENT_VALUES_PER_RANK, MpiLane, Way, way_of
 from hetsync.plane.polled import SEGMENTS_IN_FLIGHT
 from hetsync.plane.staging import HostStaging, Test
 
@@ -52,8 +52,8 @@ def test_segments_of_large_sums_keep_their_places_among_small_ones(
 ) -> None:
     plane = open_plane()
     segments = 2 * SEGMENTS_IN_FLIGHT + 1
-    large = (segments - 1) * SEGMENT_VALUES_PER_RANK * plane.size + LEAST_CUT_VALUES + 1
-    sizes = (5, large, 3, large, LEAST_CUT_VALUES, 4)
+    large = (segments - 1) * SEGMENT_VALUES_PER_RANK * plane.size + LEAST_VALUES + 1
+    sizes = (5, large, 3, large, LEAST_VALUES, 4)
     each = [torch.arange(n, dtype=torch.float32) % 1009 + 2000 * place for place, n in enumerate(sizes)]
     tensors = [values + plane.rank for values in each]
     handles = [plane.allreduce(tensor) for tensor in tensors]
@@ -64,30 +64,31 @@ def test_segments_of_large_sums_keep_their_places_among_small_ones(
     for tensor, values in zip(tensors, each, strict=True):
         assert torch.equal(tensor, plane.size * values + sum(range(plane.size)))
     assert plane.moves == 2 * segments + 4
-    assert plane.sums._first._numbered == (2 * segments + 1 if plane.sums._first.in_two_steps else 0)
+    direct = open_plane is mpi_plane_between_hosts and plane.size > 1
+    assert plane.sums._first._begun == (2 * segments + 1 if direct else 0)
     plane.close()
 
 
-@pytest.mark.parametrize("way", ["in_two_steps", "copies"])
-def test_between_hosts_sums_are_the_same_and_use_their_memory_again(finish: Finish, way: str) -> None:
+@pytest.mark.parametrize("way", ["direct", "out of place"])
+def test_sums_of_all_ways_are_the_same_and_use_their_memory_again(finish: Finish, way: Way) -> None:
     plane = MpiPlane()
     lane = plane.sums._first
-    assert (lane.in_two_steps, lane.copies) == (False, False), "on one host either only costs"
-    setattr(lane, way, True)
+    assert lane.way == "in place", "on one host the others only cost"
+    lane.way = way
     n = (3 * SEGMENTS_IN_FLIGHT + 1) * SEGMENT_VALUES_PER_RANK * plane.size + 7
     for _ in range(2):
         tensor = torch.arange(n, dtype=torch.float32) % 1009 + plane.rank
-        finish(plane.allreduce(tensor), name="sum between hosts")
+        finish(plane.allreduce(tensor), name=f"sum {way}")
         assert torch.equal(tensor, plane.size * (torch.arange(n) % 1009).float() + sum(range(plane.size)))
-        assert 0 < len(lane._spare) == len(lane._scratch) <= SEGMENTS_IN_FLIGHT
-        assert not lane._sums
+        assert 0 < len(lane._spare) <= SEGMENTS_IN_FLIGHT
+        assert not lane._direct
     plane.close()
 
 
 def test_many_sums_of_several_segments_at_once(finish: Finish) -> None:
     """As buckets of gradients are."""
     plane = mpi_plane_between_hosts()
-    n = 2 * SEGMENT_VALUES_PER_RANK * plane.size + LEAST_CUT_VALUES
+    n = 2 * SEGMENT_VALUES_PER_RANK * plane.size + LEAST_VALUES
     each = [torch.arange(n, dtype=torch.float32) % 1009 + 2000 * place for place in range(12)]
     tensors = [values + plane.rank for values in each]
     handles = [plane.allreduce(tensor) for tensor in tensors]
@@ -96,61 +97,84 @@ def test_many_sums_of_several_segments_at_once(finish: Finish) -> None:
         finish(handle, name="one of many sums")
     for tensor, values in zip(tensors, each, strict=True):
         assert torch.equal(tensor, plane.size * values + sum(range(plane.size)))
-    assert not plane.sums._first._sums
+    assert not plane.sums._first._direct
     plane.close()
 
 
-def test_rounds_of_tags(finish: Finish, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They begin anew now and then."""
-    monkeypatch.setattr("hetsync.plane.mpi_lane.TAGS", 3)
-    plane = mpi_plane_between_hosts()
-    tensors = [torch.full((LEAST_CUT_VALUES,), float(place + plane.rank)) for place in range(10)]
-    for one, another in zip(tensors[::2], tensors[1::2], strict=True):
-        for handle in [plane.allreduce(one), plane.allreduce(another)]:
-            finish(handle, name="sum")
-    wanted = [plane.size * place + sum(range(plane.size)) for place in range(10)]
-    assert [(tensor.min(), tensor.max()) for tensor in tensors] == [(value, value) for value in wanted]
-    plane.close()
+class PlayedComm:
+    """Of rank 0; whatever is posted has ended."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self.sums: list[str] = []  # by MPI
+        self.tags: list[int] = []  # of what was sent
+
+    def Get_size(self) -> int:
+        return self._ranks
+
+    def Get_rank(self) -> int:
+        return 0
+
+    def Iallreduce(self, addend: object, total: object) -> MPI.Request:
+        self.sums.append("in place" if addend is MPI.IN_PLACE else "out of place")
+        return MPI.REQUEST_NULL
+
+    def Irecv(self, into: object, rank: int, tag: int) -> MPI.Request:
+        return MPI.REQUEST_NULL
+
+    def Isend(self, part: object, rank: int, tag: int) -> MPI.Request:
+        self.tags.append(tag)
+        return MPI.REQUEST_NULL
 
 
 @pytest.mark.parametrize(
-    ("on_host", "ranks", "way"),
+    ("ranks", "most_on_a_host", "ulfm", "way"),
     [
-        (1, 1, "in place"),
-        (1, 2, "in two steps"),
-        (1, 16, "in two steps"),
-        (1, 17, "of copies"),
-        (2, 4, "of copies"),  # a host's link would carry what both of its ranks send
-        (2, 3, "in place"),  # where copies change nothing
-        (2, 2, "in place"),  # in shared memory
-        (4, 4, "in place"),
+        (1, 1, False, "in place"),
+        (2, 1, False, "direct"),
+        (8, 1, False, "direct"),
+        (9, 1, False, "out of place"),
+        (8, 1, True, "out of place"),
+        (3, 1, True, "in place"),  # where Open MPI takes its tree in any case
+        (4, 2, False, "out of place"),
+        (3, 2, False, "in place"),
+        (2, 2, False, "in place"),
+        (4, 4, False, "in place"),
     ],
 )
-@pytest.mark.parametrize("values", [LEAST_CUT_VALUES - 1, LEAST_CUT_VALUES])
-def test_the_way_of_a_segment(on_host: int, ranks: int, way: str, values: int) -> None:
-    posted: list[str] = []
+def test_the_way_of_sums(ranks: int, most_on_a_host: int, ulfm: bool, way: Way) -> None:
+    assert way_of(ranks, most_on_a_host, ulfm) == way
 
-    class PlayedComm:
-        def Get_size(self) -> int:
-            return ranks
 
-        def Get_rank(self) -> int:
-            return 0
+@pytest.mark.parametrize("way", ["direct", "out of place", "in place"])
+def test_small_segments_are_summed_in_place(way: Way) -> None:
+    comm = PlayedComm(ranks=4)
+    lane = MpiLane(comm, way)
+    assert lane.sum_in_place(torch.zeros(LEAST_VALUES - 1))()()
+    assert (comm.sums, comm.tags) == (["in place"], [])
+    assert lane.sum_in_place(torch.zeros(LEAST_VALUES))()()
+    assert (comm.sums[1:], len(comm.tags)) == ([] if way == "direct" else [way], 6 if way == "direct" else 0)
 
-        def Iallreduce(self, addend: object, total: object) -> MPI.Request:
-            posted.append("in place" if addend is MPI.IN_PLACE else "of copies")
-            return MPI.REQUEST_NULL
 
-        def Irecv(self, into: object, rank: int, tag: int) -> MPI.Request:
-            posted.append("in two steps")
-            return MPI.REQUEST_NULL
+def test_direct_sums_have_tags_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetsync.plane.mpi_lane.TAGS", 3)
+    comm = PlayedComm(ranks=2)
+    lane = MpiLane(comm, "direct")
+    for _ in range(5):
+        assert lane.sum_in_place(torch.zeros(LEAST_VALUES))()()
+    assert comm.tags == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1], "the same one for both steps"
 
-        def Isend(self, part: object, rank: int, tag: int) -> MPI.Request:
-            return MPI.REQUEST_NULL
 
-    assert MpiLane(PlayedComm(), on_host, told_of_deaths=False).sum_in_place(torch.zeros(values))()()
-    assert set(posted) == {way if values == LEAST_CUT_VALUES else "in place"}
-    assert not MpiLane(PlayedComm(), on_host, told_of_deaths=True).in_two_steps
+def test_a_look_at_the_oldest_moves_on_as_many_as_a_sum_has_under_way() -> None:
+    comm = PlayedComm(ranks=2)
+    lane = MpiLane(comm, "direct")
+    tests = [lane.sum_in_place(torch.zeros(LEAST_VALUES))() for _ in range(SEGMENTS_IN_FLIGHT + 2)]
+    first_steps = len(comm.tags)
+    assert not tests[1](), "each of many sums would look at all others"
+    assert len(comm.tags) == first_steps
+    assert tests[0]()
+    assert len(comm.tags) == first_steps + SEGMENTS_IN_FLIGHT
+    assert all([test() for test in tests[1:]])
 
 
 def test_single_threaded_mpi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch.distributed as dist
@@ -13,14 +14,21 @@ import torch.distributed as dist
 from hetsync.plane import codec, store_places
 from hetsync.plane.base import LostError
 from hetsync.plane.store_places import OVER, First, StoreNewcomer, StoreSummoned
+from hetsync.stop_signal import STATUSES
 
 SECONDS = 20.0
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of who leaves
 
 
+@pytest.fixture
+def handlers() -> list[Callable[[int, object], None]]:
+    """Of signals, of all that have come to wait for one."""
+    return []
+
+
 @pytest.fixture(autouse=True)
-def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def left(monkeypatch: pytest.MonkeyPatch, handlers: list[Callable[[int, object], None]]) -> Iterator[list[int]]:
     """Statuses of those who have left; in life the process ends there."""
     statuses: list[int] = []
 
@@ -28,8 +36,12 @@ def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         statuses.append(status)
         raise SystemExit(status)
 
+    def handling(handler: Callable[[int, object], None]) -> AbstractContextManager[None]:
+        handlers.append(handler)
+        return nullcontext()
+
     monkeypatch.setattr(store_places, "leave", leave)
-    monkeypatch.setattr(store_places, "leaving_at_signals", lambda *give_up: nullcontext())  # this process is pytest's
+    monkeypatch.setattr(store_places, "handled", handling)  # signals of this process are pytest's
     for name in ("POLL_SECONDS", "ALIVE_SECONDS"):
         monkeypatch.setattr(store_places, name, 0.01)
     yield statuses
@@ -113,3 +125,19 @@ def test_who_is_not_needed_leaves(left: list[int]) -> None:
     StoreNewcomer(store)
     place.dismiss(0)
     until(lambda: left == [0])
+
+
+def test_a_signal_ends_who_waits_for_a_place_and_who_has_one(
+    left: list[int], handlers: list[Callable[[int, object], None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = dist.HashStore()
+    place = opened(store, 2)
+    StoreNewcomer(store)
+    waiting, having = handlers
+    for handler in (waiting, having):
+        with pytest.raises(SystemExit):
+            handler(signal.SIGTERM, None)
+    assert left == 2 * [STATUSES[signal.SIGTERM]]
+    assert capsys.readouterr().err.count("stopped by SIGTERM before it had joined") == 2
+    until(lambda: place.gone)  # free at once
+    store.set(OVER, "")
