@@ -2,13 +2,15 @@
 
 MPI has a way of its own for each size of a blocking sum, and few for one that is polled: Open MPI 5 sums in place along
 a binomial tree, whose root takes in and sends out everything log2(ranks) times; out of place, from four ranks and 64 kB
-on, by Rabenseifner's algorithm, in 2 · log2(ranks) steps, each of which waits for a poll. So between a few hosts sums
-are direct: messages between all pairs of ranks, in two steps (docs/results/planes.md).
+on, by Rabenseifner's algorithm: ranks exchange halves, quarters and so on, and collect the sums the same way back. And
+what is sent over TCP in more than 64 kB waits for its receiver's answer, that is, for a poll at either end. So between
+hosts segments are small; and between two or three of them sums are direct: messages between all pairs of ranks, in two
+steps (docs/results/planes.md).
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,24 +21,34 @@ from hetsync.plane.staging import Test
 # Small enough for MPI's copies to stay in the processor's cache (see polled.SEGMENTS_IN_FLIGHT). Segments grow with the
 # ranks, as most ways cut them into a part for each.
 SEGMENT_VALUES_PER_RANK = 1 << 16
+MESSAGE_VALUES = 15 << 10  # 60 kB; Open MPI counts its header, too (btl_tcp_eager_limit)
+SMALL_SEGMENTS_IN_FLIGHT = 16
 LEAST_VALUES = 1 << 14  # of a segment: below, MPI sums in place, and Open MPI 5 takes its tree in any case
-MOST_RANKS_DIRECT = 8  # measured so far
 FEWEST_RANKS_RABENSEIFNER = 4  # in Open MPI 5
 TAGS = 1 << 15  # every MPI has so many, and far fewer sums are under way
 
-Way = Literal["direct", "out of place", "in place"]
+
+class Way(NamedTuple):
+    """How segments are summed, of how many values, and how many are under way at a time."""
+
+    kind: Literal["direct", "out of place", "in place"]
+    segment_values: int
+    in_flight: int
 
 
 def way_of(ranks: int, most_on_a_host: int, ulfm: bool) -> Way:
-    """Of the sums of so many ranks. The ranks of a host would send all their parts over its link, so they sum out of
-    place, if that changes anything; ranks of one host alone, whose memory is their link, in place.
+    """Of the sums of so many ranks. Those of a host would all send directly over its one link.
 
     Under ULFM nothing is direct: Open MPI 5 ends a process of which a message to a rank that dies fails after its
     request was freed.
     """
-    if most_on_a_host == 1 < ranks <= MOST_RANKS_DIRECT and not ulfm:
-        return "direct"
-    return "out of place" if most_on_a_host < ranks >= FEWEST_RANKS_RABENSEIFNER else "in place"
+    if most_on_a_host == ranks:  # through their memory, where nothing is won by other ways
+        return Way("in place", SEGMENT_VALUES_PER_RANK * ranks, SEGMENTS_IN_FLIGHT)
+    if ranks >= FEWEST_RANKS_RABENSEIFNER:
+        return Way("out of place", 2 * MESSAGE_VALUES, SMALL_SEGMENTS_IN_FLIGHT)  # whose halves are sent
+    if most_on_a_host == 1 and not ulfm:
+        return Way("direct", SEGMENT_VALUES_PER_RANK * ranks, SEGMENTS_IN_FLIGHT)
+    return Way("in place", MESSAGE_VALUES, SMALL_SEGMENTS_IN_FLIGHT)
 
 
 class DirectSum:
@@ -76,8 +88,10 @@ class DirectSum:
             self._exchange(rank, self._own, self._parts[rank])
 
     def _exchange(self, rank: int, sent: torch.Tensor, received: torch.Tensor) -> None:
-        self._requests.append(self._comm.Irecv([memory(received), MPI.FLOAT], rank, self._tag))
-        self._requests.append(self._comm.Isend([memory(sent), MPI.FLOAT], rank, self._tag))
+        for message in received.split(MESSAGE_VALUES):
+            self._requests.append(self._comm.Irecv([memory(message), MPI.FLOAT], rank, self._tag))
+        for message in sent.split(MESSAGE_VALUES):
+            self._requests.append(self._comm.Isend([memory(message), MPI.FLOAT], rank, self._tag))
 
 
 class MpiLane(Lane):
@@ -87,15 +101,16 @@ class MpiLane(Lane):
         super().__init__()
         self.comm = comm
         self.way = way
-        self.segment_values: int = SEGMENT_VALUES_PER_RANK * comm.Get_size()
+        self.segment_values: int = way.segment_values
+        self.in_flight = way.in_flight
         self._direct: list[DirectSum] = []  # under way
         self._begun = 0  # of these, so far
         self._spare: list[torch.Tensor] = []  # scratch memory, each for a segment
 
     def sum_in_place(self, values: torch.Tensor) -> Post:
-        if self.way == "in place" or values.numel() < LEAST_VALUES:
+        if self.way.kind == "in place" or values.numel() < LEAST_VALUES:
             return lambda: self.comm.Iallreduce(MPI.IN_PLACE, [memory(values), MPI.FLOAT]).Test
-        return lambda: (self._sum_direct if self.way == "direct" else self._sum_out_of_place)(values)
+        return lambda: (self._sum_direct if self.way.kind == "direct" else self._sum_out_of_place)(values)
 
     def _sum_direct(self, values: torch.Tensor) -> Test:
         scratch = self._scratch()
@@ -113,7 +128,7 @@ class MpiLane(Lane):
     def _proceed(self) -> None:
         """With as many of the oldest as a sum has under way. One after the other, each would begin its second step once
         those before it have ended; and all of them would be looked at for each of many sums."""
-        oldest, later = self._direct[:SEGMENTS_IN_FLIGHT], self._direct[SEGMENTS_IN_FLIGHT:]
+        oldest, later = self._direct[: self.in_flight], self._direct[self.in_flight :]
         for begun in oldest:
             begun.proceed()
         self._direct = [*(begun for begun in oldest if not begun.ended), *later]

@@ -83,6 +83,8 @@ class Queue:
     a time.
     """
 
+    in_flight = SEGMENTS_IN_FLIGHT  # segments, at most
+
     def __init__(self) -> None:
         self.completed = 0  # segments
         self._tickets = 0
@@ -103,7 +105,7 @@ class Queue:
         tests: deque[Test] = deque()
         self._pending[ticket] = (tests, buffers)
         for step in steps:
-            if len(tests) == SEGMENTS_IN_FLIGHT:
+            if len(tests) == self.in_flight:
                 yield from self._first_of(tests)
             yield from until(step.ready)
             tests.append(step.post())
@@ -193,7 +195,7 @@ class PolledSums(Sums):
         staging = self._staging_for(tensor.device)
         segments = tensor.split(self._first.segment_values or max(tensor.numel(), 1))
         # Before its turn, and beside the sums of segments before: a device copies while a library sums.
-        steps = Ahead((self._segment(segment, staging) for segment in segments), SEGMENTS_IN_FLIGHT)
+        steps = Ahead((self._segment(segment, staging) for segment in segments), self._first.in_flight)
         yield from self._first.run(ticket, steps, tensor)
 
     def _segment(self, segment: torch.Tensor, staging: HostStaging) -> Step:

@@ -112,10 +112,10 @@ def test_profile_measures_the_link(lab: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("hosts", "flags", "way"),
     [
-        ("h0:1,h1:1", [], "direct"),
-        ("h0:1,h1:1", ["--with-ft", "ulfm"], "in place"),
-        ("h0:3,h1:1", [], "out of place"),  # for h1's rank as well, which is alone there
-        ("h0:2", [], "in place"),
+        ("h0:1,h1:1", [], "4 direct"),
+        ("h0:1,h1:1", ["--with-ft", "ulfm"], "16 in place"),
+        ("h0:3,h1:1", [], "16 out of place"),  # for h1's rank as well, which is alone there
+        ("h0:2", [], "4 in place"),
     ],
 )
 def test_the_way_of_sums_is_that_of_the_hosts(
@@ -127,7 +127,7 @@ def test_the_way_of_sums_is_that_of_the_hosts(
         "from hetsync.plane.mpi import MpiSums\n"
         "from hetsync.plane.mpi_members import MpiMembers\n"
         "for lane in MpiSums(MpiMembers.of_world(tolerant=False))._lanes:\n"
-        "    print(lane.way)\n"
+        "    print(lane.way.in_flight, lane.way.kind)\n"
     )
     ranks = sum(int(each.split(":")[1]) for each in hosts.split(","))
     mpirun = ["env", f"HOSTS={hosts}", str(lab / "mpirun"), "-np", str(ranks), *flags]

@@ -12,19 +12,30 @@ from collections.abc import Callable
 import pytest
 import torch
 from mpi4py import MPI
-from planes import Finish, mpi_plane_between_hosts
+from planes import Finish, mpi_plane_between_hosts, mpi_plane_that_sums
 from test_sums_contract import test_many_in_flight_polled_in_any_order as many_in_flight
 
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane, PlaneError
 from hetsync.plane.mpi import MpiPlane
-from hetsync.plane.mpi_lane import LEAST_VALUES, SEGMENT_VALUES_PER_RANK, MpiLane, Way, way_of
+from hetsync.plane.mpi_lane import LEAST_VALUES, MESSAGE_VALUES, SEGMENT_VALUES_PER_RANK, MpiLane, Way, way_of
 from hetsync.plane.polled import SEGMENTS_IN_FLIGHT
 from hetsync.plane.staging import HostStaging, Test
 
 pytestmark = pytest.mark.mpi
 
 HOSTS = pytest.mark.parametrize("open_plane", [MpiPlane, mpi_plane_between_hosts], ids=["one host", "hosts"])
+DIRECT = way_of(2, most_on_a_host=1, ulfm=False)
+WAYS = pytest.mark.parametrize(
+    "way",
+    [
+        way_of(2, most_on_a_host=2, ulfm=False),
+        way_of(2, most_on_a_host=1, ulfm=True),
+        way_of(4, most_on_a_host=1, ulfm=False),
+        DIRECT,
+    ],
+    ids=lambda way: f"{way.in_flight} {way.kind}",
+)
 
 
 class _SlowStaging(HostStaging):
@@ -46,49 +57,47 @@ def test_order_survives_staging_that_ends_in_another_order(finish: Finish, open_
     plane.close()
 
 
-@HOSTS
-def test_segments_of_large_sums_keep_their_places_among_small_ones(
-    finish: Finish, open_plane: Callable[[], Plane]
-) -> None:
-    plane = open_plane()
-    segments = 2 * SEGMENTS_IN_FLIGHT + 1
-    large = (segments - 1) * SEGMENT_VALUES_PER_RANK * plane.size + LEAST_VALUES + 1
-    sizes = (5, large, 3, large, LEAST_VALUES, 4)
+@WAYS
+def test_segments_of_large_sums_keep_their_places_among_small_ones(finish: Finish, way: Way) -> None:
+    plane = mpi_plane_that_sums(way)
+    segments = 2 * way.in_flight + 1
+    large = (segments - 1) * way.segment_values + min(LEAST_VALUES + 1, way.segment_values)
+    sizes = (5, large, 3, large, 1000, 4)
     each = [torch.arange(n, dtype=torch.float32) % 1009 + 2000 * place for place, n in enumerate(sizes)]
     tensors = [values + plane.rank for values in each]
     handles = [plane.allreduce(tensor) for tensor in tensors]
     random.Random(plane.rank).shuffle(handles)
+    most = 0
     while not all([handle.done() for handle in handles]):  # ended by the time limit of all tests
-        assert all(len(requests) <= SEGMENTS_IN_FLIGHT for requests, _ in plane.sums._first._pending.values())
+        most = max(most, *(len(requests) for requests, _ in plane.sums._first._pending.values()), 0)
         time.sleep(2e-4)
+    assert most == way.in_flight or plane.size == 1
     for tensor, values in zip(tensors, each, strict=True):
         assert torch.equal(tensor, plane.size * values + sum(range(plane.size)))
     assert plane.moves == 2 * segments + 4
-    direct = open_plane is mpi_plane_between_hosts and plane.size > 1
-    assert plane.sums._first._begun == (2 * segments + 1 if direct else 0)
+    assert plane.sums._first._begun == (2 * segments if way.kind == "direct" else 0)
     plane.close()
 
 
-@pytest.mark.parametrize("way", ["direct", "out of place"])
-def test_sums_of_all_ways_are_the_same_and_use_their_memory_again(finish: Finish, way: Way) -> None:
-    plane = MpiPlane()
+@WAYS
+def test_scratch_memory_is_used_again(finish: Finish, way: Way) -> None:
+    plane = mpi_plane_that_sums(way)
     lane = plane.sums._first
-    assert lane.way == "in place", "on one host the others only cost"
-    lane.way = way
-    n = (3 * SEGMENTS_IN_FLIGHT + 1) * SEGMENT_VALUES_PER_RANK * plane.size + 7
+    n = (3 * way.in_flight + 1) * way.segment_values + 7
     for _ in range(2):
         tensor = torch.arange(n, dtype=torch.float32) % 1009 + plane.rank
-        finish(plane.allreduce(tensor), name=f"sum {way}")
+        finish(plane.allreduce(tensor), name=f"sum {way.kind}")
         assert torch.equal(tensor, plane.size * (torch.arange(n) % 1009).float() + sum(range(plane.size)))
-        assert 0 < len(lane._spare) <= SEGMENTS_IN_FLIGHT
+        assert (0 if way.kind == "in place" else 1) <= len(lane._spare) <= way.in_flight
         assert not lane._direct
     plane.close()
 
 
-def test_many_sums_of_several_segments_at_once(finish: Finish) -> None:
+@WAYS
+def test_many_sums_of_several_segments_at_once(finish: Finish, way: Way) -> None:
     """As buckets of gradients are."""
-    plane = mpi_plane_between_hosts()
-    n = 2 * SEGMENT_VALUES_PER_RANK * plane.size + LEAST_VALUES
+    plane = mpi_plane_that_sums(way)
+    n = 2 * way.segment_values + LEAST_VALUES
     each = [torch.arange(n, dtype=torch.float32) % 1009 + 2000 * place for place in range(12)]
     tensors = [values + plane.rank for values in each]
     handles = [plane.allreduce(tensor) for tensor in tensors]
@@ -128,52 +137,62 @@ class PlayedComm:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "most_on_a_host", "ulfm", "way"),
+    ("ranks", "most_on_a_host", "ulfm", "kind", "small"),
     [
-        (1, 1, False, "in place"),
-        (2, 1, False, "direct"),
-        (8, 1, False, "direct"),
-        (9, 1, False, "out of place"),
-        (8, 1, True, "out of place"),
-        (3, 1, True, "in place"),  # where Open MPI takes its tree in any case
-        (4, 2, False, "out of place"),
-        (3, 2, False, "in place"),
-        (2, 2, False, "in place"),
-        (4, 4, False, "in place"),
+        (1, 1, False, "in place", False),
+        (2, 1, False, "direct", False),
+        (3, 1, False, "direct", False),
+        (4, 1, False, "out of place", True),
+        (4, 1, True, "out of place", True),
+        (3, 1, True, "in place", True),  # where Open MPI takes its tree in any case
+        (4, 2, False, "out of place", True),
+        (3, 2, False, "in place", True),
+        (2, 2, False, "in place", False),
+        (4, 4, True, "in place", False),
     ],
 )
-def test_the_way_of_sums(ranks: int, most_on_a_host: int, ulfm: bool, way: Way) -> None:
-    assert way_of(ranks, most_on_a_host, ulfm) == way
+def test_the_way_of_sums(ranks: int, most_on_a_host: int, ulfm: bool, kind: str, small: bool) -> None:
+    way = way_of(ranks, most_on_a_host, ulfm)
+    assert way.kind == kind
+    assert (way.segment_values < SEGMENT_VALUES_PER_RANK, way.in_flight > SEGMENTS_IN_FLIGHT) == (small, small)
 
 
-@pytest.mark.parametrize("way", ["direct", "out of place", "in place"])
+@WAYS
 def test_small_segments_are_summed_in_place(way: Way) -> None:
     comm = PlayedComm(ranks=4)
     lane = MpiLane(comm, way)
     assert lane.sum_in_place(torch.zeros(LEAST_VALUES - 1))()()
     assert (comm.sums, comm.tags) == (["in place"], [])
     assert lane.sum_in_place(torch.zeros(LEAST_VALUES))()()
-    assert (comm.sums[1:], len(comm.tags)) == ([] if way == "direct" else [way], 6 if way == "direct" else 0)
+    direct = way.kind == "direct"
+    assert (comm.sums[1:], len(comm.tags)) == ([] if direct else [way.kind], 6 if direct else 0)
 
 
 def test_direct_sums_have_tags_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetsync.plane.mpi_lane.TAGS", 3)
     comm = PlayedComm(ranks=2)
-    lane = MpiLane(comm, "direct")
+    lane = MpiLane(comm, DIRECT)
     for _ in range(5):
         assert lane.sum_in_place(torch.zeros(LEAST_VALUES))()()
     assert comm.tags == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1], "the same one for both steps"
 
 
+def test_no_message_of_a_direct_sum_waits_for_an_answer() -> None:
+    comm = PlayedComm(ranks=2)
+    lane = MpiLane(comm, DIRECT)
+    assert lane.sum_in_place(torch.zeros(4 * MESSAGE_VALUES + 2))()()
+    assert len(comm.tags) == 2 * 3, "a part of two and a bit, in both steps"
+
+
 def test_a_look_at_the_oldest_moves_on_as_many_as_a_sum_has_under_way() -> None:
     comm = PlayedComm(ranks=2)
-    lane = MpiLane(comm, "direct")
-    tests = [lane.sum_in_place(torch.zeros(LEAST_VALUES))() for _ in range(SEGMENTS_IN_FLIGHT + 2)]
+    lane = MpiLane(comm, DIRECT)
+    tests = [lane.sum_in_place(torch.zeros(LEAST_VALUES))() for _ in range(lane.in_flight + 2)]
     first_steps = len(comm.tags)
     assert not tests[1](), "each of many sums would look at all others"
     assert len(comm.tags) == first_steps
     assert tests[0]()
-    assert len(comm.tags) == first_steps + SEGMENTS_IN_FLIGHT
+    assert len(comm.tags) == first_steps + lane.in_flight
     assert all([test() for test in tests[1:]])
 
 
