@@ -48,7 +48,8 @@ class MpiSums(PolledSums):
         self._members = members
         with members.errors("opening sums"):
             comm = members.communicator(ranks)
-            most_on_a_host, ulfm = largest(comm, [ranks_here(comm), told_of_deaths()], timeout_seconds)
+            mine = ranks_here(comm), told_of_deaths()
+            most_on_a_host, ulfm = largest(comm, mine, timeout_seconds, "open their sums")
             way = way_of(comm.Get_size(), most_on_a_host, bool(ulfm))
             self._lanes = MpiLane(comm, way), MpiLane(members.communicator(ranks), way)
         super().__init__("MPI", comm.Get_rank(), comm.Get_size(), *self._lanes)

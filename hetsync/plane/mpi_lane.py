@@ -1,11 +1,12 @@
 """Collectives over MPI, and how a segment is summed by it.
 
-MPI has a way of its own for each size of a blocking sum, and few for one that is polled: Open MPI 5 sums in place along
-a binomial tree, whose root takes in and sends out everything log2(ranks) times; out of place, from four ranks and 64 kB
-on, by Rabenseifner's algorithm: ranks exchange halves, quarters and so on, and collect the sums the same way back. And
-what is sent over TCP in more than 64 kB waits for its receiver's answer, that is, for a poll at either end. So between
-hosts segments are small; and between two or three of them sums are direct: messages between all pairs of ranks, in two
-steps (docs/results/planes.md).
+MPI has a way of its own for each size of a blocking sum, and few for one that is polled. Open MPI 5, as it is, sums in
+place along a binomial tree, whose root takes in and sends out everything log2(ranks) times; and out of place, from four
+ranks and 64 kB on, by Rabenseifner's algorithm: ranks exchange halves, quarters and so on, and collect the sums the
+same way back; where they are no power of two, some are sent the whole sum. What it sends over TCP in more than 64 kB
+waits for its receiver's answer, that is, for a poll at either end. So between hosts segments are small; and between a
+few, which are no power of two, sums are direct: messages between all pairs of ranks, in two steps
+(docs/results/planes.md).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from hetsync.plane.mpi_members import MPI, memory
 from hetsync.plane.polled import SEGMENTS_IN_FLIGHT, Lane, Post
 from hetsync.plane.staging import Test
 
-# Small enough for MPI's copies to stay in the processor's cache (see polled.SEGMENTS_IN_FLIGHT). Segments grow with the
-# ranks, as most ways cut them into a part for each.
+# On one host. Small enough for MPI's copies to stay in the processor's cache (see polled.SEGMENTS_IN_FLIGHT).
 SEGMENT_VALUES_PER_RANK = 1 << 16
 MESSAGE_VALUES = 15 << 10  # 60 kB; Open MPI counts its header, too (btl_tcp_eager_limit)
-SMALL_SEGMENTS_IN_FLIGHT = 16
+SMALL_SEGMENTS_IN_FLIGHT = 16  # 32 are no faster
 LEAST_VALUES = 1 << 14  # of a segment: below, MPI sums in place, and Open MPI 5 takes its tree in any case
 FEWEST_RANKS_RABENSEIFNER = 4  # in Open MPI 5
+MOST_RANKS_DIRECT = 12  # measured so far; of sixteen, Rabenseifner's algorithm was faster
 TAGS = 1 << 15  # every MPI has so many, and far fewer sums are under way
 
 
@@ -44,11 +45,12 @@ def way_of(ranks: int, most_on_a_host: int, ulfm: bool) -> Way:
     """
     if most_on_a_host == ranks:  # through their memory, where nothing is won by other ways
         return Way("in place", SEGMENT_VALUES_PER_RANK * ranks, SEGMENTS_IN_FLIGHT)
+    by_halves = ranks >= FEWEST_RANKS_RABENSEIFNER and ranks.bit_count() == 1
+    if most_on_a_host == 1 and ranks <= MOST_RANKS_DIRECT and not by_halves and not ulfm:
+        return Way("direct", 2 * MESSAGE_VALUES * ranks, SEGMENTS_IN_FLIGHT)
     if ranks >= FEWEST_RANKS_RABENSEIFNER:
-        return Way("out of place", 2 * MESSAGE_VALUES, SMALL_SEGMENTS_IN_FLIGHT)  # whose halves are sent
-    if most_on_a_host == 1 and not ulfm:
-        return Way("direct", SEGMENT_VALUES_PER_RANK * ranks, SEGMENTS_IN_FLIGHT)
-    return Way("in place", MESSAGE_VALUES, SMALL_SEGMENTS_IN_FLIGHT)
+        return Way("out of place", 2 * MESSAGE_VALUES, SMALL_SEGMENTS_IN_FLIGHT)  # halves are the largest messages
+    return Way("in place", MESSAGE_VALUES, SMALL_SEGMENTS_IN_FLIGHT)  # the tree, which sends whole segments
 
 
 class DirectSum:

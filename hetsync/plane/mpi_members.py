@@ -50,11 +50,11 @@ def ranks_here(comm: MPI.Intracomm) -> int:
     return ranks
 
 
-def largest(comm: MPI.Intracomm, numbers: Sequence[int], timeout_seconds: float) -> list[int]:
-    """Collective: of each of these numbers the largest of all ranks'."""
-    found = torch.tensor(numbers)
+def largest(comm: MPI.Intracomm, numbers: Sequence[int], timeout_seconds: float, what: str) -> list[int]:
+    """Collective: of each of these numbers the largest of all ranks'. LateError where others do not come to `what`."""
+    found = torch.tensor(numbers, dtype=torch.int64)
     request = comm.Iallreduce(MPI.IN_PLACE, [memory(found), MPI.INT64_T], MPI.MAX)
-    wait_until(request.Test, timeout_seconds, lambda: "other ranks to open their sums")
+    wait_until(request.Test, timeout_seconds, lambda: f"other ranks to {what}")
     return found.tolist()
 
 

@@ -15,6 +15,10 @@ from jobs import ROOT, Done, finished, mpirun, ranks_alone, started
 JOB_SECONDS = 60.0
 ULFM = ["--with-ft", "ulfm"]
 
+APART = """
+import hetsync.plane.mpi
+hetsync.plane.mpi.ranks_here = lambda among: 1
+"""
 PREAMBLE = """
 import os, signal, sys, threading, time
 import torch
@@ -39,10 +43,16 @@ def die():
 """
 
 
-def job(folder: Path, ranks: int, code: str, flags: list[str] = ULFM) -> Done:
-    words = [*mpirun(ranks), *flags, sys.executable, "-c", PREAMBLE + code]
+def job(folder: Path, ranks: int, code: str, flags: list[str] = ULFM, preamble: str = PREAMBLE) -> Done:
+    words = [*mpirun(ranks), *flags, sys.executable, "-c", preamble + code]
     with started(words, folder, {"PYTHONPATH": str(ROOT)}) as process:
         return finished(process, JOB_SECONDS)
+
+
+def job_between_hosts(folder: Path, ranks: int, code: str) -> Done:
+    """As if each rank were on a host of its own: by TCP, in segments so small that nothing waits for an answer."""
+    tcp = ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]
+    return job(folder, ranks, code, [*ULFM, *tcp], APART + PREAMBLE)
 
 
 def job_without_mpi(folder: Path, ranks: int, code: str) -> Done:
@@ -57,7 +67,7 @@ Run = Callable[[Path, int, str], Done]
 BY = pytest.mark.parametrize("run_job", [job, job_without_mpi])
 
 
-@pytest.mark.parametrize(("run_job", "second"), [(job, 0), (job_without_mpi, 1)])
+@pytest.mark.parametrize(("run_job", "second"), [(job, 0), (job_between_hosts, 0), (job_without_mpi, 1)])
 def test_survivors_sum_and_talk_after_deaths(tmp_path: Path, run_job: Run, second: int) -> None:
     """Of a rank in a sum of many segments beside messages, and then of another, with MPI the first, in a meeting."""
     left = [rank for rank in (0, 1, 3) if rank != second]

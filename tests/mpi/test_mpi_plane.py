@@ -18,7 +18,7 @@ from test_sums_contract import test_many_in_flight_polled_in_any_order as many_i
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane, PlaneError
 from hetsync.plane.mpi import MpiPlane
-from hetsync.plane.mpi_lane import LEAST_VALUES, MESSAGE_VALUES, SEGMENT_VALUES_PER_RANK, MpiLane, Way, way_of
+from hetsync.plane.mpi_lane import LEAST_VALUES, MESSAGE_VALUES, MpiLane, Way, way_of
 from hetsync.plane.polled import SEGMENTS_IN_FLIGHT
 from hetsync.plane.staging import HostStaging, Test
 
@@ -117,6 +117,7 @@ class PlayedComm:
         self._ranks = ranks
         self.sums: list[str] = []  # by MPI
         self.tags: list[int] = []  # of what was sent
+        self.sent_bytes: list[int] = []
 
     def Get_size(self) -> int:
         return self._ranks
@@ -131,8 +132,9 @@ class PlayedComm:
     def Irecv(self, into: object, rank: int, tag: int) -> MPI.Request:
         return MPI.REQUEST_NULL
 
-    def Isend(self, part: object, rank: int, tag: int) -> MPI.Request:
+    def Isend(self, part: list[MPI.buffer], rank: int, tag: int) -> MPI.Request:
         self.tags.append(tag)
+        self.sent_bytes.append(part[0].nbytes)
         return MPI.REQUEST_NULL
 
 
@@ -144,7 +146,13 @@ class PlayedComm:
         (3, 1, False, "direct", False),
         (4, 1, False, "out of place", True),
         (4, 1, True, "out of place", True),
-        (3, 1, True, "in place", True),  # where Open MPI takes its tree in any case
+        (6, 1, False, "direct", False),  # no power of two: Rabenseifner's last step would send whole segments
+        (6, 1, True, "out of place", True),
+        (6, 2, False, "out of place", True),
+        (8, 1, False, "out of place", True),
+        (12, 1, False, "direct", False),
+        (13, 1, False, "out of place", True),
+        (3, 1, True, "in place", True),  # where Open MPI, as it is, takes its tree in any case
         (4, 2, False, "out of place", True),
         (3, 2, False, "in place", True),
         (2, 2, False, "in place", False),
@@ -154,7 +162,7 @@ class PlayedComm:
 def test_the_way_of_sums(ranks: int, most_on_a_host: int, ulfm: bool, kind: str, small: bool) -> None:
     way = way_of(ranks, most_on_a_host, ulfm)
     assert way.kind == kind
-    assert (way.segment_values < SEGMENT_VALUES_PER_RANK, way.in_flight > SEGMENTS_IN_FLIGHT) == (small, small)
+    assert (way.segment_values <= 2 * MESSAGE_VALUES, way.in_flight > SEGMENTS_IN_FLIGHT) == (small, small)
 
 
 @WAYS
@@ -177,11 +185,22 @@ def test_direct_sums_have_tags_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert comm.tags == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1], "the same one for both steps"
 
 
+SENT_AT_ONCE_BYTES = (64 << 10) - 128  # over TCP, by Open MPI as it is, less room for its header
+
+
 def test_no_message_of_a_direct_sum_waits_for_an_answer() -> None:
     comm = PlayedComm(ranks=2)
-    lane = MpiLane(comm, DIRECT)
-    assert lane.sum_in_place(torch.zeros(4 * MESSAGE_VALUES + 2))()()
-    assert len(comm.tags) == 2 * 3, "a part of two and a bit, in both steps"
+    values = torch.zeros(4 * MESSAGE_VALUES + 2)
+    assert MpiLane(comm, DIRECT).sum_in_place(values)()()
+    assert max(comm.sent_bytes) <= SENT_AT_ONCE_BYTES
+    assert sum(comm.sent_bytes) == values.nbytes, "half of it in each step"
+
+
+@pytest.mark.parametrize(("ranks", "ulfm", "messages"), [(2, True, 1), (4, False, 2), (8, True, 2)])
+def test_no_message_of_mpi_s_own_sums_waits_for_an_answer(ranks: int, ulfm: bool, messages: int) -> None:
+    way = way_of(ranks, most_on_a_host=1, ulfm=ulfm)
+    assert way.segment_values * 4 / messages <= SENT_AT_ONCE_BYTES
+    assert way.segment_values * 4 >= 1 << 16 or ranks < 4, "or Open MPI would take its tree"
 
 
 def test_a_look_at_the_oldest_moves_on_as_many_as_a_sum_has_under_way() -> None:

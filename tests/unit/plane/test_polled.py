@@ -33,9 +33,10 @@ class PlayedLane(Lane):
 
     segment_values = SEGMENT
 
-    def __init__(self, story: list[str], polls: int) -> None:
+    def __init__(self, story: list[str], polls: int, in_flight: int) -> None:
         super().__init__()
         self._story, self._polls = story, polls
+        self.in_flight = in_flight
 
     def sum_in_place(self, values: torch.Tensor) -> Post:
         def post() -> Test:
@@ -77,18 +78,22 @@ class PlayedStaging(HostStaging):
         return after(self._polls, lambda: (into.copy_(summed), None)[1])
 
 
-def summed(segments: int, sum_polls: int, copy_polls: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+def summed(
+    segments: int, sum_polls: int, copy_polls: int, in_flight: int = SEGMENTS_IN_FLIGHT
+) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     """The tensor, its sum, and what happened."""
     story: list[str] = []
-    lane = PlayedLane(story, sum_polls)
+    lane = PlayedLane(story, sum_polls, in_flight)
     sums = PolledSums("a play", 0, RANKS, lane, lane)
     sums._staging[torch.device("cpu")] = PlayedStaging(story, copy_polls)
     values = torch.arange(SEGMENT * segments - 3, dtype=torch.float32)
     tensor = values.clone()
     handle = sums.allreduce(tensor)
+    story.append("poll")
     for _ in range(1000):
         if handle.done():
             break
+        story.append("poll")
     else:
         pytest.fail("no end after 1000 polls")
     sums.close()
@@ -103,22 +108,36 @@ def test_segments_through_a_device_give_the_sum_of_the_whole(segments: int, sum_
     assert [story.count(word) for word in ("out", "there", "post", "summed", "back")] == 5 * [segments]
 
 
-def test_later_segments_are_copied_while_earlier_ones_are_summed() -> None:
-    _, _, story = summed(3 * SEGMENTS_IN_FLIGHT, sum_polls=5, copy_polls=2)
+IN_FLIGHT = pytest.mark.parametrize("in_flight", [2, SEGMENTS_IN_FLIGHT, 16])
+
+
+@IN_FLIGHT
+def test_later_segments_are_copied_while_earlier_ones_are_summed(in_flight: int) -> None:
+    _, _, story = summed(3 * in_flight, sum_polls=5, copy_polls=2, in_flight=in_flight)
     for index in range(1, story.count("post")):
         assert _place(story, "out", index) < _place(story, "summed", index - 1)
-    assert _place(story, "post", SEGMENTS_IN_FLIGHT - 1) < _place(story, "summed", 0), "several are summed at a time"
-    assert _place(story, "back", 0) < _place(story, "post", SEGMENTS_IN_FLIGHT), "sums go back before all are in"
+    assert _place(story, "post", in_flight - 1) < _place(story, "summed", 0), "several are summed at a time"
+    assert _place(story, "back", 0) < _place(story, "post", in_flight), "sums go back before all are in"
 
 
-def test_few_segments_are_held_on_the_host() -> None:
+@IN_FLIGHT
+def test_few_segments_are_held_on_the_host(in_flight: int) -> None:
     """Pinned memory is dear: at most those that are summed and those that come next."""
-    _, _, story = summed(20, sum_polls=3, copy_polls=2)
+    _, _, story = summed(5 * in_flight, sum_polls=3, copy_polls=2, in_flight=in_flight)
     held = most = 0
     for word in story:
         held += {"out": 1, "back": -1}.get(word, 0)
         most = max(most, held)
-    assert most <= 2 * SEGMENTS_IN_FLIGHT + 1
+    assert in_flight < most <= 2 * in_flight + 1
+
+
+@IN_FLIGHT
+def test_a_library_that_is_always_done_does_not_keep_its_caller(in_flight: int) -> None:
+    """Who reads messages between two polls, too."""
+    _, _, story = summed(5 * in_flight, sum_polls=1, copy_polls=1, in_flight=in_flight)
+    posted = [words.count("post") for words in " ".join(story).split("poll")]
+    assert max(posted) == in_flight
+    assert sum(posted) == 5 * in_flight
 
 
 def _place(story: list[str], word: str, index: int) -> int:
