@@ -20,7 +20,7 @@ from hetsync.plane import codec
 from hetsync.plane.base import Channels, MembersLost, Messages, Plane, PlaneError, Summoned, Sums, named
 from hetsync.plane.blocking import BlockingCollectives, wait_until
 from hetsync.plane.ending import within
-from hetsync.plane.mpi_lane import MpiLane, way_of
+from hetsync.plane.mpi_lane import MpiLane, algorithm_for
 from hetsync.plane.mpi_members import MPI, SECONDS_TO_TELL, MpiMembers, largest, memory, ranks_here
 from hetsync.plane.mpi_summoned import (
     SECONDS_TO_COME_UP,
@@ -49,9 +49,9 @@ class MpiSums(PolledSums):
         with members.errors("opening sums"):
             comm = members.communicator(ranks)
             mine = ranks_here(comm), told_of_deaths()
-            most_on_a_host, ulfm = largest(comm, mine, timeout_seconds, "open their sums")
-            way = way_of(comm.Get_size(), most_on_a_host, bool(ulfm))
-            self._lanes = MpiLane(comm, way), MpiLane(members.communicator(ranks), way)
+            most_on_a_host, told = largest(comm, mine, timeout_seconds, "open their sums")
+            algorithm = algorithm_for(comm.Get_size(), most_on_a_host, bool(told))
+            self._lanes = MpiLane(comm, algorithm), MpiLane(members.communicator(ranks), algorithm)
         super().__init__("MPI", comm.Get_rank(), comm.Get_size(), *self._lanes)
         self._timeout_seconds = timeout_seconds
         self._closed = False

@@ -1,6 +1,6 @@
 """Collectives over MPI, and how a segment is summed by it.
 
-MPI has a way of its own for each size of a blocking sum, and few for one that is polled. Open MPI 5, as it is, sums in
+MPI has an algorithm for each size of a blocking sum, and few for one that is polled. Open MPI 5, as it is, sums in
 place along a binomial tree, whose root takes in and sends out everything log2(ranks) times; and out of place, from four
 ranks and 64 kB on, by Rabenseifner's algorithm: ranks exchange halves, quarters and so on, and collect the sums the
 same way back; where they are no power of two, some are sent the whole sum. What it sends over TCP in more than 64 kB
@@ -23,13 +23,13 @@ from hetsync.plane.staging import Test
 SEGMENT_VALUES_PER_RANK = 1 << 16
 MESSAGE_VALUES = 15 << 10  # 60 kB; Open MPI counts its header, too (btl_tcp_eager_limit)
 SMALL_SEGMENTS_IN_FLIGHT = 16  # 32 are no faster
-LEAST_VALUES = 1 << 14  # of a segment: below, MPI sums in place, and Open MPI 5 takes its tree in any case
+LEAST_VALUES = 1 << 14  # of a segment; of less, all are summed in place, as Open MPI 5 would take its tree
 FEWEST_RANKS_RABENSEIFNER = 4  # in Open MPI 5
 MOST_RANKS_DIRECT = 12  # measured so far; of sixteen, Rabenseifner's algorithm was faster
 TAGS = 1 << 15  # every MPI has so many, and far fewer sums are under way
 
 
-class Way(NamedTuple):
+class Algorithm(NamedTuple):
     """How segments are summed, of how many values, and how many are under way at a time."""
 
     kind: Literal["direct", "out of place", "in place"]
@@ -37,20 +37,21 @@ class Way(NamedTuple):
     in_flight: int
 
 
-def way_of(ranks: int, most_on_a_host: int, ulfm: bool) -> Way:
-    """Of the sums of so many ranks. Those of a host would all send directly over its one link.
+def algorithm_for(ranks: int, most_on_a_host: int, told_of_deaths: bool) -> Algorithm:
+    """For the sums of so many ranks. Those of a host would all send directly over its one link.
 
-    Under ULFM nothing is direct: Open MPI 5 ends a process of which a message to a rank that dies fails after its
-    request was freed.
+    Where MPI tells of deaths nothing is direct: Open MPI 5 ends a process of which a message to a rank that dies fails
+    after its request was freed.
     """
-    if most_on_a_host == ranks:  # through their memory, where nothing is won by other ways
-        return Way("in place", SEGMENT_VALUES_PER_RANK * ranks, SEGMENTS_IN_FLIGHT)
+    if most_on_a_host == ranks:  # through their memory, where nothing is won by the others
+        return Algorithm("in place", SEGMENT_VALUES_PER_RANK * ranks, SEGMENTS_IN_FLIGHT)
     by_halves = ranks >= FEWEST_RANKS_RABENSEIFNER and ranks.bit_count() == 1
-    if most_on_a_host == 1 and ranks <= MOST_RANKS_DIRECT and not by_halves and not ulfm:
-        return Way("direct", 2 * MESSAGE_VALUES * ranks, SEGMENTS_IN_FLIGHT)
+    if most_on_a_host == 1 and ranks <= MOST_RANKS_DIRECT and not by_halves and not told_of_deaths:
+        return Algorithm("direct", 2 * MESSAGE_VALUES * ranks, SEGMENTS_IN_FLIGHT)
     if ranks >= FEWEST_RANKS_RABENSEIFNER:
-        return Way("out of place", 2 * MESSAGE_VALUES, SMALL_SEGMENTS_IN_FLIGHT)  # halves are the largest messages
-    return Way("in place", MESSAGE_VALUES, SMALL_SEGMENTS_IN_FLIGHT)  # the tree, which sends whole segments
+        segment_values = 2 * MESSAGE_VALUES  # halves are its largest messages
+        return Algorithm("out of place", segment_values, SMALL_SEGMENTS_IN_FLIGHT)
+    return Algorithm("in place", MESSAGE_VALUES, SMALL_SEGMENTS_IN_FLIGHT)  # the tree, which sends whole segments
 
 
 class DirectSum:
@@ -97,22 +98,22 @@ class DirectSum:
 
 
 class MpiLane(Lane):
-    """Sums of small segments are in place, whatever the `way`."""
+    """Segments of less than LEAST_VALUES are summed in place, whatever the `algorithm`."""
 
-    def __init__(self, comm: MPI.Intracomm, way: Way) -> None:
+    def __init__(self, comm: MPI.Intracomm, algorithm: Algorithm) -> None:
         super().__init__()
         self.comm = comm
-        self.way = way
-        self.segment_values: int = way.segment_values
-        self.in_flight = way.in_flight
+        self.algorithm = algorithm
+        self.segment_values: int = algorithm.segment_values
+        self.in_flight = algorithm.in_flight
         self._direct: list[DirectSum] = []  # under way
         self._begun = 0  # of these, so far
         self._spare: list[torch.Tensor] = []  # scratch memory, each for a segment
 
     def sum_in_place(self, values: torch.Tensor) -> Post:
-        if self.way.kind == "in place" or values.numel() < LEAST_VALUES:
+        if self.algorithm.kind == "in place" or values.numel() < LEAST_VALUES:
             return lambda: self.comm.Iallreduce(MPI.IN_PLACE, [memory(values), MPI.FLOAT]).Test
-        return lambda: (self._sum_direct if self.way.kind == "direct" else self._sum_out_of_place)(values)
+        return lambda: (self._sum_direct if self.algorithm.kind == "direct" else self._sum_out_of_place)(values)
 
     def _sum_direct(self, values: torch.Tensor) -> Test:
         scratch = self._scratch()

@@ -15,10 +15,6 @@ from jobs import ROOT, Done, finished, mpirun, ranks_alone, started
 JOB_SECONDS = 60.0
 ULFM = ["--with-ft", "ulfm"]
 
-APART = """
-import hetsync.plane.mpi
-hetsync.plane.mpi.ranks_here = lambda among: 1
-"""
 PREAMBLE = """
 import os, signal, sys, threading, time
 import torch
@@ -43,6 +39,14 @@ def die():
 """
 
 
+BETWEEN_HOSTS = f"""
+import hetsync.plane.mpi
+hetsync.plane.mpi.ranks_here = lambda among: 1
+{PREAMBLE}
+assert plane.sums._first.algorithm.segment_values < 1 << 16, "of one host"
+"""
+
+
 def job(folder: Path, ranks: int, code: str, flags: list[str] = ULFM, preamble: str = PREAMBLE) -> Done:
     words = [*mpirun(ranks), *flags, sys.executable, "-c", preamble + code]
     with started(words, folder, {"PYTHONPATH": str(ROOT)}) as process:
@@ -52,7 +56,7 @@ def job(folder: Path, ranks: int, code: str, flags: list[str] = ULFM, preamble: 
 def job_between_hosts(folder: Path, ranks: int, code: str) -> Done:
     """As if each rank were on a host of its own: by TCP, in segments so small that nothing waits for an answer."""
     tcp = ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]
-    return job(folder, ranks, code, [*ULFM, *tcp], APART + PREAMBLE)
+    return job(folder, ranks, code, [*ULFM, *tcp], BETWEEN_HOSTS)
 
 
 def job_without_mpi(folder: Path, ranks: int, code: str) -> Done:

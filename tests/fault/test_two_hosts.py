@@ -110,7 +110,7 @@ def test_profile_measures_the_link(lab: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "flags", "way"),
+    ("hosts", "flags", "algorithm"),
     [
         ("h0:1,h1:1", [], "4 direct"),
         ("h0:1,h1:1", ["--with-ft", "ulfm"], "16 in place"),
@@ -118,8 +118,8 @@ def test_profile_measures_the_link(lab: Path, tmp_path: Path) -> None:
         ("h0:2", [], "4 in place"),
     ],
 )
-def test_the_way_of_sums_is_that_of_the_hosts(
-    lab: Path, tmp_path: Path, hosts: str, flags: list[str], way: str
+def test_the_algorithm_of_sums_is_that_of_the_hosts(
+    lab: Path, tmp_path: Path, hosts: str, flags: list[str], algorithm: str
 ) -> None:
     """Between hosts MPI would send everything through one rank; tests/mpi/test_mpi_plane.py has what comes of it."""
     script = tmp_path / "told.py"
@@ -127,12 +127,12 @@ def test_the_way_of_sums_is_that_of_the_hosts(
         "from hetsync.plane.mpi import MpiSums\n"
         "from hetsync.plane.mpi_members import MpiMembers\n"
         "for lane in MpiSums(MpiMembers.of_world(tolerant=False))._lanes:\n"
-        "    print(lane.way.in_flight, lane.way.kind)\n"
+        "    print(lane.algorithm.in_flight, lane.algorithm.kind)\n"
     )
     ranks = sum(int(each.split(":")[1]) for each in hosts.split(","))
     mpirun = ["env", f"HOSTS={hosts}", str(lab / "mpirun"), "-np", str(ranks), *flags]
     done = _ended([*mpirun, sys.executable, str(script)], tmp_path)
-    assert done.out.splitlines() == 2 * ranks * [way], done.story
+    assert done.out.splitlines() == 2 * ranks * [algorithm], done.story
 
 
 # What becomes of a job whose host dies, or whose link is cut.

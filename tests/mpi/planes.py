@@ -19,7 +19,7 @@ from hetsync.plane.faulty import FaultyPlane
 from hetsync.plane.groups import GatedLane, open_gloo
 from hetsync.plane.local import LocalPlane
 from hetsync.plane.mpi import MpiMessages, MpiPlane, MpiSums
-from hetsync.plane.mpi_lane import Way, way_of
+from hetsync.plane.mpi_lane import Algorithm, algorithm_for
 from hetsync.plane.polled import PolledSums
 from hetsync.plane.rendezvous import rendezvous_by_messages
 from hetsync.plane.store import StoreMessages
@@ -77,12 +77,12 @@ def mpi_plane_between_hosts() -> Plane:
     """As if each rank were on a host of its own."""
     with patch("hetsync.plane.mpi.ranks_here", lambda among: 1):
         plane = MpiPlane()
-    assert plane.sums._first.way == way_of(plane.size, most_on_a_host=1, ulfm=False)
+    assert plane.sums._first.algorithm == algorithm_for(plane.size, most_on_a_host=1, told_of_deaths=False)
     return plane
 
 
-def mpi_plane_that_sums(way: Way) -> Plane:
-    with patch("hetsync.plane.mpi.way_of", lambda *among: way):
+def mpi_plane_that_sums_by(algorithm: Algorithm) -> Plane:
+    with patch("hetsync.plane.mpi.algorithm_for", lambda *among: algorithm):
         return MpiPlane()
 
 

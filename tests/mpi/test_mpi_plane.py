@@ -12,29 +12,29 @@ from collections.abc import Callable
 import pytest
 import torch
 from mpi4py import MPI
-from planes import Finish, mpi_plane_between_hosts, mpi_plane_that_sums
+from planes import Finish, mpi_plane_between_hosts, mpi_plane_that_sums_by
 from test_sums_contract import test_many_in_flight_polled_in_any_order as many_in_flight
 
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane, PlaneError
 from hetsync.plane.mpi import MpiPlane
-from hetsync.plane.mpi_lane import LEAST_VALUES, MESSAGE_VALUES, MpiLane, Way, way_of
+from hetsync.plane.mpi_lane import LEAST_VALUES, MESSAGE_VALUES, Algorithm, MpiLane, algorithm_for
 from hetsync.plane.polled import SEGMENTS_IN_FLIGHT
 from hetsync.plane.staging import HostStaging, Test
 
 pytestmark = pytest.mark.mpi
 
 HOSTS = pytest.mark.parametrize("open_plane", [MpiPlane, mpi_plane_between_hosts], ids=["one host", "hosts"])
-DIRECT = way_of(2, most_on_a_host=1, ulfm=False)
-WAYS = pytest.mark.parametrize(
-    "way",
+DIRECT = algorithm_for(2, most_on_a_host=1, told_of_deaths=False)
+ALGORITHMS = pytest.mark.parametrize(
+    "algorithm",
     [
-        way_of(2, most_on_a_host=2, ulfm=False),
-        way_of(2, most_on_a_host=1, ulfm=True),
-        way_of(4, most_on_a_host=1, ulfm=False),
+        algorithm_for(2, most_on_a_host=2, told_of_deaths=False),
+        algorithm_for(2, most_on_a_host=1, told_of_deaths=True),
+        algorithm_for(4, most_on_a_host=1, told_of_deaths=False),
         DIRECT,
     ],
-    ids=lambda way: f"{way.in_flight} {way.kind}",
+    ids=lambda algorithm: f"{algorithm.in_flight} {algorithm.kind}",
 )
 
 
@@ -57,11 +57,11 @@ def test_order_survives_staging_that_ends_in_another_order(finish: Finish, open_
     plane.close()
 
 
-@WAYS
-def test_segments_of_large_sums_keep_their_places_among_small_ones(finish: Finish, way: Way) -> None:
-    plane = mpi_plane_that_sums(way)
-    segments = 2 * way.in_flight + 1
-    large = (segments - 1) * way.segment_values + min(LEAST_VALUES + 1, way.segment_values)
+@ALGORITHMS
+def test_segments_of_large_sums_keep_their_places_among_small_ones(finish: Finish, algorithm: Algorithm) -> None:
+    plane = mpi_plane_that_sums_by(algorithm)
+    segments = 2 * algorithm.in_flight + 1
+    large = (segments - 1) * algorithm.segment_values + min(LEAST_VALUES + 1, algorithm.segment_values)
     sizes = (5, large, 3, large, 1000, 4)
     each = [torch.arange(n, dtype=torch.float32) % 1009 + 2000 * place for place, n in enumerate(sizes)]
     tensors = [values + plane.rank for values in each]
@@ -71,33 +71,33 @@ def test_segments_of_large_sums_keep_their_places_among_small_ones(finish: Finis
     while not all([handle.done() for handle in handles]):  # ended by the time limit of all tests
         most = max(most, *(len(requests) for requests, _ in plane.sums._first._pending.values()), 0)
         time.sleep(2e-4)
-    assert most == way.in_flight or plane.size == 1
+    assert most == algorithm.in_flight or plane.size == 1
     for tensor, values in zip(tensors, each, strict=True):
         assert torch.equal(tensor, plane.size * values + sum(range(plane.size)))
     assert plane.moves == 2 * segments + 4
-    assert plane.sums._first._begun == (2 * segments if way.kind == "direct" else 0)
+    assert plane.sums._first._begun == (2 * segments if algorithm.kind == "direct" else 0)
     plane.close()
 
 
-@WAYS
-def test_scratch_memory_is_used_again(finish: Finish, way: Way) -> None:
-    plane = mpi_plane_that_sums(way)
+@ALGORITHMS
+def test_scratch_memory_is_used_again(finish: Finish, algorithm: Algorithm) -> None:
+    plane = mpi_plane_that_sums_by(algorithm)
     lane = plane.sums._first
-    n = (3 * way.in_flight + 1) * way.segment_values + 7
+    n = (3 * algorithm.in_flight + 1) * algorithm.segment_values + 7
     for _ in range(2):
         tensor = torch.arange(n, dtype=torch.float32) % 1009 + plane.rank
-        finish(plane.allreduce(tensor), name=f"sum {way.kind}")
+        finish(plane.allreduce(tensor), name=f"sum {algorithm.kind}")
         assert torch.equal(tensor, plane.size * (torch.arange(n) % 1009).float() + sum(range(plane.size)))
-        assert (0 if way.kind == "in place" else 1) <= len(lane._spare) <= way.in_flight
+        assert (0 if algorithm.kind == "in place" else 1) <= len(lane._spare) <= algorithm.in_flight
         assert not lane._direct
     plane.close()
 
 
-@WAYS
-def test_many_sums_of_several_segments_at_once(finish: Finish, way: Way) -> None:
+@ALGORITHMS
+def test_many_sums_of_several_segments_at_once(finish: Finish, algorithm: Algorithm) -> None:
     """As buckets of gradients are."""
-    plane = mpi_plane_that_sums(way)
-    n = 2 * way.segment_values + LEAST_VALUES
+    plane = mpi_plane_that_sums_by(algorithm)
+    n = 2 * algorithm.segment_values + LEAST_VALUES
     each = [torch.arange(n, dtype=torch.float32) % 1009 + 2000 * place for place in range(12)]
     tensors = [values + plane.rank for values in each]
     handles = [plane.allreduce(tensor) for tensor in tensors]
@@ -139,7 +139,7 @@ class PlayedComm:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "most_on_a_host", "ulfm", "kind", "small"),
+    ("ranks", "most_on_a_host", "told_of_deaths", "kind", "small"),
     [
         (1, 1, False, "in place", False),
         (2, 1, False, "direct", False),
@@ -159,21 +159,21 @@ class PlayedComm:
         (4, 4, True, "in place", False),
     ],
 )
-def test_the_way_of_sums(ranks: int, most_on_a_host: int, ulfm: bool, kind: str, small: bool) -> None:
-    way = way_of(ranks, most_on_a_host, ulfm)
-    assert way.kind == kind
-    assert (way.segment_values <= 2 * MESSAGE_VALUES, way.in_flight > SEGMENTS_IN_FLIGHT) == (small, small)
+def test_the_algorithm_of_sums(ranks: int, most_on_a_host: int, told_of_deaths: bool, kind: str, small: bool) -> None:
+    algorithm = algorithm_for(ranks, most_on_a_host, told_of_deaths)
+    assert algorithm.kind == kind
+    assert (algorithm.segment_values <= 2 * MESSAGE_VALUES, algorithm.in_flight > SEGMENTS_IN_FLIGHT) == (small, small)
 
 
-@WAYS
-def test_small_segments_are_summed_in_place(way: Way) -> None:
+@ALGORITHMS
+def test_small_segments_are_summed_in_place(algorithm: Algorithm) -> None:
     comm = PlayedComm(ranks=4)
-    lane = MpiLane(comm, way)
+    lane = MpiLane(comm, algorithm)
     assert lane.sum_in_place(torch.zeros(LEAST_VALUES - 1))()()
     assert (comm.sums, comm.tags) == (["in place"], [])
     assert lane.sum_in_place(torch.zeros(LEAST_VALUES))()()
-    direct = way.kind == "direct"
-    assert (comm.sums[1:], len(comm.tags)) == ([] if direct else [way.kind], 6 if direct else 0)
+    direct = algorithm.kind == "direct"
+    assert (comm.sums[1:], len(comm.tags)) == ([] if direct else [algorithm.kind], 6 if direct else 0)
 
 
 def test_direct_sums_have_tags_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,11 +196,11 @@ def test_no_message_of_a_direct_sum_waits_for_an_answer() -> None:
     assert sum(comm.sent_bytes) == values.nbytes, "half of it in each step"
 
 
-@pytest.mark.parametrize(("ranks", "ulfm", "messages"), [(2, True, 1), (4, False, 2), (8, True, 2)])
-def test_no_message_of_mpi_s_own_sums_waits_for_an_answer(ranks: int, ulfm: bool, messages: int) -> None:
-    way = way_of(ranks, most_on_a_host=1, ulfm=ulfm)
-    assert way.segment_values * 4 / messages <= SENT_AT_ONCE_BYTES
-    assert way.segment_values * 4 >= 1 << 16 or ranks < 4, "or Open MPI would take its tree"
+@pytest.mark.parametrize(("ranks", "told_of_deaths", "messages"), [(2, True, 1), (4, False, 2), (8, True, 2)])
+def test_no_message_of_mpi_s_own_sums_waits_for_an_answer(ranks: int, told_of_deaths: bool, messages: int) -> None:
+    algorithm = algorithm_for(ranks, most_on_a_host=1, told_of_deaths=told_of_deaths)
+    assert algorithm.segment_values * 4 / messages <= SENT_AT_ONCE_BYTES
+    assert algorithm.segment_values * 4 >= 1 << 16 or ranks < 4, "or Open MPI would take its tree"
 
 
 def test_a_look_at_the_oldest_moves_on_as_many_as_a_sum_has_under_way() -> None:
