@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 from urllib.parse import urlsplit
 
 from hetsync.data.catalogue import Download
@@ -108,9 +109,16 @@ def _attempt(url: str, part: Path, progress: Callable[[int, int | None], None]) 
 
 
 def _unpack(archive: Path, folder: Path) -> None:
+    """Files and folders, and nothing outside the folder."""
+    # tarfile's filter does more, but is not there before Python 3.10.12 and 3.11.4.
+    by_filter: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     try:
         with tarfile.open(archive) as content:
-            content.extractall(folder, filter="data")  # nothing outside the folder, no devices, no odd modes
+            for member in content.getmembers():
+                inside = (folder / member.name).resolve().is_relative_to(folder)
+                if not inside or not (member.isreg() or member.isdir()):
+                    raise tarfile.TarError(f"{member.name} is no file or folder inside")
+            content.extractall(folder, **by_filter)
     except tarfile.TarError as error:
         raise UserError(f"{archive} cannot be unpacked ({error}): remove it and try again") from error
 

@@ -143,12 +143,15 @@ def test_no_server(server: Server, tmp_path: Path) -> None:
         download([file], tmp_path / "set", pause_seconds=0)
 
 
-def packed(names: list[str]) -> bytes:
+def packed(names: list[str], last: bytes = tarfile.REGTYPE) -> bytes:
+    """An archive of files; the last one is of this kind."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as archive:
         for name in names:
             member = tarfile.TarInfo(name)
-            member.size = 3
+            member.type = last if name == names[-1] else tarfile.REGTYPE
+            member.linkname = "inside"
+            member.size = 3 if member.isreg() else 0
             archive.addfile(member, io.BytesIO(b"abc"))
     return out.getvalue()
 
@@ -160,14 +163,29 @@ def test_archives_are_unpacked(server: Server, tmp_path: Path) -> None:
     assert files == ["set/batches/one.bin", "set/batches/two.bin"]
 
 
+@pytest.mark.parametrize("filtered", [True, False], ids=["filter", "no filter"])
 @pytest.mark.parametrize("name", ["../outside", "/tmp/../outside/../../outside"])
-def test_archives_write_nothing_outside(name: str, server: Server, tmp_path: Path) -> None:
+def test_archives_write_nothing_outside(
+    name: str, filtered: bool, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not filtered:
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
     server.content = packed(["inside", name])
     below = tmp_path / "below"
     with pytest.raises(UserError, match="cannot be unpacked"):
         fetch(server, below / "set", server.file("set.tar.gz", unpack=True))
     assert not (below / "set").exists()
     assert not list(tmp_path.rglob("outside"))
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
+def test_archives_hold_files_and_folders_only(
+    kind: bytes, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    server.content = packed(["inside", "link"], last=kind)
+    with pytest.raises(UserError, match=r"cannot be unpacked \(link is no file or folder inside"):
+        fetch(server, tmp_path / "set", server.file("set.tar.gz", unpack=True))
 
 
 def test_what_is_there_is_not_overwritten(server: Server, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import zlib
 from collections import Counter, OrderedDict, defaultdict
@@ -121,6 +122,25 @@ def test_nothing_is_imported_for_a_message() -> None:
         codec.loads(with_checksum(b"cantigravity\nRecord\n."))
     with pytest.raises(UserError, match="does not travel"):
         codec.loads(with_checksum(b"\x80\x04\x8c\x0bdataclasses\x8c\x0esys.modules.os\x93."))
+
+
+MEMBER_OLD = Acts(getattr, Kind, "ONE")  # as Python 3.11.0 to 3.11.3 name a member
+SIGNAL_OLD = b"csignal\nSIGTERM\n."  # and one that is in its module as well
+
+
+def test_members_of_enumerations_arrive_from_every_python() -> None:
+    assert codec.loads(with_checksum(pickle.dumps(MEMBER_OLD))) is Kind.ONE
+    assert codec.loads(with_checksum(SIGNAL_OLD)) is signal.SIGTERM
+    for value in (Kind.ONE, signal.SIGTERM):
+        assert codec.loads(codec.dumps(value)) is value
+
+
+@pytest.mark.parametrize("names", [(Kind, "mro"), (Kind, "__class__"), (Record, "__init__"), (Kind, "TWO"), (Kind, [])])
+def test_nothing_else_is_got_by_its_name(names: Any) -> None:
+    own = {("builtins", "getattr"): getattr}  # of a rank whose own value has a member of an enumeration
+    for named in ({}, own):
+        with pytest.raises(UserError, match="does not travel between ranks"):
+            codec.loads(with_checksum(pickle.dumps(Acts(getattr, *names))), named)
 
 
 def test_what_a_rank_names_itself_may_come_from_others() -> None:
