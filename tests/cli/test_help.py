@@ -67,7 +67,8 @@ def test_there_is_something_to_explain() -> None:
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_is_explained_with_its_default(key: str, helped: str) -> None:
     lines = helped.splitlines()
-    (at,) = [number for number, line in enumerate(lines) if line.strip().startswith(f"--{key} ")]
+    named = (f"--{key} ", f"--{key}, ")  # the second from Python 3.13 on, where a list has two names
+    (at,) = [number for number, line in enumerate(lines) if line.strip().startswith(named)]
     entry = [lines[at]]
     for line in lines[at + 1 :]:
         if not line.strip() or line.strip().startswith("--"):
