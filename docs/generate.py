@@ -6,6 +6,7 @@ python docs/generate.py
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +21,8 @@ BEGIN, END = "<!-- made by docs/generate.py -->", "<!-- end -->"
 
 def explained(kind: type) -> dict[str, str]:
     """What a docstring's `Args:` say of each field."""
-    arguments = (kind.__doc__ or "").partition("Args:\n")[2]
-    found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", arguments, re.MULTILINE)
+    arguments = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2]
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in found}
 
 
