@@ -93,7 +93,7 @@ class FaultConfig:
             null never.
         slow: A rank whose last three tasks each took `slow_factor` times its own median is waited for (wait), or
             excluded in the same way (exclude).
-        slow_factor: See `slow`.
+        slow_factor: Times its own median from which a rank's task is slow.
         replace: A process is started in the place of a rank that has died, with its number, or, without MPI, whoever
             calls hetsync join may start one. It measures its own speed while the others go on, and joins them at a
             rest, from the checkpoint that is written there. Where none can join (where a rank's death ends the job,

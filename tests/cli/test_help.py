@@ -69,13 +69,13 @@ def test_every_key_is_explained_with_its_default(key: str, helped: str) -> None:
     lines = helped.splitlines()
     named = (f"--{key} ", f"--{key}, ")  # the second from Python 3.13 on, where a list has two names
     (at,) = [number for number, line in enumerate(lines) if line.strip().startswith(named)]
-    entry = [lines[at]]
+    entry = re.split(r" {2,}", lines[at].strip(), maxsplit=1)[1:]  # behind the option's names and its value's
     for line in lines[at + 1 :]:
         if not line.strip() or line.strip().startswith("--"):
             break
         entry.append(line)
     explanation = " ".join(" ".join(entry).split())
-    words = explanation.partition("(type:")[0].removeprefix(f"--{key}").split()
+    words = explanation.partition("(type:")[0].split()
     assert len(words) > 2, explanation
     default = "null" if KEYS[key] is None else str(KEYS[key])
     assert f"default: {default})" in explanation
