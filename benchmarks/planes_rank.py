@@ -27,9 +27,11 @@ from hetsync.plane import open_plane
 from hetsync.plane.base import Plane
 
 SUM_BYTES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
+ELSEWHERE = "engine, any tensor"
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 50  # of one size, in which each way sums once
 
 Add = Callable[[torch.Tensor], Any]  # sums in place
+New = Callable[[int], torch.Tensor]  # of so many values
 
 
 def bare_ways(plane: str) -> dict[str, Add]:
@@ -83,20 +85,20 @@ def at_rest(plane: Plane, work: Callable[[JoinedSession], None]) -> None:
             session.step(loss)
 
 
-def time_sums(ways: dict[str, Add], largest: int, seconds: float) -> list[dict[str, Any]]:
+def time_sums(ways: dict[str, tuple[Add, New]], largest: int, seconds: float) -> list[dict[str, Any]]:
     """Collective: of each sum the seconds from the call to the result on the last rank, and the CPU seconds that a rank
     took meanwhile, all of its threads together; the mean of all ranks."""
     comm = MPI.COMM_WORLD.Dup()
     rows: list[dict[str, Any]] = []
     for size in filter(lambda size: size <= largest, SUM_BYTES):
-        values = torch.zeros(size // 4)
+        memory = {way: new(size // 4).zero_() for way, (_, new) in ways.items()}
         taken: dict[str, dict[str, list[float]]] = {way: {"seconds": [], "cpu_seconds": []} for way in ways}
         began = time.monotonic()
         for count in range(MOST_ROUNDS + 1):
-            for way, add in ways.items():
+            for way, (add, _) in ways.items():
                 comm.Barrier()
                 started, cpu = time.monotonic(), time.process_time()
-                add(values)
+                add(memory[way])
                 took, cpu = time.monotonic() - started, time.process_time() - cpu
                 told = comm.allgather((took, cpu))
                 if count:  # the first warms up
@@ -116,7 +118,13 @@ def measured(name: str, largest: int, seconds: float) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
 
     def work(session: JoinedSession) -> None:
-        ways = {**bare_ways(name), "polled": polled(plane), "engine": session.engine.allreduce}
+        def given(values: int) -> torch.Tensor:
+            """As the engine's buffers are."""
+            return plane.memory(values, torch.device("cpu"))
+
+        engine = session.engine.allreduce
+        bare = {way: (add, torch.empty) for way, add in bare_ways(name).items()}
+        ways = {**bare, "polled": (polled(plane), given), "engine": (engine, given), ELSEWHERE: (engine, torch.empty)}
         rows.extend(time_sums(ways, largest, seconds))
 
     at_rest(plane, work)

@@ -45,6 +45,7 @@ import torch
 from hetsync.errors import UserError
 
 Told = TypeVar("Told")
+NewMemory = Callable[[int, torch.device], torch.Tensor]  # for so many float32 values there, flat and not cleared
 WireFormat = Literal["float32", "bfloat16", "int8"]
 
 
@@ -74,6 +75,10 @@ class DamagedError(PlaneError):
     def __init__(self, what: str, sender: int | None = None) -> None:
         super().__init__(what)
         self.sender = sender
+
+
+def any_memory(values: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(values, dtype=torch.float32, device=device)
 
 
 def wait_limit(rank: int, timeout_seconds: float) -> float:
@@ -287,6 +292,11 @@ class Sums(ABC):
         """Whether a collective has failed. Later ones will not come to an end either, and nobody should wait."""
         return False
 
+    def memory(self, values: int, device: torch.device) -> torch.Tensor:
+        """Where these sums are made fastest, by either thread; tensors that lie elsewhere are summed, too. It is the
+        caller's for as long as it is kept, and ranks need not ask alike."""
+        return any_memory(values, device)
+
     @abstractmethod
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
         """Sum a flat, contiguous float32 tensor over all ranks, in place; bit-identical results everywhere.
@@ -412,6 +422,9 @@ class Plane(Messages, Sums):
     @property
     def failed(self) -> bool:
         return self.sums.failed
+
+    def memory(self, values: int, device: torch.device) -> torch.Tensor:
+        return self.sums.memory(values, device)
 
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
         return self.sums.allreduce(tensor, wire, residual)

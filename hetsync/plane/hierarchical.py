@@ -48,6 +48,9 @@ class HierarchicalSums(PolledSums):
         while not handle.done():
             yield
 
+    def memory(self, values: int, device: torch.device) -> torch.Tensor:
+        return super().memory(values, device) if self._between is None else self._between.memory(values, device)
+
     @property
     def moves(self) -> int:
         between = self._between.moves if self._between is not None else 0

@@ -20,8 +20,8 @@ from hetsync.plane import codec
 from hetsync.plane.base import Channels, MembersLost, Messages, Plane, PlaneError, Summoned, Sums, named
 from hetsync.plane.blocking import BlockingCollectives, wait_until
 from hetsync.plane.ending import within
-from hetsync.plane.mpi_lane import MpiLane, algorithm_for
-from hetsync.plane.mpi_members import MPI, SECONDS_TO_TELL, MpiMembers, largest, memory, ranks_here
+from hetsync.plane.mpi_lane import MpiLane, algorithm_for, in_place_on_a_host
+from hetsync.plane.mpi_members import MPI, SECONDS_TO_TELL, MpiMembers, gathered, memory, ranks_here
 from hetsync.plane.mpi_summoned import (
     SECONDS_TO_COME_UP,
     SECONDS_TO_ENTER,
@@ -33,6 +33,7 @@ from hetsync.plane.mpi_summoned import (
 )
 from hetsync.plane.parcels import empty_parcel, packed
 from hetsync.plane.polled import PolledSums
+from hetsync.plane.shared_sums import SharedSums
 
 
 class MpiSums(PolledSums):
@@ -48,17 +49,26 @@ class MpiSums(PolledSums):
         self._members = members
         with members.errors("opening sums"):
             comm = members.communicator(ranks)
-            mine = ranks_here(comm), told_of_deaths()
-            most_on_a_host, told = largest(comm, mine, timeout_seconds, "open their sums")
-            algorithm = algorithm_for(comm.Get_size(), most_on_a_host, bool(told))
-            self._lanes = MpiLane(comm, algorithm), MpiLane(members.communicator(ranks), algorithm)
-        super().__init__("MPI", comm.Get_rank(), comm.Get_size(), *self._lanes)
+            rank, size = comm.Get_rank(), comm.Get_size()
+            gather = partial(gathered, comm, timeout_seconds, "open their sums")
+            most_on_a_host, told = map(max, zip(*gather((ranks_here(comm), told_of_deaths())), strict=True))
+            algorithm = algorithm_for(size, most_on_a_host, bool(told))
+            self._shared: SharedSums | None = None
+            if algorithm.kind == "shared":
+                self._shared = SharedSums.open(rank, gather, algorithm.segment_values, algorithm.in_flight)
+                algorithm = algorithm if self._shared is not None else in_place_on_a_host(size)
+            self._lanes = MpiLane(comm, algorithm, self._shared), MpiLane(members.communicator(ranks), algorithm)
+        super().__init__("MPI", rank, size, *self._lanes)
         self._timeout_seconds = timeout_seconds
         self._closed = False
 
     def among(self, messages: Messages) -> Sums:
         assert isinstance(messages, MpiMessages)
         return MpiSums(messages.mpi, self._timeout_seconds)
+
+    def memory(self, values: int, device: torch.device) -> torch.Tensor:
+        shared = self._shared.memory.tensor(values) if self._shared is not None and device.type == "cpu" else None
+        return super().memory(values, device) if shared is None else shared
 
     def _failure(self, error: Exception) -> PlaneError:
         if isinstance(error, MPI.Exception):
@@ -74,6 +84,8 @@ class MpiSums(PolledSums):
                 barrier = lane.comm.Ibarrier()
                 wait_until(barrier.Test, self._timeout_seconds, lambda: "other ranks to end")
                 self._members.release(lane.comm)
+        if self._shared is not None:
+            self._shared.memory.close()
         self._closed = True
 
 

@@ -50,10 +50,11 @@ def ranks_here(comm: MPI.Intracomm) -> int:
     return ranks
 
 
-def largest(comm: MPI.Intracomm, numbers: Sequence[int], timeout_seconds: float, what: str) -> list[int]:
-    """Collective: of each of these numbers the largest of all ranks'. LateError where others do not come to `what`."""
-    found = torch.tensor(numbers, dtype=torch.int64)
-    request = comm.Iallreduce(MPI.IN_PLACE, [memory(found), MPI.INT64_T], MPI.MAX)
+def gathered(comm: MPI.Intracomm, timeout_seconds: float, what: str, numbers: Sequence[int]) -> list[list[int]]:
+    """Collective: every rank's numbers, as many of each. LateError where others do not come to `what`."""
+    own = torch.tensor(numbers, dtype=torch.int64)
+    found = torch.empty(comm.Get_size(), len(numbers), dtype=torch.int64)
+    request = comm.Iallgather([memory(own), MPI.BYTE], [memory(found), MPI.BYTE])
     wait_until(request.Test, timeout_seconds, lambda: f"other ranks to {what}")
     return found.tolist()
 

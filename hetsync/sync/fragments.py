@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from hetsync.plane.base import WireFormat
+from hetsync.plane.base import NewMemory, WireFormat, any_memory
 from hetsync.sync.deltas import Deltas, Nesterov, Snapshot
 from hetsync.sync.messages import StartRound
 from hetsync.sync.parted import PartedDeltas
@@ -56,13 +56,22 @@ class FragmentedDeltas(PartedDeltas):
         ranks_counted: int = 0,
         one_sum: bool = False,
         fragments: int = 1,
+        memory: NewMemory = any_memory,
     ) -> None:
         """As those of `Deltas`; `outer` is for one fragment. Buffers go with the last of the weights."""
         assert outer is None or fragments == 1
         cut = fragments_of(weights, fragments)
         super().__init__(
             [
-                Deltas(mine, outer, buffers if mine is cut[-1] else (), rank, ranks_counted, one_sum=one_sum)
+                Deltas(
+                    mine,
+                    outer,
+                    buffers if mine is cut[-1] else (),
+                    rank,
+                    ranks_counted,
+                    one_sum=one_sum,
+                    memory=memory,
+                )
                 for mine in cut
             ]
         )

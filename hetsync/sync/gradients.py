@@ -21,12 +21,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
 
 from hetsync.errors import UserError
-from hetsync.plane.base import Residual, WireFormat
+from hetsync.plane.base import NewMemory, Residual, WireFormat, any_memory
 from hetsync.plane.wire import round_trip
 from hetsync.sync.reals import as_of, count_reals, reals
 from hetsync.sync.tail import Tail, shared_buffers
@@ -42,10 +43,10 @@ CHANGED = (
 class Bucket:
     """Some parameters' gradient sums in one flat float32 buffer."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], memory: NewMemory) -> None:
         self.parameters = list(parameters)
         sizes = [count_reals(parameter) for parameter in parameters]
-        self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=parameters[0].device)
+        self.flat = memory(sum(sizes), parameters[0].device).zero_()
         self.views = [part.view_as(reals(p)) for part, p in zip(self.flat.split(sizes), parameters, strict=True)]
         self.used = [0] * len(parameters)  # slices of this round in which each parameter got a gradient
         self.missing = len(parameters)  # in the last slice
@@ -65,18 +66,20 @@ class Bucket:
         self.missing = len(self.parameters)
 
 
-def make_buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[Bucket]:
+def make_buckets(
+    parameters: Sequence[torch.nn.Parameter], bucket_bytes: int, memory: NewMemory = any_memory
+) -> list[Bucket]:
     """Parameters in reverse order, as backward reaches them, in buckets of about `bucket_bytes`."""
     buckets: list[Bucket] = []
     group: list[torch.nn.Parameter] = []
     size = 0
     for parameter in reversed(parameters):
         if group and size + 4 * count_reals(parameter) > bucket_bytes:
-            buckets.append(Bucket(group))
+            buckets.append(Bucket(group, memory))
             group, size = [], 0
         group.append(parameter)
         size += 4 * count_reals(parameter)
-    return [*buckets, Bucket(group)] if group else buckets
+    return [*buckets, Bucket(group, memory)] if group else buckets
 
 
 class Arrivals:
@@ -152,6 +155,7 @@ class Gradients:
         rank: int = 0,
         ranks_counted: int = 0,
         skips: bool = False,
+        memory: NewMemory = any_memory,
     ) -> None:
         """`pace(fraction)` holds an emulated device back to its time; `wake` tells that a bucket is released.
 
@@ -159,14 +163,14 @@ class Gradients:
         optimizer, in the order of their steps; the model's others belong to the last. `leave` is called by the thread
         that has filled a bucket or a tail, before that is released (`DeviceOrder.leave`). Of `ranks_counted` each round
         tells who has given how many samples; this is `rank`. `skips`: a round with gradients that are not finite
-        completes, and brings nothing.
+        completes, and brings nothing. What is summed lies in such `memory`.
         """
         self._rank, self._ranks_counted = rank, ranks_counted
         self._buffers = shared_buffers(model)
         device = next(model.parameters()).device
         count = sum(buffer.numel() for buffer in self._buffers)
         self._shared, self._changes = (torch.zeros(count, dtype=torch.float32, device=device) for _ in range(2))
-        self._make_stages(model, bucket_bytes, groups, device)
+        self._make_stages(model, partial(make_buckets, bucket_bytes=bucket_bytes, memory=memory), groups, device)
         self.samples = 0  # of the task whose buckets were all released last
         self._pace = pace
         self._wake = wake
@@ -190,7 +194,7 @@ class Gradients:
     def _make_stages(
         self,
         model: torch.nn.Module,
-        bucket_bytes: int,
+        buckets_of: Callable[[Sequence[torch.nn.Parameter]], list[Bucket]],
         groups: Sequence[Sequence[torch.nn.Parameter]],
         device: torch.device,
     ) -> None:
@@ -201,7 +205,7 @@ class Gradients:
         self.stages: list[Stage] = []
         for number in range(last + 1):
             mine = [parameter for parameter in trained if place.get(parameter, last) == number]
-            buckets = make_buckets(mine, bucket_bytes)
+            buckets = buckets_of(mine)
             changes = self._buffer_views(self._changes) if number == last else []
             counted = self._ranks_counted if number == last else 0
             self.stages.append(Stage(buckets, len(self.buckets), Tail(len(mine) + counted + 4, changes, device)))

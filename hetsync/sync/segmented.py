@@ -34,7 +34,12 @@ class SegmentedDeltas(PartedDeltas):
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         """At least one."""
-        super().__init__([Deltas(each.weights, buffers=each.buffers, speaks=each.speaks) for each in segments])
+        super().__init__(
+            [
+                Deltas(each.weights, buffers=each.buffers, speaks=each.speaks, memory=each.sums.memory)
+                for each in segments
+            ]
+        )
         for part, segment in zip(self.parts, segments, strict=True):
             part.sums = segment.sums
 

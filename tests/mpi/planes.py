@@ -19,7 +19,7 @@ from hetsync.plane.faulty import FaultyPlane
 from hetsync.plane.groups import GatedLane, open_gloo
 from hetsync.plane.local import LocalPlane
 from hetsync.plane.mpi import MpiMessages, MpiPlane, MpiSums
-from hetsync.plane.mpi_lane import Algorithm, algorithm_for
+from hetsync.plane.mpi_lane import Algorithm, algorithm_for, in_place_on_a_host
 from hetsync.plane.polled import PolledSums
 from hetsync.plane.rendezvous import rendezvous_by_messages
 from hetsync.plane.store import StoreMessages
@@ -81,6 +81,14 @@ def mpi_plane_between_hosts() -> Plane:
     return plane
 
 
+def mpi_plane_without_shared_memory() -> Plane:
+    """As one rank finds that it is."""
+    with patch("hetsync.plane.shared_memory._opened", side_effect=PermissionError):
+        plane = MpiPlane()
+    assert plane.sums._first.algorithm == in_place_on_a_host(plane.size)
+    return plane
+
+
 def mpi_plane_that_sums_by(algorithm: Algorithm) -> Plane:
     with patch("hetsync.plane.mpi.algorithm_for", lambda *among: algorithm):
         return MpiPlane()
@@ -89,6 +97,7 @@ def mpi_plane_that_sums_by(algorithm: Algorithm) -> Plane:
 BACKENDS: dict[str, Callable[[], Plane]] = {
     "mpi": MpiPlane,
     "mpi between hosts": mpi_plane_between_hosts,
+    "mpi without shared memory": mpi_plane_without_shared_memory,
     "torch": torch_plane,
     "horovod": horovod_plane,
     "store": store_plane,

@@ -98,6 +98,30 @@ def test_large_tensor(plane: Plane, finish: Finish, wire: WireFormat) -> None:
     torch.testing.assert_close(tensor, expected, rtol=1e-2 if wire != "float32" else 0, atol=0)
 
 
+@pytest.mark.parametrize("whose", ["everybody's", "the first's", "nobody's"])
+def test_tensors_in_the_memory_of_sums(plane: Plane, finish: Finish, whose: str) -> None:
+    """They are their ranks' own again afterwards."""
+    n, there = 700_003, whose == "everybody's" or (whose == "the first's" and plane.rank == 0)
+    tensor = plane.memory(n, torch.device("cpu")) if there else torch.empty(n)
+    tensor[:] = addend(plane.rank, n)
+    finish(plane.allreduce(tensor[:300_001]), plane.allreduce(tensor[300_001:]), name=f"sums in {whose} memory")
+    torch.testing.assert_close(tensor, torch.stack(addends(plane, n)).sum(0))
+    assert_same_bits(plane, tensor)
+    tensor[:] = plane.rank
+    plane.barrier()
+    assert tensor.eq(plane.rank).all()
+    other = plane.memory(n, torch.device("cpu")).fill_(-1)
+    plane.barrier()
+    assert tensor.eq(plane.rank).all()
+    finish(plane.allreduce(other, "int8"), name="int8 sum there")
+    torch.testing.assert_close(other, torch.full((n,), -float(plane.size)), rtol=1e-2, atol=0)
+
+
+def test_memory_of_sums_is_where_the_tensor_is_to_be(plane: Plane) -> None:
+    assert plane.memory(5, torch.device("meta")).device.type == "meta"
+    assert plane.memory(0, torch.device("cpu")).shape == (0,)
+
+
 def test_many_in_flight_polled_in_any_order(plane: Plane, finish: Finish) -> None:
     kinds = [(wire, n) for n in (3, 20_000, 0, BLOCK) for wire in WIRE_FORMATS]
     tensors = [addend(plane.rank, n, seed) for seed, (_, n) in enumerate(kinds)]

@@ -1,0 +1,145 @@
+"""Sums of tensors that lie in memory which all ranks share.
+
+Each rank adds up one part, from where the others' addends lie, and then takes the sums of the other parts from there:
+
+    rank 0    [a0 b0]   adds a1 to a0   [A b0]   takes B    [A B]
+    rank 1    [a1 b1]   adds b0 to b1   [a1 B]   takes A    [A B]
+
+Nothing is sent. Each rank counts in words of its own how far it has come, after writing what they tell of, and reads
+the others'. That needs a processor on which all see one's stores in their order, as on x86.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from hetsync.plane.shared_memory import Area, Gather, SharedMemory
+from hetsync.plane.staging import Test
+
+# Words, in a cache line each. How many sums a rank has offered to the others, added up its part of, and taken whole.
+OFFERED, ADDED, TAKEN = 0, 8, 16
+PLACES = 64  # from this word on: where in its area they lie
+MOST_OFFERED = 16  # that some rank has not taken; so a poll has no more to do
+LINE_VALUES = 16  # of a cache line
+
+
+def stores_in_order() -> bool:
+    """Do all processors of this host see one's stores in their order?"""
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def parts_of(values: int, ranks: int) -> list[slice]:
+    """One for each rank, which no two share a cache line of."""
+    most = -(-values // (LINE_VALUES * ranks)) * LINE_VALUES
+    return [slice(min(rank * most, values), min((rank + 1) * most, values)) for rank in range(ranks)]
+
+
+class Offered(NamedTuple):
+    """A sum under way. Its addend lies in this rank's area: in `values` themselves, or in `scratch` a copy of them."""
+
+    values: torch.Tensor
+    scratch: torch.Tensor | None
+    parts: Sequence[slice]
+
+    @property
+    def memory(self) -> torch.Tensor:
+        return self.values if self.scratch is None else self.scratch
+
+
+class SharedSums:
+    """Sums of float32 tensors, in place, in the same order on all ranks."""
+
+    def __init__(self, memory: SharedMemory, rank: int, scratches: Sequence[torch.Tensor]) -> None:
+        """`scratches`, in this rank's area, are for tensors that lie elsewhere, one for each of those under way."""
+        self.memory, self._rank = memory, rank
+        self._words = memory.own.words
+        self._spare = list(scratches)
+        self._to_offer: deque[torch.Tensor] = deque()
+        self._under_way: deque[Offered] = deque()
+        self._begun = self._ended = 0
+
+    @staticmethod
+    def open(rank: int, gather: Gather, most_values: int, scratches: int) -> SharedSums | None:
+        """Collective: sums of so many values at most. None, on all ranks, where they do not share their memory."""
+        memory = SharedMemory.open(rank, gather) if stores_in_order() else None
+        if memory is None:
+            return None
+        own = [scratch for _ in range(scratches) if (scratch := memory.tensor(most_values)) is not None]
+        all_have = all(count == scratches for (count,) in gather((len(own),)))
+        return SharedSums(memory, rank, own) if all_have else None
+
+    def begin(self, values: torch.Tensor) -> Test:
+        """What tests it proceeds with all that are under way."""
+        self._begun += 1
+        number = self._begun
+        self._to_offer.append(values)
+
+        def ended() -> bool:
+            if number == self._ended + 1:  # or all of them would be looked at for each
+                self._proceed()
+            return number <= self._ended
+
+        return ended
+
+    def _proceed(self) -> None:
+        """As far as it goes without waiting."""
+        words = self._words
+        while self._to_offer and self._offer(self._to_offer[0]):
+            self._to_offer.popleft()
+        for number in range(words[ADDED] + 1, self._reached(OFFERED) + 1):
+            self._add_up(number)
+            words[ADDED] = number
+        for number in range(words[TAKEN] + 1, self._reached(ADDED) + 1):
+            self._take(number)
+            words[TAKEN] = number
+        for _ in range(self._ended, self._reached(TAKEN)):
+            scratch = self._under_way.popleft().scratch
+            self._spare += [] if scratch is None else [scratch]
+            self._ended += 1
+
+    def _reached(self, word: int) -> int:
+        """How far all ranks have come."""
+        return min(area.words[word] for area in self.memory.areas)
+
+    def _offer(self, values: torch.Tensor) -> bool:
+        """False while there is no room."""
+        number, place = self._words[OFFERED] + 1, self.memory.place(values)
+        if number > self._ended + MOST_OFFERED or (place is None and not self._spare):
+            return False
+        scratch = None
+        if place is None:
+            scratch = self._spare.pop()
+            scratch[: values.numel()] = values
+            place = self.memory.place(scratch)
+        assert place is not None
+        self._under_way.append(Offered(values, scratch, parts_of(values.numel(), len(self.memory.areas))))
+        self._words[PLACES + number % MOST_OFFERED] = place
+        self._words[OFFERED] = number
+        return True
+
+    def _add_up(self, number: int) -> None:
+        """This rank's part."""
+        offered = self._under_way[number - self._ended - 1]
+        part = offered.parts[self._rank]
+        total = offered.memory[part]
+        for rank, area in enumerate(self.memory.areas):
+            if rank != self._rank:
+                total += lying_in(area, number, part)
+
+    def _take(self, number: int) -> None:
+        """All parts."""
+        offered = self._under_way[number - self._ended - 1]
+        for rank, (area, part) in enumerate(zip(self.memory.areas, offered.parts, strict=True)):
+            if rank != self._rank or offered.scratch is not None:
+                offered.values[part] = lying_in(area, number, part)
+
+
+def lying_in(area: Area, number: int, part: slice) -> torch.Tensor:
+    """A part of what its rank has offered by this number."""
+    first = area.words[PLACES + number % MOST_OFFERED]
+    return area.values[first + part.start : first + part.stop]

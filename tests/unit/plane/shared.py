@@ -1,0 +1,37 @@
+"""Ranks of one process that share their memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from hetsync.plane.shared_memory import Gather, SharedMemory
+
+Result = TypeVar("Result")
+
+
+def collectively(ranks: int, call: Callable[[int, Gather], Result]) -> list[Result]:
+    """What the call returns on each rank."""
+    given: list[Sequence[int]] = [()] * ranks
+    barrier = threading.Barrier(ranks, timeout=20)
+
+    def on(rank: int) -> Result:
+        def gather(numbers: Sequence[int]) -> Sequence[Sequence[int]]:
+            given[rank] = numbers
+            barrier.wait()
+            told = list(given)
+            barrier.wait()
+            return told
+
+        return call(rank, gather)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(on, range(ranks)))
+
+
+def opened(ranks: int) -> list[SharedMemory]:
+    memories = collectively(ranks, SharedMemory.open)
+    assert all(memory is not None for memory in memories)
+    return memories  # type: ignore[return-value]
