@@ -33,6 +33,7 @@ from hetsync.plane.mpi_summoned import (
 )
 from hetsync.plane.parcels import empty_parcel, packed
 from hetsync.plane.polled import PolledSums
+from hetsync.plane.shared_memory import SharedMemory
 from hetsync.plane.shared_sums import SharedSums
 
 
@@ -45,17 +46,26 @@ class MpiSums(PolledSums):
 
     tolerant = True
 
-    def __init__(self, members: MpiMembers, timeout_seconds: float = 600.0, ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        members: MpiMembers,
+        timeout_seconds: float = 600.0,
+        ranks: Sequence[int] | None = None,
+        own: SharedMemory | None = None,
+    ) -> None:
+        """`own`: memory that this rank has shared with other members before."""
         self._members = members
         with members.errors("opening sums"):
             comm = members.communicator(ranks)
             rank, size = comm.Get_rank(), comm.Get_size()
             gather = partial(gathered, comm, timeout_seconds, "open their sums")
             most_on_a_host, told = map(max, zip(*gather((ranks_here(comm), told_of_deaths())), strict=True))
-            algorithm = algorithm_for(size, most_on_a_host, bool(told))
+            _, most_values, in_flight, _ = algorithm = algorithm_for(size, most_on_a_host, bool(told))
             self._shared: SharedSums | None = None
             if algorithm.kind == "shared":
-                self._shared = SharedSums.open(rank, gather, algorithm.segment_values, algorithm.in_flight)
+                # No message comes by this communicator, but news of a death.
+                look: Callable[[], object] = comm.Iprobe if told else lambda: None
+                self._shared = SharedSums.open(rank, gather, most_values, in_flight, look, own)
                 algorithm = algorithm if self._shared is not None else in_place_on_a_host(size)
             self._lanes = MpiLane(comm, algorithm, self._shared), MpiLane(members.communicator(ranks), algorithm)
         super().__init__("MPI", rank, size, *self._lanes)
@@ -64,7 +74,7 @@ class MpiSums(PolledSums):
 
     def among(self, messages: Messages) -> Sums:
         assert isinstance(messages, MpiMessages)
-        return MpiSums(messages.mpi, self._timeout_seconds)
+        return MpiSums(messages.mpi, self._timeout_seconds, own=None if self._shared is None else self._shared.memory)
 
     def memory(self, values: int, device: torch.device) -> torch.Tensor:
         shared = self._shared.memory.tensor(values) if self._shared is not None and device.type == "cpu" else None

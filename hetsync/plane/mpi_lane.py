@@ -50,7 +50,7 @@ def algorithm_for(ranks: int, most_on_a_host: int, told_of_deaths: bool) -> Algo
     after its request was freed.
     """
     if most_on_a_host == ranks:
-        if ranks == 1 or told_of_deaths:
+        if ranks == 1:
             return in_place_on_a_host(ranks)
         segment_values = min(SHARED_VALUES_PER_RANK * ranks, MOST_SHARED_VALUES)
         return Algorithm("shared", segment_values, SEGMENTS_IN_FLIGHT, LEAST_SHARED_VALUES)

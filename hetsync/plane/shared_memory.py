@@ -41,16 +41,16 @@ class SharedMemory:
         os.truncate(self._file.fileno(), size)
         os.posix_fallocate(self._file.fileno(), 0, mmap.PAGESIZE)
         self.own = Area(self._file.fileno(), size)
-        self.own.words[NAME] = secrets.randbits(62)
         self.areas: list[Area] = []  # of all ranks, once they are open
         self._lock = threading.Lock()
         self._end = mmap.PAGESIZE  # of what has been taken so far
         self._spare: dict[int, list[int]] = defaultdict(list)  # by size, where parts begin that nobody uses any more
 
     @staticmethod
-    def open(rank: int, gather: Gather) -> SharedMemory | None:
-        """Collective: of ranks each of which sees the memory of all; None, on all of them, where one does not."""
-        own = SharedMemory._made()
+    def open(rank: int, gather: Gather, own: SharedMemory | None = None) -> SharedMemory | None:
+        """Collective: of ranks each of which sees the memory of all; None, on all of them, where one does not. `own` is
+        what this rank has shared before with others, who look at it no more."""
+        own = SharedMemory._made() if own is None else own
         told = gather((0, 0, 0, 0) if own is None else own._address())
         seen = own is not None and own._sees(rank, told)
         return own if all(answer for (answer,) in gather((int(seen),))) else None
@@ -67,6 +67,8 @@ class SharedMemory:
             return None
 
     def _address(self) -> tuple[int, ...]:
+        self.own.words[:] = memoryview(bytes(mmap.PAGESIZE)).cast("q")
+        self.own.words[NAME] = secrets.randbits(62)
         return os.getpid(), self._file.fileno(), self._size, self.own.words[NAME]
 
     def _sees(self, rank: int, told: Sequence[Sequence[int]]) -> bool:

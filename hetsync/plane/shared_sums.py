@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import platform
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,9 +54,12 @@ class Offered(NamedTuple):
 class SharedSums:
     """Sums of float32 tensors, in place, in the same order on all ranks."""
 
-    def __init__(self, memory: SharedMemory, rank: int, scratches: Sequence[torch.Tensor]) -> None:
-        """`scratches`, in this rank's area, are for tensors that lie elsewhere, one for each of those under way."""
-        self.memory, self._rank = memory, rank
+    def __init__(
+        self, memory: SharedMemory, rank: int, scratches: Sequence[torch.Tensor], look: Callable[[], object]
+    ) -> None:
+        """`scratches`, in this rank's area, are for tensors that lie elsewhere, one for each of those under way. `look`
+        raises where another rank has gone: of that their memory says nothing."""
+        self.memory, self._rank, self._look = memory, rank, look
         self._words = memory.own.words
         self._spare = list(scratches)
         self._to_offer: deque[torch.Tensor] = deque()
@@ -64,14 +67,22 @@ class SharedSums:
         self._begun = self._ended = 0
 
     @staticmethod
-    def open(rank: int, gather: Gather, most_values: int, scratches: int) -> SharedSums | None:
-        """Collective: sums of so many values at most. None, on all ranks, where they do not share their memory."""
-        memory = SharedMemory.open(rank, gather) if stores_in_order() else None
+    def open(
+        rank: int,
+        gather: Gather,
+        most_values: int,
+        scratches: int,
+        look: Callable[[], object] = lambda: None,
+        own: SharedMemory | None = None,
+    ) -> SharedSums | None:
+        """Collective: sums of so many values at most. None, on all ranks, where they do not share their memory; `own`
+        as in `SharedMemory.open`."""
+        memory = SharedMemory.open(rank, gather, own) if stores_in_order() else None
         if memory is None:
             return None
-        own = [scratch for _ in range(scratches) if (scratch := memory.tensor(most_values)) is not None]
-        all_have = all(count == scratches for (count,) in gather((len(own),)))
-        return SharedSums(memory, rank, own) if all_have else None
+        found = [scratch for _ in range(scratches) if (scratch := memory.tensor(most_values)) is not None]
+        all_have = all(count == scratches for (count,) in gather((len(found),)))
+        return SharedSums(memory, rank, found, look) if all_have else None
 
     def begin(self, values: torch.Tensor) -> Test:
         """What tests it proceeds with all that are under way."""
@@ -101,6 +112,7 @@ class SharedSums:
             scratch = self._under_way.popleft().scratch
             self._spare += [] if scratch is None else [scratch]
             self._ended += 1
+        self._look()
 
     def _reached(self, word: int) -> int:
         """How far all ranks have come."""

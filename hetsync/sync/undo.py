@@ -17,8 +17,15 @@ class Tensors:
 
     @torch.no_grad()
     def put_back(self) -> None:
+        """What is the same is not written: `ModelTensors` takes that for a change of what ranks do not share."""
         for tensor, value in self._kept:
-            tensor.copy_(value)
+            if not torch.equal(_bytes(tensor), _bytes(value)):
+                tensor.copy_(value)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Which are equal where values are nan, too."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 class BeforeStep:

@@ -127,6 +127,7 @@ def test_by_a_plan_of_whole_models_its_share_goes_to_the_others(tmp_path: Path, 
 SCRIPT = """
 import json, os, signal, sys, torch, hetsync
 from torch.utils.data import DataLoader, TensorDataset
+from hetsync.plane import mpi_lane, shared_sums
 from hetsync.sync.rounds import Rounds
 from hetsync.sync.mending import Mending
 from hetsync.train import checkpoint
@@ -139,7 +140,8 @@ model[0].requires_grad_(False)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 loader = DataLoader(TensorDataset(torch.randn(512, 4), torch.randint(3, (512,))), batch_size=32, shuffle=True)
 test = DataLoader(TensorDataset(torch.randn(64, 4), torch.randint(3, (64,))), batch_size=8)
-bound, *deaths = json.loads(sys.argv[1])
+least, bound, *deaths = json.loads(sys.argv[1])
+mpi_lane.LEAST_SHARED_VALUES = least
 came = {}
 
 def come_to(moment):
@@ -160,6 +162,7 @@ watch(checkpoint, "flush_to_disk", "writing")
 watch(Rounds, "_begin", "draining", lambda self, start: start.drain is not None)
 watch(Mending, "_attempt", "recovering")
 watch(CommonState, "share_first_weights", "sharing")
+watch(shared_sums.SharedSums, "_add_up", "adding")
 
 def accuracy():
     come_to("evaluating")
@@ -178,28 +181,37 @@ with hetsync.join(run="run", **settings) as job:
             optimizer.step()
             optimizer.zero_grad()
         job.keep_best(job.evaluate(accuracy)["accuracy"])
-print(f"rank {job.rank} has ended", flush=True)
+print(f"rank {job.rank} has ended, {'adding' in came}", flush=True)
 """
 
 
 @pytest.mark.parametrize(
-    ("bound", "deaths"),
+    ("least", "bound", "deaths"),
     [
         # In turns, each time the first that is left or another: of six, rank 4 is left. Weights are shared at the
         # start, and when the first layer is trained, too.
-        (0, [[5, "draining", 1], [0, "writing", 8], [1, "evaluating", 4], [3, "saving", 5], [2, "training", 100]]),
-        (4, [[0, "training", 20], [1, "training", 20], [3, "recovering", 1], [2, "sharing", 2], [5, "evaluating", 6]]),
+        (100, 0, [[5, "draining", 1], [0, "writing", 8], [1, "evaluating", 4], [3, "saving", 5], [2, "training", 100]]),
+        (
+            100,
+            4,
+            [[0, "training", 20], [1, "training", 20], [3, "recovering", 1], [2, "sharing", 2], [5, "evaluating", 6]],
+        ),
+        # In memory that all share, also in the middle of a sum.
+        (1, 0, [[5, "adding", 9], [0, "adding", 40], [1, "writing", 2], [3, "adding", 70], [2, "training", 100]]),
+        (1, 4, [[0, "adding", 9], [1, "training", 20], [3, "adding", 30], [2, "adding", 40], [5, "evaluating", 6]]),
     ],
 )
-def test_a_script_survives_deaths_at_any_moment(tmp_path: Path, bound: int, deaths: list[list[Any]]) -> None:
+def test_a_script_survives_deaths_at_any_moment(
+    tmp_path: Path, least: int, bound: int, deaths: list[list[Any]]
+) -> None:
     """Anchors are compared at each rest, of which there is one an epoch: ranks that differed would end the job."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    words = [*mpirun(6), *ULFM, sys.executable, "script.py", json.dumps([bound, *deaths])]
+    words = [*mpirun(6), *ULFM, sys.executable, "script.py", json.dumps([least, bound, *deaths])]
     with started(words, tmp_path, {"PYTHONPATH": str(ROOT)}) as process:
         done = finished(process)
     dead = sorted(rank for rank, *_ in deaths)
     assert done.status == 0, done.story
-    assert done.out.count("has ended") == 6 - len(dead), done.story
+    assert done.out.count(f"has ended, {least == 1}") == 6 - len(dead), done.story
     summary = summary_of(tmp_path / "run")
     assert summary["samples_applied"] == summary["samples_expected"] == 8 * 512
     assert sorted(failure["rank"] for failure in summary["failures"]) == dead

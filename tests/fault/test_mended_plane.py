@@ -83,11 +83,12 @@ def test_survivors_sum_and_talk_after_deaths(tmp_path: Path, run_job: Run, secon
 # Stale after the death: a message that nobody has read, and one that waits for its receiver.
 plane.send("stale", to=(first + 1) % 4)
 plane.barrier()
-large = torch.ones(3_000_000)
+def large():
+    return plane.memory(3_000_000, torch.device("cpu"))
 if first == 2:
-    plane.allreduce(large.clone())
+    plane.allreduce(large().fill_(1))
     die()
-addend, handle = large.clone(), None
+addend, handle = large().fill_(1), None
 def sum_large():  # begins it, unless the death is known by then
     global handle
     handle = handle or plane.allreduce(addend)
@@ -100,6 +101,11 @@ until_lost(lambda: plane.gather_objects(None))
 plane.mend()
 plane.heed()
 assert plane.rank == first and plane.members == (0, 1, 3) and plane.size == 3
+wait(plane.allreduce(addend.fill_(first + 1)))
+assert addend.eq(7).all()
+if hasattr(plane.sums, "_shared") and plane.sums._shared is not None:  # by MPI, on one host
+    assert plane.sums._shared.memory.place(addend) is not None, "memory from before is shared with those who are left"
+    print("shared", first)
 for wire, n in (("float32", 3_000_000), ("int8", 1000), ("bfloat16", 1000)):
     tensor = torch.full((n,), float(first + 1))
     wait(plane.allreduce(tensor, wire))
@@ -136,7 +142,8 @@ print("survived", first)
 """,
     )
     assert done.status == 0, done.story
-    assert sorted(done.out.split("\n"))[1:] == [f"survived {rank}" for rank in left], done.story
+    shared = [f"shared {rank}" for rank in (0, 1, 3)] if run_job is job else []
+    assert sorted(done.out.split("\n"))[1:] == [*shared, *(f"survived {rank}" for rank in left)], done.story
 
 
 @BY

@@ -69,3 +69,23 @@ def test_the_scale_is_what_it_was_before_steps_that_are_put_back(updated: bool) 
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 16.0
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0], [float("nan"), -float("inf")], []])
+def test_what_has_not_changed_is_not_written(values: list[float]) -> None:
+    """What ranks do not share, as frozen weights and masks, must not: the job would end at a slice that is put back."""
+    frozen, changed = torch.tensor(values), torch.zeros(3)
+    kept = Tensors([frozen, changed, scalar := torch.tensor(5)])
+    changed += 1
+    versions = frozen._version, scalar._version
+    kept.put_back()
+    assert (frozen._version, scalar._version) == versions
+    assert changed.tolist() == [0, 0, 0]
+
+
+def test_not_a_number_in_place_of_a_number_is_put_back() -> None:
+    tensor = torch.tensor([1.0, float("nan")])
+    kept = Tensors([tensor])
+    tensor[:] = torch.tensor([float("nan"), float("nan")])
+    kept.put_back()
+    assert tensor[0] == 1
