@@ -3,7 +3,8 @@
     python -m benchmarks.planes [--ranks 2 4 8] [--planes mpi torch] [--output FOLDER]
 
 Ways of summing take turns within a job, jobs within a repetition: the library's own calls; the plane's sums, polled
-without a break; and the engine's, by its communication thread with the pauses that it makes between two polls. A
+without a break; and the engine's, by its communication thread with the pauses that it makes between two polls, of a
+tensor where the plane sums fastest, as its buffers are, and of any other. A
 plane that cannot be opened here is left out, with its reason. docs/results/planes.md has our tables.
 """
 

@@ -1,7 +1,7 @@
 """One rank of planes.py's job: python -m benchmarks.planes_rank PLANE LARGEST_BYTES SECONDS FOLDER, under mpirun.
 
-A session trains a model of one weight and comes to rest; there buffers of several sizes are summed in turn by each way
-of WAYS. Rank 0 writes FOLDER/result.json.
+A session trains a model of one weight and comes to rest; there tensors of several sizes are summed in turn by each way:
+one for the bare calls and for the engine's sums of any tensor, one where the plane sums fastest. Rank 0 writes FOLDER/result.json.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ELSEWHERE = "engine, any tensor"
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 50  # of one size, in which each way sums once
 
 Add = Callable[[torch.Tensor], Any]  # sums in place
-New = Callable[[int], torch.Tensor]  # of so many values
+Allocate = Callable[[int], torch.Tensor]  # so many values
 
 
 def bare_ways(plane: str) -> dict[str, Add]:
@@ -85,20 +85,20 @@ def at_rest(plane: Plane, work: Callable[[JoinedSession], None]) -> None:
             session.step(loss)
 
 
-def time_sums(ways: dict[str, tuple[Add, New]], largest: int, seconds: float) -> list[dict[str, Any]]:
+def time_sums(ways: dict[str, tuple[Add, Allocate]], largest: int, seconds: float) -> list[dict[str, Any]]:
     """Collective: of each sum the seconds from the call to the result on the last rank, and the CPU seconds that a rank
     took meanwhile, all of its threads together; the mean of all ranks."""
     comm = MPI.COMM_WORLD.Dup()
     rows: list[dict[str, Any]] = []
     for size in filter(lambda size: size <= largest, SUM_BYTES):
-        memory = {way: new(size // 4).zero_() for way, (_, new) in ways.items()}
+        tensors = {allocate: allocate(size // 4).zero_() for _, allocate in ways.values()}
         taken: dict[str, dict[str, list[float]]] = {way: {"seconds": [], "cpu_seconds": []} for way in ways}
         began = time.monotonic()
         for count in range(MOST_ROUNDS + 1):
-            for way, (add, _) in ways.items():
+            for way, (add, allocate) in ways.items():
                 comm.Barrier()
                 started, cpu = time.monotonic(), time.process_time()
-                add(memory[way])
+                add(tensors[allocate])
                 took, cpu = time.monotonic() - started, time.process_time() - cpu
                 told = comm.allgather((took, cpu))
                 if count:  # the first warms up
@@ -118,13 +118,13 @@ def measured(name: str, largest: int, seconds: float) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
 
     def work(session: JoinedSession) -> None:
-        def given(values: int) -> torch.Tensor:
+        def of_plane(count: int) -> torch.Tensor:
             """As the engine's buffers are."""
-            return plane.memory(values, torch.device("cpu"))
+            return plane.allocate(count, torch.device("cpu"))
 
         engine = session.engine.allreduce
-        bare = {way: (add, torch.empty) for way, add in bare_ways(name).items()}
-        ways = {**bare, "polled": (polled(plane), given), "engine": (engine, given), ELSEWHERE: (engine, torch.empty)}
+        ways = {way: (add, torch.empty) for way, add in bare_ways(name).items()}
+        ways |= {"polled": (polled(plane), of_plane), "engine": (engine, of_plane), ELSEWHERE: (engine, torch.empty)}
         rows.extend(time_sums(ways, largest, seconds))
 
     at_rest(plane, work)

@@ -47,7 +47,7 @@ PARTS: Parts = {
         *((Gradients, name) for name in ("_arrive", "close_slice", "flush", "collect")),
     ],
     "communication thread's copies": [*((Deltas, name) for name in ("pack", "apply_sum")), (Gradients, "pack")],
-    "MPI's sums": [(MpiSums, "allreduce"), (MpiSums, "_progress")],
+    "sums": [(MpiSums, "allreduce"), (MpiSums, "_progress")],
     "messages": [(MpiMessages, "receive"), (MpiMessages, "send")],
     "coordinator": [(Coordinator, "handle")],
 }
@@ -106,7 +106,7 @@ def train(mode: str, seconds: float) -> tuple[list[dict[str, Any]], list[dict[st
     def at_rest() -> None:
         taken.append(books(session, meter))
         if len(taken) == 2:
-            sums.extend(time_sums(session))
+            sums.extend(time_sums(session, plane))
 
     with session:
         for _ in session.slices(at_rest):
@@ -116,16 +116,16 @@ def train(mode: str, seconds: float) -> tuple[list[dict[str, Any]], list[dict[st
         return plane.gather_objects(per_second(*taken)), sums
 
 
-def time_sums(session: JoinedSession) -> list[dict[str, Any]]:
+def time_sums(session: JoinedSession, plane: MpiPlane) -> list[dict[str, Any]]:
     """Collective, at rest: seconds of a sum, from the call to the result on the last rank."""
     comm = MPI.COMM_WORLD.Dup()
     rows = []
     for size in SUM_BYTES:
-        values = torch.zeros(size // 4)
+        values, ours = torch.zeros(size // 4), plane.allocate(size // 4, torch.device("cpu")).zero_()
         memory = MPI.buffer.fromaddress(values.data_ptr(), values.nbytes)
         ways = {
             "bare": lambda memory=memory: comm.Allreduce(MPI.IN_PLACE, [memory, MPI.FLOAT]),
-            "engine": lambda values=values: session.engine.allreduce(values),
+            "engine": lambda values=ours: session.engine.allreduce(values),
         }
         row: dict[str, Any] = {"bytes": size, **{way: [] for way in ways}}
         for _ in range(min(LONGEST_LOOP, 3 + 200_000_000 // size)):

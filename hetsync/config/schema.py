@@ -178,7 +178,7 @@ class OptimizerConfig:
         name: sgd, adam or adamw of torch.optim, or the import path of your own.
         learning_rate: Learning rate before the schedule.
         momentum: Momentum of sgd.
-        weight_decay: Part of each weight that its step takes off, before the learning rate, as torch.optim means it.
+        weight_decay: As torch.optim means it: times the weight, added to its gradient (adamw: taken off the weight).
         max_grad_norm: Clip the gradient to this norm before each step; null does not clip.
         options: More keyword arguments for the optimizer.
     """

@@ -94,8 +94,8 @@ class EmulatedSums(Sums):
     def failed(self) -> bool:
         return self._sums.failed
 
-    def memory(self, values: int, device: torch.device) -> torch.Tensor:
-        return self._sums.memory(values, device)
+    def allocate(self, count: int, device: torch.device) -> torch.Tensor:
+        return self._sums.allocate(count, device)
 
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
         seconds = self._seconds(encoded_bytes(tensor.numel(), wire))

@@ -31,7 +31,7 @@ from before arrives, and the main thread's blocking calls raise MembersLost unti
 which they came: who has joined later comes later, whatever its number.
 
 Threads. `allreduce`, `send`, `unread`, `receive` and the handles' `done` are called from one thread (the communication
-thread); the blocking calls from another (the main thread), never two of them at once.
+thread); the blocking calls from another (the main thread), never two of them at once; `allocate` from either.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ import torch
 from hetsync.errors import UserError
 
 Told = TypeVar("Told")
-NewMemory = Callable[[int, torch.device], torch.Tensor]  # for so many float32 values there, flat and not cleared
+Allocate = Callable[[int, torch.device], torch.Tensor]  # so many float32 values there, flat and not cleared
 WireFormat = Literal["float32", "bfloat16", "int8"]
 
 
@@ -77,8 +77,8 @@ class DamagedError(PlaneError):
         self.sender = sender
 
 
-def any_memory(values: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(values, dtype=torch.float32, device=device)
+def allocate_anywhere(count: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.float32, device=device)
 
 
 def wait_limit(rank: int, timeout_seconds: float) -> float:
@@ -292,10 +292,10 @@ class Sums(ABC):
         """Whether a collective has failed. Later ones will not come to an end either, and nobody should wait."""
         return False
 
-    def memory(self, values: int, device: torch.device) -> torch.Tensor:
-        """Where these sums are made fastest, by either thread; tensors that lie elsewhere are summed, too. It is the
-        caller's for as long as it is kept, and ranks need not ask alike."""
-        return any_memory(values, device)
+    def allocate(self, count: int, device: torch.device) -> torch.Tensor:
+        """So many float32 values, flat and not cleared, where these sums are fastest; what lies elsewhere is summed,
+        too. Ranks need not ask alike, and the tensor outlives the sums."""
+        return allocate_anywhere(count, device)
 
     @abstractmethod
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
@@ -423,8 +423,8 @@ class Plane(Messages, Sums):
     def failed(self) -> bool:
         return self.sums.failed
 
-    def memory(self, values: int, device: torch.device) -> torch.Tensor:
-        return self.sums.memory(values, device)
+    def allocate(self, count: int, device: torch.device) -> torch.Tensor:
+        return self.sums.allocate(count, device)
 
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
         return self.sums.allreduce(tensor, wire, residual)

@@ -48,8 +48,8 @@ class HierarchicalSums(PolledSums):
         while not handle.done():
             yield
 
-    def memory(self, values: int, device: torch.device) -> torch.Tensor:
-        return super().memory(values, device) if self._between is None else self._between.memory(values, device)
+    def allocate(self, count: int, device: torch.device) -> torch.Tensor:
+        return super().allocate(count, device) if self._between is None else self._between.allocate(count, device)
 
     @property
     def moves(self) -> int:

@@ -1,5 +1,7 @@
 """Collectives over MPI, and how a segment is summed by it.
 
+Ranks of one host share their memory (`shared_sums.py`). Else, and where they do not see each other's, MPI sums.
+
 MPI has an algorithm for each size of a blocking sum, and few for one that is polled. Open MPI 5, as it is, sums in
 place along a binomial tree, whose root takes in and sends out everything log2(ranks) times; and out of place, from four
 ranks and 64 kB on, by Rabenseifner's algorithm: ranks exchange halves, quarters and so on, and collect the sums the
@@ -22,8 +24,8 @@ from hetsync.plane.staging import Test
 
 # On one host. Small enough for MPI's copies to stay in the processor's cache (see polled.SEGMENTS_IN_FLIGHT).
 SEGMENT_VALUES_PER_RANK = 1 << 16
-SHARED_VALUES_PER_RANK = 1 << 17  # where they share memory
-MOST_SHARED_VALUES = 1 << 20  # of the segments of many ranks
+SHARED_VALUES_PER_RANK = 1 << 17  # what a rank adds up of a shared segment: calls cost little beside it
+MOST_SHARED_VALUES = 1 << 20  # of a shared segment, whatever the ranks: each has scratch memory for some
 LEAST_SHARED_VALUES = 1 << 16  # of less MPI's sums are as fast
 MESSAGE_VALUES = 15 << 10  # 60 kB; Open MPI counts its header, too (btl_tcp_eager_limit)
 SMALL_SEGMENTS_IN_FLIGHT = 16  # 32 are no faster
@@ -113,7 +115,8 @@ class DirectSum:
 
 class MpiLane(Lane):
     def __init__(self, comm: MPI.Intracomm, algorithm: Algorithm, shared: SharedSums | None = None) -> None:
-        """`shared`, where that is the algorithm, are the same for no other lane."""
+        """`shared` where that is the algorithm, those of this lane alone."""
+        assert (algorithm.kind == "shared") == (shared is not None)
         super().__init__()
         self.comm = comm
         self._shared = shared

@@ -6,31 +6,26 @@ Each rank adds up one part, from where the others' addends lie, and then takes t
     rank 1    [a1 b1]   adds b0 to b1   [a1 B]   takes A    [A B]
 
 Nothing is sent. Each rank counts in words of its own how far it has come, after writing what they tell of, and reads
-the others'. That needs a processor on which all see one's stores in their order, as on x86.
+the others', on processors of which all see one's stores in their order (`shared_memory.stores_in_order`).
 """
 
 from __future__ import annotations
 
-import platform
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from hetsync.plane.shared_memory import Area, Gather, SharedMemory
+from hetsync.plane.base import PlaneError
+from hetsync.plane.shared_memory import NAME, Area, Gather, SharedMemory
 from hetsync.plane.staging import Test
 
 # Words, in a cache line each. How many sums a rank has offered to the others, added up its part of, and taken whole.
 OFFERED, ADDED, TAKEN = 0, 8, 16
-PLACES = 64  # from this word on: where in its area they lie
+OFFSETS = 64  # from this word on: where in its area they lie
 MOST_OFFERED = 16  # that some rank has not taken; so a poll has no more to do
 LINE_VALUES = 16  # of a cache line
-
-
-def stores_in_order() -> bool:
-    """Do all processors of this host see one's stores in their order?"""
-    return platform.machine().lower() in ("x86_64", "amd64")
 
 
 def parts_of(values: int, ranks: int) -> list[slice]:
@@ -47,7 +42,7 @@ class Offered(NamedTuple):
     parts: Sequence[slice]
 
     @property
-    def memory(self) -> torch.Tensor:
+    def shared(self) -> torch.Tensor:
         return self.values if self.scratch is None else self.scratch
 
 
@@ -55,13 +50,15 @@ class SharedSums:
     """Sums of float32 tensors, in place, in the same order on all ranks."""
 
     def __init__(
-        self, memory: SharedMemory, rank: int, scratches: Sequence[torch.Tensor], look: Callable[[], object]
+        self, memory: SharedMemory, rank: int, scratch: torch.Tensor, scratches: int, look: Callable[[], object]
     ) -> None:
-        """`scratches`, in this rank's area, are for tensors that lie elsewhere, one for each of those under way. `look`
-        raises where another rank has gone: of that their memory says nothing."""
+        """`scratch`, in this rank's area, is for a tensor that lies elsewhere; with more of them up to so many
+        `scratches`. `look` raises where another rank has gone: of that their memory says nothing."""
         self.memory, self._rank, self._look = memory, rank, look
         self._words = memory.own.words
-        self._spare = list(scratches)
+        self._name = self._words[NAME]
+        self._most_values, self._to_come = scratch.numel(), scratches - 1
+        self._spare = [scratch]
         self._to_offer: deque[torch.Tensor] = deque()
         self._under_way: deque[Offered] = deque()
         self._begun = self._ended = 0
@@ -69,6 +66,7 @@ class SharedSums:
     @staticmethod
     def open(
         rank: int,
+        ranks: int,
         gather: Gather,
         most_values: int,
         scratches: int,
@@ -77,12 +75,12 @@ class SharedSums:
     ) -> SharedSums | None:
         """Collective: sums of so many values at most. None, on all ranks, where they do not share their memory; `own`
         as in `SharedMemory.open`."""
-        memory = SharedMemory.open(rank, gather, own) if stores_in_order() else None
+        memory = SharedMemory.open(rank, ranks, gather, own)
         if memory is None:
             return None
-        found = [scratch for _ in range(scratches) if (scratch := memory.tensor(most_values)) is not None]
-        all_have = all(count == scratches for (count,) in gather((len(found),)))
-        return SharedSums(memory, rank, found, look) if all_have else None
+        scratch = memory.allocate(most_values)
+        all_have = all(has for (has,) in gather((int(scratch is not None),)))
+        return SharedSums(memory, rank, scratch, scratches, look) if scratch is not None and all_have else None
 
     def begin(self, values: torch.Tensor) -> Test:
         """What tests it proceeds with all that are under way."""
@@ -100,6 +98,8 @@ class SharedSums:
     def _proceed(self) -> None:
         """As far as it goes without waiting."""
         words = self._words
+        if words[NAME] != self._name:
+            raise PlaneError("the ranks that share memory are others by now")
         while self._to_offer and self._offer(self._to_offer[0]):
             self._to_offer.popleft()
         for number in range(words[ADDED] + 1, self._reached(OFFERED) + 1):
@@ -120,25 +120,33 @@ class SharedSums:
 
     def _offer(self, values: torch.Tensor) -> bool:
         """False while there is no room."""
-        number, place = self._words[OFFERED] + 1, self.memory.place(values)
-        if number > self._ended + MOST_OFFERED or (place is None and not self._spare):
+        number, offset = self._words[OFFERED] + 1, self.memory.offset(values)
+        if number > self._ended + MOST_OFFERED:
             return False
         scratch = None
-        if place is None:
-            scratch = self._spare.pop()
+        if offset is None:
+            if (scratch := self._scratch()) is None:
+                return False
             scratch[: values.numel()] = values
-            place = self.memory.place(scratch)
-        assert place is not None
+            offset = self.memory.offset(scratch)
+        assert offset is not None
         self._under_way.append(Offered(values, scratch, parts_of(values.numel(), len(self.memory.areas))))
-        self._words[PLACES + number % MOST_OFFERED] = place
+        self._words[OFFSETS + number % MOST_OFFERED] = offset
         self._words[OFFERED] = number
         return True
+
+    def _scratch(self) -> torch.Tensor | None:
+        if not self._spare and self._to_come:
+            self._to_come -= 1
+            more = self.memory.allocate(self._most_values)
+            self._spare += [] if more is None else [more]
+        return self._spare.pop() if self._spare else None
 
     def _add_up(self, number: int) -> None:
         """This rank's part."""
         offered = self._under_way[number - self._ended - 1]
         part = offered.parts[self._rank]
-        total = offered.memory[part]
+        total = offered.shared[part]
         for rank, area in enumerate(self.memory.areas):
             if rank != self._rank:
                 total += lying_in(area, number, part)
@@ -153,5 +161,5 @@ class SharedSums:
 
 def lying_in(area: Area, number: int, part: slice) -> torch.Tensor:
     """A part of what its rank has offered by this number."""
-    first = area.words[PLACES + number % MOST_OFFERED]
-    return area.values[first + part.start : first + part.stop]
+    offset = area.words[OFFSETS + number % MOST_OFFERED]
+    return area.values[offset + part.start : offset + part.stop]

@@ -35,7 +35,7 @@ import torch
 
 from hetsync.config.schema import SyncConfig
 from hetsync.errors import UserError
-from hetsync.plane.base import NewMemory, Residual, Sums, WireFormat, any_memory
+from hetsync.plane.base import Allocate, Residual, Sums, WireFormat, allocate_anywhere
 from hetsync.plane.wire import round_trip
 from hetsync.sync.reals import count_reals, reals
 from hetsync.sync.tail import Tail
@@ -84,11 +84,11 @@ class Buffer:
         local: Sequence[torch.Tensor],
         local_runs: Sequence[Sequence[torch.Tensor]],
         room: int = 0,
-        new: NewMemory = any_memory,
+        allocate: Allocate = allocate_anywhere,
     ) -> None:
-        """`memory`, a `new` one, holds the values, and `room` for so many more behind them."""
+        """`memory` holds the values, and `room` for so many more behind them."""
         sizes = [sum(piece.numel() for piece in run) for run in local_runs]
-        self.memory = new(sum(sizes) + room, local[0].device)
+        self.memory = allocate(sum(sizes) + room, local[0].device)
         self.values = self.memory[: sum(sizes)]
         self.empty = True  # it stands for zeros, whatever is in its memory
         self.tensors = views(self.values, local)
@@ -124,12 +124,12 @@ class Deltas:
         ranks_counted: int = 0,
         speaks: bool = True,
         one_sum: bool = False,
-        memory: NewMemory = any_memory,
+        allocate: Allocate = allocate_anywhere,
     ) -> None:
         """Local `weights` and float `buffers`, in the same order on every rank; `outer` acts on weights only. Of
         `ranks_counted` each round tells who has given how many samples; this is `rank`. Of ranks that make the same
         progress together, one `speaks`: the others add zeros where it adds what they have made, too. With `one_sum`
-        what `pack` returns holds the tail, too, where that can be. What is summed lies in such `memory`."""
+        what `pack` returns holds the tail, too, where that can be. `allocate` gives what is summed."""
         self._local = [reals(tensor.detach()) for tensor in [*weights, *buffers]]
         self.exact = all(tensor.dtype is torch.float32 for tensor in self._local)
         self._outer, self._speaks = outer, speaks
@@ -141,7 +141,7 @@ class Deltas:
         self._runs = [*runs(self._local[: len(weights)], most), *runs(self._local[len(weights) :], most)]
         counts = ranks_counted or int(outer is not None)
         self._anchor, self._pending = (Buffer(self._local, self._runs) for _ in range(2))
-        self._flight, self._correction = (Buffer(self._local, self._runs, counts, memory) for _ in range(2))
+        self._flight, self._correction = (Buffer(self._local, self._runs, counts, allocate) for _ in range(2))
         # Where a segment is all of the model, as on a GPU, it would be a fifth buffer.
         cached = device.type == "cpu" and len(self._runs) > 1
         self._scratch = Scratch(self._runs, device) if self.exact and cached else None

@@ -97,7 +97,9 @@ class Engine:
         one = plane.size == 1
         alone = one and not options.measure_norms
         counted = plane.ranks_at_start if plane.tolerant and not alone else 0
-        self._shared = SharedState(self.worker, outer, options, alone, one, counted, segments, followers, plane.memory)
+        self._shared = SharedState(
+            self.worker, outer, options, alone, one, counted, segments, followers, plane.allocate
+        )
         self._delayed_only = bool(segments)
         self._communicator = Communicator(
             plane,
@@ -201,7 +203,7 @@ class Engine:
                 self._plane.rank,
                 shared.ranks_counted,
                 options.skips,
-                self._plane.memory,
+                allocate=self._plane.allocate,
             )
         self._gradients.adopt_buffers()
         self._communicator.use(self._gradients)

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from hetsync.plane.base import NewMemory, WireFormat, any_memory
+from hetsync.plane.base import Allocate, WireFormat, allocate_anywhere
 from hetsync.sync.deltas import Deltas, Nesterov, Snapshot
 from hetsync.sync.messages import StartRound
 from hetsync.sync.parted import PartedDeltas
@@ -56,7 +56,7 @@ class FragmentedDeltas(PartedDeltas):
         ranks_counted: int = 0,
         one_sum: bool = False,
         fragments: int = 1,
-        memory: NewMemory = any_memory,
+        allocate: Allocate = allocate_anywhere,
     ) -> None:
         """As those of `Deltas`; `outer` is for one fragment. Buffers go with the last of the weights."""
         assert outer is None or fragments == 1
@@ -70,7 +70,7 @@ class FragmentedDeltas(PartedDeltas):
                     rank,
                     ranks_counted,
                     one_sum=one_sum,
-                    memory=memory,
+                    allocate=allocate,
                 )
                 for mine in cut
             ]

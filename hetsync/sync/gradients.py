@@ -27,7 +27,7 @@ from itertools import accumulate
 import torch
 
 from hetsync.errors import UserError
-from hetsync.plane.base import NewMemory, Residual, WireFormat, any_memory
+from hetsync.plane.base import Allocate, Residual, WireFormat, allocate_anywhere
 from hetsync.plane.wire import round_trip
 from hetsync.sync.reals import as_of, count_reals, reals
 from hetsync.sync.tail import Tail, shared_buffers
@@ -43,10 +43,10 @@ CHANGED = (
 class Bucket:
     """Some parameters' gradient sums in one flat float32 buffer."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], memory: NewMemory) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], allocate: Allocate) -> None:
         self.parameters = list(parameters)
         sizes = [count_reals(parameter) for parameter in parameters]
-        self.flat = memory(sum(sizes), parameters[0].device).zero_()
+        self.flat = allocate(sum(sizes), parameters[0].device).zero_()
         self.views = [part.view_as(reals(p)) for part, p in zip(self.flat.split(sizes), parameters, strict=True)]
         self.used = [0] * len(parameters)  # slices of this round in which each parameter got a gradient
         self.missing = len(parameters)  # in the last slice
@@ -67,7 +67,7 @@ class Bucket:
 
 
 def make_buckets(
-    parameters: Sequence[torch.nn.Parameter], bucket_bytes: int, memory: NewMemory = any_memory
+    parameters: Sequence[torch.nn.Parameter], bucket_bytes: int, allocate: Allocate = allocate_anywhere
 ) -> list[Bucket]:
     """Parameters in reverse order, as backward reaches them, in buckets of about `bucket_bytes`."""
     buckets: list[Bucket] = []
@@ -75,11 +75,11 @@ def make_buckets(
     size = 0
     for parameter in reversed(parameters):
         if group and size + 4 * count_reals(parameter) > bucket_bytes:
-            buckets.append(Bucket(group, memory))
+            buckets.append(Bucket(group, allocate))
             group, size = [], 0
         group.append(parameter)
         size += 4 * count_reals(parameter)
-    return [*buckets, Bucket(group, memory)] if group else buckets
+    return [*buckets, Bucket(group, allocate)] if group else buckets
 
 
 class Arrivals:
@@ -155,7 +155,7 @@ class Gradients:
         rank: int = 0,
         ranks_counted: int = 0,
         skips: bool = False,
-        memory: NewMemory = any_memory,
+        allocate: Allocate = allocate_anywhere,
     ) -> None:
         """`pace(fraction)` holds an emulated device back to its time; `wake` tells that a bucket is released.
 
@@ -163,14 +163,14 @@ class Gradients:
         optimizer, in the order of their steps; the model's others belong to the last. `leave` is called by the thread
         that has filled a bucket or a tail, before that is released (`DeviceOrder.leave`). Of `ranks_counted` each round
         tells who has given how many samples; this is `rank`. `skips`: a round with gradients that are not finite
-        completes, and brings nothing. What is summed lies in such `memory`.
+        completes, and brings nothing. `allocate` gives what is summed.
         """
         self._rank, self._ranks_counted = rank, ranks_counted
         self._buffers = shared_buffers(model)
         device = next(model.parameters()).device
         count = sum(buffer.numel() for buffer in self._buffers)
         self._shared, self._changes = (torch.zeros(count, dtype=torch.float32, device=device) for _ in range(2))
-        self._make_stages(model, partial(make_buckets, bucket_bytes=bucket_bytes, memory=memory), groups, device)
+        self._make_stages(model, partial(make_buckets, bucket_bytes=bucket_bytes, allocate=allocate), groups, device)
         self.samples = 0  # of the task whose buckets were all released last
         self._pace = pace
         self._wake = wake

@@ -36,7 +36,7 @@ class SegmentedDeltas(PartedDeltas):
         """At least one."""
         super().__init__(
             [
-                Deltas(each.weights, buffers=each.buffers, speaks=each.speaks, memory=each.sums.memory)
+                Deltas(each.weights, buffers=each.buffers, speaks=each.speaks, allocate=each.sums.allocate)
                 for each in segments
             ]
         )

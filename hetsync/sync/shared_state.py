@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hetsync.plane.base import NewMemory, WireFormat, any_memory
+from hetsync.plane.base import Allocate, WireFormat, allocate_anywhere
 from hetsync.sync.deltas import Nesterov, Snapshot
 from hetsync.sync.device_order import DeviceOrder
 from hetsync.sync.fragments import FragmentedDeltas
@@ -112,11 +112,11 @@ class SharedState:
         ranks_counted: int = 0,
         segments: Sequence[Segment] = (),
         followers: Followers | None = None,
-        memory: NewMemory = any_memory,
+        allocate: Allocate = allocate_anywhere,
     ) -> None:
         """`alone`: no other rank is there, and nobody wants to know what sums hold. `one_thread`: the main thread
         polls. `ranks_counted`: see `Deltas`. `segments` that this rank holds, where replicas are on several ranks, and
-        the `followers` of a leader. `memory` of the plane that sums."""
+        the `followers` of a leader. `allocate` gives what is summed."""
         # The lock; notified when the main thread may have something to go on with. Under it change the fields below
         # and all weights outside an inner step. Deltas are used without it where the other thread cannot touch what
         # is used: at a rest, and while a snapshot is shown (`Deltas.showing`).
@@ -165,7 +165,7 @@ class SharedState:
         self.ranks_counted = ranks_counted
         self._options = options
         self._segments = segments
-        self._memory = memory
+        self._allocate = allocate
         self.followers = followers or Followers()
 
     def delayed_mode(self) -> FragmentedDeltas | LoneDeltas | SegmentedDeltas:
@@ -185,7 +185,7 @@ class SharedState:
                     self.ranks_counted,
                     self.one_sum,
                     self._options.fragments_for(sum(map(count_reals, self.weights))),
-                    self._memory,
+                    self._allocate,
                 )
                 self.deltas.tail.travel = list(self.travel)
         return self.deltas

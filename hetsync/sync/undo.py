@@ -19,7 +19,7 @@ class Tensors:
     def put_back(self) -> None:
         """What is the same is not written: `ModelTensors` takes that for a change of what ranks do not share."""
         for tensor, value in self._kept:
-            if not torch.equal(_bytes(tensor), _bytes(value)):
+            if tensor.layout is not torch.strided or not torch.equal(_bytes(tensor), _bytes(value)):
                 tensor.copy_(value)
 
 

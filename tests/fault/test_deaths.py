@@ -140,8 +140,9 @@ model[0].requires_grad_(False)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 loader = DataLoader(TensorDataset(torch.randn(512, 4), torch.randint(3, (512,))), batch_size=32, shuffle=True)
 test = DataLoader(TensorDataset(torch.randn(64, 4), torch.randint(3, (64,))), batch_size=8)
-least, bound, *deaths = json.loads(sys.argv[1])
-mpi_lane.LEAST_SHARED_VALUES = least
+shared, bound, *deaths = json.loads(sys.argv[1])
+if shared:  # small sums, too
+    mpi_lane.LEAST_SHARED_VALUES = 1
 came = {}
 
 def come_to(moment):
@@ -163,6 +164,7 @@ watch(Rounds, "_begin", "draining", lambda self, start: start.drain is not None)
 watch(Mending, "_attempt", "recovering")
 watch(CommonState, "share_first_weights", "sharing")
 watch(shared_sums.SharedSums, "_add_up", "adding")
+watch(shared_sums.SharedSums, "_take", "taking")
 
 def accuracy():
     come_to("evaluating")
@@ -181,37 +183,42 @@ with hetsync.join(run="run", **settings) as job:
             optimizer.step()
             optimizer.zero_grad()
         job.keep_best(job.evaluate(accuracy)["accuracy"])
-print(f"rank {job.rank} has ended, {'adding' in came}", flush=True)
+print(f"rank {job.rank} has ended,", "sums shared" if "adding" in came else "sums by MPI", flush=True)
 """
 
 
 @pytest.mark.parametrize(
-    ("least", "bound", "deaths"),
+    ("shared", "bound", "deaths"),
     [
         # In turns, each time the first that is left or another: of six, rank 4 is left. Weights are shared at the
         # start, and when the first layer is trained, too.
-        (100, 0, [[5, "draining", 1], [0, "writing", 8], [1, "evaluating", 4], [3, "saving", 5], [2, "training", 100]]),
         (
-            100,
+            False,
+            0,
+            [[5, "draining", 1], [0, "writing", 8], [1, "evaluating", 4], [3, "saving", 5], [2, "training", 100]],
+        ),
+        (
+            False,
             4,
             [[0, "training", 20], [1, "training", 20], [3, "recovering", 1], [2, "sharing", 2], [5, "evaluating", 6]],
         ),
         # In memory that all share, also in the middle of a sum.
-        (1, 0, [[5, "adding", 9], [0, "adding", 40], [1, "writing", 2], [3, "adding", 70], [2, "training", 100]]),
-        (1, 4, [[0, "adding", 9], [1, "training", 20], [3, "adding", 30], [2, "adding", 40], [5, "evaluating", 6]]),
+        (True, 0, [[5, "adding", 9], [0, "taking", 40], [1, "writing", 2], [3, "adding", 70], [2, "training", 100]]),
+        (True, 4, [[0, "taking", 9], [1, "training", 20], [3, "adding", 30], [2, "adding", 40], [5, "evaluating", 6]]),
     ],
 )
 def test_a_script_survives_deaths_at_any_moment(
-    tmp_path: Path, least: int, bound: int, deaths: list[list[Any]]
+    tmp_path: Path, shared: bool, bound: int, deaths: list[list[Any]]
 ) -> None:
     """Anchors are compared at each rest, of which there is one an epoch: ranks that differed would end the job."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    words = [*mpirun(6), *ULFM, sys.executable, "script.py", json.dumps([least, bound, *deaths])]
+    words = [*mpirun(6), *ULFM, sys.executable, "script.py", json.dumps([shared, bound, *deaths])]
     with started(words, tmp_path, {"PYTHONPATH": str(ROOT)}) as process:
         done = finished(process)
     dead = sorted(rank for rank, *_ in deaths)
     assert done.status == 0, done.story
-    assert done.out.count(f"has ended, {least == 1}") == 6 - len(dead), done.story
+    sums = "sums shared" if shared else "sums by MPI"
+    assert done.out.count(f"has ended, {sums}") == 6 - len(dead), done.story
     summary = summary_of(tmp_path / "run")
     assert summary["samples_applied"] == summary["samples_expected"] == 8 * 512
     assert sorted(failure["rank"] for failure in summary["failures"]) == dead

@@ -84,7 +84,7 @@ def test_survivors_sum_and_talk_after_deaths(tmp_path: Path, run_job: Run, secon
 plane.send("stale", to=(first + 1) % 4)
 plane.barrier()
 def large():
-    return plane.memory(3_000_000, torch.device("cpu"))
+    return plane.allocate(3_000_000, torch.device("cpu"))
 if first == 2:
     plane.allreduce(large().fill_(1))
     die()
@@ -103,8 +103,8 @@ plane.heed()
 assert plane.rank == first and plane.members == (0, 1, 3) and plane.size == 3
 wait(plane.allreduce(addend.fill_(first + 1)))
 assert addend.eq(7).all()
-if hasattr(plane.sums, "_shared") and plane.sums._shared is not None:  # by MPI, on one host
-    assert plane.sums._shared.memory.place(addend) is not None, "memory from before is shared with those who are left"
+if (shared := getattr(plane.sums, "_shared", None)) is not None:  # by MPI, on one host
+    assert shared.memory.offset(addend) is not None, "memory from before is shared with those who are left"
     print("shared", first)
 for wire, n in (("float32", 3_000_000), ("int8", 1000), ("bfloat16", 1000)):
     tensor = torch.full((n,), float(first + 1))

@@ -122,7 +122,7 @@ def test_a_recipe_equals_that_under_mpirun(folder: Path, bound: str) -> None:
         del ways["mpi"], ways["torchrun"]
     expected = {
         "torchrun": "sums by Gloo, messages by torch's store (run.plane is auto, and torchrun started 2 ranks)",
-        "mpi": "sums by MPI, messages by MPI (run.plane is mpi)",
+        "mpi": "sums by MPI and shared memory, messages by MPI (run.plane is mpi)",
         "torch": "sums by Gloo, messages by MPI (run.plane is torch)",
     }
     if find_spec("horovod") is not None:

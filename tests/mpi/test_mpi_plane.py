@@ -14,13 +14,16 @@ import torch
 from mpi4py import MPI
 from planes import Finish, mpi_plane_between_hosts, mpi_plane_that_sums_by, mpi_plane_without_shared_memory
 from test_sums_contract import test_many_in_flight_polled_in_any_order as many_in_flight
+from training import train
 
+from hetsync.config.schema import SyncConfig
 from hetsync.errors import UserError
 from hetsync.launchers import told_of_deaths
 from hetsync.plane.base import Plane, PlaneError
 from hetsync.plane.mpi import MpiPlane
 from hetsync.plane.mpi_lane import LEAST_VALUES, MESSAGE_VALUES, Algorithm, MpiLane, algorithm_for, in_place_on_a_host
 from hetsync.plane.polled import SEGMENTS_IN_FLIGHT
+from hetsync.plane.shared_sums import SharedSums
 from hetsync.plane.staging import HostStaging, Test
 
 pytestmark = pytest.mark.mpi
@@ -207,10 +210,32 @@ def test_ranks_of_a_host_share_memory() -> None:
     assert algorithm == algorithm_for(plane.size, plane.size, told_of_deaths())
     shares = algorithm.kind == "shared"
     assert shares == (plane.size > 1)
-    tensor = plane.memory(5, torch.device("cpu"))
-    assert not shares or plane.sums._shared.memory.place(tensor) is not None
+    tensor = plane.allocate(5, torch.device("cpu"))
+    assert not shares or plane.sums._shared.memory.offset(tensor) is not None
     plane.close()
     assert tensor.fill_(3).tolist() == [3] * 5, "it is kept for as long as its owner likes"
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_training_sums_where_its_tensors_lie(monkeypatch: pytest.MonkeyPatch, bound: int) -> None:
+    monkeypatch.setattr("hetsync.plane.mpi_lane.LEAST_SHARED_VALUES", 1)
+    copied: dict[bool, set[int]] = {True: set(), False: set()}
+    offer = SharedSums._offer
+
+    def watched(self: SharedSums, values: torch.Tensor) -> bool:
+        offered = offer(self, values)
+        if offered:
+            copied[self._under_way[-1].scratch is not None].add(values.numel())
+        return offered
+
+    monkeypatch.setattr(SharedSums, "_offer", watched)
+    plane = MpiPlane()
+    outcome = train(plane, SyncConfig(bound, 0.5), optimizer="sgd")
+    if plane.size > 1:
+        values = sum(weight.numel() for weight in outcome.model.parameters())
+        assert any(count >= values for count in copied[False])
+        assert all(count < values for count in copied[True]), "what is small"
+    plane.close()
 
 
 def test_direct_sums_have_tags_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_large_tensor(plane: Plane, finish: Finish, wire: WireFormat) -> None:
 def test_tensors_in_the_memory_of_sums(plane: Plane, finish: Finish, whose: str) -> None:
     """They are their ranks' own again afterwards."""
     n, there = 700_003, whose == "everybody's" or (whose == "the first's" and plane.rank == 0)
-    tensor = plane.memory(n, torch.device("cpu")) if there else torch.empty(n)
+    tensor = plane.allocate(n, torch.device("cpu")) if there else torch.empty(n)
     tensor[:] = addend(plane.rank, n)
     finish(plane.allreduce(tensor[:300_001]), plane.allreduce(tensor[300_001:]), name=f"sums in {whose} memory")
     torch.testing.assert_close(tensor, torch.stack(addends(plane, n)).sum(0))
@@ -110,7 +110,7 @@ def test_tensors_in_the_memory_of_sums(plane: Plane, finish: Finish, whose: str)
     tensor[:] = plane.rank
     plane.barrier()
     assert tensor.eq(plane.rank).all()
-    other = plane.memory(n, torch.device("cpu")).fill_(-1)
+    other = plane.allocate(n, torch.device("cpu")).fill_(-1)
     plane.barrier()
     assert tensor.eq(plane.rank).all()
     finish(plane.allreduce(other, "int8"), name="int8 sum there")
@@ -118,8 +118,8 @@ def test_tensors_in_the_memory_of_sums(plane: Plane, finish: Finish, whose: str)
 
 
 def test_memory_of_sums_is_where_the_tensor_is_to_be(plane: Plane) -> None:
-    assert plane.memory(5, torch.device("meta")).device.type == "meta"
-    assert plane.memory(0, torch.device("cpu")).shape == (0,)
+    assert plane.allocate(5, torch.device("meta")).device.type == "meta"
+    assert plane.allocate(0, torch.device("cpu")).shape == (0,)
 
 
 def test_many_in_flight_polled_in_any_order(plane: Plane, finish: Finish) -> None:

@@ -36,6 +36,15 @@ class _FourRanks(LocalPlane):
         return self.handles[-1]
 
 
+def test_tensors_are_allocated_where_the_sums_are() -> None:
+    class Sums(LocalPlane):
+        def allocate(self, count: int, device: torch.device) -> torch.Tensor:
+            return torch.full((count,), 7.0)
+
+    for sums in (EmulatedLink(Sums(), 1.0, 1.0), EmulatedSums(Sums(), lambda size: 1.0, Way())):
+        assert sums.allocate(2, torch.device("cpu")).tolist() == [7, 7]
+
+
 class _Clock:
     def __init__(self) -> None:
         self.seconds = 100.0

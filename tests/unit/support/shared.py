@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from hetsync.plane.shared_memory import Gather, SharedMemory
+from hetsync.plane.shared_memory import Gather
 
 Result = TypeVar("Result")
 
 
-def collectively(ranks: int, call: Callable[[int, Gather], Result]) -> list[Result]:
-    """What the call returns on each rank."""
+def collectively(ranks: int, call: Callable[[int, int, Gather], Result]) -> list[Result]:
+    """What the call returns on each rank: it is given its number, theirs, and how they tell each other."""
     given: list[Sequence[int]] = [()] * ranks
     barrier = threading.Barrier(ranks, timeout=20)
 
@@ -25,13 +25,7 @@ def collectively(ranks: int, call: Callable[[int, Gather], Result]) -> list[Resu
             barrier.wait()
             return told
 
-        return call(rank, gather)
+        return call(rank, ranks, gather)
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(on, range(ranks)))
-
-
-def opened(ranks: int) -> list[SharedMemory]:
-    memories = collectively(ranks, SharedMemory.open)
-    assert all(memory is not None for memory in memories)
-    return memories  # type: ignore[return-value]
