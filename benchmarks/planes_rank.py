@@ -1,7 +1,8 @@
 """One rank of planes.py's job: python -m benchmarks.planes_rank PLANE LARGEST_BYTES SECONDS FOLDER, under mpirun.
 
 A session trains a model of one weight and comes to rest; there tensors of several sizes are summed in turn by each way:
-one for the bare calls and for the engine's sums of any tensor, one where the plane sums fastest. Rank 0 writes FOLDER/result.json.
+one for the bare calls and for the engine's sums of any tensor, one where the plane sums fastest. Rank 0 writes
+FOLDER/result.json.
 """
 
 from __future__ import annotations
