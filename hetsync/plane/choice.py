@@ -74,7 +74,7 @@ def torch_sums(messages: Messages, rendezvous: Rendezvous) -> TorchSums:
     rank, size, timeout_seconds = messages.rank, messages.size, rendezvous.timeout_seconds
 
     def made() -> TorchSums:
-        gloo = gloo_sums(lambda name: open_gloo(store, name, rank, size, timeout_seconds), rank, size)
+        gloo = gloo_sums(lambda name: open_gloo(store, name, rank, size, timeout_seconds), rank, size, timeout_seconds)
         return TorchSums(gloo, store, rank, size, timeout_seconds, rendezvous.server)
 
     return made_by_all(messages, made)
@@ -108,7 +108,10 @@ def hierarchical_sums(
         if isinstance(flat, TorchSums):
             place, size = leaders.index(rank), len(leaders)
             return gloo_sums(
-                lambda name: open_gloo(store, f"leaders {name}", place, size, timeout_seconds), place, size
+                lambda name: open_gloo(store, f"leaders {name}", place, size, timeout_seconds),
+                place,
+                size,
+                timeout_seconds,
             )
         from hetsync.plane.mpi import MpiMessages, MpiSums
 

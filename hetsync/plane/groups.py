@@ -5,7 +5,7 @@ Groups are made here, not by `init_process_group`: a script may have a default g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -14,9 +14,12 @@ import torch
 import torch.distributed as dist
 
 from hetsync.errors import OwnMistakeError, cause
-from hetsync.plane.base import Handle, LostError, Residual, Sums, WireFormat
+from hetsync.plane.base import Handle, LostError, Residual, Sums, WireFormat, wait_limit
+from hetsync.plane.blocking import wait_until
 from hetsync.plane.polled import Lane, PolledSums, Post, Waiting
 from hetsync.plane.rendezvous import ENDLESS
+from hetsync.plane.shared_memory import SharedMemory
+from hetsync.plane.shared_sums import SharedSums
 from hetsync.plane.staging import Test
 
 
@@ -184,6 +187,13 @@ class TorchSums(Sums):
     def failed(self) -> bool:
         return any(sums.failed for sums in self._by_device.values())
 
+    @property
+    def shared_memory(self) -> SharedMemory | None:
+        return self._by_device["cpu"].shared_memory
+
+    def allocate(self, count: int, device: torch.device) -> torch.Tensor:
+        return self._by_device["cpu"].allocate(count, device)
+
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
         return self._by_device[tensor.device.type].allreduce(tensor, wire, residual)
 
@@ -195,7 +205,24 @@ class TorchSums(Sums):
             self._nccl = None
 
 
-def gloo_sums(open_group: Callable[[str], Any], rank: int, size: int, watch: Watch = UNWATCHED) -> PolledSums:
-    """Collective. `open_group` opens a group of these ranks under a name of its own; `rank` is this one's in it."""
+def gloo_sums(
+    open_group: Callable[[str], Any],
+    rank: int,
+    size: int,
+    timeout_seconds: float,
+    watch: Watch = UNWATCHED,
+    own: SharedMemory | None = None,
+) -> PolledSums:
+    """Collective. `open_group` opens a group of these ranks under a name of its own; `rank` is this one's in it. `own`:
+    memory that this rank has shared with other members before."""
     first, second = (GroupLane(open_group(lane), watch) for lane in ("first", "second"))
-    return PolledSums("Gloo", rank, size, first, second)
+
+    def gather(numbers: Sequence[int]) -> Sequence[Sequence[int]]:
+        mine, everyones = torch.tensor(numbers), torch.empty(size * len(numbers), dtype=torch.int64)
+        completed = completion_of(first.group._allgather_base(everyones, mine), watch)
+        wait_until(completed, wait_limit(rank, timeout_seconds), lambda: "other ranks to open their sums")
+        found: list[list[int]] = everyones.view(size, -1).tolist()
+        return found
+
+    shared = SharedSums.open(rank, size, gather, watch.look, own) if size > 1 else None
+    return PolledSums("Gloo", rank, size, first, second, shared=shared)

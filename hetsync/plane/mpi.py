@@ -20,7 +20,7 @@ from hetsync.plane import codec
 from hetsync.plane.base import Channels, MembersLost, Messages, Plane, PlaneError, Summoned, Sums, named
 from hetsync.plane.blocking import BlockingCollectives, wait_until
 from hetsync.plane.ending import within
-from hetsync.plane.mpi_lane import Algorithm, MpiLane, algorithm_for, in_place_on_a_host
+from hetsync.plane.mpi_lane import MpiLane, algorithm_for
 from hetsync.plane.mpi_members import MPI, SECONDS_TO_TELL, MpiMembers, gathered, memory, ranks_here
 from hetsync.plane.mpi_summoned import (
     SECONDS_TO_COME_UP,
@@ -33,20 +33,8 @@ from hetsync.plane.mpi_summoned import (
 )
 from hetsync.plane.parcels import empty_parcel, packed
 from hetsync.plane.polled import PolledSums
-from hetsync.plane.shared_memory import Gather, SharedMemory
+from hetsync.plane.shared_memory import SharedMemory
 from hetsync.plane.shared_sums import SharedSums
-
-
-def shared_sums(
-    comm: MPI.Intracomm, algorithm: Algorithm, gather: Gather, told_of_deaths: bool, own: SharedMemory | None
-) -> SharedSums | None:
-    """Collective: where that is the algorithm, and ranks see each other's memory."""
-    if algorithm.kind != "shared":
-        return None
-    # No message comes by this communicator, but news of a death.
-    look: Callable[[], object] = comm.Iprobe if told_of_deaths else lambda: None
-    rank, ranks = comm.Get_rank(), comm.Get_size()
-    return SharedSums.open(rank, ranks, gather, algorithm.segment_values, algorithm.in_flight, look, own)
 
 
 class MpiSums(PolledSums):
@@ -74,24 +62,18 @@ class MpiSums(PolledSums):
             everyones = gather((ranks_here(comm), told_of_deaths()))
             most_on_a_host, told = (max(numbers) for numbers in zip(*everyones, strict=True))
             algorithm = algorithm_for(size, most_on_a_host, bool(told))
-            self._shared = shared_sums(comm, algorithm, gather, bool(told), own)
-            by_mpi = in_place_on_a_host(size) if algorithm.kind == "shared" else algorithm
-            first = MpiLane(comm, by_mpi if self._shared is None else algorithm, self._shared)
-            self._lanes = first, MpiLane(members.communicator(ranks), by_mpi)
-        by = "MPI" if self._shared is None else "MPI and shared memory"
-        super().__init__(by, rank, size, *self._lanes)
+            # Where MPI tells of deaths: no other message comes by this communicator.
+            look: Callable[[], object] = comm.Iprobe if told else lambda: None
+            one_host = most_on_a_host == size > 1
+            shared = SharedSums.open(rank, size, gather, look, own) if one_host else None
+            self._lanes = MpiLane(comm, algorithm), MpiLane(members.communicator(ranks), algorithm)
+        super().__init__("MPI", rank, size, *self._lanes, shared=shared)
         self._timeout_seconds = timeout_seconds
         self._closed = False
 
     def among(self, messages: Messages) -> Sums:
         assert isinstance(messages, MpiMessages)
-        return MpiSums(messages.mpi, self._timeout_seconds, own=None if self._shared is None else self._shared.memory)
-
-    def allocate(self, count: int, device: torch.device) -> torch.Tensor:
-        found = None
-        if self._shared is not None and device.type == "cpu":
-            found = self._shared.memory.allocate(count)
-        return super().allocate(count, device) if found is None else found
+        return MpiSums(messages.mpi, self._timeout_seconds, own=self.shared_memory)
 
     def _failure(self, error: Exception) -> PlaneError:
         if isinstance(error, MPI.Exception):
@@ -107,8 +89,6 @@ class MpiSums(PolledSums):
                 barrier = lane.comm.Ibarrier()
                 wait_until(barrier.Test, self._timeout_seconds, lambda: "other ranks to end")
                 self._members.release(lane.comm)
-        if self._shared is not None:
-            self._shared.memory.close()
         self._closed = True
 
 

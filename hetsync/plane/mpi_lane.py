@@ -1,6 +1,6 @@
 """Collectives over MPI, and how a segment is summed by it.
 
-Ranks of one host share their memory (`shared_sums.py`). Else, and where they do not see each other's, MPI sums.
+Where all ranks share memory, large sums are made there (`shared_sums.py`), and come here only in their last bits.
 
 MPI has an algorithm for each size of a blocking sum, and few for one that is polled. Open MPI 5, as it is, sums in
 place along a binomial tree, whose root takes in and sends out everything log2(ranks) times; and out of place, from four
@@ -19,14 +19,10 @@ import torch
 
 from hetsync.plane.mpi_members import MPI, memory
 from hetsync.plane.polled import SEGMENTS_IN_FLIGHT, Lane, Post
-from hetsync.plane.shared_sums import SharedSums
 from hetsync.plane.staging import Test
 
 # On one host. Small enough for MPI's copies to stay in the processor's cache (see polled.SEGMENTS_IN_FLIGHT).
 SEGMENT_VALUES_PER_RANK = 1 << 16
-SHARED_VALUES_PER_RANK = 1 << 17  # what a rank adds up of a shared segment: calls cost little beside it
-MOST_SHARED_VALUES = 1 << 20  # of a shared segment, whatever the ranks: each has scratch memory for some
-LEAST_SHARED_VALUES = 1 << 16  # of less MPI's sums are as fast
 MESSAGE_VALUES = 15 << 10  # 60 kB; Open MPI counts its header, too (btl_tcp_eager_limit)
 SMALL_SEGMENTS_IN_FLIGHT = 16  # 32 are no faster
 LEAST_VALUES = 1 << 14  # of a segment; of less, all are summed in place, as Open MPI 5 would take its tree
@@ -36,13 +32,11 @@ TAGS = 1 << 15  # every MPI has so many, and far fewer sums are under way
 
 
 class Algorithm(NamedTuple):
-    """How segments are summed, of how many values, and how many are under way at a time. Those of fewer than
-    `least_values` are summed by MPI in place, whatever the kind."""
+    """How segments are summed, of how many values, and how many are under way at a time."""
 
-    kind: Literal["shared", "direct", "out of place", "in place"]
+    kind: Literal["direct", "out of place", "in place"]
     segment_values: int
     in_flight: int
-    least_values: int = LEAST_VALUES
 
 
 def algorithm_for(ranks: int, most_on_a_host: int, told_of_deaths: bool) -> Algorithm:
@@ -51,11 +45,8 @@ def algorithm_for(ranks: int, most_on_a_host: int, told_of_deaths: bool) -> Algo
     Where MPI tells of deaths nothing is direct: Open MPI 5 ends a process of which a message to a rank that dies fails
     after its request was freed.
     """
-    if most_on_a_host == ranks:
-        if ranks == 1:
-            return in_place_on_a_host(ranks)
-        segment_values = min(SHARED_VALUES_PER_RANK * ranks, MOST_SHARED_VALUES)
-        return Algorithm("shared", segment_values, SEGMENTS_IN_FLIGHT, LEAST_SHARED_VALUES)
+    if most_on_a_host == ranks:  # through their memory, where nothing is won by the others
+        return Algorithm("in place", SEGMENT_VALUES_PER_RANK * ranks, SEGMENTS_IN_FLIGHT)
     by_halves = ranks >= FEWEST_RANKS_RABENSEIFNER and ranks.bit_count() == 1
     if most_on_a_host == 1 and ranks <= MOST_RANKS_DIRECT and not by_halves and not told_of_deaths:
         return Algorithm("direct", 2 * MESSAGE_VALUES * ranks, SEGMENTS_IN_FLIGHT)
@@ -63,11 +54,6 @@ def algorithm_for(ranks: int, most_on_a_host: int, told_of_deaths: bool) -> Algo
         segment_values = 2 * MESSAGE_VALUES  # halves are its largest messages
         return Algorithm("out of place", segment_values, SMALL_SEGMENTS_IN_FLIGHT)
     return Algorithm("in place", MESSAGE_VALUES, SMALL_SEGMENTS_IN_FLIGHT)  # the tree, which sends whole segments
-
-
-def in_place_on_a_host(ranks: int) -> Algorithm:
-    """Through the host's memory, by MPI, where nothing is won by its other ways."""
-    return Algorithm("in place", SEGMENT_VALUES_PER_RANK * ranks, SEGMENTS_IN_FLIGHT)
 
 
 class DirectSum:
@@ -114,12 +100,11 @@ class DirectSum:
 
 
 class MpiLane(Lane):
-    def __init__(self, comm: MPI.Intracomm, algorithm: Algorithm, shared: SharedSums | None = None) -> None:
-        """`shared` where that is the algorithm, those of this lane alone."""
-        assert (algorithm.kind == "shared") == (shared is not None)
+    """Segments of less than LEAST_VALUES are summed in place, whatever the `algorithm`."""
+
+    def __init__(self, comm: MPI.Intracomm, algorithm: Algorithm) -> None:
         super().__init__()
         self.comm = comm
-        self._shared = shared
         self.algorithm = algorithm
         self.segment_values: int = algorithm.segment_values
         self.in_flight = algorithm.in_flight
@@ -128,10 +113,8 @@ class MpiLane(Lane):
         self._spare: list[torch.Tensor] = []  # scratch memory, each for a segment
 
     def sum_in_place(self, values: torch.Tensor) -> Post:
-        if self.algorithm.kind == "in place" or values.numel() < self.algorithm.least_values:
+        if self.algorithm.kind == "in place" or values.numel() < LEAST_VALUES:
             return lambda: self.comm.Iallreduce(MPI.IN_PLACE, [memory(values), MPI.FLOAT]).Test
-        if (shared := self._shared) is not None:
-            return lambda: shared.begin(values)
         return lambda: (self._sum_direct if self.algorithm.kind == "direct" else self._sum_out_of_place)(values)
 
     def _sum_direct(self, values: torch.Tensor) -> Test:

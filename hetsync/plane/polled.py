@@ -14,6 +14,8 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from hetsync.plane.base import Handle, PlaneError, Residual, Sums, WireFormat
+from hetsync.plane.shared_memory import SharedMemory
+from hetsync.plane.shared_sums import SharedSums
 from hetsync.plane.staging import CudaStaging, HostStaging, Test, at_once
 from hetsync.plane.wire import decode, deliver, encode, encode_sum, encoded_bytes, flat, padded, shard_values
 
@@ -165,14 +167,25 @@ class _Collective(Handle):
 class PolledSums(Sums):
     """Sums on two lanes: one for float32 and for first stages, one for second stages.
 
-    `by` names what carries them. With `reads_cuda` the lanes' library reads and writes CUDA memory itself.
+    `by` names what carries them. With `reads_cuda` the lanes' library reads and writes CUDA memory itself. `shared`
+    sums float32 in the ranks' own memory, but for what is small.
     """
 
-    def __init__(self, by: str, rank: int, size: int, first: Lane, second: Lane, reads_cuda: bool = False) -> None:
+    def __init__(
+        self,
+        by: str,
+        rank: int,
+        size: int,
+        first: Lane,
+        second: Lane,
+        reads_cuda: bool = False,
+        shared: SharedSums | None = None,
+    ) -> None:
         self._rank, self._size = rank, size
-        self._by = by
+        self._by = by if shared is None else f"{by} and shared memory"
         self._first, self._second = first, second
         self._reads_cuda = reads_cuda
+        self._shared = shared
         self._under_way: list[_Collective] = []
         self._staging: dict[torch.device, HostStaging] = {}
         self._error: PlaneError | None = None
@@ -180,6 +193,15 @@ class PolledSums(Sums):
     @property
     def sums_by(self) -> str:
         return self._by
+
+    @property
+    def shared_memory(self) -> SharedMemory | None:
+        return None if self._shared is None else self._shared.memory
+
+    def allocate(self, count: int, device: torch.device) -> torch.Tensor:
+        memory = self.shared_memory if device.type == "cpu" else None
+        found = None if memory is None else memory.allocate(count)
+        return super().allocate(count, device) if found is None else found
 
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
         self._raise_latched()
@@ -195,7 +217,8 @@ class PolledSums(Sums):
         deliver(residual, tensor)
         ticket = self._first.ticket()
         staging = self._staging_for(tensor.device)
-        segments = tensor.split(self._first.segment_values or max(tensor.numel(), 1))
+        most = self._first.segment_values if self._shared is None else self._shared.most_values
+        segments = tensor.split(most or max(tensor.numel(), 1))
         # Before its turn, and beside the sums of segments before: a device copies while a library sums.
         steps = Ahead((self._segment(segment, staging) for segment in segments), self._first.in_flight)
         yield from self._first.run(ticket, steps, tensor)
@@ -203,8 +226,13 @@ class PolledSums(Sums):
     def _segment(self, segment: torch.Tensor, staging: HostStaging) -> Step:
         """Its way to where the library finds it begins now, and its way back once it is summed."""
         values, ready = staging.fetch(segment)
-        post = self._first.sum_in_place(values)
+        post = self._sum_in_place(values)
         return Step(lambda: then(post(), lambda: staging.store(values, into=segment)), ready)
+
+    def _sum_in_place(self, values: torch.Tensor) -> Post:
+        if (shared := self._shared) is not None and values.numel() >= shared.least_values:
+            return lambda: shared.begin(values)
+        return self._first.sum_in_place(values)
 
     def _rounded_sum(self, tensor: torch.Tensor, wire: WireFormat, residual: Residual | None) -> Waiting[None]:
         first, first_ticket = self._first, self._first.ticket()
@@ -271,3 +299,5 @@ class PolledSums(Sums):
     def close(self) -> None:
         if self._under_way:
             raise PlaneError(f"closing with {len(self._under_way)} collectives under way on rank {self._rank}")
+        if (memory := self.shared_memory) is not None:
+            memory.close()

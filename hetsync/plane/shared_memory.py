@@ -27,15 +27,17 @@ Gather = Callable[[Sequence[int]], Sequence[Sequence[int]]]  # collective: what 
 
 
 class Address(NamedTuple):
-    """Where processes of this host find an area: which file of a process, how large, and what names it."""
+    """Where processes of this host find an area: which file of a process, how large, and what names it. Where networks
+    differ, hosts are meant to."""
 
     process: int
     descriptor: int
     size: int
     name: int
+    network: int
 
 
-NOWHERE = Address(0, 0, 0, 0)
+NOWHERE = Address(0, 0, 0, 0, 0)
 
 
 class Area:
@@ -62,6 +64,7 @@ class SharedMemory:
         self.own = Area(self._file.fileno(), size)
         self.areas: list[Area] = []  # of all ranks, once they are open
         self._lock = threading.Lock()
+        self._network = os.stat("/proc/self/ns/net").st_ino
         self._end = mmap.PAGESIZE  # of what has been claimed so far
         self._spare: dict[int, list[int]] = defaultdict(list)  # by size, where parts begin that nobody has any more
 
@@ -90,10 +93,12 @@ class SharedMemory:
         """With words that are zero, and another name."""
         self.own.words[:] = memoryview(bytes(mmap.PAGESIZE)).cast("q")
         self.own.words[NAME] = secrets.randbits(62)
-        return Address(os.getpid(), self._file.fileno(), self._size, self.own.words[NAME])
+        return Address(os.getpid(), self._file.fileno(), self._size, self.own.words[NAME], self._network)
 
     def _sees(self, rank: int, addresses: Sequence[Address]) -> bool:
         """Opens all areas. It cannot where another's are those of another user, or processes have other numbers."""
+        if len({address.network for address in addresses}) > 1:
+            return False
         try:
             self.areas = [self.own if other == rank else opened(address) for other, address in enumerate(addresses)]
         except OSError:

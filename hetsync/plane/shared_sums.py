@@ -26,6 +26,9 @@ OFFERED, ADDED, TAKEN = 0, 8, 16
 OFFSETS = 64  # from this word on: where in its area they lie
 MOST_OFFERED = 16  # that some rank has not taken; so a poll has no more to do
 LINE_VALUES = 16  # of a cache line
+MOST_VALUES_PER_RANK = 1 << 17  # of a sum: calls cost little beside adding up so many
+MOST_VALUES = 1 << 20  # whatever the ranks: each has scratch memory for some
+MOST_SCRATCHES = 4
 
 
 def parts_of(values: int, ranks: int) -> list[slice]:
@@ -49,15 +52,15 @@ class Offered(NamedTuple):
 class SharedSums:
     """Sums of float32 tensors, in place, in the same order on all ranks."""
 
-    def __init__(
-        self, memory: SharedMemory, rank: int, scratch: torch.Tensor, scratches: int, look: Callable[[], object]
-    ) -> None:
-        """`scratch`, in this rank's area, is for a tensor that lies elsewhere; with more of them up to so many
-        `scratches`. `look` raises where another rank has gone: of that their memory says nothing."""
+    least_values = 1 << 16  # for fewer, a library's sums are as fast
+
+    def __init__(self, memory: SharedMemory, rank: int, scratch: torch.Tensor, look: Callable[[], object]) -> None:
+        """Of at most as many values as `scratch` has, which lies in this rank's area, for a tensor that does not.
+        `look` raises where another rank has gone: of that their memory says nothing."""
         self.memory, self._rank, self._look = memory, rank, look
         self._words = memory.own.words
         self._name = self._words[NAME]
-        self._most_values, self._to_come = scratch.numel(), scratches - 1
+        self.most_values, self._to_come = scratch.numel(), MOST_SCRATCHES - 1
         self._spare = [scratch]
         self._to_offer: deque[torch.Tensor] = deque()
         self._under_way: deque[Offered] = deque()
@@ -68,19 +71,16 @@ class SharedSums:
         rank: int,
         ranks: int,
         gather: Gather,
-        most_values: int,
-        scratches: int,
         look: Callable[[], object] = lambda: None,
         own: SharedMemory | None = None,
     ) -> SharedSums | None:
-        """Collective: sums of so many values at most. None, on all ranks, where they do not share their memory; `own`
-        as in `SharedMemory.open`."""
+        """Collective. None, on all ranks, where they do not share their memory; `own` as in `SharedMemory.open`."""
         memory = SharedMemory.open(rank, ranks, gather, own)
         if memory is None:
             return None
-        scratch = memory.allocate(most_values)
+        scratch = memory.allocate(min(MOST_VALUES_PER_RANK * ranks, MOST_VALUES))
         all_have = all(has for (has,) in gather((int(scratch is not None),)))
-        return SharedSums(memory, rank, scratch, scratches, look) if scratch is not None and all_have else None
+        return SharedSums(memory, rank, scratch, look) if scratch is not None and all_have else None
 
     def begin(self, values: torch.Tensor) -> Test:
         """What tests it proceeds with all that are under way."""
@@ -138,7 +138,7 @@ class SharedSums:
     def _scratch(self) -> torch.Tensor | None:
         if not self._spare and self._to_come:
             self._to_come -= 1
-            more = self.memory.allocate(self._most_values)
+            more = self.memory.allocate(self.most_values)
             self._spare += [] if more is None else [more]
         return self._spare.pop() if self._spare else None
 

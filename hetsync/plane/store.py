@@ -35,6 +35,7 @@ from hetsync.plane.gloo_channels import GlooChannels
 from hetsync.plane.groups import TorchSums, completion_of
 from hetsync.plane.lifelines import Lifeline
 from hetsync.plane.rendezvous import ENDLESS, WORD, Rendezvous
+from hetsync.plane.shared_memory import SharedMemory
 from hetsync.plane.store_members import SECONDS_TO_ENTER, StoreMembers
 from hetsync.plane.store_places import OVER, First, StoreNewcomer, StoreSummoned, leave_unneeded
 
@@ -215,15 +216,16 @@ class StoreMessages(Messages):
 class StoreSums(TorchSums):
     """Sums over the members of such messages; building it is collective. By Gloo they go on after a death."""
 
-    def __init__(self, messages: StoreMessages) -> None:
+    def __init__(self, messages: StoreMessages, own: SharedMemory | None = None) -> None:
+        """`own`: memory that this rank has shared with other members before."""
         members = messages.group_members
         place, size = members.ranks.index(members.rank), len(members.ranks)
-        super().__init__(members.sums(), members.store, place, size, members.timeout_seconds)
+        super().__init__(members.sums(own=own), members.store, place, size, members.timeout_seconds)
         self.tolerant = messages.tolerant
 
     def among(self, messages: Messages) -> Sums:
         assert isinstance(messages, StoreMessages)
-        return StoreSums(messages)
+        return StoreSums(messages, self.shared_memory)
 
 
 class _Inbox:

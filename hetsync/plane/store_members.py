@@ -14,6 +14,7 @@ from hetsync.plane.base import LostError, MembersLost, PlaneError, named, wait_l
 from hetsync.plane.groups import Watch, gloo_sums, open_gloo
 from hetsync.plane.lifelines import Lifeline
 from hetsync.plane.polled import PolledSums
+from hetsync.plane.shared_memory import SharedMemory
 
 SECONDS_TO_LOOK = 0.01
 SECONDS_TO_ENTER = 20.0  # which takes milliseconds
@@ -75,12 +76,11 @@ class StoreMembers(Watch):
         self._groups.append(opened.group)
         return opened.group
 
-    def sums(self, name: str = "", among: Sequence[int] | None = None) -> PolledSums:
-        """By two such groups."""
+    def sums(self, name: str = "", among: Sequence[int] | None = None, own: SharedMemory | None = None) -> PolledSums:
+        """By two such groups. `own` as in `gloo_sums`."""
         ranks = self.ranks if among is None else among
-        return gloo_sums(
-            lambda lane: self.group(f"{name}{lane}", among), ranks.index(self.rank), len(ranks), watch=self
-        )
+        rank, size = ranks.index(self.rank), len(ranks)
+        return gloo_sums(lambda lane: self.group(f"{name}{lane}", among), rank, size, self.timeout_seconds, self, own)
 
     # A death.
 

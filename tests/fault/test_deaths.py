@@ -127,7 +127,7 @@ def test_by_a_plan_of_whole_models_its_share_goes_to_the_others(tmp_path: Path, 
 SCRIPT = """
 import json, os, signal, sys, torch, hetsync
 from torch.utils.data import DataLoader, TensorDataset
-from hetsync.plane import mpi_lane, shared_sums
+from hetsync.plane import shared_sums
 from hetsync.sync.rounds import Rounds
 from hetsync.sync.mending import Mending
 from hetsync.train import checkpoint
@@ -142,7 +142,7 @@ loader = DataLoader(TensorDataset(torch.randn(512, 4), torch.randint(3, (512,)))
 test = DataLoader(TensorDataset(torch.randn(64, 4), torch.randint(3, (64,))), batch_size=8)
 shared, bound, *deaths = json.loads(sys.argv[1])
 if shared:  # small sums, too
-    mpi_lane.LEAST_SHARED_VALUES = 1
+    shared_sums.SharedSums.least_values = 1
 came = {}
 
 def come_to(moment):

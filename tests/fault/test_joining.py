@@ -26,6 +26,8 @@ OPTIMIZER = ["--optimizer.name", "sgd", "--optimizer.momentum", "0.9"]
 
 SCRIPT = """
 import os, time, torch, hetsync
+from hetsync.plane.shared_sums import SharedSums
+SharedSums.least_values = 1  # small sums, too
 with hetsync.join(run=os.environ.get("RUN"), fault={"replace": True}) as job:
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)

@@ -121,9 +121,10 @@ def test_a_recipe_equals_that_under_mpirun(folder: Path, bound: str) -> None:
     if bound != "0":  # shown by others
         del ways["mpi"], ways["torchrun"]
     expected = {
-        "torchrun": "sums by Gloo, messages by torch's store (run.plane is auto, and torchrun started 2 ranks)",
+        "torchrun": "sums by Gloo and shared memory, messages by torch's store (run.plane is auto, and torchrun started"
+        " 2 ranks)",
         "mpi": "sums by MPI and shared memory, messages by MPI (run.plane is mpi)",
-        "torch": "sums by Gloo, messages by MPI (run.plane is torch)",
+        "torch": "sums by Gloo and shared memory, messages by MPI (run.plane is torch)",
     }
     if find_spec("horovod") is not None:
         ways["horovod"] = ([*mpirun(2), *words, "--run.plane", "horovod"], {})
@@ -321,4 +322,6 @@ def test_a_launcher_other_than_torchrun(folder: Path, bound: str) -> None:
     assert (summary["status"], summary["ranks"], summary["samples_applied"]) == ("finished", 2, SAMPLES)
     assert summary["staleness"]["max"] <= int(bound)
     assert sum(rank["samples"] for rank in summary["per_rank"]) == SAMPLES
-    assert summary["plane"].startswith("sums by Gloo, messages by torch's store (run.plane is auto, and ")
+    assert summary["plane"].startswith(
+        "sums by Gloo and shared memory, messages by torch's store (run.plane is auto, and "
+    )

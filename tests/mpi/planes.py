@@ -20,9 +20,10 @@ from hetsync.plane.faulty import FaultyPlane
 from hetsync.plane.groups import GatedLane, open_gloo
 from hetsync.plane.local import LocalPlane
 from hetsync.plane.mpi import MpiMessages, MpiPlane, MpiSums
-from hetsync.plane.mpi_lane import Algorithm, algorithm_for, in_place_on_a_host
+from hetsync.plane.mpi_lane import Algorithm, algorithm_for
 from hetsync.plane.polled import PolledSums
 from hetsync.plane.rendezvous import rendezvous_by_messages
+from hetsync.plane.shared_sums import SharedSums
 from hetsync.plane.store import StoreMessages
 
 Finish = Callable[..., None]
@@ -87,13 +88,17 @@ def mpi_plane_without_shared_memory() -> Plane:
     sees = MPI.COMM_WORLD.Get_rank() > 0
     with nullcontext() if sees else patch("hetsync.plane.shared_memory.opened", side_effect=PermissionError):
         plane = MpiPlane()
-    assert plane.sums._first.algorithm == in_place_on_a_host(plane.size)
+    assert plane.sums.shared_memory is None
     return plane
 
 
 def mpi_plane_that_sums_by(algorithm: Algorithm) -> Plane:
-    with patch("hetsync.plane.mpi.algorithm_for", lambda *among: algorithm):
+    with patch("hetsync.plane.mpi.algorithm_for", lambda *among: algorithm), patch.object(SharedSums, "open", unshared):
         return MpiPlane()
+
+
+def unshared(*among: object) -> None:
+    """In place of `SharedSums.open`, on all ranks."""
 
 
 BACKENDS: dict[str, Callable[[], Plane]] = {

@@ -12,18 +12,23 @@ from collections.abc import Callable
 import pytest
 import torch
 from mpi4py import MPI
-from planes import Finish, mpi_plane_between_hosts, mpi_plane_that_sums_by, mpi_plane_without_shared_memory
+from planes import (
+    Finish,
+    mpi_plane_between_hosts,
+    mpi_plane_that_sums_by,
+    mpi_plane_without_shared_memory,
+    torch_plane,
+)
 from test_sums_contract import test_many_in_flight_polled_in_any_order as many_in_flight
 from training import train
 
 from hetsync.config.schema import SyncConfig
 from hetsync.errors import UserError
-from hetsync.launchers import told_of_deaths
 from hetsync.plane.base import Plane, PlaneError
 from hetsync.plane.mpi import MpiPlane
-from hetsync.plane.mpi_lane import LEAST_VALUES, MESSAGE_VALUES, Algorithm, MpiLane, algorithm_for, in_place_on_a_host
+from hetsync.plane.mpi_lane import LEAST_VALUES, MESSAGE_VALUES, Algorithm, MpiLane, algorithm_for
 from hetsync.plane.polled import SEGMENTS_IN_FLIGHT
-from hetsync.plane.shared_sums import SharedSums
+from hetsync.plane.shared_sums import MOST_VALUES_PER_RANK, SharedSums
 from hetsync.plane.staging import HostStaging, Test
 
 pytestmark = pytest.mark.mpi
@@ -34,21 +39,16 @@ HOSTS = pytest.mark.parametrize(
     ids=["one host", "hosts", "no shared memory"],
 )
 DIRECT = algorithm_for(2, most_on_a_host=1, told_of_deaths=False)
-SHARED = algorithm_for(2, most_on_a_host=2, told_of_deaths=False)
-BY_MPI = [
-    in_place_on_a_host(2),
-    algorithm_for(2, most_on_a_host=1, told_of_deaths=True),
-    algorithm_for(4, most_on_a_host=1, told_of_deaths=False),
-    DIRECT,
-]
-
-
-def named(algorithm: Algorithm) -> str:
-    return f"{algorithm.in_flight} {algorithm.kind}"
-
-
-BY_MPI_ALONE = pytest.mark.parametrize("algorithm", BY_MPI, ids=named)
-ALGORITHMS = pytest.mark.parametrize("algorithm", [*BY_MPI, SHARED], ids=named)
+ALGORITHMS = pytest.mark.parametrize(
+    "algorithm",
+    [
+        algorithm_for(2, most_on_a_host=2, told_of_deaths=False),
+        algorithm_for(2, most_on_a_host=1, told_of_deaths=True),
+        algorithm_for(4, most_on_a_host=1, told_of_deaths=False),
+        DIRECT,
+    ],
+    ids=lambda algorithm: f"{algorithm.in_flight} {algorithm.kind}",
+)
 
 
 class _SlowStaging(HostStaging):
@@ -74,7 +74,7 @@ def test_order_survives_staging_that_ends_in_another_order(finish: Finish, open_
 def test_segments_of_large_sums_keep_their_places_among_small_ones(finish: Finish, algorithm: Algorithm) -> None:
     plane = mpi_plane_that_sums_by(algorithm)
     segments = 2 * algorithm.in_flight + 1
-    large = (segments - 1) * algorithm.segment_values + min(algorithm.least_values + 1, algorithm.segment_values)
+    large = (segments - 1) * algorithm.segment_values + min(LEAST_VALUES + 1, algorithm.segment_values)
     sizes = (5, large, 3, large, 1000, 4)
     each = [torch.arange(n, dtype=torch.float32) % 1009 + 2000 * place for place, n in enumerate(sizes)]
     tensors = [values + plane.rank for values in each]
@@ -92,7 +92,7 @@ def test_segments_of_large_sums_keep_their_places_among_small_ones(finish: Finis
     plane.close()
 
 
-@BY_MPI_ALONE
+@ALGORITHMS
 def test_scratch_memory_is_used_again(finish: Finish, algorithm: Algorithm) -> None:
     plane = mpi_plane_that_sums_by(algorithm)
     lane = plane.sums._first
@@ -110,7 +110,7 @@ def test_scratch_memory_is_used_again(finish: Finish, algorithm: Algorithm) -> N
 def test_many_sums_of_several_segments_at_once(finish: Finish, algorithm: Algorithm) -> None:
     """As buckets of gradients are."""
     plane = mpi_plane_that_sums_by(algorithm)
-    n = 2 * algorithm.segment_values + algorithm.least_values
+    n = 2 * algorithm.segment_values + LEAST_VALUES
     each = [torch.arange(n, dtype=torch.float32) % 1009 + 2000 * place for place in range(12)]
     tensors = [values + plane.rank for values in each]
     handles = [plane.allreduce(tensor) for tensor in tensors]
@@ -168,9 +168,8 @@ class PlayedComm:
         (3, 1, True, "in place", True),  # where Open MPI, as it is, takes its tree in any case
         (4, 2, False, "out of place", True),
         (3, 2, False, "in place", True),
-        (2, 2, False, "shared", False),
-        (4, 4, True, "shared", False),
-        (1, 1, True, "in place", False),
+        (2, 2, False, "in place", False),
+        (4, 4, True, "in place", False),
     ],
 )
 def test_the_algorithm_of_sums(ranks: int, most_on_a_host: int, told_of_deaths: bool, kind: str, small: bool) -> None:
@@ -179,7 +178,7 @@ def test_the_algorithm_of_sums(ranks: int, most_on_a_host: int, told_of_deaths: 
     assert (algorithm.segment_values <= 2 * MESSAGE_VALUES, algorithm.in_flight > SEGMENTS_IN_FLIGHT) == (small, small)
 
 
-@BY_MPI_ALONE
+@ALGORITHMS
 def test_small_segments_are_summed_in_place(algorithm: Algorithm) -> None:
     comm = PlayedComm(ranks=4)
     lane = MpiLane(comm, algorithm)
@@ -190,35 +189,41 @@ def test_small_segments_are_summed_in_place(algorithm: Algorithm) -> None:
     assert (comm.sums[1:], len(comm.tags)) == ([] if direct else [algorithm.kind], 6 if direct else 0)
 
 
-def test_small_segments_are_not_shared() -> None:
-    comm, begun = PlayedComm(ranks=2), list[int]()
-
-    class PlayedShared:
-        def begin(self, values: torch.Tensor) -> Test:
-            begun.append(values.numel())
-            return lambda: True
-
-    lane = MpiLane(comm, SHARED, PlayedShared())
-    for values in (SHARED.least_values - 1, SHARED.least_values):
-        assert lane.sum_in_place(torch.zeros(values))()()
-    assert (comm.sums, begun) == (["in place"], [SHARED.least_values])
-
-
-def test_ranks_of_a_host_share_memory() -> None:
-    plane = MpiPlane()
-    algorithm = plane.sums._first.algorithm
-    assert algorithm == algorithm_for(plane.size, plane.size, told_of_deaths())
-    shares = algorithm.kind == "shared"
-    assert shares == (plane.size > 1)
-    tensor = plane.allocate(5, torch.device("cpu"))
-    assert not shares or plane.sums._shared.memory.offset(tensor) is not None
+@pytest.mark.parametrize("open_plane", [MpiPlane, torch_plane], ids=["MPI", "Gloo"])
+def test_ranks_of_a_host_share_memory(finish: Finish, open_plane: Callable[[], Plane]) -> None:
+    plane = open_plane()
+    memory = plane.sums.shared_memory
+    assert (memory is not None) == (plane.size > 1) == plane.sums_by.endswith("and shared memory")
+    tensor = plane.allocate(SharedSums.least_values + 5, torch.device("cpu")).fill_(1)
+    if memory is not None:
+        assert memory.offset(tensor) is not None
+    finish(plane.allreduce(tensor), name="shared sum")
+    assert tensor.eq(plane.size).all()
     plane.close()
-    assert tensor.fill_(3).tolist() == [3] * 5, "it is kept for as long as its owner likes"
+    assert tensor.fill_(3).eq(3).all(), "it is kept for as long as its owner likes"
+
+
+@HOSTS
+def test_many_large_sums_at_once_in_any_order(finish: Finish, open_plane: Callable[[], Plane]) -> None:
+    """Of several segments each, and in whatever memory: as buckets of gradients are."""
+    plane = open_plane()
+    n = 3 * MOST_VALUES_PER_RANK * plane.size + SharedSums.least_values - 1
+    each = [torch.arange(n, dtype=torch.float32) % 1009 + 2000 * place for place in range(6)]
+    tensors = [plane.allocate(n, torch.device("cpu")) if place % 2 else torch.empty(n) for place in range(6)]
+    for tensor, values in zip(tensors, each, strict=True):
+        tensor[:] = values + plane.rank
+    handles = [plane.allreduce(tensor) for tensor in tensors]
+    random.Random(plane.rank).shuffle(handles)
+    for handle in handles:
+        finish(handle, name="one of many sums")
+    for tensor, values in zip(tensors, each, strict=True):
+        assert torch.equal(tensor, plane.size * values + sum(range(plane.size)))
+    plane.close()
 
 
 @pytest.mark.parametrize("bound", [0, 4])
 def test_training_sums_where_its_tensors_lie(monkeypatch: pytest.MonkeyPatch, bound: int) -> None:
-    monkeypatch.setattr("hetsync.plane.mpi_lane.LEAST_SHARED_VALUES", 1)
+    monkeypatch.setattr(SharedSums, "least_values", 1)
     copied: dict[bool, set[int]] = {True: set(), False: set()}
     offer = SharedSums._offer
 

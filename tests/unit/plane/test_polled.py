@@ -156,3 +156,44 @@ def test_ahead_changes_nothing_but_the_time() -> None:
     assert made == [0, 1, 2]
     assert next(ahead) == 0
     assert made == [0, 1, 2, 3]
+
+
+class PlayedMemory:
+    closed = False
+
+    def allocate(self, count: int) -> torch.Tensor | None:
+        return torch.full((count,), 7.0) if count < 5 else None
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class PlayedShared:
+    least_values, most_values = 6, SEGMENT
+
+    def __init__(self) -> None:
+        self.memory = PlayedMemory()
+        self.begun: list[int] = []
+
+    def begin(self, values: torch.Tensor) -> Test:
+        self.begun.append(values.numel())
+        return after(2, lambda: (values.mul_(RANKS), None)[1])
+
+
+def test_where_ranks_share_memory_the_library_sums_what_is_small() -> None:
+    story: list[str] = []
+    lane, shared = PlayedLane(story, 3, SEGMENTS_IN_FLIGHT), PlayedShared()
+    lane.segment_values = 4
+    sums = PolledSums("a play", 0, RANKS, lane, lane, shared=shared)  # type: ignore[arg-type]
+    assert sums.sums_by == "a play and shared memory"
+    tensor = torch.arange(25.0)
+    handle = sums.allreduce(tensor)
+    while not handle.done():
+        pass
+    assert tensor.equal(RANKS * torch.arange(25.0))
+    assert (shared.begun, story) == ([SEGMENT, SEGMENT], ["post", "summed"])
+    assert sums.allocate(4, torch.device("cpu")).tolist() == [7] * 4
+    assert sums.allocate(5, torch.device("cpu")).shape == (5,), "elsewhere"
+    assert sums.allocate(4, torch.device("meta")).device.type == "meta"
+    sums.close()
+    assert shared.memory.closed

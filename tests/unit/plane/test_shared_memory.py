@@ -165,7 +165,11 @@ def of_another_size(address: Address) -> Address:
     return address._replace(size=2 * address.size)
 
 
-@pytest.mark.parametrize("instead", [of_no_process, by_another_name, of_another_size])
+def of_another_network(address: Address) -> Address:
+    return address._replace(network=address.network + 1)
+
+
+@pytest.mark.parametrize("instead", [of_no_process, by_another_name, of_another_size, of_another_network])
 def test_none_shares_where_one_is_not_seen(
     instead: Callable[[Address], Address], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +194,12 @@ def limited(_: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("where", "name", "value"),
-    [(os, "memfd_create", no_memory), (os, "posix_fallocate", no_memory), (resource, "getrlimit", limited)],
+    [
+        (os, "memfd_create", no_memory),
+        (os, "posix_fallocate", no_memory),
+        (os, "stat", no_memory),
+        (resource, "getrlimit", limited),
+    ],
 )
 def test_none_shares_where_the_system_has_none(
     where: object, name: str, value: object, monkeypatch: pytest.MonkeyPatch

@@ -13,10 +13,10 @@ from shared import collectively
 from hetsync.plane import shared_memory
 from hetsync.plane.base import PlaneError
 from hetsync.plane.shared_memory import Gather, SharedMemory
-from hetsync.plane.shared_sums import LINE_VALUES, MOST_OFFERED, SharedSums, parts_of
+from hetsync.plane.shared_sums import LINE_VALUES, MOST_OFFERED, MOST_SCRATCHES, SharedSums, parts_of
 from hetsync.plane.staging import Test
 
-MOST_VALUES, SCRATCHES = 3000, 2
+MOST_VALUES = 3000  # of these tests' sums
 
 
 def sums_of(ranks: int) -> list[SharedSums]:
@@ -26,7 +26,7 @@ def sums_of(ranks: int) -> list[SharedSums]:
 
 
 def open_sums(rank: int, ranks: int, gather: Gather) -> SharedSums | None:
-    return SharedSums.open(rank, ranks, gather, MOST_VALUES, SCRATCHES)
+    return SharedSums.open(rank, ranks, gather)
 
 
 def new(sums: SharedSums, values: int, in_area: bool) -> torch.Tensor:
@@ -75,7 +75,7 @@ def test_sums_are_right_and_alike_in_whatever_order_ranks_look(ranks: int, sizes
         expected = torch.stack([addend(rank, number, size) for rank in range(ranks)]).sum(0)
         torch.testing.assert_close(tensors[0][number], expected)
         assert all(torch.equal(own[number], tensors[0][number]) for own in tensors)
-    assert all(1 <= len(sums._spare) <= SCRATCHES for sums in everyones)
+    assert all(1 <= len(sums._spare) <= MOST_SCRATCHES for sums in everyones)
 
 
 @pytest.mark.parametrize("in_area", [True, False])
@@ -96,11 +96,11 @@ def test_a_sum_has_ended_once_all_have_taken_it(in_area: bool) -> None:
 def test_sums_wait_for_scratch_memory_and_for_room() -> None:
     first, second = sums_of(2)
     n = MOST_OFFERED + 3
-    elsewhere = [torch.ones(10) for _ in range(SCRATCHES + 1)]
+    elsewhere = [torch.ones(10) for _ in range(MOST_SCRATCHES + 1)]
     there = [new(first, 10, in_area=True).fill_(1) for _ in range(n)]
     tests = [first.begin(tensor) for tensor in [*elsewhere, *there]]
     assert not tests[0]()
-    assert len(first._under_way) == SCRATCHES
+    assert len(first._under_way) == MOST_SCRATCHES
     others = [new(second, 10, in_area=True).fill_(2) for _ in range(len(tests))]
     their_tests = [second.begin(tensor) for tensor in others]
     assert not their_tests[0]()
@@ -188,9 +188,7 @@ def test_a_rank_that_has_gone_is_missed() -> None:
         if news:
             raise news[0]
 
-    first, _ = collectively(
-        2, lambda rank, ranks, gather: SharedSums.open(rank, ranks, gather, MOST_VALUES, SCRATCHES, look)
-    )
+    first, _ = collectively(2, lambda rank, ranks, gather: SharedSums.open(rank, ranks, gather, look))
     assert first is not None
     test = first.begin(torch.ones(5))
     assert not test()
