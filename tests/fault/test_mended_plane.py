@@ -105,7 +105,7 @@ wait(plane.allreduce(addend.fill_(first + 1)))
 assert addend.eq(7).all()
 if (shared := plane.sums.shared_memory) is not None:  # on one host
     assert shared.offset(addend) is not None, "memory from before is shared with those who are left"
-    print("shared", first)
+    print("shared", first, flush=True)  # it may be killed
 for wire, n in (("float32", 3_000_000), ("int8", 1000), ("bfloat16", 1000)):
     tensor = torch.full((n,), float(first + 1))
     wait(plane.allreduce(tensor, wire))
