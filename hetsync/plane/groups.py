@@ -6,7 +6,7 @@ Groups are made here, not by `init_process_group`: a script may have a default g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,8 @@ from hetsync.plane.shared_memory import SharedMemory
 from hetsync.plane.shared_sums import SharedSums
 from hetsync.plane.staging import Test
 
+UNSENT = 1  # a tag; that of channels is another
+
 
 def open_gloo(store: dist.Store, name: str, rank: int, size: int, timeout_seconds: float) -> Any:
     """Collective: a group of all ranks; `name` is its own. UserError where they do not reach each other in time."""
@@ -34,6 +36,18 @@ def open_gloo(store: dist.Store, name: str, rank: int, size: int, timeout_second
         ) from error
     group._set_default_timeout(ENDLESS)
     return group
+
+
+def abort(group: Any) -> None:
+    """What is pending in a group of Gloo's fails, also where it waits for ranks that live, and so does what follows.
+
+    `ProcessGroupGloo.abort` of torch 2.13 does nothing, and its destructor waits for what is pending, whichever thread
+    happens to collect it. But Gloo gives a group up where one of its calls is late: here one that nobody answers.
+    """
+    for other in range(group.size()):
+        if other != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], other, UNSENT).wait(timedelta(milliseconds=1))
 
 
 class Watch:

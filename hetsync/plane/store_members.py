@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hetsync.errors import UserError, cause
 from hetsync.plane.base import LostError, MembersLost, PlaneError, named, wait_limit
-from hetsync.plane.groups import Watch, gloo_sums, open_gloo
+from hetsync.plane.groups import Watch, abort, gloo_sums, open_gloo
 from hetsync.plane.lifelines import Lifeline
 from hetsync.plane.polled import PolledSums
 from hetsync.plane.shared_memory import SharedMemory
@@ -112,7 +112,7 @@ class StoreMembers(Watch):
         """Those who are left; collective among them, once no other thread of this rank is in a call. Another death
         meanwhile shows in what they do next."""
         for group in self._groups:
-            group.abort()  # what is pending fails, also where it waits for a rank that lives
+            abort(group)
         self._lifeline.next_epoch(wait_limit(self.rank, self.timeout_seconds))
         return StoreMembers(self._connect, self._lifeline, self.rank, self.timeout_seconds, self.tolerant)
 

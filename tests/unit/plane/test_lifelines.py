@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hetsync.errors import UserError
@@ -157,6 +158,26 @@ def test_who_still_waits_for_rank_0_s_host_is_ended(
         lifelines[1].close()
     lifelines[1]._follower.join(SECONDS)
     assert left == ([] if ends else [1])
+
+
+def test_what_waits_for_one_who_lives_fails_once_another_has_gone(
+    lifelines: list[Lifeline], rendezvous: Callable[[int], Rendezvous]
+) -> None:
+    """Whoever collected its group would wait for it: rank 0 for rank 1, which may wait for rank 0."""
+    members = [StoreMembers(rendezvous(n).connect, lifelines[n], n, SECONDS, tolerant=True) for n in range(RANKS)]
+    with ThreadPoolExecutor(RANKS) as threads:
+        groups = list(threads.map(lambda each: each.group("sums"), members))
+        pending = groups[0].allreduce([torch.ones(5000)])
+        lifelines.pop().close()
+        left = list(threads.map(lambda each: each.mended(), members[:2]))
+    assert [each.ranks for each in left] == [(0, 1)] * 2
+    deadline = time.monotonic() + SECONDS
+    while not pending.is_completed():
+        assert time.monotonic() < deadline, "still pending"
+        time.sleep(0.001)
+    with pytest.raises(RuntimeError):
+        pending.wait()
+    del members[1:], groups[1:]
 
 
 def without_the_last(lifelines: list[Lifeline]) -> list[Lifeline]:
