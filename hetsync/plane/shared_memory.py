@@ -27,8 +27,8 @@ Gather = Callable[[Sequence[int]], Sequence[Sequence[int]]]  # collective: what 
 
 
 class Address(NamedTuple):
-    """Where processes of this host find an area: which file of a process, how large, and what names it. Where networks
-    differ, hosts are meant to."""
+    """Where processes of this host find an area: which file of a process, how large, and what names it. Processes of
+    another `network` (a namespace of it, or another machine) count as those of another host."""
 
     process: int
     descriptor: int

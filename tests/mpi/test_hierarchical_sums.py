@@ -13,6 +13,8 @@ from test_sums_contract import test_many_in_flight_polled_in_any_order as many_i
 from hetsync.plane.base import PlaneError
 from hetsync.plane.hierarchical import HierarchicalSums
 
+CPU = torch.device("cpu")
+
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(4)]
 
 
@@ -30,6 +32,15 @@ def test_between_groups_first_ranks_alone_carry_float32(finish: Finish) -> None:
     rounded = torch.ones(10)
     finish(plane.allreduce(rounded, "bfloat16"), name="rounded sum")
     assert sums._flat.moves > 0, "in low precision all ranks sum at once"
+    plane.close()
+
+
+def test_buffers_lie_where_those_who_sum_between_groups_share_memory() -> None:
+    plane = mixed_plane(gloo_sums)
+    between = plane.sums._between  # type: ignore[attr-defined]
+    lies_there = [sums.shared_memory.offset(plane.allocate(5, CPU)) is not None for sums in (between,) if sums]
+    assert lies_there == [True] * (plane.rank < 2)
+    assert plane.allocate(5, CPU).numel() == 5
     plane.close()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -106,19 +106,28 @@ def test_scratch_memory_is_used_again(finish: Finish, algorithm: Algorithm) -> N
     plane.close()
 
 
-@ALGORITHMS
-def test_many_sums_of_several_segments_at_once(finish: Finish, algorithm: Algorithm) -> None:
-    """As buckets of gradients are."""
-    plane = mpi_plane_that_sums_by(algorithm)
-    n = 2 * algorithm.segment_values + LEAST_VALUES
-    each = [torch.arange(n, dtype=torch.float32) % 1009 + 2000 * place for place in range(12)]
-    tensors = [values + plane.rank for values in each]
+def assert_summed_in_any_order(
+    plane: Plane, finish: Finish, tensors: Sequence[torch.Tensor], each: Sequence[torch.Tensor]
+) -> None:
+    """Every rank adds its number to each of the values, in these tensors."""
+    for tensor, values in zip(tensors, each, strict=True):
+        tensor[:] = values + plane.rank
     handles = [plane.allreduce(tensor) for tensor in tensors]
     random.Random(plane.rank).shuffle(handles)
     for handle in handles:
         finish(handle, name="one of many sums")
     for tensor, values in zip(tensors, each, strict=True):
         assert torch.equal(tensor, plane.size * values + sum(range(plane.size)))
+
+
+@ALGORITHMS
+def test_many_sums_of_several_segments_at_once(finish: Finish, algorithm: Algorithm) -> None:
+    """As buckets of gradients are."""
+    plane = mpi_plane_that_sums_by(algorithm)
+    n = 2 * algorithm.segment_values + LEAST_VALUES
+    each = [torch.arange(n, dtype=torch.float32) % 1009 + 2000 * place for place in range(12)]
+    tensors = [torch.empty(n) for _ in each]
+    assert_summed_in_any_order(plane, finish, tensors, each)
     assert not plane.sums._first._direct
     plane.close()
 
@@ -210,14 +219,7 @@ def test_many_large_sums_at_once_in_any_order(finish: Finish, open_plane: Callab
     n = 3 * MOST_VALUES_PER_RANK * plane.size + SharedSums.least_values - 1
     each = [torch.arange(n, dtype=torch.float32) % 1009 + 2000 * place for place in range(6)]
     tensors = [plane.allocate(n, torch.device("cpu")) if place % 2 else torch.empty(n) for place in range(6)]
-    for tensor, values in zip(tensors, each, strict=True):
-        tensor[:] = values + plane.rank
-    handles = [plane.allreduce(tensor) for tensor in tensors]
-    random.Random(plane.rank).shuffle(handles)
-    for handle in handles:
-        finish(handle, name="one of many sums")
-    for tensor, values in zip(tensors, each, strict=True):
-        assert torch.equal(tensor, plane.size * values + sum(range(plane.size)))
+    assert_summed_in_any_order(plane, finish, tensors, each)
     plane.close()
 
 

@@ -56,6 +56,15 @@ def test_tensors_lie_apart_and_each_where_it_is_told_to_lie() -> None:
     assert memory.offset(torch.zeros(4)) is None
 
 
+def test_core_dumps_leave_it_out() -> None:
+    """Or one of each rank's would take room for the areas of all."""
+    memories = open_all(2)
+    _, *mappings = Path("/proc/self/smaps").read_text().split("memfd:hetsync")
+    flags = [mapping.partition("VmFlags:")[2].partition("\n")[0].split() for mapping in mappings]
+    assert len(flags) >= len(memories) * 2, "each maps its own and the other's"
+    assert all("dd" in each for each in flags)
+
+
 def test_memory_is_used_again_once_the_last_view_has_gone() -> None:
     (memory,) = open_all(1)
     first = tensor(memory, 100)
