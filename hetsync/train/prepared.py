@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -98,9 +98,17 @@ class PreparedScaler:
             )
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        if self._stepped:
+        if self._unscaled or self._stepped:
             self.scaler.update(new_scale)
+            self._scale_again([each for each in self._unscaled if each not in self._stepped])
             self._scaled, self._unscaled, self._stepped = None, [], []
+
+    @torch.no_grad()
+    def _scale_again(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """A loop that adds gradients up over batches, and has clipped them, adds scaled ones to them."""
+        for weight in (weight for each in optimizers for group in each.param_groups for weight in group["params"]):
+            if weight.grad is not None:
+                weight.grad.mul_(self.scaler.get_scale())
 
     def give_up(self, state: Mapping[str, Any] | None) -> None:
         """The batch's steps do not count: the scale is what it was (`state`; None: as it is), and nothing is unscaled
