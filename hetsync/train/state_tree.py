@@ -1,11 +1,15 @@
 """Nested state (what `state_dict` returns) as plain values for JSON, and tensors for safetensors.
 
 {"best": 0.9, "shadow": [tensor]}   ->   {"best": 0.9, "shadow": [{"tensor": "state.0"}]}, {"state.0": tensor}
+{3: 1}               ->   {"items": [[3, 1]]}
+Counter({"a": 1})    ->   {"items": {"Counter": {"a": 1}}}
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,7 @@ from hetsync.errors import UserError
 
 PREFIX = "state."
 MARKS = ("tensor", "array", "tuple", "items")  # a dictionary with one of these keys and no other stands for a value
+FACTORIES = (int, float, list, dict)  # of what a defaultdict has where it has nothing
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -37,6 +42,8 @@ def _plain(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, list):
         return [_plain(part, f"{where}[{place}]", tensors) for place, part in enumerate(value)]
     if isinstance(value, Mapping):
+        if (kind := _kind(value)) is not None:
+            return {"items": {kind: _plain(dict(value), where, tensors)}}
         if all(isinstance(key, str) for key in value) and not (len(value) == 1 and set(value) <= set(MARKS)):
             return {key: _plain(part, f"{where}.{key}" if where else key, tensors) for key, part in value.items()}
         parts = [[_plain(key, where, tensors), _plain(part, f"{where}[{key}]", tensors)] for key, part in value.items()]
@@ -47,8 +54,21 @@ def _plain(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
+def _kind(value: Mapping[Any, Any]) -> str | None:
+    """Of a dictionary that does what others do not: schedulers and scripts that get it back may count on that."""
+    if type(value) is defaultdict:
+        return f"defaultdict of {value.default_factory.__name__}" if value.default_factory in FACTORIES else None
+    return type(value).__name__ if type(value) in (Counter, OrderedDict) else None
+
+
+def _maker(kind: str) -> Callable[[Mapping[Any, Any]], Any]:
+    makers: dict[str, Callable[[Mapping[Any, Any]], Any]] = {"Counter": Counter, "OrderedDict": OrderedDict}
+    makers |= {f"defaultdict of {factory.__name__}": partial(defaultdict, factory) for factory in FACTORIES}
+    return makers[kind]
+
+
 def unflatten(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The state again; takes its tensors out of `tensors`. KeyError, TypeError for what `flatten` has not made."""
+    """The state again; takes its tensors out of `tensors`. KeyError, TypeError, ValueError: it is not of `flatten`."""
     if isinstance(plain, list):
         return [unflatten(part, tensors) for part in plain]
     if not isinstance(plain, dict):
@@ -61,6 +81,9 @@ def unflatten(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
             return tensors.pop(value).numpy()
         if mark == "tuple":
             return tuple(unflatten(part, tensors) for part in value)
+        if mark == "items" and isinstance(value, dict):
+            ((kind, parts),) = value.items()
+            return _maker(kind)(unflatten(parts, tensors))
         if mark == "items":
             return {unflatten(key, tensors): unflatten(part, tensors) for key, part in value}
     return {key: unflatten(part, tensors) for key, part in plain.items()}
