@@ -36,7 +36,7 @@ class ScheduleRates:
     """What the optimizer's rates were at first, times a factor of the samples applied."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float] = lambda position: 1.0) -> None:
-        self._base = [group["lr"] for group in optimizer.param_groups]
+        self._base = rates_of(optimizer)
         self._factor = factor
 
     def at(self, position: int) -> list[float]:
@@ -122,7 +122,7 @@ class SchedulerRates:
         self._epoch = None if epoch_samples is None else -(-epoch_samples // batch_size)  # batches
         self._cadences = [Cadence(every) for _ in schedulers]
         self._began = 0  # this loop over batches, in samples of the stream
-        self._rates = [group["lr"] for group in optimizer.param_groups]
+        self._rates = rates_of(optimizer)
 
     def begin_loop(self, position: int) -> None:
         """A loop over batches begins."""
@@ -159,7 +159,7 @@ class SchedulerRates:
                         if turn < steps:
                             scheduler.step()
                             cadence.done += 1
-            self._rates = [group["lr"] for group in self._optimizer.param_groups]
+            self._rates = rates_of(self._optimizer)
         return list(self._rates)
 
     def agree(self, gather: Callable[[Any], list[Any]]) -> None:
@@ -209,6 +209,15 @@ def check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer])
         raise UserError("scheduler belongs to another optimizer: make it for the one that is given beside it")
 
 
-def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Of its groups. One may be a tensor, which scripts and schedulers change in place."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> list[float]:
+    """Returns them as they are then, in a tensor's own precision. The tensor is a new one, since groups and optimizers
+    may share what they were given."""
     for group, rate in zip(optimizer.param_groups, rates, strict=False):  # one may have come that nobody has looked at
-        group["lr"] = rate
+        before = group["lr"]
+        group["lr"] = torch.full_like(before, rate) if isinstance(before, torch.Tensor) else rate
+    return rates_of(optimizer)[: len(rates)]

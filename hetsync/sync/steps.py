@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from hetsync.errors import UserError
 from hetsync.sync.messages import Task
 from hetsync.sync.optimizers import ADAPTIVE
-from hetsync.sync.rates import Rates, set_rates
+from hetsync.sync.rates import Rates, rates_of, set_rates
 
 
 def _decoupled_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float | None:
@@ -66,7 +66,7 @@ class Steps:
         self._batch_size = batch_size
         self._noise = 1.0
         self._adaptive = isinstance(optimizer, ADAPTIVE)
-        self._in_force = [group["lr"] for group in optimizer.param_groups]
+        self._in_force = rates_of(optimizer)
         self.scheduled = list(self._in_force)  # learning rates of the task, as they are for a batch
         self._decays = [_decoupled_decay(optimizer, group) for group in optimizer.param_groups]
         self._decays_in_force = list(self._decays)
@@ -98,14 +98,13 @@ class Steps:
 
     def start(self) -> None:
         """Training goes on after a rest: what the optimizer's owner has set holds."""
-        groups = self.optimizer.param_groups
-        found = [group["lr"] for group in groups]
+        found = rates_of(self.optimizer)
         for rate in found[len(self._in_force) :]:
             self.rates.adopt(rate)
         if found != self._in_force:
             self.rates.rebase(found)
         self._in_force = found
-        self._decays = [_decoupled_decay(self.optimizer, group) for group in groups]
+        self._decays = [_decoupled_decay(self.optimizer, group) for group in self.optimizer.param_groups]
         self._decays_in_force = list(self._decays)
 
     def begin_task(self, task: Task) -> None:
@@ -115,8 +114,7 @@ class Steps:
         self._noise = math.sqrt(self._batch_size / (task.share or task.samples)) if local else 1.0
         factor = self._noise if self._adaptive else 1.0
         self.scheduled = self.rates.at(task.position)
-        self._in_force = [rate * factor for rate in self.scheduled]
-        set_rates(self.optimizer, self._in_force)
+        self._in_force = set_rates(self.optimizer, [rate * factor for rate in self.scheduled])
         self._set_decays(self._noise)
 
     def _set_decays(self, noise: float) -> None:
@@ -129,17 +127,14 @@ class Steps:
 
     def _check_rates(self) -> None:
         """Nobody has set others; new groups are adopted."""
-        groups = self.optimizer.param_groups
-        for group in groups[len(self._in_force) :]:
-            self.rates.adopt(group["lr"])
-            self._in_force.append(group["lr"])
+        groups, found = self.optimizer.param_groups, rates_of(self.optimizer)
+        for group, rate in zip(groups[len(self._in_force) :], found[len(self._in_force) :], strict=True):
+            self.rates.adopt(rate)
+            self._in_force.append(rate)
             self._decays.append(_decoupled_decay(self.optimizer, group))
             self._decays_in_force.append(self._decays[-1])
-        for group, rate in zip(groups, self._in_force, strict=False):
-            if group["lr"] != rate:
-                self._refuse_rates()
-        if len(groups) != len(self._in_force):
-            self._refuse_rates()
+        if found != self._in_force:
+            self._refuse_rates(found)
         if not self._adaptive:
             return
         decays = [_decoupled_decay(self.optimizer, group) for group in groups]
@@ -149,8 +144,7 @@ class Steps:
                 " would be lost: keep it as it was when the loop began, or set it between epochs"
             )
 
-    def _refuse_rates(self) -> NoReturn:
-        found = [group["lr"] for group in self.optimizer.param_groups]
+    def _refuse_rates(self, found: Sequence[float]) -> NoReturn:
         raise UserError(
             f"the optimizer's learning rate was changed in the loop, from {self._in_force} to {found}, which would be"
             " lost: step the scheduler that job.prepare returned (or give it to hetsync.join(scheduler=...)), or set"
@@ -175,13 +169,12 @@ class Steps:
 
     def show_owner(self, position: int) -> None:
         """Between tasks: the optimizer's rates and decays are those for a batch, as its owner knows them."""
-        self._in_force = self.rates.owners(position)
-        set_rates(self.optimizer, self._in_force)
+        self._in_force = set_rates(self.optimizer, self.rates.owners(position))
         self._set_decays(1.0)
 
     def close(self, position: int) -> None:
         """The optimizer is its owner's again, after training up to `position`; rates set at the last rest hold."""
-        found = [group["lr"] for group in self.optimizer.param_groups]
+        found = rates_of(self.optimizer)
         if found != self._in_force:
             self.rates.rebase(found)
         self.show_owner(position)

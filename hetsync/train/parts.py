@@ -11,7 +11,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from hetsync.errors import UserError
-from hetsync.sync.rates import Rates, ScheduleRates, SchedulerRates
+from hetsync.sync.rates import Rates, ScheduleRates, SchedulerRates, set_rates
 from hetsync.train.prepared import PreparedScaler, PreparedScheduler
 
 Factor = Callable[[int], float]
@@ -187,8 +187,9 @@ class Parts:
         for number, (optimizer, rates) in enumerate(zip(self.optimizers, self.rates, strict=True)):
             if number in self.factors:  # those of today's recipe
                 continue
-            for group, kept in zip(optimizer.param_groups, state["groups"][number], strict=True):
-                group |= kept["options"]
-            rates.rebase([group["lr"] for group in optimizer.param_groups])
+            options = [kept["options"] for kept in state["groups"][number]]
+            for group, kept in zip(optimizer.param_groups, options, strict=True):
+                group |= {**kept, "lr": group["lr"]}  # which may be a tensor, and stays one
+            rates.rebase(set_rates(optimizer, [kept["lr"] for kept in options]))
             if isinstance(rates, SchedulerRates) and state["schedulers"][number] is not None:
                 rates.load_state_dict(state["schedulers"][number])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -112,3 +113,63 @@ def test_rates_that_are_set_at_the_last_rest_hold() -> None:
     optimizer.param_groups[0]["lr"] = 0.5
     steps.close(BATCH)
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def halved_in_place(group: dict[str, Any]) -> None:
+    group["lr"] *= 0.5
+
+
+def halved_by_fill(group: dict[str, Any]) -> None:
+    group["lr"].fill_(group["lr"] / 2)
+
+
+@pytest.mark.parametrize("change", [halved_in_place, halved_by_fill])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("task", [DELAYED, SYNCHRONOUS])
+def test_a_tensor_that_is_a_rate_is_changed_at_rest_only(
+    task: Task, kind: type[torch.optim.Optimizer], change: Callable[[dict[str, Any]], None]
+) -> None:
+    """Sixteen bits hold no product of rates exactly: what is in force is what they hold."""
+    rate = torch.tensor(0.1, dtype=torch.bfloat16)
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=rate)  # type: ignore[call-arg]
+    steps = Steps(optimizer, ScheduleRates(optimizer, lambda position: 0.3), None, BATCH)
+    (group,) = optimizer.param_groups
+    steps.start()
+    steps.begin_task(task)
+    in_force = group["lr"].clone()
+    steps.begin_task(task)
+    assert torch.equal(group["lr"], in_force)
+    change(group)
+    with pytest.raises(UserError, match=r"learning rate was changed in the loop, from \[0\.\d+\] to \[0\.\d+\]"):
+        steps.begin_task(task)
+    group["lr"].copy_(in_force)
+    steps.show_owner(SHARE)
+    assert group["lr"].item() == rate.item() == pytest.approx(0.1, rel=0.01)
+    change(group)
+    steps.start()
+    steps.begin_task(task)
+    assert group["lr"].dtype == torch.bfloat16
+    assert group["lr"].item() == pytest.approx(in_force.item() / 2, rel=0.01)
+
+
+def test_two_optimizers_may_have_one_tensor_for_their_rate() -> None:
+    rate = torch.tensor(0.1)
+    both = [kind([torch.nn.Parameter(torch.zeros(1))], lr=rate) for kind in (torch.optim.SGD, torch.optim.Adam)]
+    each = [Steps(optimizer, ScheduleRates(optimizer), None, BATCH) for optimizer in both]
+    for _ in range(2):
+        for steps in each:
+            steps.begin_task(DELAYED)
+    assert [optimizer.param_groups[0]["lr"].item() for optimizer in both] == pytest.approx([0.1, 0.2])
+
+
+def test_a_scheduler_of_a_tensor_that_is_a_rate() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=torch.tensor(1.0))
+    rates = SchedulerRates(optimizer, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)], batch_size=4, every=1)
+    steps = Steps(optimizer, rates, None, 4)
+    (group,) = optimizer.param_groups
+    seen = []
+    for batch in range(3):
+        steps.begin_task(DELAYED._replace(position=4 * batch))
+        seen.append(group["lr"].item())
+    assert seen == [1.0, 0.5, 0.25]
+    assert all(isinstance(rate, float) for rate in steps.scheduled)
