@@ -31,6 +31,7 @@ from hetsync.sync.messages import Settings
 from hetsync.sync.optimizer_state import state_by_place
 from hetsync.train import state_tree
 from hetsync.train.rest import not_finite
+from hetsync.train.tensor_files import paired, restored, storable
 
 FORMAT = 2
 WITHOUT_DIGESTS = 1
@@ -108,10 +109,12 @@ def save(
     try:
         _remove_partial(folder)  # what a crash left
         building.mkdir(parents=True)
-        save_file(_on_cpu(model.state_dict()), building / MODEL)
-        save_file(_on_cpu(tensors), building / OPTIMIZER)
+        pairs = {}
+        for name, content in ((MODEL, model.state_dict()), (OPTIMIZER, tensors)):
+            save_file(storable(content), building / name)
+            pairs[name] = paired(content)
         books = {"progress": asdict(progress), "optimizer_kind": _kind(optimizers), "optimizer": plain, "state": tree}
-        _write_state(building, books)
+        _write_state(building, {**books, "pairs": pairs})
         for file in building.iterdir():
             flush_to_disk(file)
         flush_to_disk(building)
@@ -214,8 +217,8 @@ def load(path: Path) -> Loaded:
     state = _read_state(path)
     try:
         progress = _checked_progress(path, state["progress"])
-        model = load_file(path / MODEL)
-        tensors = load_file(path / OPTIMIZER)
+        pairs = state.get("pairs", {})  # which older ones do not tell of
+        model, tensors = (restored(load_file(path / name), pairs.get(name, ())) for name in (MODEL, OPTIMIZER))
         outer = tensors.pop("outer", None)
         tree = state_tree.unflatten(state.get("state", {}), tensors)
         optimizer = _unflatten_optimizer(tensors, state["optimizer"])
@@ -279,11 +282,6 @@ def _checked_progress(path: Path, values: Mapping[str, Any]) -> Progress:
 
 def _is_count(value: Any, least: int = 0) -> bool:
     return type(value) is int and least <= value < 2**63
-
-
-def _on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies that share no memory, as safetensors wants them."""
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def _kind(optimizers: Sequence[torch.optim.Optimizer]) -> str:

@@ -175,14 +175,16 @@ def skips_a_batch(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> Non
 class Fourier(nn.Module):
     """A layer of complex weights on the features' spectrum, as neural operators have them."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.cfloat) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.weights = nn.Parameter(0.3 * torch.randn(FEATURES // 2 + 1, 8, dtype=torch.cfloat))
+        self.weights = nn.Parameter(0.3 * torch.randn(FEATURES // 2 + 1, 8, dtype=dtype))
         self.classify = nn.Linear(8, CLASSES)
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.classify((torch.fft.rfft(points) @ self.weights).abs())
+        found: torch.Tensor = self.classify(
+            (torch.fft.rfft(points).to(self.weights.dtype) @ self.weights).abs().float()
+        )
         return found
 
 
@@ -273,6 +275,7 @@ ROWS = {
     "checkpoint, reentrant": Row(body=plain, model=lambda: Recomputed(True)),
     "checkpoint": Row(body=plain, model=lambda: Recomputed(False)),
     "complex weights": Row(body=plain, model=Fourier, optimizer=gentle),
+    "complex weights, double": Row(body=plain, model=lambda: Fourier(torch.cdouble), optimizer=gentle),
     "complex weights, clipped, AdamW": Row(body=clipped, model=Fourier, optimizer=adamw, tolerance=1e-3),
     "complex weights, K = 2": Row(body=plain, model=Fourier, optimizer=gentle, accumulation=2),
     "sparse gradients": Row(body=plain, model=Looked, optimizer=sgd),

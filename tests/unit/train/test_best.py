@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel
 
-from hetsync.train.best import Mode, Patience, is_better
+from hetsync.train.best import Best, Mode, Patience, is_better
 from hetsync.train.evaluation import Evaluations, RankParts
 
 
@@ -41,6 +43,15 @@ def test_patience_goes_on_where_it_was() -> None:
         later.load_state_dict(first.state_dict())
     assert again.ends_with(2.0)
     assert not other.ends_with(0.1)  # its first
+
+
+def test_complex_weights_of_double_precision_are_kept_as_pairs(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1, dtype=torch.cdouble)
+    Best(tmp_path).keep(0.5, "max", 10, model)
+    found = load_file(tmp_path / "best" / "model.safetensors")
+    model_again = torch.nn.Linear(2, 1, dtype=torch.cdouble)
+    model_again.load_state_dict({name: torch.complex(*values.unbind(-1)) for name, values in found.items()})
+    assert torch.equal(model_again.weight, model.weight)
 
 
 def test_an_average_is_evaluated_in_evaluation_mode() -> None:

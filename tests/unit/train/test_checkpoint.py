@@ -115,6 +115,32 @@ def test_weights_that_share_memory_are_saved(tmp_path: Path) -> None:
     assert torch.equal(loaded.model["0.weight"], loaded.model["1.weight"])
 
 
+@pytest.mark.parametrize("dtype", [torch.cfloat, torch.cdouble])
+def test_complex_weights_and_their_state_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2, dtype=dtype)
+        model.register_buffer("angles", torch.randn(2, dtype=dtype))
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(3, dtype=dtype)).abs().sum().backward()
+        optimizer.step()
+
+    (model, optimizer), (other, its) = made(), made()
+    step(model, optimizer)
+    state = {"averages": [{"shadow": torch.randn(3, dtype=dtype)}]}
+    save(tmp_path / "checkpoints", progress(10), model, [optimizer], None, 3, state)
+    loaded = load_newest(tmp_path)
+    restore(loaded, other, [its])
+    assert torch.equal(loaded.state["averages"][0]["shadow"], state["averages"][0]["shadow"])
+    assert same(model, other)
+    step(model, optimizer)
+    step(other, its)
+    assert same(model, other)
+
+
 def test_nothing_is_pickled(run: Run) -> None:
     steps(run.model, run.optimizer, 1)
     path = run.save(10)
