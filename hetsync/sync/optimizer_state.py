@@ -14,6 +14,7 @@ from hetsync.errors import UserError
 from hetsync.sync.reals import reals
 
 Key = tuple[int, str, tuple[int, ...]]  # parameter's place, name in the state, shape
+NUMBERS = ("step", "mu_product", "eta", "mu")  # that torch's optimizers keep of a weight, whatever its type and shape
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
@@ -39,11 +40,26 @@ def _tensor(optimizer: torch.optim.Optimizer, key: Key) -> torch.Tensor:
     parameter = _parameters(optimizer)[place]
     state = optimizer.state[parameter]
     if name not in state:
-        # Optimizers keep their step counts on the CPU.
-        device = parameter.device if shape else torch.device("cpu")
-        state[name] = torch.zeros(shape, device=device, dtype=parameter.dtype if shape else torch.float32)
+        state[name] = _zeros(optimizer, parameter, name, shape)
     tensor: torch.Tensor = state[name]
     return tensor
+
+
+def _zeros(
+    optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, name: str, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Of the type, on the device and in the memory format in which the optimizer itself would begin."""
+    if name not in NUMBERS and shape == parameter.shape:
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    if shape:
+        return torch.zeros(shape, device=parameter.device, dtype=parameter.dtype)
+    group = next(each for each in optimizer.param_groups if any(parameter is mine for mine in each["params"]))
+    fused = bool(group.get("fused"))
+    beside = fused or group.get("capturable") or isinstance(optimizer, torch.optim.ASGD)  # the weight, else on the CPU
+    double = torch.get_default_dtype() is torch.float64 and not fused
+    return torch.zeros(
+        (), device=parameter.device if beside else "cpu", dtype=torch.float64 if double else torch.float32
+    )
 
 
 def _others(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], Any]:
@@ -88,8 +104,10 @@ def set_state(optimizers: Sequence[torch.optim.Optimizer], place: int, name: str
     if before is not None:
         optimizer.state[weight][name] = type(before)(value.item())
         return
-    # Optimizers keep their step counts on the CPU.
-    optimizer.state[weight][name] = value.clone() if value.ndim == 0 else value.to(weight.device)
+    if _has_mean(value):
+        optimizer.state[weight][name] = _zeros(optimizer, weight, name, tuple(value.shape)).copy_(value)
+    else:
+        optimizer.state[weight][name] = value.clone() if value.ndim == 0 else value.to(weight.device)
 
 
 @torch.no_grad()

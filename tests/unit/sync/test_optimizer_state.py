@@ -192,3 +192,63 @@ def test_plain_numbers_are_taken_over_as_such() -> None:
     assert optimizer.state[weight]["step"] == 10
     assert isinstance(optimizer.state[weight]["step"], int)
     assert average.tolist() == [1.0, 1.0], "in place"
+
+
+MAKERS = {
+    **KINDS,
+    "fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "asgd": torch.optim.ASGD,
+    "nadam": torch.optim.NAdam,
+    "rprop": torch.optim.Rprop,
+    "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+def with_layouts(kind, dtype, device="cpu"):
+    """An optimizer of weights that have no dimension, one, and four in another memory format."""
+    weights = [torch.randn(shape, dtype=dtype, device=device) for shape in ((), (3,), (4, 3, 2, 2))]
+    weights[-1] = weights[-1].to(memory_format=torch.channels_last)
+    return MAKERS[kind]([torch.nn.Parameter(weight) for weight in weights])
+
+
+def layouts(optimizer):
+    return {key: (value.dtype, value.device, value.stride()) for key, value in tensors(optimizer).items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_state_is_made_as_the_optimizer_itself_makes_it(kind, dtype):
+    first, second, third = (with_layouts(kind, dtype) for _ in range(3))
+    for weight in first.param_groups[0]["params"]:
+        weight.grad = torch.ones_like(weight)
+    first.step()
+    average([first, second], [10, 0])
+    for place, state in enumerate(first.state.values()):
+        for name, value in state.items():
+            set_state([third], place, name, value)
+    assert layouts(first)
+    assert layouts(second) == layouts(third) == layouts(first)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "flags", "device"),
+    [
+        ("adamw", "step", {}, "cpu"),
+        ("adamw", "step", {"fused": True}, "meta"),
+        ("adamw", "step", {"capturable": True}, "meta"),
+        ("nadam", "mu_product", {}, "cpu"),
+        ("nadam", "mu_product", {"capturable": True}, "meta"),
+        ("asgd", "step", {}, "meta"),
+        ("asgd", "eta", {}, "meta"),
+        ("adamw", "exp_avg", {}, "meta"),
+    ],
+)
+def test_state_is_made_where_the_optimizer_itself_makes_it(kind, name, flags, device):
+    """No step can be made on such a device: the optimizers' own sources say where."""
+    optimizer = with_layouts(kind, torch.bfloat16, device="meta")
+    optimizer.param_groups[0].update(flags)
+    set_state([optimizer], 0, name, torch.tensor(1.0))
+    (state,) = optimizer.state.values()
+    assert state[name].device.type == device
+    assert state[name].dtype == (torch.bfloat16 if name == "exp_avg" else torch.float32)
