@@ -11,19 +11,20 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from hetsync.errors import INTERNAL_ERROR, UserError, announce, complain
+from hetsync.errors import INTERNAL_ERROR, UserError, announce, cause, complain
 from hetsync.plane import codec
 from hetsync.plane.base import (
     Channels,
-    DamagedError,
     LostError,
     MembersLost,
     Messages,
+    PlaneError,
     Summoned,
     Sums,
     named,
@@ -235,14 +236,14 @@ class _Inbox:
         """`store`: a connection that nobody else waits in meanwhile."""
         self._members = members
         self._arrived: deque[tuple[int, Any, str]] = deque()
-        self._lost: LostError | DamagedError | None = None
+        self._failure: UserError | PlaneError | None = None
         self._awaited = ""  # the key
         self._listener = threading.Thread(None, self._listen, "hetsync-messages", (members.keys(store),), daemon=True)
         self._listener.start()
 
     def take(self) -> list[tuple[int, Any]]:
-        if self._lost is not None:
-            raise self._lost
+        if self._failure is not None:
+            raise self._failure
         taken: list[tuple[int, Any]] = []
         while self._arrived:
             sender, message, key = self._arrived.popleft()
@@ -260,22 +261,20 @@ class _Inbox:
             self._listener.join(SECONDS_TO_STOP)
 
     def _listen(self, store: dist.Store) -> None:
-        number = 0
-        while True:
-            number += 1
-            self._awaited = key = f"message/{self._members.rank}/{number}"
-            try:
-                data = store.get(key)
+        """Until something goes wrong, which `take` raises: a rank that heard nothing any more would wait for ever."""
+        try:
+            for number in count(1):
+                self._awaited = key = f"message/{self._members.rank}/{number}"
+                with _store_errors(self._members):
+                    data = store.get(key)
                 if data == STOP:
                     return
                 sender = int.from_bytes(data[:RANK_BYTES], "big")
                 self._arrived.append((sender, codec.loads(data[RANK_BYTES:], sender=sender), key))
-            except DamagedError as damaged:
-                self._lost = damaged
-                return
-            except RuntimeError as error:
-                self._lost = self._members.failure_of_store(error)
-                return
+        except (UserError, PlaneError) as failure:
+            self._failure = failure
+        except Exception as error:
+            self._failure = PlaneError(f"a message that cannot be read: {type(error).__name__}: {cause(error)}")
 
 
 class _Meetings:
