@@ -6,7 +6,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hetsync.errors import INTERNAL_ERROR, UserError, complain, one_sentence
+from hetsync.errors import INTERNAL_ERROR, UserError, one_sentence
 from hetsync.launchers import ASKS, half_told, launched_by_mpi, launched_by_torch, leaves_survivors, ranks_started
 
 if TYPE_CHECKING:
@@ -101,8 +101,8 @@ def _without_mpi(timeout_seconds: float, tolerant: bool) -> tuple[Messages, Sums
         messages = StoreMessages(rendezvous, tolerant)
         return messages, made_by_all(messages, lambda: StoreSums(messages))
     except LostError as lost:
-        complain(f"rank {rendezvous.rank}: {one_sentence(str(lost))}, before all ranks had met")
-        leave(INTERNAL_ERROR)  # at once: threads that wait in the store of a rank that has gone spoil an orderly end
+        # At once: threads that wait in the store of a rank that has gone spoil an orderly end.
+        leave(INTERNAL_ERROR, f"rank {rendezvous.rank}: {one_sentence(str(lost))}, before all ranks had met")
 
 
 def _newcomer(timeout_seconds: float) -> Plane:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
 import os
 import sys
@@ -17,20 +18,25 @@ from hetsync.errors import INTERNAL_ERROR, INTERRUPTED, USER_ERROR, UserError, c
 if TYPE_CHECKING:  # it loads torch, which takes seconds
     from hetsync.plane.base import Plane
 
+SECONDS_TO_SPEAK = 1.0  # at the end
+
 
 def end_job(plane: Plane, failure: BaseException) -> NoReturn:
     """Say what happened and end all ranks."""
     if isinstance(failure, SystemExit):
         _exit_together(plane, failure)
     status, sentence = _verdict(failure)
-    if sentence is None:
-        traceback.print_exception(failure)
-        sentence = "failed, so the job ends"
     if status == USER_ERROR and plane.rank > 0:
         # Rank 0 has most likely found the same mistake, and its word ends this process too.
         time.sleep(1.0)
     where = "" if status == USER_ERROR and plane.rank == 0 else f"rank {plane.rank}: "
-    complain(f"{where}{one_sentence(sentence)}")
+
+    def say() -> None:
+        if sentence is None:
+            traceback.print_exception(failure)
+        complain(f"{where}{one_sentence(sentence or 'failed, so the job ends')}")
+
+    last_words(say)
     plane.abort(status)
     os._exit(status)
 
@@ -43,7 +49,8 @@ def _exit_together(plane: Plane, failure: SystemExit) -> NoReturn:
     code = int(failure.code or 0) if told else INTERNAL_ERROR  # as Python has it
     status = code & 0xFF or int(code != 0)  # systems keep eight bits, and none of a failure may look like success
     said = "" if told else f": {failure.code}"
-    complain(one_sentence(f"rank {plane.rank}: sys.exit was called{said}, so the job ends with status {status}"))
+    sentence = one_sentence(f"rank {plane.rank}: sys.exit was called{said}, so the job ends with status {status}")
+    last_words(lambda: complain(sentence))
     plane.abort(status)
     os._exit(status)
 
@@ -83,13 +90,47 @@ def end_loop(plane: Plane, failure: BaseException) -> None:
         raise SystemExit(USER_ERROR if isinstance(failure, UserError) else INTERNAL_ERROR) from failure
 
 
-def leave(code: int) -> NoReturn:
-    """End this process now, whatever its threads do, and say nothing to others."""
-    for stream in (sys.stdout, sys.stderr):
-        # Whoever read it has gone; or a signal's handler leaves, which has interrupted a write.
-        with suppress(OSError, ValueError, RuntimeError):
-            stream.flush()
-    os._exit(code)
+def leave(code: int, sentence: str = "") -> NoReturn:
+    """End this process now, whatever its threads do, with a word to whoever started the job, and none to others."""
+    try:
+        last_words((lambda: complain(sentence)) if sentence else None)
+    finally:  # also where a signal's handler raises meanwhile
+        os._exit(code)
+
+
+def last_words(say: Callable[[], object] | None = None) -> None:
+    """Of a process that ends: say this on standard error, and write out what was printed, in a second at most.
+
+    Whoever reads it may have gone, or stopped reading; a stream may be closed, or None; and a signal's handler may have
+    interrupted a write to end the process.
+    """
+
+    def on_standard_error() -> None:
+        if say is not None:
+            say()
+        sys.stderr.flush()
+
+    deadline = time.monotonic() + SECONDS_TO_SPEAK
+    for under_way in [_begun(lambda: sys.stdout.flush()), _begun(on_standard_error)]:
+        under_way.acquire(timeout=max(0.0, deadline - time.monotonic()))
+
+
+def _begun(act: Callable[[], object]) -> threading.Lock:
+    """Free once that is over, or has failed, in a thread of its own. It is none of `threading`'s, whose start takes
+    locks: a signal's handler may have interrupted this thread while it holds them."""
+    under_way = threading.Lock()
+    under_way.acquire()
+
+    def run() -> None:
+        with suppress(Exception):
+            act()
+        under_way.release()
+
+    try:
+        _thread.start_new_thread(run, ())
+    except RuntimeError:  # there can be no more threads
+        run()
+    return under_way
 
 
 @contextmanager

@@ -233,8 +233,7 @@ class Lifeline:
                 self._end_epoch("rank 0 has gone, and with it what the ranks meet at")
             # Of a host that has vanished the store's calls hear nothing, and no limit of Python's ends them.
             if not self._closed.wait(SECONDS_TO_END):
-                complain(f"{self.why}; something still waits for it")
-                leave(INTERNAL_ERROR)
+                leave(INTERNAL_ERROR, f"{self.why}; something still waits for it")
 
     def _heed(self, kind: str, *told: Any) -> None:
         if kind == "end":
@@ -300,8 +299,7 @@ class _Hub:
                     if word is None or rank in self._connections:  # not expelled meanwhile
                         self._heed(rank, word)
         except Exception as error:  # deaf, the ranks would wait for ever
-            complain(f"rank 0 hears of no death any more: {type(error).__name__}: {error}")
-            leave(INTERNAL_ERROR)
+            leave(INTERNAL_ERROR, f"rank 0 hears of no death any more: {type(error).__name__}: {error}")
         if self._door is not None:
             self._door.close()
 

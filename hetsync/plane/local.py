@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -11,6 +9,7 @@ import torch
 
 from hetsync.plane import codec
 from hetsync.plane.base import Channels, Handle, Messages, Plane, PlaneError, Residual, Sums, WireFormat
+from hetsync.plane.ending import leave
 from hetsync.plane.wire import decode, deliver, encode_sum, flat, round_trip
 
 
@@ -69,9 +68,7 @@ class LocalMessages(Messages):
         raise PlaneError("a rank alone has no other to exchange tensors with")
 
     def abort(self, code: int) -> NoReturn:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        leave(code)
 
     def close(self) -> None:
         self._messages = []

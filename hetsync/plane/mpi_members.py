@@ -21,6 +21,7 @@ from hetsync.errors import UserError
 from hetsync.launchers import told_of_deaths
 from hetsync.plane.base import LateError, LostError, MembersLost, PlaneError, named
 from hetsync.plane.blocking import wait_until
+from hetsync.plane.ending import last_words
 
 if told_of_deaths() and "mpi4py.MPI" not in sys.modules:
     mpi4py.rc.finalize = False  # MPI_Finalize may hang after a death
@@ -259,8 +260,7 @@ class MpiMembers:
             os._exit(status.Get_tag())
 
     def _come_to_an_end(self) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        last_words()
         for last_act in self.before_end:
             last_act()
 

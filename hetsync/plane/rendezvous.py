@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from hetsync.errors import USER_ERROR, OwnMistakeError, UserError, brief, cause, complain
+from hetsync.errors import USER_ERROR, OwnMistakeError, UserError, brief, cause
 from hetsync.launchers import ASKS
 from hetsync.plane.base import Messages, decided_by_first
 from hetsync.plane.ending import leave, within
@@ -134,8 +134,7 @@ def first_connection() -> dist.Store:
     )
 
     def is_no_store() -> None:
-        complain(other)
-        leave(USER_ERROR)
+        leave(USER_ERROR, other)
 
     with within(SECONDS_TO_ASK, is_no_store):
         try:

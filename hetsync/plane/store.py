@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from hetsync.errors import INTERNAL_ERROR, UserError, announce, cause, complain
+from hetsync.errors import INTERNAL_ERROR, UserError, announce, cause
 from hetsync.plane import codec
 from hetsync.plane.base import (
     Channels,
@@ -185,8 +185,7 @@ class StoreMessages(Messages):
                 lifeline = Lifeline.of_newcomer(self.rank, self._rendezvous.host, door, SECONDS_TO_ENTER)
                 self._live_by(lifeline, self._rendezvous.connect)
         except (LostError, UserError) as error:
-            complain(f"the job has not let this process in: {error}")
-            leave(INTERNAL_ERROR)
+            leave(INTERNAL_ERROR, f"the job has not let this process in: {error}")
         self.newcomer, self._new = None, True
         announce(f"this process is rank {self.rank} of the job from now on")
 

@@ -197,8 +197,7 @@ def leaving_at_signals(give_up: Callable[[], None] = lambda: None) -> Iterator[N
 
     def leave_by(number: int, frame: object) -> NoReturn:
         give_up()
-        complain(f"stopped by {signal.Signals(number).name} before it had joined")
-        leave(STATUSES[signal.Signals(number)])
+        leave(STATUSES[signal.Signals(number)], f"stopped by {signal.Signals(number).name} before it had joined")
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -208,5 +207,4 @@ def leaving_at_signals(give_up: Callable[[], None] = lambda: None) -> Iterator[N
 
 
 def leave_unneeded(why: str) -> NoReturn:
-    complain(f"this process is not needed: {why}")
-    leave(0)
+    leave(0, f"this process is not needed: {why}")

@@ -38,7 +38,8 @@ def job(folder: Path, code: str) -> Done:
 
 @pytest.mark.parametrize("caller", ["main thread", "communication thread"])
 def test_abort_ends_the_job_with_its_code(tmp_path: Path, caller: str) -> None:
-    abort = "plane.abort(9)" if caller == "main thread" else "threading.Thread(target=plane.abort, args=(9,)).start()"
+    by_thread = "thread = threading.Thread(target=plane.abort, args=(9,)); thread.start(); thread.join()"
+    abort = "plane.abort(9)" if caller == "main thread" else by_thread
     done = job(
         tmp_path,
         f"""
@@ -52,6 +53,22 @@ print("came back")
     assert done.status == 9, done.story
     assert "last words" in done.out
     assert "came back" not in done.out
+
+
+@pytest.mark.parametrize("stdout", ["open('/dev/full', 'w')", "None"])
+def test_abort_ends_the_job_though_nothing_can_be_printed(tmp_path: Path, stdout: str) -> None:
+    done = job(
+        tmp_path,
+        f"""
+import sys
+if plane.rank == 1:
+    sys.stdout = {stdout}
+    print("no room")
+    plane.abort(9)
+plane.gather_objects(None)
+""",
+    )
+    assert done.status == 9, done.story
 
 
 def test_killed_rank_ends_the_job(tmp_path: Path) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
+from jobs import ROOT
 
+from hetsync.errors import UserError
 from hetsync.plane import ending
 from hetsync.plane.ending import end_job
 from hetsync.plane.local import LocalPlane
+
+SECONDS = 30.0
 
 
 class Ended(Exception):
@@ -61,3 +68,69 @@ def test_leaving_in_the_middle_of_a_sentence_ends_the_process(monkeypatch: pytes
     monkeypatch.setattr(os, "_exit", statuses.append)
     ending.leave(85)
     assert statuses == [85]
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self) -> None:
+        self.write("")
+
+
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("failure", [ZeroDivisionError(), UserError("lr is 0"), SystemExit(1)], ids=repr)
+@pytest.mark.parametrize("make", [FullDisk, closed, lambda: None], ids=["full disk", "closed", "none"])
+def test_others_are_told_though_nothing_can_be_said(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], io.StringIO | None], failure: BaseException
+) -> None:
+    monkeypatch.setattr(sys, "stdout", make())
+    monkeypatch.setattr(sys, "stderr", make())
+    with pytest.raises(Ended):
+        end_job(OneOfTwo(), failure)
+
+
+def leaving(code: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", f"import os\nfrom hetsync.plane.ending import leave\n{code}"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_what_was_said_before_leaving_is_written() -> None:
+    with leaving("print('last words')\nleave(85, 'why')") as process:
+        assert process.communicate(timeout=SECONDS) == ("last words\n", "hetsync: why\n")
+    assert process.returncode == 85
+
+
+FILLED = """
+os.set_blocking({stream}, False)
+try:
+    while True:
+        os.write({stream}, bytes(4096))
+except BlockingIOError:
+    os.set_blocking({stream}, True)
+"""
+
+
+def test_leaving_does_not_wait_for_a_reader() -> None:
+    """As of a terminal where output is stopped."""
+    with leaving(f"{FILLED.format(stream=1)}{FILLED.format(stream=2)}print('last words')\nleave(85, 'why')") as process:
+        try:
+            assert process.wait(SECONDS) == 85
+        finally:
+            process.kill()
+
+
+def test_a_full_pipe_holds_up_only_its_own_words() -> None:
+    with leaving(f"{FILLED.format(stream=1)}print('last words')\nleave(85, 'why')") as process:
+        assert process.stderr is not None
+        try:
+            assert process.wait(SECONDS) == 85
+        finally:
+            process.kill()
+        assert process.stderr.read() == "hetsync: why\n"

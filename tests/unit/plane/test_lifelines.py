@@ -149,7 +149,7 @@ def test_who_still_waits_for_rank_0_s_host_is_ended(
     """A call into the store of a host that has vanished would last for a quarter of an hour."""
     left: list[int] = []
     monkeypatch.setattr("hetsync.plane.lifelines.SECONDS_TO_END", 0.3)
-    monkeypatch.setattr("hetsync.plane.lifelines.leave", left.append)
+    monkeypatch.setattr("hetsync.plane.lifelines.leave", lambda code, sentence: left.append(code))
     hub = lifelines[0]._hub
     assert hub is not None
     hub._connections[1].close()

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch.distributed as dist
 
+from hetsync.errors import complain
 from hetsync.plane import codec, store_places
 from hetsync.plane.base import LostError
 from hetsync.plane.store_places import OVER, First, StoreNewcomer, StoreSummoned
@@ -32,8 +33,9 @@ def left(monkeypatch: pytest.MonkeyPatch, handlers: list[Callable[[int, object],
     """Statuses of those who have left; in life the process ends there."""
     statuses: list[int] = []
 
-    def leave(status: int) -> None:
+    def leave(status: int, sentence: str = "") -> None:
         statuses.append(status)
+        complain(sentence)
         raise SystemExit(status)
 
     def handling(handler: Callable[[int, object], None]) -> AbstractContextManager[None]:
