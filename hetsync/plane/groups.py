@@ -125,7 +125,7 @@ class GatedLane(GroupLane):
         self._context = context
 
     def all_here(self) -> Waiting[None]:
-        come = completion_of(self._gate.allreduce([torch.zeros(1)]))
+        come = completion_of(self._gate.allreduce([torch.zeros(1, dtype=torch.float32)]))
         while not come():
             yield
 

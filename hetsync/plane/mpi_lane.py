@@ -145,7 +145,7 @@ class MpiLane(Lane):
         return self._giving_back(scratch, request.Test)
 
     def _scratch(self) -> torch.Tensor:
-        return self._spare.pop() if self._spare else torch.empty(self.segment_values)
+        return self._spare.pop() if self._spare else torch.empty(self.segment_values, dtype=torch.float32)
 
     def _giving_back(self, scratch: torch.Tensor, test: Test) -> Test:
         """The same test. It holds the scratch memory until it tells of the end; after a failure MPI may still write

@@ -312,7 +312,7 @@ class _Meetings:
 
     def end(self) -> None:
         """The last meeting. Nobody asks the store after it, which ends with rank 0's process or with torchrun."""
-        self._all_gather(torch.zeros(1))
+        self._all_gather(torch.zeros(1, dtype=torch.float32))
 
     def _come(self) -> None:
         self._number += 1

@@ -174,7 +174,7 @@ class Rounds:
         began = time.monotonic()
         if start.drain:
             if self._listener.keeps_going:  # nobody has landed this one, either, before all have landed that before
-                self._pending.post(torch.zeros(1), "float32", in_norms=False)
+                self._pending.post(torch.zeros(1, dtype=torch.float32), "float32", in_norms=False)
                 yield from self._pending.wait()
             with shared.changed:
                 shared.deltas = None

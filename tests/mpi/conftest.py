@@ -54,6 +54,16 @@ def folder(plane: Plane) -> Iterator[Path]:
 
 
 @pytest.fixture
+def float64_by_default() -> Iterator[None]:
+    """As scientific code has it."""
+    import torch
+
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
 def finish() -> Finish:
     """Poll handles until all are done, or raise `TimeoutError` with the name given."""
 

@@ -207,7 +207,7 @@ def in_one_process(row: Row, data: Blobs | None = None) -> Loop:
 
 
 def loss_in_float32(model: nn.Module, points: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(copy.deepcopy(model).float()(points), labels)
+    return nn.functional.cross_entropy(copy.deepcopy(model).float()(points.float()), labels)
 
 
 def inner(model: nn.Module) -> nn.Module:

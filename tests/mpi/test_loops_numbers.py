@@ -106,6 +106,12 @@ def in_bfloat16(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
     loop.optimizer.zero_grad()
 
 
+def in_the_weights_own(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    cross_entropy(loop.model(points.to(next(loop.model.parameters()).dtype)), labels).backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
 def several_backwards(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
     cross_entropy(loop.model(points), labels).backward()
     (0.1 * loop.model(points).square().mean()).backward()
@@ -312,6 +318,17 @@ def test_delayed_loops_learn(plane: Plane, name: str) -> None:
     loop = in_a_job(plane, row, 4)
     assert_learned(loop, row.falls_to)
     assert_used_once_an_epoch(plane, loop)
+
+
+@pytest.mark.usefixtures("float64_by_default")
+@pytest.mark.parametrize("bound", [0, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_float64_may_be_the_default(plane: Plane, dtype: torch.dtype, bound: int) -> None:
+    """Sums are float32, whatever the weights are."""
+    row = Row(body=in_the_weights_own, model=lambda: Net(batch_norm=True).to(dtype), falls_to=0.7)
+    loop = in_a_job(plane, row, bound)
+    assert_used_once_an_epoch(plane, loop)
+    assert_learned(loop, row.falls_to)
 
 
 def test_clipping_of_the_loops_own_is_of_a_rank_s_slice_in_delayed_mode(plane: Plane) -> None:

@@ -106,6 +106,17 @@ def test_scratch_memory_is_used_again(finish: Finish, algorithm: Algorithm) -> N
     plane.close()
 
 
+@ALGORITHMS
+@pytest.mark.usefixtures("float64_by_default")
+def test_sums_are_float32_where_float64_is_the_default(finish: Finish, algorithm: Algorithm) -> None:
+    plane = mpi_plane_that_sums_by(algorithm)
+    values = torch.arange(algorithm.segment_values, dtype=torch.float32) % 1009
+    tensor = values + plane.rank
+    finish(plane.allreduce(tensor), name=f"sum {algorithm.kind}")
+    assert torch.equal(tensor, plane.size * values + sum(range(plane.size)))
+    plane.close()
+
+
 def assert_summed_in_any_order(
     plane: Plane, finish: Finish, tensors: Sequence[torch.Tensor], each: Sequence[torch.Tensor]
 ) -> None:
