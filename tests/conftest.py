@@ -15,9 +15,10 @@ from jobs import environment
 settings.register_profile("always the same", deadline=None, derandomize=True)
 settings.register_profile("thorough", deadline=None)
 
-# A shell has what it puts in the background ignore SIGINT, and so would the jobs that tests start.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell has what it puts in the background ignore SIGINT, and nohup SIGHUP; and so would the jobs that tests start.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
