@@ -111,6 +111,19 @@ def test_a_rank_without_state_adopts_the_others_and_weighs_nothing(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_is_made_from_nothing_is_of_the_others_types(kind):
+    """Ranks at rest are compared by their bytes: step counts are float64 where that is the default."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        optimizers = [stepped(kind, 0, 0), stepped(kind, 1, 2)]
+        average(optimizers, [0, 10])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    mine, theirs = (tensors(optimizer) for optimizer in optimizers)
+    assert {key: value.dtype for key, value in mine.items()} == {key: value.dtype for key, value in theirs.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_next_step_is_the_same_everywhere(kind):
     """The adopted state is one that the optimizer can use, also where it was made from nothing."""
     optimizers = [stepped(kind, 0, 2), stepped(kind, 1, 0)]
