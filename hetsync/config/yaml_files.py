@@ -23,7 +23,9 @@ MOST_VALUES = 40_000  # keys count, too, and an alias as all that it stands for
 DEEPEST = 40
 LONGEST_NUMBER = 40  # characters
 
-FLOAT, TIMESTAMP = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
+INT, FLOAT, TIMESTAMP = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp"))
+# YAML 1.1 has 1:30 for 90, too. 089 stays text, which PyYAML writes without quotes.
+INT_PATTERN = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
 # As YAML 1.2 has it: YAML 1.1 takes 1e-3 for text.
 FLOAT_PATTERN = re.compile(
     r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?)$"
@@ -60,7 +62,7 @@ class LimitedLoader(yaml.SafeLoader):
     """Safe, with limits, with YAML 1.2's numbers, and without tags and dates."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own way)
-        first: [(tag, pattern) for tag, pattern in known if tag not in (FLOAT, TIMESTAMP)]
+        first: [(tag, pattern) for tag, pattern in known if tag not in (INT, FLOAT, TIMESTAMP)]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -101,7 +103,7 @@ class LimitedLoader(yaml.SafeLoader):
         return node
 
     def construct_whole(self, node: yaml.ScalarNode) -> int:
-        return int(_number(self.construct_yaml_int, node))
+        return int(_number(_whole, node))
 
     def construct_real(self, node: yaml.ScalarNode) -> float:
         """1e4 is a whole number: it is how people write 10000."""
@@ -109,9 +111,16 @@ class LimitedLoader(yaml.SafeLoader):
         return int(value) if "e" in node.value.lower() and value.is_integer() and abs(value) < 2**53 else value
 
 
+LimitedLoader.add_implicit_resolver(INT, INT_PATTERN, list("-+0123456789"))
 LimitedLoader.add_implicit_resolver(FLOAT, FLOAT_PATTERN, list("-+0123456789."))
 LimitedLoader.add_constructor(FLOAT, LimitedLoader.construct_real)
-LimitedLoader.add_constructor("tag:yaml.org,2002:int", LimitedLoader.construct_whole)
+LimitedLoader.add_constructor(INT, LimitedLoader.construct_whole)
+
+
+def _whole(node: yaml.ScalarNode) -> int:
+    """010 is ten, as YAML 1.2 and the command line have it: YAML 1.1 takes it for eight."""
+    digits = node.value.replace("_", "")
+    return int(digits, 10 if digits.lstrip("-+").isdecimal() else 0)
 
 
 def _number(construct: Callable[[yaml.ScalarNode], Any], node: yaml.ScalarNode) -> Any:

@@ -71,14 +71,21 @@ def test_all_readers_refuse_it(case: str, tmp_path: Path) -> None:
 
 
 def test_what_is_taken() -> None:
-    numbers = "[1e-3, 1e4, 1.5e3, 2.0, .5, 0x10, .inf, 2026-11-23, yes]"
+    numbers = "[1e-3, 1e4, 1.5e3, 2.0, .5, 0x10, 0b11, 010, -0_10, 1_000, 00, 089, 1:30, .inf, 2026-11-23, yes]"
     told = load_yaml(f"a: &x {{b: 1}}\nc: *x\nd: {{<<: *x, b: 2}}\ne: {{<<: *x}}\nf: {numbers}")
     assert told["c"] == {"b": 1}
     assert told["d"] == {"b": 2}
     assert told["e"] == {"b": 1}
-    values = [0.001, 10000, 1500, 2.0, 0.5, 16, math.inf, "2026-11-23", True]
+    values = [0.001, 10000, 1500, 2.0, 0.5, 16, 3, 10, -10, 1000, 0, "089", "1:30", math.inf, "2026-11-23", True]
     assert told["f"] == values
     assert [type(value) for value in told["f"]] == [type(value) for value in values]
+
+
+def test_a_leading_zero_means_nothing(tmp_path: Path) -> None:
+    """As on the command line."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("run: {seed: 010}")
+    assert read_recipe(path).run.seed == parse_recipe(make_parser("any", ""), ["--run.seed=010"])[0].run.seed == 10
 
 
 def test_many_pins_are_taken() -> None:
