@@ -8,16 +8,19 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from hetsync.threads import single_threaded
 
 
 def each_tensor(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """A nested batch with every tensor replaced by what `change` makes of it."""
+    """A nested batch with every tensor for a device replaced by what `change` makes of it."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, dict):
         return {key: each_tensor(value, change) for key, value in batch.items()}
+    if isinstance(batch, PackedSequence):  # whose batch sizes belong on the CPU
+        return PackedSequence(change(batch.data), batch.batch_sizes, *each_tensor(batch[2:], change))
     if isinstance(batch, list | tuple):
         changed = [each_tensor(value, change) for value in batch]
         return type(batch)(*changed) if hasattr(batch, "_fields") else type(batch)(changed)

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import Dataset, TensorDataset
 
 from hetsync.data import loader as loading
 from hetsync.data.loader import Loader, Source
-from hetsync.data.transfer import PinnedTransfer, Transfer, transfer_to
+from hetsync.data.transfer import PinnedTransfer, Transfer, to_device, transfer_to
 
 CPU = torch.device("cpu")
 Log = list[tuple[Any, ...]]
@@ -79,6 +80,28 @@ def test_a_batch_is_pinned_copied_on_a_stream_of_its_own_and_waited_for_by_the_c
     assert type(arrived["pair"]) is Pair
     assert arrived["name"] == "x"
     assert torch.equal(arrived["pair"].second[0], torch.ones(3))
+    transfer.close()
+
+
+def packed() -> PackedSequence:
+    return pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
+
+
+def test_of_packed_sequences_the_batch_sizes_stay_on_the_host() -> None:
+    moved = to_device({"words": packed()}, torch.device("meta"))["words"]
+    assert type(moved) is PackedSequence
+    assert {tensor.device.type for tensor in (moved.data, moved.sorted_indices, moved.unsorted_indices)} == {"meta"}
+    assert moved.batch_sizes.tolist() == [2, 2, 1]
+
+
+def test_packed_sequences_are_pinned_and_waited_for(log: Log) -> None:
+    transfer = PinnedTransfer(CPU)
+    arriving = transfer.begin(loaded(packed())).result(10)
+    assert log == [("enter", "copies"), ("pin", 5), ("pin", 2), ("pin", 2), ("record", "copies"), ("leave", "copies")]
+    log.clear()
+    arrived = transfer.complete(arriving)
+    assert log == [("wait", "compute", "event of copies"), *[("used on", "compute")] * 3]
+    assert arrived.batch_sizes.tolist() == [2, 2, 1]
     transfer.close()
 
 
