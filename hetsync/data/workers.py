@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import pickle
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 import torch.multiprocessing
@@ -26,6 +28,10 @@ WORKER = "hetsync-data-worker"
 RUN_ANEW = (
     "a data worker has run the script anew: put what is not a definition under if __name__ == '__main__', or load"
     " without workers"
+)
+OUT_OF_DESCRIPTORS = (
+    "data workers hand over more tensors at a time than files may be open: raise that number by ulimit -n, or lower"
+    " data.workers (in a script: workers=)"
 )
 
 
@@ -93,7 +99,7 @@ class FetchProcesses:
                 try:
                     worker.start()
                 except BrokenPipeError:
-                    raise verdict([worker]) from None
+                    raise ended([worker]) from None
             theirs.close()
             self._workers.append(worker)
             self._pipes.append(ours)
@@ -116,8 +122,8 @@ class FetchProcesses:
             self._futures[ticket] = future
         try:
             self._pipes[ticket % len(self._pipes)].send((ticket, indices, seed))
-        except OSError:
-            self._fail()
+        except OSError as loss:
+            self._fail(loss)
         return future
 
     def close(self) -> None:
@@ -132,7 +138,7 @@ class FetchProcesses:
             pipe.close()
 
     def _collect(self) -> None:
-        """Answers to their futures, until a worker or the rank ends."""
+        """Answers to their futures, until a worker or the rank ends, or an answer is lost."""
         try:
             while True:
                 for pipe in wait(self._pipes):
@@ -146,20 +152,39 @@ class FetchProcesses:
                         future.set_exception(answer)
                     else:
                         future.set_result(answer)
-        except (EOFError, OSError):
-            self._fail()
+        except Exception as loss:  # to read a batch runs what its classes say
+            self._fail(loss)
 
-    def _fail(self) -> None:
-        """A worker has ended."""
+    def _fail(self, loss: Exception) -> None:
+        """No answer comes any more."""
         with self._lock:
             if self._closed:
                 return
-            self._failure = verdict(self._workers)
+            self._failure = verdict(loss, self._workers)
             while self._futures:
                 self._futures.popitem()[1].set_exception(self._failure)
 
 
-def verdict(workers: Sequence[BaseProcess]) -> UserError:
+def verdict(loss: Exception, workers: Sequence[BaseProcess]) -> UserError:
+    """Why their answers cannot be had."""
+    if out_of_descriptors(loss):
+        return UserError(OUT_OF_DESCRIPTORS)
+    if isinstance(loss, EOFError | OSError):
+        return ended(workers)
+    return UserError(
+        f"a batch of a data worker cannot be read ({type(loss).__name__}: {loss}): mend how its samples are pickled, or"
+        " set data.workers to 0 (in a script: workers=0)"
+    )
+
+
+def out_of_descriptors(error: Exception) -> bool:
+    """A tensor takes a file descriptor on its way. Only some of the layers that it passes say which error it was."""
+    if isinstance(error, OSError):
+        return error.errno == errno.EMFILE
+    return isinstance(error, RuntimeError) and ("ancdata" in str(error) or "Too many open files" in str(error))
+
+
+def ended(workers: Sequence[BaseProcess]) -> UserError:
     """Why one of these has ended."""
     for worker in workers:
         worker.join(ENDING_SECONDS)
@@ -183,14 +208,16 @@ def _serve(dataset: Dataset[Any], collate: Collate | None, pipe: Connection) -> 
             return
         seed_all(seed)
         try:
-            answer = fetch(dataset, indices, collate)
+            answer = ForkingPickler.dumps((ticket, fetch(dataset, indices, collate)))
         except (Exception, SystemExit) as error:
-            answer = _portable(error)
-        pipe.send((ticket, answer))
+            answer = ForkingPickler.dumps((ticket, _portable(error)))
+        pipe.send_bytes(answer)
 
 
 def _portable(error: BaseException) -> BaseException:
     """The error, or what it says, where its class cannot be pickled there and back."""
+    if isinstance(error, Exception) and out_of_descriptors(error):
+        return UserError(OUT_OF_DESCRIPTORS)
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

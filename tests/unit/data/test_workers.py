@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
+import resource
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -214,6 +217,77 @@ def test_any_error_of_a_worker_arrives() -> None:
     with pytest.raises(SystemExit, match="7"):
         fetcher.submit([14], 0).result(SECONDS / 2)
     assert fetcher.submit([3], 0).result(SECONDS)[0].tolist() == [[3, 9]]
+    fetcher.close()
+
+
+class Manifold(Squares):
+    """Many small tensors, each of which a descriptor stands for on its way."""
+
+    def __getitem__(self, index: int) -> Any:
+        return [torch.zeros(1) for _ in range(100)]
+
+
+@pytest.fixture
+def descriptors() -> Iterator[Callable[[int], None]]:
+    """Leaves this process so many more at most."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def leave(more: int) -> None:
+        used = {int(name) for name in os.listdir("/proc/self/fd")}
+        free = (number for number in range(before[0]) if number not in used)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next(islice(free, more, None)), before[1]))
+
+    yield leave
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_rank_that_runs_out_of_descriptors_says_what_to_raise(descriptors: Callable[[int], None]) -> None:
+    fetcher = FetchProcesses(Manifold(), None, 1)
+    descriptors(20)
+    with pytest.raises(UserError, match=r"ulimit -n.*data\.workers"):
+        fetcher.submit([1], 0).result(SECONDS / 4)
+    with pytest.raises(UserError, match="ulimit -n"):
+        fetcher.submit([2], 0).result(SECONDS / 4)
+    fetcher.close()
+
+
+def test_a_worker_that_runs_out_of_descriptors_says_what_to_raise(descriptors: Callable[[int], None]) -> None:
+    descriptors(60)
+    fetcher = FetchProcesses(Manifold(), None, 1)
+    with pytest.raises(UserError, match=r"ulimit -n.*data\.workers"):
+        fetcher.submit([1], 0).result(SECONDS / 4)
+    fetcher.close()
+
+
+def fall() -> None:
+    raise ArithmeticError("it has fallen")
+
+
+class Fragile:
+    """Pickles, but not back."""
+
+    def __reduce__(self) -> Any:
+        return fall, ()
+
+
+class Rigid:
+    """Does not even pickle."""
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError("it does not bend")
+
+
+class Parcels(Squares):
+    def __getitem__(self, index: int) -> Any:
+        return Fragile() if index else Rigid()
+
+
+def test_batches_that_are_lost_on_their_way_are_told_of() -> None:
+    fetcher = FetchProcesses(Parcels(), first, 1)
+    with pytest.raises(pickle.PicklingError, match="does not bend"):
+        fetcher.submit([0], 0).result(SECONDS / 4)
+    with pytest.raises(UserError, match=r"ArithmeticError: it has fallen.*data\.workers"):
+        fetcher.submit([1], 0).result(SECONDS / 4)
     fetcher.close()
 
 
