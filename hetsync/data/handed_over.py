@@ -63,6 +63,16 @@ def shuffles(loader: DataLoader[Any]) -> bool:
     )
 
 
+def check_test_loader(loader: DataLoader[Any]) -> None:
+    """UserError where an evaluation cannot do as it says."""
+    shuffles(loader)  # or its order is one that HetSync's cannot stand for
+    if loader.drop_last:
+        raise UserError(
+            "the DataLoader of test data has drop_last=True, but HetSync evaluates all samples: leave it out (training"
+            " data that are not shuffled go to job.loader)"
+        )
+
+
 def source_of(
     data: Any,
     batch_size: int | None,
@@ -89,7 +99,7 @@ def source_of(
     batch_size = data.batch_size if batch_size is None else batch_size
     assert batch_size is not None
     _check_batch(batch_size, samples)
-    _check_workers(data)
+    _check_options(data)
     return (
         Source(
             data.dataset,
@@ -124,7 +134,7 @@ def _stream_source(
 ) -> tuple[Source, int]:
     drop_last = False
     if isinstance(data, DataLoader):
-        _check_workers(data)
+        _check_options(data)
         batch_size = data.batch_size if batch_size is None else batch_size
         collate = collate_of(data) if collate is None else collate
         workers = data.num_workers if workers is None else workers
@@ -160,7 +170,17 @@ def _check_batch(batch_size: int, samples: int) -> None:
         raise UserError(f"batch_size is {batch_size}, but the data set has {samples} samples: lower it")
 
 
-def _check_workers(loader: DataLoader[Any]) -> None:
+def _check_options(loader: DataLoader[Any]) -> None:
+    if loader.generator is not None or getattr(loader.sampler, "generator", None) is not None:
+        raise UserError(
+            "the DataLoader has a generator, but the order of samples, and what workers draw, come of the job's seed:"
+            " leave it out, and set the seed of hetsync.join"
+        )
+    if loader.timeout:
+        raise UserError(
+            "the DataLoader has a timeout, but HetSync waits for a batch as for all else: leave it out, and set the"
+            " timeout_seconds of hetsync.join"
+        )
     if loader.worker_init_fn is not None:
         raise UserError(
             "the DataLoader has a worker_init_fn, which HetSync's workers do not call: they are seeded already; do what"

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from hetsync.balance.profile import RankProfile
-from hetsync.data.handed_over import shuffles, source_of, told_samples
+from hetsync.data.handed_over import check_test_loader, shuffles, source_of, told_samples
 from hetsync.data.loader import Source
 from hetsync.data.stream import Stream
 from hetsync.emulation.cluster import Cluster
@@ -126,7 +126,7 @@ class Preparation:
         """See `Job.test_loader`."""
         if not isinstance(loader, DataLoader):
             raise UserError(f"job.test_loader got a {type(loader).__name__}: give a DataLoader of the test data")
-        shuffles(loader)  # or its order is one that this cannot stand for
+        check_test_loader(loader)
         self.test_loaders.append(EvaluationLoader(loader, self.rank_parts, self._device))
         return self.test_loaders[-1]
 

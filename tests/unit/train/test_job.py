@@ -153,6 +153,16 @@ PREPARES: dict[str, tuple[Act, str]] = {
     "iterable": (loads(Stream(), BATCH), "give job.loader samples=N"),
     "iterable loader": (given(loader=DataLoader(Stream(), batch_size=4)), "data set is a Stream, which has no end"),
     "forked workers": (given(loader=loader(num_workers=1, multiprocessing_context="fork")), "are to be forked"),
+    "generator": (given(loader=loader(generator=torch.Generator())), "has a generator, .* seed of hetsync.join"),
+    "sampler's generator": (
+        given(loader=loader(shuffle=False, sampler=RandomSampler(data(), generator=torch.Generator()))),
+        "has a generator",
+    ),
+    "timeout": (given(loader=loader(num_workers=1, timeout=5)), "has a timeout, .* timeout_seconds of"),
+    "last test samples": (
+        after(given(loader=DataLoader(data(), batch_size=25, drop_last=True))),
+        "of test data has drop_last=True",
+    ),
     "data parallel": (given(model=nn.DataParallel(nn.Linear(4, 2))), "give the module inside"),
     "batch norm over ranks": (
         given(model=nn.Sequential(nn.Linear(4, 2), nn.SyncBatchNorm(2))),
@@ -378,6 +388,18 @@ def test_a_loop_that_all_ranks_leave_can_be_evaluated_and_gone_on_from(bound: in
     assert found == [1.0]
     script(2)  # finished: it goes through
     assert found == [1.0]
+
+
+def test_training_data_may_drop_the_last_samples_whether_shuffled_or_not() -> None:
+    for shuffle in (True, False):
+        sizes: list[int] = []
+
+        def look(script: Script, sizes: list[int] = sizes) -> None:
+            sizes.append(len(script.batch[0]))
+            script.step()
+
+        train(loads(loader(batch_size=20, shuffle=shuffle, drop_last=True)), look, epochs=1, delay_bound=0)
+        assert sizes == [20, 20]
 
 
 class Shifted(TensorDataset):
