@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
+
+ENDING_SECONDS = 5.0  # for what a thread is at when it is to end
 
 
 class Bell:
@@ -31,9 +39,8 @@ class Bell:
         return self._silent.acquire(timeout=seconds)
 
 
-def single_threaded(work: Callable[[], None] = lambda: None) -> Callable[[], None]:
-    """`work`, or a pool's initializer, for a thread whose tensor operations leave the other cores to the model, and
-    run on the same CUDA device.
+def single_threaded(work: Callable[[], None]) -> Callable[[], None]:
+    """`work` for a thread whose tensor operations leave the other cores to the model, and run on the same CUDA device.
 
     Each thread that runs a large operation gets a team of its own. Once all teams together have more threads than there
     are cores, libgomp's threads no longer spin between operations but sleep, the model's too: a second team made the
@@ -53,6 +60,47 @@ def single_threaded(work: Callable[[], None] = lambda: None) -> Callable[[], Non
         work()
 
     return run
+
+
+class HelperThread:
+    """Does what it is given, in order, as a ThreadPoolExecutor of one thread has it. But Python does not wait for it in
+    the end: a read may block for ever."""
+
+    def __init__(self, name: str) -> None:
+        self._given: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=single_threaded(self._run), name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        future: Future[T] = Future()
+        self._given.put((future, partial(function, *arguments)))
+        return future
+
+    def close(self) -> None:
+        """What has not begun is dropped; what has may end, since a thread that Python's end meets within torch's code
+        ends the process by abort."""
+        with suppress(queue.Empty):
+            while (given := self._given.get_nowait()) is not None:
+                given[0].cancel()
+        self._given.put(None)
+        self._thread.join(ENDING_SECONDS)
+
+    def _run(self) -> None:
+        while (given := self._given.get()) is not None:
+            _settle(*given)
+            del given  # or the newest result would stay until the next
+
+
+def _settle(future: Future[T], function: Callable[[], T]) -> None:
+    """By what the function returns or raises."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 def cpu_seconds(thread: threading.Thread) -> float:

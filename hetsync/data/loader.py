@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LoadingTimeoutError
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -16,7 +16,7 @@ from hetsync.data.ledger import Span, length
 from hetsync.data.transfer import transfer_to
 from hetsync.data.workers import Collate, Fetcher, FetchProcesses, FetchThread, fetch, indexed_at_once
 from hetsync.errors import UserError
-from hetsync.threads import single_threaded
+from hetsync.threads import HelperThread
 
 T = TypeVar("T")
 
@@ -159,7 +159,7 @@ class Loader:
         )
         self._dataset, self._collate = dataset, collate
         self._at_once = _samples_at_once(source, device)
-        self._thread = ThreadPoolExecutor(1, "hetsync-order", initializer=single_threaded())
+        self._thread = HelperThread("hetsync-order")
         self._loading: dict[int, Future[deque[Future[Any]]]] = {}
 
     def prefetch(self, task: SlicedWork) -> None:
@@ -215,7 +215,7 @@ class Loader:
             ) from None
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
         self._fetcher.close()
         self._transfer.close()
 

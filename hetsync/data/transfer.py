@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from hetsync.threads import single_threaded
+from hetsync.threads import HelperThread
 
 
 def each_tensor(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -57,7 +57,7 @@ class PinnedTransfer(Transfer):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._stream = torch.cuda.Stream(device)
-        self._thread = ThreadPoolExecutor(1, "hetsync-transfer", initializer=single_threaded())
+        self._thread = HelperThread("hetsync-transfer")
 
     def begin(self, loading: Future[Any]) -> Future[Any]:
         return self._thread.submit(self._copy, loading)
@@ -82,7 +82,7 @@ class PinnedTransfer(Transfer):
         return batch
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
 
 def _used_on(stream: torch.cuda.Stream, tensor: torch.Tensor) -> None:

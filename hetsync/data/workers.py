@@ -7,7 +7,7 @@ import errno
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from hetsync.data.random_state import seed_all
 from hetsync.errors import USER_ERROR, UserError
 from hetsync.stop_signal import signals_held
-from hetsync.threads import single_threaded
+from hetsync.threads import HelperThread
 
 Collate = Callable[[list[Any]], Any]
 
@@ -68,13 +68,13 @@ class FetchThread:
 
     def __init__(self, dataset: Dataset[Any], collate: Collate | None) -> None:
         self._dataset, self._collate = dataset, collate
-        self._pool = ThreadPoolExecutor(1, "hetsync-loader", initializer=single_threaded())
+        self._thread = HelperThread("hetsync-loader")
 
     def submit(self, indices: list[int], seed: int) -> Future[Any]:
-        return self._pool.submit(fetch, self._dataset, indices, self._collate)
+        return self._thread.submit(fetch, self._dataset, indices, self._collate)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
 
 class FetchProcesses:

@@ -16,7 +16,7 @@ from hetsync.data.workers import FetchThread
 from hetsync.plane.local import LocalPlane
 from hetsync.sync.engine import Engine
 from hetsync.sync.shared_state import EngineOptions
-from hetsync.threads import Bell, cpu_seconds, single_threaded
+from hetsync.threads import Bell, HelperThread, cpu_seconds, single_threaded
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def test_a_main_thread_that_has_not_used_its_cores_yet_keeps_them() -> None:
     seen: list[int] = []
 
     def newcomer() -> None:
-        other = threading.Thread(target=single_threaded())
+        other = threading.Thread(target=single_threaded(lambda: None))
         other.start()
         other.join()
         seen.append(torch.get_num_threads())
@@ -58,7 +58,7 @@ def test_a_thread_computes_on_the_main_threads_gpu(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: chosen.append((threading.current_thread().name, index)))
-    thread = threading.Thread(target=single_threaded(), name="beside")
+    thread = threading.Thread(target=single_threaded(lambda: None), name="beside")
     thread.start()
     thread.join()
     assert chosen == [("beside", 3)]
@@ -85,6 +85,22 @@ def test_what_a_thread_takes_of_a_core_is_counted_while_it_lives() -> None:
     end.set()
     thread.join()
     assert cpu_seconds(thread) == 0.0
+
+
+def test_a_helper_does_what_it_is_given_in_order_and_drops_the_rest_when_it_is_closed() -> None:
+    helper, begun, go_on = HelperThread("helper"), threading.Event(), threading.Event()
+    done: list[int] = []
+    first, failed = helper.submit(done.append, 1), helper.submit(int, "one")
+    under_way = helper.submit(lambda: (begun.set(), go_on.wait(30), done.append(2)))
+    dropped = helper.submit(done.append, 3)
+    assert begun.wait(30)
+    dropped.add_done_callback(lambda future: go_on.set())
+    helper.close()
+    assert isinstance(failed.exception(30), ValueError)
+    assert first.done()
+    assert under_way.done()
+    assert dropped.cancelled()
+    assert done == [1, 2]
 
 
 class Watched:

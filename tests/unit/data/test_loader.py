@@ -92,7 +92,7 @@ def test_a_class_of_the_users_loads_in_its_own_way():
     dataset = Watched(torch.arange(20))
     dataset.threads = set()
     batches(dataset, [Work(0, (((0, 4),),)), Work(1, (((4, 8),),))])
-    assert dataset.threads == {"hetsync-loader_0"}
+    assert dataset.threads == {"hetsync-loader"}
 
 
 def test_an_order_knows_the_epochs_that_it_has_made():

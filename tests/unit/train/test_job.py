@@ -362,6 +362,38 @@ def test_workers_of_a_script_without_a_guard(tmp_path: Path, samples: str) -> No
     assert "Traceback" not in done.stderr
 
 
+BLOCKED = """
+import os, torch, hetsync
+from torch.utils.data import DataLoader, Dataset
+
+class Blocked(Dataset):
+    pipe, _ = os.pipe()
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        return torch.tensor(list(os.read(self.pipe, 1)))  # nobody writes
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+with hetsync.join(timeout_seconds=0.5) as job:
+    model, optimizer, loader = job.prepare(model, optimizer, DataLoader(Blocked(), batch_size=16, shuffle=True))
+    for epoch in job.epochs(1):
+        for points in loader:
+            pass
+"""
+
+
+def test_a_process_whose_data_never_come_ends(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(BLOCKED)
+    words = [sys.executable, "script.py"]
+    env = environment(PYTHONPATH=str(ROOT))
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 2, done.stderr
+    assert "a batch has not been loaded within" in done.stderr
+
+
 # What the reviews of the first version found.
 
 BOUNDS = pytest.mark.parametrize("bound", [0, 4])
