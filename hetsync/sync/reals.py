@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hetsync.sync.layout import laid_out_like
+
 
 def reals(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, with a last dimension of real and imaginary parts; a real tensor itself. Of a view that is
@@ -16,5 +18,6 @@ def count_reals(tensor: torch.Tensor) -> int:
 
 
 def as_of(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Real values as `reals` has them, of the tensor's own kind and type."""
-    return (torch.view_as_complex(values.contiguous()) if tensor.is_complex() else values).to(tensor.dtype)
+    """Real values as `reals` has them, of the tensor's own kind and type, and in its order in memory."""
+    own = (torch.view_as_complex(values.contiguous()) if tensor.is_complex() else values).to(tensor.dtype)
+    return laid_out_like(own, tensor)

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from hetsync.errors import UserError, complain
 from hetsync.files import DiskError, flush_to_disk, sha256_of
 from hetsync.plane.base import Plane, decided_by_first
+from hetsync.sync.layout import laid_out_like
 from hetsync.sync.messages import Settings
 from hetsync.sync.optimizer_state import state_by_place
 from hetsync.train import state_tree
@@ -327,9 +328,22 @@ def restore(loaded: Loaded, model: torch.nn.Module, optimizers: Sequence[torch.o
     model.load_state_dict(loaded.model)
     first = 0
     for optimizer, state, size in zip(optimizers, states, sizes, strict=True):
-        mine = {place - first: values for place, values in loaded.optimizer.items() if 0 <= place - first < size}
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        mine = {
+            place - first: _lying_as(weights[place - first], values)
+            for place, values in loaded.optimizer.items()
+            if 0 <= place - first < size
+        }
         optimizer.load_state_dict({"state": mine, "param_groups": state["param_groups"]})
         first += size
+
+
+def _lying_as(weight: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A file knows of one order in memory only."""
+    return {
+        name: laid_out_like(value, weight) if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+    }
 
 
 def _misfit(saved: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> str | None:

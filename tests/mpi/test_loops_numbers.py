@@ -253,6 +253,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    """They take it for granted that gradients and states lie in memory as their weights do."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
 def gentle(model: nn.Module) -> torch.optim.Optimizer:
     """For absolute values, whose gradients jump: at the rows' own rate a delayed loop of them may diverge."""
     return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
@@ -276,6 +281,7 @@ ROWS = {
     "own scaler, skips": Row(body=own_scaler_skips, scaler=True),
     "bfloat16 weights": Row(body=in_bfloat16, model=lambda: Net().bfloat16(), tolerance=16 * BFLOAT16),
     "channels_last": Row(body=plain, model=channels_last),
+    "channels_last, fused": Row(body=plain, model=channels_last, optimizer=fused),
     "torch.compile": Row(body=plain, wrap=compiled),
     "model.compile": Row(body=plain, wrap=compiled_in_place),
     "checkpoint, reentrant": Row(body=plain, model=lambda: Recomputed(True)),

@@ -141,6 +141,29 @@ def test_complex_weights_and_their_state_come_back(tmp_path: Path, dtype: torch.
     assert same(model, other)
 
 
+def test_state_lies_in_memory_as_its_weights_do(tmp_path: Path) -> None:
+    """Fused optimizers do not look at strides: a resumed run would step on other weights' moments."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        optimizer.step()
+
+    model, optimizer = make()
+    step(model, optimizer, 1)
+    save(tmp_path / "checkpoints", progress(10), model, [optimizer], None, 3)
+    other, its = make()
+    restore(load_newest(tmp_path), other, [its])
+    for one, each in ((model, optimizer), (other, its)):
+        step(one, each, 2)
+    assert same(model, other)
+
+
 def test_nothing_is_pickled(run: Run) -> None:
     steps(run.model, run.optimizer, 1)
     path = run.save(10)
