@@ -5,6 +5,7 @@ Groups are made here, not by `init_process_group`: a script may have a default g
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
@@ -22,10 +23,33 @@ from hetsync.plane.shared_memory import SharedMemory
 from hetsync.plane.shared_sums import SharedSums
 from hetsync.plane.staging import Test
 
-UNSENT = 1  # a tag; that of channels is another
+UNSENT = 1  # the first of the tags under which nobody sends; that of channels is another
 
 
-def open_gloo(store: dist.Store, name: str, rank: int, size: int, timeout_seconds: float) -> Any:
+class GlooGroup:
+    """A group of Gloo's that can be given up, which `ProcessGroupGloo.abort` of torch 2.13 does not."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def abort(self) -> None:
+        """The last call. What is pending fails, also where it waits for ranks that live, unless its message is on its
+        way already: Gloo leaves such a one as it is."""
+        held, self._group = [self._group], None
+        # Gloo gives a connection up, and all others to the group over the same device, where a call is late.
+        for tag in range(UNSENT, UNSENT + len(held[0].options._devices)):  # which take turns by tags
+            for other in range(held[0].size()):
+                if other != held[0].rank():
+                    with suppress(RuntimeError):
+                        held[0].recv([torch.empty(1)], other, tag).wait(timedelta(milliseconds=1))
+        # Its destructor waits for what is still pending, in whichever thread has the last reference.
+        threading.Thread(None, held.clear, "hetsync-aborting", daemon=True).start()
+
+
+def open_gloo(store: dist.Store, name: str, rank: int, size: int, timeout_seconds: float) -> GlooGroup:
     """Collective: a group of all ranks; `name` is its own. UserError where they do not reach each other in time."""
     try:
         group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timedelta(seconds=timeout_seconds))
@@ -35,19 +59,7 @@ def open_gloo(store: dist.Store, name: str, rank: int, size: int, timeout_second
             " GLOO_SOCKET_IFNAME to the network interface that reaches all hosts"
         ) from error
     group._set_default_timeout(ENDLESS)
-    return group
-
-
-def abort(group: Any) -> None:
-    """What is pending in a group of Gloo's fails, also where it waits for ranks that live, and so does what follows.
-
-    `ProcessGroupGloo.abort` of torch 2.13 does nothing, and its destructor waits for what is pending, whichever thread
-    happens to collect it. But Gloo gives a group up where one of its calls is late: here one that nobody answers.
-    """
-    for other in range(group.size()):
-        if other != group.rank():
-            with suppress(RuntimeError):
-                group.recv([torch.empty(1)], other, UNSENT).wait(timedelta(milliseconds=1))
+    return GlooGroup(group)
 
 
 class Watch:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hetsync.errors import UserError, cause
 from hetsync.plane.base import LostError, MembersLost, PlaneError, named, wait_limit
-from hetsync.plane.groups import Watch, abort, gloo_sums, open_gloo
+from hetsync.plane.groups import GlooGroup, Watch, gloo_sums, open_gloo
 from hetsync.plane.lifelines import Lifeline
 from hetsync.plane.polled import PolledSums
 from hetsync.plane.shared_memory import SharedMemory
@@ -48,7 +48,7 @@ class StoreMembers(Watch):
         self._lifeline = lifeline
         self._newest = newest
         self._revoked = False
-        self._groups: list[Any] = []
+        self._groups: list[GlooGroup] = []
 
     def keys(self, store: dist.Store) -> dist.Store:
         """Theirs, over any connection to the store."""
@@ -61,7 +61,7 @@ class StoreMembers(Watch):
 
     # What they open.
 
-    def group(self, name: str, among: Sequence[int] | None = None) -> Any:
+    def group(self, name: str, among: Sequence[int] | None = None) -> GlooGroup:
         """Of Gloo's: all members or these; collective among them, and each under a name of its own."""
         ranks = self.ranks if among is None else among
         opened = _Opened(self.keys(self._connect()), name, ranks.index(self.rank), len(ranks), self.timeout_seconds)
@@ -73,6 +73,7 @@ class StoreMembers(Watch):
             opened.join(SECONDS_TO_LOOK)
         if opened.mistake is not None:
             raise opened.mistake
+        assert opened.group is not None
         self._groups.append(opened.group)
         return opened.group
 
@@ -112,7 +113,7 @@ class StoreMembers(Watch):
         """Those who are left; collective among them, once no other thread of this rank is in a call. Another death
         meanwhile shows in what they do next."""
         for group in self._groups:
-            abort(group)
+            group.abort()
         self._lifeline.next_epoch(wait_limit(self.rank, self.timeout_seconds))
         return StoreMembers(self._connect, self._lifeline, self.rank, self.timeout_seconds, self.tolerant)
 
@@ -130,7 +131,7 @@ class _Opened(threading.Thread):
     def __init__(self, *place: Any) -> None:
         super().__init__(name="hetsync-connecting", daemon=True)
         self._place = place
-        self.group: Any = None
+        self.group: GlooGroup | None = None
         self.mistake: UserError | None = None
         self.start()
 
