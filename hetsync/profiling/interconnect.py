@@ -39,7 +39,7 @@ def measure_interconnect(
     sizes: list[int] = []
     seconds: list[float] = []
     for size in SIZES_BYTES:
-        values = torch.zeros(size // 4)
+        values = torch.zeros(size // 4, dtype=torch.float32)
         first = _timed(plane, values, timeout_seconds, clock, sleep)
         left = budget_seconds - (clock() - started)
         # Rank 0 decides for all: ranks that count differently would post different collectives and hang.

@@ -72,13 +72,13 @@ def measure_pair(channels: Channels, other: int, clock: Clock) -> tuple[float, f
         channels.receive(other)
         return max(clock() - began, 1e-9)
 
-    smallest = torch.zeros(1)
+    smallest = torch.zeros(1, dtype=torch.float32)
     seconds(smallest)  # which may open a connection
     round_trip = median(seconds(smallest) for _ in range(ROUND_TRIPS))
     size = FIRST_BYTES
-    while seconds(torch.zeros(size // 4)) < LONG_ENOUGH_SECONDS and size < MOST_BYTES:
+    while seconds(torch.zeros(size // 4, dtype=torch.float32)) < LONG_ENOUGH_SECONDS and size < MOST_BYTES:
         size *= 4
-    values = torch.zeros(size // 4)
+    values = torch.zeros(size // 4, dtype=torch.float32)
     whole = median(seconds(values) for _ in range(REPETITIONS))
     channels.send(False, [], other)
     channels.flush()

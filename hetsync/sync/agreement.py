@@ -11,6 +11,7 @@ from hetsync.balance.gpu import gpu_name
 from hetsync.errors import complain
 from hetsync.plane.base import Plane
 from hetsync.sync.optimizer_state import set_state, state_by_place
+from hetsync.sync.reals import reals
 
 # Processors of other instruction sets round an optimizer's step in the last bit, and some thousand steps on the same
 # sums of gradients add that up to a hundred-thousandth of a tensor's largest value.
@@ -230,7 +231,7 @@ def _greatest_difference(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, 
     worst = 0.0
     for name, value in mine.items():
         if value.numel():
-            own, other = value.detach().cpu().double(), theirs[name].double()
+            own, other = (reals(each.detach()).cpu().double() for each in (value, theirs[name]))
             off = (own - other).abs().nan_to_num(nan=0.0)  # of infinities
             worst = max(worst, float(off.max()) / max(1e-30, float(other.abs().nan_to_num(posinf=1.0).max())))
     return worst

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hetsync.plane.base import Plane
-from hetsync.sync.agreement import Agreement
+from hetsync.sync.agreement import Agreement, _greatest_difference
 
 CPU = torch.device("cpu")
 
@@ -59,3 +59,8 @@ def test_all_take_over_the_weights_of_who_has_stepped(members: tuple[int, ...], 
 
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(weights_after, range(3))) == [10.0] * 3
+
+
+def test_imaginary_parts_differ_too() -> None:
+    mine, theirs = ({"weight": torch.complex(torch.ones(3), torch.full((3,), part))} for part in (1.0, 1.5))
+    assert _greatest_difference(mine, theirs) == pytest.approx(0.5 / 1.5)
