@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -68,27 +68,50 @@ class HelperThread:
 
     def __init__(self, name: str) -> None:
         self._given: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=single_threaded(self._run), name=name, daemon=True)
+        self._lock = threading.Lock()
+        self._dropped = False
+        work = single_threaded(self._run)
+        self._thread = threading.Thread(target=lambda: self._begin(work), name=name, daemon=True)
         self._thread.start()
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         future: Future[T] = Future()
-        self._given.put((future, partial(function, *arguments)))
+        with self._lock:
+            if self._dropped:
+                future.cancel()
+            else:
+                self._given.put((future, partial(function, *arguments)))
         return future
 
-    def close(self) -> None:
-        """What has not begun is dropped; what has may end, since a thread that Python's end meets within torch's code
-        ends the process by abort."""
-        with suppress(queue.Empty):
+    def drop(self) -> None:
+        """Cancel what has not begun, and what is still to come."""
+        with self._lock, suppress(queue.Empty):
+            self._dropped = True
             while (given := self._given.get_nowait()) is not None:
                 given[0].cancel()
         self._given.put(None)
+
+    def close(self) -> None:
+        """`drop`, and let what has begun end, since a thread that Python's end meets within torch's code ends the
+        process by abort."""
+        self.drop()
         self._thread.join(ENDING_SECONDS)
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as failure:  # of the device
+            while (given := self._given.get()) is not None:
+                _settle(given[0], partial(_raise, failure))
 
     def _run(self) -> None:
         while (given := self._given.get()) is not None:
             _settle(*given)
             del given  # or the newest result would stay until the next
+
+
+def _raise(failure: Exception) -> NoReturn:
+    raise failure
 
 
 def _settle(future: Future[T], function: Callable[[], T]) -> None:

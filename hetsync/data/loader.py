@@ -215,8 +215,9 @@ class Loader:
             ) from None
 
     def close(self) -> None:
+        self._thread.drop()
+        self._fetcher.close()  # at a worker's full pipe the thread may wait
         self._thread.close()
-        self._fetcher.close()
         self._transfer.close()
 
 

@@ -116,6 +116,9 @@ class FetchProcesses:
         future: Future[Any] = Future()
         with self._lock:
             ticket, self._tickets = self._tickets, self._tickets + 1
+            if self._closed:
+                future.cancel()
+                return future
             if self._failure is not None:
                 future.set_exception(self._failure)
                 return future

@@ -30,10 +30,11 @@ def end_job(plane: Plane, failure: BaseException) -> NoReturn:
         # Rank 0 has most likely found the same mistake, and its word ends this process too.
         time.sleep(1.0)
     where = "" if status == USER_ERROR and plane.rank == 0 else f"rank {plane.rank}: "
+    # Here, as it reads the files of all its lines, wherever they lie.
+    story = "" if sentence is not None else "".join(traceback.format_exception(failure))
 
     def say() -> None:
-        if sentence is None:
-            traceback.print_exception(failure)
+        sys.stderr.write(story)
         complain(f"{where}{one_sentence(sentence or 'failed, so the job ends')}")
 
     last_words(say)

@@ -103,6 +103,26 @@ def test_a_helper_does_what_it_is_given_in_order_and_drops_the_rest_when_it_is_c
     assert done == [1, 2]
 
 
+def test_what_a_closed_helper_is_given_is_cancelled() -> None:
+    helper = HelperThread("helper")
+    helper.close()
+    assert helper.submit(int).cancelled()
+    helper.close()
+
+
+def test_a_helper_that_cannot_begin_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: int) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", fails)
+    helper = HelperThread("helper")
+    for _ in range(2):
+        assert "illegal memory access" in str(helper.submit(int).exception(30))
+    helper.close()
+
+
 class Watched:
     """Notes the cores of every thread of a job that passes by."""
 

@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from hetsync import threads
 from hetsync.data.ledger import split
 from hetsync.data.loader import EpochOrder, Loader, Source
 from hetsync.data.workers import Fetcher, FetchProcesses, FetchThread
@@ -192,6 +194,28 @@ def test_data_that_never_comes_is_told_of_in_time() -> None:
     finally:
         data.go.set()
         loader.close()
+
+
+class Endless(Dataset[Any]):
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(1000)
+
+
+def test_closing_waits_for_no_worker_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pipe is full, and the thread that asks it for batches waits there."""
+    monkeypatch.setattr(threads, "ENDING_SECONDS", 1000.0)
+    loader = Loader(Source(Endless(), workers=1), 5, torch.device("cpu"))
+    asked, submit = threading.Semaphore(0), loader._fetcher.submit
+    monkeypatch.setattr(loader._fetcher, "submit", lambda *words: (asked.release(), submit(*words))[1])
+    for number in range(2):
+        loader.prefetch(task(number, number * 10**5, (number + 1) * 10**5))
+    for _ in range(2):  # the first is with the worker
+        assert asked.acquire(timeout=SECONDS)
+    in_time(loader.close)
+    assert loader._fetcher.submit([1], 0).cancelled()
 
 
 class Odd(Exception):

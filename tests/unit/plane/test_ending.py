@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
@@ -93,6 +94,24 @@ def test_others_are_told_though_nothing_can_be_said(
     monkeypatch.setattr(sys, "stderr", make())
     with pytest.raises(Ended):
         end_job(OneOfTwo(), failure)
+
+
+class LongWinded(Exception):
+    def __str__(self) -> str:
+        time.sleep(0.5)
+        return "what it has to say"
+
+
+def test_only_writing_is_limited_and_not_what_it_takes_to_find_the_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A traceback reads the files of all its lines, which may lie on slow storage."""
+    monkeypatch.setattr(ending, "SECONDS_TO_SPEAK", 0.1)
+    with pytest.raises(Ended):
+        end_job(OneOfTwo(), LongWinded())
+    traceback, sentence = capsys.readouterr().err.splitlines()
+    assert traceback.endswith("LongWinded: what it has to say")
+    assert sentence == "hetsync: rank 1: failed, so the job ends"
 
 
 def leaving(code: str) -> subprocess.Popen[str]:
