@@ -15,7 +15,6 @@ from torch import nn
 from hetsync.plan.graph import BlockGraph
 from hetsync.plan.placement import Placement
 from hetsync.plane.base import Channels
-from hetsync.sync.layout import laid_out_like
 from hetsync.sync.tail import shared_buffers
 
 Segments = Mapping[tuple[int, ...], Sequence[str]]  # names of tensors, by their holders
@@ -113,6 +112,6 @@ class SegmentSums:
         weights, buffers = self._weights[holders], self._buffers[holders]
         there, *values = flat.split([len(weights), *(each.numel() for each in (*weights, *buffers))])
         for weight, has, value in zip(weights, there, values[: len(weights)], strict=True):
-            weight.grad = laid_out_like(value.view_as(weight).to(weight), weight) if has else None
+            weight.grad = value.view_as(weight).to(weight) if has else None
         for buffer, value in zip(buffers, values[len(weights) :], strict=True):
             buffer.copy_(self._before[buffer] + value.view_as(buffer).to(buffer))

@@ -37,9 +37,8 @@ class Tail:
 
     def __init__(self, counts: int, changes: Sequence[torch.Tensor], device: torch.device) -> None:
         """`changes`, one float32 tensor a buffer: what this rank adds to it, and after `unpack` what all do."""
-        self.counts = torch.zeros(
-            counts, dtype=torch.float32, device=device
-        )  # this rank's, and after `unpack` their sums
+        # This rank's, and after `unpack` their sums.
+        self.counts = torch.zeros(counts, dtype=torch.float32, device=device)
         self.flat = self.counts
         self.changes = list(changes)  # of the round to come, and while it is under way
         self.travel: list[int] = []  # buffers that some rank has changed before
