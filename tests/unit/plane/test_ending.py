@@ -117,6 +117,7 @@ def test_only_writing_is_limited_and_not_what_it_takes_to_find_the_words(
 def leaving(code: str) -> subprocess.Popen[str]:
     words = [sys.executable, "-c", f"import os\nfrom hetsync.plane.ending import leave\n{code}"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env.pop("PYTHONUNBUFFERED", None)  # print would wait by itself where a pipe is full
     return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
