@@ -2,10 +2,10 @@
 
     python -m benchmarks.planes [--ranks 2 4 8] [--planes mpi torch] [--output FOLDER]
 
-Ways of summing take turns within a job, jobs within a repetition: the library's own calls; the plane's sums, polled
-without a break; and the engine's, by its communication thread with the pauses that it makes between two polls, of a
-tensor where the plane sums fastest, as its buffers are, and of any other. A
-plane that cannot be opened here is left out, with its reason. docs/results/planes.md has our tables.
+Jobs take turns within a repetition, and ways of summing within a job: in one the library's own calls, and the plane's
+sums, polled without a break; in the next the engine's, by its communication thread with the pauses that it makes
+between two polls, of a tensor where the plane sums fastest, as its buffers are, and of any other. A plane that cannot
+be opened here is left out, with its reason. docs/results/planes.md has our tables.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hetsync.files import write_atomically
 from hetsync.plane import PLANES
 
 RANK = ("-m", "benchmarks.planes_rank")
+LIBRARY, ENGINE = "library", "engine"  # whose ways of summing a job times
 JOB_SECONDS = 600  # bound on one job
 OF_SEVERAL = [name for name in PLANES if name not in ("auto", "local")]
 HEAD = ("plane", "ranks", "bytes", "way", "ms", "to the bare call", "MB/s", "CPU, ms a rank")
@@ -33,11 +34,21 @@ Job = dict[str, Any]
 
 
 def run(plane: str, ranks: int, largest: int, seconds: float, lab: Path | None) -> Job:
+    """The result of a job for the library's ways, and of one for the engine's."""
+    library, engine = (run_ways(ways, plane, ranks, largest, seconds, lab) for ways in (LIBRARY, ENGINE))
+    if "left_out" in library:
+        return library
+    ways = [{**row["ways"], **more["ways"]} for row, more in zip(library["sums"], engine["sums"], strict=True)]
+    sums = [{"bytes": row["bytes"], "ways": all_ways} for row, all_ways in zip(library["sums"], ways, strict=True)]
+    return {**library, "sums": sums}
+
+
+def run_ways(ways: str, plane: str, ranks: int, largest: int, seconds: float, lab: Path | None) -> Job:
     """One job's result; a job that fails ends the benchmark."""
     launcher = mpirun(ranks) if lab is None else [lab / "mpirun", "-np", ranks]
     between = {} if lab is None else {"MASTER_ADDR": "h0", "GLOO_SOCKET_IFNAME": "eth0"}
     with tempfile.TemporaryDirectory() as folder:
-        words = [*launcher, sys.executable, *RANK, plane, largest, seconds, folder]
+        words = [*launcher, sys.executable, *RANK, plane, ways, largest, seconds, folder]
         failure = failure_of(words, environment() | between, JOB_SECONDS)
         if failure is not None:
             sys.exit(f"{plane} on {ranks} ranks {failure}")
@@ -45,7 +56,7 @@ def run(plane: str, ranks: int, largest: int, seconds: float, lab: Path | None) 
 
 
 def markdown(jobs: Sequence[Job]) -> str:
-    """Medians and ranges of all repetitions; ratios are of the medians within a job."""
+    """Medians and ranges of all repetitions; ratios are of the medians within one."""
     lines = [f"| {' | '.join(HEAD)} |", "| --- | ---: | ---: | --- | ---: | ---: | ---: | ---: |"]
     rows = [{**job, **row} for job in jobs for row in job.get("sums", ())]
     for (plane, ranks, size), some in grouped(rows, "plane", "ranks", "bytes").items():

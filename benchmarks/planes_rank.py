@@ -1,8 +1,9 @@
-"""One rank of planes.py's job: python -m benchmarks.planes_rank PLANE LARGEST_BYTES SECONDS FOLDER, under mpirun.
+"""One rank of planes.py's job: python -m benchmarks.planes_rank PLANE WAYS LARGEST_BYTES SECONDS FOLDER, under mpirun.
 
-A session trains a model of one weight and comes to rest; there tensors of several sizes are summed in turn by each way:
-one for the bare calls and for the engine's sums of any tensor, one where the plane sums fastest. Rank 0 writes
-FOLDER/result.json.
+Tensors of several sizes are summed in turn by each way. WAYS is `library`: the library's own calls, and the plane's
+sums without an engine; or `engine`: a session trains a model of one weight and comes to rest, and there its engine
+sums. Each has a job of its own: a communication thread, which looks for news every now and then, would take its time
+from the library's calls where there are no more cores than ranks. Rank 0 writes FOLDER/result.json.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mpi4py import MPI
 from torch.utils.data import TensorDataset
 
 import hetsync
+from benchmarks.planes import ENGINE
 from hetsync.api import JoinedSession
 from hetsync.errors import UserError
 from hetsync.files import write_atomically
@@ -54,7 +56,7 @@ def memory(values: torch.Tensor) -> Any:
 
 
 def polled(plane: Plane) -> Add:
-    """As fast as the plane can: polled without a break. At rest the communication thread touches no sums of its own."""
+    """As fast as the plane can: polled without a break."""
 
     def add(values: torch.Tensor) -> None:
         handle = plane.allreduce(values)
@@ -111,33 +113,37 @@ def time_sums(ways: dict[str, tuple[Add, Allocate]], largest: int, seconds: floa
     return rows
 
 
-def measured(name: str, largest: int, seconds: float) -> dict[str, Any]:
+def measured(name: str, ways: str, largest: int, seconds: float) -> dict[str, Any]:
     try:
         plane = open_plane(name)
     except UserError as reason:
         return {"left_out": str(reason)}
+
+    def of_plane(count: int) -> torch.Tensor:
+        """As the engine's buffers are."""
+        return plane.allocate(count, torch.device("cpu"))
+
     rows: list[dict[str, Any]] = []
 
     def work(session: JoinedSession) -> None:
-        def of_plane(count: int) -> torch.Tensor:
-            """As the engine's buffers are."""
-            return plane.allocate(count, torch.device("cpu"))
+        add = session.engine.allreduce
+        rows.extend(time_sums({"engine": (add, of_plane), ELSEWHERE: (add, torch.empty)}, largest, seconds))
 
-        engine = session.engine.allreduce
-        ways = {way: (add, torch.empty) for way, add in bare_ways(name).items()}
-        ways |= {"polled": (polled(plane), of_plane), "engine": (engine, of_plane), ELSEWHERE: (engine, torch.empty)}
-        rows.extend(time_sums(ways, largest, seconds))
-
-    at_rest(plane, work)
+    if ways == ENGINE:
+        at_rest(plane, work)
+    else:
+        bare: dict[str, tuple[Add, Allocate]] = {way: (add, torch.empty) for way, add in bare_ways(name).items()}
+        rows = time_sums({**bare, "polled": (polled(plane), of_plane)}, largest, seconds)
+        plane.close()
     return {"sums": rows}
 
 
 def main() -> None:
-    name, largest, seconds, folder = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4])
+    name, ways, largest, seconds = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
     torch.set_num_threads(1)
-    found = measured(name, largest, seconds)
+    found = measured(name, ways, largest, seconds)
     if MPI.COMM_WORLD.Get_rank() == 0:
-        write_atomically(folder / "result.json", json.dumps(found))
+        write_atomically(Path(sys.argv[5]) / "result.json", json.dumps(found))
 
 
 if __name__ == "__main__":
