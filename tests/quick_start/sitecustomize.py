@@ -1,8 +1,9 @@
-"""Halves what each process of a test's job costs beside its work. Python imports this as it starts, where
+"""Makes what each process of a test's job costs beside its work less than half. Python imports this as it starts, where
 `jobs.environment` has this folder on the path.
 
 Optimizers of torch import its compiler, torch._dynamo, only to tell it what of theirs it is to leave alone. As long as
-nobody else has loaded it there is nobody to be told; `torch.compile` works as ever. And garbage is collected as ever,
+nobody else has loaded it there is nobody to be told; `torch.compile` works as ever. What operations make of tensors
+without memory, which a fifth of torch's own import is for, only the compiler asks. And garbage is collected as ever,
 but not of what torch's modules are made of: neither while torch is imported nor at the end of the process.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -28,6 +30,24 @@ def import_torch(execute: Function, module: ModuleType) -> None:
     finally:
         gc.freeze()
         gc.enable()
+
+
+class ForCompiler:
+    """What nobody but torch's compiler needs: it is executed when that is imported."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
+
+    def import_later(self, execute: Function, module: ModuleType) -> None:
+        # A part of it, without which no generator of random numbers can be made.
+        base = importlib.import_module("torch._opaque_base").OpaqueBaseMeta
+        sys.modules["torch._C"]._set_generator_metaclass(base)
+        self._waiting.append(functools.partial(execute, module))
+
+    def import_compiler(self, execute: Function, module: ModuleType) -> None:
+        while self._waiting:
+            self._waiting.pop()()
+        execute(module)
 
 
 def chosen(with_compiler: Function, without: Function) -> Function:
@@ -64,7 +84,14 @@ def import_optimizer(execute: Function, module: ModuleType) -> None:
     module._use_grad_for_differentiable = _use_grad_for_differentiable
 
 
-INSTEAD = {"torch": import_torch, "torch._compile": import_compile, "torch.optim.optimizer": import_optimizer}
+for_compiler = ForCompiler()
+INSTEAD = {
+    "torch": import_torch,
+    "torch._compile": import_compile,
+    "torch._dynamo": for_compiler.import_compiler,
+    "torch._meta_registrations": for_compiler.import_later,
+    "torch.optim.optimizer": import_optimizer,
+}
 
 
 class Finder(MetaPathFinder):
