@@ -31,6 +31,7 @@ from hetsync.sync.messages import (
     TaskSpoiled,
 )
 from hetsync.sync.milestones import ROLLBACK, Evaluation
+from hetsync.sync.polling import SHORTEST_CALM_POLL_SECONDS
 from hetsync.sync.recovery import Decision, Report
 from hetsync.sync.rounds_rule import RoundsChange, RoundsRule
 from hetsync.sync.state_machine import LEAST_TASKS_HELD, RoundStateMachine
@@ -46,6 +47,7 @@ Rebuild = Callable[[Decision, Mapping[int, Report], Mapping[int, int]], tuple[Ro
 """The machine by what survivors of a death have agreed on, their reports and their shares, and what delivers for it."""
 
 LONE_SECONDS_HELD = 0.08  # of tasks, as long as a rank alone then takes to see a signal
+ANSWER_SECONDS = 2 * SHORTEST_CALM_POLL_SECONDS  # until a rank that computes is told more: both ends come to poll
 MOST_TASKS_HELD = 16
 
 
@@ -192,11 +194,16 @@ class Coordinator:
                 f"{self.machine.ledger.applied} samples: lower optimizer.learning_rate or look at the data"
             )
         self._watch_task(event)
-        if len(self.machine.members) == 1:
-            self.machine.tasks_held = tasks_held_alone(event.seconds)
+        self.machine.tasks_held = self._tasks_held(event.seconds)
         self.device_seconds[event.rank] += event.seconds
         total, samples = self.losses
         self.losses = total + event.loss_sum, samples + event.samples
+
+    def _tasks_held(self, task_seconds: float) -> int:
+        if len(self.machine.members) == 1:
+            return tasks_held_alone(task_seconds)
+        # A synchronous rank waits in each of its tasks, and then it polls.
+        return LEAST_TASKS_HELD if self.settings.synchronous else tasks_held_delayed(task_seconds)
 
     def _watch_task(self, event: TaskFinished) -> None:
         state = self.machine.members[event.rank].current
@@ -268,6 +275,14 @@ def tasks_held_alone(task_seconds: float) -> int:
     if task_seconds * MOST_TASKS_HELD <= LONE_SECONDS_HELD:
         return MOST_TASKS_HELD
     return max(LEAST_TASKS_HELD, int(LONE_SECONDS_HELD / task_seconds))
+
+
+def tasks_held_delayed(task_seconds: float) -> int:
+    """Of a rank in delayed mode, which tells of a task when it begins the next: what it then has left lasts until it is
+    given more."""
+    if task_seconds * (MOST_TASKS_HELD - 1) <= ANSWER_SECONDS:
+        return MOST_TASKS_HELD
+    return max(LEAST_TASKS_HELD, 1 + math.ceil(ANSWER_SECONDS / task_seconds))
 
 
 def as_messages(machine: RoundStateMachine, send: Send, keepers: Collection[int] = ()) -> Deliver:

@@ -4,10 +4,11 @@ It sleeps between two polls: for a fraction of the time for which nothing has ha
 polling adds at most that fraction to the wait: while a sum moves, the shortest sleep would add more, and the thread
 yields the processor instead. Where the main thread computes, seldom is often enough. A poll finds its code and
 data no longer in the processor's cache, and costs a tenth of a millisecond and more of the core that computes. So a
-rank that computes in delayed mode, where hardly anybody waits for it, never polls more often than
-`SHORTEST_DELAYED_POLL_SECONDS`, but at the start of each task; and on the cores that the model is computed by, not more
-often than a round needs to land while ranks have other work. The simulator follows the same rule but for this: of
-rounds it draws the longest sleep anyway.
+rank that computes and that hardly anybody waits for never polls more often than `SHORTEST_CALM_POLL_SECONDS`, but at
+the start of each task and where gradients are released: in delayed mode, and in synchronous mode while none of its
+gradients are under way. In delayed mode, on the cores that the model is computed by, it does not poll more often than a
+round needs to land while ranks have other work. The simulator follows the same rule but for this: of rounds it draws
+the longest sleep anyway.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hetsync.sync.shared_state import MainThread, Phase, SharedState
 POLL_FRACTION_WAITING = 0.1  # of the quiet, where the main thread waits
 POLL_FRACTION_COMPUTING = 0.5
 SHORTEST_POLL_SECONDS = 50e-6
-SHORTEST_DELAYED_POLL_SECONDS = 4e-3
+SHORTEST_CALM_POLL_SECONDS = 4e-3
 POLLS_OF_PATIENCE = 32  # while a rank computes on without a round, which takes ten of up to four ranks
 LONGEST_COLLECTIVE_POLL_SECONDS = 6e-3  # while a collective is under way
 LONGEST_IDLE_POLL_SECONDS = 16e-3
@@ -35,10 +36,10 @@ def pause_seconds(shared: SharedState, summing: bool, quiet_seconds: float) -> f
     waiting = shared.main_thread is MainThread.WAITING
     longest = LONGEST_COLLECTIVE_POLL_SECONDS if summing else LONGEST_IDLE_POLL_SECONDS
     fraction = POLL_FRACTION_WAITING if waiting else POLL_FRACTION_COMPUTING
-    calm = shared.deltas is not None and not waiting and shared.phase is not Phase.RESTING
+    calm = not waiting and shared.phase is not Phase.RESTING and (shared.deltas is not None or not summing)
     shortest = SHORTEST_POLL_SECONDS
     if calm:
-        shortest = max(SHORTEST_DELAYED_POLL_SECONDS, shared.patience_seconds / POLLS_OF_PATIENCE)
+        shortest = max(SHORTEST_CALM_POLL_SECONDS, shared.patience_seconds / POLLS_OF_PATIENCE)
         longest = max(longest, min(shortest, LONGEST_IDLE_POLL_SECONDS))
     if waiting and summing and fraction * quiet_seconds < shortest:
         return 0.0

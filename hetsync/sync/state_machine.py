@@ -65,7 +65,7 @@ from hetsync.sync.messages import (
 )
 from hetsync.sync.milestones import ROLLBACK, Marks, Milestone, Milestones, Rests, Snapshots, no_marks
 
-LEAST_TASKS_HELD = 2  # the one that a rank computes and the next, so that it never waits for an answer
+LEAST_TASKS_HELD = 2  # the one that a rank computes and the next, which it goes on with before it is given more
 EVENTS_KEPT = 40
 
 

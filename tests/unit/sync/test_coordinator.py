@@ -16,7 +16,14 @@ from hetsync.balance.profile import StepTime
 from hetsync.balance.speed_tracker import LEAST_OBSERVATIONS, SHIFT_TASKS, Speeds
 from hetsync.config.schema import SyncConfig
 from hetsync.errors import UserError
-from hetsync.sync.coordinator import MOST_TASKS_HELD, Coordinator, as_messages, tasks_held_alone
+from hetsync.sync.coordinator import (
+    ANSWER_SECONDS,
+    MOST_TASKS_HELD,
+    Coordinator,
+    as_messages,
+    tasks_held_alone,
+    tasks_held_delayed,
+)
 from hetsync.sync.messages import (
     AssignTask,
     CapFound,
@@ -102,14 +109,31 @@ def test_a_rank_alone_holds_as_many_tasks_as_take_a_moment(seconds, tasks):
     assert tasks_held_alone(seconds) == tasks
 
 
-@pytest.mark.parametrize("settings", [Settings(0), Settings(4, 0.25)])
-@pytest.mark.parametrize(("shares", "held"), [((8,), MOST_TASKS_HELD), ((8, 8), LEAST_TASKS_HELD)])
-def test_only_a_rank_alone_holds_more_than_the_next_task(settings, shares, held):
+@pytest.mark.parametrize(
+    ("seconds", "tasks"),
+    [(0.0, 16), (0.0005, 16), (0.001, 9), (0.0021, 5), (0.004, 3), (0.0079, 3), (0.008, 2), (9, 2)],
+)
+def test_what_a_rank_holds_in_delayed_mode_lasts_until_it_is_given_more(seconds, tasks):
+    assert tasks_held_delayed(seconds) == tasks
+    assert tasks == MOST_TASKS_HELD or (tasks - 1) * seconds >= ANSWER_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("shares", "settings", "seconds", "held"),
+    [
+        ((8,), Settings(0), 0.001, MOST_TASKS_HELD),
+        ((8,), Settings(4, 0.25), 0.001, MOST_TASKS_HELD),
+        ((8, 8), Settings(0), 0.001, LEAST_TASKS_HELD),
+        ((8, 8), Settings(4, 0.25), 0.1, LEAST_TASKS_HELD),
+        ((8, 8), Settings(4, 0.25), 0.002, 5),
+    ],
+)
+def test_ranks_hold_more_than_the_next_task_where_tasks_are_short(shares, settings, seconds, held):
     office = Office(shares, settings)
     machine = office.machine
     for rank, member in machine.members.items():
         task = member.queued[0].task
-        office.coordinator.handle([TaskStarted(rank, task.number, 0), TaskFinished(rank, task.number, 8, 0.001)])
+        office.coordinator.handle([TaskStarted(rank, task.number, 0), TaskFinished(rank, task.number, 8, seconds)])
     assert machine.tasks_held == held
     if settings.synchronous:
         office.coordinator.handle([RoundCompleted(0)])

@@ -21,8 +21,8 @@ seconds = st.floats(0, 100)
     ("quiet", "shortest", "expected"),
     [
         (0.0, polling.SHORTEST_POLL_SECONDS, 50e-6),  # news: the next may follow at once
-        (0.0, polling.SHORTEST_DELAYED_POLL_SECONDS, 4e-3),  # a rank that computes lets them wait
-        (0.010, polling.SHORTEST_DELAYED_POLL_SECONDS, 5e-3),
+        (0.0, polling.SHORTEST_CALM_POLL_SECONDS, 4e-3),  # a rank that computes lets them wait
+        (0.010, polling.SHORTEST_CALM_POLL_SECONDS, 5e-3),
         (1.0, polling.SHORTEST_POLL_SECONDS, 16e-3),
     ],
 )
@@ -43,23 +43,26 @@ def test_whoever_waits_loses_a_tenth_at_most(quiet: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("delayed", "main_thread", "phase", "fraction", "shortest"),
+    ("delayed", "main_thread", "phase", "summing", "fraction", "shortest"),
     [
-        (True, MainThread.COMPUTING, Phase.TRAINING, polling.POLL_FRACTION_COMPUTING, 4e-3),
-        (False, MainThread.COMPUTING, Phase.TRAINING, polling.POLL_FRACTION_COMPUTING, 50e-6),
-        (True, MainThread.WAITING, Phase.TRAINING, polling.POLL_FRACTION_WAITING, 50e-6),  # polls soon
-        (True, MainThread.COMPUTING, Phase.RESTING, polling.POLL_FRACTION_COMPUTING, 50e-6),  # sums of its own
+        (True, MainThread.COMPUTING, Phase.TRAINING, True, polling.POLL_FRACTION_COMPUTING, 4e-3),
+        (False, MainThread.COMPUTING, Phase.TRAINING, True, polling.POLL_FRACTION_COMPUTING, 50e-6),  # buckets go out
+        (False, MainThread.COMPUTING, Phase.TRAINING, False, polling.POLL_FRACTION_COMPUTING, 4e-3),  # none has yet
+        (True, MainThread.WAITING, Phase.TRAINING, False, polling.POLL_FRACTION_WAITING, 50e-6),  # polls soon
+        (False, MainThread.WAITING, Phase.TRAINING, False, polling.POLL_FRACTION_WAITING, 50e-6),
+        (True, MainThread.COMPUTING, Phase.RESTING, False, polling.POLL_FRACTION_COMPUTING, 50e-6),  # sums of its own
     ],
 )
-def test_only_a_rank_that_computes_in_delayed_mode_lets_news_wait(
+def test_only_a_rank_that_computes_and_has_no_gradients_under_way_lets_news_wait(
     monkeypatch: pytest.MonkeyPatch,
     delayed: bool,
     main_thread: MainThread,
     phase: Phase,
+    summing: bool,
     fraction: float,
     shortest: float,
 ) -> None:
-    """In synchronous mode buckets are on their way while it computes, and others wait for them."""
+    """In synchronous mode others wait for them."""
     asked: list[tuple[float, float]] = []
 
     def poll_seconds(quiet: float, fraction: float, longest: float, shortest: float) -> float:
@@ -68,6 +71,8 @@ def test_only_a_rank_that_computes_in_delayed_mode_lets_news_wait(
 
     monkeypatch.setattr(polling, "poll_seconds", poll_seconds)
     made = _communicator(main_thread, phase, delayed)
+    if summing:
+        made._rounds._pending.post(torch.ones(3), "float32")
     assert made._sleep_seconds(0.0) == 1e-3
     assert asked == [(fraction, shortest)]
 
