@@ -55,10 +55,14 @@ class Bucket:
 
     def add(self, samples: int) -> None:
         """The mean gradients of a slice."""
+        views, grads = [], []
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if parameter.grad is not None:
-                view.add_(reals(parameter.grad), alpha=samples)
+                views.append(view)
+                grads.append(reals(parameter.grad))
                 self.used[index] += 1
+        if grads:
+            torch._foreach_add_(views, grads, alpha=samples)
 
     def clear(self) -> None:
         self.flat.zero_()
@@ -452,9 +456,10 @@ class Gradients:
                     " 0), or take a delay bound of 1 or more"
                 )
             for bucket in self.buckets[stage.first : stage.stop]:
-                for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                    any_used = used.pop(0) and not self.spoiled
-                    parameter.grad = as_of(view.div(samples), parameter) if any_used else None
+                any_used = [used.pop(0) and not self.spoiled for _ in bucket.parameters]
+                means = torch._foreach_div(bucket.views, samples) if any(any_used) else bucket.views
+                for parameter, mean, is_used in zip(bucket.parameters, means, any_used, strict=True):
+                    parameter.grad = as_of(mean, parameter) if is_used else None
                 bucket.clear()
                 if self.spoiled:  # so is what rounding has taken from it
                     bucket.lost, bucket.residual = None, Residual()
