@@ -194,22 +194,18 @@ class Coordinator:
                 f"{self.machine.ledger.applied} samples: lower optimizer.learning_rate or look at the data"
             )
         self._watch_task(event)
-        self.machine.tasks_held = self._tasks_held(event.seconds)
         self.device_seconds[event.rank] += event.seconds
         total, samples = self.losses
         self.losses = total + event.loss_sum, samples + event.samples
-
-    def _tasks_held(self, task_seconds: float) -> int:
-        if len(self.machine.members) == 1:
-            return tasks_held_alone(task_seconds)
-        # A synchronous rank waits in each of its tasks, and then it polls.
-        return LEAST_TASKS_HELD if self.settings.synchronous else tasks_held_delayed(task_seconds)
 
     def _watch_task(self, event: TaskFinished) -> None:
         state = self.machine.members[event.rank].current
         # The small tasks before a rest would show a step's fixed costs rather than of the device.
         if state is None or event.samples < len(state.task.slices) * state.task.share:
             return
+        alone = len(self.machine.members) == 1
+        seconds = event.seconds
+        self.machine.tasks_held = tasks_held_alone(seconds) if alone else tasks_held(seconds, self.settings)
         if self.speeds.observe(event.rank, event.samples, len(state.task.slices), event.seconds):
             self._reconsider_from = self.machine.version
         if self._rule is not None and len(state.task.slices) == self.settings.accumulation:
@@ -277,11 +273,15 @@ def tasks_held_alone(task_seconds: float) -> int:
     return max(LEAST_TASKS_HELD, int(LONE_SECONDS_HELD / task_seconds))
 
 
-def tasks_held_delayed(task_seconds: float) -> int:
-    """Of a rank in delayed mode, which tells of a task when it begins the next: what it then has left lasts until it is
-    given more."""
-    if task_seconds * (MOST_TASKS_HELD - 1) <= ANSWER_SECONDS:
-        return MOST_TASKS_HELD
+def tasks_held(task_seconds: float, settings: Settings) -> int:
+    """Of a rank among others, which tells of a task when it begins the next: what it then has left lasts until it is
+    given more. No more than it can begin before a round lands, as rests and new settings come after what is held. At
+    D = 0 it waits in each task, and then it polls; with q = 1 all keep pace."""
+    if settings.synchronous or settings.quorum >= 1:
+        return LEAST_TASKS_HELD
+    most = min(MOST_TASKS_HELD, settings.delay_bound + 2)
+    if task_seconds * (most - 1) <= ANSWER_SECONDS:
+        return most
     return max(LEAST_TASKS_HELD, 1 + math.ceil(ANSWER_SECONDS / task_seconds))
 
 

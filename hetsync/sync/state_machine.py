@@ -440,10 +440,11 @@ class RoundStateMachine:
 
     def _held(self) -> int:
         """Tasks of a rank, what it computes and what is queued: no more than it must have where an evaluation is near,
-        which comes where a round ends."""
-        due = self.snapshots.next
-        near = due is not None and self.ledger.frontier + self.tasks_held * self.full_set > due
-        return LEAST_TASKS_HELD if near or self.snapshots.awaited else self.tasks_held
+        which comes where a round ends, or a rest, before which whoever asks first would get what is left."""
+        due, ahead = self.snapshots.next, self.tasks_held * self.full_set
+        near = due is not None and self.ledger.frontier + ahead > due
+        scarce = len(self.members) > 1 and self._available() < ahead
+        return LEAST_TASKS_HELD if near or scarce or self.snapshots.awaited else self.tasks_held
 
     def _assign_delayed(self) -> list[Instruction]:
         if not self._membership.needs_work:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -39,6 +39,9 @@ class ForCompiler:
         self._waiting: list[Callable[[], None]] = []
 
     def import_later(self, execute: Function, module: ModuleType) -> None:
+        if importlib.util.find_spec("torch._opaque_base") is None:  # an older torch
+            execute(module)
+            return
         # A part of it, without which no generator of random numbers can be made.
         base = importlib.import_module("torch._opaque_base").OpaqueBaseMeta
         sys.modules["torch._C"]._set_generator_metaclass(base)

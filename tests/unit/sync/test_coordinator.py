@@ -21,8 +21,8 @@ from hetsync.sync.coordinator import (
     MOST_TASKS_HELD,
     Coordinator,
     as_messages,
+    tasks_held,
     tasks_held_alone,
-    tasks_held_delayed,
 )
 from hetsync.sync.messages import (
     AssignTask,
@@ -110,12 +110,36 @@ def test_a_rank_alone_holds_as_many_tasks_as_take_a_moment(seconds, tasks):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "tasks"),
-    [(0.0, 16), (0.0005, 16), (0.001, 9), (0.0021, 5), (0.004, 3), (0.0079, 3), (0.008, 2), (9, 2)],
+    ("seconds", "bound", "tasks"),
+    [
+        (0.0, 99, 16),
+        (0.0005, 99, 16),
+        (0.001, 99, 9),
+        (0.0021, 4, 5),
+        (0.001, 4, 6),
+        (0.0, 1, 3),
+        (0.008, 4, 2),
+        (9, 4, 2),
+    ],
 )
-def test_what_a_rank_holds_in_delayed_mode_lasts_until_it_is_given_more(seconds, tasks):
-    assert tasks_held_delayed(seconds) == tasks
-    assert tasks == MOST_TASKS_HELD or (tasks - 1) * seconds >= ANSWER_SECONDS
+def test_what_a_rank_holds_in_delayed_mode_lasts_until_it_is_given_more(seconds, bound, tasks):
+    """But what it cannot begin before a round lands would only be in the way of a rest."""
+    assert tasks_held(seconds, Settings(bound, 0.25)) == tasks
+    assert tasks in (16, bound + 2) or (tasks - 1) * seconds >= ANSWER_SECONDS
+
+
+@pytest.mark.parametrize("settings", [Settings(0), Settings(4, 1.0)], ids=["in step", "in pace"])
+def test_ranks_that_run_no_further_ahead_than_others_hold_the_next_task(settings):
+    assert tasks_held(0.001, settings) == LEAST_TASKS_HELD
+
+
+def test_the_small_task_before_a_rest_is_no_measure_of_what_is_held():
+    office = Office((8, 8), Settings(4, 0.25))
+    for seconds, samples, held in [(0.002, 8, 5), (0.1, 8, 2), (0.0004, 2, 2)]:
+        task = office.machine.members[0].queued[0].task
+        started = TaskStarted(0, task.number, office.machine.version)
+        office.coordinator.handle([started, TaskFinished(0, task.number, samples, seconds)])
+        assert office.machine.tasks_held == held
 
 
 @pytest.mark.parametrize(

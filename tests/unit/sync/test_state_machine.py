@@ -7,7 +7,9 @@ nobody at work at a drain, an end.
 from __future__ import annotations
 
 import random
+from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from state_machine_jobs import Times, any_settings, arguments, everyday, jobs, relaxed, share_lists, synchronous
@@ -197,6 +199,15 @@ def test_a_larger_bound_and_a_smaller_quorum_never_cost_much_time():
 
     synchronous, one, eight = (seconds(s) for s in (Settings(0), Settings(1, 0.5), Settings(8, 0.25)))
     assert synchronous > 1.2 * one > 1.2 * eight
+
+
+@pytest.mark.parametrize(("left", "held"), [(8 * 9, 9), (8 * 9 - 1, 2)])
+def test_nobody_takes_all_that_is_left_before_a_rest(left: int, held: int) -> None:
+    """However short tasks are: the others would have none, and wait."""
+    machine = make_machine([4, 4], Settings(4, 0.25), 1000, every=left)
+    machine.tasks_held = 9
+    given = Counter(i.rank for i in machine.first_instructions() if isinstance(i, AssignTask))
+    assert given == {0: held, 1: held}
 
 
 def test_ranks_of_unequal_speed_come_to_rest_together():
