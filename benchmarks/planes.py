@@ -34,13 +34,13 @@ Job = dict[str, Any]
 
 
 def run(plane: str, ranks: int, largest: int, seconds: float, lab: Path | None) -> Job:
-    """The result of a job for the library's ways, and of one for the engine's."""
-    library, engine = (run_ways(ways, plane, ranks, largest, seconds, lab) for ways in (LIBRARY, ENGINE))
-    if "left_out" in library:
-        return library
-    ways = [{**row["ways"], **more["ways"]} for row, more in zip(library["sums"], engine["sums"], strict=True)]
-    sums = [{"bytes": row["bytes"], "ways": all_ways} for row, all_ways in zip(library["sums"], ways, strict=True)]
-    return {**library, "sums": sums}
+    """The result of a job for the library's ways, with that of one for the engine's."""
+    found = run_ways(LIBRARY, plane, ranks, largest, seconds, lab)
+    if "left_out" not in found:
+        engine = run_ways(ENGINE, plane, ranks, largest, seconds, lab)
+        for row, more in zip(found["sums"], engine["sums"], strict=True):
+            row["ways"] |= more["ways"]
+    return found
 
 
 def run_ways(ways: str, plane: str, ranks: int, largest: int, seconds: float, lab: Path | None) -> Job:

@@ -22,7 +22,7 @@ from mpi4py import MPI
 from torch.utils.data import TensorDataset
 
 import hetsync
-from benchmarks.planes import ENGINE
+from benchmarks.planes import LIBRARY
 from hetsync.api import JoinedSession
 from hetsync.errors import UserError
 from hetsync.files import write_atomically
@@ -123,19 +123,19 @@ def measured(name: str, ways: str, largest: int, seconds: float) -> dict[str, An
         """As the engine's buffers are."""
         return plane.allocate(count, torch.device("cpu"))
 
-    rows: list[dict[str, Any]] = []
+    if ways == LIBRARY:
+        bare: dict[str, tuple[Add, Allocate]] = {way: (add, torch.empty) for way, add in bare_ways(name).items()}
+        sums = time_sums({**bare, "polled": (polled(plane), of_plane)}, largest, seconds)
+        plane.close()
+        return {"sums": sums}
+    found: dict[str, Any] = {}
 
     def work(session: JoinedSession) -> None:
         add = session.engine.allreduce
-        rows.extend(time_sums({"engine": (add, of_plane), ELSEWHERE: (add, torch.empty)}, largest, seconds))
+        found["sums"] = time_sums({"engine": (add, of_plane), ELSEWHERE: (add, torch.empty)}, largest, seconds)
 
-    if ways == ENGINE:
-        at_rest(plane, work)
-    else:
-        bare: dict[str, tuple[Add, Allocate]] = {way: (add, torch.empty) for way, add in bare_ways(name).items()}
-        rows = time_sums({**bare, "polled": (polled(plane), of_plane)}, largest, seconds)
-        plane.close()
-    return {"sums": rows}
+    at_rest(plane, work)
+    return found
 
 
 def main() -> None:

@@ -203,9 +203,7 @@ class Coordinator:
         # The small tasks before a rest would show a step's fixed costs rather than of the device.
         if state is None or event.samples < len(state.task.slices) * state.task.share:
             return
-        alone = len(self.machine.members) == 1
-        seconds = event.seconds
-        self.machine.tasks_held = tasks_held_alone(seconds) if alone else tasks_held(seconds, self.settings)
+        self.machine.tasks_held = tasks_held(event.seconds, self.settings, len(self.machine.members))
         if self.speeds.observe(event.rank, event.samples, len(state.task.slices), event.seconds):
             self._reconsider_from = self.machine.version
         if self._rule is not None and len(state.task.slices) == self.settings.accumulation:
@@ -265,24 +263,20 @@ class Coordinator:
         return sum(pins.get(place, self._batch if cap is None else cap) for place, cap in enumerate(caps))
 
 
-def tasks_held_alone(task_seconds: float) -> int:
-    """Of a rank without others. It keeps the books between its tasks: where these are short, those of several at once,
-    as one by one most of their time would go into bringing code and data back into the processor's cache."""
-    if task_seconds * MOST_TASKS_HELD <= LONE_SECONDS_HELD:
-        return MOST_TASKS_HELD
-    return max(LEAST_TASKS_HELD, int(LONE_SECONDS_HELD / task_seconds))
-
-
-def tasks_held(task_seconds: float, settings: Settings) -> int:
-    """Of a rank among others, which tells of a task when it begins the next: what it then has left lasts until it is
-    given more. No more than it can begin before a round lands, as rests and new settings come after what is held. At
-    D = 0 it waits in each task, and then it polls; with q = 1 all keep pace."""
-    if settings.synchronous or settings.quorum >= 1:
+def tasks_held(task_seconds: float, settings: Settings, ranks: int) -> int:
+    """Of a rank, where tasks are short: several. A rank alone keeps the books between its tasks: those of several at
+    once, as one by one most of their time would go into bringing code and data back into the processor's cache. A rank
+    among others tells of a task when it begins the next: what it then has left lasts until it is given more. That is no
+    more than it can begin before a round lands, as rests and new settings come after what is held. At D = 0 it waits in
+    each task, and then it polls; with q = 1 all keep pace."""
+    if ranks > 1 and (settings.synchronous or settings.quorum >= 1):
         return LEAST_TASKS_HELD
-    most = min(MOST_TASKS_HELD, settings.delay_bound + 2)
-    if task_seconds * (most - 1) <= ANSWER_SECONDS:
-        return most
-    return max(LEAST_TASKS_HELD, 1 + math.ceil(ANSWER_SECONDS / task_seconds))
+    task_seconds = max(task_seconds, 1e-6)
+    if ranks == 1:
+        tasks, most = int(LONE_SECONDS_HELD / task_seconds), MOST_TASKS_HELD
+    else:
+        tasks, most = 1 + math.ceil(ANSWER_SECONDS / task_seconds), min(MOST_TASKS_HELD, settings.delay_bound + 2)
+    return max(LEAST_TASKS_HELD, min(tasks, most))
 
 
 def as_messages(machine: RoundStateMachine, send: Send, keepers: Collection[int] = ()) -> Deliver:

@@ -174,7 +174,7 @@ def test_same_order_same_rounds(
 
     monkeypatch.setattr(Coordinator, "handle", listen)
     # The engine's tasks last as long as the simulator's here, for which the next one is enough.
-    monkeypatch.setattr("hetsync.sync.coordinator.tasks_held", lambda seconds, settings: LEAST_TASKS_HELD)
+    monkeypatch.setattr("hetsync.sync.coordinator.tasks_held", lambda *told: LEAST_TASKS_HELD)
     train(plane, sync, rests=[REST], on_slice=turns.wait)
     if plane.rank == 0:
         assert len(expected.rounds) > 3

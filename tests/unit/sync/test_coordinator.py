@@ -22,7 +22,6 @@ from hetsync.sync.coordinator import (
     Coordinator,
     as_messages,
     tasks_held,
-    tasks_held_alone,
 )
 from hetsync.sync.messages import (
     AssignTask,
@@ -106,7 +105,7 @@ class Office:
 
 @pytest.mark.parametrize(("seconds", "tasks"), [(0.0, 16), (0.005, 16), (0.006, 13), (0.03, 2), (5.0, 2)])
 def test_a_rank_alone_holds_as_many_tasks_as_take_a_moment(seconds, tasks):
-    assert tasks_held_alone(seconds) == tasks
+    assert tasks_held(seconds, Settings(0), 1) == tasks_held(seconds, Settings(4, 1.0), 1) == tasks
 
 
 @pytest.mark.parametrize(
@@ -124,13 +123,13 @@ def test_a_rank_alone_holds_as_many_tasks_as_take_a_moment(seconds, tasks):
 )
 def test_what_a_rank_holds_in_delayed_mode_lasts_until_it_is_given_more(seconds, bound, tasks):
     """But what it cannot begin before a round lands would only be in the way of a rest."""
-    assert tasks_held(seconds, Settings(bound, 0.25)) == tasks
+    assert tasks_held(seconds, Settings(bound, 0.25), 2) == tasks
     assert tasks in (16, bound + 2) or (tasks - 1) * seconds >= ANSWER_SECONDS
 
 
 @pytest.mark.parametrize("settings", [Settings(0), Settings(4, 1.0)], ids=["in step", "in pace"])
 def test_ranks_that_run_no_further_ahead_than_others_hold_the_next_task(settings):
-    assert tasks_held(0.001, settings) == LEAST_TASKS_HELD
+    assert tasks_held(0.001, settings, 2) == LEAST_TASKS_HELD
 
 
 def test_the_small_task_before_a_rest_is_no_measure_of_what_is_held():
