@@ -1,4 +1,4 @@
-"""What HetSync itself costs: CPU time of its parts with ResNet-50's 25.6 M weights, and its sums against bare ones.
+"""What HetSync itself costs: CPU time of its parts with ResNet-50's 25.6 M weights.
 
     python -m benchmarks.runtime_cost [--ranks 2 4] [--repetitions 3]
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.processes import environment, failure_of, mpirun
-from benchmarks.common.report import command, grouped, machine, spread
+from benchmarks.common.report import command, grouped, machine
 from hetsync.files import write_atomically
 
 RANK = ("-m", "benchmarks.runtime_cost_rank")
@@ -40,10 +40,6 @@ def run(ranks: int, mode: str, seconds: float) -> Job:
 
 
 def markdown(jobs: Sequence[Job]) -> str:
-    return "\n".join([*cost_table(jobs), "", *sum_table(jobs)]) + "\n"
-
-
-def cost_table(jobs: Sequence[Job]) -> list[str]:
     """Parts of a core: rank 0, which hosts the coordinator, and the mean of the others."""
     purposes = list(jobs[0]["per_rank"][0]["parts"])
     lines = [f"| ranks | mode | rank | rounds/s | {' | '.join(purposes)} | sum | counted in summary.json |"]
@@ -55,20 +51,7 @@ def cost_table(jobs: Sequence[Job]) -> list[str]:
             rounds, counted = (statistics.mean(cost[key] for cost in costs) for key in ("rounds_per_second", "counted"))
             shown = " | ".join(f"{part:.2%}" for part in (*parts, sum(parts), counted))
             lines.append(f"| {ranks} | {mode} | {name} | {rounds:.2f} | {shown} |")
-    return lines
-
-
-def sum_table(jobs: Sequence[Job]) -> list[str]:
-    """Milliseconds, median and range; the ratios are within a pair of sums, one after the other."""
-    lines = ["| ranks | bytes | bare Allreduce, ms | engine, ms | ratio |", "| --- " * 5 + "|"]
-    rows = [{"ranks": job["ranks"], **row} for job in jobs for row in job["sums"]]
-    for (ranks, size), some in grouped(rows, "ranks", "bytes").items():
-        bare, engine = ([1000 * s for row in some for s in row[way]] for way in ("bare", "engine"))
-        ratios = [ours / theirs for ours, theirs in zip(engine, bare, strict=True)]
-        lines.append(
-            f"| {ranks} | {size:,} | {spread(bare, '.3f')} | {spread(engine, '.3f')} | {spread(ratios, '.2f')} |"
-        )
-    return lines
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:

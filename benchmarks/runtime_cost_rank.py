@@ -1,8 +1,7 @@
 """One rank of runtime_cost.py's job: python -m benchmarks.runtime_cost_rank MODE SECONDS FOLDER, under mpirun.
 
 The weights of ResNet-50 on emulated devices: slices are slept, so that what remains is the runtime's own work. Twice
-SECONDS of training, of which the first half warms up and the second one is taken apart by CPU time; then, at rest,
-buffers of several sizes are summed by the engine and by a bare blocking Allreduce in turn. Rank 0 writes
+SECONDS of training, of which the first half warms up and the second one is taken apart by CPU time. Rank 0 writes
 FOLDER/result.json.
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -30,8 +28,6 @@ from hetsync.sync.deltas import Deltas
 from hetsync.sync.gradients import Gradients
 
 ROUNDS_PER_SECOND = 2.0
-SUM_BYTES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
-LONGEST_LOOP = 20  # sums of one size, by the engine and bare each
 # With such a q every rank gives to every round, so that a slice is a round.
 SETTINGS: dict[str, dict[str, Any]] = {
     "delayed": {"quorum": 0.99, "fragments": 1},
@@ -84,8 +80,8 @@ def per_second(before: Counter[str], after: Counter[str]) -> dict[str, Any]:
     return {"rounds_per_second": rounds, "counted": counted, "parts": parts}
 
 
-def train(mode: str, seconds: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Collective: CPU seconds of each rank's runtime per second of training, by purpose; and the times of sums."""
+def train(mode: str, seconds: float) -> list[dict[str, Any]]:
+    """Collective: CPU seconds of each rank's runtime per second of training, by purpose."""
     meter, plane = PartsMeter(PARTS), MpiPlane()
     half = round(seconds * ROUNDS_PER_SECOND) * plane.size
     model = Weights()
@@ -101,51 +97,21 @@ def train(mode: str, seconds: float) -> tuple[list[dict[str, Any]], list[dict[st
         **SETTINGS[mode],
     )
     taken: list[Counter[str]] = []
-    sums: list[dict[str, Any]] = []
-
-    def at_rest() -> None:
-        taken.append(books(session, meter))
-        if len(taken) == 2:
-            sums.extend(time_sums(session, plane))
-
     with session:
-        for _ in session.slices(at_rest):
+        for _ in session.slices(lambda: taken.append(books(session, meter))):
             loss = model()
             loss.backward()
             session.step(loss)
-        return plane.gather_objects(per_second(*taken)), sums
-
-
-def time_sums(session: JoinedSession, plane: MpiPlane) -> list[dict[str, Any]]:
-    """Collective, at rest: seconds of a sum, from the call to the result on the last rank."""
-    comm = MPI.COMM_WORLD.Dup()
-    rows = []
-    for size in SUM_BYTES:
-        values, ours = torch.zeros(size // 4), plane.allocate(size // 4, torch.device("cpu")).zero_()
-        memory = MPI.buffer.fromaddress(values.data_ptr(), values.nbytes)
-        ways = {
-            "bare": lambda memory=memory: comm.Allreduce(MPI.IN_PLACE, [memory, MPI.FLOAT]),
-            "engine": lambda values=ours: session.engine.allreduce(values),
-        }
-        row: dict[str, Any] = {"bytes": size, **{way: [] for way in ways}}
-        for _ in range(min(LONGEST_LOOP, 3 + 200_000_000 // size)):
-            for way, add in ways.items():
-                comm.Barrier()
-                began = time.monotonic()
-                add()
-                row[way].append(comm.allreduce(time.monotonic() - began, MPI.MAX))
-        rows.append(row)
-    comm.Free()
-    return rows
+        return plane.gather_objects(per_second(*taken))
 
 
 def main() -> None:
     mode, seconds, folder = sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    costs, sums = train(mode, seconds)
+    costs = train(mode, seconds)
     if MPI.COMM_WORLD.Get_rank() == 0:
         values = sum(weight.numel() for weight in Weights().parameters())
-        kept = {"mode": mode, "values": values, "per_rank": costs, "sums": sums}
+        kept = {"mode": mode, "values": values, "per_rank": costs}
         write_atomically(folder / "result.json", json.dumps(kept))
 
 
