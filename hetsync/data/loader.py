@@ -166,7 +166,9 @@ class Loader:
         """Returns at once: the order of a large epoch takes a second, and the pipe of a worker may be full."""
         for spans in task.slices:
             if length(spans) > self._at_once or not self._order.knows(spans):
-                self._loading[task.number] = self._thread.submit(self._submit, task)
+                loading = self._thread.submit(self._submit, task)
+                if not loading.cancelled():
+                    self._loading[task.number] = loading
                 return
 
     def indices(self, spans: Iterable[Span]) -> list[int]:
@@ -174,8 +176,19 @@ class Loader:
         return self._order.indices(spans)
 
     def drop(self, task: SlicedWork) -> None:
-        """The task will not be computed."""
-        self._loading.pop(task.number, None)
+        """The task will not be computed: what is not being loaded yet never is."""
+        self._let_go(task.number)
+
+    def stop(self) -> None:
+        """No more tasks will be computed."""
+        self._thread.drop()
+        for number in list(self._loading):
+            self._let_go(number)
+
+    def _let_go(self, number: int) -> None:
+        loading = self._loading.pop(number, None)
+        if loading is not None and not loading.cancel():
+            loading.add_done_callback(_cancel_batches)
 
     def _submit(self, task: SlicedWork) -> deque[Future[Any]]:
         """Of each batch, in order; the first is on its way to the device."""
@@ -219,6 +232,13 @@ class Loader:
         self._fetcher.close()  # at a worker's full pipe the thread may wait
         self._thread.close()
         self._transfer.close()
+
+
+def _cancel_batches(loading: Future[deque[Future[Any]]]) -> None:
+    """Of a task, once its batches have been asked for."""
+    if not loading.cancelled() and loading.exception() is None:
+        for batch in loading.result():
+            batch.cancel()
 
 
 def _samples_at_once(source: Source, device: torch.device) -> int:

@@ -57,7 +57,8 @@ class Fetcher(Protocol):
     """Loads batches in the background."""
 
     def submit(self, indices: list[int], seed: int) -> Future[Any]:
-        """The batch of these samples; `seed` is what it may draw random numbers from. Called from one thread."""
+        """The batch of these samples; `seed` is what it may draw random numbers from. Called from one thread. Who
+        wants it no more may cancel it."""
         ...
 
     def close(self) -> None: ...
@@ -149,7 +150,7 @@ class FetchProcesses:
                     ticket, answer = pipe.recv()
                     with self._lock:
                         future = self._futures.pop(ticket, None)
-                    if future is None:
+                    if future is None or not future.set_running_or_notify_cancel():
                         continue
                     if isinstance(answer, BaseException):
                         future.set_exception(answer)
@@ -165,7 +166,9 @@ class FetchProcesses:
                 return
             self._failure = verdict(loss, self._workers)
             while self._futures:
-                self._futures.popitem()[1].set_exception(self._failure)
+                _, future = self._futures.popitem()
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(self._failure)
 
 
 def verdict(loss: Exception, workers: Sequence[BaseProcess]) -> UserError:

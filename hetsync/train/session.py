@@ -520,6 +520,7 @@ class Session:
             return
         self.tasks.settle()
         begun = self.engine.withdraw()
+        self._loader.stop()
         if begun is not None:
             self.tasks.finish(TaskInWork(begun))
         for item in self._tasks():

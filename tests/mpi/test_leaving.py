@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from training import BATCH, SAMPLES, Blobs, Net, local_tensors, unequal_shares
 
 import hetsync
+from hetsync.data.loader import Loader
 from hetsync.plane.base import Plane
 from hetsync.sync.agreement import weights_sha256
 from hetsync.train.session import Session
@@ -106,3 +107,12 @@ def test_a_synchronous_job_that_all_leave_is_the_first_steps_of_the_whole(plane:
     for mine, theirs in zip(local_tensors(left), local_tensors(whole), strict=True):
         assert torch.equal(mine, theirs)
     assert not torch.equal(local_tensors(whole)[0], local_tensors(Net(batch_norm=True))[0])
+
+
+def test_a_rank_that_has_left_loads_nothing_more(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped, stop = [], Loader.stop
+    monkeypatch.setattr(Loader, "stop", lambda loader: (stopped.append(loader), stop(loader)))
+    leaves = plane.rank == plane.size - 1
+    session, *_ = train(plane, 4, lambda number: leaves and number == 3)
+    assert len(stopped) == leaves
+    assert session.applied == EPOCHS * SAMPLES or plane.size == 1

@@ -101,3 +101,49 @@ def test_an_order_knows_the_epochs_that_it_has_made():
     order.indices([(0, 4)])
     assert order.knows([(0, 10)])
     assert not order.knows([(8, 12)])
+
+
+class Gated(TensorDataset):
+    """Loads nothing before it is let, and keeps what it has loaded."""
+
+    def __init__(self, samples):
+        super().__init__(torch.arange(samples))
+        self.gate, self.begun, self.loaded = threading.Event(), threading.Event(), []
+
+    def __getitem__(self, index):
+        self.begun.set()
+        assert self.gate.wait(60)
+        self.loaded.append(index)
+        return super().__getitem__(index)
+
+
+def test_of_a_dropped_task_nothing_is_loaded_any_more():
+    dataset = Gated(20)
+    made = Loader(Source(dataset, shuffle=False), 7, torch.device("cpu"))
+    try:
+        # One batch is being loaded, one waits for it; of the third task not even the order is made.
+        for number in range(3):
+            made.prefetch(Work(number, (((4 * number, 4 * number + 2),), ((4 * number + 2, 4 * number + 4),))))
+        assert dataset.begun.wait(60)
+        for number in (0, 2):
+            made.drop(Work(number, ()))
+        dataset.gate.set()
+        assert [batch[0].tolist() for batch in made.slices(Work(1, (((4, 6),), ((6, 8),))))] == [[4, 5], [6, 7]]
+    finally:
+        made.close()
+    assert dataset.loaded == [0, 1, 4, 5, 6, 7]
+
+
+def test_a_loader_that_stops_lets_go_of_all_tasks_and_takes_no_more():
+    dataset = Gated(20)
+    made = Loader(Source(dataset, shuffle=False), 7, torch.device("cpu"))
+    try:
+        for number in range(3):
+            made.prefetch(Work(number, (((4 * number, 4 * number + 4),),)))
+        assert dataset.begun.wait(60)
+        made.stop()
+        made.prefetch(Work(3, (((12, 16),),)))
+        dataset.gate.set()
+    finally:
+        made.close()
+    assert dataset.loaded == [0, 1, 2, 3]  # it was being loaded

@@ -80,6 +80,14 @@ def test_what_cannot_be_read_is_said_and_the_rest_goes_on(fetcher: Fetcher) -> N
     assert good.result(SECONDS)[0].tolist() == [[12, 144]]
 
 
+def test_a_batch_that_is_wanted_no_more_disturbs_no_other(fetcher: Fetcher) -> None:
+    unwanted = [fetcher.submit([index], 0) for index in range(8)]
+    wanted = fetcher.submit([3, 4], 0)
+    assert any([future.cancel() for future in unwanted])
+    assert wanted.result(SECONDS)[0].tolist() == [[3, 9], [4, 16]]
+    assert fetcher.submit([5], 0).result(SECONDS)[0].tolist() == [[5, 25]]
+
+
 def pids_of(processes: Fetcher) -> set[int]:
     return {int(processes.submit([0], 0).result(SECONDS)[1]) for _ in range(4)}
 
