@@ -98,7 +98,7 @@ class PreparedScaler:
             )
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        if self._unscaled or self._stepped:
+        if self._unscaled or self._stepped or new_scale is not None:
             self.scaler.update(new_scale)
             self._scale_again([each for each in self._unscaled if each not in self._stepped])
             self._scaled, self._unscaled, self._stepped = None, [], []

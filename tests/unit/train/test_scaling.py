@@ -1,4 +1,4 @@
-"""Scaled gradients that are clipped, and not stepped on."""
+"""A GradScaler in batches without a step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import hetsync
 from hetsync.plane.local import LocalPlane
+from hetsync.train.prepared import PreparedScaler
 
 Batch = Callable[[Any, nn.Module, torch.optim.Optimizer, int], None]  # after its backward pass
 
@@ -50,3 +51,21 @@ def weights_after(batch: Batch, bound: int, precision: str) -> torch.Tensor:
 def test_a_batch_without_a_step_leaves_the_scale_of_the_next_gradients_right(batch: Batch, bound: int) -> None:
     """Without autocast all is float32, and scaling by a power of 2 changes nothing."""
     assert torch.equal(weights_after(batch, bound, "float16"), weights_after(batch, bound, "float32"))
+
+
+def prepared() -> PreparedScaler:
+    return PreparedScaler(torch.amp.GradScaler("cpu", init_scale=1024.0), lambda optimizer: True)
+
+
+def test_a_scale_that_is_set_counts() -> None:
+    scaler = prepared()
+    scaler.scale(torch.ones(()))
+    scaler.update(8.0)
+    assert scaler.get_scale() == 8.0
+
+
+def test_there_is_nothing_to_find_another_scale_from() -> None:
+    scaler = prepared()
+    scaler.scale(torch.ones(()))
+    scaler.update()
+    assert scaler.get_scale() == 1024.0
