@@ -18,6 +18,12 @@ from hetsync.train.session import AtRest
 
 _OVER = object()
 
+SECOND_LOOP = (
+    "a second loop over the job's batches, which come once an epoch, to be trained on: loop over them once in each turn"
+    " of 'for epoch in job.epochs(N)', and for anything else (accuracy, update_bn, a first look) over a plain DataLoader"
+    " of the training data"
+)
+
 
 class StoppedByRequest(SystemExit):
     """The job has saved and stopped, as a signal asked it to, or since too few ranks are left."""
@@ -42,7 +48,7 @@ class Loop:
         self._stop = stop
         self._course: Iterator[Any] | None = None
         self._newest: Callable[[], Generator[Any] | None] = lambda: None  # loop over batches
-        self._loops = 0  # over batches
+        self._may_loop = True  # over batches: once in each interval, or once in all
         self._slices = 0  # that have come to this loop over batches
         self._lines_at = -1  # samples applied at the interval's end after which the script's lines came last
 
@@ -68,13 +74,14 @@ class Loop:
     def intervals(self, samples: int) -> Iterator[int]:
         """Numbers of intervals of so many samples, from where the run stands; all ranks rest at the end of each."""
         running = self._begin()
+        self._may_loop = False
         if running.finished:
             return
         position = running.session.applied - running.lines_due
         while position < running.total and not running.over:
-            loops = self._loops
+            self._may_loop = True
             yield position // samples
-            if self._loops == loops:
+            if self._may_loop:
                 raise UserError(
                     f"epoch {position // samples} used none of the job's batches: loop over the loader that job.prepare"
                     " or job.loader returned"
@@ -102,7 +109,9 @@ class Loop:
         running = self._begin()
         if self.in_batch:
             raise UserError("two loops over the job's batches at once: begin the second when the first is over")
-        self._loops += 1
+        if not self._may_loop:
+            raise UserError(SECOND_LOOP)
+        self._may_loop = False
         if running.finished:
             return
         if running.left:

@@ -182,5 +182,5 @@ class Preparation:
             return loader.source.epoch_samples
         raise UserError(
             "the job does not know how long to train: loop within 'for epoch in job.epochs(N)', or give"
-            " job.loader epochs or samples"
+            " job.loader epochs or samples (and take a first look at a plain DataLoader)"
         )

@@ -24,7 +24,7 @@ InSlice = Callable[["Script", int, torch.Tensor], Any]
 class Script:
     """Two layers with an optimizer each, and a scheduler that is not prepared."""
 
-    def __init__(self, job: Any) -> None:
+    def __init__(self, job: Any, loads: bool = True) -> None:
         torch.manual_seed(0)
         self.job = job
         self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -32,14 +32,18 @@ class Script:
         self.first, self.second = (SGD(layer.parameters(), lr=0.1) for layer in self.model)
         self.unprepared = ExponentialLR(self.first, 0.9)
         plateau, each = ReduceLROnPlateau(self.second), ExponentialLR(self.second, 0.9)
-        data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
-        given = job.prepare(self.model, self.first, self.second, plateau, each, DataLoader(data, 8, shuffle=True))
-        *_, self.plateau, self.each, self.loader = given
+        self.data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+        *_, self.plateau, self.each = job.prepare(self.model, self.first, self.second, plateau, each)
+        if loads:
+            self.loader = job.prepare(DataLoader(self.data, 8, shuffle=True))
 
     def run(self, in_slice: InSlice) -> None:
         for _ in self.job.epochs(2):
-            for number, (inputs, labels) in enumerate(self.loader):
-                in_slice(self, number, (self.model(inputs) - labels).square().mean())
+            self.train(in_slice)
+
+    def train(self, in_slice: InSlice | None = None) -> None:
+        for number, (inputs, labels) in enumerate(self.loader):
+            (in_slice or ordinary)(self, number, (self.model(inputs) - labels).square().mean())
 
 
 def ordinary(script: Script, number: int, loss: torch.Tensor) -> None:
@@ -208,3 +212,57 @@ def test_other_groups_than_the_checkpoint_has_are_refused(capsys: pytest.Capture
         train(turned_round=True)
     assert ended.value.code == USER_ERROR
     assert "an optimizer has other groups of weights" in capsys.readouterr().err
+
+
+def again(script: Script) -> None:
+    """Another loop over batches, as for accuracy on the training data."""
+    for _ in script.loader:
+        pass
+
+
+def in_each_epoch(script: Script) -> None:
+    for _ in script.job.epochs(2):
+        script.train()
+        again(script)
+
+
+def after_the_last(script: Script) -> None:
+    for _ in script.job.epochs(2):
+        script.train()
+    again(script)
+
+
+def after_a_first_look(script: Script) -> None:
+    for _ in script.job.epochs(2):
+        next(iter(script.loader))
+        script.train()
+
+
+def without_epochs(script: Script) -> None:
+    script.loader = script.job.loader(script.data, batch_size=8, epochs=2)
+    for _ in range(2):
+        script.train()
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("loops", [in_each_epoch, after_the_last, after_a_first_look, without_epochs])
+def test_batches_come_once(capsys: pytest.CaptureFixture[str], bound: int, loops: Callable[[Script], None]) -> None:
+    with pytest.raises(SystemExit) as ended, hetsync.join(plane=LocalPlane(), delay_bound=bound, progress=False) as job:
+        loops(Script(job, loops is not without_epochs))
+    assert ended.value.code == USER_ERROR
+    assert "a second loop over the job's batches" in capsys.readouterr().err
+
+
+def test_batches_of_a_run_that_is_over_are_none_to_look_at(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def run(afterwards: Callable[[Script], None]) -> None:
+        with hetsync.join(plane=LocalPlane(), run=tmp_path / "run", resume="auto", progress=False) as job:
+            script = Script(job)
+            for _ in job.epochs(2):
+                script.train()
+            afterwards(script)
+
+    run(lambda script: None)
+    with pytest.raises(SystemExit) as ended:
+        run(again)
+    assert ended.value.code == USER_ERROR
+    assert "a second loop over the job's batches" in capsys.readouterr().err
