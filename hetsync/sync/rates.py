@@ -68,6 +68,19 @@ class Cadence:
     first: int = 0  # batches of the stream before it
     done: int = 0  # steps
     calls: int = 0  # in this loop over batches
+    known: bool = False  # before this loop
+
+    def begin_loop(self) -> None:
+        self.calls, self.known = 0, self.every is not None
+
+    def end_loop(self, slices: int) -> None:
+        """Of so many. UserError where it has gone on without the steps that are counted for it."""
+        if self.known and self.every is not None and not self.calls and slices >= self.every:
+            raise UserError(
+                "a scheduler that the loop had stepped was stepped no more in a whole loop over batches, while its"
+                " steps follow samples: step it in each epoch (one schedule after another is a SequentialLR), or"
+                " always after the loop over batches"
+            )
 
     def called(self, batches: int, slices: int) -> None:
         """In a loop over batches that began at so many of the stream, in its slice of this number."""
@@ -122,13 +135,19 @@ class SchedulerRates:
         self._epoch = None if epoch_samples is None else -(-epoch_samples // batch_size)  # batches
         self._cadences = [Cadence(every) for _ in schedulers]
         self._began = 0  # this loop over batches, in samples of the stream
+        self._counts_anew = False  # as a checkpoint's batches are others
         self._rates = rates_of(optimizer)
 
     def begin_loop(self, position: int) -> None:
         """A loop over batches begins."""
         self._began = position
         for cadence in self._cadences:
-            cadence.calls = 0
+            cadence.begin_loop()
+
+    def end_loop(self, slices: int) -> None:
+        """That loop has ended after so many slices, and training goes on."""
+        for cadence in self._cadences:
+            cadence.end_loop(slices)
 
     def _batches(self, position: int) -> int:
         """Of B samples, up to a position of the stream."""
@@ -148,6 +167,10 @@ class SchedulerRates:
 
     def at(self, position: int) -> list[float]:
         batches = self._batches(position)
+        if self._counts_anew:
+            self._counts_anew = False
+            for cadence in self._cadences:
+                cadence.first, cadence.done = batches, 0
         due = [cadence.due(batches, self._epoch) - cadence.done for cadence in self._cadences]
         if any(steps > 0 for steps in due):
             set_rates(self._optimizer, self._rates)
@@ -189,7 +212,16 @@ class SchedulerRates:
 
     def state_dict(self) -> dict[str, Any]:
         states = [scheduler.state_dict() for scheduler in self._schedulers]
-        return {"schedulers": states, "cadences": [asdict(cadence) for cadence in self._cadences]}
+        return {
+            "schedulers": states,
+            "cadences": [asdict(cadence) for cadence in self._cadences],
+            "batches": self._measures,
+        }
+
+    @property
+    def _measures(self) -> list[int | None]:
+        """Of what is counted."""
+        return [self._batch_size, self._epoch_samples]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for scheduler, mine in zip(self._schedulers, state["schedulers"], strict=True):
@@ -199,6 +231,7 @@ class SchedulerRates:
             cadence.done = kept["done"]
             if cadence.every is None:
                 cadence.every, cadence.first = kept["every"], kept["first"]
+        self._counts_anew = state.get("batches", self._measures) != self._measures
 
 
 def check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -20,8 +20,8 @@ _OVER = object()
 
 SECOND_LOOP = (
     "a second loop over the job's batches, which come once an epoch, to be trained on: loop over them once in each turn"
-    " of 'for epoch in job.epochs(N)', and for anything else (accuracy, update_bn, a first look) over a plain DataLoader"
-    " of the training data"
+    " of 'for epoch in job.epochs(N)', and over a plain DataLoader of the training data for anything else (accuracy,"
+    " update_bn, a first look)"
 )
 
 
@@ -50,6 +50,7 @@ class Loop:
         self._newest: Callable[[], Generator[Any] | None] = lambda: None  # loop over batches
         self._may_loop = True  # over batches: once in each interval, or once in all
         self._slices = 0  # that have come to this loop over batches
+        self._asked = True  # has the newest loop asked for a batch after its last?
         self._lines_at = -1  # samples applied at the interval's end after which the script's lines came last
 
     def slices_so_far(self) -> int | None:
@@ -86,16 +87,30 @@ class Loop:
                     f"epoch {position // samples} used none of the job's batches: loop over the loader that job.prepare"
                     " or job.loader returned"
                 )
-            if self.in_batch and (loop := self._newest()) is not None and not self._took_all(loop):
-                loop.close()  # left, but held by a variable of the script
+            if self.in_batch and (loop := self._newest()) is not None:
+                loop.close()  # a variable of the script holds it
             self.come_to_rest()
             position = running.session.applied
 
-    def _took_all(self, loop: Generator[Any]) -> bool:
-        """Whether a loop that a variable of the script holds has taken its last batch, though nobody asked for another:
-        by `next`, as often as the loader is long."""
-        work = self._begin().session.tasks.work
-        return work is not None and bool(work.stepped) and next(loop, _OVER) is _OVER
+    def _took_all(self) -> bool:
+        """Whether the newest loop has stepped on as many batches as an interval has on one device: by `next`, zip or
+        islice, which ask for no other then."""
+        loader, every = self._prepared.training_data, self._prepared.interval_samples
+        tasks = self._begin().session.tasks
+        stepped = tasks.work is not None and len(tasks.work.stepped) == len(tasks.steps)
+        return stepped and self._slices * loader.batch_size >= (every or loader.source.epoch_samples)
+
+    def _ask(self) -> None:
+        """In place of such a loop."""
+        if self._asked:
+            return
+        self._asked = True
+        running, course = self._begin(), self._course
+        assert course is not None
+        self._end_batch(running)
+        if next(self._until_lines(running, course), _OVER) is not _OVER:
+            self.in_batch = False
+            running.leave()
 
     # Batches.
 
@@ -128,26 +143,33 @@ class Loop:
         try:
             yield from self._until_lines(running, self._course)
         except GeneratorExit:
-            running.leave()  # by break: the other ranks do the rest of this one's samples
+            self._asked = not self._took_all()
+            if self._asked:
+                running.leave()  # by break: the other ranks do the rest of this one's samples
             raise
         finally:
             self.in_batch = False
 
     def _until_lines(self, running: Running, course: Iterator[Any]) -> Generator[Any]:
         """Batches up to the rest at which the script's own lines come."""
-        scaler = self._prepared.parts.scaler
         for item in course:
             if isinstance(item, AtRest):
                 if self.rest(item):
+                    if not running.over:
+                        self._prepared.parts.end_loop(self._slices)
                     return
                 continue
             self.in_batch = True
             self._slices += 1
             yield item
-            self.in_batch = False
-            if scaler is not None:
-                scaler.update()  # once a batch, however many optimizers have been stepped
-            running.between_batches()
+            self._end_batch(running)
+
+    def _end_batch(self, running: Running) -> None:
+        self.in_batch = False
+        scaler = self._prepared.parts.scaler
+        if scaler is not None:
+            scaler.update()  # once a batch, however many optimizers have been stepped
+        running.between_batches()
 
     # Rests.
 
@@ -199,16 +221,18 @@ class Loop:
                 " batches (job.evaluate_every evaluates while training goes on)"
             )
         running = self._begin()
+        self._ask()
         while running.on_its_way and not self.rest(next(running.leaving)):
             running.go_on()
 
     def settle(self) -> None:
         """Where the loop has been left, what the script does next is done at the rest to come."""
-        if self._began is not None and self._began.on_its_way:
+        if self._began is not None and (self._began.on_its_way or not self._asked):
             self.come_to_rest()
 
     def come_to_an_end(self) -> None:
         """Collective: through all rests, where the loop has not come there."""
         running = self._begin()
+        self._ask()
         while running.session.under_way and (rest := next(running.leaving, None)) is not None:
             self.rest(rest)

@@ -132,6 +132,12 @@ class Parts:
             if isinstance(rates, SchedulerRates):
                 rates.begin_loop(position)
 
+    def end_loop(self, slices: int) -> None:
+        """It has ended after so many, and training goes on."""
+        for rates in self.rates:
+            if isinstance(rates, SchedulerRates):
+                rates.end_loop(slices)
+
     def state(self, frozen: Container[int]) -> dict[str, Any]:
         """What a checkpoint keeps beside weights and optimizers; of rank 0, at rest. `frozen`: the ids of weights that
         ranks do not share."""

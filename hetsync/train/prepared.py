@@ -34,6 +34,11 @@ class PreparedScheduler:
         else:
             assert self.rates is not None
             self.rates.stepped_in_loop(self.scheduler, slices)
+            if arguments or named:
+                raise UserError(
+                    "a scheduler was stepped in the loop with an argument, but its steps there follow samples: step it"
+                    " without (a CosineAnnealingWarmRestarts with T_0 in batches), or after the loop over batches"
+                )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)

@@ -99,6 +99,34 @@ def test_ranks_that_step_a_scheduler_at_different_times_are_refused() -> None:
         rates.agree(lambda mine: [mine, [(3, 0)]])
 
 
+@pytest.mark.parametrize("batch_size", [2, 4, 8])
+def test_a_resume_with_other_batches_goes_on_from_where_the_scheduler_stood(batch_size: int) -> None:
+    """16 samples in batches of 4 made four steps, and each batch from there on makes one more."""
+
+    def rates_for(batch_size: int) -> SchedulerRates:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return SchedulerRates(optimizer, [scheduler], batch_size, epoch_samples=32)
+
+    before, after = rates_for(4), rates_for(batch_size)
+    before.begin_loop(0)
+    before.stepped_in_loop(before._schedulers[0], 1)
+    assert before.at(16) == [0.5**4]
+    after.load_state_dict(before.state_dict())
+    after.rebase(before.at(16))  # with the optimizer
+    assert [after.at(16 + batches * batch_size)[0] for batches in range(3)] == [0.5 ** (4 + n) for n in range(3)]
+
+
+def test_a_checkpoint_that_does_not_tell_its_batches_is_of_the_same() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    rates = SchedulerRates(optimizer, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)], 4, every=1)
+    state = rates.state_dict()
+    del state["batches"]
+    state["cadences"][0] |= {"done": 3}
+    rates.load_state_dict(state)
+    assert rates.at(16) == [0.5]
+
+
 def test_batches_of_an_epoch_are_counted_anew() -> None:
     """Epochs of 9 batches, stepped after each second one: four steps an epoch."""
     cadence = Cadence(every=2)

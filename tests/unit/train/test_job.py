@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -420,6 +421,43 @@ def test_a_loop_that_all_ranks_leave_can_be_evaluated_and_gone_on_from(bound: in
     assert found == [1.0]
     script(2)  # finished: it goes through
     assert found == [1.0]
+
+
+def by_zip(batches: Any) -> Iterator[Any]:
+    return (batch for _, batch in zip(range(len(batches)), batches))  # noqa: B905
+
+
+def by_islice(batches: Any) -> Iterator[Any]:
+    return itertools.islice(batches, len(batches))
+
+
+def by_next(batches: Any) -> Iterator[Any]:
+    coming = iter(batches)
+    return (next(coming) for _ in range(len(batches)))
+
+
+@BOUNDS
+@pytest.mark.parametrize("ways", [by_zip, by_islice, by_next])
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_loop_that_has_taken_all_batches_is_not_a_left_one(
+    bound: int, ways: Callable[[Any], Iterator[Any]], evaluates: bool
+) -> None:
+    """Though it has not asked for another."""
+    epochs = []
+    with hetsync.join(progress=False, delay_bound=bound) as job:
+        model = nn.Linear(4, 2)
+        _, _, batches = job.prepare(model, SGD(model.parameters(), 0.1), loader(batch_size=10))
+        for epoch in job.epochs(3):
+            taken = 0
+            for points, labels in ways(batches):
+                job.backward(nn.functional.cross_entropy(model(points), labels))
+                job.step()
+                taken += len(labels)
+            epochs.append((epoch, taken))
+            if evaluates:
+                job.evaluate(lambda: 1.0)
+    assert epochs == [(epoch, SAMPLES) for epoch in range(3)]
+    assert job.session.applied == 3 * SAMPLES
 
 
 def test_training_data_may_drop_the_last_samples_whether_shuffled_or_not() -> None:

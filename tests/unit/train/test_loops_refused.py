@@ -94,6 +94,11 @@ def irregular(script: Script, number: int, loss: torch.Tensor) -> None:
         script.each.step()
 
 
+def with_epoch(script: Script, number: int, loss: torch.Tensor) -> None:
+    ordinary(script, number, loss)
+    script.each.step(number / 8)
+
+
 def thawed(script: Script, number: int, loss: torch.Tensor) -> None:
     ordinary(script, number, loss)
     script.model[0].bias.requires_grad_(number == 2)
@@ -124,6 +129,7 @@ def reduced(script: Script, number: int, loss: torch.Tensor) -> None:
             "job.step got a ExponentialLR: give optimizers, and schedulers as job.prepare returned them",
         ),
         (plateau, "a ReduceLROnPlateau was stepped within a slice"),
+        (with_epoch, "a scheduler was stepped in the loop with an argument"),
         (irregular, "a scheduler was stepped first after 1 batches of the loop, and for the 2. time after 4"),
         (thawed, "weight 0.bias was unfrozen in the loop"),
         (grown, "the optimizer has"),
@@ -212,6 +218,33 @@ def test_other_groups_than_the_checkpoint_has_are_refused(capsys: pytest.Capture
         train(turned_round=True)
     assert ended.value.code == USER_ERROR
     assert "an optimizer has other groups of weights" in capsys.readouterr().err
+
+
+def warms_up(script: Script, number: int, loss: torch.Tensor) -> None:
+    ordinary(script, number, loss)
+    script.each.step()
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("warm_epochs", [1, 3])
+def test_a_scheduler_whose_steps_cease_is_refused(
+    capsys: pytest.CaptureFixture[str], bound: int, warm_epochs: int
+) -> None:
+    """But at the end, where its steps matter no more."""
+
+    def run() -> None:
+        with hetsync.join(plane=LocalPlane(), delay_bound=bound, progress=False) as job:
+            script = Script(job)
+            for epoch in job.epochs(4):
+                script.train(warms_up if epoch < warm_epochs else ordinary)
+
+    if warm_epochs == 3:
+        run()
+        return
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == USER_ERROR
+    assert "was stepped no more in a whole loop over batches" in capsys.readouterr().err
 
 
 def again(script: Script) -> None:
