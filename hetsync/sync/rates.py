@@ -28,6 +28,9 @@ class Rates(Protocol):
     def rebase(self, rates: list[float]) -> None:
         """At rest the owner has set these in place of `owners`."""
 
+    def leave_void(self, slices: int) -> None:
+        """So many slices of the loop had no step, as a rank has died."""
+
     def agree(self, gather: Callable[[Any], list[Any]]) -> None:
         """Collective, at rest: what one rank has learned of its loop all ranks know."""
 
@@ -52,6 +55,9 @@ class ScheduleRates:
     def rebase(self, rates: list[float]) -> None:
         self._base = list(rates)
 
+    def leave_void(self, slices: int) -> None:
+        """Rates do not follow the loop."""
+
     def agree(self, gather: Callable[[Any], list[Any]]) -> None:
         """Nothing is learned."""
 
@@ -61,21 +67,22 @@ class Cadence:
     """How a loop steps a scheduler: after each `every` batches, counted anew in each epoch.
 
     The loop tells it by its first call. Steps follow the samples of the job from then on, so calls that come at other
-    times would not be heard: they are refused.
+    times would not be heard: they are refused. Slices that a death has made void the loop may count or not.
     """
 
     every: int | None = None  # None: not in the loop
     first: int = 0  # batches of the stream before it
     done: int = 0  # steps
     calls: int = 0  # in this loop over batches
+    void: int = 0  # slices before the one that is out, in this loop
     known: bool = False  # before this loop
 
     def begin_loop(self) -> None:
-        self.calls, self.known = 0, self.every is not None
+        self.calls, self.void, self.known = 0, 0, self.every is not None
 
     def end_loop(self, slices: int) -> None:
         """Of so many. UserError where it has gone on without the steps that are counted for it."""
-        if self.known and self.every is not None and not self.calls and slices >= self.every:
+        if self.known and self.every is not None and not self.calls and slices - self.void >= self.every:
             raise UserError(
                 "a scheduler that the loop had stepped was stepped no more in a whole loop over batches, while its"
                 " steps follow samples: step it in each epoch (one schedule after another is a SequentialLR), or"
@@ -86,8 +93,8 @@ class Cadence:
         """In a loop over batches that began at so many of the stream, in its slice of this number."""
         self.calls += 1
         if self.every is None:
-            self.every, self.first = slices, batches
-        if slices != self.calls * self.every:
+            self.every, self.first = slices - self.void, batches
+        if not slices - self.void <= self.calls * self.every <= slices:
             raise UserError(
                 f"a scheduler was stepped first after {self.every} batches of the loop, and for the {self.calls}. time"
                 f" after {slices}: its steps follow samples, so step it after each batch, or after each n-th, counted"
@@ -148,6 +155,10 @@ class SchedulerRates:
         """That loop has ended after so many slices, and training goes on."""
         for cadence in self._cadences:
             cadence.end_loop(slices)
+
+    def leave_void(self, slices: int) -> None:
+        for cadence in self._cadences:
+            cadence.void += slices
 
     def _batches(self, position: int) -> int:
         """Of B samples, up to a position of the stream."""

@@ -342,7 +342,7 @@ class Job:
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, **options: Any) -> torch.Tensor | None:
         """As torch.nn.utils.clip_grad_norm_, of the gradients of the step: summed over ranks, and unscaled. None where
-        no step is due."""
+        accumulation makes no step due; 0 where a rank's death has left the batch without gradients."""
         weights = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         known = {id(weight) for weight in weights}
         steps = self.session.tasks.steps
@@ -351,7 +351,7 @@ class Job:
             raise UserError("job.clip_grad_norm_ got weights that no prepared optimizer steps: prepare their optimizer")
         for number in numbers:
             if not self.session.tasks.collect(number):
-                return None
+                return weights[0].new_zeros(()) if self.session.tasks.is_void else None
             if self._prepared.parts.scaler is not None:
                 self._prepared.parts.scaler.unscale_once(self._prepared.parts.optimizers[number])
         return steps[numbers[0]].clip(weights, max_norm, **options)
@@ -359,7 +359,7 @@ class Job:
     def step(self, *things: Any) -> bool:
         """After the last backward: the steps of these optimizers (of all, where none is named), whose gradients are
         then gone, and of these schedulers. Where accumulation at delay bound 0 makes no step due, gradients are added
-        up, and it returns False."""
+        up, and it returns False; so it does where a rank's death has left the batch without gradients."""
         parts = self._prepared.parts
         optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)] or parts.optimizers
         schedulers = [thing for thing in things if not isinstance(thing, torch.optim.Optimizer)]

@@ -185,6 +185,8 @@ class TaskRunner:
         return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
     def _drop(self, work: TaskInWork) -> None:
+        for steps in self.steps:
+            steps.rates.leave_void(len(work.task.slices) - work.slices_left + work.out)  # that have come to the loop
         self.work, work.out = None, False
         self.tensors.restore()
         if self._kept is not None:
@@ -205,6 +207,11 @@ class TaskRunner:
         if self.work is None or not self.work.out:
             raise UserError(f"{what} was called while no batch is out: call it within the loop over the job's batches")
         return self.work
+
+    @property
+    def is_void(self) -> bool:
+        """Has a death left the slice that is out without gradients, as far as the loop has come to them?"""
+        return self.slice_out("step").void
 
     @property
     def step_is_due(self) -> bool:

@@ -227,6 +227,46 @@ def test_a_script_survives_deaths_at_any_moment(
     assert load_newest(tmp_path / "run").progress.samples_applied == 8 * 512
 
 
+LINES = """
+import os, signal, torch, hetsync
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+stepped, always, second = (LambdaLR(optimizer, lambda steps: 1.0) for _ in range(3))
+loader = DataLoader(TensorDataset(torch.randn(512, 4), torch.randint(3, (512,))), batch_size=32, shuffle=True)
+norms = []
+
+with hetsync.join(run="run", delay_bound=0, tolerate=True, least_ranks=1) as job:
+    model, optimizer, stepped, always, second, loader = job.prepare(model, optimizer, stepped, always, second, loader)
+    for epoch in job.epochs(2):
+        for number, (inputs, labels) in enumerate(loader):
+            if (job.rank, epoch, number) in [(1, 0, 4), (0, 1, 9)]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            job.backward(torch.nn.functional.cross_entropy(model(inputs), labels))
+            norm = job.clip_grad_norm_(model.parameters(), 1.0)
+            norms.append(norm.item())
+            job.log({"norm": norm})
+            if job.step(optimizer):
+                stepped.step()
+            always.step()
+            if number % 2:
+                second.step()
+print(norms.count(0.0), [each.last_epoch for each in (stepped, always, second)], flush=True)
+"""
+
+
+def test_lines_that_follow_a_step_survive_the_batch_without_one(tmp_path: Path) -> None:
+    """Two batches of rank 2 are void: there clipping finds no gradients, and the second scheduler may be stepped."""
+    (tmp_path / "script.py").write_text(LINES)
+    with started([*mpirun(3), *ULFM, sys.executable, "script.py"], tmp_path, {"PYTHONPATH": str(ROOT)}) as process:
+        done = finished(process)
+    assert done.status == 0, done.story
+    assert done.out.splitlines()[-1] == "2 [32, 32, 16]", done.story
+
+
 def test_a_controller_goes_on_or_is_begun_anew(tmp_path: Path) -> None:
     """Where another rank dies, and then rank 0: its process ends with that, and the next first rank starts another."""
     words = ["--control.name", "random", "--control.interval_seconds", "0.1", "--sync.rebalance", "false"]

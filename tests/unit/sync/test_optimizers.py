@@ -133,6 +133,23 @@ def test_batches_of_an_epoch_are_counted_anew() -> None:
     assert [cadence.due(batches, 9) for batches in (1, 2, 8, 9, 10, 11, 18)] == [0, 1, 4, 4, 4, 5, 8]
 
 
+def test_batches_without_a_step_may_be_counted_or_not() -> None:
+    """The third of five batches is void."""
+    for every, calls in [(1, (1, 2, 3, 4, 5)), (1, (1, 2, 4, 5)), (2, (2, 4)), (2, (2, 5))]:
+        cadence = Cadence(every)
+        for slices in calls:
+            cadence.void = int(slices > 3)
+            cadence.called(0, slices)
+    with pytest.raises(UserError, match="time after 6"):
+        Cadence(2, calls=1, void=1).called(0, 6)
+
+
+def test_a_batch_without_a_step_before_a_schedulers_first_is_not_counted() -> None:
+    cadence = Cadence(void=1)
+    cadence.called(0, 2)
+    assert cadence.every == 1
+
+
 def test_rates_that_are_set_at_the_last_rest_hold() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     steps = Steps(optimizer, ScheduleRates(optimizer), None, BATCH)
