@@ -31,7 +31,6 @@ from hetsync.sync.mending import MOST_IN_VAIN, Anchor, Mending, Part, Recovered,
 from hetsync.sync.messages import (
     Alive,
     AssignTask,
-    CapFound,
     DrainRequested,
     Event,
     Notice,
@@ -460,7 +459,7 @@ class Communicator:
             shared.recovering = True
             told = [shared.outbox.popleft() for _ in range(len(shared.outbox))]
             self._requested += [event.reason for event in told if isinstance(event, DrainRequested)]
-            shared.outbox.extend(event for event in told if isinstance(event, SettingsChanged | CapFound))
+            shared.outbox.extend(event for event in told if isinstance(event, SettingsChanged))
             holding = shared.worker.holding()
             if self._books is not None and self._coordinator is not None:
                 for notices in self._router.pop_own():
@@ -476,6 +475,7 @@ class Communicator:
                 requested=tuple(self._requested),
                 books=self._books,
                 damaged=self._damaged,
+                cap=shared.cap,
             )
 
     def _given(self) -> Sequence[Part] | None:

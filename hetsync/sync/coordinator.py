@@ -121,6 +121,8 @@ class Coordinator:
         working = {rank: share for rank, share in shares.items() if not reports[rank].holding.withdrawn}
         for rank in set(self.machine.members).difference(shares):
             self.speeds.forget(rank)
+        found = {rank: report.cap for rank, report in reports.items() if report.cap is not None}
+        self.speeds.caps = {**self.speeds.caps, **found}  # a new first rank has heard of none
         shares |= self._sliced_anew(working, anyway=not members.keys() >= shares.keys())
         self.machine, self._deliver = self._rebuild(decision, reports, shares)
         self.settings = self.machine.settings

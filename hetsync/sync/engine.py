@@ -28,7 +28,7 @@ from hetsync.sync.gradients import Gradients
 from hetsync.sync.log import Applied, Began, Closed, Finished, Followers
 from hetsync.sync.lone import LoneGradients
 from hetsync.sync.lost_books import Tally
-from hetsync.sync.messages import Evaluated, Event, StartRound, Task, TaskSpoiled, WentBack
+from hetsync.sync.messages import CapFound, Evaluated, Event, StartRound, Task, TaskSpoiled, WentBack
 from hetsync.sync.overhead import MainThreadTimer, Overhead
 from hetsync.sync.polling import SHORTEST_POLL_SECONDS
 from hetsync.sync.recovery import Books, Damage, Death, spans_of
@@ -449,6 +449,8 @@ class Engine:
         """Tell the coordinator, from any thread but not from a signal handler."""
         if isinstance(event, Evaluated):
             self._shared.evaluating = None
+        elif isinstance(event, CapFound):
+            self._shared.cap = event.samples
         self._shared.outbox.append(event)
         self._shared.bell.ring()
 

@@ -38,6 +38,7 @@ from typing import NamedTuple
 from hetsync.data.ledger import Ledger, Span, merged
 from hetsync.sync.messages import (
     AssignTask,
+    CapFound,
     Contributed,
     DrainRequested,
     Evaluated,
@@ -212,6 +213,8 @@ class Report(NamedTuple):
         requested: reasons for which it has asked for a rest that has not come; once too few were left, `TOO_FEW`.
         books: of a keeper.
         damaged: the rank of which a message has not arrived here as it was sent, where that has begun the recovery.
+        cap: samples a slice that fit into its memory, where its first slices have shown that: it was told but once,
+            maybe to a coordinator that has gone.
     """
 
     rank: int
@@ -223,6 +226,7 @@ class Report(NamedTuple):
     requested: tuple[str, ...] = ()
     books: Books | None = None
     damaged: int | None = None
+    cap: int | None = None
 
 
 SUPERSEDED = (
@@ -234,6 +238,7 @@ SUPERSEDED = (
     Evaluated,
     RankWithdrew,
     DrainRequested,
+    CapFound,
 )
 
 

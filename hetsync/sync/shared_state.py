@@ -151,6 +151,7 @@ class SharedState:
         self.main_thread = MainThread.COMPUTING  # written by the main thread
         self.failure_raised = False  # by the main thread
         self.acted_at = time.monotonic()  # by the main thread: the last moment at which it began or ended a task
+        self.cap: int | None = None  # by the main thread: samples a slice that fit into memory, as it has found
         self.patience_seconds = 0.0  # by the main thread: it computes on for so long while a round lands
         self.polls = 0  # by the communication thread: it does not hang
 

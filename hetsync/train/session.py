@@ -235,7 +235,8 @@ class Session:
         return Books([standing], [(0, terms.applied)], terms.version)
 
     def _make_coordinator(self, send: Send) -> Coordinator:
-        """On the first rank; where that has died, on the next, with speeds as they were when the job began."""
+        """On the first rank; where that has died, on the next, with speeds as they were when the job began. Caps that
+        were found since are in reports."""
         terms, sync = self.terms, self._sync
         ledger = Ledger(terms.total_samples, terms.applied)
         shares = dict(enumerate(self.shares))

@@ -367,6 +367,22 @@ def test_who_has_nothing_to_hear_gets_no_message():
 # Members that leave.
 
 
+@pytest.mark.parametrize("cap", [None, 22])
+def test_whoever_leads_next_keeps_to_caps_that_others_have_found(cap):
+    """Its machine has the shares of the job's beginning, and profiles know of no cap."""
+    office = Office((20, 20, 20))
+    sliced: list[dict[int, int]] = []
+
+    def rebuild(decision, reports, shares):
+        sliced.append(dict(shares))
+        return make_machine(list(shares.values()), Settings(8, 0.1), 1000), lambda instructions: None
+
+    office.coordinator._rebuild = rebuild
+    reports = {1: Report(1, 0, Holding(), cap=cap), 2: Report(2, 0, Holding())}
+    office.coordinator.go_on(Decision(Action.GO_ON, 0, (1, 2), 1, books=Books([], [], 0)), reports)
+    assert sliced == [{1: 30, 2: 30} if cap is None else {1: 22, 2: 38}]
+
+
 def capped_office(caps, pins):
     """Three ranks of equal shares that turn out to be of unequal speed."""
     office = Office((20, 20, 20))

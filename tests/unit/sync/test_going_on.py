@@ -11,8 +11,9 @@ import torch
 from hetsync.plane.base import DamagedError, LostError, MembersLost
 from hetsync.sync.communicator import Communicator
 from hetsync.sync.deltas import Deltas
+from hetsync.sync.engine import Engine
 from hetsync.sync.mending import Mending
-from hetsync.sync.messages import Settings, Standing, StartRound, Task, TaskFinished, TaskStarted
+from hetsync.sync.messages import CapFound, Settings, Standing, StartRound, Task, TaskFinished, TaskStarted
 from hetsync.sync.milestones import no_marks, rests_for
 from hetsync.sync.recovery import Action, Books, Death, Decision, LandedRound, Report, decide, rebuilt
 from hetsync.sync.shared_state import EngineOptions, Phase, SharedState
@@ -116,6 +117,21 @@ def test_a_plane_that_fails_again_and_again_though_nobody_goes_is_given_up() -> 
     mending = Mending(cast(Any, plane), lambda: report, lambda reports: decide(reports, 2), lambda: None, 10.0)
     with pytest.raises(LostError, match="though nobody has gone: a message of rank 1 has been lost"):
         mending.run()
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_the_cap_that_a_rank_has_found_is_in_its_report(sent: bool) -> None:
+    """The coordinator that it was told to may be gone."""
+    made = communicator(
+        _plane=SimpleNamespace(rank=0), _requested=[], _books=None, _coordinator=None, _newest=None, _damaged=None
+    )
+    engine = Engine.__new__(Engine)
+    engine._shared = made._shared
+    engine.report(CapFound(0, 22))
+    if sent:
+        assert made._pop_outbox() == [CapFound(0, 22)]
+    assert [made._report().cap for _ in range(2)] == [22, 22]
+    assert made._pop_outbox() == []
 
 
 # Who crawls.

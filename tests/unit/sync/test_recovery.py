@@ -18,6 +18,7 @@ from hetsync.sync.lost_books import Tally, begun_anew
 from hetsync.sync.messages import (
     NO_BOUND,
     AssignTask,
+    CapFound,
     DrainRequested,
     HeldTask,
     Holding,
@@ -285,7 +286,7 @@ def test_keepers_are_the_first_ranks():
 
 
 def test_a_report_says_what_was_not_sent():
-    assert still_to_tell([TaskFinished(0, 3, 4), DrainRequested(STOP)]) == []
+    assert still_to_tell([TaskFinished(0, 3, 4), DrainRequested(STOP), CapFound(0, 22)]) == []
 
 
 def test_what_was_asked_for_is_not_forgotten():
