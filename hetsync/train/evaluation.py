@@ -200,6 +200,14 @@ def _mean(values: Sequence[Any], weights: Sequence[int]) -> Any:
         return first.compute()
     if isinstance(first, Mapping):
         return {key: _mean([value[key] for value in values], weights) for key in first}
+    shapes = [_shape(value) for value in values]
+    rows = isinstance(first, torch.Tensor | np.ndarray) and [shape[:1] for shape in shapes] == [(n,) for n in weights]
+    if len(set(shapes)) > 1 or (rows and len(values) > 1 and max(weights) > 1):
+        raise UserError(
+            f"the evaluation returned values of shapes {', '.join(map(str, shapes))} on ranks that looked at"
+            f" {', '.join(map(str, weights))} samples, and rows of samples have no mean over ranks: give job.evaluate a"
+            " combine, such as combine=torch.cat for tensors"
+        )
     if isinstance(first, list | tuple):
         means = [_mean(parts, weights) for parts in zip(*values, strict=True)]
         return type(first)(*means) if hasattr(first, "_fields") else type(first)(means)
@@ -209,6 +217,12 @@ def _mean(values: Sequence[Any], weights: Sequence[int]) -> Any:
             " dictionaries of them, or metrics of torchmetrics), or give job.evaluate a function combine"
         )
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return tuple(value.shape)
+    return (len(value),) if isinstance(value, list | tuple) else ()
 
 
 def named(result: Any) -> dict[str, float]:
