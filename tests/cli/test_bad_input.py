@@ -295,7 +295,7 @@ ALONE = {
         ["--run.dir", "old"],
         "run folder old holds a run already: choose another, or .* --resume old",
     ),
-    "no checkpoint": (["--resume", "old"], "old: there is no complete checkpoint in .*; start afresh"),
+    "no checkpoint": (["--resume", "begun"], "begun: there is no complete checkpoint in .*; start afresh"),
     "no policy": (
         ["--control.name", "ppo", "--control.policy", "gone"],
         "control.policy gone does not exist: make one",
@@ -303,12 +303,21 @@ ALONE = {
 }
 
 
+def checkpoint(run_folder: Path) -> None:
+    """What tells of a complete one."""
+    state = run_folder / "checkpoints" / "samples-000000000128" / "state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text("{}")
+
+
 @pytest.mark.parametrize("name", ALONE)
 def test_mistakes_that_show_later(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words, sentence = ALONE[name]
     (here / "bad.yaml").write_text("name: bad\nsource: none\ndevices: [{name: a, count: 0}]\n")
-    (here / "old" / "checkpoints").mkdir(parents=True)
-    (here / "old" / "recipe.yaml").write_text("run:\n  samples: 256\n")
+    checkpoint(here / "old")
+    for run_folder in ("old", "begun"):
+        (here / run_folder).mkdir(exist_ok=True)
+        (here / run_folder / "recipe.yaml").write_text("run:\n  samples: 256\n")
     with pytest.raises(SystemExit) as ended:
         cli.main(["--run.samples", "2000", "--run.dir", "run", "--run.profile_seconds", "0.05", *words])
     captured = capsys.readouterr()
@@ -316,7 +325,7 @@ def test_mistakes_that_show_later(name: str, here: Path, capsys: pytest.CaptureF
 
 
 def test_a_folder_with_a_run_is_left_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "old" / "checkpoints").mkdir(parents=True)
+    checkpoint(here / "old")
     with pytest.raises(SystemExit):
         cli.main(["--run.dir", "old"])
     assert [path.name for path in (here / "old").iterdir()] == ["checkpoints"]

@@ -99,6 +99,14 @@ def test_a_job_that_fails_before_it_writes_leaves_no_folder(tmp_path: Path) -> N
     assert (tmp_path / "old").is_dir()
 
 
+@pytest.mark.parametrize("left", ["", ".partial-samples-000000000128"])
+def test_a_job_that_died_in_its_first_checkpoint_is_started_afresh(tmp_path: Path, left: str) -> None:
+    (tmp_path / "checkpoints" / left).mkdir(parents=True)
+    (tmp_path / "summary.json").write_text('{"status": "running"}')
+    with working(tmp_path):
+        pass
+
+
 def test_two_jobs_of_one_second_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda *_: "20260101-000000")
