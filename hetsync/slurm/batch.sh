@@ -30,12 +30,23 @@ stop() {
     if [[ -n $run_dir ]] && grep -qs '"status": "stopped"' "$run_dir/summary.json"; then cksum <"$run_dir/summary.json"; fi
 }
 
+# scontrol's answer. It is asked for a minute, in which another controller of SLURM's may take over.
+ask() {
+    local tried
+    for ((tried = 0; tried < 30; tried++)); do
+        if answer=$(scontrol "$@" 2>&1); then return; fi
+        sleep 2
+    done
+    return 1
+}
+
 requeue() {
     ((${SLURM_RESTART_COUNT:-0} < max_restarts)) || fail "$1, but was requeued $max_restarts times already"
-    say "$1, and requeued"
     trap '' TERM # SLURM ends this script while it requeues the job
     # The number of an array's last task is also the whole array's.
-    scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
+    ask requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" ||
+        fail "$1, but could not be requeued in a minute: $answer"
+    say "$1, and requeued"
     sleep 60
 }
 
@@ -141,7 +152,8 @@ crashed_under_srun() {
     local now
     now=$(stop)
     [[ $launcher == srun ]] && ((status == 143)) && [[ -z $now || $now == "$stop_before" ]] &&
-        [[ $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null | sort -u) == RUNNING ]] # of each group
+        # Of each group; nothing where the call has failed, which tells of no cancellation.
+        [[ $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null | sort -u) =~ ^(RUNNING)?$ ]]
 }
 
 if crashed_under_srun; then status=1; fi

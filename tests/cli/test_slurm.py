@@ -306,6 +306,39 @@ def test_a_crash_under_srun_is_one_whatever_the_others_end_with(
     assert ("crashed with status" in said) == bool(requeued)
 
 
+def test_a_crash_under_srun_is_one_where_squeue_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = Job(capsys, tmp_path, "--launcher", "srun")
+    program(job.programs / "squeue", "exit 1")
+    status, said = job.start("exit 143")
+    assert (status, job.requeued) == (1, 1)
+    assert "crashed with status 1, and requeued" in said
+
+
+def failing(job: Job, times: int) -> None:
+    """So often scontrol does, as while SLURM's controller fails over."""
+    fail = f"echo x >> {job.folder}/failed; echo 'Unable to contact slurm controller'; exit 1"
+    count = f"touch {job.folder}/failed; if (($(wc -l < {job.folder}/failed) < {times})); then {fail}; fi"
+    program(job.programs / "scontrol", f'{count}\necho "$@" >> {job.folder}/requeued')
+
+
+def test_requeueing_outlasts_a_controller_that_fails_over(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = Job(capsys, tmp_path)
+    failing(job, 20)
+    status, said = job.start("exit 85")
+    assert (status, job.requeued) == (85, 1)
+    assert said.count("stopped on request, and requeued") == 1
+
+
+def test_a_job_that_cannot_be_requeued_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = Job(capsys, tmp_path)
+    failing(job, 1000)
+    status, said = job.start("exit 85")
+    assert (status, job.requeued) == (1, 0)
+    assert "and requeued" not in said
+    assert "could not be requeued in a minute: Unable to contact slurm controller" in said
+    assert len((tmp_path / "failed").read_text().splitlines()) == 30
+
+
 def test_a_lost_node_is_no_success(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """mpirun returns 0."""
     job = Job(capsys, tmp_path)
