@@ -13,6 +13,8 @@
 
 stopped=85 too_few=86 mistake=2       # hetsync/errors.py
 killed_by_usr1=138                    # a request that came before training had begun: nothing is lost
+# The number of an array's last task is also the whole array's.
+number=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 crash_count=hetsync-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}.crashes
 
 say() { printf '%s: job %s: %s\n' "$(date '+%F %T')" "$SLURM_JOB_ID" "$*" >&2; }
@@ -43,9 +45,7 @@ ask() {
 requeue() {
     ((${SLURM_RESTART_COUNT:-0} < max_restarts)) || fail "$1, but was requeued $max_restarts times already"
     trap '' TERM # SLURM ends this script while it requeues the job
-    # The number of an array's last task is also the whole array's.
-    ask requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" ||
-        fail "$1, but could not be requeued in a minute: $answer"
+    ask requeue "$number" || fail "$1, but could not be requeued in a minute: $answer"
     say "$1, and requeued"
     sleep 60
 }
@@ -153,7 +153,7 @@ crashed_under_srun() {
     now=$(stop)
     [[ $launcher == srun ]] && ((status == 143)) && [[ -z $now || $now == "$stop_before" ]] &&
         # Of each group; nothing where the call has failed, which tells of no cancellation.
-        [[ $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null | sort -u) =~ ^(RUNNING)?$ ]]
+        [[ $(squeue --noheader --jobs="$number" --format=%T 2>/dev/null | sort -u) =~ ^(RUNNING)?$ ]]
 }
 
 if crashed_under_srun; then status=1; fi

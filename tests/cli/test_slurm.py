@@ -314,6 +314,18 @@ def test_a_crash_under_srun_is_one_where_squeue_fails(capsys: pytest.CaptureFixt
     assert "crashed with status 1, and requeued" in said
 
 
+def test_the_last_task_of_an_array_is_asked_for_by_its_own_number(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its SLURM_JOB_ID is the whole array's too."""
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    job = Job(capsys, tmp_path, "--launcher", "srun")
+    program(job.programs / "squeue", "echo RUNNING; [[ $* == *--jobs=7_3* ]] || echo COMPLETED")
+    assert job.start("exit 143")[0] == 1
+    assert (tmp_path / "requeued").read_text() == "requeue 7_3\n"
+
+
 def failing(job: Job, times: int) -> None:
     """So often scontrol does, as while SLURM's controller fails over."""
     fail = f"echo x >> {job.folder}/failed; echo 'Unable to contact slurm controller'; exit 1"
