@@ -50,13 +50,14 @@ requeue() {
     sleep 60
 }
 
-count_crash() {
+crash() {
     local crashes=0 newest_then='' newest
     newest=$(newest_checkpoint)
     if [[ -e $crash_count ]]; then { read -r crashes && read -r newest_then; } <"$crash_count"; fi
     if [[ $newest != "$newest_then" ]]; then crashes=0; fi
     printf '%s\n' $((++crashes)) "$newest" >"$crash_count"
     ((crashes < max_crashes)) || fail "crashed with status $1, $crashes times in a row${run_dir:+ without a new checkpoint}"
+    requeue "crashed with status $1"
 }
 
 job='' asked=''
@@ -128,7 +129,7 @@ esac
 [[ -z $asked ]] || requeue "stopped on request before its start"
 where=$SLURM_JOB_NODELIST${SLURM_HET_SIZE:+ and others}${run_dir:+, the run is in $run_dir}
 say "start ${SLURM_RESTART_COUNT:-0}, $ranks ranks on $where"
-stop_before=$(stop)
+stop_before=$(stop) newest_before=$(newest_checkpoint)
 "${command[@]}" &
 job=$!
 [[ -z $asked ]] || kill -USR1 "$job" 2>/dev/null || true # it came between the two lines above
@@ -167,10 +168,11 @@ case $status in
         rm -f "$crash_count"
         requeue "saved with too few ranks left"
         ;;
-    "$mistake" | 129 | 130 | 143) rm -f "$crash_count" ;; # to be mended, or cancelled
-    *)
-        count_crash "$status"
-        requeue "crashed with status $status"
+    "$mistake")
+        # A recipe that led to a checkpoint works: a file could not be read for a moment, say. Otherwise it is to be mended.
+        if [[ $(newest_checkpoint) == "$newest_before" ]]; then rm -f "$crash_count"; else crash "$status"; fi
         ;;
+    129 | 130 | 143) rm -f "$crash_count" ;; # cancelled
+    *) crash "$status" ;;
 esac
 exit "$status"

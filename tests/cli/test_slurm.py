@@ -266,6 +266,24 @@ def test_a_mistake_and_a_cancelled_job_are_not_requeued(
     assert job.requeued == 0
 
 
+def test_a_mistake_after_a_new_checkpoint_is_a_crash(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The recipe works: a file could not be read for a moment, say. What is wrong in it fails the next start."""
+    job = Job(capsys, tmp_path)
+    status, said = job.start(f"{job.checkpoint(5)}; exit 2")
+    assert (status, job.requeued) == (2, 1)
+    assert "crashed with status 2, and requeued" in said
+    assert job.start("exit 2", restart=1)[0] == 2
+    assert job.requeued == 1
+    assert not list(tmp_path.glob("*.crashes"))
+
+
+def test_such_crashes_have_their_limit_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = Job(capsys, tmp_path, "--max-crashes", "1")
+    status, said = job.start(f"{job.checkpoint(5)}; exit 2")
+    assert (status, job.requeued) == (1, 0)
+    assert "crashed with status 2, 1 times in a row" in said
+
+
 def test_crashes_in_a_row_have_a_limit_and_a_checkpoint_between_counts_anew(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
