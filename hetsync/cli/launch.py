@@ -37,8 +37,8 @@ def add_to(verbs: Verbs) -> None:
     parser = queues.add_parser(
         "slurm",
         help="as a batch script for SLURM",
-        description="Write a batch script for SLURM and submit it. It saves before the time limit and at a pre-emption,"
-        " is requeued, and resumes.",
+        description="Write a batch script for SLURM and submit it. It saves before the time limit and at a pre-emption"
+        " that SLURM warns of, is requeued, and resumes.",
         usage="hetsync launch slurm --nodes COUNT[,...] [OPTION ...] [-- PROGRAM ...]",
     )
     add = parser.add_argument

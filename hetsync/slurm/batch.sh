@@ -157,7 +157,15 @@ crashed_under_srun() {
         [[ $(squeue --noheader --jobs="$number" --format=%T 2>/dev/null | sort -u) =~ ^(RUNNING)?$ ]]
 }
 
-if crashed_under_srun; then status=1; fi
+# SLURM sends srun's ranks TERM at a pre-emption, in place of USR1 to this script, unless the site sets send_user_signal.
+preempted() { ((status == 143)) && ask show job "$number" && [[ $answer == *" PreemptTime="[0-9]* ]]; }
+
+if preempted; then
+    rm -f "$crash_count"
+    requeue "stopped at a pre-emption"
+elif crashed_under_srun; then
+    status=1
+fi
 case $status in
     0) rm -f "$crash_count" ;;
     "$stopped" | "$killed_by_usr1")

@@ -114,7 +114,7 @@ class BatchJob:
         program: What a rank runs. One that begins with `hetsync-train` is told its run folder, and resumes.
         run_folder: None: runs/NAME-NUMBER of a recipe, unknown of a program of the user's. The jobs of a sweep have
             folders in it.
-        lead_seconds: Before the time limit, and at a pre-emption, that USR1 is sent: time to save.
+        lead_seconds: Before the time limit that USR1 is sent: time to save.
         sweep: A job array, if there are any: what each of its jobs has behind the program.
         options: More of sbatch.
         setup: Lines of shell before everything, such as `module load openmpi`.

@@ -203,8 +203,9 @@ class Job:
         self.folder = folder
         self.programs = folder / "env" / "bin"  # first in the job's PATH
         self.programs.mkdir(parents=True)
-        for name, text in (("scontrol", f'echo "$@" >> {folder}/requeued'), ("sleep", ":"), ("python", ":")):
-            program(self.programs / name, text)
+        for name in ("sleep", "python"):
+            program(self.programs / name, ":")
+        self.scontrol(preempted="None")
         self.script = folder / "job"
         self.script.write_text(written(capsys, "--nodes", "1", "--venv", str(folder / "env"), *words))
 
@@ -224,6 +225,17 @@ class Job:
         env = {**os.environ, **told}
         done = subprocess.run(words, cwd=self.folder, env=env, capture_output=True, text=True, timeout=30, check=False)
         return done.returncode, done.stderr
+
+    def scontrol(self, preempted: str, failures: int = 0) -> None:
+        """It fails so often at first, as while SLURM's controller fails over."""
+        fail = f"echo x >> {self.folder}/failed; echo 'Unable to contact slurm controller'; exit 1"
+        times = f"PreemptEligibleTime=2026-11-02T14:00:00 PreemptTime={preempted}"
+        lines = [
+            f"touch {self.folder}/failed; if (($(wc -l < {self.folder}/failed) < {failures})); then {fail}; fi",
+            f"""if [[ $1 == requeue ]]; then echo "$@" >> {self.folder}/requeued; exit; fi""",
+            f"""if [[ $* == "show job 7" ]]; then echo '   {times}'; fi""",
+        ]
+        program(self.programs / "scontrol", "\n".join(lines))
 
     @property
     def requeued(self) -> int:
@@ -324,6 +336,21 @@ def test_a_crash_under_srun_is_one_whatever_the_others_end_with(
     assert ("crashed with status" in said) == bool(requeued)
 
 
+@pytest.mark.parametrize("failures", [0, 20])
+@pytest.mark.parametrize("summary", ["stopped", "running"])
+def test_ranks_that_end_at_the_term_of_a_pre_emption_are_requeued(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, summary: str, failures: int
+) -> None:
+    """SLURM sends it in place of USR1, unless the site sets send_user_signal. It is no crash."""
+    job = Job(capsys, tmp_path, "--launcher", "srun", "--max-crashes", "1")
+    job.scontrol(preempted="2026-11-02T15:00:00", failures=failures)
+    program(job.programs / "squeue", "echo RUNNING")
+    write = f"mkdir -p runs/hetsync-7; echo '{json.dumps({'status': summary})}' > runs/hetsync-7/summary.json; "
+    status, said = job.start(f"{write}exit 143")
+    assert (status, job.requeued) == (143, 1)
+    assert "stopped at a pre-emption, and requeued" in said
+
+
 def test_a_crash_under_srun_is_one_where_squeue_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     job = Job(capsys, tmp_path, "--launcher", "srun")
     program(job.programs / "squeue", "exit 1")
@@ -344,16 +371,9 @@ def test_the_last_task_of_an_array_is_asked_for_by_its_own_number(
     assert (tmp_path / "requeued").read_text() == "requeue 7_3\n"
 
 
-def failing(job: Job, times: int) -> None:
-    """So often scontrol does, as while SLURM's controller fails over."""
-    fail = f"echo x >> {job.folder}/failed; echo 'Unable to contact slurm controller'; exit 1"
-    count = f"touch {job.folder}/failed; if (($(wc -l < {job.folder}/failed) < {times})); then {fail}; fi"
-    program(job.programs / "scontrol", f'{count}\necho "$@" >> {job.folder}/requeued')
-
-
 def test_requeueing_outlasts_a_controller_that_fails_over(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     job = Job(capsys, tmp_path)
-    failing(job, 20)
+    job.scontrol(preempted="None", failures=20)
     status, said = job.start("exit 85")
     assert (status, job.requeued) == (85, 1)
     assert said.count("stopped on request, and requeued") == 1
@@ -361,7 +381,7 @@ def test_requeueing_outlasts_a_controller_that_fails_over(capsys: pytest.Capture
 
 def test_a_job_that_cannot_be_requeued_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     job = Job(capsys, tmp_path)
-    failing(job, 1000)
+    job.scontrol(preempted="None", failures=1000)
     status, said = job.start("exit 85")
     assert (status, job.requeued) == (1, 0)
     assert "and requeued" not in said
