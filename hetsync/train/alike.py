@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data import ConcatDataset, Subset
 
 from hetsync.config.schema import Config
 from hetsync.errors import UserError, brief
@@ -59,9 +62,29 @@ def data_described(loader: TrainingLoader, tests: Sequence[EvaluationLoader], to
         "the length of an epoch": source.epoch_samples,
         "the number of samples to train on": total,
         "shuffle": source.shuffle,
+        "the choice of training samples (random_split before hetsync.join, without a seed?)": _choice(source.dataset),
         "the number of test loaders": len(tests),
         **{f"the length of test data {n}": len(test.whole) for n, test in enumerate(tests)},  # type: ignore[arg-type]
+        **{f"the choice of test data {n}": _choice(test.whole) for n, test in enumerate(tests)},
     }
+
+
+def _choice(dataset: Any) -> str:
+    """A digest of what subsets within a data set have been made of: ranks that split data by chance would train on each
+    other's test samples."""
+    digest = hashlib.sha256()
+    parts = [dataset]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Subset):
+            chosen = part.indices
+            digest.update(
+                repr(chosen).encode() if isinstance(chosen, range) else np.asarray(chosen, np.int64).tobytes()
+            )
+            parts.append(part.dataset)
+        elif isinstance(part, ConcatDataset):
+            parts += part.datasets
+    return digest.hexdigest()[:8]
 
 
 def parts_described(parts: Parts) -> Description:

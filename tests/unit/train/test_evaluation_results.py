@@ -45,7 +45,7 @@ def test_one_value_for_each_of_as_many_samples_as_a_tuple_has_values() -> None:
     ],
 )
 def test_rows_of_samples_are_refused(found: tuple[Any, Any]) -> None:
-    with pytest.raises(UserError, match="give job.evaluate a combine"):
+    with pytest.raises(UserError, match=r"give job\.evaluate a combine"):
         combined(parts(*found), None)
 
 
