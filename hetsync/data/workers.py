@@ -100,7 +100,16 @@ class FetchProcesses:
                 try:
                     worker.start()
                 except BrokenPipeError:
+                    self.close()
                     raise ended([worker]) from None
+                except (pickle.PicklingError, AttributeError, TypeError) as error:  # what pickle raises
+                    self.close()
+                    raise UserError(
+                        f"the data set or its collate function cannot be sent to a data worker ({type(error).__name__}:"
+                        f" {error}): use functions and classes of a module's top level in place of lambdas and local"
+                        " ones, open files in __getitem__, or set data.workers to 0 (in a script: num_workers=0 or"
+                        " workers=0)"
+                    ) from error
             theirs.close()
             self._workers.append(worker)
             self._pipes.append(ours)
@@ -199,8 +208,8 @@ def ended(workers: Sequence[BaseProcess]) -> UserError:
         if worker.exitcode is not None:
             break
     return UserError(
-        "a data worker has ended, perhaps for want of memory: lower data.workers (in a script: workers=), or"
-        " set it to 0 to see why"
+        "a data worker has ended: its own words above say why, or, where there are none, it was perhaps for want of"
+        " memory: lower data.workers (in a script: workers=), or set it to 0"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import random
@@ -105,6 +106,61 @@ def test_a_worker_that_dies_is_told_of() -> None:
     with pytest.raises(UserError, match="data worker"):
         fetcher.submit([1], 0).result(SECONDS)
     fetcher.close()
+
+
+def local_data() -> Dataset[Any]:
+    class Local(Squares):
+        pass
+
+    return Local()
+
+
+class Locked(Squares):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Once(Squares):
+    """Can be sent to one worker, but not to the next."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        if hasattr(self, "sent"):
+            raise pickle.PicklingError("once is enough")
+        self.sent = True
+        return {"fatal": False}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate", "error"),
+    [(Squares, lambda items: items, "<lambda>"), (local_data, None, "Local"), (Locked, None, "_thread.lock")],
+    ids=["lambda", "local class", "lock"],
+)
+def test_what_workers_cannot_be_sent_is_said(dataset: Callable[[], Dataset[Any]], collate: Any, error: str) -> None:
+    with pytest.raises(UserError, match=rf"cannot be sent to a data worker \(.*{error}.*data\.workers.*num_workers=0"):
+        FetchProcesses(dataset(), collate, 1)
+
+
+def test_workers_end_where_another_cannot_be_started() -> None:
+    before = set(multiprocessing.active_children())
+    with pytest.raises(UserError, match="once is enough"):
+        FetchProcesses(Once(), None, 2)
+    (worker,) = set(multiprocessing.active_children()) - before
+    worker.join(SECONDS)
+    assert worker.exitcode == -signal.SIGKILL
+
+
+def test_a_worker_that_does_not_find_the_data_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As with a class that is defined under if __name__ == "__main__"."""
+    hidden = type("Hidden", (Squares,), {"__module__": __name__})
+    monkeypatch.setattr(sys.modules[__name__], "Hidden", hidden, raising=False)
+    fetcher = FetchProcesses(hidden(), None, 1)
+    with pytest.raises(UserError, match=r"a data worker has ended.* its own words above say why"):
+        fetcher.submit([1], 0).result(SECONDS)
+    fetcher.close()
+    assert "Can't get attribute 'Hidden'" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("workers", [0, 2])
