@@ -48,10 +48,27 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def material(steps: int) -> TensorDataset:
+def material(steps: int) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(BATCH * steps, FEATURES, generator=generator)
-    return TensorDataset(points, torch.randint(10, (len(points),), generator=generator))
+    return points, torch.randint(10, (len(points),), generator=generator)
+
+
+class Indexed(TensorDataset):
+    """For the plain loop: a batch by one index of each tensor, as `job.prepare` has it of a TensorDataset. Of that a
+    DataLoader makes a batch sample by sample: what this takes would be set against the runtime's cost."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        index = torch.tensor(indices)
+        return [tensor[index] for tensor in self.tensors]
+
+
+def as_it_is(batch: list[torch.Tensor]) -> list[torch.Tensor]:
+    return batch
+
+
+def plain_loader(steps: int) -> DataLoader[Any]:
+    return DataLoader(Indexed(*material(steps)), BATCH, shuffle=True, collate_fn=as_it_is)
 
 
 class Turns:
@@ -87,10 +104,11 @@ def take_turns(way: str, depth: int, turns: int) -> None:
     torch.set_num_threads(1)
     model, bound = layers(depth), WAYS[way]
     optimizer = optimizer_of(model)
-    loader = DataLoader(material(STEPS * turns + 1), BATCH, shuffle=True)
+    steps = STEPS * turns + 1
     if bound is None:
-        train(loader, model, optimizer, torch.Tensor.backward, Turns().next)
+        train(plain_loader(steps), model, optimizer, torch.Tensor.backward, Turns().next)
         return
+    loader = DataLoader(TensorDataset(*material(steps)), BATCH, shuffle=True)
     with hetsync.join(delay_bound=bound, progress=False) as job:
         model, optimizer, batches = job.prepare(model, optimizer, loader)
         for _ in job.epochs(1):
@@ -108,7 +126,7 @@ def depth_for(milliseconds: float) -> int:
 def step_seconds(depth: int) -> float:
     """Of the fastest of some turns of the plain loop, in this process."""
     model, moments = layers(depth), list[float]()
-    loader = DataLoader(material(STEPS * 5 + 1), BATCH)
+    loader = plain_loader(STEPS * 5 + 1)
     train(loader, model, optimizer_of(model), torch.Tensor.backward, lambda: moments.append(time.perf_counter()))
     return min(later - sooner for sooner, later in pairwise(moments)) / STEPS
 
