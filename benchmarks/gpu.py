@@ -3,10 +3,11 @@
     python -m benchmarks.gpu [--small]
 
 Runs tests/gpu; then four ranks that share one GPU with 100, 50, 25 and 25 % of its multiprocessors (launch/mps; without
-MPS they take turns) train three models by DDP with equal shares, by DDP with shares by speed and by HetSync, delayed.
-Beside that: the runtime's own cost, copies beside kernels (traces for chrome://tracing), memory of delayed mode's
-buffers. `--small` runs the same code on processors, where emulated speeds stand in for percentages: that shows that it
-runs, and measures nothing.
+MPS they take turns) train three models by DDP with equal shares, by DDP with shares by speed, by HetSync at D = 0, and
+delayed. Ranks of one GPU cannot sum by NCCL: DDP's sums go by Gloo, HetSync's by MPI. What that makes of a
+difference D = 0 shows. Beside that: the runtime's own cost, copies beside kernels (traces for chrome://tracing), memory
+of delayed mode's buffers. `--small` runs the same code on processors, where emulated speeds stand in for percentages:
+that shows that it runs, and measures nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from benchmarks.common.local_job import ROOT
 from benchmarks.common.plots import can_plot, headless_pyplot
 from benchmarks.common.processes import environment, failure_of, mpirun
 from benchmarks.common.report import command, grouped, machine, source, spread
+from benchmarks.gpu_rank import DELAYED
 from benchmarks.gpu_tasks import TASKS
 from hetsync.emulation.cluster import Cluster, DeviceGroup, save_cluster
 from hetsync.files import write_atomically
@@ -82,6 +84,8 @@ def markdown(kept: dict[str, Any]) -> str:
     lines = [f"{source('gpu')}; {kept['gpu']}; {kept['devices']}", "", f"tests/gpu: {kept['tests']}", ""]
     if kept["failure"] is not None:
         lines += [f"**the job {kept['failure']}**", ""]
+    for by in [task["sums_by"] for task in kept["tasks"][:1]]:
+        lines += [f"DDP sums by {by['DDP']}, HetSync by {by['HetSync']}; {order_of(kept['repetitions'])}", ""]
     lines += ["| task | way | samples/s | efficiency | last loss |", "| --- | --- | ---: | ---: | ---: |"]
     for task in kept["tasks"]:
         for (way,), runs in grouped(task["runs"], "way").items():
@@ -96,8 +100,14 @@ def markdown(kept: dict[str, Any]) -> str:
     return "\n".join([*lines, *map(cost_row, kept["tasks"])]) + "\n"
 
 
+def order_of(repetitions: int) -> str:
+    if repetitions == 1:
+        return "each way once, in the order of the rows"
+    return f"each way {repetitions} times, in the order of the rows, from a place that moves on"
+
+
 def cost_row(task: dict[str, Any]) -> str:
-    ranks = [row for run in task["runs"] if run["summary"] for row in run["summary"]["per_rank"]]
+    ranks = [row for run in task["runs"] if run["way"] == DELAYED for row in run["summary"]["per_rank"]]
     parts = [statistics.mean(row[key] for row in ranks) for key in ("runtime_cpu_fraction", "wait_fraction")]
     megabytes = [task["bytes"].get(key) for key in ("weights", "delayed_mode", "allocated")]
     copies = [traced for traced in task["copies"] if traced is not None]
@@ -115,8 +125,8 @@ def plot(kept: dict[str, Any], path: Path) -> None:
     for place, task in enumerate(kept["tasks"]):
         for number, ((way,), runs) in enumerate(grouped(task["runs"], "way").items()):
             height = statistics.median(run["efficiency"] for run in runs)
-            axes.bar(place + 0.25 * number, height, 0.23, color=f"C{number}", label=way if place == 0 else None)
-    axes.set_xticks([place + 0.25 for place in range(len(kept["tasks"]))], [task["task"] for task in kept["tasks"]])
+            axes.bar(place + 0.2 * number, height, 0.18, color=f"C{number}", label=way if place == 0 else None)
+    axes.set_xticks([place + 0.3 for place in range(len(kept["tasks"]))], [task["task"] for task in kept["tasks"]])
     axes.set_ylabel("samples/s, part of what ranks reach alone")
     axes.set_title(kept["devices"])
     axes.legend()
@@ -128,12 +138,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="small models on processors, with emulated speeds")
     parser.add_argument("--output", type=Path, default=Path("results/gpu"), help="folder for figures and traces")
-    parser.add_argument("--seconds", type=float, help="of each training at full speed (default: 8, small: 1)")
+    parser.add_argument("--seconds", type=float, help="of each training at full speed (default: 5, small: 1)")
     parser.add_argument("--repetitions", type=int, help="of every way (default: 2, small: 1)")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     options = parser.parse_args()
     small = options.small
-    options.seconds = options.seconds or (1.0 if small else 8.0)
+    options.seconds = options.seconds or (1.0 if small else 5.0)
     options.repetitions = options.repetitions or (1 if small else 2)
     if not small and not torch.cuda.is_available():
         parser.error("no CUDA device: start it on a machine with a GPU, or give --small")
@@ -146,7 +156,7 @@ def main() -> None:
         for trace in folder.glob("trace-*.json"):
             write_atomically(options.output / trace.name, trace.read_text())
     kept = {"command": command("gpu"), "machine": machine(), "gpu": gpu, "devices": devices, "tests": tests}
-    kept |= {"failure": failure, "tasks": tasks}
+    kept |= {"failure": failure, "repetitions": options.repetitions, "tasks": tasks}
     write_atomically(options.output / "gpu.json", json.dumps(kept))
     write_atomically(options.output / "gpu.md", markdown(kept))
     if tasks and can_plot():

@@ -1,7 +1,8 @@
 """One rank of gpu.py's job: python -m benchmarks.gpu_rank FOLDER, under a launcher; FOLDER/setting.json says what.
 
-Every task is trained in three ways that take turns: DDP with equal shares, DDP with shares by speed, HetSync delayed.
-All have the same model, data, order of samples, loader and precision. Rank 0 writes FOLDER/result.json after each task.
+Every task is trained in four ways that take turns: DDP with equal shares, DDP with shares by speed, HetSync at D = 0,
+HetSync delayed. All have the same model, data, order of samples, loader and precision, and train off the clock before.
+Rank 0 writes FOLDER/result.json after each task.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +32,14 @@ from hetsync.emulation.device import make_device
 from hetsync.files import write_atomically
 from hetsync.plane import open_plane
 from hetsync.plane.base import Plane
-from hetsync.profiling.measure import Subject, autocast, find_place, measure_ranks, ranks_sharing, take_device
+from hetsync.profiling.measure import Subject, autocast, batch_of, find_place, measure_ranks, ranks_sharing, take_device
 from hetsync.sync.deltas import Deltas
 
+DELAYED = "HetSync, delayed"
 DELAY_BOUND = 4
 AHEAD = 2  # steps whose batches are loaded before they are needed
 TRACED_STEPS, TRACED_STEPS_SMALL = 8, 2
+WARM_UP_STEPS = 3  # at least: DDP orders its buckets anew before the second
 Interval = tuple[float, float]
 
 
@@ -63,6 +67,7 @@ class RankJob:
         self.plane, self.device, self.task, self.setting = plane, device, task, setting
         self.precision = "bfloat16" if device.type == "cuda" else "float32"
         self.source = Source(task.data())
+        self.data = Data(self.source.dataset, self.source.dataset, self.loss)
         self.cluster = load_cluster(setting["emulate"]) if setting["emulate"] else None
         self.place = find_place(plane)
         self.profiles = self._measure()
@@ -83,8 +88,7 @@ class RankJob:
         emulation = EmulationConfig(self.setting["emulate"], self.setting["samples_per_second"])
         config = Config(run=run, data=DataConfig(batch_size=self.task.batch), emulation=emulation)
         model = self.model()
-        material = Data(self.source.dataset, self.source.dataset, self.loss)
-        subject = Subject(self.plane, config, model, material, self.place, [self.task.optimizer(model)])
+        subject = Subject(self.plane, config, model, self.data, self.place, [self.task.optimizer(model)])
         return measure_ranks(subject, self.cluster)
 
     def shares(self, kind: Any) -> tuple[int, ...]:
@@ -100,16 +104,26 @@ class RankJob:
 
     def ddp(self, kind: str) -> Trained:
         shares = self.shares(kind)
-        model = self.model()
-        module = DistributedDataParallel(model)
-        optimizer = self.task.optimizer(model)
+        module = DistributedDataParallel(self.model())
+        fresh = deepcopy(module.state_dict())
+        self._ddp_steps(module, shares, self._warm_up(shares[self.plane.rank]))
+        module.load_state_dict(fresh)
+        self.settle()
+        began = time.monotonic()
+        losses = self._ddp_steps(module, shares, self._batches(shares))
+        self.settle()
+        return Trained(time.monotonic() - began, [(count, float(loss)) for count, loss in losses])
+
+    def _ddp_steps(
+        self, module: torch.nn.Module, shares: Sequence[int], batches: Iterable[Any]
+    ) -> list[tuple[int, torch.Tensor]]:
+        """The loss of each."""
+        optimizer = self.task.optimizer(module)
         share, rank = shares[self.plane.rank], self.plane.rank
         weight = share * self.plane.size / self.task.batch  # DDP's mean over ranks is the mean over samples
         timer = make_device(self.cluster, rank, self.profiles[rank].time, 0, self.device)
         losses = []
-        self.settle()
-        began = time.monotonic()
-        for batch in self._batches(shares):
+        for batch in batches:
             timer.begin_slice(share)
             loss = self.loss(module, batch)
             if self.cluster is not None:
@@ -118,8 +132,16 @@ class RankJob:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             losses.append((share, loss.detach()))
-        self.settle()
-        return Trained(time.monotonic() - began, [(count, float(loss)) for count, loss in losses])
+        return losses
+
+    def _warm_up(self, share: int) -> Iterator[Any]:
+        """For as long as HetSync's ranks measure themselves before its clock begins: kernels are chosen meanwhile, and
+        memory is taken. Rank 0 says when it is over, since all make the same number of steps."""
+        batch, until = batch_of(self.data, share, self.device), time.monotonic() + self.setting["profile_seconds"]
+        steps = 0
+        while self.plane.broadcast_object(steps < WARM_UP_STEPS or time.monotonic() < until):
+            yield batch
+            steps += 1
 
     def _batches(self, shares: Sequence[int]) -> Iterator[Any]:
         first = sum(shares[: self.plane.rank])
@@ -137,7 +159,7 @@ class RankJob:
 
     # HetSync.
 
-    def delayed(self, total: int | None = None) -> Trained:
+    def joined(self, delay_bound: int, total: int | None = None) -> Trained:
         summaries: list[dict[str, Any]] = []
         losses = []
         model = self.model()
@@ -147,7 +169,7 @@ class RankJob:
             seed=self.setting["seed"],
             device=self.device.type,
             precision=self.precision,
-            delay_bound=DELAY_BOUND,
+            delay_bound=delay_bound,
             profile_seconds=self.setting["profile_seconds"],
             emulate=self.setting["emulate"],
             samples_per_second=self.setting["samples_per_second"],
@@ -167,7 +189,8 @@ class RankJob:
     def traced(self, folder: Path, name: str) -> dict[str, float] | None:
         """Of a short delayed run on this rank: seconds of copies between host and GPU, and of those beside kernels."""
         with torch.profiler.profile() as profiler:
-            self.delayed((TRACED_STEPS_SMALL if self.setting["small"] else TRACED_STEPS) * self.task.batch)
+            steps = TRACED_STEPS_SMALL if self.setting["small"] else TRACED_STEPS
+            self.joined(DELAY_BOUND, steps * self.task.batch)
         if self.plane.rank == 0:
             profiler.export_chrome_trace(str(folder / f"trace-{name}.json"))
         spans: dict[bool, list[Interval]] = {True: [], False: []}
@@ -218,17 +241,25 @@ def last_loss(everyones: Sequence[Sequence[tuple[int, float]]]) -> float:
     return sum(count * loss for count, loss in last) / sum(count for count, _ in last)
 
 
+def in_turn(ways: Sequence[str], repetitions: int) -> Iterator[list[str]]:
+    """The order of each repetition: none begins always, on a device that is still cold."""
+    for repetition in range(repetitions):
+        first = repetition * len(ways) // repetitions
+        yield [*ways[first:], *ways[:first]]
+
+
 def run_task(job: RankJob, folder: Path, name: str) -> dict[str, Any]:
     """Collective."""
     ways: dict[str, Callable[[], Trained]] = {
         "DDP, equal shares": lambda: job.ddp("equal"),
         "DDP, shares by speed": lambda: job.ddp("speed"),
-        "HetSync, delayed": job.delayed,
+        "HetSync, D = 0": lambda: job.joined(0),
+        DELAYED: lambda: job.joined(DELAY_BOUND),
     }
     runs = []
-    for _ in range(job.setting["repetitions"]):
-        for way, train in ways.items():
-            trained = train()
+    for order in in_turn(list(ways), job.setting["repetitions"]):
+        for way in order:
+            trained = ways[way]()
             told = job.plane.gather_objects((trained.seconds, trained.losses))
             rate = job.total / max(seconds for seconds, _ in told)
             kept = {"way": way, "samples_per_second": rate, "efficiency": rate / sum(job.solo)}
@@ -242,6 +273,7 @@ def run_task(job: RankJob, folder: Path, name: str) -> dict[str, Any]:
         "batch": job.task.batch,
         "precision": job.precision,
         "learns": job.task.learns,
+        "sums_by": {"DDP": dist.get_backend(), "HetSync": job.plane.sums_by},
         "devices": [profile.device for profile in job.profiles],
         "ranks_that_share_memory": sharing,
         "solo_samples_per_second": job.solo,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from jobs import environment
 
-from benchmarks.gpu_rank import length, merged, overlap
+from benchmarks.gpu_rank import in_turn, length, merged, overlap
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 300  # this machine may be busy with other tests
@@ -38,12 +38,23 @@ def test_the_small_form_trains_every_task_in_every_way(tasks: list[str], tmp_pat
     assert [task["task"] for task in kept["tasks"]] == tasks
     for task in kept["tasks"]:
         ways = {run["way"]: run for run in task["runs"]}
-        assert set(ways) == {"DDP, equal shares", "DDP, shares by speed", "HetSync, delayed"}
+        assert set(ways) == {"DDP, equal shares", "DDP, shares by speed", "HetSync, D = 0", "HetSync, delayed"}
         assert task["shares_by_speed"] == [16, 8, 4, 4]
         assert ways["HetSync, delayed"]["summary"]["samples_applied"] == task["samples"]
+        # The same steps on the same samples, whatever was trained off the clock before.
+        assert ways["HetSync, D = 0"]["loss"] == pytest.approx(ways["DDP, shares by speed"]["loss"], rel=1e-4)
         assert task["bytes"]["delayed_mode"] >= 3 * task["bytes"]["weights"]
         assert (tmp_path / f"trace-{task['task']}.json").exists()
-    assert f"| {tasks[0]} | HetSync, delayed |" in (tmp_path / "gpu.md").read_text()
+    table = (tmp_path / "gpu.md").read_text()
+    assert f"| {tasks[0]} | HetSync, delayed |" in table
+    assert "DDP sums by gloo, HetSync by MPI" in table
+    assert "once, in the order of the rows" in table
+
+
+def test_every_way_begins_in_turn() -> None:
+    assert list(in_turn(["a", "b", "c", "d"], 1)) == [["a", "b", "c", "d"]]
+    assert list(in_turn(["a", "b", "c", "d"], 2)) == [["a", "b", "c", "d"], ["c", "d", "a", "b"]]
+    assert [order[0] for order in in_turn(["a", "b", "c", "d"], 4)] == ["a", "b", "c", "d"]
 
 
 def test_without_a_gpu_one_sentence_says_so(tmp_path: Path) -> None:
