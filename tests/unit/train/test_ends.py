@@ -36,7 +36,7 @@ def test_the_last_rest_is_come_to_once_more() -> None:
 
     loop = Loop.__new__(Loop)
     running = SimpleNamespace(session=session_, leaving=session_._tasks())
-    vars(loop).update(_begin=lambda: running, rest=rest)
+    vars(loop).update(_begin=lambda: running, rest=rest, _asked=True)
     loop.come_to_an_end()
     assert len(done) == 2
     assert not session_.under_way
