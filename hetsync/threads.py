@@ -16,6 +16,7 @@ import torch
 T = TypeVar("T")
 
 ENDING_SECONDS = 5.0  # for what a thread is at when it is to end
+LONGEST_GAP_SECONDS = 1.0  # between two looks at what is awaited: a longer one is this process's own
 
 
 class Bell:
@@ -124,6 +125,20 @@ def _settle(future: Future[T], function: Callable[[], T]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+class LivedSeconds:
+    """For how long this process has waited, of which the clock knows nothing where it was stopped: whom it waits for
+    may have been stopped, too, and what they said meanwhile is still unread. Look often."""
+
+    def __init__(self) -> None:
+        self._seconds, self._looked_at = 0.0, time.monotonic()
+
+    def look(self) -> float:
+        now = time.monotonic()
+        self._seconds += min(LONGEST_GAP_SECONDS, now - self._looked_at)
+        self._looked_at = now
+        return self._seconds
 
 
 def cpu_seconds(thread: threading.Thread) -> float:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as LoadingTimeoutError
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -16,13 +15,14 @@ from hetsync.data.ledger import Span, length
 from hetsync.data.transfer import transfer_to
 from hetsync.data.workers import Collate, Fetcher, FetchProcesses, FetchThread, fetch, indexed_at_once
 from hetsync.errors import UserError
-from hetsync.threads import HelperThread
+from hetsync.threads import HelperThread, LivedSeconds
 
 T = TypeVar("T")
 
 # Up to so many bytes a batch of tensors is copied where it is used: sooner than another thread would be awake, whose
 # Python would take turns with the model's.
 COPIED_AT_ONCE = 2**18
+LOOK_SECONDS = 0.5  # from one look at how long a batch has been waited for to the next
 
 
 class EpochOrder:
@@ -217,15 +217,15 @@ class Loader:
             yield self._transfer.complete(self._awaited(arriving))
 
     def _awaited(self, loading: Future[T]) -> T:
-        try:
-            return loading.result(self._timeout_seconds)
-        except LoadingTimeoutError:
-            if loading.done():  # the data set's own
-                raise
-            raise UserError(
-                f"a batch has not been loaded within {self._timeout_seconds:.0f} s: look at the storage, or raise"
-                " run.timeout_seconds"
-            ) from None
+        lived = LivedSeconds()
+        while not loading.done():
+            if lived.look() >= self._timeout_seconds:
+                raise UserError(
+                    f"a batch has not been loaded within {self._timeout_seconds:.0f} s: look at the storage, or raise"
+                    " run.timeout_seconds"
+                )
+            wait([loading], LOOK_SECONDS)
+        return loading.result()
 
     def close(self) -> None:
         self._thread.drop()

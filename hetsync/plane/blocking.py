@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetsync.plane import codec
 from hetsync.plane.base import LateError, named, wait_limit
+from hetsync.threads import LivedSeconds
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -80,10 +81,10 @@ class BlockingCollectives:
 
 def wait_until(done: Callable[[], bool], limit_seconds: float, who: Callable[[], str]) -> None:
     """Sleep until `done`; LateError, naming `who`, after the limit."""
-    deadline = time.monotonic() + limit_seconds
+    lived = LivedSeconds()
     sleep_seconds = FIRST_SLEEP_SECONDS
     while not done():
-        if time.monotonic() > deadline:
+        if lived.look() > limit_seconds:
             raise LateError(
                 f"waited {limit_seconds:.0f} s for {who()} (raise run.timeout_seconds if the work takes that long)"
             )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Container, Iterable, Mapping
 
 from hetsync.errors import announce
 from hetsync.plane.base import Plane, StalledError, named, wait_limit
 from hetsync.processes import Process
 from hetsync.sync.messages import Alive, Exclude, Look, Probe, Seen
+from hetsync.threads import LivedSeconds
 
 PROBE_SECONDS = 2.0  # to answer a probe
-LONGEST_GAP_SECONDS = 1.0  # between two looks: a longer one is this process's own, and nobody else's silence
 LISTEN_SECONDS = 0.2
 PEER_SECONDS = 2 * PROBE_SECONDS  # for a peer to ask a rank, and to end it
 PROBES = 4  # in the time after which a rank is excluded
@@ -26,7 +25,7 @@ Sign = Probe | Alive | Look | Seen | Exclude
 
 class Watchdog:
     """The clock over one rank's communication thread. The first rank finds out who is late, and watches the silence of
-    all others; the second watches that of the first."""
+    all others; the second watches that of the first. Moments are seconds lived through."""
 
     def __init__(
         self,
@@ -46,7 +45,8 @@ class Watchdog:
         self._limit_seconds = wait_limit(plane.rank, timeout_seconds) + (0 if version is not None else PROBE_SECONDS)
         patience = 1.0 if version is not None else PATIENCE_OF_SECOND
         self._silence = None if silent_seconds is None else Silence(patience * silent_seconds)
-        self._listened_at = self._moved_at = time.monotonic()
+        self._lived = LivedSeconds()
+        self._listened_at = self._moved_at = 0.0
         self._probed_at: float | None = None
         self._looked_at: float | None = None
         self._signs: dict[int, Alive] = {}
@@ -54,7 +54,7 @@ class Watchdog:
 
     def moved(self) -> None:
         """Something happened, or nothing need happen now."""
-        self._moved_at, self._probed_at, self._looked_at = time.monotonic(), None, None
+        self._moved_at, self._probed_at, self._looked_at = self._lived.look(), None, None
 
     def heard(self, ranks: Iterable[int]) -> None:
         """Of these, something else than an answer."""
@@ -81,14 +81,14 @@ class Watchdog:
             case Look():
                 self._plane.send(self._look(message.rank), self._plane.members[0])
             case Exclude() if message.if_silent:  # the word may be old, and what lay between them mended
-                self._accused[message.rank] = time.monotonic()
+                self._accused[message.rank] = self._lived.look()
                 self._plane.send(Probe(self._plane.rank), message.rank)
             case Exclude():
                 self._end(message.rank)
 
     def check(self, sign: Callable[[], Alive]) -> None:
         """Nothing happened this time. Raises StalledError when that has lasted too long."""
-        now = time.monotonic()
+        now = self._lived.look()
         if now < self._moved_at + self._limit_seconds:
             return
         if self._version is None:
@@ -145,7 +145,7 @@ class Watchdog:
 
     def watch_silence(self) -> None:
         """Call often. Asks those who have said nothing for long, and excludes who does not answer either."""
-        now = time.monotonic()
+        now = self._lived.look()
         if now < self._listened_at + LISTEN_SECONDS:
             return
         self._listened_at = now
@@ -170,7 +170,7 @@ class Watchdog:
     def exclude(self, rank: int, why: str, details: str = "") -> None:
         """End it by a peer on its host, which is a death to the others; by another one where it has not gone some
         seconds later. Nothing where it has none."""
-        now, told = time.monotonic(), self._told.setdefault(rank, {})
+        now, told = self._lived.look(), self._told.setdefault(rank, {})
         if any(now < told_at + PEER_SECONDS for told_at in told.values()):
             return
         peer = self._peer_of(rank, besides=told)
@@ -238,15 +238,11 @@ _STATES = {"runs": "runs", "stopped": "is stopped", "gone": "has gone"}
 
 
 class Silence:
-    """For how long others have given no sign of life. Pure: moments come in.
-
-    Its clock stands still where it is not asked: what this process has missed is nobody else's silence.
-    """
+    """For how long others have given no sign of life. Pure: moments come in."""
 
     def __init__(self, limit_seconds: float) -> None:
         self.limit_seconds = limit_seconds
-        self._looked_at: float | None = None
-        self._now = 0.0  # seconds that have been looked at
+        self._now = 0.0  # the moment of the last look
         self._heard: dict[int, float] = {}
         self._asked: dict[int, float] = {}
 
@@ -257,9 +253,7 @@ class Silence:
 
     def to_be_asked(self, moment: float, ranks: Iterable[int]) -> list[int]:
         """Of these, who has said nothing for a part of the limit, and has not been asked since."""
-        if self._looked_at is not None:
-            self._now += min(LONGEST_GAP_SECONDS, moment - self._looked_at)
-        self._looked_at = moment
+        self._now = moment
         late = []
         for rank in ranks:
             last = max(self._heard.setdefault(rank, self._now), self._asked.get(rank, 0.0))

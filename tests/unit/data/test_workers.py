@@ -8,6 +8,7 @@ import pickle
 import random
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -258,6 +259,40 @@ def test_data_that_never_comes_is_told_of_in_time() -> None:
     finally:
         data.go.set()
         loader.close()
+
+
+STOPS = """
+import os, signal, time
+import torch
+from hetsync.data.ledger import split
+from hetsync.data.loader import Loader, Source
+from hetsync.sync.messages import Task
+
+class Stops(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.3)
+        return torch.ones(1)
+
+loader = Loader(Source(Stops()), 5, torch.device("cpu"), timeout_seconds=2.0)
+task = Task(0, split(((0, 1),), 1, 1), delay_bound=4, position=0, not_before=0)
+loader.prefetch(task)
+assert len(list(loader.slices(task))) == 1
+loader.close()
+"""
+
+
+def test_what_was_stopped_with_the_whole_process_may_come_later() -> None:
+    words = [sys.executable, "-c", STOPS]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as stopped:
+        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        time.sleep(2.5)
+        stopped.send_signal(signal.SIGCONT)
+        _, told = stopped.communicate(timeout=SECONDS)
+    assert stopped.returncode == 0, told
 
 
 class Endless(Dataset[Any]):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from hetsync import threads
 from hetsync.plane.base import StalledError
 from hetsync.plane.local import LocalPlane
 from hetsync.processes import Process
-from hetsync.sync import watchdog
 from hetsync.sync.messages import Alive, Exclude, Look, Probe, Seen
 from hetsync.sync.slowness import HISTORY, LEAST_HISTORY, SlowRanks
 from hetsync.sync.watchdog import Silence, Watchdog
@@ -36,14 +37,6 @@ def test_who_does_not_answer_has_been_silent_for_too_long() -> None:
     assert 2 in silence.silent
 
 
-def test_what_this_process_has_missed_is_nobody_s_silence() -> None:
-    """It was stopped for an hour: the others' words are still unread."""
-    silence = Silence(LIMIT)
-    silence.to_be_asked(0, [1])
-    silence.to_be_asked(3600, [1])
-    assert silence.too_long([1]) == []
-
-
 def test_who_was_never_asked_is_never_too_late() -> None:
     silence = Silence(LIMIT)
     for second in range(200):
@@ -67,8 +60,16 @@ class Peers(LocalPlane):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(threads.time, "monotonic", lambda: now[0])
     return now
+
+
+def pass_by(clock: list[float], seconds: float, look: Callable[[], None]) -> None:
+    """So many seconds, with looks that are no further apart than a poll may be."""
+    until = clock[0] + seconds
+    while clock[0] < until:
+        clock[0] += 0.5
+        look()
 
 
 def dog_of(plane: Peers, silent_seconds: float | None = None) -> Watchdog:
@@ -91,12 +92,10 @@ def test_the_last_words_name_rank_host_activity_and_seconds(
 ) -> None:
     plane = Peers()
     dog = dog_of(plane)
-    clock[0] = 11.0
-    dog.check(sign)
+    pass_by(clock, 11.0, lambda: dog.check(sign))
     assert plane.told == [(1, Probe(0)), (2, Probe(0))]
     dog.answer(Alive(1, 7, False, "computing", 12.5, 'File "loop.py", line 3'), sign)
-    clock[0] = 14.0
-    dog.check(sign)
+    pass_by(clock, 1.5, lambda: dog.check(sign))
     assert plane.told[-1] == (1, Look(2))  # a peer on its host
     dog.check(sign)
     dog.answer(Seen(2, "stopped", ""), sign)
@@ -107,6 +106,17 @@ def test_the_last_words_name_rank_host_activity_and_seconds(
     assert "; rank 1: process 2 on b, computing for 12 s" in said
     assert "; rank 2: process 3 on b, which is stopped" in said
     assert 'rank 1 was at\nFile "loop.py", line 3' in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("before", "after"), [(5.0, 3.0), (10.0, 1.0)])  # the first has not asked the others, or has
+def test_who_was_stopped_waits_for_the_others_again(clock: list[float], rank: int, before: float, after: float) -> None:
+    """The whole job was, for an hour: nobody could say or do anything meanwhile."""
+    dog = dog_of(Peers(rank))
+    pass_by(clock, before, lambda: dog.check(sign))
+    clock[0] += 3600.0
+    dog.check(sign)
+    pass_by(clock, after, lambda: dog.check(sign))
 
 
 def test_who_is_silent_is_ended_by_a_peer_once(clock: list[float]) -> None:
@@ -145,9 +155,20 @@ def test_a_peer_ends_only_who_is_silent_to_it_too(
     assert plane.told == [(0, Probe(2))]
     if answers:
         dog.answer(Alive(0, 8, False), sign)
-    clock[0] += 3.0
-    dog.watch_silence()
+    watch(dog, clock, 3.0)
     assert killed == ([] if answers else [dog.processes[0]])
+
+
+def test_who_was_stopped_ends_nobody_whom_others_accuse(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Process] = []
+    monkeypatch.setattr(Process, "kill", lambda process: killed.append(process))
+    dog = dog_of(Peers(rank=2), LIMIT)
+    dog.answer(Exclude(0, if_silent=True), sign)
+    clock[0] += 3600.0
+    dog.watch_silence()
+    assert killed == []
+    watch(dog, clock, 3.0)
+    assert killed == [dog.processes[0]]
 
 
 def test_a_rank_that_crawls_is_ended_though_it_answers(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,10 +210,7 @@ def second(first_at: str = "b 1") -> tuple[Peers, Watchdog]:
 
 
 def watch(dog: Watchdog, clock: list[float], seconds: float) -> None:
-    until = clock[0] + seconds
-    while clock[0] < until:
-        clock[0] += 0.5
-        dog.watch_silence()
+    pass_by(clock, seconds, dog.watch_silence)
 
 
 def test_the_second_rank_has_the_first_ended_by_a_peer(clock: list[float], capfd: pytest.CaptureFixture[str]) -> None:
@@ -258,10 +276,10 @@ def test_where_two_accuse_each_other_the_second_goes(clock: list[float]) -> None
 def test_who_asks_is_answered_and_only_the_first_is_word_enough(clock: list[float]) -> None:
     plane = Peers()
     dog = dog_of(plane)
-    clock[0] = 11.0
+    pass_by(clock, 9.5, lambda: dog.check(sign))
     dog.answer(Probe(1), sign)
     assert plane.told == [(1, sign())]
-    dog.check(sign)
+    pass_by(clock, 1.0, lambda: dog.check(sign))
     assert plane.told[1:] == [(1, Probe(0)), (2, Probe(0))], "the job has not moved by that"
 
 
