@@ -20,6 +20,19 @@ ROOT = Path(__file__).resolve().parents[2]
 STUB = '#!/bin/sh\necho "$@" >> "$(dirname "$0")/calls"\n'  # succeeds at whatever it is asked
 
 
+# In the place of launch/local: the terminal is lost, of which its whole process group hears, and it saves.
+HANGS_UP = """#!/bin/bash
+trap 'echo told >>"$0.calls"' HUP
+sleep 1 # until it is waited for
+kill -HUP "$PPID"
+sleep 0.5
+kill -HUP "$PPID"
+sleep 1
+echo saved >>"$0.calls"
+exit 129
+"""
+
+
 def clone(folder: Path) -> Path:
     """What `launch/environment` needs of the repository."""
     shutil.copytree(ROOT / "launch", folder / "launch")
@@ -57,6 +70,17 @@ def test_an_active_environment_keeps_what_is_in_it(tmp_path: Path, installed_fro
     assert (active / "of-the-user").exists()
     assert "install" in (active / "bin" / "calls").read_text()
     assert f"at {root} {active} " in (active / ".hetsync-installed").read_text()
+
+
+def test_the_quick_start_waits_for_a_job_that_saves_as_the_terminal_is_lost(tmp_path: Path) -> None:
+    root, active = clone(tmp_path / "clone"), environment(tmp_path / "active", "")
+    (root / "launch" / "local").write_text(HANGS_UP)
+    env = {**os.environ, "MPICC": "", "VIRTUAL_ENV": str(active)}
+    words = [str(root / "launch" / "quickstart")]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert (root / "launch" / "local.calls").read_text().split() == ["told", "told", "saved"]
+    assert "training ended with status 129" in done.stderr
 
 
 def test_an_environment_of_its_own_that_another_clone_has_installed_into_is_kept(tmp_path: Path) -> None:

@@ -20,6 +20,13 @@ echo "ranks $1" >>"$LOG"
 for ((rank = 0; rank < $1; rank++)); do OMPI_COMM_WORLD_LOCAL_RANK=$rank "${@:3}" || exit; done
 """
 
+HANGS_UP = """#!/bin/bash
+trap 'echo hung up >>"$LOG"; exit 129' HUP
+sleep 1 # until it is waited for
+kill -HUP "$PPID"
+for ((seconds = 0; seconds < 20; seconds++)); do sleep 1; done
+"""
+
 
 def program(path: Path, text: str) -> None:
     path.parent.mkdir(exist_ok=True)
@@ -27,8 +34,10 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def mps(folder: Path, *words: str, daemon: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
-    program(folder / "launch" / "local", LOCAL)
+def mps(
+    folder: Path, *words: str, daemon: bool = True, local: str = LOCAL, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    program(folder / "launch" / "local", local)
     shutil.copy(ROOT / "launch" / "mps", folder / "launch" / "mps")
     if daemon:
         program(folder / "bin" / "nvidia-cuda-mps-control", DAEMON)
@@ -56,6 +65,12 @@ def test_every_rank_gets_its_part_and_the_daemon_ends_with_the_job(tmp_path: Pat
 def test_a_jobs_status_is_passed_on_and_its_daemon_ended(tmp_path: Path) -> None:
     assert mps(tmp_path, "100,50", "--", "sh", "-c", "exit 7").returncode == 7
     assert "quit" in (tmp_path / "log").read_text()
+
+
+def test_a_lost_terminal_is_told_to_the_job_and_its_daemon_ends_after_it(tmp_path: Path) -> None:
+    done = mps(tmp_path, "100,50", local=HANGS_UP)
+    assert done.returncode == 129, done.stderr
+    assert (tmp_path / "log").read_text().split("\n")[:3] == ["started", "hung up", "quit"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from test_kill_and_resume import newest, process_of_rank
 
 SAMPLES = 100_000  # minutes
 SIGNALS = 300
-STOPPED, TERMINATED, INTERRUPTED = 85, 143, 130
+STOPPED, TERMINATED, INTERRUPTED, HUNG_UP = 85, 143, 130, 129
 
 
 def words(*more: str) -> list[str]:
@@ -58,7 +58,7 @@ def assert_saved(folder: Path, said: str) -> None:
     [
         (signal.SIGTERM, TERMINATED),
         pytest.param(signal.SIGINT, INTERRUPTED, marks=pytest.mark.thorough),
-        (signal.SIGHUP, 129),
+        (signal.SIGHUP, HUNG_UP),
     ],  # SIGUSR1: the storm
 )
 def test_one_process_saves(folder: Path, number: signal.Signals, status: int) -> None:
@@ -147,7 +147,12 @@ def test_a_search_for_a_plan_ends_with_the_best_so_far(folder: Path, ranks: str)
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGTERM, TERMINATED), (signal.SIGINT, INTERRUPTED), (signal.SIGUSR1, STOPPED)],
+    [
+        (signal.SIGTERM, TERMINATED),
+        (signal.SIGINT, INTERRUPTED),
+        (signal.SIGHUP, HUNG_UP),
+        (signal.SIGUSR1, STOPPED),
+    ],
 )
 def test_the_local_launcher_lets_signals_through(folder: Path, number: signal.Signals, status: int) -> None:
     """mpirun itself would kill the ranks within half a second."""
