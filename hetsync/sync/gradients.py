@@ -29,6 +29,7 @@ import torch
 from hetsync.errors import UserError
 from hetsync.plane.base import Allocate, Residual, WireFormat, allocate_anywhere
 from hetsync.plane.wire import round_trip
+from hetsync.sync.model_tensors import all_trained
 from hetsync.sync.reals import as_of, count_reals, reals
 from hetsync.sync.tail import Tail, shared_buffers
 
@@ -480,4 +481,5 @@ class Gradients:
             self._hooks = self._listen()
 
     def _listen(self) -> list[torch.utils.hooks.RemovableHandle]:
-        return [parameter.register_post_accumulate_grad_hook(self._arrive) for parameter in self._where]
+        with all_trained(self._where):
+            return [parameter.register_post_accumulate_grad_hook(self._arrive) for parameter in self._where]

@@ -19,6 +19,7 @@ from hetsync.plane.base import Residual, Sums, WireFormat
 from hetsync.sync.deltas import Snapshot
 from hetsync.sync.gradients import CHANGED, Arrivals, Bucket, Stage
 from hetsync.sync.messages import StartRound
+from hetsync.sync.model_tensors import all_trained
 from hetsync.sync.reals import as_of, reals
 from hetsync.sync.tail import Tail, shared_buffers
 
@@ -87,7 +88,8 @@ class LoneGradients:
             assert isinstance(parameter, torch.nn.Parameter)
             self._arrivals.add(parameter)
 
-        self._hooks = [parameter.register_post_accumulate_grad_hook(arrive) for parameter in self._trained]
+        with all_trained(self._trained):
+            self._hooks = [parameter.register_post_accumulate_grad_hook(arrive) for parameter in self._trained]
 
     @property
     def tail(self) -> Tail:

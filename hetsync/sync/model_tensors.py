@@ -13,13 +13,28 @@ where they were, with their new values, and the rest is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from hetsync.errors import UserError
 
 Holder = dict[str, torch.Tensor | None]  # a module's buffers, or its parameters, by name
+
+
+@contextmanager
+def all_trained(weights: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """In the block they all require a gradient, those too that a script has frozen for now: its loop may unfreeze them
+    at any batch, so ranks share them."""
+    frozen = [weight for weight in weights if not weight.requires_grad]
+    for weight in frozen:
+        weight.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for weight in frozen:
+            weight.requires_grad_(False)
 
 
 class ModelTensors:

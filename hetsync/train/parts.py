@@ -61,6 +61,7 @@ class Parts:
         self.registered: dict[str, Any] = {}
         self.rates: list[Rates] = []
         self.factors: dict[int, Factor] = {}  # by optimizer
+        self.shared: list[torch.nn.Parameter] = []  # weights, in a run that is gone on with
 
     def register(self, name: str, state: Any) -> None:
         if not callable(getattr(state, "state_dict", None)) or not callable(getattr(state, "load_state_dict", None)):
@@ -143,6 +144,11 @@ class Parts:
         ranks do not share."""
         return {
             "frozen": [place for place, weight in enumerate(self._weights) if id(weight) in frozen],
+            "frozen_since": [
+                place
+                for place, weight in enumerate(self._weights)
+                if not weight.requires_grad and id(weight) not in frozen
+            ],
             "groups": [self._groups_of(optimizer) for optimizer in self.optimizers],
             "schedulers": [rates.state_dict() if isinstance(rates, SchedulerRates) else None for rates in self.rates],
             "averages": [average.state_dict() for average in self.averages],
@@ -171,12 +177,20 @@ class Parts:
             weights, frozen = self._weights, set(state["frozen"])
             for place, weight in enumerate(weights):
                 weight.requires_grad_(place not in frozen)
+            self.shared = [weight for place, weight in enumerate(weights) if place not in frozen]
             for optimizer, groups in zip(self.optimizers, state["groups"], strict=True):
                 for group in groups[len(optimizer.param_groups) :]:
                     added = [weights[place] for place in group["weights"]]
                     optimizer.add_param_group({"params": added, **group["options"]})
                 if [mine["weights"] for mine in self._groups_of(optimizer)] != [each["weights"] for each in groups]:
                     raise ValueError("an optimizer has other groups of weights")
+
+    def freeze_again(self, state: Mapping[str, Any]) -> None:
+        """What the script had frozen since ranks began to share it."""
+        with fitting():
+            weights = self._weights
+            for place in state.get("frozen_since", ()):  # older checkpoints say nothing
+                weights[place].requires_grad_(False)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """UserError where the state is not of parts like these."""

@@ -152,6 +152,8 @@ class Running:
         if prepared.evaluation is not None:
             self.evaluations.use(*prepared.evaluation[1:])
         self.session = self._make_session()
+        if self.at.loaded is not None:
+            prepared.parts.freeze_again(self.at.loaded.state)  # the session counts what ranks share
         told = (self.session, self.profiles, self.telemetry, prepared.callbacks, self.total)
         self.telling = Telling(*told, self.config.fault.goes_back)
         self.telling.solo = self._solo_rates()
@@ -290,6 +292,7 @@ class Running:
                 rates=self.prepared.parts.rates,
                 averages=self.prepared.parts.averages,
                 scaler=self.prepared.parts.scaler,
+                shared=self.prepared.parts.shared,
             ),
             source=self.source,
             sync=config.sync,

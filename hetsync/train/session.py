@@ -44,7 +44,7 @@ from hetsync.sync.messages import (
     settings_of,
 )
 from hetsync.sync.milestones import ROLLBACK, STOP, TOO_FEW, Evaluation
-from hetsync.sync.model_tensors import ModelTensors
+from hetsync.sync.model_tensors import ModelTensors, all_trained
 from hetsync.sync.recovery import Books, Damage, Death, Decision, Report, first_standing, keepers, rebuilt
 from hetsync.sync.rounds import Around
 from hetsync.sync.rounds_rule import RoundsChange, rule_for
@@ -113,6 +113,7 @@ class Session:
         self.plane = plane = NumberedPlane(plane)
         self.model = trained.model
         self.optimizers = list(trained.optimizers)
+        self._shared_before = trained.shared
         self.terms = terms
         self.totals = RankTotals()
         self.control: JobControl | None = None  # on the first rank, where there is one
@@ -391,10 +392,11 @@ class Session:
         self.meet("the first batch")
         self._seed_ranks()
         self._common.share_first_weights(lambda make: self.plane.broadcast_object(make()))
-        self.tasks.tensors = ModelTensors(self.model, self.optimizers)  # as the engine finds them
         self._stacks = Stacks()
         told = self.plane.gather_objects(self._stacks.process)
-        self.engine.start(dict(zip(self.plane.members, told, strict=True)))
+        with all_trained(self._shared_before):
+            self.tasks.tensors = ModelTensors(self.model, self.optimizers)  # as the engine finds them
+            self.engine.start(dict(zip(self.plane.members, told, strict=True)))
         self._under_way = True
         self._clock.start()
         for steps in self.tasks.steps:
@@ -402,13 +404,14 @@ class Session:
 
     def _join(self, entry: Entry) -> None:
         """Come to the others, who are at rest, and go on with them."""
-        self.tasks.tensors = ModelTensors(self.model, self.optimizers)
         self._common.remember_counters()
         self._stacks = Stacks()
         for steps in self.tasks.steps:
             steps.start()
             steps.show_owner(self.applied)
-        self.at_rest(lambda: self.engine.join(entry.travel))
+        with all_trained(self._shared_before):
+            self.tasks.tensors = ModelTensors(self.model, self.optimizers)  # as the engine finds them
+            self.at_rest(lambda: self.engine.join(entry.travel))
         self._under_way = True
         self._go_on()
 

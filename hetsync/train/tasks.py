@@ -43,6 +43,7 @@ class Trained:
         rates: The learning rates of each optimizer.
         averages: Running averages of weights, which each rank keeps for itself between rests.
         scaler: Multiplies the loss so that float16 holds its gradients, which then may be infinite.
+        shared: Weights that ranks share in a run that is gone on with, though the script may have frozen them.
     """
 
     model: torch.nn.Module
@@ -50,6 +51,7 @@ class Trained:
     rates: Sequence[Rates]
     averages: Sequence[torch.nn.Module] = ()
     scaler: PreparedScaler | None = None
+    shared: Sequence[torch.nn.Parameter] = ()
 
 
 class TaskRunner:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jobs import ROOT, SECONDS, Done, command, finished, mpirun, started, summary_of
 
 from hetsync.train.checkpoint import load_newest
@@ -35,7 +36,7 @@ class Centred(torch.nn.Module):
         return values - self.mean
 
 torch.manual_seed(0)
-bound, deaths = json.loads(sys.argv[1])
+bound, deaths, freezes = json.loads(sys.argv[1])
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), *([Centred()] if bound else []), torch.nn.Linear(8, 3))
 optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.9)
@@ -61,6 +62,9 @@ with hetsync.join(run=sys.argv[2], delay_bound=bound, least_ranks=1, fault={"rep
             job.backward(torch.nn.functional.cross_entropy(model(inputs), labels))
             job.step(optimizer, scheduler)
         job.keep_best(job.evaluate(accuracy))
+        if freezes and epoch == 0:
+            model[0].requires_grad_(False)
+            torch.save(model.state_dict(), f"frozen-{job.rank}")
 print(f"rank {job.rank} has ended in life {life} after {batches} batches", flush=True)
 """
 
@@ -74,9 +78,11 @@ def launched(folder: Path, ranks: int) -> list[str]:
     return [str(local), "--replace", str(ranks), "--"]
 
 
-def trained(folder: Path, bound: int | None, deaths: list[Any], run: str = "run", ranks: int = 1) -> Done:
+def trained(
+    folder: Path, bound: int | None, deaths: list[Any], run: str = "run", ranks: int = 1, freezes: bool = False
+) -> Done:
     (folder / "script.py").write_text(SCRIPT)
-    program = [sys.executable, "script.py", json.dumps([bound, deaths]), run]
+    program = [sys.executable, "script.py", json.dumps([bound, deaths, freezes]), run]
     words = [*launched(folder, ranks), *program] if ranks > 1 else program
     path = f"{Path(mpirun(1)[0]).parent}:{os.environ['PATH']}"
     with started(words, folder, {"PYTHONPATH": str(ROOT), "PATH": path}) as process:
@@ -124,6 +130,18 @@ def test_another_process_takes_a_dead_ranks_place(
         assert trained(tmp_path, 0, [], "alone").status == 0
         theirs, mine = (load_newest(tmp_path / name).model for name in ("run", "alone"))
         assert max(float((theirs[name] - value).abs().max()) for name, value in mine.items()) < 1e-5
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_what_was_frozen_before_a_rank_joins_stays_so(tmp_path: Path, bound: int) -> None:
+    """By lines after an epoch to which the newcomer does not come."""
+    done = trained(tmp_path, bound, [[1, 27, 0]], ranks=2, freezes=True)
+    assert done.status == 0, done.story
+    assert [join["rank"] for join in summary_of(tmp_path / "run")["joins"]] == [1], done.story
+    before, after = torch.load(tmp_path / "frozen-0"), load_newest(tmp_path / "run").model
+    assert {name: torch.equal(after[name], value) for name, value in before.items() if name != "1.mean"} == {
+        name: name.startswith("0.") for name in before if name != "1.mean"
+    }
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ def classify(
     make_model: Callable[[], Any] = Net,
     before_epoch: Callable[[int, Any, list[Optimizer]], None] = lambda epoch, model, optimizers: None,
     before_batch: Callable[[int, int, Any], None] = lambda epoch, number, model: None,
+    after_epoch: Callable[[int, Any], None] = lambda epoch, model: None,
 ) -> Script:
     """An ordinary script."""
 
@@ -52,6 +53,7 @@ def classify(
                 job.backward(cross_entropy(model(points), labels))
                 job.step()
             seen.at_rest(model, optimizers=tuple(optimizers))
+            after_epoch(epoch, model)
         return Result(model, loss_on_all(model), first)
 
     return script
@@ -238,6 +240,36 @@ def test_frozen_layers_over_a_resume(plane: Plane, folder: Path, bound: int, at:
     check_resumed(plane, folder, classify(sgd, before_epoch=freeze), bound, at)
 
 
+@pytest.mark.parametrize("thawed", [False, True])
+@pytest.mark.parametrize("at", RESUMED_AT)
+def test_layers_frozen_after_an_epoch_over_a_resume(
+    plane: Plane, folder: Path, bound: int, at: int, thawed: bool
+) -> None:
+    """By lines that a resumed run does not come to; those that unfreeze it come before its first batch, or later."""
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []  # first and last layer before each batch
+
+    def make_model() -> Net:
+        found.clear()
+        return Net()
+
+    def freeze(epoch: int, model: Any) -> None:
+        if epoch == 0:
+            model.body[0].requires_grad_(False)
+
+    def thaw(epoch: int, model: Any, _: list[Optimizer]) -> None:
+        if epoch == 2 and thawed:
+            model.body[0].requires_grad_(True)
+
+    def look(epoch: int, number: int, model: Any) -> None:
+        found.append((model.body[0].weight.detach().clone(), model.body[-1].weight.detach().clone()))
+
+    script = classify(adamw, make_model, before_epoch=thaw, before_batch=look, after_epoch=freeze)
+    _, (resumed, _) = check_resumed(plane, folder, script, bound, at, rates=False)  # which runs it once more
+    first, last = found[0]
+    assert torch.equal(resumed.model.body[0].weight, first) is (not thawed)
+    assert not torch.equal(resumed.model.body[-1].weight, last)
+
+
 @pytest.mark.parametrize("at", RESUMED_AT)
 def test_groups_over_a_resume(plane: Plane, folder: Path, bound: int, at: int) -> None:
     check_resumed(plane, folder, growing(AdamW), bound, at)
@@ -303,6 +335,11 @@ def test_a_gan_whose_fakes_are_not_detached(plane: Plane, bound: int) -> None:
 
 def test_a_critic_that_is_frozen_while_the_generator_is_trained(plane: Plane, bound: int) -> None:
     check(plane, gan(toggle=True), bound)
+
+
+@pytest.mark.parametrize("at", RESUMED_AT)
+def test_a_critic_that_is_frozen_at_the_rest_over_a_resume(plane: Plane, folder: Path, bound: int, at: int) -> None:
+    check_resumed(plane, folder, gan(toggle=True), bound, at)
 
 
 def test_a_generator_that_is_stepped_every_second_batch(plane: Plane, bound: int) -> None:

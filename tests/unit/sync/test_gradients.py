@@ -349,6 +349,21 @@ def test_the_tail_holds_the_buffers_that_change():
         model.zero_grad()
 
 
+def test_weights_may_be_frozen_when_delayed_mode_ends():
+    """And unfrozen in the loop: their gradients travel."""
+    model = torch.nn.Linear(FEATURES, 3)
+    gradients = gradients_of(model, bucket_bytes=1000)
+    gradients.close()
+    model.requires_grad_(False)
+    gradients.open_task()
+    assert not model.weight.requires_grad
+    model.requires_grad_(True)
+    slice_of_one(gradients, loss_of(model, *batch(1)), last=False)
+    gradients.open_slice(4, last=True)
+    loss_of(model, *batch(4)).backward()
+    assert gradients.released()
+
+
 def test_a_spoiled_round_brings_nothing_to_anybody_and_the_next_one_is_whole():
     """Whoever's gradients are nan, and however the wire rounds."""
     for wire in ("float32", "int8"):

@@ -23,3 +23,20 @@ def test_a_rate_that_is_a_tensor_comes_back_as_one() -> None:
     assert torch.equal(group["lr"], torch.tensor(0.1))
     assert group["momentum"] == 0.9
     assert second.rates[0].at(0) == [group["lr"].item()]
+
+
+def test_what_was_frozen_comes_back_in_its_role() -> None:
+    """And from a checkpoint of before it was kept what was frozen on the way."""
+    first = parts_with(0.1)
+    weight = next(first.model.parameters())
+    first.model.requires_grad_(False)
+    state = first.state(frozen={id(weight)})
+    older = {name: kept for name, kept in state.items() if name != "frozen_since"}
+    for kept, trained in ((state, False), (older, True)):
+        second = parts_with(0.1)
+        weight, bias = second.model.parameters()
+        second.restore_roles(kept)
+        assert (weight.requires_grad, bias.requires_grad) == (False, True)
+        assert second.shared == [bias]
+        second.freeze_again(kept)
+        assert (weight.requires_grad, bias.requires_grad) == (False, trained)
