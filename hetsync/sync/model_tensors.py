@@ -100,6 +100,11 @@ class ModelTensors:
         """Weights that ranks do not share, by id."""
         return {id(weight) for _, weight in self._frozen}
 
+    @property
+    def shared(self) -> list[torch.nn.Parameter]:
+        frozen = self.frozen
+        return [weight for weight in self._weights.values() if id(weight) not in frozen]
+
     def is_current(self) -> bool:
         """At rest: are these still the tensors of the model, in the same roles?"""
         weights = dict(self._model.named_parameters())

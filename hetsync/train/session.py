@@ -601,10 +601,11 @@ class Session:
         if self.outer is not None:
             self.outer.velocity = velocity
         self._common.remember_counters()
-        self.tasks.tensors = ModelTensors(self.model, self.optimizers)  # as the engine finds them
         for steps in self.tasks.steps:
             steps.show_owner(applied)
-        self.engine.go_back(applied)
+        with all_trained(self.tasks.tensors.shared):
+            self.tasks.tensors = ModelTensors(self.model, self.optimizers)  # as the engine finds them
+            self.engine.go_back(applied)
 
     def _come_to_rest(self, drained: StartRound) -> None:
         self.tasks.tensors.check()

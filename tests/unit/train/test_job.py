@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import environment
+from jobs import environment, summary_of
 from torch import nn
 from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import StepLR
@@ -590,17 +590,25 @@ def test_the_lines_after_an_epoch_come_once_though_it_rests_twice(bound: int) ->
     assert [batches.count(epoch) for epoch in seen] == [SAMPLES // BATCH] * 3
 
 
+def in_turns(script: Script) -> None:
+    """A batch, with weights that are frozen as a critic's are while the generator steps."""
+    script.model.requires_grad_(True)
+    script.step()
+    script.model.bias.requires_grad_(False)
+
+
 @BOUNDS
 def test_weights_that_are_frozen_in_turns_may_be_so_at_a_rest(bound: int, tmp_path: Path) -> None:
-    """As a critic's, while the generator steps."""
-
-    def batch(script: Script) -> None:
-        script.model.requires_grad_(True)
-        script.step()
-        script.model.bias.requires_grad_(False)
-
     for epochs in (1, 3):
-        train(batch=batch, epochs=epochs, delay_bound=bound, run=tmp_path / "run", resume="auto")
+        train(batch=in_turns, epochs=epochs, delay_bound=bound, run=tmp_path / "run", resume="auto")
+
+
+@BOUNDS
+def test_weights_that_are_frozen_in_turns_may_be_so_where_all_go_back(bound: int, tmp_path: Path) -> None:
+    fault = {"not_finite": "rollback", "inject": [{"kind": "not_finite", "rank": 0, "round": 1}]}
+    run = tmp_path / "run"
+    train(batch=in_turns, delay_bound=bound, run=run, checkpoint_every=BATCH, fault=fault)
+    assert summary_of(run)["rollbacks"]
 
 
 def test_extra_state_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
