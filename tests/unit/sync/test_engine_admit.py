@@ -40,6 +40,7 @@ def test_a_damaged_message_is_told_of_once() -> None:
         worker=holding,
         landed=5,
         at_rest=True,
+        cap=None,
         evaluating=None,
         admit=None,
     )
