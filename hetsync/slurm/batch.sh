@@ -17,6 +17,8 @@ killed_by_usr1=138                    # a request that came before training had 
 number=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 crash_count=hetsync-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}.crashes
 
+begun=$(date +%FT%T)
+
 say() { printf '%s: job %s: %s\n' "$(date '+%F %T')" "$SLURM_JOB_ID" "$*" >&2; }
 
 fail() {
@@ -51,12 +53,14 @@ requeue() {
 }
 
 crash() {
-    local crashes=0 newest_then='' newest
+    local crashes=0 newest_then='' newest without=' without a new checkpoint'
     newest=$(newest_checkpoint)
     if [[ -e $crash_count ]]; then { read -r crashes && read -r newest_then; } <"$crash_count"; fi
-    if [[ $newest != "$newest_then" ]]; then crashes=0; fi
+    # A mistake may come again after each checkpoint.
+    if [[ $newest != "$newest_then" && $1 != "$mistake" ]]; then crashes=0; fi
+    if [[ -z $run_dir || $1 == "$mistake" ]]; then without=''; fi
     printf '%s\n' $((++crashes)) "$newest" >"$crash_count"
-    ((crashes < max_crashes)) || fail "crashed with status $1, $crashes times in a row${run_dir:+ without a new checkpoint}"
+    ((crashes < max_crashes)) || fail "crashed with status $1, $crashes times in a row$without"
     requeue "crashed with status $1"
 }
 
@@ -158,7 +162,10 @@ crashed_under_srun() {
 }
 
 # SLURM sends srun's ranks TERM at a pre-emption, in place of USR1 to this script, unless the site sets send_user_signal.
-preempted() { ((status == 143)) && ask show job "$number" && [[ $answer == *" PreemptTime="[0-9]* ]]; }
+preempted() {
+    ((status == 143)) && ask show job "$number" &&
+        [[ $answer =~ " PreemptTime="([0-9T:-]+) && ! ${BASH_REMATCH[1]} < $begun ]] # an earlier one may stand there, too
+}
 
 if preempted; then
     rm -f "$crash_count"

@@ -76,13 +76,15 @@ class Cadence:
     calls: int = 0  # in this loop over batches
     void: int = 0  # slices before the one that is out, in this loop
     known: bool = False  # before this loop
+    moved: bool = False  # a learning rate, by a step in this loop
 
     def begin_loop(self) -> None:
-        self.calls, self.void, self.known = 0, 0, self.every is not None
+        self.calls, self.void, self.known, self.moved = 0, 0, self.every is not None, False
 
     def end_loop(self, slices: int) -> None:
-        """Of so many. UserError where it has gone on without the steps that are counted for it."""
-        if self.known and self.every is not None and not self.calls and slices - self.void >= self.every:
+        """Of so many. UserError where steps that the loop has made no more have changed a rate."""
+        called = self.calls or self.every is None or slices - self.void < self.every
+        if self.known and self.moved and not called:
             raise UserError(
                 "a scheduler that the loop had stepped was stepped no more in a whole loop over batches, while its"
                 " steps follow samples: step it in each epoch (one schedule after another is a SequentialLR), or"
@@ -142,7 +144,6 @@ class SchedulerRates:
         self._epoch = None if epoch_samples is None else -(-epoch_samples // batch_size)  # batches
         self._cadences = [Cadence(every) for _ in schedulers]
         self._began = 0  # this loop over batches, in samples of the stream
-        self._counts_anew = False  # as a checkpoint's batches are others
         self._rates = rates_of(optimizer)
 
     def begin_loop(self, position: int) -> None:
@@ -178,10 +179,6 @@ class SchedulerRates:
 
     def at(self, position: int) -> list[float]:
         batches = self._batches(position)
-        if self._counts_anew:
-            self._counts_anew = False
-            for cadence in self._cadences:
-                cadence.first, cadence.done = batches, 0
         due = [cadence.due(batches, self._epoch) - cadence.done for cadence in self._cadences]
         if any(steps > 0 for steps in due):
             set_rates(self._optimizer, self._rates)
@@ -191,8 +188,10 @@ class SchedulerRates:
                 for turn in range(max(due)):
                     for scheduler, cadence, steps in zip(self._schedulers, self._cadences, due, strict=True):
                         if turn < steps:
+                            before = rates_of(self._optimizer)
                             scheduler.step()
                             cadence.done += 1
+                            cadence.moved |= rates_of(self._optimizer) != before
             self._rates = rates_of(self._optimizer)
         return list(self._rates)
 
@@ -234,7 +233,8 @@ class SchedulerRates:
         """Of what is counted."""
         return [self._batch_size, self._epoch_samples]
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], position: int) -> None:
+        """`position`: samples of the stream that the state is of."""
         for scheduler, mine in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(mine)
         for cadence, kept in zip(self._cadences, state["cadences"], strict=True):
@@ -242,7 +242,8 @@ class SchedulerRates:
             cadence.done = kept["done"]
             if cadence.every is None:
                 cadence.every, cadence.first = kept["every"], kept["first"]
-        self._counts_anew = state.get("batches", self._measures) != self._measures
+            if state.get("batches", self._measures) != self._measures:  # it has counted others
+                cadence.first, cadence.done = self._batches(position), 0
 
 
 def check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -77,14 +77,20 @@ def _choice(dataset: Any) -> str:
     while parts:
         part = parts.pop()
         if isinstance(part, Subset):
-            chosen = part.indices
-            digest.update(
-                repr(chosen).encode() if isinstance(chosen, range) else np.asarray(chosen, np.int64).tobytes()
-            )
+            digest.update(_as_bytes(part.indices))
             parts.append(part.dataset)
         elif isinstance(part, ConcatDataset):
             parts += part.datasets
     return digest.hexdigest()[:8]
+
+
+def _as_bytes(indices: Any) -> bytes:
+    if isinstance(indices, range):  # perhaps of a long stream
+        return repr(indices).encode()
+    try:
+        return np.asarray(indices, np.int64).tobytes()
+    except (TypeError, ValueError):  # they may be names
+        return repr(list(indices)).encode()
 
 
 def parts_described(parts: Parts) -> Description:

@@ -186,10 +186,10 @@ def combined(parts: Sequence[Part], combine: Combine | None) -> Any:
         raise UserError(
             "the evaluation found nothing on any rank: return a number, or a dictionary of names and numbers"
         )
-    weights = [part.samples for part in found]
-    if not any(weights):  # no prepared loader was asked: each rank has looked at all
-        weights = [1] * len(found)
-    return _mean([part.found for part in found], weights)
+    looked = [part for part in found if part.samples]
+    if not looked:  # no prepared loader was asked: each rank has looked at all
+        looked = [Part(part.found, 1) for part in found]
+    return _mean([part.found for part in looked], [part.samples for part in looked])
 
 
 def _mean(values: Sequence[Any], weights: Sequence[int]) -> Any:

@@ -192,10 +192,10 @@ class Parts:
             for place in state.get("frozen_since", ()):  # older checkpoints say nothing
                 weights[place].requires_grad_(False)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """UserError where the state is not of parts like these."""
+    def restore(self, state: Mapping[str, Any], position: int) -> None:
+        """As after so many samples. UserError where the state is not of parts like these."""
         with fitting():
-            self._restore_rates(state)
+            self._restore_rates(state, position)
             for average, kept in zip(self.averages, state["averages"], strict=True):
                 average.load_state_dict(kept)
             if self.scaler is not None and state["scaler"]:
@@ -203,7 +203,7 @@ class Parts:
             for name, mine in self.registered.items():
                 mine.load_state_dict(state["registered"][name])
 
-    def _restore_rates(self, state: Mapping[str, Any]) -> None:
+    def _restore_rates(self, state: Mapping[str, Any], position: int) -> None:
         for number, (optimizer, rates) in enumerate(zip(self.optimizers, self.rates, strict=True)):
             if number in self.factors:  # those of today's recipe
                 continue
@@ -212,4 +212,4 @@ class Parts:
                 group |= {**kept, "lr": group["lr"]}  # which may be a tensor, and stays one
             rates.rebase(set_rates(optimizer, [kept["lr"] for kept in options]))
             if isinstance(rates, SchedulerRates) and state["schedulers"][number] is not None:
-                rates.load_state_dict(state["schedulers"][number])
+                rates.load_state_dict(state["schedulers"][number], position)

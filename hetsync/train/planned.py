@@ -167,7 +167,7 @@ class PlannedJob:
             self.parts.restore_roles(loaded.state)
         checkpoint.restore(loaded, self.model, [self.optimizer])
         if loaded.state:
-            self.parts.restore(loaded.state)
+            self.parts.restore(loaded.state, loaded.progress.samples_applied)
 
     def _forget_others(self) -> None:
         """The optimizer's state of weights that other stages hold is theirs; so is that of a checkpoint."""

@@ -193,7 +193,7 @@ class Running:
             self.lines_due = Standing.of(loaded.state).lines_due or at_the_end
         checkpoint.restore(loaded, self.model, parts.optimizers)
         if loaded.state:  # of the first version there is none
-            parts.restore(loaded.state)
+            parts.restore(loaded.state, loaded.progress.samples_applied)
 
     # A rank that joins while the job runs.
 
@@ -475,7 +475,7 @@ class Running:
             self.telemetry.record("rollback", **asdict(rollback))
             self.telling.rollback(rollback)
         checkpoint.restore(loaded, self.model, self.prepared.parts.optimizers)
-        self.prepared.parts.restore(loaded.state)
+        self.prepared.parts.restore(loaded.state, loaded.progress.samples_applied)
         velocity = None if loaded.outer is None else loaded.outer.to(self._device)
         self.session.go_back(loaded.progress.samples_applied, velocity)
 

@@ -296,6 +296,16 @@ def test_such_crashes_have_their_limit_too(capsys: pytest.CaptureFixture[str], t
     assert "crashed with status 2, 1 times in a row" in said
 
 
+def test_a_mistake_that_comes_again_after_each_checkpoint_has_its_limit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job = Job(capsys, tmp_path, "--max-crashes", "2")
+    assert job.start(f"{job.checkpoint(5)}; exit 2")[0] == 2
+    status, said = job.start(f"{job.checkpoint(9)}; exit 2", restart=1)
+    assert (status, job.requeued) == (1, 1)
+    assert said.splitlines()[-1].endswith("crashed with status 2, 2 times in a row")
+
+
 def test_crashes_in_a_row_have_a_limit_and_a_checkpoint_between_counts_anew(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -343,12 +353,26 @@ def test_ranks_that_end_at_the_term_of_a_pre_emption_are_requeued(
 ) -> None:
     """SLURM sends it in place of USR1, unless the site sets send_user_signal. It is no crash."""
     job = Job(capsys, tmp_path, "--launcher", "srun", "--max-crashes", "1")
-    job.scontrol(preempted="2026-11-02T15:00:00", failures=failures)
+    job.scontrol(preempted="2999-11-02T15:00:00", failures=failures)
     program(job.programs / "squeue", "echo RUNNING")
     write = f"mkdir -p runs/hetsync-7; echo '{json.dumps({'status': summary})}' > runs/hetsync-7/summary.json; "
     status, said = job.start(f"{write}exit 143")
     assert (status, job.requeued) == (143, 1)
     assert "stopped at a pre-emption, and requeued" in said
+
+
+def test_a_pre_emption_before_this_start_is_none_of_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Ranks were told to stop by somebody else."""
+    job = Job(capsys, tmp_path, "--launcher", "srun")
+    job.scontrol(preempted="2001-11-02T15:00:00")
+    program(job.programs / "squeue", "echo RUNNING")
+    assert (
+        job.start("""mkdir -p runs/hetsync-7; echo '{"status": "stopped"}' > runs/hetsync-7/summary.json; exit 143""")[
+            0
+        ]
+        == 143
+    )
+    assert job.requeued == 0
 
 
 def test_a_crash_under_srun_is_one_where_squeue_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -112,9 +112,21 @@ def test_a_resume_with_other_batches_goes_on_from_where_the_scheduler_stood(batc
     before.begin_loop(0)
     before.stepped_in_loop(before._schedulers[0], 1)
     assert before.at(16) == [0.5**4]
-    after.load_state_dict(before.state_dict())
+    after.load_state_dict(before.state_dict(), 16)
     after.rebase(before.at(16))  # with the optimizer
     assert [after.at(16 + batches * batch_size)[0] for batches in range(3)] == [0.5 ** (4 + n) for n in range(3)]
+
+
+def test_ranks_that_resume_with_other_batches_count_from_one_place() -> None:
+    """Their first tasks lie at positions of their own."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    state = SchedulerRates(optimizer, schedulers, 4, every=1).state_dict()
+    ranks = [SchedulerRates(optimizer, schedulers, 8, every=1) for _ in range(2)]
+    for number, rates in enumerate(ranks):
+        rates.load_state_dict(state, 12)
+        rates.at(12 + 8 * number)
+    ranks[0].agree(lambda mine: [mine, [(1, ranks[1]._cadences[0].first)]])
 
 
 def test_a_checkpoint_that_does_not_tell_its_batches_is_of_the_same() -> None:
@@ -123,7 +135,7 @@ def test_a_checkpoint_that_does_not_tell_its_batches_is_of_the_same() -> None:
     state = rates.state_dict()
     del state["batches"]
     state["cadences"][0] |= {"done": 3}
-    rates.load_state_dict(state)
+    rates.load_state_dict(state, 12)
     assert rates.at(16) == [0.5]
 
 

@@ -60,3 +60,9 @@ def test_ranks_that_split_data_alike_are_alike() -> None:
 def test_ranks_that_split_data_by_chance_differ(around: Callable[[Any], Any]) -> None:
     found = differences(described(around(split(1)), split(3)), described(around(split(2)), split(4)))
     assert [name.split(" (")[0] for name in found] == ["the choice of training samples", "the choice of test data 0"]
+
+
+@pytest.mark.parametrize("indices", [["a", "b"], range(2), torch.tensor([0, 1])])
+def test_subsets_may_be_chosen_by_anything(indices: Any) -> None:
+    one, other = (described(Subset(TensorDataset(torch.arange(2.0)), indices), split(3)) for _ in range(2))
+    assert one == other

@@ -64,3 +64,8 @@ def test_one_rank_may_return_what_it_likes() -> None:
 
 def test_where_no_prepared_loader_was_asked_each_rank_has_looked_at_all() -> None:
     assert combined([Part(torch.tensor([1.0]), 0), Part(torch.tensor([3.0]), 0)], None).tolist() == [2.0]
+
+
+def test_who_has_no_samples_has_no_say() -> None:
+    """A script that adds up returns what it began with."""
+    assert combined(parts(torch.tensor([1.0, 2.0]), 0, samples=(3, 0)), None).tolist() == [1.0, 2.0]

@@ -226,19 +226,20 @@ def warms_up(script: Script, number: int, loss: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
-@pytest.mark.parametrize("warm_epochs", [1, 3])
+@pytest.mark.parametrize(("warm_epochs", "factor", "refused"), [(1, 0.9, True), (1, 1.0, False), (3, 0.9, False)])
 def test_a_scheduler_whose_steps_cease_is_refused(
-    capsys: pytest.CaptureFixture[str], bound: int, warm_epochs: int
+    capsys: pytest.CaptureFixture[str], bound: int, warm_epochs: int, factor: float, refused: bool
 ) -> None:
-    """But at the end, where its steps matter no more."""
+    """But where they change nothing: at the end, and after a warm-up that has come to its end."""
 
     def run() -> None:
         with hetsync.join(plane=LocalPlane(), delay_bound=bound, progress=False) as job:
             script = Script(job)
+            script.each.scheduler.gamma = factor
             for epoch in job.epochs(4):
                 script.train(warms_up if epoch < warm_epochs else ordinary)
 
-    if warm_epochs == 3:
+    if not refused:
         run()
         return
     with pytest.raises(SystemExit) as ended:

@@ -18,7 +18,7 @@ def parts_with(rate: float | torch.Tensor) -> Parts:
 def test_a_rate_that_is_a_tensor_comes_back_as_one() -> None:
     first, second = parts_with(torch.tensor(0.1)), parts_with(torch.tensor(1.0))
     first.optimizers[0].param_groups[0]["momentum"] = 0.9
-    second.restore(first.state(frozen=()))
+    second.restore(first.state(frozen=()), 0)
     (group,) = second.optimizers[0].param_groups
     assert torch.equal(group["lr"], torch.tensor(0.1))
     assert group["momentum"] == 0.9
