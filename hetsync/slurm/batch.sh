@@ -27,7 +27,8 @@ fail() {
     exit 1
 }
 
-newest_checkpoint() { { compgen -G "$run_dir/checkpoints/samples-*" || true; } | sort | tail -n 1; }
+# Complete ones alone: others are what is left of a removal.
+newest_checkpoint() { { compgen -G "$run_dir/checkpoints/samples-*/state.json" || true; } | sort | tail -n 1; }
 
 # A number for the summary of a run that was stopped, which may be an earlier start's; nothing for any other.
 stop() {

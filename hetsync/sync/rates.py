@@ -83,8 +83,8 @@ class Cadence:
 
     def end_loop(self, slices: int) -> None:
         """Of so many. UserError where steps that the loop has made no more have changed a rate."""
-        called = self.calls or self.every is None or slices - self.void < self.every
-        if self.known and self.moved and not called:
+        uncalled = self.every is not None and not self.calls and slices - self.void >= self.every
+        if uncalled and self.known and self.moved:
             raise UserError(
                 "a scheduler that the loop had stepped was stepped no more in a whole loop over batches, while its"
                 " steps follow samples: step it in each epoch (one schedule after another is a SequentialLR), or"

@@ -244,7 +244,8 @@ class Job:
 
     def checkpoint(self, samples: int) -> str:
         """What makes one."""
-        return f"mkdir -p {self.folder}/runs/hetsync-7/checkpoints/samples-{samples:012d}"
+        made = f"{self.folder}/runs/hetsync-7/checkpoints/samples-{samples:012d}"
+        return f"mkdir -p {made}; touch {made}/state.json"
 
 
 @pytest.mark.parametrize("status", [85, 86])
@@ -259,6 +260,15 @@ def test_a_stopped_job_is_requeued_and_resumes(capsys: pytest.CaptureFixture[str
     assert first.endswith(f"mpirun -n 2 hetsync-train --run.dir {run}")
     assert second.endswith(f"hetsync-train --run.dir {run} --resume {run}")
     assert job.requeued == 1
+
+
+def test_what_is_left_of_a_removed_checkpoint_is_none_to_resume(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job = Job(capsys, tmp_path)
+    (tmp_path / "runs" / "hetsync-7" / "checkpoints" / "samples-000000000005").mkdir(parents=True)
+    job.start("exit 0")
+    assert "--resume" not in (tmp_path / "calls").read_text()
 
 
 def test_restarts_have_a_limit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
