@@ -148,6 +148,17 @@ def test_batches_by_next_as_often_as_the_loader_is_long(plane: Plane) -> None:
     assert plane.size == 1 or same_as_alone(trial.model, EPOCHS * SAMPLES // BATCH)
 
 
+def test_batches_by_zip_as_often_as_the_loader_is_long(plane: Plane) -> None:
+    """Nor here, where the loop is closed before another batch is asked for."""
+    trial = Trial(plane, 0 if plane.size > 1 else 4)
+    for _ in trial.job.epochs(EPOCHS):
+        for _, batch in zip(range(len(trial.loader)), trial.loader, strict=False):
+            trial.step(batch)
+    trial.close()
+    assert trial.counts() == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
+    assert plane.size == 1 or same_as_alone(trial.model, EPOCHS * SAMPLES // BATCH)
+
+
 @BOUNDS
 def test_fewer_batches_by_next_are_a_loop_that_is_left(plane: Plane, bound: int) -> None:
     trial, epochs = Trial(plane, bound), []
