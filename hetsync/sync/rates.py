@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -13,29 +14,41 @@ from torch.optim.lr_scheduler import LRScheduler
 from hetsync.errors import UserError
 
 
-class Rates(Protocol):
+class Rates(ABC):
     """The learning rates of an optimizer's parameter groups over the sample stream, for batches of B samples."""
 
+    @abstractmethod
     def at(self, position: int) -> list[float]:
         """At a stream position; these ascend."""
 
+    @abstractmethod
     def adopt(self, rate: float) -> None:
         """The optimizer has got another group, of this learning rate."""
 
+    @abstractmethod
     def owners(self, position: int) -> list[float]:
         """Those that the optimizer's owner finds when training has come to `position`."""
 
+    @abstractmethod
     def rebase(self, rates: list[float]) -> None:
         """At rest the owner has set these in place of `owners`."""
 
-    def leave_void(self, slices: int) -> None:
+    # What follows is for those that learn of a script's loop.
+
+    def begin_loop(self, position: int) -> None:  # noqa: B027
+        """A loop over batches begins, at so many samples."""
+
+    def leave_void(self, slices: int) -> None:  # noqa: B027
         """So many slices of the loop had no step, as a rank has died."""
 
-    def agree(self, gather: Callable[[Any], list[Any]]) -> None:
+    def end_loop(self, slices: int) -> None:  # noqa: B027
+        """That loop has ended after so many, and training goes on."""
+
+    def agree(self, gather: Callable[[Any], list[Any]]) -> None:  # noqa: B027
         """Collective, at rest: what one rank has learned of its loop all ranks know."""
 
 
-class ScheduleRates:
+class ScheduleRates(Rates):
     """What the optimizer's rates were at first, times a factor of the samples applied."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float] = lambda position: 1.0) -> None:
@@ -54,12 +67,6 @@ class ScheduleRates:
 
     def rebase(self, rates: list[float]) -> None:
         self._base = list(rates)
-
-    def leave_void(self, slices: int) -> None:
-        """Rates do not follow the loop."""
-
-    def agree(self, gather: Callable[[Any], list[Any]]) -> None:
-        """Nothing is learned."""
 
 
 @dataclass
@@ -116,7 +123,7 @@ class Cadence:
         return epochs * (epoch // self.every) + within // self.every
 
 
-class SchedulerRates:
+class SchedulerRates(Rates):
     """Torch schedulers of one optimizer, as a loop steps them.
 
     A scheduler that is stepped in the loop over batches makes one step for each batch of B samples of the stream, on
@@ -224,7 +231,7 @@ class SchedulerRates:
         states = [scheduler.state_dict() for scheduler in self._schedulers]
         return {
             "schedulers": states,
-            "cadences": [asdict(cadence) for cadence in self._cadences],
+            "cadences": [{"every": each.every, "first": each.first, "done": each.done} for each in self._cadences],
             "batches": self._measures,
         }
 

@@ -130,14 +130,12 @@ class Parts:
     def begin_loop(self, position: int) -> None:
         """A loop over batches begins, at so many samples."""
         for rates in self.rates:
-            if isinstance(rates, SchedulerRates):
-                rates.begin_loop(position)
+            rates.begin_loop(position)
 
     def end_loop(self, slices: int) -> None:
         """It has ended after so many, and training goes on."""
         for rates in self.rates:
-            if isinstance(rates, SchedulerRates):
-                rates.end_loop(slices)
+            rates.end_loop(slices)
 
     def state(self, frozen: Container[int]) -> dict[str, Any]:
         """What a checkpoint keeps beside weights and optimizers; of rank 0, at rest. `frozen`: the ids of weights that
