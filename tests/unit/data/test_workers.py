@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -123,10 +124,14 @@ class Locked(Squares):
 
 
 class Once(Squares):
-    """Can be sent to one worker, but not to the next."""
+    """Can be sent to one worker, but not to the next; notes which processes are there by then."""
+
+    sent = False
+    children: frozenset[BaseProcess] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
-        if hasattr(self, "sent"):
+        if self.sent:
+            self.children = frozenset(multiprocessing.active_children())
             raise pickle.PicklingError("once is enough")
         self.sent = True
         return {"fatal": False}
@@ -144,9 +149,10 @@ def test_what_workers_cannot_be_sent_is_said(dataset: Callable[[], Dataset[Any]]
 
 def test_workers_end_where_another_cannot_be_started() -> None:
     before = set(multiprocessing.active_children())
+    once = Once()
     with pytest.raises(UserError, match="once is enough"):
-        FetchProcesses(Once(), None, 2)
-    (worker,) = set(multiprocessing.active_children()) - before
+        FetchProcesses(once, None, 2)
+    (worker,) = once.children - before
     worker.join(SECONDS)
     assert worker.exitcode == -signal.SIGKILL
 
