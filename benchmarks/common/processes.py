@@ -9,12 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common.local_job import ROOT
 
 PORTS = range(20_000, 32_000)
+SECONDS_TO_SETTLE = 0.1
 
 
 def mpirun(ranks: int) -> list[object]:
@@ -38,6 +40,15 @@ def launched_as() -> tuple[int, int]:
     rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0"))
     size = os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
     return int(rank), int(size)
+
+
+def end_groups() -> None:
+    """Of torch.distributed. DistributedDataParallel keeps Gloo's threads alive (torch 2.13), and one that asks for
+    Python's lock in the interpreter's end, to destroy the work of the last collective, aborts the process."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    time.sleep(SECONDS_TO_SETTLE)
 
 
 def free_port() -> int:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.local_job import RECIPES
+from benchmarks.common.processes import end_groups
 from hetsync import data, models
 from hetsync.config.parser import read_recipe
 from hetsync.data.loader import EpochOrder
@@ -114,7 +115,7 @@ def ddp(work: Work) -> None:
             kept = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
             torch.save({**kept, "step": step + 1}, snapshot.with_suffix(".new"))
             snapshot.with_suffix(".new").replace(snapshot)
-    dist.destroy_process_group()
+    end_groups()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.common.processes import launched_as
+from benchmarks.common.processes import end_groups, launched_as
 from benchmarks.common.quotas import join_group
 
 CPU_GROUPS = "PEERS_CPU_GROUPS"  # environment: the folder of the ranks' cgroups, where devices are throttled
@@ -55,7 +55,7 @@ def run_peer(name: str, recipe: str, folder: Path, rank: int, size: int) -> None
     adapter(job)
     job.report(folder)
     dist.barrier()
-    dist.destroy_process_group()
+    end_groups()
 
 
 def main() -> None:
