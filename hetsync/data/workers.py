@@ -102,7 +102,13 @@ class FetchProcesses:
                 except BrokenPipeError:
                     self.close()
                     raise ended([worker]) from None
-                except (pickle.PicklingError, AttributeError, TypeError) as error:  # what pickle raises
+                except OSError as error:
+                    self.close()
+                    raise UserError(
+                        f"a data worker cannot be started ({error}): lower data.workers, or set it to 0 (in a script:"
+                        " num_workers= or workers=)"
+                    ) from error
+                except Exception as error:  # to pickle runs what its classes say
                     self.close()
                     raise UserError(
                         f"the data set or its collate function cannot be sent to a data worker ({type(error).__name__}:"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import pickle
@@ -123,6 +124,19 @@ class Locked(Squares):
         self.lock = threading.Lock()
 
 
+class NotALeaf(Squares):
+    """Torch refuses to send it, by a RuntimeError."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubled = torch.ones(2, requires_grad=True) * 2
+
+
+class OutOfProcesses(Squares):
+    def __getstate__(self) -> dict[str, Any]:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
 class Once(Squares):
     """Can be sent to one worker, but not to the next; notes which processes are there by then."""
 
@@ -139,12 +153,22 @@ class Once(Squares):
 
 @pytest.mark.parametrize(
     ("dataset", "collate", "error"),
-    [(Squares, lambda items: items, "<lambda>"), (local_data, None, "Local"), (Locked, None, "_thread.lock")],
-    ids=["lambda", "local class", "lock"],
+    [
+        (Squares, lambda items: items, "<lambda>"),
+        (local_data, None, "Local"),
+        (Locked, None, "_thread.lock"),
+        (NotALeaf, None, "non-leaf tensor"),
+    ],
+    ids=["lambda", "local class", "lock", "with gradients"],
 )
 def test_what_workers_cannot_be_sent_is_said(dataset: Callable[[], Dataset[Any]], collate: Any, error: str) -> None:
     with pytest.raises(UserError, match=rf"cannot be sent to a data worker \(.*{error}.*data\.workers.*num_workers=0"):
         FetchProcesses(dataset(), collate, 1)
+
+
+def test_a_worker_that_cannot_be_started_is_told_of() -> None:
+    with pytest.raises(UserError, match=r"cannot be started \(.*unavailable.*data\.workers"):
+        FetchProcesses(OutOfProcesses(), None, 1)
 
 
 def test_workers_end_where_another_cannot_be_started() -> None:
