@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -129,6 +130,19 @@ class Source:
     @property
     def epoch_samples(self) -> int:
         return self.used or len(self.dataset)  # type: ignore[arg-type]
+
+    def order(self, seed: int) -> dict[str, int | bool | str | None]:
+        """What tells which sample stands at which position of the stream. It holds none of the data."""
+        costs = None
+        if self.costs is not None:
+            costs = hashlib.sha256(torch.as_tensor(self.costs, dtype=torch.float64).numpy().tobytes()).hexdigest()
+        return {
+            "epoch_samples": self.epoch_samples,
+            "samples": len(self.dataset),  # type: ignore[arg-type]
+            "shuffle": self.shuffle,
+            "seed": seed if self.shuffle else None,
+            "costs": costs,
+        }
 
 
 class SlicedWork(Protocol):

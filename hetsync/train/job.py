@@ -43,7 +43,7 @@ from hetsync.train.preparation import Assigns, Loss, Preparation
 from hetsync.train.prepared import PreparedScheduler, TrainingLoader
 from hetsync.train.reduction import Reduction
 from hetsync.train.replacing import summons_of
-from hetsync.train.resumption import FinishedError, Standing
+from hetsync.train.resumption import FinishedError, Standing, require_order
 from hetsync.train.run_folder import Resume, Status, opened_folder, shared_folder, status_of
 from hetsync.train.running import THE_END, Running, Shown
 from hetsync.train.session import Session
@@ -259,6 +259,8 @@ class Job:
         finished = self.finished_at(prepared.total)
         if finished is not None:
             self.print(finished)
+        elif loaded is not None:
+            require_order(loaded, prepared.training_data.source.order(self._at.config.run.seed))
         self._running = Running(self._at, prepared, self._shown, finished is not None, described)
         return self._running
 

@@ -49,7 +49,7 @@ from hetsync.train.planned_delayed import DelayedReplicas
 from hetsync.train.planned_in_step import ReplicasInStep
 from hetsync.train.planned_ranks import cluster_of, make_replica, measured, open_channels
 from hetsync.train.planned_terms import STAGE, WHOLE_MODEL, PlannedTerms, Replicas, Rest, memory_of_plans
-from hetsync.train.resumption import FinishedError, Standing
+from hetsync.train.resumption import FinishedError, Standing, require_order
 from hetsync.train.run_folder import Status, opened_folder, recorded, status_of
 from hetsync.train.trainer import check_metrics
 from hetsync.train.workplace import Workplace, take_place
@@ -138,6 +138,10 @@ class PlannedJob:
         why = Standing.of(loaded.state).finished(loaded.progress.samples_applied, self.total, marked)
         if why is not None:
             raise FinishedError(why)
+        require_order(loaded, self._order())
+
+    def _order(self) -> dict[str, Any]:
+        return Source(self.data.train, costs=self.data.costs).order(self.config.run.seed)
 
     def _prepared(self) -> Parts:
         """As a recipe's job without a plan prepares them: checkpoints of either are read by the other."""
@@ -354,7 +358,7 @@ class PlannedJob:
         )
         whole = build_optimizer(self.config.optimizer, self._whole)
         whole.load_state_dict({**self.optimizer.state_dict(), "state": optimizer_state})
-        state = {**self.parts.state(frozen), **standing.state()}
+        state = {**self.parts.state(frozen), **standing.state(), "order": self._order()}
         keep = self.config.run.keep_checkpoints
         checkpoint.save(self.at.folder / "checkpoints", progress, self._whole, [whole], None, keep, state)
 

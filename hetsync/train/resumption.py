@@ -11,7 +11,7 @@ from hetsync.control.actions import Actions, Limits
 from hetsync.errors import UserError
 from hetsync.sync.messages import Settings, settings_of
 from hetsync.sync.rounds_rule import found_before
-from hetsync.train.checkpoint import Progress
+from hetsync.train.checkpoint import Loaded, Progress
 
 
 class FinishedError(Exception):
@@ -53,6 +53,34 @@ class Standing:
         if marked and self.ended:
             return f"this run has ended early after {applied} samples: begin another run"
         return None
+
+
+NAMES_IN_ORDER = {
+    "epoch_samples": "samples of an epoch",
+    "samples": "samples of the data set",
+    "shuffle": "shuffle",
+    "seed": "seed",
+    "costs": "costs",
+}
+
+
+def require_order(loaded: Loaded, order: Mapping[str, Any]) -> None:
+    """UserError where positions of the stream (see `Source.order`) meant other samples to the run so far: some would be
+    used twice in its epoch, others never. Between epochs of one length any order may follow."""
+    kept, applied = loaded.state.get("order"), loaded.progress.samples_applied
+    if kept is None or applied == 0:  # an older version's has none
+        return
+    changed = [key for key in NAMES_IN_ORDER if kept.get(key) != order[key]]
+    between = kept.get("epoch_samples") == order["epoch_samples"] and applied % order["epoch_samples"] == 0
+    if not changed or between:
+        return
+    key = changed[0]
+    told = "other ones than before" if key == "costs" else f"{kept.get(key)} before, {order[key]} now"
+    raise UserError(
+        f"the run stands at sample {applied} of an order that these data do not have ({NAMES_IN_ORDER[key]}: {told}),"
+        " so some would be used twice and others never: resume with the data, the seed and, where drop_last leaves"
+        " some out, the batch size that it had; or begin another run"
+    )
 
 
 def kept_shares(config: Config, progress: Progress | None, ranks: int) -> tuple[int, ...] | None:

@@ -500,7 +500,8 @@ class Running:
     def _save(self, standing: Standing, last: bool) -> None:
         if self._saver is not None:
             frozen = self.session.tasks.tensors.frozen
-            self._saver.save(lambda: {**self.prepared.parts.state(frozen), **standing.state()}, last)
+            order = self.source.order(self.config.run.seed)
+            self._saver.save(lambda: {**self.prepared.parts.state(frozen), **standing.state(), "order": order}, last)
             self.telling.call_back("checkpoint", self.session.applied)
         else:
             self.session.require_finite()
