@@ -75,7 +75,7 @@ if [[ -n $venv ]]; then
 fi
 if [[ -n $run_dir ]]; then (umask o-w && mkdir -p "$run_dir"); fi # that containers see it
 if [[ ${program[0]} == hetsync-train ]]; then
-    program=(hetsync-train --run.dir "$run_dir" "${program[@]:1}")
+    program+=(--run.dir "$run_dir") # the last one counts
     if [[ -n $(newest_checkpoint) ]]; then program+=(--resume "$run_dir"); fi
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
@@ -86,8 +86,13 @@ of_group() {
     printf '%s' "${!value:-}"
 }
 
+# SLURM tells the number of tasks where --ntasks is given; from --ntasks-per-node only some versions reckon it.
 ranks=0
-for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do ((ranks += $(of_group SLURM_NTASKS $group))); done
+for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do
+    tasks=$(of_group SLURM_NTASKS $group)
+    if [[ -z $tasks ]]; then tasks=$((SLURM_JOB_NUM_NODES * ${SLURM_NTASKS_PER_NODE%%'('*})); fi
+    ((ranks += tasks))
+done
 
 by_mpirun() {
     local flags=()

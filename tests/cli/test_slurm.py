@@ -209,8 +209,8 @@ class Job:
         self.script = folder / "job"
         self.script.write_text(written(capsys, "--nodes", "1", "--venv", str(folder / "env"), *words))
 
-    def start(self, ranks: str, restart: int = 0) -> tuple[int, str]:
-        """Its status, and what it says, where `ranks` is what mpirun or srun does."""
+    def start(self, ranks: str, restart: int = 0, *words: str, **more: str) -> tuple[int, str]:
+        """Its status, and what it says, where `ranks` is what mpirun or srun does; `more`: of its environment."""
         for name in ("mpirun", "srun"):
             asked = f'[[ $1 == --version ]] && exit\necho "{name} $*" >> {self.folder}/calls'
             program(self.programs / name, f"{asked}\n{ranks}")
@@ -219,12 +219,20 @@ class Job:
             "SLURM_NTASKS": "2",
             "SLURM_JOB_NODELIST": "n1",
             "SLURM_RESTART_COUNT": str(restart),
+            **more,
         }
         # Jobs in this process may have left it ignoring requests, and so what it starts.
-        words = ["env", "--default-signal=USR1", "bash", str(self.script)]
-        env = {**os.environ, **told}
-        done = subprocess.run(words, cwd=self.folder, env=env, capture_output=True, text=True, timeout=30, check=False)
+        command = ["env", "--default-signal=USR1", "bash", str(self.script), *words]
+        env = {name: value for name, value in {**os.environ, **told}.items() if value}
+        done = subprocess.run(
+            command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=30, check=False
+        )
         return done.returncode, done.stderr
+
+    @property
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        return path.read_text().splitlines() if path.exists() else []
 
     def scontrol(self, preempted: str, failures: int = 0) -> None:
         """It fails so often at first, as while SLURM's controller fails over."""
@@ -260,6 +268,59 @@ def test_a_stopped_job_is_requeued_and_resumes(capsys: pytest.CaptureFixture[str
     assert first.endswith(f"mpirun -n 2 hetsync-train --run.dir {run}")
     assert second.endswith(f"hetsync-train --run.dir {run} --resume {run}")
     assert job.requeued == 1
+
+
+def test_a_sweeps_jobs_have_folders_of_their_own_in_one_that_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--sweep", "sync.delay_bound=0,2", "--", "hetsync-train", "--run.dir", str(tmp_path / "s")]
+    job = Job(capsys, tmp_path, *words)
+    finish = f"""echo '{{"status": "finished"}}' > {tmp_path}/s/1/summary.json"""
+    assert job.start(finish, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="1")[0] == 0
+    (call,) = job.calls
+    assert call.endswith(f"--sync.delay_bound 2 --run.dir {tmp_path}/s/1")
+
+
+class ClonesJob(Job):
+    """By the clone's own script."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+        super().__init__(capsys, folder)
+        self.script = ROOT / "launch" / "slurm.sbatch"
+        self.told = {"HETSYNC_ROOT": str(ROOT), "VIRTUAL_ENV": str(folder / "env"), "RUN_DIR": str(folder / "run")}
+
+
+@pytest.mark.parametrize(
+    ("told", "ranks"),
+    [
+        ({"SLURM_NTASKS": "5", "SLURM_NTASKS_PER_NODE": "4"}, 5),
+        ({"SLURM_NTASKS": "", "SLURM_NTASKS_PER_NODE": "4(x3)", "SLURM_JOB_NUM_NODES": "3"}, 12),
+    ],
+)
+def test_the_clones_script_starts_the_ranks_that_are_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, told: dict[str, str], ranks: int
+) -> None:
+    job = ClonesJob(capsys, tmp_path)
+    finish = f"""echo '{{"status": "finished"}}' > {tmp_path}/run/summary.json"""
+    assert job.start(finish, 0, "digits", **job.told, **told)[0] == 0
+    assert job.calls == [f"mpirun -n {ranks} hetsync-train digits --run.dir {tmp_path}/run"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "sentence"),
+    [
+        (["digits"], {"SLURM_NTASKS": ""}, "say how many ranks"),
+        (["--resume", "old"], {}, "give RUN_DIR=FOLDER in place of --resume"),
+        (["digits", "--run.dir=old"], {}, "give the run folder by RUN_DIR=FOLDER"),
+    ],
+)
+def test_the_clones_script_refuses_at_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], told: dict[str, str], sentence: str
+) -> None:
+    job = ClonesJob(capsys, tmp_path)
+    status, said = job.start("exit 0", 0, *words, **job.told, **told)
+    assert (status, job.calls, job.requeued) == (2, [], 0)
+    assert sentence in said
 
 
 def test_what_is_left_of_a_removed_checkpoint_is_none_to_resume(
