@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -19,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hetsync.config.imports import import_object
+from hetsync.console import plain_console
 from hetsync.data.catalogue import CATALOGUE, Entry
 from hetsync.data.download import download as fetch
 from hetsync.data.findings import Findings
@@ -34,14 +34,14 @@ def check(name: str, path: Path, every: bool) -> int:
         raise UserError(f"{name} has no files to check: {entry.terms}")
     if not path.exists():
         raise UserError(f"{path} does not exist: give the folder or file with the {name} data")
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console(soft_wrap=True)
     told = 0
 
     def tell(where: str, what: str) -> None:
         nonlocal told
         told += 1
         if every or told <= SHOWN:
-            console.print(f"{where}: {what}", markup=False)
+            console.print(f"{where}: {what}")
 
     findings = Findings(tell)
     import_object("data set", entry.check)(path, findings)

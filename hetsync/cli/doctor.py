@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from rich.console import Console
 from rich.table import Table
 
 from hetsync.cli.shared import Verbs, on_one_process
+from hetsync.console import plain_console
 from hetsync.doctor.checks import Finding, Verdict
 from hetsync.doctor.facts import Facts, gather, nearest
 from hetsync.doctor.nodes import Comparison, compare, compare_clocks, compare_folders
@@ -127,7 +127,7 @@ def report(nodes: Sequence[Facts], found: Sequence[Comparison], as_json: bool) -
 
 
 def _print_table(nodes: Sequence[Facts], found: Sequence[Comparison]) -> None:
-    console = Console(highlight=False, markup=False, force_terminal=False)  # mpirun's is none that people look at
+    console = plain_console(force_terminal=False)  # mpirun's is none that people look at
     several = len(nodes) > 1
     where = f"most of {len(nodes)} nodes" if several else nodes[0].host
     table = Table("", "", where, *(["differs"] if several else []))

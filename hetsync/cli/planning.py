@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from hetsync.config.schema import Config
+from hetsync.console import plain_console
 from hetsync.data import check_batch_size
 from hetsync.emulation.cluster import Cluster, load_cluster
 from hetsync.emulation.device import affordable_rate, emulated_times, tells_rates
@@ -128,7 +128,7 @@ def search(
     groups = _groups(request, ranks)
     problem = Problem(evaluator, numbers, request.replicas, groups, every_rank=runs, least_samples=least)
     budget = Budget(request.evaluations, request.seconds, deadline)
-    with Console(stderr=True, highlight=False).status("search") as line:
+    with plain_console(stderr=True).status("search") as line:
         driver = Driver(
             problem, terms.weights, budget, request.seed, lambda it: line.update(_told_so_far(it)), terms.policy
         )
@@ -226,7 +226,7 @@ def _tell_tried(driver: Driver) -> None:
             row = [f"{best.objective:.4g}", f"{best.costs.step_seconds:.4g}"]
             row += [f"{figures.bytes_per_sample:,.0f}", f"{figures.memory_fraction:.1%}"]
         table.add_row(arm.method, *row, str(arm.evaluations), f"{arm.seconds:.1f}")
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console(soft_wrap=True)
     console.print(table)
     for arm in driver.arms:
         if arm.refused is not None:

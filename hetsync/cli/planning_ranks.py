@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
 from hetsync import data
@@ -26,6 +25,7 @@ from hetsync.cli.planning import (
     terms_of,
 )
 from hetsync.config.schema import Config
+from hetsync.console import plain_console
 from hetsync.errors import UserError, announce
 from hetsync.files import check_writable
 from hetsync.plan.assignment import given_plan
@@ -178,5 +178,5 @@ def _chosen(driver: Driver, rehearsed: list[float]) -> int:
         by_place[place] = driver.objective.weighted(figures._replace(seconds_per_sample=per_sample))
         shown = [f"{figure:.4g}" for figure in (one.costs.step_seconds, seconds, by_place[place])]
         table.add_row(str(place + 1), method, *shown)
-    Console(highlight=False, soft_wrap=True).print(table)
+    plain_console(soft_wrap=True).print(table)
     return min(by_place, key=lambda place: by_place[place])

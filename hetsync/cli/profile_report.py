@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from hetsync.balance.profile import RankProfile
 from hetsync.balance.shares import choose_shares
 from hetsync.cli.simulated_job import LARGEST_TABLE
 from hetsync.config.schema import Config, SyncConfig
+from hetsync.console import plain_console
 from hetsync.emulation.cluster import Cluster, Link, PairLink
 from hetsync.simulate.gain import Gain
 
@@ -19,7 +19,7 @@ UNCERTAIN = 0.1  # of a speed: beyond, another measurement would say something e
 
 
 def show(config: Config, cluster: Cluster, profiles: Sequence[RankProfile], gain: Gain) -> None:
-    console = Console(highlight=False, markup=False, soft_wrap=True, force_terminal=False)
+    console = plain_console(soft_wrap=True, force_terminal=False)
     if len(profiles) <= LARGEST_TABLE:
         console.print(_ranks(config, profiles))
     else:

@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
 from hetsync.cli.shared import Verbs, on_one_process
+from hetsync.console import plain_console
 
 if TYPE_CHECKING:
     from hetsync.report.live import LiveRun, Row
@@ -40,7 +41,7 @@ def top(told: argparse.Namespace) -> None:
     with on_one_process():
         from hetsync.report.live import LiveRun
 
-        run, console = LiveRun(told.run_folder), Console(highlight=False)
+        run, console = LiveRun(told.run_folder), plain_console()
         if not console.is_terminal:
             console.width = PIPE_WIDTH
         if told.once or not console.is_terminal:

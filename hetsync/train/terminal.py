@@ -16,6 +16,7 @@ from rich.table import Table
 
 from hetsync.balance.profile import RankProfile
 from hetsync.balance.shares import equal_share_ceiling
+from hetsync.console import plain_console
 from hetsync.launchers import launched_by_mpi
 from hetsync.train import efficiency
 
@@ -137,8 +138,8 @@ class Forgiving:
 
 class Terminal:
     def __init__(self, total_samples: int, already_applied: int = 0, console: Console | None = None) -> None:
-        self._console = console or Console(
-            file=cast(IO[str], Forgiving(sys.stdout)), highlight=False, soft_wrap=True, force_terminal=watched()
+        self._console = console or plain_console(
+            file=cast(IO[str], Forgiving(sys.stdout)), soft_wrap=True, force_terminal=watched()
         )
         self._total = total_samples
         self._already = already_applied

@@ -163,6 +163,13 @@ def test_top_counts_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFi
     assert "lines of telemetry that cannot be read: 1" in capsys.readouterr().out
 
 
+def test_top_shows_a_failure_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = "E: [enforce fail] in [/data]"
+    write_lines(tmp_path, 0, [*start(), {"kind": "failure", "at": 1.0, "error": error}])
+    hetsync("top", "--once", tmp_path)
+    assert f"failed: {error}" in capsys.readouterr().out
+
+
 # In a browser.
 
 

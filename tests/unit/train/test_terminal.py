@@ -59,6 +59,12 @@ def test_long_times_are_in_minutes_and_hours(samples: int, left: str) -> None:
     assert line(moment(samples_expected=samples)).endswith(left)
 
 
+@pytest.mark.parametrize("text", ["[epoch 3] loss 0.5", "read [/data/x]", "runs/x[lr=0.1] :smile:"])
+def test_text_is_shown_as_it_is(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    Terminal(10).say(text)
+    assert capsys.readouterr().out == f"{text}\n"
+
+
 def test_machines_get_an_object_a_line() -> None:
     stream = io.StringIO()
     display = JsonLines(stream)
