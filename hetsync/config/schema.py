@@ -204,7 +204,7 @@ class EmaConfig:
     Args:
         decay: Part of the average that stays at each optimizer step (such as 0.999); null keeps no average. Evaluations
             and the best weights are then of the average, and all ranks come to rest for each evaluation. Batch-norm
-            statistics are averaged with the weights.
+            statistics are averaged with the weights; integer buffers and infinities (masks) are copied.
     """
 
     decay: float | None = None

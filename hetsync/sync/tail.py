@@ -17,9 +17,13 @@ from hetsync.sync.reals import count_reals
 def shared_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
     """The float buffers that ranks hold alike: of the state_dict, and finite. Sums would turn infinities (an attention
     mask's) into nan, and what is not saved is a rank's own."""
+    return [buffer for buffer in saved_floats(model) if buffer.isfinite().all()]
+
+
+def saved_floats(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The float buffers of the state_dict."""
     saved = model.state_dict().keys()
-    buffers = [buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()]
-    return [buffer for buffer in buffers if buffer.isfinite().all()]
+    return [buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()]
 
 
 def trained_values(model: torch.nn.Module) -> int:

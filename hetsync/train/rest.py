@@ -11,7 +11,7 @@ from hetsync.plane.base import Plane
 from hetsync.sync.agreement import Agreement, weights_sha256
 from hetsync.sync.engine import Engine
 from hetsync.sync.optimizer_state import average_optimizer_state, average_tensors
-from hetsync.sync.tail import shared_buffers
+from hetsync.sync.tail import saved_floats
 
 
 class CommonState:
@@ -67,7 +67,13 @@ class CommonState:
         for optimizer in self._optimizers:
             average_optimizer_state(optimizer, samples, gather, allreduce)
         for module in self._averages:
-            average_tensors([*module.parameters(), *shared_buffers(module)], samples, gather, allreduce)
+            average_tensors([*module.parameters(), *self._finite_buffers(module)], samples, gather, allreduce)
+
+    def _finite_buffers(self, module: torch.nn.Module) -> list[torch.Tensor]:
+        """Those that are finite on all ranks, or these would sum tensors of different lengths."""
+        buffers = saved_floats(module)
+        told = self._plane.gather_objects([bool(buffer.isfinite().all()) for buffer in buffers])
+        return [buffer for buffer, *finite in zip(buffers, *told, strict=True) if all(finite)]
 
     def agree(self, velocity: torch.Tensor | None, version: int, loop_steps: int) -> str:
         """Ranks hold the same now, or the job ends: what follows is saved, and begun from. Digest of the anchor.

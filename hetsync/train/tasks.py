@@ -92,7 +92,7 @@ class TaskRunner:
         self._steps_some = False  # or without that of some optimizer?
         self._undo: list[BeforeStep] = []  # of steps of the task that others' steps follow
         self._scale_before: Mapping[str, Any] | None = None  # the first of these
-        self._kept: Tensors | None = None  # what a void task is not to change
+        self._kept: Tensors | None = None  # what a task that does not count is not to change
         self._trained = trained
         self._batch_size = batch_size
         self._scaler = trained.scaler
@@ -120,6 +120,8 @@ class TaskRunner:
             self.close_slice(work)
         if not work.slices_left or others_have_it:
             self.finish(work)
+        else:
+            self._put_back()
 
     def slices(self, task: Task) -> Iterator[Any]:
         work = self.work = TaskInWork(task, len(task.slices))
@@ -170,7 +172,7 @@ class TaskRunner:
             self._totals.samples += work.task.samples
             self._totals.since_rest += work.task.samples
             self._totals.loop_steps += 1
-        self._kept = Tensors(self._state_tensors)
+        self._kept = Tensors(_tensors_of(self._trained.model, *self._trained.averages))
 
     def scale(self) -> dict[str, Any]:
         """Of the loss, for a rank that is behind after a death."""
@@ -180,21 +182,18 @@ class TaskRunner:
         if self._scaler is not None and SCALE in given:
             self._scaler.load_state_dict(given[SCALE])
 
-    @property
-    def _state_tensors(self) -> list[torch.Tensor]:
-        """Of the model and of averages of it."""
-        modules = (self._trained.model, *self._trained.averages)
-        return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-
     def _drop(self, work: TaskInWork) -> None:
         for steps in self.steps:
             steps.rates.leave_void(len(work.task.slices) - work.slices_left + work.out)  # that have come to the loop
         self.work, work.out = None, False
         self.tensors.restore()
+        self._put_back()
+        self._device.take_seconds()
+
+    def _put_back(self) -> None:
         if self._kept is not None:
             self._kept.put_back()
             self._kept = None
-        self._device.take_seconds()
 
     def _check_steps(self, work: TaskInWork) -> None:
         """The loop has asked for the next batch."""
@@ -269,11 +268,14 @@ class TaskRunner:
         raise UserError("step found no gradient: call loss.backward() on a loss of this model before it")
 
     def _leave_out(self, number: int, work: TaskInWork) -> None:
-        """Gradients that are not finite: the optimizer steps over weights that have none, and its state stays good."""
+        """Gradients that are not finite: the optimizer steps over weights that have none, and its state stays good.
+        What the loop lets averages take in from now on, such as statistics of the batch, is undone with the task."""
         optimizer = self.steps[number].optimizer
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         if not math.isfinite(total_of(weight.grad for weight in weights if weight.grad is not None)):
             self._check_whole()
+            if not work.spoiled:
+                self._kept = Tensors(_tensors_of(*self._trained.averages))
             work.spoiled += self._slice
             optimizer.zero_grad(set_to_none=True)
 
@@ -389,6 +391,7 @@ class TaskRunner:
         if self._skips and not work.synchronous and not math.isfinite(loss_sum):
             work.spoiled += spans_of([task]) if not work.spoiled else []
         if work.spoiled:
+            self._put_back()
             self._engine.leave_out(task, work.spoiled)
             return
         self._engine.finish(task, seconds, loss_sum)
@@ -427,3 +430,7 @@ class TaskRunner:
             if number not in work.stepped:
                 steps.step()
         self._device.end_step()
+
+
+def _tensors_of(*modules: torch.nn.Module) -> list[torch.Tensor]:
+    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]

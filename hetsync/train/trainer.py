@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
@@ -23,6 +24,17 @@ from hetsync.train.resumption import FinishedError
 
 if TYPE_CHECKING:
     from hetsync.plan.assignment import GivenPlan
+
+
+class Average(AveragedModel):
+    """Of weights and statistics. Buffers that have no mean are copied: integers, and infinities (an attention mask's),
+    whose difference is nan."""
+
+    @torch.no_grad()
+    def update_parameters(self, model: torch.nn.Module) -> None:
+        super().update_parameters(model)
+        for mine, its in zip(self.module.buffers(), model.buffers(), strict=True):
+            mine.copy_(torch.where(mine.isfinite(), mine, its) if mine.is_floating_point() else its)
 
 
 class Trainer:
@@ -72,11 +84,11 @@ class Trainer:
             self.model.compile()
         check_metrics(config, check_evaluation(self.evaluated, self.data))
 
-    def _make_average(self) -> AveragedModel | None:
+    def _make_average(self) -> Average | None:
         decay = self.config.ema.decay
         if decay is None:
             return None
-        average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+        average = Average(self.model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
         self.job.prepare(average)
         return average
 

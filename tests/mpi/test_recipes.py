@@ -6,6 +6,7 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_recipes.py
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,16 @@ from hetsync.config.schema import (
     EarlyStopConfig,
     EmaConfig,
     KeepBestConfig,
+    ModelConfig,
     OptimizerConfig,
     RunConfig,
     SyncConfig,
 )
 from hetsync.data.evaluation import evaluate_range
 from hetsync.errors import UserError
+from hetsync.models.digits_cnn import DigitsCNN
 from hetsync.plane.base import Plane
+from hetsync.train.checkpoint import load_newest
 from hetsync.train.job import Job
 from hetsync.train.trainer import Trainer
 
@@ -128,6 +132,32 @@ def test_evaluations_and_best_weights_are_of_the_average(
     if plane.rank == 0 and evaluations(folder)[-1]["loss"] == min(event["loss"] for event in evaluations(folder)):
         kept = load_file(folder / "best" / "model.safetensors")
         assert all(torch.equal(kept[name], tensor) for name, tensor in average.module.state_dict().items())
+    plane.barrier()
+
+
+class Masked(DigitsCNN):
+    """With what attention keeps beside its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+        self.register_buffer("own_mask", self.mask.clone(), persistent=False)
+        self.register_buffer("places", torch.arange(4096))
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_masks_and_indices_are_copied_into_the_average(plane: Plane, folder: Path, bound: int) -> None:
+    """Between infinities there is no mean, and that of equal integers may be rounded down."""
+    config = recipe(folder, bound, evaluate_every=EVERY, checkpoint_every=EVERY)
+    config = replace(config, model=ModelConfig(f"{__name__}:Masked"), ema=EmaConfig(0.9))
+    trainer = train(plane, config)
+    average = trainer.average
+    assert average is not None
+    assert math.isfinite(trainer.job.metrics["loss"])
+    for name, buffer in trainer.model.named_buffers():
+        assert torch.equal(average.module.get_buffer(name), buffer)
+    if plane.rank == 0:
+        assert load_newest(folder).progress.samples_applied == SAMPLES
     plane.barrier()
 
 

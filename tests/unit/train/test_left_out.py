@@ -10,6 +10,7 @@ import pytest
 import torch
 from normed_net import NormedNet
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hetsync
@@ -46,8 +47,9 @@ def train(
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> nn.Module:
-    """Steps after so many batches."""
+    """Steps after so many batches. Returns the model and an average of it and its statistics."""
     model = NormedNet().to(dtype)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     with hetsync.join(
         run=folder / "run",
@@ -57,14 +59,14 @@ def train(
         fault={"not_finite": "skip"},
         **settings,
     ) as job:
-        model, optimizer, loader = job.prepare(model, optimizer, DataLoader(spoiled.data, BATCH, shuffle=True))
+        loader = job.prepare(model, optimizer, average, DataLoader(spoiled.data, BATCH, shuffle=True))[-1]
         for _ in job.epochs(2):
             for number, (points, labels, indices) in enumerate(loader, 1):
                 loss = nn.functional.cross_entropy(model(spoiled.batch(points, indices).to(dtype)), labels)
                 job.backward(loss)
-                if number % every == 0:
-                    job.step(optimizer)
-    return model
+                if number % every == 0 and job.step(optimizer):
+                    average.update_parameters(model)
+    return nn.ModuleList([model, average])
 
 
 @pytest.mark.parametrize(("bound", "accumulation"), [(0, 1), (0, 2), (4, 1), (4, 3), (None, 2)])
