@@ -92,7 +92,7 @@ class FaultConfig:
             silent together with the first, or by a plan that cuts the model: there run.timeout_seconds ends the job.
             null never.
         slow: A rank whose last three tasks each took `slow_factor` times its own median is waited for (wait), or
-            excluded in the same way (exclude).
+            excluded in the same way (exclude). Where slices have grown with its share, so has its median.
         slow_factor: Times its own median from which a rank's task is slow.
         replace: A process is started in the place of a rank that has died, with its number, or, without MPI, whoever
             calls hetsync join may start one. It measures its own speed while the others go on, and joins them at a

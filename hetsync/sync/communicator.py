@@ -345,7 +345,8 @@ class Communicator:
                 work = self._coordinator.machine.members[event.rank].current
                 if work is None or work.task.number != event.task:
                     continue  # so short that its beginning came with its end
-                slow = self._slow.observe(event.rank, event.seconds / len(work.task.slices))
+                slices = len(work.task.slices)
+                slow = self._slow.observe(event.rank, event.samples / slices, event.seconds / slices)
                 if slow and self._outlives_deaths() and self._enough_without(event.rank):
                     self.watchdog.exclude(event.rank, "slow")
 
@@ -563,7 +564,7 @@ class Communicator:
         before, self.watchdog = self.watchdog, self._make_watchdog()
         self.watchdog.processes, self.watchdog.excluded = before.processes, before.excluded
         if self._slow is not None and self._options.slow_factor is not None:
-            self._slow = SlowRanks(self._options.slow_factor)  # shares are others now
+            self._slow = SlowRanks(self._options.slow_factor)  # another process may take a rank's place
 
     def _go_on_at_rest(self, decision: Decision) -> None:
         """Whoever comes out of a rest has done all of it, as has everybody else."""

@@ -147,12 +147,12 @@ class Watched:
         self.excluded[rank] = why
 
 
-def crawling(ranks: int, task: Task) -> Communicator:
+def crawling(ranks: int, task: Task, factor: float = 10.0) -> Communicator:
     """Whose ranks compute this task."""
     members = {rank: SimpleNamespace(current=SimpleNamespace(task=task)) for rank in range(ranks)}
     return communicator(
         _coordinator=SimpleNamespace(machine=SimpleNamespace(members=members)),
-        _slow=SlowRanks(10.0),
+        _slow=SlowRanks(factor),
         _outlives_deaths=lambda: True,
         _plane=SimpleNamespace(members=tuple(range(ranks))),
         _options=EngineOptions(8),
@@ -182,6 +182,24 @@ def test_who_crawls_is_excluded_where_enough_are_left() -> None:
     slow_down(two, 1, task)
     assert set(many.watchdog.excluded) == {1, 2}, "two of five would end the job"
     assert not two.watchdog.excluded
+
+
+def test_a_rank_whose_share_has_grown_does_not_crawl_until_it_is_slow() -> None:
+    """Where speeds were not measured, shares move from equal ones to those by speed."""
+    made = crawling(5, task_of(1), factor=3.0)
+    assert made._coordinator is not None
+    member = cast(Any, made._coordinator).machine.members[1]
+
+    def compute(share: int, seconds_per_sample: float) -> None:
+        member.current.task = Task(0, (((0, share),),), 4, 0, 0, share=share)
+        made._exclude_slow([TaskFinished(1, 0, share, seconds=seconds_per_sample * share)])
+
+    for share in [32] * 10 + [117] * 20:
+        compute(share, 0.001)
+    assert not made.watchdog.excluded
+    for share in (117, 118, 119):
+        compute(share, 0.004)
+    assert set(made.watchdog.excluded) == {1}
 
 
 def test_tasks_of_many_slices_whose_beginning_comes_with_their_end_are_not_slow() -> None:

@@ -286,9 +286,22 @@ def test_who_asks_is_answered_and_only_the_first_is_word_enough(clock: list[floa
 def test_a_rank_crawls_by_its_own_measure_and_only_in_a_row() -> None:
     slow = SlowRanks(10.0)
     for _ in range(LEAST_HISTORY):
-        assert not slow.observe(0, 1.0)
-        assert not slow.observe(1, 0.01)
-    assert not any(slow.observe(0, seconds) for seconds in (11.0, 11.0, 1.0, 11.0, 11.0))
-    assert slow.observe(0, 11.0)
-    assert not any(slow.observe(1, 0.09) for _ in range(2 * HISTORY))  # nine times as slow for good is its measure now
-    assert not slow.observe(2, 100.0)
+        assert not slow.observe(0, 8, 1.0)
+        assert not slow.observe(1, 8, 0.01)
+    assert not any(slow.observe(0, 8, seconds) for seconds in (11.0, 11.0, 1.0, 11.0, 11.0))
+    assert slow.observe(0, 8, 11.0)
+    assert not any(slow.observe(1, 8, 0.09) for _ in range(2 * HISTORY))  # nine times as slow for good is its measure
+    assert not slow.observe(2, 8, 100.0)
+
+
+def test_slices_of_other_sizes_make_no_rank_crawl_and_hide_none_that_does() -> None:
+    """Though some of their cost is fixed, and shares move all the time."""
+    slow, sizes = SlowRanks(3.0), (32, 117, 2, 30, 31, 33)
+
+    def seconds(samples: int) -> float:
+        return 0.1 + 0.001 * samples
+
+    for count in range(2 * HISTORY):
+        samples = sizes[count % len(sizes)]
+        assert not slow.observe(0, samples, seconds(samples))
+    assert [slow.observe(0, samples, 20 * seconds(samples)) for samples in (32, 31, 33)] == [False, False, True]
