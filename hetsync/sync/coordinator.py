@@ -125,7 +125,7 @@ class Coordinator:
         self.speeds.caps = {**self.speeds.caps, **found}  # a new first rank has heard of none
         shares |= self._sliced_anew(working, anyway=not members.keys() >= shares.keys())
         self.machine, self._deliver = self._rebuild(decision, reports, shares)
-        self.settings = self.machine.settings
+        self.settings = self.machine.standing.pending or self.machine.settings
         self._reconsider_from = self.machine.version + LEAST_OBSERVATIONS
         if self._rule is not None:
             self._rule.restart(self.machine.version)

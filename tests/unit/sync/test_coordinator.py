@@ -357,6 +357,18 @@ def test_what_is_left_out_is_in_the_books_of_whoever_leads_next():
     assert next_one.coordinator.left_out == [left]
 
 
+def test_a_change_of_mode_that_has_been_asked_for_is_known_after_a_death():
+    """A rule, or a controller, would go on with the mode that the drain ends, and ask for that again."""
+    asked = Settings(0, 1.0)
+    machine = make_machine([8, 8], Settings(8, 0.1), 1000)
+    machine.handle(SettingsChanged(asked))
+    office = Office((8, 8, 8), rebalance=False)
+    office.coordinator._rebuild = lambda *_: (machine, lambda instructions: None)
+    reports = {rank: Report(rank, 0, Holding()) for rank in (1, 2)}
+    office.coordinator.go_on(Decision(Action.GO_ON, 0, (1, 2), 1, books=Books([], [], 0)), reports)
+    assert office.coordinator.settings == asked
+
+
 def test_who_has_nothing_to_hear_gets_no_message():
     office = Office((4, 4))
     office.messages.clear()
