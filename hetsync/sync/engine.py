@@ -320,7 +320,7 @@ class Engine:
         if not scaled and not math.isfinite(total):
             if not self._options.skips:
                 require_finite(total, self._plane.rank, task.position)
-            shared.outbox.append(TaskSpoiled(self._plane.rank, task.number, tuple(spans_of([task]))))
+            self._tell_spoiled(task)
         if not shared.alone:  # or they are whole
             with shared.changed, self.timer.waiting:
                 while shared.landed <= task.synchronous_round and (stage == last or shared.stages_summed <= stage):
@@ -332,6 +332,13 @@ class Engine:
             return 0
         with shared.order:
             return gradients.collect(stage)
+
+    def _tell_spoiled(self, task: Task) -> None:
+        shared = self._shared
+        with shared.changed:
+            # Reported already, as a rank has died: who goes on may know of no such task.
+            if not shared.recovering and not shared.void:
+                shared.outbox.append(TaskSpoiled(self._plane.rank, task.number, tuple(spans_of([task]))))
 
     @property
     def is_void(self) -> bool:
@@ -447,12 +454,14 @@ class Engine:
 
     def report(self, event: Event) -> None:
         """Tell the coordinator, from any thread but not from a signal handler."""
-        if isinstance(event, Evaluated):
-            self._shared.evaluating = None
-        elif isinstance(event, CapFound):
-            self._shared.cap = event.samples
-        self._shared.outbox.append(event)
-        self._shared.bell.ring()
+        shared = self._shared
+        with shared.changed:  # after a death a report says what is in the outbox, or what is to come there
+            if isinstance(event, Evaluated):
+                shared.evaluating = None
+            elif isinstance(event, CapFound):
+                shared.cap = event.samples
+            shared.outbox.append(event)
+        shared.bell.ring()
 
     def report_from_signal(self, event: Event) -> None:
         """The same from a signal handler: it takes no lock, and the event leaves with the next poll."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,15 +14,28 @@ from hetsync.plane.base import DamagedError, LostError, MembersLost
 from hetsync.sync.communicator import Communicator
 from hetsync.sync.deltas import Deltas
 from hetsync.sync.engine import Engine
+from hetsync.sync.gradients import Gradients
 from hetsync.sync.mending import Mending
-from hetsync.sync.messages import CapFound, Settings, Standing, StartRound, Task, TaskFinished, TaskStarted
+from hetsync.sync.messages import (
+    CapFound,
+    Evaluated,
+    Event,
+    Settings,
+    Standing,
+    StartRound,
+    Task,
+    TaskFinished,
+    TaskStarted,
+)
 from hetsync.sync.milestones import no_marks, rests_for
+from hetsync.sync.overhead import MainThreadTimer
 from hetsync.sync.recovery import Action, Books, Death, Decision, LandedRound, Report, decide, rebuilt
 from hetsync.sync.shared_state import EngineOptions, Phase, SharedState
 from hetsync.sync.slowness import SlowRanks
 from hetsync.sync.worker import Holding, Worker
 
 TOTAL = 100
+REPORTED = "_books", "_coordinator", "_newest", "_damaged"  # where there is such a thing
 FINAL = StartRound(5, frozenset(), TOTAL, True, "end", True)
 
 
@@ -122,9 +137,7 @@ def test_a_plane_that_fails_again_and_again_though_nobody_goes_is_given_up() -> 
 @pytest.mark.parametrize("sent", [False, True])
 def test_the_cap_that_a_rank_has_found_is_in_its_report(sent: bool) -> None:
     """The coordinator that it was told to may be gone."""
-    made = communicator(
-        _plane=SimpleNamespace(rank=0), _requested=[], _books=None, _coordinator=None, _newest=None, _damaged=None
-    )
+    made = communicator(_plane=SimpleNamespace(rank=0), _requested=[], **dict.fromkeys(REPORTED))
     engine = Engine.__new__(Engine)
     engine._shared = made._shared
     engine.report(CapFound(0, 22))
@@ -132,6 +145,77 @@ def test_the_cap_that_a_rank_has_found_is_in_its_report(sent: bool) -> None:
         assert made._pop_outbox() == [CapFound(0, 22)]
     assert [made._report().cap for _ in range(2)] == [22, 22]
     assert made._pop_outbox() == []
+
+
+# What the main thread tells while others recover.
+
+
+def main_thread_of(made: Communicator, **fields: Any) -> Engine:
+    engine = Engine.__new__(Engine)
+    options = EngineOptions(1, skips=True)
+    vars(engine).update({"_shared": made._shared, "_plane": made._plane, "_options": options, **fields})
+    return engine
+
+
+def spoiled_gradients() -> Gradients:
+    """Of a synchronous task that is computed."""
+    model = torch.nn.Linear(1, 1)
+    gradients = Gradients(model, 64, lambda fraction: None, lambda: None, skips=True)
+    gradients.open_task()
+    gradients.open_slice(1, last=True)
+    (model(torch.ones(1)) * torch.nan).sum().backward()
+    gradients.close_slice()
+    return gradients
+
+
+def test_nothing_is_told_of_a_spoiled_task_that_a_recovery_drops() -> None:
+    """The machine that goes on knows of no such task."""
+    sent: list[Event] = []
+    gradients = spoiled_gradients()
+    made = communicator(
+        _plane=SimpleNamespace(rank=0, leads=False),
+        _rounds=SimpleNamespace(gradients=gradients),
+        _router=SimpleNamespace(begin_anew=lambda early: None, send_events=sent.extend),
+        watchdog=SimpleNamespace(processes={}, excluded={}),
+        _make_watchdog=SimpleNamespace,
+        _requested=[],
+        _on_dropped=lambda task: None,
+        **dict.fromkeys([*REPORTED, "_tally", "_slow"]),
+    )
+    task = Task(0, (((0, 1),),), 0, 0, 0, synchronous_round=5, round_samples=2, share=1)
+    made._shared.worker.assign(task)
+    made._shared.worker.start_task()
+    recovered = SimpleNamespace(decision=again(5)._replace(rest_again=False), adopted=None, early=[])
+
+    def wait(_: object) -> None:
+        made._go_on(cast(Any, recovered))
+
+    made._report()
+    engine = main_thread_of(made, _gradients=gradients, timer=MainThreadTimer(), _wait=wait)
+    assert not engine.reduce(task)
+    assert engine.is_void
+    made.flush()
+    assert sent == []
+
+
+def test_an_evaluation_is_told_or_owed_whenever_a_recovery_asks() -> None:
+    """A part that is neither in the report nor owed would be of no evaluation that the next machine knows."""
+    made = communicator(_plane=SimpleNamespace(rank=0), _requested=[], **dict.fromkeys(REPORTED))
+    shared, reports = made._shared, list[Report]()
+    thread = threading.Thread(target=lambda: reports.append(made._report()))
+
+    class Outbox(deque[Event]):
+        """Another thread reports just before something is put in."""
+
+        def append(self, event: Event) -> None:
+            thread.start()
+            thread.join(0.2)
+            super().append(event)
+
+    shared.outbox, shared.evaluating = Outbox(), 4
+    main_thread_of(made).report(Evaluated(0, 4, {}))
+    thread.join(10)
+    assert (reports[0].evaluating, list(shared.outbox)) == (None, [])
 
 
 # Who crawls.
