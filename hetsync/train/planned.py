@@ -207,12 +207,6 @@ class PlannedJob:
         run = self.config.run
         return run.keep_best.metric is not None or run.early_stop.metric is not None
 
-    @property
-    def _judgement_due(self) -> bool:
-        """Has the run that this one goes on from ended before an evaluation could decide?"""
-        loaded = self.at.loaded
-        return self._judges and loaded is not None and Standing.of(loaded.state).lines_due
-
     def _milestones(self) -> Milestones:
         run = self.config.run
         rests = {}
@@ -233,7 +227,7 @@ class PlannedJob:
         self.books.open()
         self._saved_at = time.monotonic()
         self._gather()
-        if self._judgement_due and self._judge(self._evaluated()):
+        if self._ends_where_it_stands():
             return self._end(None)
         replicas = self._replicas(self._save_due)
         self._go_on()
@@ -283,6 +277,16 @@ class PlannedJob:
 
     # At rest.
 
+    def _ends_where_it_stands(self) -> bool:
+        """Does the run that this one goes on from have nothing left to train on? It may have been ended between its
+        checkpoint and the evaluation there, which is made first."""
+        loaded = self.at.loaded
+        if loaded is None:
+            return False
+        final = self.books.applied == self.total
+        judge = self._judges and (final or Standing.of(loaded.state).lines_due)
+        return self._ends_by_evaluation(judge, final) if final or judge else False
+
     def _rest(self, rest: Rest) -> bool:
         """Save and evaluate where that is due; whether training ends here."""
         final, caught = rest.applied == self.total, rest.caught
@@ -295,10 +299,8 @@ class PlannedJob:
         self._gather()
         if save:
             self._save(Standing(lines_due=judge), last=ending)
-        metrics = self._evaluated() if evaluate else {}
-        if judge and self._judge(metrics) and not ending:
-            self._save(Standing(ended=True), last=True)
-            ending = True
+        if evaluate:
+            ending = self._ends_by_evaluation(judge, ending)
         self.books.rested(rest.reason or CHECKPOINT, began)
         if not ending:
             self._go_on()
@@ -361,6 +363,14 @@ class PlannedJob:
         state = {**self.parts.state(frozen), **standing.state(), "order": self._order()}
         keep = self.config.run.keep_checkpoints
         checkpoint.save(self.at.folder / "checkpoints", progress, self._whole, [whole], None, keep, state)
+
+    def _ends_by_evaluation(self, judge: bool, ending: bool) -> bool:
+        """Evaluate; whether training ends here, as it does where it is `ending` anyway."""
+        metrics = self._evaluated()
+        if judge and self._judge(metrics) and not ending:
+            self._save(Standing(ended=True), last=True)
+            return True
+        return ending
 
     def _evaluated(self) -> dict[str, float]:
         """Metrics of the whole test data, of which each replica looks at a part."""

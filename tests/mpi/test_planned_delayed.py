@@ -16,7 +16,7 @@ import torch
 from conftest import RANKS
 from planned_jobs import EVERY, PLANS, SAMPLES, alone, by_plan, lines, recipe, saved, summary_of
 
-from hetsync.config.schema import Config, SyncConfig
+from hetsync.config.schema import Config, KeepBestConfig, SyncConfig
 from hetsync.errors import TERMINATED
 from hetsync.plane.base import Plane
 from hetsync.replica.passes import Passes
@@ -110,3 +110,20 @@ def test_it_goes_on_under_another_plan_and_under_none(plane: Plane, folder: Path
         found = summary_of(folder / "run")
         assert (found["status"], found["samples_applied"]) == ("finished", SAMPLES)
         assert all(torch.isfinite(tensor).all() for tensor in saved(folder / "run").values())
+
+
+def test_a_run_that_has_saved_its_end_but_no_summary_is_finished(plane: Plane, folder: Path) -> None:
+    """It was killed in its last evaluation, which is made once after a resume."""
+    config = delayed(folder / "run", keep_best=KeepBestConfig("accuracy"))
+    assert by_plan(plane, config, "replicas") == 0
+    path, whole = folder / "run" / "summary.json", {}
+    if plane.rank == 0:
+        whole = summary_of(folder / "run")
+        path.write_text(json.dumps({**whole, "status": "running"}))
+    assert by_plan(plane, config, "replicas", resume=True) == 0
+    if plane.rank == 0:
+        found = summary_of(folder / "run")
+        assert found["status"] == "finished"
+        for name in ("metrics", "anchor_sha256", "rounds"):
+            assert found[name] == whole[name]
+        assert [line["samples_applied"] for line in lines(folder / "run", 0, "evaluation")] == [SAMPLES] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -227,3 +228,21 @@ def test_training_stops_early_and_resumes_as_ended(tmp_path: Path, capsys: pytes
     assert (summary["status"], summary["samples_applied"]) == ("finished", 200)
     assert run(tmp_path, config, ALONE, resume=tmp_path / "planned") == 0
     assert "ended early after 200 samples" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("judged", [None, "accuracy"])
+def test_a_run_that_has_saved_its_end_but_no_summary_is_finished(judged: str | None, tmp_path: Path) -> None:
+    """It was killed in its last evaluation."""
+    config = recipe(tmp_path, run={"keep_best": {"metric": judged}})
+    assert run(tmp_path, config, ALONE) == 0
+    folder = tmp_path / "planned"
+    whole = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**whole, "status": "running", "metrics": {}}))
+    shutil.rmtree(folder / "best", ignore_errors=True)
+
+    assert run(tmp_path, config, ALONE, resume=folder) == 0
+    found = json.loads((folder / "summary.json").read_text())
+    assert (found["status"], found["samples_applied"]) == ("finished", SAMPLES)
+    for name in ("metrics", "anchor_sha256", "rounds"):
+        assert found[name] == whole[name]
+    assert (folder / "best" / "best.json").exists() == (judged is not None)
