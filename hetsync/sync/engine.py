@@ -67,7 +67,7 @@ class Engine:
         stages: Callable[[], Sequence[Sequence[torch.nn.Parameter]]] = lambda: (),
         state: Callable[[], Mapping[str, Any]] = lambda: {},
         take_state: Callable[[Mapping[str, Any]], None] = lambda state: None,
-        segments: Sequence[Segment] = (),
+        segments: Sequence[Segment] | None = None,
         followers: Followers | None = None,
     ) -> None:
         """`coordinator` makes that of the first member: rank 0's, and another's once those below it have died. `books`:
@@ -77,8 +77,8 @@ class Engine:
         rank has died (`on_death` tells of that) or a message was not what it should be (`on_damage`). `around` is given
         the steps of each round. `stages` tells the parameters of each optimizer, in the order of their steps. `state`
         tells all that these have made, for a rank that is behind at a death and takes it over by `take_state`. Of a
-        replica on several ranks the engine is its leader's, with the `segments` that this rank holds, for delayed mode
-        only."""
+        replica on several ranks the engine is its leader's, with the `segments` that this rank holds (it may be none),
+        for delayed mode only."""
         self.worker = Worker(plane.rank, version)
         self.timer = MainThreadTimer()
         router = Router(plane)
@@ -100,7 +100,7 @@ class Engine:
         self._shared = SharedState(
             self.worker, outer, options, alone, one, counted, segments, followers, plane.allocate
         )
-        self._delayed_only = bool(segments)
+        self._delayed_only = segments is not None
         self._communicator = Communicator(
             plane,
             options,

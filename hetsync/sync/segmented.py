@@ -33,15 +33,16 @@ class SegmentedDeltas(PartedDeltas):
     """Each segment is a part, and every round sums all."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        """At least one."""
-        super().__init__(
-            [
-                Deltas(each.weights, buffers=each.buffers, speaks=each.speaks, allocate=each.sums.allocate)
-                for each in segments
-            ]
-        )
-        for part, segment in zip(self.parts, segments, strict=True):
+        """Of none, as those of a stage that is frozen or has no weights, a round sums nothing. But what is in flight is
+        known all the same: a leader without any says when its followers apply what has landed, and they may have some.
+        """
+        deltas = [
+            Deltas(each.weights, buffers=each.buffers, speaks=each.speaks, allocate=each.sums.allocate)
+            for each in segments
+        ]
+        for part, segment in zip(deltas, segments, strict=True):
             part.sums = segment.sums
+        super().__init__(deltas or [Deltas([torch.empty(0)])])
 
     def snapshot(self, number: int) -> Snapshot:
         raise AssertionError("replicas on several ranks are evaluated at rests")

@@ -110,13 +110,13 @@ class SharedState:
         alone: bool = False,
         one_thread: bool = False,
         ranks_counted: int = 0,
-        segments: Sequence[Segment] = (),
+        segments: Sequence[Segment] | None = None,
         followers: Followers | None = None,
         allocate: Allocate = allocate_anywhere,
     ) -> None:
         """`alone`: no other rank is there, and nobody wants to know what sums hold. `one_thread`: the main thread
-        polls. `ranks_counted`: see `Deltas`. `segments` that this rank holds, where replicas are on several ranks, and
-        the `followers` of a leader. `allocate` gives what is summed."""
+        polls. `ranks_counted`: see `Deltas`. `segments` that this rank holds, where replicas are on several ranks (it
+        may be none), and the `followers` of a leader. `allocate` gives what is summed."""
         # The lock; notified when the main thread may have something to go on with. Under it change the fields below
         # and all weights outside an inner step. Deltas are used without it where the other thread cannot touch what
         # is used: at a rest, and while a snapshot is shown (`Deltas.showing`).
@@ -171,7 +171,7 @@ class SharedState:
 
     def delayed_mode(self) -> FragmentedDeltas | LoneDeltas | SegmentedDeltas:
         """Under the lock. Deltas are made when delayed mode begins: until then all ranks' weights are the anchor."""
-        if self.deltas is None and self._segments:
+        if self.deltas is None and self._segments is not None:
             with self.order:
                 self.deltas = SegmentedDeltas(self._segments)
         elif self.deltas is None and self.alone and self._outer is None:

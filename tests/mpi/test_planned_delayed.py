@@ -16,6 +16,7 @@ import torch
 from conftest import RANKS
 from planned_jobs import EVERY, PLANS, SAMPLES, alone, by_plan, lines, recipe, saved, summary_of
 
+from hetsync import models
 from hetsync.config.schema import Config, KeepBestConfig, SyncConfig
 from hetsync.errors import TERMINATED
 from hetsync.plane.base import Plane
@@ -127,3 +128,24 @@ def test_a_run_that_has_saved_its_end_but_no_summary_is_finished(plane: Plane, f
         for name in ("metrics", "anchor_sha256", "rounds"):
             assert found[name] == whole[name]
         assert [line["samples_applied"] for line in lines(folder / "run", 0, "evaluation")] == [SAMPLES] * 2
+
+
+@pytest.mark.ranks(4)
+def test_stages_with_nothing_to_sum_take_part(plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first replica it is the leader's stage, of the second the other."""
+    build = models.build_for
+
+    def frozen(*given: Any) -> torch.nn.Module:
+        model = build(*given)
+        model.get_submodule("features").requires_grad_(False)
+        return model
+
+    monkeypatch.setattr(models, "build_for", frozen)
+    config = delayed(folder / "run", 4, timeout_seconds=60.0)
+    assert by_plan(plane, config, "replicas") == 0
+    if plane.rank == 0:
+        found = summary_of(folder / "run")
+        assert (found["status"], found["samples_applied"]) == ("finished", SAMPLES)
+        assert sum(found["staleness"]["histogram"].values()) > 0
+        moved = {name for name in saved(folder / "run") if "exp_avg" in name}
+        assert len(moved) == 8, "of two weights and two biases, two moments each"

@@ -26,7 +26,7 @@ from hetsync.replica.whole import WholeReplica
 from hetsync.sync.follower import Follower
 from hetsync.sync.log import Applied, Began, Closed, Coming, Entry, Finished, Joined, Landed, LogBatch
 from hetsync.sync.messages import StartRound, Task
-from hetsync.sync.segmented import Segment
+from hetsync.sync.segmented import Segment, SegmentedDeltas
 from hetsync.sync.shared_state import EngineOptions
 
 LEADER, BATCH, ROUNDS = 99, 28, 7
@@ -221,6 +221,35 @@ def closing(follower: Follower, work: Callable[[], object]) -> None:
         work()
     finally:
         follower.stop()
+
+
+def test_a_rank_that_has_nothing_to_sum_follows_to_the_end() -> None:
+    plane, options = LogPlane(0, scripted(1, SHARES[0], 0)), EngineOptions(batch=BATCH, timeout_seconds=20.0)
+    follower = Follower(plane, LEADER, torch.device("cpu"), [], options)
+    follower.start()
+    while isinstance(work := follower.next_work(), Task):
+        follower.close_slice(work)
+        follower.finish(work, 0.0, 0.0)
+    assert work.drain == "end"
+    assert follower.bytes_sent == 0
+    follower.stop()
+
+
+def test_a_leader_that_has_nothing_to_sum_applies_where_its_followers_can() -> None:
+    """Not while a round holds progress that has been followed by more."""
+    segment = Segment([torch.ones(2)], [], Meeting((0,)).sums_of(0))
+    applied = []
+    for deltas in SegmentedDeltas([segment]), SegmentedDeltas([]):
+        start, found = StartRound(0, frozenset(), 0), []
+        deltas.finish(4, 1)
+        deltas.pack(start, True, BATCH, "float32")
+        found.append(deltas.apply())
+        deltas.finish(4, 1)
+        found.append(deltas.apply())
+        deltas.apply_sum()
+        found.append(deltas.apply())
+        applied.append(found)
+    assert applied == [[True, False, True]] * 2
 
 
 def test_a_leader_that_says_nothing_is_named() -> None:
