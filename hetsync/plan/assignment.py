@@ -86,13 +86,13 @@ class Assignment:
 
     def division_of(self, rank: int) -> Division:
         """Of micro-batches among the ranks of a rank's replica."""
-        return Division([stage.ranks for stage in self.replica_of(rank).stages], self.evaluator.times)
+        replica = self.replica_of(rank)
+        division = Division([stage.ranks for stage in replica.stages], self.evaluator.times)
+        return division.of_slices(_sizes_of(replica))
 
     def share_of(self, rank: int) -> int:
         """Samples of a slice that go through a rank."""
-        replica, (_, stage) = self.replica_of(rank), self.place_of(rank)
-        sizes = micro_batch_sizes(replica.share or 0, replica.micro_batches)
-        return self.division_of(rank).share(stage, rank, sizes)
+        return self.division_of(rank).share(self.place_of(rank)[1], rank, _sizes_of(self.replica_of(rank)))
 
     def parts_of_passes(self, rank: int) -> tuple[float, float]:
         """Of the whole model's passes, those that are the forward and the backward passes of the rank's stage."""
@@ -103,6 +103,11 @@ class Assignment:
         """That the optimizer's update of the rank's stage takes."""
         index, stage = self.place_of(rank)
         return self.evaluator.update_of(self.placement.replicas[index], stage, rank)
+
+
+def _sizes_of(replica: Replica) -> tuple[int, ...]:
+    """Of the micro-batches of a full slice."""
+    return micro_batch_sizes(replica.share or 0, replica.micro_batches)
 
 
 def given_plan(path: Path, messages: Messages) -> GivenPlan:

@@ -41,8 +41,8 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """A loader's collate of indices: fetches their samples as so many micro-batches, or one for each sample where there
-    are fewer.
+    """A loader's collate of indices: fetches their samples as so many micro-batches, or fewer where these would have
+    fewer than the `division` has at least.
 
     `collate` of the `dataset`'s samples: PyTorch's default_collate where None. Cut by their indices, and not once they
     have been fetched, since a data set may return whole batches.
@@ -55,7 +55,8 @@ class MicroBatches:
 
     def __call__(self, indices: Sequence[int]) -> list[MicroBatch]:
         coming, found = iter(indices), []
-        for size in micro_batch_sizes(len(indices), min(self.count, len(indices))):
+        count = max(1, min(self.count, len(indices) // self.division.least))
+        for size in micro_batch_sizes(len(indices), count):
             pieces = [(list(islice(coming, part)), part) for part in self.division.pieces(size)]
             found.append(MicroBatch([Piece(fetch(self.dataset, taken, self.collate), part) for taken, part in pieces]))
         return found

@@ -42,12 +42,14 @@ class Stages:
         ranks: Ranks of the stages, by stage; no rank twice.
         in_flight: Most micro-batches whose forward ran and whose backward has not, by stage; None is 1F1B's.
         times: Of all ranks, by rank; none are needed where each stage has one.
+        least: Samples that go through a stage at once at least, where there are so many.
     """
 
     stage_of: Sequence[int]
     ranks: Sequence[Sequence[int]]
     in_flight: Sequence[int | None]
     times: Sequence[StepTime] = ()
+    least: int = 1
 
     def __post_init__(self) -> None:
         all_ranks = self.all_ranks
@@ -62,7 +64,7 @@ class Stages:
 
     @property
     def division(self) -> Division:
-        return Division(self.ranks, self.times)
+        return Division(self.ranks, self.times, self.least)
 
     def edges(self, cut: Cut) -> set[tuple[int, int]]:
         """Between stages."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hetsync.balance.shares import apportion
+from hetsync.balance.shares import without_single
 from hetsync.data.ledger import Span
 from hetsync.errors import UserError
 from hetsync.replica.base import MicroBatch
@@ -76,7 +76,7 @@ class ReplicasInStep(Replicas):
 
     def _parts_of(self, samples: int) -> list[int]:
         """Of a slice, by replica."""
-        return list(apportion(samples, dict(enumerate(self._books.shares))).values())
+        return list(without_single(dict(enumerate(self._books.shares)), samples).values())
 
     def rests(self, stop: StopSignal | None) -> Iterator[Rest]:
         if stop is not None:

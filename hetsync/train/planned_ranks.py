@@ -64,7 +64,7 @@ def make_replica(
     stage_of = [planned.stage_of[block] for block in range(len(assignment.cut.graph.blocks))]
     ranks = [stage.ranks for stage in planned.stages]
     in_flight = [stage.in_flight for stage in planned.stages]
-    stages = Stages(stage_of, ranks, in_flight, assignment.evaluator.times)
+    stages = Stages(stage_of, ranks, in_flight, assignment.evaluator.times, assignment.division_of(rank).least)
     _check_loss(assignment.weight_in_loss)
     scoring = forward_outside_of_training(model, data, at.device)
     return StagedReplica(model, assignment.cut, data.loss, stages, rank, channels, passes, scoring)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,3 +37,27 @@ def test_each_rank_has_what_is_planned(speeds: list[tuple[int, int]], samples: i
     places = [owners.index(rank) for rank in ranks if rank in owners]
     assert places == sorted(places)
     assert [*accumulate(pieces)][-1] == samples
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.integers(12, 30), min_size=1, max_size=2),
+    st.integers(2, 30),
+)
+def test_no_piece_has_one_sample_where_none_of_full_slices_has(
+    speeds: list[list[int]], full: list[int], samples: int
+) -> None:
+    times = [StepTime(0.0, each) for stage in speeds for each in stage]
+    ends = [*accumulate(map(len, speeds), initial=0)]
+    by_speed = Division([[*range(*each)] for each in pairwise(ends)], times)
+    division = by_speed.of_slices(full)
+    for each in full:
+        assert division.pieces(each) == by_speed.pieces(each)
+    if all(piece > 1 for each in full for piece in by_speed.pieces(each)):
+        assert min(division.pieces(samples)) > 1
+    for stage, ranks in enumerate(division.stages):
+        owners = division.owners(stage, samples)
+        assert [*owners] == sorted(owners)
+        assert sum(division.share(stage, rank, [samples]) for rank in ranks) == samples
+        before, after = ([each.share(stage, rank, [samples]) for rank in ranks] for each in (by_speed, division))
+        assert all(now <= then + 2 for then, now in zip(before, after, strict=True)), "beyond what fits into memory"

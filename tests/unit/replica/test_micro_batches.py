@@ -15,6 +15,7 @@ from hetsync.data.sets.images import as_it_is
 from hetsync.data.workers import fetch
 from hetsync.errors import UserError
 from hetsync.plan.division import WHOLE, Division
+from hetsync.plan.schedule import micro_batch_sizes
 from hetsync.replica.base import MicroBatches
 
 IMAGES, LABELS = torch.arange(40.0).reshape(20, 2), torch.arange(20)
@@ -58,6 +59,30 @@ def test_samples_keep_their_order_whatever_the_data_set_returns(
 def test_fewer_samples_than_micro_batches_are_one_each() -> None:
     found = MicroBatches(WholeBatches(), as_it_is, 4)([8, 6])
     assert [each.samples for each in found] == [1, 1]
+
+
+PAIR = Division([[1, 0], [2]], [StepTime(0.0, 1.0)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("division", "full", "samples", "sizes"),
+    [
+        (WHOLE, 12, 10, [[2]] * 5),
+        (WHOLE, 12, 7, [[3], [2], [2]]),
+        (WHOLE, 12, 1, [[1]]),
+        (WHOLE, 11, 10, [[2], [2], [2], [2], [1], [1]]),  # full slices have one sample each, too
+        (PAIR, 24, 20, [[2, 2]] * 2 + [[3]] * 4),
+        (PAIR, 24, 3, [[3]]),
+        (PAIR, 18, 16, [[2, 1]] * 4 + [[1, 1]] * 2),
+    ],
+)
+def test_short_slices_have_one_sample_nowhere_where_full_ones_have_more(
+    division: Division, full: int, samples: int, sizes: list[list[int]]
+) -> None:
+    """Batch norm does not train on one."""
+    cut = MicroBatches(WholeBatches(), as_it_is, 6, division.of_slices(micro_batch_sizes(full, 6)))
+    found = cut(list(range(samples)))
+    assert [[piece.samples for piece in each.pieces] for each in found] == sizes
 
 
 def test_files_that_cannot_be_read_are_one_sentence_and_what_the_users_collate_says_is_not() -> None:

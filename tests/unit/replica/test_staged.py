@@ -200,14 +200,14 @@ def test_what_the_model_returns_may_come_from_any_stage_and_may_be_more_than_ten
 SHARED = Stages([0, 1, 2], [[3, 0], [1], [5, 2, 4]], [None, 3, 1], [StepTime(0.0, t) for t in (1, 1, 3, 3, 1, 1)])
 
 
-@pytest.mark.parametrize("name", ["digits_cnn", "deeptte"])
-def test_ranks_share_stages(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "least"), [("digits_cnn", 1), ("deeptte", 1), ("deeptte", 2)])
+def test_ranks_share_stages(name: str, least: int, tmp_path: Path) -> None:
     """Their micro-batches come in pieces, which one process accumulates, too: batch norm sees as many samples at once.
     Its buffers then are a mean of what the ranks' have become."""
     workload = next(workload for workload in WORKLOADS if workload.name == name)
     data = workload.data(tmp_path)
     model, found = blocks_of(workload, data)
-    stages = replace(SHARED, stage_of=unequal(len(found.graph.blocks), 3))
+    stages = replace(SHARED, stage_of=unequal(len(found.graph.blocks), 3), least=least)
     alone = deepcopy(model)
     expected = train(WholeReplica(alone, data.loss), data, "sgd", 0.5, stages.division)
     wanted = dict(alone.named_parameters())

@@ -1,4 +1,4 @@
-"""A small net with statistics of batches, which are spoiled with its gradients."""
+"""Small nets with statistics of batches, which are spoiled with gradients, and are not of one sample."""
 
 from __future__ import annotations
 
@@ -17,3 +17,10 @@ class NormedNet(nn.Module):
     def forward(self, points: torch.Tensor) -> torch.Tensor:
         scores: torch.Tensor = self.body(points)
         return scores
+
+
+class NormedDigits(nn.Sequential):
+    """(N, 1, 8, 8) to (N, 10)."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, classes))

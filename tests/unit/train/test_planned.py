@@ -187,6 +187,13 @@ def test_a_rank_alone_trains_as_without_a_plan(tmp_path: Path, capsys: pytest.Ca
     assert "finished after 260 samples" in capsys.readouterr().err
 
 
+def test_batch_norm_trains_on_short_slices(tmp_path: Path) -> None:
+    """The last one, of 10 samples, has fewer micro-batches."""
+    config = recipe(tmp_path, model={"name": "normed_net:NormedDigits"})
+    assert run(tmp_path, config, [{**ALONE[0], "micro_batches": 25}]) == 0
+    assert json.loads((tmp_path / "planned" / "summary.json").read_text())["samples_applied"] == SAMPLES
+
+
 def test_each_update_takes_its_emulated_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
     taken: list[float] = []
