@@ -41,6 +41,15 @@ class Stream(Dataset[Any]):
     def __len__(self) -> int:
         return self._samples
 
+    @property
+    def is_walked(self) -> bool:
+        """Is there no other way to a place than through all before it?"""
+        return not hasattr(self.data, "read")
+
+    def next_places(self, samples: int) -> list[int]:
+        """Those behind the last one that was walked to, and after the end the first."""
+        return [(self._place + index) % self._samples for index in range(samples)]
+
     def __getstate__(self) -> dict[str, Any]:
         """Workers have readers of their own."""
         return {**self.__dict__, "_reader": None, "_place": 0}

@@ -21,6 +21,7 @@ from hetsync.balance.profile import RankProfile
 from hetsync.config.schema import Config
 from hetsync.data import Data
 from hetsync.data.random_state import untouched
+from hetsync.data.stream import Stream
 from hetsync.data.transfer import to_device
 from hetsync.data.workers import fetch
 from hetsync.emulation.cluster import Cluster
@@ -133,14 +134,21 @@ def device_name(device: torch.device) -> str:
 
 
 def batch_of(data: Data, samples: int, device: torch.device) -> Any:
-    """A batch from all over the training set: its beginning may hold the shortest samples, or one class. Where samples
-    differ in cost, their costs are spread as those of all are: so does training even out its batches."""
+    return to_device(fetch(data.train, typical_indices(data, samples), data.collate), device)
+
+
+def typical_indices(data: Data, samples: int) -> list[int]:
+    """Of a batch from all over the training set: its beginning may hold the shortest samples, or one class. Where
+    samples differ in cost, their costs are spread as those of all are: so does training even out its batches.
+
+    Of a stream that is walked through they are the next: the way to all others would be the whole stream, each time."""
+    if isinstance(data.train, Stream) and data.train.is_walked:
+        return data.train.next_places(samples)
     count = len(data.train)  # type: ignore[arg-type]
-    indices = [index * count // samples for index in range(samples)]
-    if data.costs is not None:
-        by_cost = torch.as_tensor(data.costs).argsort(stable=True)
-        indices = by_cost[[(2 * index + 1) * count // (2 * samples) for index in range(samples)]].tolist()
-    return to_device(fetch(data.train, indices, data.collate), device)
+    if data.costs is None:
+        return [index * count // samples for index in range(samples)]
+    by_cost = torch.as_tensor(data.costs).argsort(stable=True)
+    return by_cost[[(2 * index + 1) * count // (2 * samples) for index in range(samples)]].tolist()
 
 
 def loss_on(model: torch.nn.Module, data: Data, device: torch.device) -> Step:

@@ -73,6 +73,26 @@ def test_each_place_of_a_stream_is_used_once(plane: Plane, bound: int, kind: typ
     assert used_by_all(plane, used) == Counter(range(SAMPLES))
 
 
+def test_speeds_are_measured_on_the_first_samples_of_a_stream(plane: Plane) -> None:
+    """And training begins with sample 0 all the same."""
+    measured, used = [], []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        points, numbers = batch
+        measured.extend(numbers.tolist())
+        return model(points).square().mean()  # type: ignore[no-any-return]
+
+    with hetsync.join(plane=plane, progress=False, profile_seconds=0.1) as job:
+        model, optimizer = prepared(job)
+        loader = job.loader(Numbers(), BATCH, samples=SAMPLES)
+        job.measure(loss)
+        for points, numbers in loader:
+            step(job, model, optimizer, points)
+            used += numbers.tolist()
+    assert 0 < max(measured) < 100
+    assert used_by_all(plane, used) == Counter(range(SAMPLES))
+
+
 @BOUNDS
 def test_epochs_of_a_stream_begin_anew(plane: Plane, bound: int) -> None:
     with hetsync.join(plane=plane, delay_bound=bound, progress=False) as job:

@@ -18,6 +18,7 @@ from hetsync.balance.profile import fit
 from hetsync.config.schema import Config, ControlConfig, DataConfig, EmulationConfig, RunConfig, SyncConfig
 from hetsync.data import Data
 from hetsync.data.random_state import untouched
+from hetsync.data.stream import Stream
 from hetsync.emulation.cluster import Link, load_cluster
 from hetsync.emulation.device import SHORTEST_SLICE_SECONDS
 from hetsync.errors import UserError
@@ -193,6 +194,38 @@ def test_profiled_batches_hold_samples_from_all_over_the_data_set():
     assert batch.tolist() == [0, 10, 20, 30]
     (batch,) = batch_of(material, 80, CPU)
     assert len(batch) == 80
+
+
+class Counted:
+    """0, 1, 2, ...; counts what it gives, and how often it was opened."""
+
+    def __init__(self):
+        self.given, self.opened = 0, 0
+
+    def __iter__(self):
+        self.opened += 1
+        for number in range(10**5):
+            self.given += 1
+            yield float(number)
+
+
+def test_profiled_batches_of_a_stream_are_its_next_samples():
+    """All over it they could only be walked to, once for each batch."""
+    data = Counted()
+    stream = Stream(data, 10**5)
+    material = Data(stream, stream, lambda model, batch: batch.sum())
+    assert batch_of(material, 8, CPU).tolist() == list(range(8))
+    assert batch_of(material, 2, CPU).tolist() == [8, 9]
+    assert (data.given, data.opened) == (10, 1)
+    assert stream.__getitems__([0, 1]) == [0, 1], "training begins with the first"
+    short = Stream(Counted(), 3)
+    assert batch_of(Data(short, short), 7, CPU).tolist() == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_profiled_batches_of_what_can_be_addressed_are_from_all_over_it():
+    data = types.SimpleNamespace(read=lambda start, stop: list(range(start, stop)))
+    stream = Stream(data, 40)
+    assert batch_of(Data(stream, stream), 4, CPU).tolist() == [0, 10, 20, 30]
 
 
 @pytest.mark.parametrize("samples", [4, 8, 16])
