@@ -245,10 +245,11 @@ class Subject:
         return affordable_rate(real.seconds_per_sample + ranks * real.fixed_seconds / batch, batch)
 
     def load_seconds(self, samples: int) -> float:
-        """Of one batch, on this thread."""
+        """Of one batch, on this thread, once its samples have been chosen."""
+        indices = typical_indices(self.data, samples)
         with torch.random.fork_rng(devices=[]):
             began = time.perf_counter()
-            batch_of(self.data, samples, torch.device("cpu"))
+            fetch(self.data.train, indices, self.data.collate)
             return time.perf_counter() - began
 
     def cap(self, sharing: int, limit_bytes: int | None = None) -> int | None:

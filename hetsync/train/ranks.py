@@ -43,7 +43,7 @@ def find_profiles(at: Workplace, config: Config, prepared: Preparation, finished
         cluster = None if finished else at.cluster
         return assumed_profiles(plane, cluster, config.emulation.samples_per_second, device, at.place.host)
     source, cluster = prepared.training_data.source, at.cluster
-    material = Data(source.dataset, source.dataset, prepared.loss, collate=source.collate)
+    material = Data(source.dataset, source.dataset, prepared.loss, collate=source.collate, costs=source.costs)
     if cluster is not None and prepared.assigns is not None:
         cluster = cluster.without_limits()  # whether it fits, the plan is asked
     parts = prepared.parts

@@ -196,6 +196,21 @@ def test_profiled_batches_hold_samples_from_all_over_the_data_set():
     assert len(batch) == 80
 
 
+def test_to_choose_samples_is_no_part_of_loading(monkeypatch):
+    """Those of large data sets are sorted by their costs for it."""
+    chosen = measure.typical_indices
+
+    def slowly(*what):
+        sleep(0.2)
+        return chosen(*what)
+
+    monkeypatch.setattr(measure, "typical_indices", slowly)
+    samples = TensorDataset(torch.ones(32, 2))
+    material = Data(samples, samples, costs=[1.0, 9.0] * 16)
+    subject = Subject(LocalPlane(), Config(), nn.Linear(2, 1), material, Place("here", 0, 1))
+    assert subject.load_seconds(8) < 0.2
+
+
 class Counted:
     """0, 1, 2, ...; counts what it gives, and how often it was opened."""
 

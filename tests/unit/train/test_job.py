@@ -496,6 +496,23 @@ def test_a_tensor_data_set_may_have_a_getitem_of_its_own() -> None:
     assert min(smallest) > 50
 
 
+def test_ranks_are_measured_on_samples_that_cost_as_all_do() -> None:
+    """Every other sample is short; evenly spaced ones all are."""
+    costs, seen = [1.0, 9.0] * 32, set()
+
+    def measured(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.add(batch[0].mean().item())
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def prepare(script: Script) -> None:
+        samples = TensorDataset(torch.tensor(costs)[:, None].expand(64, 4), torch.zeros(64, dtype=torch.long))
+        loads(samples, BATCH, costs=costs)(script)
+        script.job.measure(measured)
+
+    train(prepare, profile_seconds=0.1)
+    assert seen == {5.0}
+
+
 def test_a_test_loader_may_be_divided_by_the_length_of_its_data() -> None:
     def prepare(script: Script) -> None:
         script.prepare()
