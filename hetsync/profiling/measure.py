@@ -7,8 +7,8 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +26,15 @@ from hetsync.data.transfer import to_device
 from hetsync.data.workers import fetch
 from hetsync.emulation.cluster import Cluster
 from hetsync.emulation.device import affordable_rate, emulated_times
-from hetsync.errors import UserError, brief
+from hetsync.errors import UserError, brief, cause
 from hetsync.launchers import gpus_granted
 from hetsync.plane.base import Plane
 from hetsync.profiling.device import LEAST_SECONDS, Profiled, engine_buffers, memory_cap, profile_step, state_buffers
 from hetsync.sync.optimizers import build_optimizer
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+REFUSES_ONE = "Expected more than 1 value per channel"  # what batch norm says of one sample
 
 # An emulated cluster's speed is a choice, which a rough figure serves.
 EMULATION_SECONDS = 3.0
@@ -241,7 +243,8 @@ class Subject:
         # What the machine does besides, such as ranks that are still starting, is no cost of a step.
         clock = time.process_time if self.device.type == "cpu" else time.perf_counter
         what = (self.config, self.model, self.data, self.device, [share, 4 * share])
-        real = profile_steps(*what, EMULATION_SECONDS, clock, EMULATION_ROUNDS, self.optimizers).time
+        with _one_sample_explained(batch, ranks):
+            real = profile_steps(*what, EMULATION_SECONDS, clock, EMULATION_ROUNDS, self.optimizers).time
         return affordable_rate(real.seconds_per_sample + ranks * real.fixed_seconds / batch, batch)
 
     def load_seconds(self, samples: int) -> float:
@@ -257,6 +260,20 @@ class Subject:
         state = max(map(state_buffers, self.optimizers), default=2)
         copies = engine_buffers(self.config)
         return memory_cap(self.model, forward, self.device, sharing, state, limit_bytes, copies)
+
+
+@contextmanager
+def _one_sample_explained(batch_size: int, ranks: int) -> Iterator[None]:
+    """UserError for batch norm's error, where the batch leaves one sample to a rank: training would fail, too."""
+    try:
+        yield
+    except ValueError as error:
+        if batch_size >= 2 * ranks or REFUSES_ONE not in str(error):
+            raise
+        raise UserError(
+            f"batch_size {batch_size} is less than two samples for each of the {ranks} ranks, and batch norm does not"
+            f" train on one ({cause(error)}): raise it to at least {2 * ranks}, or start fewer ranks"
+        ) from error
 
 
 def measure_ranks(subject: Subject, cluster: Cluster | None) -> list[RankProfile]:
@@ -283,9 +300,13 @@ def _measured(subject: Subject) -> RankProfile:
     plane, place = subject.plane, subject.place
     sharing = ranks_sharing(plane, place, subject.device)
     cap = subject.cap(sharing)  # before anything larger is tried
-    typical = max(1, subject.config.data.batch_size // plane.ranks_at_start)
-    wanted = (typical // 2, typical, 2 * typical)
+    batch, ranks = subject.config.data.batch_size, plane.ranks_at_start
+    typical = max(1, batch // ranks)
+    least = min(2, typical)  # batch norm does not train on one sample
+    wanted = (max(least, typical // 2), typical, 2 * typical)
+    sizes = sorted({max(1, size if cap is None else min(size, cap)) for size in wanted})
     plane.barrier()  # ranks that still start would take this one's core
-    found = subject.step_time(sorted({max(1, size if cap is None else min(size, cap)) for size in wanted}), sharing)
+    with _one_sample_explained(batch, ranks):
+        found = subject.step_time(sizes, sharing)
     load = subject.load_seconds(typical) / typical
     return RankProfile(device_name(subject.device), place.host, found.time, False, cap, found.uncertainty, load)

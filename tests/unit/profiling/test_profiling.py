@@ -505,6 +505,49 @@ def test_no_batch_is_tried_that_would_not_fit():
         assert profile.cap == largest
 
 
+def few_a_rank(batch_size, model, cluster=None):
+    samples = TensorDataset(torch.randn(32, 8))
+    config = Config(data=DataConfig(batch_size=batch_size), run=RunConfig(profile_seconds=0.1))
+    sizes = []
+
+    def loss(model, batch):
+        sizes.append(len(batch[0]))
+        return model(batch[0]).sum()
+
+    subject = Subject(LocalPlane(), config, model, Data(samples, samples, loss), Place("here", 0, 1))
+    (profile,) = measure_ranks(subject, cluster)
+    return profile, sizes
+
+
+@pytest.mark.parametrize("batch_size", [2, 3])
+def test_batch_norm_is_measured_where_ranks_have_two_samples(batch_size):
+    profile, sizes = few_a_rank(batch_size, small_model())
+    assert profile.time.seconds(batch_size) > 0
+    assert {2, batch_size, 2 * batch_size} <= set(sizes), "one size would tell no fixed part"
+    assert min(sizes) == 2
+
+
+@pytest.mark.parametrize("cluster", [None, "homogeneous"])
+def test_batch_norm_of_one_sample_is_one_sentence(cluster):
+    emulated = cluster and load_cluster(cluster)
+    with pytest.raises(UserError, match=r"batch_size 1 is less .*Expected more than 1 value.*: raise it to"):
+        few_a_rank(1, small_model(), emulated)
+    profile, _ = few_a_rank(1, nn.Linear(8, 1), emulated)
+    assert profile.time.seconds(1) > 0
+
+
+class Pairs(nn.Linear):
+    def forward(self, input):
+        if len(input) < 2:
+            raise ValueError("no pair")
+        return super().forward(input)
+
+
+def test_what_else_a_model_says_of_one_sample_stays_as_it_is():
+    with pytest.raises(ValueError, match="no pair"):
+        few_a_rank(1, Pairs(8, 1))
+
+
 class OneHost(LocalPlane):
     """Says what other ranks would."""
 
