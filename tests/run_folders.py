@@ -53,6 +53,11 @@ def round_of(at: float, seconds: float = 0.02, staleness: int | None = 1, **fiel
     return {"kind": "round", "at": at, "round": 0, "seconds": seconds, "staleness": staleness, **fields}
 
 
+def death(at: float, rank: int, **fields: Any) -> Record:
+    told = {"rank": rank, "round": 40, "activity": "computing", "noticed_seconds": 0.1, "recovered_seconds": 0.2}
+    return {"kind": "death", "at": at, **told, "samples_returned": 16, "cause": "died", **fields}
+
+
 def write_summary(folder: Path, **keys: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     summary: Mapping[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,19 @@ NUMBERS = {
     "evaluation": ("samples_applied", "train_seconds"),
     "rounds_change": ("accumulation",),
     "profile": ("accumulation",),
+    "death": ("rank", "round"),
+    "join": ("rank", "round"),
+    "damage": ("rank", "round"),
+    "left_out": ("rank", "round", "samples"),
+    "rollback": ("rank", "round", "samples", "checkpoint_samples"),
 }
 NUMBERS_OR_NULL = {
     "piece": ("since", "tasks"),
     "round": ("since", "rounds", "contributions", "staleness"),
     "rounds_change": ("delay_bound",),
     "profile": ("delay_bound", "share", "solo_samples_per_second", "solo_uncertainty"),
+    "death": ("samples_returned",),
+    "damage": ("recovered_seconds",),
 }
 TEXTS = {"rest": ("reason",), "rounds_change": ("reason",), "failure": ("error",), "profile": ("host", "device")}
 
@@ -51,14 +59,16 @@ class LineReader:
             file.seek(self._offset)
             self._offset += len(file.readline())
 
-    def passed_over(self, *kinds: str) -> Record | None:
-        """The newest record of these kinds before those that the first `read` gives, if there is one; OSError."""
+    def passed_over(self, begin: str, *kinds: str) -> list[Record]:
+        """Of what comes before the first `read`: the newest record of kind `begin`, and those of the others since;
+        OSError."""
+        wanted, found = (begin, *kinds), list[Record]()
         for line in self._backwards():
-            if any(kind.encode() in line for kind in kinds):
-                for record in self._records([line]):
-                    if record["kind"] in kinds:
-                        return record
-        return None
+            if any(kind.encode() in line for kind in wanted):
+                found += [record for record in self._records([line]) if record["kind"] in wanted]
+                if found and found[-1]["kind"] == begin:
+                    break
+        return found[::-1]
 
     def _backwards(self) -> Iterator[bytes]:
         """Lines before the offset, the last one first."""
@@ -109,3 +119,18 @@ def _check(record: Any) -> None:
         raise ValueError("not finite, or larger than a float counts")
     if not all(isinstance(text, str) for text in [kind, *(record[name] for name in TEXTS.get(kind, ()))]):
         raise TypeError("no text")
+    if kind == "start":
+        began(record)
+
+
+def began(start: Record) -> float:
+    """The moment, in seconds since 1970; ValueError."""
+    moment = datetime.fromisoformat(start["wall_clock"])
+    return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+
+
+def outlived(death: Record) -> str:
+    """In a sentence."""
+    cause = death.get("cause", "died")
+    what = "died" if cause == "died" else f"was excluded, as it was {cause}"
+    return f"{what}: the others went on from round {death['round']}"

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetsync.report.lines import LineReader, Record
+from hetsync.report.lines import LineReader, Record, began, outlived
 from hetsync.report.run import telemetry_of
 from hetsync.report.summary import read_summary
 
 WINDOW_SECONDS = 30.0  # of a rank's newest lines
 TAIL_BYTES = 2**17  # of a file: so much is read at first
 SILENT_SECONDS = 30.0
+SETTLED_SECONDS = 5.0  # without a line of the others, once a rank has failed
 DEAD_SECONDS = 600.0  # without a line of any rank: run.timeout_seconds, as it comes
 NOTABLE = 0.05  # part of the time
 SLOW = 0.8  # of the speed when it was profiled
@@ -47,14 +49,22 @@ class Row:
 
 
 class _Rank:
+    """Attributes:
+    began: The moment of its newest start, in seconds since 1970; 0 where that is not told.
+    failure: The moment, and the sentence.
+    deaths: That it has told, as the leading rank: the newest of each rank, as `failure`.
+    """
+
     def __init__(self, rank: int, path: Path) -> None:
         self.rank = rank
         self.path = path
         self.profile: Record = {}
+        self.began = 0.0
+        self.failure: tuple[float, str] | None = None
+        self.deaths: dict[int, tuple[float, str]] = {}
         self._lines = LineReader(path, TAIL_BYTES)
         self._recent: deque[Record] = deque()
-        self.ending: str | None = None
-        if (record := self._lines.passed_over("start", "profile")) is not None:
+        for record in self._lines.passed_over("start", "profile", "death"):
             self._take(record)
 
     @property
@@ -70,32 +80,62 @@ class _Rank:
         if kind == "start":  # begun again: at 0
             self._recent.clear()
             self.profile = {}
-            self.ending = None
+            self.began = began(record)
+            self.failure = None
         elif kind == "profile":
             self.profile = record
         elif kind == "failure":
-            self.ending = f"failed: {record['error']}"
+            self.failure = self.began + record["at"], f"failed: {record['error']}"
+        elif kind == "death":
+            self.deaths[record["rank"]] = self.began + record["at"], outlived(record)
         elif kind in ("piece", "round", "score", "rest"):
             self._recent.append(record)
             while self._recent[0]["at"] < record["at"] - max(WINDOW_SECONDS, 3 * _covered(record)):
                 self._recent.popleft()
 
-    def row(self, now: float, over: bool) -> Row:
+    @property
+    def _place(self) -> str:
+        return ", ".join(filter(None, (self.profile.get("host"), self.profile.get("device"))))
+
+    def row(self, now: float, over: bool, failure: str | None) -> Row:
         tasks = [record for record in self._recent if record["kind"] == "piece"]
         written = self.path.stat().st_mtime if self.path.is_file() else now
         silent = 0.0 if over else max(0.0, now - written - max(map(_covered, self._recent), default=0.0))
         figures = _figures(tasks, self.profile)
         told = [record.get("staleness") for record in self._recent if record["kind"] == "round"]
         stale = [value for value in told if value is not None]
-        place = ", ".join(filter(None, (self.profile.get("host"), self.profile.get("device"))))
         return Row(
             rank=self.rank,
-            place=place,
+            place=self._place,
             **figures,
             staleness=sum(stale) / len(stale) if stale else None,
             silent_seconds=silent,
-            why=self.ending or _why(figures, silent),
+            why=failure or _why(figures, silent),
         )
+
+    def last_row(self, why: str) -> Row:
+        """Of one that is gone."""
+        return Row(self.rank, self._place, **_figures([], {}), staleness=None, silent_seconds=0.0, why=why)
+
+
+def _gone(ranks: Sequence[_Rank]) -> dict[int, str]:
+    """Those that the others have outlived, and how: no process has begun in their place since."""
+    told = sorted((at, dead, how) for rank in ranks for dead, (at, how) in rank.deaths.items())
+    newest = {dead: (at, how) for at, dead, how in told}
+    begins = {rank.rank: rank.began for rank in ranks}
+    return {dead: how for dead, (at, how) in newest.items() if at > begins.get(dead, math.inf)}
+
+
+def _failures(ranks: Sequence[_Rank]) -> dict[int, str]:
+    """Those since a process has begun last: the others are of an earlier start, or the job has outlived them."""
+    newest = max((rank.began for rank in ranks), default=0.0)
+    return {rank.rank: rank.failure[1] for rank in ranks if rank.failure is not None and rank.failure[0] >= newest}
+
+
+def _have_ended_it(failures: Container[int], living: Sequence[Row]) -> bool:
+    """A failure ends the job, unless the others go on: its death may be told a little later."""
+    silent = [row.silent_seconds for row in living if row.rank not in failures]
+    return any(row.rank in failures for row in living) and min(silent, default=math.inf) > SETTLED_SECONDS
 
 
 def _covered(record: Record) -> float:
@@ -161,6 +201,7 @@ class LiveRun:
         self.summary: dict[str, Any] = {}
         self._ranks: dict[int, _Rank] = {}
         self._silent_seconds = 0.0  # of the rank that wrote last
+        self._failed = False
         telemetry_of(folder)
 
     @property
@@ -171,10 +212,6 @@ class LiveRun:
     @property
     def _closed(self) -> bool:
         return self.summary.get("status") in ("finished", "stopped")
-
-    @property
-    def _failed(self) -> bool:
-        return self.summary.get("status") == "failed" or any(rank.ending for rank in self._ranks.values())
 
     @property
     def unreadable(self) -> int:
@@ -189,10 +226,14 @@ class LiveRun:
             if rank not in self._ranks:
                 self._ranks[rank] = _Rank(rank, path)
             self._ranks[rank].follow()
-        ranks = int(self.summary.get("ranks", len(self._ranks)))  # those of an earlier start may be gone
-        rows = [self._ranks[rank].row(now, self._closed) for rank in sorted(self._ranks) if rank < ranks]
-        self._silent_seconds = min((row.silent_seconds for row in rows), default=0.0)
-        return rows
+        count = self.summary.get("ranks_at_start", self.summary.get("ranks", len(self._ranks)))
+        ranks = [self._ranks[rank] for rank in sorted(self._ranks) if rank < count]  # others are of an earlier start
+        gone, failures = _gone(ranks), _failures(ranks)
+        living = [rank.row(now, self._closed, failures.get(rank.rank)) for rank in ranks if rank.rank not in gone]
+        self._silent_seconds = min((row.silent_seconds for row in living), default=0.0)
+        self._failed = self.summary.get("status") == "failed" or _have_ended_it(failures, living)
+        rows = [*living, *(rank.last_row(gone[rank.rank]) for rank in ranks if rank.rank in gone)]
+        return sorted(rows, key=lambda row: row.rank)
 
     def progress(self) -> str:
         """The newest line of the figures that rank 0 keeps, in a sentence."""

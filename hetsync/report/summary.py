@@ -17,6 +17,7 @@ SPELLED = ("nan", "inf", "-inf")  # by files.json_text
 OF_RUN = {
     "status": str,
     "ranks": int,
+    "ranks_at_start": int,
     "plane": str | None,
     "emulate": str | None,
     "samples_applied": int,

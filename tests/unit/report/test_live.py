@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from run_folders import Record, round_of, start, task, tasks, write_lines, write_summary
+from run_folders import Record, death, round_of, start, task, tasks, write_lines, write_summary
 
 from hetsync.report.facts import facts_of
 from hetsync.report.limits import limits_of
@@ -130,6 +130,12 @@ FOREIGN = [
     {"kind": "control", "at": 1.0, "decision": [2], "reason": ""},
     {"kind": "control", "at": 1.0, "decision": {"delay_bound": 2}, "reason": ""},
     {"kind": "evaluation", "at": 1.0},
+    {"kind": "start", "at": 0.0, "wall_clock": "today"},
+    {"kind": "death", "at": 1.0, "rank": None, "round": 1},
+    {"kind": "join", "at": 1.0, "rank": 1},
+    {"kind": "damage", "at": 1.0, "rank": 1, "round": "last"},
+    {"kind": "left_out", "at": 1.0, "rank": 1, "round": 3, "samples": None},
+    {"kind": "rollback", "at": 1.0, "rank": 1, "round": 3, "samples": 8},
 ]
 
 
@@ -182,3 +188,89 @@ def test_ranks_of_an_earlier_start_are_gone(tmp_path: Path) -> None:
     for rank in range(2):
         written(write_lines(tmp_path, rank, [*start(), *tasks(10)]))
     assert [row.rank for row in LiveRun(tmp_path).rows(NOW)] == [0]
+
+
+def failed_at(at: float, error: str = "UserError: nan") -> Record:
+    return {"kind": "failure", "at": at, "error": error}
+
+
+def shown(folder: Path, **seconds_ago: float) -> LiveRun:
+    """As it is looked at where all ranks have just written, but for `rank_1` and others."""
+    for number, path in enumerate(sorted((folder / "telemetry").iterdir())):
+        written(path, seconds_ago.get(f"rank_{number}", 1.0))
+    run = LiveRun(folder)
+    run.rows(NOW)
+    return run
+
+
+def test_a_job_that_was_resumed_on_fewer_ranks_has_not_failed(tmp_path: Path) -> None:
+    write_lines(tmp_path, 2, [*start(), *tasks(10), failed_at(1.0)])
+    for rank in range(2):
+        write_lines(tmp_path, rank, [*start(), *tasks(10)])
+        write_lines(tmp_path, rank, [*start("2026-11-02T14:10:00+00:00"), *tasks(10)])
+    write_summary(tmp_path, ranks=2, ranks_at_start=2)
+    run = shown(tmp_path, rank_0=9.0, rank_1=9.0, rank_2=600.0)  # in long tasks
+    assert [row.why for row in run.rows(NOW)] == ["", ""]
+    assert not run.over
+    assert run.progress().startswith("running: ")
+
+
+@pytest.mark.parametrize("again_at", ["14:10:00", "14:00:02"])
+def test_a_rank_that_has_not_written_since_the_job_began_again_has_not_failed(tmp_path: Path, again_at: str) -> None:
+    """Its first lines come two seconds after the job's begin."""
+    write_lines(tmp_path, 1, [*start(), *tasks(10), failed_at(1.0)])
+    write_lines(tmp_path, 0, [*start(), *tasks(10), *start(f"2026-11-02T{again_at}+00:00"), *tasks(10)])
+    write_summary(tmp_path, ranks=2, ranks_at_start=2)
+    run = shown(tmp_path, rank_0=9.0, rank_1=9.0)
+    assert (run.over, run.rows(NOW)[1].why) == (False, "")
+
+
+def test_a_failure_since_the_job_began_again_ends_it(tmp_path: Path) -> None:
+    for rank in range(2):
+        again = start(f"2026-11-02T14:10:0{rank}+00:00")
+        write_lines(tmp_path, rank, [*start(), *tasks(10), failed_at(1.0), *again, *tasks(10)])
+    write_lines(tmp_path, 0, [failed_at(2.0, "ValueError: odd")])
+    write_summary(tmp_path, ranks=2, ranks_at_start=2)
+    run = shown(tmp_path, rank_0=6.0, rank_1=6.0)
+    assert [row.why for row in run.rows(NOW)] == ["failed: ValueError: odd", ""]
+    assert run.progress().startswith("failed: ")
+
+
+def test_a_rank_that_the_others_outlive_ends_nothing(tmp_path: Path) -> None:
+    """One that is excluded fails alone, and may say so before the others' lines are there."""
+    write_summary(tmp_path, ranks=3, ranks_at_start=3)
+    for rank in range(3):
+        write_lines(tmp_path, rank, [*start(), *tasks(10, wait=0.1 * (rank != 1))])
+    write_lines(tmp_path, 1, [failed_at(1.0, "CutOffError: excluded")])
+    run = shown(tmp_path)
+    assert (run.over, run.rows(NOW)[1].why) == (False, "failed: CutOffError: excluded")
+    write_lines(tmp_path, 0, [death(5.0, 1, cause="slow"), *tasks(30, 5.0)])
+    for seconds in (1.0, 9.0):
+        run = shown(tmp_path, rank_0=seconds, rank_1=100.0, rank_2=seconds)
+        assert not run.over
+    rows = run.rows(NOW)
+    assert rows[1].why == "was excluded, as it was slow: the others went on from round 40"
+    assert (rows[1].place, rows[1].rate) == ("node, cpu", None)
+    assert (slowest(rows) or "").startswith("slowest: rank 0, ")
+    write_lines(tmp_path, 1, [*start("2026-11-02T14:00:20+00:00"), *tasks(10)])
+    assert shown(tmp_path).rows(NOW)[1].why == "", "another process has taken its place"
+
+
+def test_deaths_are_known_that_were_told_long_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetsync.report.live.TAIL_BYTES", 5000)
+    write_lines(tmp_path, 0, [*start(), *tasks(20), death(2.0, 1), *tasks(300, 2.0)])
+    write_lines(tmp_path, 1, [*start(), *tasks(20), failed_at(2.0)])
+    run = shown(tmp_path, rank_0=9.0, rank_1=30.0)
+    assert run.rows(NOW)[1].why == "died: the others went on from round 40"
+    assert not run.over
+
+
+def test_ranks_keep_their_numbers_when_another_has_died(tmp_path: Path) -> None:
+    """The summary's `ranks` are those that are left."""
+    rows = [{"rank": 0}, {"rank": 1, "left_at_round": 40}, {"rank": 2}]
+    write_summary(tmp_path, status="finished", ranks=2, ranks_at_start=3, per_rank=rows)
+    for rank in range(3):
+        write_lines(tmp_path, rank, [*start(), *tasks(10)])
+    write_lines(tmp_path, 0, [death(5.0, 1)])
+    told = [(row.rank, row.why) for row in shown(tmp_path).rows(NOW)]
+    assert told == [(0, ""), (1, "died: the others went on from round 40"), (2, "")]
