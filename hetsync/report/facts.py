@@ -15,7 +15,7 @@ from hetsync.report.series import Course, training_seconds
 def facts_of(run: Run, course: Course) -> Facts:
     summary = run.summary
     seconds = float(training_seconds(run, course.edges).sum())
-    runtime = {rank["rank"]: rank.get("runtime_cpu_fraction") for rank in summary.get("per_rank", [])}
+    runtime = {rank: row.get("runtime_cpu_fraction") for rank, row in run.rows.items()}
     failures = [record["error"] for lines in run.ranks.values() for record in lines.of("failure")]
     return Facts(
         ranks=[_rank_time(rank, lines, seconds, runtime.get(rank)) for rank, lines in run.ranks.items()],
@@ -71,11 +71,12 @@ def _round_in_slices(run: Run) -> float | None:
 
 
 def _resting(run: Run) -> tuple[tuple[str, float], ...]:
-    """By reason, in parts of the job's time, in the mean of all ranks."""
+    """By reason, in parts of the job's time, in the mean of the ranks that were there."""
     spent: dict[str, float] = defaultdict(float)
     for lines in run.ranks.values():
         for record in lines.of("rest", "score"):
-            spent[record.get("reason", "evaluation")] += record["seconds"] / len(run.ranks)
+            ranks = len(run.lives_at(record["at"])) or len(run.ranks)
+            spent[record.get("reason", "evaluation")] += record["seconds"] / ranks
     spent.pop("end", None)
     return tuple((reason, seconds / max(run.seconds, 1e-9)) for reason, seconds in spent.items())
 

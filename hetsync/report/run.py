@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime
+from functools import cached_property
+from heapq import merge
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from hetsync.config.checks import fits
 from hetsync.config.yaml_files import read_yaml
 from hetsync.errors import UserError, brief
 from hetsync.files import RECIPE, SUMMARY
-from hetsync.report.lines import LineReader, Record
+from hetsync.report.lines import LineReader, Record, began
 from hetsync.report.summary import read_summary
 
 Columns = dict[str, NDArray[np.float64]]
@@ -29,6 +32,7 @@ FIELDS = {
     "round": ("at", "since", "rounds", "contributions", "seconds", "staleness"),
 }
 DEFAULTS = dict.fromkeys(("tasks", "rounds", "contributions"), 1.0)  # the others: unknown
+ROUNDING = 1e-6  # seconds; more than those since 1970 lose as floats
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,29 @@ class Stretch:
     """What one start of the job covers of the run's clock, which stands still between one's end and the next.
 
     Args:
+        end: A moment after its last line, so that this is no line of the next.
         wall_clock: At its begin, in seconds since 1970; None for simulated runs, and those before format 2.
     """
 
     begin: float
     end: float
     wall_clock: float | None
+
+
+@dataclass(frozen=True)
+class Life:
+    """A process as one of the ranks.
+
+    Args:
+        begin: That of the job's start, or, where it has taken the place of another, of training in it.
+        end: At its death, or at that of the job's start.
+        profile: Its record.
+    """
+
+    rank: int
+    begin: float
+    end: float
+    profile: Record
 
 
 @dataclass(frozen=True)
@@ -98,6 +119,48 @@ class Run:
         return self.stretches[-1].end if self.stretches else 0.0
 
     @property
+    def rows(self) -> dict[int, dict[str, Any]]:
+        """The summary's of each rank: where one has died and was replaced, the living one's."""
+        told = sorted(self.summary.get("per_rank", []), key=lambda row: row.get("left_at_round") is None)
+        return {row["rank"]: row for row in told}
+
+    def told(self, *kinds: str) -> list[Record]:
+        """By any rank, in the order of time. Most kinds only the leading rank tells: once it has died, another one."""
+        return list(merge(*(lines.of(*kinds) for lines in self.ranks.values()), key=itemgetter("at")))
+
+    @cached_property
+    def lives(self) -> list[Life]:
+        """None are known of simulated runs, and of those before format 2."""
+        return [life for rank, lines in self.ranks.items() for life in self._lives(rank, lines.of("profile"))]
+
+    def _lives(self, rank: int, profiles: list[Record]) -> list[Life]:
+        found: list[Life] = []
+        later = [profile["at"] for profile in profiles[1:]]
+        for number, profile in enumerate(profiles):
+            at = profile["at"]
+            stretch = self.stretches[self.stretch_at(at)]
+            begin = at if found and found[-1].begin >= stretch.begin else stretch.begin
+            ends = [stretch.end, *later[number : number + 1], *(death for death in self.deaths[rank] if death > at)]
+            found.append(Life(rank, begin, min(ends), profile))
+        return found
+
+    @cached_property
+    def deaths(self) -> Mapping[int, list[float]]:
+        """The moments of each rank's."""
+        found: dict[int, list[float]] = defaultdict(list)
+        for record in self.told("death"):
+            found[record["rank"]].append(record["at"])
+        return found
+
+    def lives_at(self, second: float) -> list[Life]:
+        return [life for life in self.lives if life.begin <= second < life.end]
+
+    def leader_at(self, second: float) -> int:
+        """The rank that has been there longest, the first of these."""
+        there = [(life.begin, life.rank) for life in self.lives_at(second)]
+        return min(there)[1] if there else min(self.ranks)
+
+    @property
     def delay_bound(self) -> int | None:
         """At its start."""
         told = [record["delay_bound"] for lines in self.ranks.values() for record in lines.of("profile")]
@@ -108,12 +171,26 @@ class Run:
         """Those of each start, and what was decided since, in the order of time."""
         found: list[Setting] = []
         bound = self.delay_bound
-        for record in self.ranks[0].of("profile", "rounds_change", "control") if 0 in self.ranks else ():
+        for record in self._told_of_settings():
             if "died" not in record:
                 told = record.get("decision", record)
                 bound = told.get("delay_bound", bound)  # the rule does not set it
                 found.append(Setting(record["at"], record["kind"], told["accumulation"], bound, record.get("reason")))
         return found
+
+    def _told_of_settings(self) -> Iterable[Record]:
+        """All ranks tell a profile: the first one's counts, unless it has only taken a dead one's place."""
+        first = min(self.ranks, default=0)
+        kinds = ("rounds_change", "control")
+        told = (lines.of(*kinds, "profile") if n == first else lines.of(*kinds) for n, lines in self.ranks.items())
+        for record in merge(*told, key=itemgetter("at")):
+            if record["kind"] != "profile" or not self._is_replaced(first, record["at"]):
+                yield record
+
+    def _is_replaced(self, rank: int, second: float) -> bool:
+        """Has it died before, in the same start of the job?"""
+        begin = self.stretches[self.stretch_at(second)].begin
+        return any(begin <= death < second for death in self.deaths[rank])
 
     @property
     def accumulation(self) -> int:
@@ -185,7 +262,7 @@ class _Reading:
     def _take(self, record: Record) -> None:
         kind, at = record["kind"], record["at"]
         if kind == "start" or not self.starts:
-            self.starts.append(_seconds(record["wall_clock"]) if kind == "start" else None)
+            self.starts.append(began(record) if kind == "start" else None)
             self.ends.append(at)
         number = len(self.starts) - 1
         self.ends[number] = max(self.ends[number], at)
@@ -196,11 +273,6 @@ class _Reading:
                 self.columns[kind][name].append(value)
         else:
             self.others.append((number, record))
-
-
-def _seconds(wall_clock: str) -> float:
-    moment = datetime.fromisoformat(wall_clock)
-    return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
 
 
 def _on_one_clock(reading: dict[int, _Reading]) -> tuple[dict[int, RankLines], tuple[Stretch, ...]]:
@@ -218,7 +290,7 @@ def _stretches(reading: Iterable[_Reading]) -> tuple[Stretch, ...]:
     for told in (False, True):  # without a time of day: simulated, or before there was one
         for begin, end in _joined(times[told]):
             at = found[-1].end if found else 0.0
-            found.append(Stretch(at, at + end - begin, begin if told else None))
+            found.append(Stretch(at, at + end - begin + ROUNDING, begin if told else None))
     return tuple(found)
 
 
@@ -250,7 +322,7 @@ def _shift(start: float | None, stretches: Sequence[Stretch]) -> float:
     inside = [s for s in stretches if s.wall_clock is not None and s.wall_clock <= start]
     stretch = inside[-1]
     assert stretch.wall_clock is not None
-    return stretch.begin + start - stretch.wall_clock
+    return stretch.begin + (start - stretch.wall_clock)  # exact where it begins the stretch
 
 
 def _columns(columns: dict[str, array[float]], shifts: NDArray[np.float64]) -> Columns:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetsync.report.run import Columns, Run
+from hetsync.report.run import Columns, Life, Run
 
 Array = NDArray[np.float64]
 
@@ -95,35 +95,40 @@ def spread(columns: Columns, values: Array, edges: Array) -> Array:
 
 
 def training_seconds(run: Run, edges: Array) -> Array:
-    """Seconds of each bin in which the clock of training went, in the mean of all ranks."""
+    """Seconds of each bin in which the clock of training went, in the mean of the ranks that were there."""
     off = np.zeros(len(edges) - 1)
     for lines in run.ranks.values():
         for record in lines.of("rest", "score"):
             begin, end = record["at"] - record["seconds"], record["at"]
             off += np.clip(np.minimum(end, edges[1:]) - np.maximum(begin, edges[:-1]), 0.0, None)
-    return np.diff(edges) - off / max(1, len(run.ranks))
+    there = _parts(run.lives, edges).sum(axis=0)
+    return np.diff(edges) - off / np.where(there > 0, there, max(1, len(run.ranks)))
 
 
-def _solo(run: Run, edges: Array) -> tuple[Array, Array]:
-    """Samples/s that the ranks reach alone, and half of its interval as a part of it: by the start each bin is in."""
-    by_stretch: dict[int, list[dict[str, Any]]] = {}
-    for lines in run.ranks.values():
-        for record in lines.of("profile"):
-            by_stretch.setdefault(run.stretch_at(record["at"]), []).append(record)
-    known = {number: _sum_and_error(told) for number, told in by_stretch.items()}
-    at_the_end = _sum_and_error(run.summary.get("per_rank") or [])
-    starts = [run.stretch_at(float(second)) for second in edges[:-1]]
-    found = np.array([known.get(number, at_the_end) for number in starts])
-    return found[:, 0], found[:, 1]
+def _parts(lives: Sequence[Life], edges: Array) -> Array:
+    """Of each bin, the part in which each was there, [lives, bins]."""
+    bounds = np.array([(life.begin, life.end) for life in lives]).reshape(-1, 2)
+    begins, ends = bounds[:, :1], bounds[:, 1:]
+    found: Array = np.clip(np.minimum(ends, edges[1:]) - np.maximum(begins, edges[:-1]), 0.0, None) / np.diff(edges)
+    return found
 
 
-def _sum_and_error(ranks: list[dict[str, Any]]) -> tuple[float, float]:
+def _solo(run: Run, edges: Array) -> Array:
+    """Samples/s that the ranks reach alone, and half of its interval as a part of it, [2, bins]: each by the part of a
+    bin that it was there, or as in the summary where no lives are known."""
+    parts = _parts(run.lives, edges)
+    told = _sums_and_errors([life.profile for life in run.lives], parts)
+    rows = [*run.rows.values()]
+    return np.where((parts > 0).any(axis=0), told, _sums_and_errors(rows, np.ones((len(rows), 1))))
+
+
+def _sums_and_errors(ranks: Sequence[Mapping[str, Any]], parts: Array) -> Array:
     """nan where it was not measured. Errors are added up: ranks of one machine err together."""
-    if not ranks:
-        return float("nan"), float("nan")
     told = [[rank.get(f"solo_{name}") for rank in ranks] for name in ("samples_per_second", "uncertainty")]
-    rates, errors = np.array(told, dtype=np.float64)  # None becomes nan
-    return float(rates.sum()), float((rates * errors).sum() / rates.sum())
+    rates, errors = np.array(told, dtype=np.float64)[:, :, np.newaxis]  # None becomes nan
+    counted = np.where(parts > 0, rates * parts, 0.0)
+    sums = np.where((parts > 0).any(axis=0), counted.sum(axis=0), np.nan)
+    return np.array([sums, np.where(parts > 0, counted * errors, 0.0).sum(axis=0) / sums])
 
 
 def _losses(tasks: Columns, edges: Array) -> tuple[Array, Array]:

@@ -40,6 +40,7 @@ PERHAPS_OF_RANK = {
     "solo_samples_per_second": float | None,
     "solo_uncertainty": float | None,
     "runtime_cpu_fraction": float | None,
+    "left_at_round": int | None,
 }
 
 
