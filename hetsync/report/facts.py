@@ -16,7 +16,6 @@ def facts_of(run: Run, course: Course) -> Facts:
     summary = run.summary
     seconds = float(training_seconds(run, course.edges).sum())
     runtime = {rank: row.get("runtime_cpu_fraction") for rank, row in run.rows.items()}
-    failures = [record["error"] for lines in run.ranks.values() for record in lines.of("failure")]
     return Facts(
         ranks=[_rank_time(rank, lines, seconds, runtime.get(rank)) for rank, lines in run.ranks.items()],
         slowdowns=_slowdowns(run, course),
@@ -27,8 +26,21 @@ def facts_of(run: Run, course: Course) -> Facts:
         resting=_resting(run),
         overruns=summary.get("overrun_fraction", 0.0),
         efficiency=efficiency_of(run, course),
-        failed=failures[-1] if failures and summary.get("status") not in ("finished", "stopped") else None,
+        failed=_failure(run) if summary.get("status") not in ("finished", "stopped") else None,
     )
+
+
+def _failure(run: Run) -> str | None:
+    """The first since some rank has begun, from which the others' follow. Those whom the others outlive fail alone."""
+    starts = {rank: [record["at"] for record in lines.of("start")] for rank, lines in run.ranks.items()}
+    newest = max((at for told in starts.values() for at in told), default=0.0)
+    found = [
+        (record["at"], record["error"])
+        for rank, lines in run.ranks.items()
+        for record in lines.of("failure")
+        if record["at"] >= newest and not any(death >= max(starts[rank], default=0.0) for death in run.deaths[rank])
+    ]
+    return min(found)[1] if found else None
 
 
 def efficiency_of(run: Run, course: Course) -> float | None:

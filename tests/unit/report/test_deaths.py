@@ -114,6 +114,30 @@ def test_somebody_leads_where_little_is_known(tmp_path: Path, lines: list[Record
     assert read_run(tmp_path).leader_at(0.5) == 0
 
 
+def failed_at(at: float, error: str) -> Record:
+    return {"kind": "failure", "at": at, "error": error}
+
+
+@pytest.mark.parametrize("status", ["running", "failed"])
+def test_failures_of_earlier_starts_have_not_ended_the_run(tmp_path: Path, status: str) -> None:
+    for rank in (0, 2):
+        write_lines(tmp_path, rank, [*start(), *tasks(10), failed_at(1.0, "ValueError: odd")])
+    for rank in range(2):
+        write_lines(tmp_path, rank, [*start(RESUMED), *tasks(10)])
+    write_summary(tmp_path, status=status, ranks=2)
+    assert facts_of(*seen(tmp_path)).failed is None
+    write_lines(tmp_path, 0, [failed_at(1.2, "LostError: rank 1 does not answer")])
+    write_lines(tmp_path, 1, [failed_at(1.1, "ValueError: even")])
+    assert facts_of(*seen(tmp_path)).failed == "ValueError: even", "the others' failures follow from the first"
+
+
+def test_the_failure_of_one_whom_the_others_outlived_has_not_ended_the_run(tmp_path: Path) -> None:
+    write_lines(tmp_path, 0, [*start(), *tasks(60), death(1.0, 1, cause="silent")])
+    write_lines(tmp_path, 1, [*start(), *tasks(10), failed_at(5.0, "CutOffError: excluded")])
+    write_summary(tmp_path, ranks=2)
+    assert facts_of(*seen(tmp_path)).failed is None
+
+
 @pytest.mark.parametrize("living_first", [True, False])
 def test_of_two_of_one_number_the_living_one_is_told(tmp_path: Path, living_first: bool) -> None:
     living: dict[str, Any] = {"rank": 0, "share": 12, "runtime_cpu_fraction": 0.25, "joined_at_round": 50}
