@@ -27,6 +27,7 @@ from hetsync.report.figures import (
     timeline_figure,
 )
 from hetsync.report.limits import limits_of
+from hetsync.report.lines import Record, outlived
 from hetsync.report.run import Run, Setting, read_run
 from hetsync.report.series import Course, course_of
 from hetsync.report.timeline import round_rows_of, rows_of
@@ -233,14 +234,10 @@ def _loss(seen: Seen, name: str) -> Line:
     return Line(name, np.cumsum(seen.course.samples), seen.course.loss)
 
 
-def _evaluations(run: Run) -> list[dict[str, Any]]:
-    return run.ranks[0].of("evaluation") if 0 in run.ranks else []
-
-
 def _metrics(run: Run) -> list[str]:
     """Names of those with a course to draw: infinities have no place, and a single evaluation is told by tiles."""
     known = ("kind", "at", "samples_applied", "train_seconds")
-    evaluations = _evaluations(run)
+    evaluations = run.told("evaluation")
     if len(evaluations) < 2:
         return []
     told = ((name, value) for record in evaluations for name, value in record.items() if name not in known)
@@ -253,7 +250,7 @@ def _drawable(value: Any) -> bool:
 
 def _metric(seen: Seen, metric: str, name: str) -> tuple[Line, Line]:
     """By samples, and by seconds of training."""
-    told = [record for record in _evaluations(seen.run) if _drawable(record.get(metric))]
+    told = [record for record in seen.run.told("evaluation") if _drawable(record.get(metric))]
     values = np.array([record[metric] for record in told], dtype=float)
     samples, seconds = (np.array([record[key] for record in told]) for key in ("samples_applied", "train_seconds"))
     return Line(name, samples, values), Line(name, seconds, values)
@@ -275,8 +272,7 @@ def _ranks(run: Run) -> Table:
         "loading",
         "communicates",
     )
-    rows = []
-    told = {rank["rank"]: rank for rank in run.summary.get("per_rank", [])}
+    rows, told = [], run.rows
     for rank, lines in sorted(run.ranks.items()):
         profile = told.get(rank) or next(iter(lines.of("profile")[-1:]), {})
         tasks = lines.tasks
@@ -299,7 +295,7 @@ def _ranks(run: Run) -> Table:
             ]
         )
     started = run.summary.get("ranks_at_start", run.summary.get("ranks", len(rows)))
-    note = "" if rows and len(rows) == started else "Not every rank has left its telemetry."
+    note = "" if rows and len(rows) >= started else "Not every rank has left its telemetry."
     return Table("ranks", "Ranks", heads, rows, numbers=heads[3:], note=note)
 
 
@@ -320,21 +316,51 @@ def _events(run: Run) -> Table:
     """What did not go its usual way, and rests."""
     found = [(stretch.begin, "all", "the job was started again") for stretch in run.stretches[1:]]
     for rank, lines in run.ranks.items():
-        for record in lines.of("failure"):
-            found.append((record["at"], str(rank), f"failed: {record['error']}"))
-        for record in lines.of("control"):
-            if "died" in record:
-                found.append((record["at"], "0", f"the controller {record['died']}"))
-    for record in run.ranks[0].of("rest") if 0 in run.ranks else []:
-        found.append(
-            (record["at"] - record["seconds"], "all", f"at rest ({record['reason']}, {record['seconds']:.2f} s)")
-        )
+        for record in lines.of("rest"):
+            if rank == run.leader_at(record["at"]):  # all tell it
+                reason, seconds = record["reason"], record["seconds"]
+                found.append((record["at"] - seconds, "all", f"at rest ({reason}, {seconds:.2f} s)"))
+        for record in lines.others:
+            if (what := _befallen(record)) is not None:
+                who = "all" if record["kind"] == "rollback" else str(record.get("rank", rank))
+                found.append((record["at"], who, what))
     if run.summary.get("status") == "running":
         found.append((run.seconds, "all", "the last line so far: the job is under way, or has died"))
     if run.unreadable:
         found.append((run.seconds, "", f"lines of telemetry that cannot be read, and are left out: {run.unreadable}"))
     rows = [[_moment(run, at), who, what] for at, who, what in sorted(found, key=lambda event: event[0])]
     return _listed("events", "Failures, resumes and rests", ("when", "rank", "what"), rows)
+
+
+def _befallen(record: Record) -> str | None:
+    """What a record tells of mishaps, and of how the others went on."""
+    match record:
+        case {"kind": "failure", "error": error}:
+            return f"failed: {error}"
+        case {"kind": "control", "died": died}:
+            return f"the controller {died}"
+        case {"kind": "death"}:
+            back = record.get("samples_returned")
+            return outlived(record) + (f", and {back:,} samples of it went out again" if back else "")
+        case {"kind": "join", "round": number}:
+            host = f", on {record['host']}," if record.get("host") else ""
+            return f"another process{host} took its place from round {number} on"
+        case {"kind": "damage", "round": number}:
+            after = record.get("recovered_seconds")
+            told = f"a message of it came damaged or not at all: round {number} began anew"
+            return told + ("" if after is None else f", after {after:.2f} s")
+        case {"kind": "left_out", "round": number, "samples": samples}:
+            return f"gradients were not finite in round {number}: its {samples:,} samples were left out"
+        case {"kind": "rollback", "samples": samples, "checkpoint_samples": there}:
+            again = f"{samples:,} samples were trained on again"
+            return f"back to the checkpoint of {there:,} samples, as {_cause(record)}: {again}"
+    return None
+
+
+def _cause(rollback: Record) -> str:
+    if rollback.get("cause") == "books_lost":
+        return "all ranks that kept the books had died"
+    return f"gradients of rank {rollback['rank']} were not finite in round {rollback['round']}"
 
 
 def _listed(name: str, title: str, heads: Sequence[str], rows: list[list[str]], numbers: Sequence[str] = ()) -> Table:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import round_of, start, task, tasks, write_lines, write_summary
+from run_folders import death, round_of, start, task, tasks, write_lines, write_summary
 
 from hetsync.cli import main as cli
 
@@ -138,6 +139,93 @@ def test_a_metric_that_was_found_once_is_a_tile_and_no_figure(tmp_path: Path, ev
     page = page_of(tmp_path).read_text()
     assert 'data-key="metric-accuracy"' in page
     assert ("Evaluated: accuracy" in page) == (evaluations > 1)
+
+
+def make_outlived(folder: Path) -> Path:
+    """Rank 0 dies at 2.5 s, another process takes its place at 4 s, and rank 1 leads from then on."""
+    told = [{"kind": "evaluation", "at": at, "samples_applied": 300 * at, "train_seconds": at} for at in range(1, 5)]
+    evaluations = [{**each, "accuracy": each["train_seconds"] / 10} for each in told]
+    rests = [{"kind": "rest", "at": at, "reason": "checkpoint", "seconds": 0.5} for at in (2.0, 3.0)]
+    others = [
+        death(2.5, 0),
+        {"kind": "damage", "at": 2.6, "rank": 2, "round": 41, "recovered_seconds": 0.25},
+        {"kind": "left_out", "at": 2.7, "rank": 2, "round": 42, "samples": 32},
+        {"kind": "rollback", "at": 2.8, "cause": "books_lost", "rank": 0, "samples": 640, "checkpoint_samples": 1280}
+        | {"round": 40, "next_round": 43},
+        {"kind": "join", "at": 4.0, "rank": 0, "host": "spare", "round": 50, "seconds": 1.5},
+        death(5.0, 2, cause="silent", samples_returned=0),
+        {"kind": "control", "at": 5.5, "died": "was ended by SIGKILL"},
+    ]
+    again = [*start("2026-11-02T14:00:04+00:00", host="spare", share=7), *tasks(10)]
+    write_lines(folder, 0, [*start(), *tasks(20), *evaluations[:2], rests[0], *again])
+    write_lines(folder, 1, [*start(), *tasks(40), *rests, *evaluations[2:], *others])
+    write_lines(folder, 2, [*start(), *tasks(40), *rests])
+    write_summary(folder, ranks=2, ranks_at_start=3)
+    return folder
+
+
+def cells(page: Path, table: str) -> list[list[str]]:
+    (body,) = re.findall(rf'<table data-table="{table}">.*?</table>', page.read_text(), re.DOTALL)
+    return [re.findall(r"<td.*?>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL)[1:]]
+
+
+def test_what_has_befallen_ranks_is_listed(tmp_path: Path) -> None:
+    told = [
+        ("0", "died: the others went on from round 40, and 16 samples of it went out again"),
+        ("2", "a message of it came damaged or not at all: round 41 began anew, after 0.25 s"),
+        ("2", "gradients were not finite in round 42: its 32 samples were left out"),
+        (
+            "all",
+            "back to the checkpoint of 1,280 samples, as all ranks that kept the books had died: 640 samples were"
+            " trained on again",
+        ),
+        ("0", "another process, on spare, took its place from round 50 on"),
+        ("2", "was excluded, as it was silent: the others went on from round 40"),
+        ("1", "the controller was ended by SIGKILL"),
+    ]
+    events = [tuple(row[1:]) for row in cells(page_of(make_outlived(tmp_path)), "events")]
+    assert [event for event in events if event[1].startswith("at rest")] == [
+        ("all", "at rest (checkpoint, 0.50 s)"),
+        ("all", "at rest (checkpoint, 0.50 s)"),
+    ]
+    assert [event for event in events if event in told] == told
+
+
+def test_the_successor_of_rank_0_has_its_evaluations_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("bokeh", reason="bokeh is not installed")
+    from hetsync.report import page
+
+    drawn: dict[str, list[float]] = {}
+
+    def lines_figure(title: str, lines: Any, *words: Any, **options: Any) -> Any:
+        drawn[title] = [*lines[0].y]
+        return figure(title, lines, *words, **options)
+
+    figure = page.lines_figure
+    monkeypatch.setattr(page, "lines_figure", lines_figure)
+    page_of(make_outlived(tmp_path))
+    assert drawn["Evaluated: accuracy"] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+
+
+def test_of_a_rank_that_was_replaced_the_living_one_is_told(tmp_path: Path) -> None:
+    run = make_outlived(tmp_path)
+    assert cells(page_of(run), "ranks")[0][:4] == ["0", "spare", "cpu", "7"]
+    living = {"rank": 0, "host": "spare", "device": "cpu", "share": 12, "joined_at_round": 50}
+    dead = {"rank": 0, "host": "node", "device": "cpu", "share": 0, "left_at_round": 40}
+    write_summary(run, status="finished", ranks=2, ranks_at_start=3, per_rank=[living, dead])
+    assert cells(page_of(run), "ranks")[0][:4] == ["0", "spare", "cpu", "12"]
+
+
+def test_ranks_of_an_earlier_start_are_no_sign_of_lost_telemetry(tmp_path: Path) -> None:
+    for rank in range(3):
+        write_lines(tmp_path, rank, [*start(), *tasks(10)])
+    lost = "Not every rank has left its telemetry."
+    write_summary(tmp_path, ranks=2, ranks_at_start=2)
+    assert lost not in page_of(tmp_path).read_text()
+    write_summary(tmp_path, ranks=2, ranks_at_start=4)
+    assert lost in page_of(tmp_path).read_text()
 
 
 def test_a_simulated_run_has_all_three(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
