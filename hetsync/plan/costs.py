@@ -26,7 +26,7 @@ from hetsync.data.random_state import untouched
 from hetsync.errors import UserError, complain
 from hetsync.files import DiskError, write_atomically
 from hetsync.plan.blocks import Cut, state_of
-from hetsync.plan.calls import Scored, observed_call, stand_in
+from hetsync.plan.calls import Scored, anew, observed_call, stand_in
 from hetsync.plan.graph import BlockCost
 from hetsync.plan.parts import RETURNED, Pass, detached, gradients_of, split
 
@@ -171,8 +171,9 @@ class _Run:
 
     def _run_whole(self) -> None:
         forward, backward = self._whole
+        batch = anew(self._batch)
         with self._timed(forward):
-            loss = self._what.loss(self._what.model, self._batch)
+            loss = self._what.loss(self._what.model, batch)
         with self._timed(backward):
             loss.backward()
 
@@ -191,7 +192,7 @@ class _Run:
                 self.received_bytes[number] = sum(own[address] for address in own.keys() & earlier.keys())
                 self.output_bytes[number] = _bytes(list(passes[-1].outputs.values())[:-1])
         returned, before = detached(values[RETURNED]), len(saved or ())
-        loss = self._what.loss(stand_in(self._what.model, lambda *_, **__: returned), self._batch)
+        loss = self._what.loss(stand_in(self._what.model, lambda *_, **__: returned), anew(self._batch))
         if saved is not None:
             own, earlier = bytes_of(saved[before:]), bytes_of(saved[:before])
             self.loss_bytes[-1] = sum(own[address] for address in own.keys() - earlier.keys())

@@ -38,8 +38,8 @@ class PlannableModel:
         cut: Its blocks.
         costs: By block, measured on this machine.
         training: What a step is.
-        weight_in_loss: Name of a weight that the loss computes with besides calling the model, which no job can cut
-            then; None where there is none.
+        weight_in_loss: Name of a weight that the loss computes with besides calling the model, or of a tensor that
+            forward leaves on it: no job can cut it then. None where there is none.
     """
 
     identity: ModelIdentity

@@ -99,6 +99,10 @@ class Replica(ABC):
         """
 
     @abstractmethod
+    def seed_losses(self, seed: int) -> None:
+        """What losses draw at random begins anew, where several ranks must draw it alike; all get the same seed."""
+
+    @abstractmethod
     def clip_grad_norm(self, greatest: float) -> float:
         """Scale the gradients of all weights, wherever they are, to a norm of at most `greatest`; the norm before."""
 

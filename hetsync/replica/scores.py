@@ -109,8 +109,9 @@ class StagedScores:
             return {}
         device = next(self._model.parameters()).device
         with evaluating(self._model), set_aside(device, seed=0):
-            for batch in test_batches(data, first, stop, device, TOGETHER):
-                call = observed_call(self._model, data.metrics, batch)
+            for number, batch in enumerate(test_batches(data, first, stop, device, TOGETHER)):
+                with set_aside(device, seed=number):
+                    call = observed_call(self._model, data.metrics, batch)
                 check_call(call, self._traced)
                 inputs = {}
                 for source in self._part.reads:
@@ -121,7 +122,8 @@ class StagedScores:
                 if self._stage == self._last:
                     returned = outputs[RETURNED]
                     standing = stand_in(self._model, lambda *_, returned=returned, **__: returned)
-                    sums.update(numbers("data.metrics", data.metrics(standing, batch)))
+                    with set_aside(device, seed=number):  # once more: draws as those for the call
+                        sums.update(numbers("data.metrics", data.metrics(standing, batch)))
                 self._exchange.flush()
         return dict(sums)
 

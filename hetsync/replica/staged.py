@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 from hetsync.balance.profile import StepTime
 from hetsync.data import Data
 from hetsync.data.evaluation import evaluate_range
+from hetsync.data.random_state import set_aside
 from hetsync.errors import UserError
 from hetsync.plan.blocks import Cut, state_of
 from hetsync.plan.calls import Scored, observed_call, stand_in
@@ -121,6 +123,7 @@ class StagedReplica(Replica):
         self._edges |= {(source, stage) for stage, part in enumerate(parts) for source in part.reads}
         self._owner = _owners(model, cut, stages, [part.module for part in parts])
         self._lockstep = Lockstep(self._division, self._stage, rank, list(self.held), model, channels)
+        self._seed = self._begun = 0  # of what losses draw, and micro-batches since
         self._scores: StagedScores | None = None
         if scoring is not None:
             blocks = {block.name: stage for block, stage in zip(cut.graph.blocks, stages.stage_of, strict=True)}
@@ -154,17 +157,21 @@ class StagedReplica(Replica):
         for kind, index in work[self._stage]:
             with self.memory.saving(index):
                 if kind == "forward":
-                    under_way[index] = self._forward(micro_batches[index])
+                    under_way[index] = self._forward(index, micro_batches[index])
                 else:
-                    total += self._backward(under_way.pop(index), micro_batches[index], samples)
+                    total += self._backward(index, under_way.pop(index), micro_batches[index], samples)
             if kind == "backward":
                 self.memory.freed(index)
+        self._begun += len(micro_batches)
         self.memory.end_slice()
         self._check_gradients()
         total = self._told_by_last(total)
         self._lockstep.finish(micro_batches)
         self._channels.flush()
         return total
+
+    def seed_losses(self, seed: int) -> None:
+        self._seed, self._begun = seed, 0
 
     def clip_grad_norm(self, greatest: float) -> float:
         squares = self._gathered(squared_norms(self.parameters))
@@ -212,13 +219,20 @@ class StagedReplica(Replica):
                     " what the loss needs"
                 )
 
-    def _forward(self, micro_batch: MicroBatch) -> dict[int, Pass]:
+    def _drawing(self, index: int, place: int) -> AbstractContextManager[None]:
+        """Around each run of the loss on a piece: all of them, on whichever rank, draw the same at random. The model's
+        own draws go on as if the loss had drawn nothing."""
+        return set_aside(self.device, seed=hash((self._seed, self._begun + index, place)) & (2**63 - 1))
+
+    def _forward(self, index: int, micro_batch: MicroBatch) -> dict[int, Pass]:
         """Passes of its own pieces by their places."""
         own, ways = self._lockstep.own(micro_batch), self._ways(micro_batch)
         calls, inputs = {}, {}
         for place, piece in own:
-            calls[place], inputs[place] = observed_call(self.model, self._loss, piece.batch), dict[str, Any]()
+            with self._drawing(index, place):
+                calls[place] = observed_call(self.model, self._loss, piece.batch)
             check_call(calls[place], self._traced)
+            inputs[place] = dict[str, Any]()
             for source in sorted(self._part.reads.keys() - self._part.late):
                 inputs[place].update(self._exchange.receive(ways[source][place]))
         under_way = {}
@@ -234,7 +248,7 @@ class StagedReplica(Replica):
         """By stage, the ranks that compute the pieces."""
         return [self._division.owners(stage, micro_batch.samples) for stage in range(len(self._stages.ranks))]
 
-    def _backward(self, under_way: Mapping[int, Pass], micro_batch: MicroBatch, samples: int) -> float:
+    def _backward(self, index: int, under_way: Mapping[int, Pass], micro_batch: MicroBatch, samples: int) -> float:
         """Its part of the loss, weighted by the slice's `samples`; 0 on all stages but the last.
 
         There the loss comes first: only it needs what the model returns of stages that run side by side with this one,
@@ -251,7 +265,8 @@ class StagedReplica(Replica):
         with self.passes.timed(sizes_of(own), backward=True):
             for place, piece in own:
                 if self._stage == self._last:
-                    loss += self._loss_of(under_way[place], piece.batch, piece.samples / samples)
+                    with self._drawing(index, place):
+                        loss += self._loss_of(under_way[place], piece.batch, piece.samples / samples)
                 under_way[place].backward()
         for place, one in under_way.items():
             for source, names in self._part.reads.items():

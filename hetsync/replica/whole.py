@@ -78,6 +78,9 @@ class WholeReplica(Replica):
         self._channels.flush()
         return sum(told[rank] for rank in self._lockstep.ranks)
 
+    def seed_losses(self, seed: int) -> None:
+        """Each piece's runs on one rank, once."""
+
     def clip_grad_norm(self, greatest: float) -> float:
         norm = math.sqrt(math.fsum(squared_norms(self.parameters)))
         scale_to(self.parameters, norm, greatest)

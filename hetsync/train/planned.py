@@ -309,7 +309,9 @@ class PlannedJob:
     def _go_on(self) -> None:
         """Dropout and augmentation draw alike after a resume and in the uninterrupted run."""
         self._whole = None
-        seed_all(hash((self.config.run.seed, self.plane.rank, self.books.applied)) & (2**63 - 1))
+        seed, applied = self.config.run.seed, self.books.applied
+        seed_all(hash((seed, self.plane.rank, applied)) & (2**63 - 1))
+        self.replica.seed_losses(hash((seed, self._index, applied)) & (2**63 - 1))
         self.books.clock.start()
 
     def _gather(self) -> None:

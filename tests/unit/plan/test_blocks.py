@@ -14,7 +14,7 @@ from workloads import WORKLOADS, Workload
 
 from hetsync.errors import UserError
 from hetsync.plan.blocks import Cut, cut
-from hetsync.plan.calls import observed_call, stand_in
+from hetsync.plan.calls import observed_call, stand_in, weight_used
 from hetsync.plan.graph import BATCH, Edge
 
 LAYERS = {
@@ -218,3 +218,51 @@ def test_a_loss_that_calls_no_model_or_two() -> None:
     standing = stand_in(model, lambda x: x)
     with pytest.raises(UserError, match="calls the model twice"):
         standing(torch.ones(2)) + standing(torch.ones(2))
+
+
+class Remembering(Chain):
+    """Its forward leaves more on it than it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.losses, self.returned = torch.ones(1), list[torch.Tensor](), torch.ones(1)
+        self.register_buffer("seen", torch.zeros(()))
+        self.part = Chain()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        self.losses = [self.a(x).square().mean()]
+        self.part.norm = self.b(x).norm()
+        self.returned = self.part(x)
+        return self.returned
+
+
+@pytest.mark.parametrize(
+    ("reads", "name"),
+    [
+        (lambda model: model.scale, None),
+        (lambda model: model.returned.mean(), None),
+        (lambda model: model.a.weight.norm(), "a.weight"),
+        (lambda model: model.losses[0], "losses"),
+        (lambda model: model.part.norm.item(), "part.norm"),
+        (lambda model: model.seen, "seen"),
+    ],
+)
+def test_what_a_loss_reads_of_the_model_besides_what_it_returns(reads: Any, name: str | None) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> Any:
+        return model(batch).mean() + 0.01 * reads(model)
+
+    assert weight_used(Remembering(), loss, torch.randn(2, 4)) == name
+
+
+def test_finding_a_call_leaves_the_batch_as_it_was() -> None:
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        labels, returned = batch.pop("labels"), model(batch["x"].mul_(2))
+        difference: torch.Tensor = (returned - labels).mean()
+        return difference
+
+    batch = {"x": torch.ones(2, 4), "labels": torch.zeros(2, 4)}
+    assert torch.equal(observed_call(Chain(), loss, batch).arguments["x"], torch.full((2, 4), 2.0))
+    assert weight_used(Chain(), loss, batch) is None
+    assert torch.equal(batch["x"], torch.ones(2, 4))
+    assert "labels" in batch

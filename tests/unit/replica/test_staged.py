@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from graphlib import CycleError
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from replicas import (
@@ -22,6 +26,7 @@ from replicas import (
     one_piece,
     train,
     trained_alone,
+    unchanging,
     unequal,
 )
 from torch import nn
@@ -31,13 +36,15 @@ from workloads import WORKLOADS, Workload
 from hetsync.balance.profile import StepTime
 from hetsync.data import Data
 from hetsync.data.evaluation import evaluate_range
+from hetsync.data.random_state import set_aside
 from hetsync.errors import UserError
 from hetsync.plan.blocks import Cut, cut
-from hetsync.plan.calls import observed_call
+from hetsync.plan.calls import Scored, observed_call
 from hetsync.plan.division import Division
 from hetsync.plane.base import Channels
 from hetsync.profiling.measure import batch_of
-from hetsync.replica.base import MicroBatches
+from hetsync.replica import staged
+from hetsync.replica.base import MicroBatch, MicroBatches, Piece
 from hetsync.replica.scores import forward_outside_of_training
 from hetsync.replica.staged import StagedReplica, Stages
 from hetsync.replica.whole import WholeReplica
@@ -335,6 +342,66 @@ def test_a_loss_that_takes_weights_itself_is_refused() -> None:
         channels.send(0.0, [], 0)  # the loss that rank 0 waits for
 
     on_threads(2, work)
+
+
+@pytest.fixture
+def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads have one random state between them; ranks that are processes have one each."""
+    lock = threading.Lock()
+
+    @contextmanager
+    def alone(*devices: torch.device, seed: int | None = None) -> Iterator[None]:
+        with lock, set_aside(*devices, seed=seed):
+            yield
+
+    monkeypatch.setattr(staged, "set_aside", alone)
+
+
+def losses_of_two_stages(loss: Scored, batches: Sequence[MicroBatch], seeds: Sequence[int] = (0,)) -> list[float]:
+    """Of layers that return what they are given; after each of the seeds."""
+    model = unchanging(2)
+    found, told = cut(model, observed_call(model, loss, batches[0].pieces[0].batch)), list[float]()
+
+    def work(rank: int, channels: Channels) -> None:
+        stages = Stages([0, 1], [[0], [1]], [None, None])
+        replica = StagedReplica(deepcopy(model), found, loss, stages, rank, channels)
+        for seed in seeds:
+            replica.seed_losses(seed)
+            value = replica.run(batches)
+            if rank == 1:
+                told.append(value)
+
+    on_threads(2, work)
+    return told
+
+
+@pytest.mark.usefixtures("in_turn")
+def test_what_the_loss_draws_is_the_same_on_all_stages() -> None:
+    """The call of the model is the first one's, what comes after it the last one's."""
+    drawn: list[float] = []
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        noisy = x + torch.rand_like(x) + np.random.rand() + random.random()
+        difference: torch.Tensor = (model(noisy) - noisy).square().mean()
+        drawn.append(noisy[0, 0].item())
+        return difference
+
+    assert losses_of_two_stages(loss, [one_piece(torch.zeros(2, 4))] * 3, seeds=(1, 2, 1)) == [0.0, 0.0, 0.0]
+    assert len(set(drawn)) == 6  # of each micro-batch others, and after another seed
+    assert drawn[:3] == drawn[6:]
+
+
+@pytest.mark.usefixtures("in_turn")
+def test_a_loss_may_change_its_batch_in_place() -> None:
+    """It runs on it twice: once for its call of the model, and once after that."""
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        target, x = batch.pop("target"), batch["x"].add_(1)
+        difference: torch.Tensor = (model(x) - target).square().mean()
+        return difference
+
+    batches = [MicroBatch([Piece({"x": torch.zeros(2, 4), "target": torch.ones(2, 4)}, 2)])]
+    assert losses_of_two_stages(loss, batches) == [0.0]
 
 
 def test_stages_that_wait_for_each_other_are_refused() -> None:

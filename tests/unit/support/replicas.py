@@ -119,6 +119,14 @@ def blocks_of(workload: Workload, data: Data) -> tuple[nn.Module, Cut]:
     return model, cut(model, observed_call(model, data.loss, micro_batches(data)[0].pieces[0].batch))
 
 
+def unchanging(layers: int) -> nn.Module:
+    """Layers that return what they are given."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    for weight in model.parameters():
+        weight.data = torch.eye(4) if weight.ndim == 2 else torch.zeros(4)
+    return model
+
+
 def unequal(blocks: int, stages: int) -> list[int]:
     """Stages of the blocks: the later, the more of them."""
     weights = range(1, stages + 1)
