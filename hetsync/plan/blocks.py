@@ -6,6 +6,9 @@ input in place mostly stays with it. Operations on the batch alone belong to no 
 each stage repeats those it needs. But what may draw random numbers is a block even there: every module, and functions
 whose name says so.
 
+What a trace cannot keep (regions without gradients, a backward pass of one's own, buffers that are assigned) is found
+by comparing it with the model, after a forward and a backward pass of both; modules that have it are one block then.
+
 Some blocks must stay together: those that share a weight, and those between which something is changed in place.
 They become one, along with all blocks on the ways between them, as else there would be a circle.
 """
@@ -15,19 +18,23 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import networkx as nx
 import torch
 from torch import fx, nn
+from torch.autograd import Function
+from torch.fx.proxy import ParameterProxy
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from hetsync.data.random_state import seed_all, set_aside, untouched
+from hetsync.data.random_state import seed_all, untouched
 from hetsync.plan.graph import BATCH, Block, BlockGraph, Edge
 
 DRAWING = ("dropout", "rand", "bernoulli", "multinomial", "poisson")  # in names of functions
@@ -76,9 +83,7 @@ def cut(model: nn.Module, call: inspect.BoundArguments) -> Cut:
     tracer = _Tracer()
     fixed = {name: value for name, value in call.arguments.items() if value is None or isinstance(value, bool | str)}
     try:
-        with set_aside():
-            graph = tracer.find(model, fixed)
-        _require_equal(model, fx.GraphModule(model, graph), call)
+        graph = _compared(tracer, model, fixed, call)
         blocks, block_of = _Blocks(model, graph).joined()
         if not blocks:
             raise _UncutError("nothing in its forward holds weights")
@@ -91,14 +96,31 @@ class _UncutError(Exception):
     """The model cannot be cut; the message has the line, or what else is in the way."""
 
 
+class _UntracedError(Exception):
+    """A trace leaves out what the message says."""
+
+
+class _BufferProxy(ParameterProxy):
+    """Whose shape is a constant, as a parameter's is."""
+
+    def __init__(self, tracer: fx.Tracer, node: fx.Node, name: str, buffer: torch.Tensor) -> None:
+        fx.Proxy.__init__(self, node, tracer)
+        self.param, self.name = buffer, name  # type: ignore[assignment]
+
+
 class _Tracer(fx.Tracer):
-    """Finds the finest graph: classes whose forward cannot be traced become leaves, one after the other."""
+    """Finds the finest graph: classes whose forward cannot be traced become leaves, one after the other.
+
+    Attributes:
+        strict: So do those that compute without gradients, or with a backward pass of their own: no trace has that.
+    """
 
     def __init__(self) -> None:
         super().__init__(param_shapes_constant=True)
         self.opaque: dict[str, str] = {}
+        self.strict = False
         self._leaves: set[type[nn.Module]] = set()
-        self._inside: list[nn.Module] = []
+        self._inside: list[tuple[nn.Module, bool]] = []  # and whether they were called with gradients
 
     def find(self, model: nn.Module, fixed: Mapping[str, Any]) -> fx.Graph:
         for parameter in inspect.signature(model.forward).parameters.values():
@@ -107,14 +129,21 @@ class _Tracer(fx.Tracer):
         while True:
             self._inside = []
             try:
-                return self.trace(model, dict(fixed))
+                with _trial(model), torch.enable_grad(), _heard(self._own_backward):
+                    return self.trace(model, dict(fixed))
             except Exception as error:
-                where = f"{_line_of(error)}: {type(error).__name__}"
+                why = str(error) if isinstance(error, _UntracedError) else type(error).__name__
+                where = f"{_line_of(error)}: {why}"
                 if not self._inside:
                     raise _UncutError(where) from error
-                culprit = type(self._inside[-1])
-                self._leaves.add(culprit)
-                self.opaque[culprit.__name__] = where
+                self.close(self._inside[-1][0], where)
+
+    def close(self, module: nn.Module, why: str) -> None:
+        """Look into none of its class any more. _UncutError where none was looked into."""
+        if self.is_leaf_module(module, ""):
+            raise _UncutError(why)
+        self._leaves.add(type(module))
+        self.opaque[type(module).__name__] = why
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         opaque = isinstance(m, nn.RNNBase | _BatchNorm) or type(m) in self._leaves
@@ -123,11 +152,51 @@ class _Tracer(fx.Tracer):
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         inside = not self.is_leaf_module(m, self.path_of_module(m))
         if inside:
-            self._inside.append(m)
+            self._inside.append((m, torch.is_grad_enabled()))
         result = super().call_module(m, forward, args, kwargs)
         if inside:  # left there by an error, which asks for the innermost
             self._inside.pop()
         return result
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """Buffers, too, are read anew in each call: what is computed with them is no constant."""
+        found = None
+        if isinstance(attr_val, torch.Tensor):
+            found = next((name for name, buffer in self.root.named_buffers() if buffer is attr_val), None)
+        if found is None:
+            return super().getattr(attr, attr_val, parameter_proxy_cache)
+        if found not in parameter_proxy_cache:
+            parameter_proxy_cache[found] = self.create_proxy(
+                "get_attr", found, (), {}, proxy_factory_fn=lambda node: _BufferProxy(self, node, found, attr_val)
+            )
+        return parameter_proxy_cache[found]
+
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        if self.strict and kind.startswith("call_") and not torch.is_grad_enabled():
+            while self._inside and not self._inside[-1][1]:  # its caller has turned gradients off
+                self._inside.pop()
+            raise _UntracedError("computed without gradients")
+        return super().create_node(kind, *args, **kwargs)
+
+    def _own_backward(self, values: Any) -> None:
+        if self.strict and _of_trace(values):
+            raise _UntracedError("has a backward pass of its own")
+
+
+@contextmanager
+def _heard(listener: Callable[[Any], None]) -> Iterator[None]:
+    """Inside, the listener gets what functions with a backward pass of their own are called with."""
+    apply = vars(Function)["apply"]
+
+    def heard(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        listener((args, kwargs))
+        return apply.__get__(None, function)(*args, **kwargs)
+
+    Function.apply = classmethod(heard)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Function.apply = apply  # type: ignore[method-assign]
 
 
 class _Blocks:
@@ -270,20 +339,122 @@ def _one_block(model: nn.Module) -> BlockGraph:
     return BlockGraph((_block(WHOLE, type(model).__name__, state_of(model)),), (Edge(BATCH, 0),))
 
 
-def _require_equal(model: nn.Module, traced: nn.Module, call: inspect.BoundArguments) -> None:
-    """A trace can silently go another way than the model: at an `isinstance`, or by a shape taken for constant."""
-    expected = _outputs(model, model, call)
-    try:
-        torch.testing.assert_close(_outputs(model, traced, call), expected, equal_nan=True)
-    except Exception as error:
-        raise _UncutError("its trace computes something else than its forward does") from error
+class _Passed(NamedTuple):
+    """What a pass in the model's mode gives.
+
+    Attributes:
+        outputs: Its tensors.
+        gradients: Of the weights that have one, where the model is in training; of random ones of the outputs.
+        state: By names, buffers after it and whether they need gradients then; of weights, whether they are others.
+    """
+
+    outputs: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    state: dict[str, Any]
 
 
-def _outputs(model: nn.Module, computing: nn.Module, call: inspect.BoundArguments) -> list[torch.Tensor]:
-    with untouched(model), torch.no_grad():
+def _compared(tracer: _Tracer, model: nn.Module, fixed: Mapping[str, Any], call: inspect.BoundArguments) -> fx.Graph:
+    """A trace that does what the model does: it can silently go another way, at an `isinstance`, or by a shape taken
+    for constant; leave out what a forward does besides, as counting its calls; or have gradients that the model has
+    not, as a trace knows no `torch.no_grad()`."""
+    expected = _passed(model, model, call)
+    while True:
+        graph = tracer.find(model, fixed)
+        try:
+            found = _passed(model, fx.GraphModule(model, graph), call)
+        except Exception as error:
+            raise _UncutError("its trace computes something else than its forward does") from error
+        other = next((name for name, value in expected.state.items() if not _close(found.state.get(name), value)), None)
+        if other is not None:
+            owner = model.get_submodule(other.rpartition(".")[0])
+            tracer.close(owner, f"its forward makes something else of {other} than its trace does")
+        elif not _close(found.outputs, expected.outputs):
+            raise _UncutError("its trace computes something else than its forward does")
+        elif (name := _other_gradient(found.gradients, expected.gradients)) is None:
+            return graph
+        elif tracer.strict:
+            raise _UncutError(f"its trace has another gradient of {name} than its forward has")
+        else:
+            tracer.strict = True
+
+
+def _passed(model: nn.Module, computing: nn.Module, call: inspect.BoundArguments) -> _Passed:
+    weights = dict(model.named_parameters())
+    before = _sums(weights)
+    with _trial(model), torch.set_grad_enabled(model.training):
         seed_all(0)
-        outputs = tree_leaves(computing(*call.args, **call.kwargs))
-    return [output.clone() for output in outputs if isinstance(output, torch.Tensor)]
+        leaves = tree_leaves(computing(*call.args, **call.kwargs))
+        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        seed_all(0)
+        gradients = _gradients(weights, [output for output in outputs if output.requires_grad])
+        state: dict[str, Any] = {
+            name: (buffer.detach().clone(), buffer.requires_grad) for name, buffer in model.named_buffers()
+        }
+        after = _sums(weights)
+        state |= {name: value != after[name] for name, value in before.items()}
+        return _Passed([output.detach().clone() for output in outputs], gradients, state)
+
+
+def _gradients(weights: Mapping[str, torch.Tensor], outputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """None where there is no way back from all outputs: the loss may need some only."""
+    try:
+        if outputs:
+            torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
+    except RuntimeError:
+        return {}
+    return {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+
+
+def _sums(weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """By which it shows whether they are what they were."""
+    there = {name: weight.detach() for name, weight in weights.items() if not is_lazy(weight)}
+    return {name: weight.abs().sum(dtype=torch.float64).item() for name, weight in there.items()}
+
+
+@contextmanager
+def _trial(model: nn.Module) -> Iterator[None]:
+    """As `untouched`; and modules have what they had where a trace has left values of its own."""
+    kept = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    with untouched(model):
+        try:
+            yield
+        finally:
+            for module, attributes, buffers in kept:
+                for name in [name for name, value in vars(module).items() if _of_trace(value)]:
+                    vars(module).pop(name)
+                vars(module).update({name: attributes[name] for name in attributes.keys() - vars(module).keys()})
+                module._buffers.update(buffers)
+            for buffer in model.buffers():
+                if buffer.grad_fn is not None:
+                    buffer.detach_()
+
+
+def _of_trace(values: Any) -> bool:
+    return any(isinstance(value, fx.Proxy) for value in tree_leaves(values))
+
+
+def _close(found: Any, expected: Any) -> bool:
+    try:
+        torch.testing.assert_close(found, expected, equal_nan=True)
+    except (AssertionError, TypeError):
+        return False
+    return True
+
+
+def _other_gradient(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> str | None:
+    """Name of a weight whose gradient is another one by more than what kernels that sum in any order make of it."""
+    for name in sorted(found.keys() ^ expected.keys()):
+        return name
+    rounding = 1e-5 * max((_largest(gradient) for gradient in expected.values()), default=0.0)
+    for name, gradient in expected.items():
+        if _largest(found[name] - gradient) > max(0.01 * _largest(gradient), rounding):
+            return name
+    return None
+
+
+def _largest(values: torch.Tensor) -> float:
+    """Of what is finite; 0 for none."""
+    return float(values.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()) if values.numel() else 0.0
 
 
 def _line_of(error: Exception) -> str:

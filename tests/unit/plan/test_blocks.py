@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +268,134 @@ def test_finding_a_call_leaves_the_batch_as_it_was() -> None:
     assert weight_used(Chain(), loss, batch) is None
     assert torch.equal(batch["x"], torch.ones(2, 4))
     assert "labels" in batch
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return -gradient
+
+
+class Frozen(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = self.a(x)
+        return self.b(x)
+
+
+class Decorated(Chain):
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Adversarial(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(Reversed.apply(self.a(x)))
+
+
+class Averaging(Chain):
+    """Its own batch statistics, with a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return self.a(x - (self.mean + 1))
+
+
+class Counting(Averaging):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return super().forward(x)
+
+
+class Following(Chain):
+    """The weights of a teacher follow those of its student."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for own, other in zip(self.a.parameters(), self.b.parameters(), strict=True):
+            own.data = 0.9 * own.data + 0.1 * other.data
+        return self.b(x) - self.a(x).detach()
+
+
+class AveragingApart(Chain):
+    """What it remembers has no part in what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * x.mean(0))
+        return self.b(x)
+
+
+WITH_MORE = [Frozen, Decorated, Adversarial, Averaging, AveragingApart, Counting, Following]
+
+
+@pytest.mark.parametrize("kind", WITH_MORE)
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside"])
+def test_what_a_forward_does_besides_its_outputs_is_kept_or_the_model_is_not_cut(
+    kind: type[nn.Module], inside: bool
+) -> None:
+    """Regions without gradients, backward passes and buffers of its own."""
+    model: nn.Module = nn.Sequential(nn.Linear(4, 4), kind(), nn.Linear(4, 4)) if inside else kind()
+    alone, x = deepcopy(model), torch.randn(2, 4)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = cut_for(model, x)
+
+    if kind is Following:
+        assert found.traced is None
+        return
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not any(isinstance(value, fx.Proxy) for part in model.modules() for value in vars(part).values())
+    if found.traced is None:
+        assert not inside
+        return
+    traced = fx.GraphModule(model, found.traced.graph)
+    for _ in range(2):
+        for each in (traced, alone):
+            each(x).square().sum().backward()
+    for name, weight in alone.named_parameters():
+        own = model.get_parameter(name).grad
+        assert (own is None) == (weight.grad is None), name
+        assert own is None or torch.equal(own, weight.grad)
+    assert all(torch.equal(tensor, alone.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_why_a_class_is_not_looked_into_is_told() -> None:
+    for kind, why in (
+        (Frozen, r"\(x = self\.a\(x\)\): computed without gradients"),
+        (Adversarial, r"Reversed\.apply.*: has a backward pass of its own"),
+        (Counting, r"its forward makes something else of 1\.steps than its trace"),
+    ):
+        found = cut_for(nn.Sequential(nn.Linear(4, 4), kind(), nn.Linear(4, 4)), torch.randn(2, 4))
+        assert names(found) == ["0", "1", "2"]
+        assert list(found.opaque) == [kind.__name__]
+        assert re.search(why, found.opaque[kind.__name__])
+
+
+class Masking(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            mask = x > 0
+        return self.b(self.a(x) * mask)
+
+
+def test_what_has_no_gradients_anyhow_may_be_computed_without() -> None:
+    assert names(cut_for(Masking(), torch.randn(2, 4))) == ["a", "b"]
+    assert names(cut_for(Averaging(), torch.randn(2, 4))) == ["mean", "a"]
+    assert names(cut_for(Frozen().eval(), torch.randn(2, 4))) == ["a", "b"]
