@@ -95,10 +95,15 @@ def for_jobs(config: Config, request: Request) -> Request:
     try:
         check_cut_settings(config)
     except UserError as mistake:
-        if request.search != "data" or request.micro_batches not in (None, 1):
-            raise UserError(f"{mistake}, or plan with --search data and --micro-batches 1") from None
-        return replace(request, micro_batches=1)
+        return _of_whole_models(request, str(mistake))
     return request
+
+
+def _of_whole_models(request: Request, why: str) -> Request:
+    """The request for plans that are like a job without one. UserError, which says why, where others are asked for."""
+    if request.search != "data" or request.micro_batches not in (None, 1):
+        raise UserError(f"{why}, or plan with --search data and --micro-batches 1")
+    return replace(request, micro_batches=1)
 
 
 def check_request(request: Request, devices: int, ranks: int, batch_size: int) -> None:
@@ -120,6 +125,8 @@ def search(
     """And whether it was interrupted, with a plan that fits; without one KeyboardInterrupt goes on. `runs`: only plans
     count that a job can run. `deadline`: by the monotonic clock, for those who wait."""
     _tell_uncut(model)
+    if runs and model.refused is not None:
+        request = _of_whole_models(request, model.refused)
     if runs and cuts(request.search):
         _check_loss(model)
     ranks, replicas = len(evaluator.times), len(request.replicas or (0,))

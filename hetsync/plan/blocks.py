@@ -331,8 +331,14 @@ def _attribute(model: nn.Module, node: fx.Node) -> Any:
 
 
 def _block(name: str, kind: str, state: Mapping[str, torch.Tensor]) -> Block:
-    floats = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
+    floats = {
+        name: tensor for name, tensor in state.items() if tensor.is_floating_point() or _is_complex_weight(tensor)
+    }
     return Block(name, kind, tuple(floats), sum(tensor.nbytes for tensor in floats.values()))
+
+
+def _is_complex_weight(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.is_complex()
 
 
 def _one_block(model: nn.Module) -> BlockGraph:
@@ -402,7 +408,7 @@ def _gradients(weights: Mapping[str, torch.Tensor], outputs: list[torch.Tensor])
             torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
     except RuntimeError:
         return {}
-    return {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+    return {name: weight.grad.to_dense() for name, weight in weights.items() if weight.grad is not None}
 
 
 def _sums(weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:

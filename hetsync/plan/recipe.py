@@ -38,6 +38,7 @@ class PlannableModel:
         cut: Its blocks.
         costs: By block, measured on this machine.
         training: What a step is.
+        refused: Why jobs by plans that cut the model, or have micro-batches, cannot train it; None where they can.
         weight_in_loss: Name of a weight that the loss computes with besides calling the model, or of a tensor that
             forward leaves on it: no job can cut it then. None where there is none.
     """
@@ -46,6 +47,7 @@ class PlannableModel:
     cut: Cut
     costs: tuple[BlockCost, ...]
     training: Training
+    refused: str | None = None
     weight_in_loss: str | None = None
 
 
@@ -76,7 +78,9 @@ def plannable_model(
     path, seconds = _costs_file(config, digest), config.run.profile_seconds
     costs = decided_by_first(messages or LocalMessages(), lambda: block_costs(measured, path, seconds))
     training = Training(config.data.batch_size, config.sync, state_buffers(optimizer))
-    return PlannableModel(ModelIdentity(config.model.name, digest), traced, costs, training, weight_in_loss)
+    return PlannableModel(
+        ModelIdentity(config.model.name, digest), traced, costs, training, weight_refused(model), weight_in_loss
+    )
 
 
 def weights_of(model: torch.nn.Module) -> str:
@@ -120,6 +124,20 @@ def check_cut_settings(config: Config) -> None:
             for name in key.split("."):
                 value = getattr(value, name)
             raise UserError(f"{key} is {value}, which jobs by a plan that cuts the model do not know: {remedy}")
+
+
+def weight_refused(model: torch.nn.Module) -> str | None:
+    """What jobs by a plan that cuts the model, or has micro-batches, do not know of a weight; None where there is none
+    such: their sums are of real values, and of all of a weight."""
+    found = [f"{name} is complex" for name, weight in model.named_parameters() if weight.is_complex()]
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            found.append(f"{path}.weight has sparse gradients".removeprefix("."))
+    if not found:
+        return None
+    return (
+        f"{found[0]}, which jobs by a plan that cuts the model, or has micro-batches, do not know: train without a plan"
+    )
 
 
 def _costs_file(config: Config, digest: str) -> Path:

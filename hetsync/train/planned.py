@@ -28,7 +28,7 @@ from hetsync.data.random_state import seed_all
 from hetsync.errors import Trouble, UserError
 from hetsync.files import DiskError
 from hetsync.plan.assignment import GivenPlan, assign, check_model
-from hetsync.plan.recipe import check_cut_settings
+from hetsync.plan.recipe import check_cut_settings, weight_refused
 from hetsync.plane.base import Plane
 from hetsync.replica.base import MicroBatches
 from hetsync.stop_signal import STATUSES, StopSignal
@@ -98,6 +98,8 @@ class PlannedJob:
         self.config.schedule.check(self.total)
         self.model = models.build_for(self.data, self.config.model.name, self.config.model.options).to(at.device)
         check_model(plan, self.config, self.model, self.plane.size)
+        if (refused := weight_refused(self.model)) is not None:
+            raise UserError(refused)
         self.optimizer = build_optimizer(self.config.optimizer, self.model)
         stop = run.early_stop
         self.patience = Patience(stop.metric, stop.mode, stop.patience)

@@ -56,6 +56,22 @@ def never(model, batch):
 def touches(model, batch):
     return once(model, batch) + model.first.weight.square().sum()
 
+class Complex(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(8, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (super().forward(x) * self.filter).abs()
+
+class Sparse(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.EmbeddingBag(8, 8, sparse=True)
+
+    def forward(self, x):
+        return super().forward(x.argsort())
+
 class Uncut(Plain):
     def forward(self, x):
         return super().forward(x) if x.sum() > 0 else -super().forward(x)
@@ -366,6 +382,24 @@ def test_what_a_job_would_refuse_is_not_written(
         written = yaml.safe_load((place / "plan.yaml").read_text())
         assert [one["stages"][0]["blocks"] for one in written["replicas"]] == [["*"]] * 3
         assert words is touching or {one.get("micro_batches", 1) for one in written["replicas"]} == {1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [("Complex", "filter is complex, which"), ("Sparse", "first.weight has sparse gradients, which")],
+)
+def test_weights_of_which_no_other_plans_are_written_than_of_whole_models(
+    place: Path, mine: list[str], capsys: pytest.CaptureFixture[str], kind: str, sentence: str
+) -> None:
+    words = [*mine, "--model.name", f"mine:{kind}", "--optimizer.name", "sgd", "--output", "plan.yaml"]
+    assert plan(*words) == 2
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hetsync:")]
+    assert sentence in told
+    assert told.endswith("train without a plan, or plan with --search data and --micro-batches 1")
+    assert not (place / "plan.yaml").exists()
+    assert plan(*words, "--search", "data") == 0
+    written = yaml.safe_load((place / "plan.yaml").read_text())
+    assert {one.get("micro_batches", 1) for one in written["replicas"]} == {1}
 
 
 def test_why_a_model_is_one_block_is_told(mine: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,7 @@ from hetsync.config.schema import (
     EmulationConfig,
     KeepBestConfig,
     ModelConfig,
+    OptimizerConfig,
 )
 from hetsync.data import Data
 from hetsync.data.loader import Loader
@@ -256,6 +257,29 @@ class Tied(torch.nn.Module):
         return self.last(self.middle(self.first(x.flatten(1))))
 
 
+class WithComplexWeights(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.classifier = torch.nn.Linear(64, 8), torch.nn.Linear(8, 10)
+        self.filter = torch.nn.Parameter(torch.ones(8, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.fft.fft(self.features(x.flatten(1))) * self.filter
+        scores: torch.Tensor = self.classifier(torch.fft.ifft(spectrum).real)
+        return scores
+
+
+class WithSparseGradients(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = torch.nn.EmbeddingBag(17, 8, sparse=True)
+        self.classifier = torch.nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.classifier(self.features((x.flatten(1).clamp(0, 1) * 16).long()))
+        return scores
+
+
 def twice(**options: Any) -> Data:
     """Data whose loss calls the model twice."""
     digits = data.build("digits", options)
@@ -277,6 +301,16 @@ def with_penalty(**options: Any) -> Data:
             "tied",
             r"tied.yaml: replicas\[0\].stages\[1\].blocks has last, whose weights are part of block first and cannot",
         ),
+        (
+            {"model": ModelConfig(f"{HERE}:WithComplexWeights")},
+            "pipeline",
+            "filter is complex, which jobs by a plan that cuts the model, or has micro-batches, do not know: train",
+        ),
+        (
+            {"model": ModelConfig(f"{HERE}:WithSparseGradients")},
+            "replicas",
+            r"features\.weight has sparse gradients, which jobs by a plan that cuts",
+        ),
         ({"data": DataConfig(f"{HERE}:twice", BATCH)}, "pipeline", "the loss calls the model twice: where a plan cuts"),
         (
             {"data": DataConfig(f"{HERE}:with_penalty", BATCH)},
@@ -289,7 +323,7 @@ def with_penalty(**options: Any) -> Data:
             r"pipeline.yaml: rank 1 needs [\d,]+ bytes for its stage, and 965 of its tiny may be used: give it fewer",
         ),
     ],
-    ids=["tied", "twice", "penalty", "memory"],
+    ids=["tied", "complex", "sparse", "twice", "penalty", "memory"],
 )
 def test_what_cannot_be_cut_or_held_is_refused_on_every_rank(
     plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], kind: str, sentence: str
@@ -301,3 +335,15 @@ def test_what_cannot_be_cut_or_held_is_refused_on_every_rank(
     (folder / "tiny.yaml").write_text(yaml.safe_dump({"name": "tiny", "source": "made up", "devices": devices}))
     with pytest.raises(UserError, match=sentence):
         by_plan(plane, replace(recipe(folder / "run"), **changes), kind)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["WithComplexWeights", "WithSparseGradients"])
+def test_plans_of_whole_models_train_what_no_other_plan_does(
+    plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setitem(PLANS, ("data", 2), [{"stages": [stage(rank, "*")]} for rank in range(2)])
+    plain = OptimizerConfig("sgd", 0.01)  # sparse gradients know no weight decay
+    config = replace(recipe(folder / "run"), model=ModelConfig(f"{HERE}:{kind}"), optimizer=plain)
+    assert by_plan(plane, config, "data") == 0
