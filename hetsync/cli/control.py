@@ -6,12 +6,16 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hetsync.cli.shared import Verbs, add_verbs, on_one_process
 from hetsync.config.parser import read_recipe
+from hetsync.config.schema import Config
 from hetsync.errors import UserError
 from hetsync.extras import require
+
+if TYPE_CHECKING:  # it loads torch, which takes seconds
+    from hetsync.simulate.scenario import Traffic
 
 
 def add_to(verbs: Verbs) -> None:
@@ -36,11 +40,19 @@ def train_policy(told: argparse.Namespace) -> NoReturn:
         from hetsync.control.learning.ppo import train  # loads stable-baselines3
         from hetsync.emulation.cluster import load_cluster
 
-        draw = JobDraw(
-            load_cluster(told.cluster) if told.cluster is not None else None,
-            read_recipe(told.recipe) if told.recipe is not None else None,
-        )
+        cluster = load_cluster(told.cluster) if told.cluster is not None else None
+        recipe = read_recipe(told.recipe) if told.recipe is not None else None
+        draw = JobDraw(cluster, recipe, _traffic_of(recipe) if recipe is not None else None)
         began = time.monotonic()
         made = train(draw, told.output, told.steps, told.seed, told.command_line, lambda line: print(line, flush=True))
         print(f"wrote {told.output}: {made.steps:,} decisions in {time.monotonic() - began:.0f} s", flush=True)
     sys.exit(0)
+
+
+def _traffic_of(recipe: Config) -> Traffic:
+    """What the recipe's model makes travel."""
+    from hetsync.simulate.recipe import build
+    from hetsync.simulate.scenario import Traffic
+
+    _, model = build(recipe)
+    return Traffic.of(model, recipe.sync.bucket_bytes)

@@ -28,6 +28,16 @@ def test_a_policy_for_a_cluster_and_a_recipe(tmp_path: Path, capsys: pytest.Capt
     assert f"wrote {output}" in capsys.readouterr().out
 
 
+def test_a_policy_for_measured_hosts(tmp_path: Path) -> None:
+    """Whose links are by the names of hosts, and tell their bandwidth."""
+    profile = tmp_path / "cluster.yaml"
+    profile.write_text(
+        "name: two\nsource: made up\ndevices: [{name: v100, host: a}, {name: k80, host: b, speed: 0.5}]\n"
+        "links: [{between: [a, b], latency_seconds: 0.001, bytes_per_second: 1000000.0}]\n"
+    )
+    assert control("train", "--output", tmp_path / "p.safetensors", "--steps", "8", "--cluster", profile) == 0
+
+
 MISTAKES = {
     "no verb": ([], "VERB"),
     "no output": (["train"], "--output"),

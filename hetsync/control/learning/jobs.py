@@ -8,9 +8,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
+from hetsync.balance.profile import RankProfile
 from hetsync.config.schema import (
     Config,
     DataConfig,
@@ -21,8 +24,9 @@ from hetsync.config.schema import (
     SyncConfig,
     most_grace,
 )
-from hetsync.emulation.cluster import Cluster, DeviceGroup, LognormalJitter, QuantileJitter, load_cluster
+from hetsync.emulation.cluster import Cluster, DeviceGroup, LognormalJitter, PairLink, QuantileJitter, load_cluster
 from hetsync.emulation.cluster import Link as ClusterLink
+from hetsync.emulation.device import emulated_rates, tells_rates
 from hetsync.simulate.quadratic import Landscape, NoisyQuadratic
 from hetsync.simulate.recipe import profiles, scaled
 from hetsync.simulate.scenario import Scenario, Traffic
@@ -38,6 +42,7 @@ DECISIONS = 40
 REALISATIONS = 16
 
 Random = np.random.Generator
+AnyLink = TypeVar("AnyLink", ClusterLink, PairLink)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Job:
         cluster: Devices, jitter, link.
         ranks: Ranks on it; its devices repeat where it has fewer.
         landscape: What stands for model and data.
-        samples_per_second: What the ranks reach alone, together.
+        samples_per_second: What the ranks reach alone, together, but for their fixed seconds.
         batches: Samples to train on, in batches.
         script: What changes on the way.
         traffic: What travels.
@@ -72,23 +77,30 @@ class Job:
     def batch_size(self) -> int:
         return self.config.data.batch_size
 
+    @cached_property
+    def profiles(self) -> list[RankProfile]:
+        config = replace(self.config, emulation=EmulationConfig(self.cluster.name, self.samples_per_second))
+        return profiles(config, scaled(self.cluster, self.ranks), self.ranks)
+
+    @cached_property
+    def _slice_samples(self) -> float:
+        """A batch, and what the devices could compute in the seconds that a slice takes whatever its samples."""
+        return self.batch_size + sum(p.time.fixed_seconds / p.time.seconds_per_sample for p in self.profiles)
+
     @property
     def window_seconds(self) -> float:
-        return WINDOW_BATCHES * self.batch_size / self.samples_per_second
+        return WINDOW_BATCHES * self._slice_samples / self.samples_per_second
 
     @property
     def time_limit(self) -> float:
         """Virtual seconds in which all samples could be applied if no rank ever waited."""
-        return self.batches * self.batch_size / self.samples_per_second
+        return self.batches * self._slice_samples / self.samples_per_second
 
     def start(self) -> Simulation:
         config, total = self.config, self.batches * self.batch_size
-        config = replace(config, emulation=EmulationConfig(self.cluster.name, self.samples_per_second))
-        cluster = scaled(self.cluster, self.ranks)
-        ranks = profiles(config, cluster, self.ranks)
-        seed = config.run.seed
+        cluster, seed = scaled(self.cluster, self.ranks), config.run.seed
         sync = replace(config.sync, fragments=1)  # a quadratic knows no others
-        scenario = Scenario(cluster, ranks, sync, self.batch_size, total, None, seed, self.traffic)
+        scenario = Scenario(cluster, self.profiles, sync, self.batch_size, total, None, seed, self.traffic)
         learner = NoisyQuadratic(self.landscape, config, self.ranks, total, REALISATIONS)
         return Simulation(scenario, learner, self.script)
 
@@ -108,27 +120,38 @@ def random_job(random: Random) -> Job:
 
 @dataclass(frozen=True)
 class JobDraw:
-    """Jobs on a cluster like the given one, and with a recipe like the given one; anything where it is None."""
+    """Jobs on a cluster like the given one, and with a recipe like the given one, whose model makes this traffic;
+    anything where it is None."""
 
     cluster: Cluster | None = None
     recipe: Config | None = None
+    traffic: Traffic | None = None
 
     def __call__(self, random: Random) -> Job:
         cluster = random_cluster(random) if self.cluster is None else varied(self.cluster, random)
         seed = int(random.integers(2**31))
         config = random_recipe(cluster.size, random) if self.recipe is None else self.recipe
         config = replace(config, run=RunConfig(seed=seed))
-        slice_seconds = log_uniform(random, 0.05, 1.0)
+        rate = self._samples_per_second(config, cluster, random)
+        slice_seconds = config.data.batch_size / rate
         job = Job(
             config,
             cluster,
             cluster.size,
             random_landscape(config, random),
-            config.data.batch_size / slice_seconds,
+            rate,
+            traffic=random_traffic(cluster, slice_seconds, random) if self.traffic is None else self.traffic,
             knows_noise=bool(random.random() < 0.5),
             loss_noise=float(random.choice([0.0, 0.05, 0.2])),
         )
         return replace(job, script=random_script(job, random))
+
+    def _samples_per_second(self, config: Config, cluster: Cluster, random: Random) -> float:
+        """As the profile tells it of the recipe's model; else a slice takes a twentieth of a second to a whole one."""
+        drawn = config.data.batch_size / log_uniform(random, 0.05, 1.0)
+        if self.recipe is None or not tells_rates(cluster, cluster.size, config.model.name):
+            return drawn
+        return sum(emulated_rates(cluster, cluster.size, config.model.name, None, drawn))
 
 
 def log_uniform(random: Random, low: float, high: float) -> float:
@@ -156,6 +179,17 @@ def random_link(random: Random) -> ClusterLink | None:
     return None if random.random() < 0.3 else ClusterLink(compute_fraction=log_uniform(random, 0.05, 10.0))
 
 
+def random_traffic(cluster: Cluster, slice_seconds: float, random: Random) -> Traffic:
+    """Of a model of any size whose weights the cluster's network moves in ten slices at most. Where that has no
+    bandwidth the size does not matter."""
+    bandwidth = cluster.ring_link(range(cluster.size)).bytes_per_second
+    if bandwidth is None:
+        return Traffic()
+    most = 10 * slice_seconds * bandwidth / 8  # a ring carries each value of four bytes almost twice
+    values = max(1, int(min(log_uniform(random, 1e4, 1e8), most)))
+    return Traffic(values, (values,))
+
+
 def random_jitter(random: Random) -> LognormalJitter | QuantileJitter | None:
     kind = random.integers(4)
     if kind == 0:
@@ -168,18 +202,27 @@ def random_jitter(random: Random) -> LognormalJitter | QuantileJitter | None:
 
 
 def varied(cluster: Cluster, random: Random) -> Cluster:
-    """The cluster with every device up to a fifth faster or slower, and a link up to twice as fast or slow."""
-    speeds = [cluster.device_of(rank).speed * random.uniform(0.8, 1.2) for rank in range(cluster.size)]
-    link = cluster.link
-    if link is not None:
+    """The cluster with every device up to a fifth faster or slower, and its links up to twice as fast or slow."""
+    groups = [_at_speed(cluster.device_of(rank), random.uniform(0.8, 1.2)) for rank in range(cluster.size)]
+    link, links = cluster.link, cluster.links
+    if link is not None or links:
         factor = log_uniform(random, 0.5, 2.0)
-        link = replace(
-            link,
-            latency_seconds=link.latency_seconds * factor,
-            bytes_per_second=None if link.bytes_per_second is None else link.bytes_per_second / factor,
-            compute_fraction=None if link.compute_fraction is None else link.compute_fraction * factor,
-        )
-    return replace(cluster, devices=devices(speeds), link=link)
+        links = tuple(_slower(pair, factor) for pair in links)
+        if link is not None:
+            fraction = None if link.compute_fraction is None else link.compute_fraction * factor
+            link = replace(_slower(link, factor), compute_fraction=fraction)
+    return replace(cluster, devices=tuple(groups), link=link, links=links)
+
+
+def _at_speed(group: DeviceGroup, factor: float) -> DeviceGroup:
+    """One device of the group, at another speed."""
+    rates = {model: rate * factor for model, rate in group.samples_per_second.items()}
+    return replace(group, count=1, speed=group.speed * factor, samples_per_second=rates)
+
+
+def _slower(link: AnyLink, factor: float) -> AnyLink:
+    bandwidth = None if link.bytes_per_second is None else link.bytes_per_second / factor
+    return replace(link, latency_seconds=link.latency_seconds * factor, bytes_per_second=bandwidth)
 
 
 def random_recipe(ranks: int, random: Random) -> Config:

@@ -19,8 +19,9 @@ from hetsync.control.actions import DECREASE, INCREASE, KEEP, Limits
 from hetsync.control.baselines import Fixed
 from hetsync.control.learning.environment import JobEnvironment, TuningEnvironment
 from hetsync.control.learning.episodes import Episode, run_episode
-from hetsync.control.learning.jobs import JobDraw, random_job, with_settings
-from hetsync.emulation.cluster import load_cluster
+from hetsync.control.learning.jobs import Job, JobDraw, random_job, with_settings
+from hetsync.emulation.cluster import Cluster, DeviceGroup, Link, PairLink, load_cluster
+from hetsync.simulate.scenario import Traffic
 from hetsync.sync.messages import Settings
 
 
@@ -114,6 +115,81 @@ def test_jobs_are_like_the_cluster_and_the_recipe_that_were_given() -> None:
     episode = Episode(jobs[0])
     episode.advance()
     assert episode.observe().samples > 0
+
+
+TWO_HOSTS = Cluster(
+    "measured",
+    "two hosts",
+    (
+        DeviceGroup("v100", 2, 4.0, samples_per_second={"digits_cnn": 800.0}, fixed_seconds=0.01, host="a"),
+        DeviceGroup("k80", 1, 1.0, samples_per_second={"digits_cnn": 200.0}, host="b"),
+    ),
+    Link(1e-3, 1e8),
+    links=(PairLink(("a", "b"), 1e-3, 1e6), PairLink(("a", "a"))),
+)
+
+
+def test_a_measured_cluster_keeps_all_but_its_speeds() -> None:
+    drawn = [JobDraw(TWO_HOSTS)(np.random.default_rng(seed)) for seed in range(20)]
+    for cluster in (each.cluster for each in drawn):
+        assert [(d.name, d.host, d.fixed_seconds) for d in cluster.devices] == [
+            ("v100", "a", 0.01),
+            ("v100", "a", 0.01),
+            ("k80", "b", 0.0),
+        ]
+        for device, speed in zip(cluster.devices, (4, 4, 1), strict=True):
+            assert 0.8 <= device.speed / speed <= 1.2
+            assert device.samples_per_second["digits_cnn"] == pytest.approx(200 * device.speed)
+        assert [pair.between for pair in cluster.links] == [("a", "b"), ("a", "a")]
+        assert cluster.link_between(0, 1).bytes_per_second is None
+        slowed = cluster.link_between(1, 2).latency_seconds / 1e-3
+        assert 0.5 <= slowed <= 2
+        assert cluster.link_between(1, 2).bytes_per_second == pytest.approx(1e6 / slowed)
+        assert cluster.link is not None
+        assert cluster.link.latency_seconds == pytest.approx(1e-3 * slowed)
+        assert cluster.link.bytes_per_second == pytest.approx(1e8 / slowed)
+    assert len({each.cluster.devices[0].speed for each in drawn}) == 20
+    run_episode(Episode(drawn[0]), Fixed(), Limits())
+
+
+def pace(job: Job) -> float:
+    """Samples/s in steps together, of what the ranks reach alone."""
+    alone = replace(with_settings(job, Settings(0)), script=(), batches=40)
+    return run_episode(Episode(alone), Fixed(), Limits()).samples_per_second / job.samples_per_second
+
+
+def test_bytes_take_time_on_a_link_that_tells_its_bandwidth() -> None:
+    """Also where no recipe says how many there are; never so long that a job gets nowhere."""
+    for seed in range(3):
+        devices = (DeviceGroup("one"), DeviceGroup("two"))
+        free, slow = (
+            pace(JobDraw(Cluster("two", "made up", devices, link))(np.random.default_rng(seed)))
+            for link in (None, Link(0.0, 1e4))
+        )
+        assert 0.05 * free < slow < 0.5 * free
+
+
+def test_a_recipes_model_makes_its_traffic() -> None:
+    recipe, traffic = Config(data=DataConfig(batch_size=96)), Traffic(40_000, (30_000, 10_000))
+    drawn = JobDraw(TWO_HOSTS, recipe, traffic)(np.random.default_rng(0))
+    assert drawn.traffic == traffic
+    scenario = drawn.start().scenario
+    link = drawn.cluster.link_between(1, 2)
+    assert link.bytes_per_second is not None
+    seconds = link.latency_seconds + 4 / 3 * 160_000 / link.bytes_per_second
+    assert scenario.link_seconds(40_000) == pytest.approx(seconds)
+
+
+def test_a_profile_that_knows_the_recipes_model_tells_its_speed() -> None:
+    """And what a slice takes whatever its samples counts for what ranks reach alone."""
+    drawn = JobDraw(TWO_HOSTS, Config(data=DataConfig(batch_size=96)))(np.random.default_rng(0))
+    times = [profile.time for profile in drawn.start().scenario.ranks]
+    assert [time.fixed_seconds for time in times] == [0.01, 0.01, 0.0]
+    told = [device.samples_per_second["digits_cnn"] for device in drawn.cluster.devices]
+    assert [1 / time.seconds_per_sample for time in times] == pytest.approx(told)
+    slice_seconds = drawn.window_seconds / 16
+    assert sum((slice_seconds - time.fixed_seconds) / time.seconds_per_sample for time in times) == pytest.approx(96)
+    assert drawn.time_limit == pytest.approx(640 * slice_seconds)
 
 
 def test_drawn_landscapes_have_noise_of_every_kind_and_can_be_learned_on() -> None:
