@@ -47,11 +47,7 @@ def simulate(
     began = time.monotonic()
     if (profile := config.emulation.profile) is None:
         raise UserError("simulate needs a cluster: name its profile by --emulate")
-    if config.run.early_stop.metric is not None:
-        raise UserError(
-            f"run.early_stop.metric is {config.run.early_stop.metric}, but a simulated job trains to its end: give"
-            " --run.early_stop.metric null"
-        )
+    _check_known(config, gradients, calibrate is not None)
     if calibrate is not None:
         config = _unfragmented(config)
     built, model = build(config)
@@ -88,6 +84,28 @@ def _simulated(
     display.say(f"simulated in {summary['wall_seconds']:.1f} s; the run folder is {folder}")
     display.close(summary)
     return summary
+
+
+def _check_known(config: Config, gradients: bool, calibrate: bool) -> None:
+    """UserError for what would silently be left out."""
+    run, learner = config.run, "--gradients" if gradients else "--calibrate"
+    if run.early_stop.metric is not None:
+        raise UserError(
+            f"run.early_stop.metric is {run.early_stop.metric}, but a simulated job trains to its end: give"
+            " --run.early_stop.metric null"
+        )
+    if config.control.name != "fixed":
+        raise UserError(
+            f"control.name is {config.control.name}, but a simulated job has no controller: give --control.name fixed"
+        )
+    if config.ema.decay is not None and (gradients or calibrate):
+        raise UserError(
+            f"ema.decay is {config.ema.decay}, but {learner} evaluates the weights themselves: give --ema.decay null"
+        )
+    if run.precision != "float32" and gradients:
+        raise UserError(
+            f"run.precision is {run.precision}, but --gradients trains in float32: give --run.precision float32"
+        )
 
 
 def _unfragmented(config: Config) -> Config:

@@ -473,6 +473,12 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
 
+    @property
+    def rests_to_evaluate(self) -> bool:
+        """Do all ranks come to rest for each evaluation?"""
+        deciding = (self.run.keep_best.metric, self.run.early_stop.metric)
+        return self.ema.decay is not None or any(metric is not None for metric in deciding)
+
     def __post_init__(self) -> None:
         self.control.check_start(self.sync)
         if self.fault.not_finite != "stop" and self.control.name != "fixed":

@@ -64,7 +64,7 @@ class Communicator:
         traffic = scenario.traffic
         self._scenario = scenario
         self._bucket_seconds = [scenario.link_seconds(values) for values in traffic.buckets]
-        self._bucket_shares = traffic.bucket_shares
+        self._bucket_shares = traffic.bucket_shares if scenario.sync.overlap else [1.0] * len(traffic.buckets)
         self._tail_seconds = scenario.link_seconds(traffic.tail)
         self._step_seconds = scenario.cluster.step_seconds
 

@@ -9,7 +9,7 @@ from hetsync.simulate.learner import Learner
 from hetsync.simulate.telemetry import Telemetry
 from hetsync.simulate.virtual_rank import VirtualRanks
 from hetsync.sync.messages import Evaluated, StartRound
-from hetsync.sync.milestones import Evaluation
+from hetsync.sync.milestones import Evaluation, Marks
 
 OnEvaluation = Callable[[int, float, dict[str, float]], None]
 """Told the samples applied, the virtual seconds, and the metrics of the weights that all ranks shared then."""
@@ -23,12 +23,14 @@ class Evaluations:
         learner: Learner,
         telemetry: Telemetry,
         on_evaluation: OnEvaluation | None,
+        judged: Marks,
     ) -> None:
         self._clock = clock
         self._ranks = ranks
         self._learner = learner
         self._telemetry = telemetry
         self._on_evaluation = on_evaluation
+        self._judged = judged
         self._at = 0.0
         self._metrics: dict[str, float] = {}
 
@@ -48,5 +50,6 @@ class Evaluations:
     def at_rest(self, start: StartRound, applied: int) -> None:
         """All ranks have come to rest."""
         self._telemetry.off_the_clock("rest", self._clock.now, reason=start.drain)
-        if self._on_evaluation is not None and (start.evaluate or start.final):
+        due = start.evaluate or start.final or self._judged(applied - 1) == applied
+        if due and self._on_evaluation is not None:
             self._on_evaluation(applied, self._clock.now, self._learner.evaluate())

@@ -17,7 +17,7 @@ from hetsync.models import build_for
 from hetsync.profiling.device import engine_buffers, memory_cap, state_buffers
 from hetsync.profiling.measure import loss_on
 from hetsync.simulate.scenario import Scenario, Traffic
-from hetsync.sync.milestones import marks_every
+from hetsync.sync.milestones import CHECKPOINT, EPOCH, marks_every, no_marks, rests_for
 from hetsync.sync.optimizers import build_optimizer
 
 
@@ -29,19 +29,24 @@ def build(config: Config) -> tuple[Data, torch.nn.Module]:
 
 
 def scenario_of(config: Config, cluster: Cluster, ranks: int | None, built: Data, model: torch.nn.Module) -> Scenario:
-    """What a recipe says, on a cluster whose devices repeat where there are more ranks."""
+    """What a recipe says, on a cluster whose devices repeat where there are more ranks; it rests as a real job does,
+    but for checkpoints by time."""
     run, ranks = config.run, ranks or cluster.size
     cluster = scaled(cluster, ranks)
     total = total_samples(run.samples, run.epochs, len(built.train))  # type: ignore[arg-type]
+    evaluations = marks_every(run.evaluate_every, total)
+    judged = evaluations if config.rests_to_evaluate else no_marks
     return Scenario(
         cluster,
         profiles(config, cluster, ranks, model, built),
         config.sync,
         config.data.batch_size,
         total,
+        rests_for({CHECKPOINT: marks_every(run.checkpoint_every, total), EPOCH: judged}, total),
         seed=run.seed,
         traffic=Traffic.of(model, config.sync.bucket_bytes),
-        evaluations=marks_every(run.evaluate_every, total),
+        evaluations=no_marks if config.rests_to_evaluate else evaluations,
+        judged=judged,
     )
 
 

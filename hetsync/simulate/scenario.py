@@ -67,7 +67,8 @@ class Scenario:
         seed: Of the jitter and of the moments at which threads poll.
         traffic: What travels.
         runtime: What HetSync itself takes.
-        evaluations: Where the anchor is evaluated.
+        evaluations: Where the anchor is evaluated while ranks go on.
+        judged: Milestones at which all ranks evaluate what they share.
     """
 
     cluster: Cluster
@@ -80,6 +81,7 @@ class Scenario:
     traffic: Traffic = field(default_factory=Traffic)
     runtime: Runtime = field(default_factory=Runtime)
     evaluations: Marks = no_marks
+    judged: Marks = no_marks
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sync", self.sync.for_model(self.traffic.weights))

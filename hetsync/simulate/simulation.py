@@ -59,7 +59,7 @@ class Simulation:
         self._clock = clock = Clock()
         self._ranks = ranks = VirtualRanks.of(scenario)
         self.machine = _state_machine(scenario)
-        evaluations = Evaluations(clock, ranks, learner, telemetry, on_evaluation)
+        evaluations = Evaluations(clock, ranks, learner, telemetry, on_evaluation, scenario.judged)
         self._communicator = Communicator(
             scenario=scenario,
             clock=clock,

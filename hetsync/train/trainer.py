@@ -74,7 +74,7 @@ class Trainer:
         self._give_data()
         job.measure(self._loss)
         every = config.run.evaluate_every
-        self._rests = self.average is not None or config.run.keep_best.metric is not None or stop.metric is not None
+        self._rests = config.rests_to_evaluate
         if self._rests:
             self.intervals = job.intervals(every or self.total)
         elif evaluates:

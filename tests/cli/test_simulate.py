@@ -80,6 +80,31 @@ def test_timing_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "efficiency" in said
 
 
+def test_ranks_rest_where_a_real_job_would(tmp_path: Path) -> None:
+    """For checkpoints, and for evaluations that decide something, which are due at rests only."""
+    words = ["--sync.delay_bound", "0", "--run.checkpoint_every", "256", "--run.evaluate_every", "128"]
+    words += ["--run.keep_best.metric", "accuracy"]
+    done = run("--run.dir", tmp_path / "real", *QUICK, *words, folder=tmp_path)
+    assert done.status == 0, done.story
+    simulated(tmp_path / "run", "--gradients", "--emulate", "homogeneous", "--ranks", "1", *words)
+    ours, theirs = kinds(tmp_path / "run"), kinds(tmp_path / "real")
+    reasons = [[record["reason"] for record in told["rest"]] for told in (ours, theirs)]
+    assert reasons[0] == reasons[1] == [*2 * ["end of an epoch", "checkpoint"], "end"]
+    found = [[(record["samples_applied"], record["loss"]) for record in told["evaluation"]] for told in (ours, theirs)]
+    assert found[0] == [(samples, pytest.approx(loss)) for samples, loss in found[1]]
+    assert len(found[0]) == 5
+    assert "score" not in ours
+
+
+def test_rests_cost_what_they_cost(tmp_path: Path) -> None:
+    words = ["--emulate", "v100-p100-k80", "--run.samples", "3200"]
+    plain = simulated(tmp_path / "plain", *words)
+    averaged = simulated(tmp_path / "averaged", *words, "--run.evaluate_every", "160", "--ema.decay", "0.9")
+    assert len(kinds(tmp_path / "plain")["rest"]) == 1
+    assert len(kinds(tmp_path / "averaged")["rest"]) == 20
+    assert averaged["train_seconds"] > 1.1 * plain["train_seconds"]
+
+
 def test_many_ranks_leave_rank_0s_telemetry(tmp_path: Path) -> None:
     summary = simulated(
         tmp_path / "run",
@@ -143,6 +168,22 @@ MISTAKES = {
     "early stop": (
         ["--emulate", "quickstart", "--run.early_stop.metric", "loss"],
         "run.early_stop.metric is loss, but a simulated job trains to its end: give --run.early_stop.metric null",
+    ),
+    "controller": (
+        ["--emulate", "quickstart", "--control.name", "goodput"],
+        "control.name is goodput, but a simulated job has no controller: give --control.name fixed",
+    ),
+    "average": (
+        ["--emulate", "quickstart", "--gradients", "--ema.decay", "0.9"],
+        "ema.decay is 0.9, but --gradients evaluates the weights themselves: give --ema.decay null",
+    ),
+    "calibrated average": (
+        ["--emulate", "quickstart", "--calibrate", "x", "--ema.decay", "0.9"],
+        "ema.decay is 0.9, but --calibrate evaluates the weights themselves: give --ema.decay null",
+    ),
+    "precision": (
+        ["--emulate", "quickstart", "--gradients", "--run.precision", "bfloat16"],
+        "run.precision is bfloat16, but --gradients trains in float32: give --run.precision float32",
     ),
 }
 

@@ -89,15 +89,17 @@ def test_buckets_travel_while_backward_runs() -> None:
     one = scenario([10.0, 10.0], delay_bound=0, link=Link(bytes_per_second=1e3))
     whole = dataclasses.replace(one, traffic=Traffic(1000, (1000,)))
     parts = dataclasses.replace(one, traffic=Traffic(1000, (900, 100)))
+    after = dataclasses.replace(parts, sync=dataclasses.replace(parts.sync, overlap=False))
     assert whole.link_seconds(1000) == pytest.approx(4.0)  # 4,000 bytes, each rank carries them once
     ends = []
-    for each in (whole, parts):
+    for each in (whole, parts, after):
         simulation = Simulation(each)
         simulation.advance()
         ends.append(simulation.now)
     # A slice takes 4 s. The first bucket is full after (1 + 2 · 0.9) / 3 of it and takes 3.6 s, the second 0.4 s.
     assert ends[0] == pytest.approx(50 * (4 + 4), rel=0.01)
     assert ends[1] == pytest.approx(50 * (4 * 2.8 / 3 + 3.6 + 0.4), rel=0.01)
+    assert ends[2] == pytest.approx(ends[0], rel=0.01)  # without overlap
 
 
 def test_what_the_runtime_takes_is_taken() -> None:
