@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,12 +56,37 @@ def calibrated(run: Path) -> Landscape:
 
 
 def losses_of(run: Path) -> list[tuple[int, float]]:
-    """(samples, mean loss) of every task of the run, in the order in which they were finished."""
-    told: list[dict[str, Any]] = []
+    """(samples, mean loss) of every task of the run, in the order in which they were finished, over resumes; without
+    those that were done again from a checkpoint."""
+    kept: list[tuple[float, float]] = []
+    applied = 0.0
+    for _, goes_on, samples, loss in sorted(_told_by(run), key=lambda told: told[:2]):
+        if not goes_on:
+            kept.append((samples, loss))
+            applied += samples
+            continue
+        while kept and applied - kept[-1][0] / 2 > samples:  # a line of several tasks counts by its middle
+            applied -= kept.pop()[0]
+        applied = samples
+    return [(int(samples), loss) for samples, loss in kept if not math.isnan(loss)]
+
+
+def _told_by(run: Path) -> Iterator[tuple[float, bool, float, float]]:
+    """Seconds on the clock of all ranks and starts, and a task's samples and loss; or (True) the samples that the job
+    goes on from."""
     for path in sorted((run / "telemetry").glob("rank-*.jsonl")):
-        told += [json.loads(line) for line in path.read_text().splitlines()]
-    tasks = [record for record in told if record["kind"] == "piece" and record["loss"] is not None]
-    return [(task["samples"], float(task["loss"])) for task in sorted(tasks, key=lambda task: float(task["at"]))]
+        began = 0.0  # a simulated run has one clock, without a time of day
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            kind, at = record["kind"], began + record["at"]
+            if kind == "start":
+                began = datetime.fromisoformat(record["wall_clock"]).timestamp()
+            elif kind == "piece":
+                yield at, False, record["samples"], math.nan if record["loss"] is None else float(record["loss"])
+            elif kind == "rollback":
+                yield at, True, record["checkpoint_samples"], 0.0
+            elif kind == "profile" and path.stem == "rank-0000":  # before anybody has a task
+                yield at, True, record["samples_applied"], 0.0
 
 
 def _cluster(config: Config, summary: dict[str, Any]) -> Cluster:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from hetsync.data.loader import EpochOrder
 from hetsync.emulation.cluster import Link
 from hetsync.errors import UserError
 from hetsync.simulate import Change, Learner, Runtime, Simulation, Traffic
-from hetsync.simulate.calibrate import Noise, fit, measure_noise, noise_power, simulated_curve
+from hetsync.simulate.calibrate import Noise, fit, losses_of, measure_noise, noise_power, simulated_curve
 from hetsync.simulate.quadratic import Landscape, NoisyQuadratic
 from hetsync.simulate.replicas import ReplicaLearner, average_states
 
@@ -337,6 +339,52 @@ def test_noise_is_measured_along_the_recipes_schedule() -> None:
         schedule=ScheduleConfig(warmup_samples=10**9),
     )
     assert measure_noise(config, linear_data(0.0), torch.nn.Linear(4, 1), 20_000).power == 0
+
+
+def start_of(minute: int, samples_applied: int) -> list[dict[str, Any]]:
+    """A process goes on from there."""
+    profile = {"host": "a", "device": "cpu", "share": 10, "solo_samples_per_second": 1.0, "solo_uncertainty": 0.0}
+    return [
+        {"kind": "start", "at": 0.0, "wall_clock": f"2026-01-01T00:{minute:02}:00.000000+00:00", "format": 2},
+        {"kind": "profile", "at": 0.5, **profile, "samples_applied": samples_applied}
+        | {"delay_bound": 4, "accumulation": 1},
+    ]
+
+
+def tasks_of(losses: list[float]) -> list[dict[str, Any]]:
+    """One a second, of ten samples each."""
+    seconds = {f"{name}_seconds": 0.0 for name in ("compute", "data", "wait")}
+    told = [
+        {"piece": number, "samples": 10, "slices": 1, "version": 0, "loss": loss} for number, loss in enumerate(losses)
+    ]
+    return [{"kind": "piece", "at": 1.0 + number, **seconds, **task} for number, task in enumerate(told)]
+
+
+def told_by(folder: Path, ranks: list[list[dict[str, Any]]]) -> list[tuple[int, float]]:
+    (folder / "telemetry").mkdir()
+    for rank, records in enumerate(ranks):
+        lines = [json.dumps(record) + "\n" for record in records]
+        (folder / "telemetry" / f"rank-{rank:04d}.jsonl").write_text("".join(lines))
+    return losses_of(folder)
+
+
+def test_losses_of_a_resumed_run_are_in_the_order_of_its_starts(tmp_path: Path) -> None:
+    """Each of which begins its clock at 0."""
+    resumed = [*start_of(0, 0), *tasks_of([4.0, 3.0, 2.0]), *start_of(5, 60), *tasks_of([1.9, 1.5, 1.0])]
+    told = told_by(tmp_path, [resumed, resumed])
+    assert [loss for _, loss in told] == sorted([4.0, 3.0, 2.0, 1.9, 1.5, 1.0] * 2, reverse=True)
+    assert {samples for samples, _ in told} == {10}
+
+
+def test_losses_of_tasks_that_were_done_again_count_once(tmp_path: Path) -> None:
+    """After a crash, from the newest checkpoint; and in place."""
+    back = {"kind": "rollback", "at": 3.5, "rank": 0, "checkpoint_samples": 60}
+    tasks = tasks_of([2.9, 2.0, 1.9, 1.8, 1.7])
+    first = [*start_of(0, 0), *tasks_of([4.0, 3.0, 2.5]), *start_of(5, 40), *tasks[:3], back, *tasks[3:]]
+    second = [*start_of(0, 0), *tasks_of([4.0, 3.0, 2.5]), *start_of(5, 40), *tasks]
+    assert [loss for _, loss in told_by(tmp_path, [first, second])] == [
+        loss for loss in (4.0, 3.0, 2.9, 1.8, 1.7) for _ in range(2)
+    ]
 
 
 def test_the_power_is_that_of_the_settled_part() -> None:
