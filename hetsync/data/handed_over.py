@@ -9,7 +9,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from hetsync.data.ledger import total_samples
 from hetsync.data.loader import Source
@@ -32,25 +39,26 @@ def check_dataset(dataset: Any) -> None:
 
 def shuffles(loader: DataLoader[Any]) -> bool:
     """Does it draw an order of its own? UserError for an order that HetSync's cannot stand for."""
+    _check_class(loader)
     if is_stream(loader.dataset):
         raise UserError(
             f"the DataLoader's data set is a {type(loader.dataset).__name__}, which has no end that all ranks know: as"
             " training data give it to job.loader with samples=N; test data have a length and are indexed"
         )
-    if loader.batch_size is None or type(loader.batch_sampler).__name__ != "BatchSampler":
+    if loader.batch_size is None or not _iterates_as(loader.batch_sampler, BatchSampler):
         raise UserError(
             f"the DataLoader batches by a {type(loader.batch_sampler).__name__}: give its data set and a batch_size to"
             " job.loader, with costs= where samples differ in length"
         )
-    sampler = loader.sampler
-    if isinstance(sampler, RandomSampler):
+    sampler: Any = loader.sampler
+    if _iterates_as(sampler, RandomSampler):
         if sampler.replacement or sampler.num_samples != len(loader.dataset):  # type: ignore[arg-type]
             raise UserError(
                 "the DataLoader's RandomSampler draws with replacement, or not each sample: HetSync uses each sample"
                 " once an epoch; give the data set itself to job.loader"
             )
         return True
-    if isinstance(sampler, SequentialSampler):
+    if _iterates_as(sampler, SequentialSampler):
         return False
     remedies = {
         "DistributedSampler": "leave it out, and give shuffle=True",
@@ -61,6 +69,21 @@ def shuffles(loader: DataLoader[Any]) -> bool:
         f"the DataLoader has a {type(sampler).__name__}, but the order of samples is HetSync's, one pass an epoch over"
         f" all ranks: {remedy}"
     )
+
+
+def _iterates_as(thing: Any, kind: type[Any]) -> bool:
+    """Is it of this kind, and a subclass only in how it is made? Another `__iter__` would never be called."""
+    return isinstance(thing, kind) and type(thing).__iter__ is kind.__iter__
+
+
+def _check_class(loader: DataLoader[Any]) -> None:
+    for name in ("__iter__", "_get_iterator"):  # libraries have the second, which the first calls
+        if getattr(type(loader), name) is not getattr(DataLoader, name):
+            raise UserError(
+                f"the DataLoader is a {type(loader).__name__} with an {name} of its own, which HetSync does not call,"
+                " as ranks load batches by themselves: do that work in the data set, in the collate function or in the"
+                " loop, and give a plain DataLoader"
+            )
 
 
 def check_test_loader(loader: DataLoader[Any]) -> None:
@@ -134,6 +157,7 @@ def _stream_source(
 ) -> tuple[Source, int]:
     drop_last = False
     if isinstance(data, DataLoader):
+        _check_class(data)
         _check_options(data)
         batch_size = data.batch_size if batch_size is None else batch_size
         collate = collate_of(data) if collate is None else collate

@@ -23,6 +23,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -52,6 +53,47 @@ class Stream(IterableDataset[Any]):
 
 class OwnBatches(BatchSampler):
     pass
+
+
+class Shuffled(RandomSampler):
+    def __init__(self) -> None:
+        super().__init__(range(SAMPLES))
+
+
+class Plain(DataLoader[Any]):
+    """Is only made in another way."""
+
+    def __init__(self, training: bool) -> None:
+        super().__init__(data(), BATCH, sampler=Shuffled() if training else None)
+
+
+class Changing(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        for points, labels in super().__iter__():
+            yield points - points.mean(), labels
+
+
+class Filtering(DataLoader[Any]):
+    def _get_iterator(self) -> Any:
+        return filter(None, super()._get_iterator())
+
+
+class Balanced(RandomSampler):
+    def __iter__(self) -> Iterator[int]:
+        return iter([0] * SAMPLES)
+
+
+class Backwards(SequentialSampler):
+    def __iter__(self) -> Iterator[int]:
+        return reversed(range(SAMPLES))
+
+
+def bucketed() -> DataLoader[Any]:
+    """Its class has the name of torch's, as that of wrappers may have."""
+    kind = type("BatchSampler", (BatchSampler,), {"__iter__": lambda self: iter([[0], [1]])})
+    made = loader()
+    object.__setattr__(made, "batch_sampler", kind(made.sampler, BATCH, False))
+    return made
 
 
 class Script:
@@ -141,6 +183,15 @@ def test_the_script_works_as_it_is() -> None:
     train(rest=lambda script: script.job.evaluate(lambda: 1.0))
 
 
+def test_classes_that_only_make_loaders_in_another_way_are_taken() -> None:
+    def prepare(script: Script) -> None:
+        things = (script.model, script.optimizer, Plain(training=True), Plain(training=False))
+        *_, script.loader, test_loader = script.job.prepare(*things)
+        assert [len(labels) for _, labels in test_loader] == [BATCH] * 3
+
+    train(prepare)
+
+
 PREPARES: dict[str, tuple[Act, str]] = {
     "sampler": (loads(loader(shuffle=False, sampler=WeightedRandomSampler([1.0] * 48, 48))), "WeightedRandomSampler"),
     "distributed": (
@@ -151,6 +202,14 @@ PREPARES: dict[str, tuple[Act, str]] = {
         given(loader=DataLoader(data(), batch_sampler=OwnBatches(RandomSampler(data()), 4, False))),  # type: ignore[arg-type]
         "batches by a OwnBatches",
     ),
+    "batches put in": (given(loader=bucketed()), "batches by a BatchSampler"),
+    "own loop": (given(loader=Changing(data(), BATCH, shuffle=True)), "with an __iter__ .* in the data set"),
+    "own iterator": (given(loader=Filtering(data(), BATCH, shuffle=True)), "is a Filtering with an _get_iterator"),
+    "own loop over test data": (given(loader=Changing(data(), BATCH)), "is a Changing"),
+    "own loop to evaluate": (lambda script: script.job.test_loader(Changing(data(), BATCH)), "is a Changing"),
+    "own loop over a stream": (loads(Changing(Stream(), BATCH), samples=48), "is a Changing"),
+    "own shuffle": (given(loader=loader(shuffle=False, sampler=Balanced(range(SAMPLES)))), "has a Balanced, but"),
+    "own order": (given(loader=loader(shuffle=False, sampler=Backwards(range(SAMPLES)))), "has a Backwards, but"),
     "iterable": (loads(Stream(), BATCH), "give job.loader samples=N"),
     "iterable loader": (given(loader=DataLoader(Stream(), batch_size=4)), "data set is a Stream, which has no end"),
     "forked workers": (given(loader=loader(num_workers=1, multiprocessing_context="fork")), "are to be forked"),
