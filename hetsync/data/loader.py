@@ -127,6 +127,14 @@ class Source:
     shuffle: bool = True
     used: int | None = None
 
+    def __post_init__(self) -> None:
+        """UserError where there is not a cost for each sample."""
+        if self.costs is not None and len(self.costs) != len(self.dataset):  # type: ignore[arg-type]
+            raise UserError(
+                f"there are {len(self.costs)} costs, but {len(self.dataset)} training samples:"  # type: ignore[arg-type]
+                " give one for each"
+            )
+
     @property
     def epoch_samples(self) -> int:
         return self.used or len(self.dataset)  # type: ignore[arg-type]

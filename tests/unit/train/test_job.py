@@ -211,6 +211,7 @@ PREPARES: dict[str, tuple[Act, str]] = {
     "own shuffle": (given(loader=loader(shuffle=False, sampler=Balanced(range(SAMPLES)))), "has a Balanced, but"),
     "own order": (given(loader=loader(shuffle=False, sampler=Backwards(range(SAMPLES)))), "has a Backwards, but"),
     "iterable": (loads(Stream(), BATCH), "give job.loader samples=N"),
+    "costs of others": (loads(data(), BATCH, costs=[1.0] * 49), "there are 49 costs, but 48 training samples"),
     "iterable loader": (given(loader=DataLoader(Stream(), batch_size=4)), "data set is a Stream, which has no end"),
     "forked workers": (given(loader=loader(num_workers=1, multiprocessing_context="fork")), "are to be forked"),
     "generator": (given(loader=loader(generator=torch.Generator())), "has a generator, .* seed of hetsync.join"),
