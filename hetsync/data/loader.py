@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -165,14 +167,16 @@ class SlicedWork(Protocol):
 
 class Loader:
     """A rank's slices. Loads a task as soon as the rank is given it, which is one task ahead of its use (a rank alone:
-    up to fifteen short ones). Its first batch goes to the device at once, the others one slice ahead.
+    up to fifteen short ones). Its first batch goes to the device at once, the others one slice ahead. But nothing of a
+    script's next loop is loaded before that begins: the script may change the data set first.
 
     A batch may take `timeout_seconds`.
     """
 
     def __init__(self, source: Source, seed: int, device: torch.device, timeout_seconds: float = 600.0) -> None:
         dataset, collate = source.dataset, source.collate
-        self._order = EpochOrder(len(dataset), seed, source.costs, source.shuffle, source.used)  # type: ignore[arg-type]
+        self._samples = len(dataset)  # type: ignore[arg-type]
+        self._order = EpochOrder(self._samples, seed, source.costs, source.shuffle, source.used)
         self._seed = seed
         self._transfer = transfer_to(device)
         self._timeout_seconds = timeout_seconds
@@ -183,9 +187,34 @@ class Loader:
         self._at_once = _samples_at_once(source, device)
         self._thread = HelperThread("hetsync-order")
         self._loading: dict[int, Future[deque[Future[Any]]]] = {}
+        self._lock = threading.Lock()
+        self._until = math.inf  # place in the stream where the script's loop ends
+        self._later: dict[int, SlicedWork] = {}  # tasks beyond it
+
+    def begin_loop(self, until: float) -> None:
+        """The script loops over batches up to this place in the stream, with the data set as it is now."""
+        if (samples := len(self._dataset)) != self._samples:  # type: ignore[arg-type]
+            raise UserError(
+                f"the data set has {samples} samples now, and had {self._samples} when the job began: keep its length,"
+                " by which epochs are counted"
+            )
+        self._awaited(self._thread.submit(self._fetcher.renew))
+        with self._lock:
+            self._until = until
+            for task in self._later.values():
+                self._load(task)
+            self._later.clear()
 
     def prefetch(self, task: SlicedWork) -> None:
         """Returns at once: the order of a large epoch takes a second, and the pipe of a worker may be full."""
+        with self._lock:
+            if any(start >= self._until for spans in task.slices for start, _ in spans):
+                self._later[task.number] = task
+                self._thread.submit(self._order.indices, task.slices[0])  # an epoch's order is known by then
+            else:
+                self._load(task)
+
+    def _load(self, task: SlicedWork) -> None:
         for spans in task.slices:
             if length(spans) > self._at_once or not self._order.knows(spans):
                 loading = self._thread.submit(self._submit, task)
@@ -199,11 +228,15 @@ class Loader:
 
     def drop(self, task: SlicedWork) -> None:
         """The task will not be computed: what is not being loaded yet never is."""
+        with self._lock:
+            self._later.pop(task.number, None)
         self._let_go(task.number)
 
     def stop(self) -> None:
         """No more tasks will be computed."""
         self._thread.drop()
+        with self._lock:
+            self._later.clear()
         for number in list(self._loading):
             self._let_go(number)
 

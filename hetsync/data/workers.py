@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch.multiprocessing
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from hetsync.data.changes import Content
 from hetsync.data.random_state import seed_all
 from hetsync.errors import USER_ERROR, UserError
 from hetsync.stop_signal import signals_held
@@ -61,6 +62,10 @@ class Fetcher(Protocol):
         wants it no more may cancel it."""
         ...
 
+    def renew(self) -> None:
+        """What has changed of the data set counts for batches that are submitted from now on. Called from the same
+        thread."""
+
     def close(self) -> None: ...
 
 
@@ -73,6 +78,9 @@ class FetchThread:
 
     def submit(self, indices: list[int], seed: int) -> Future[Any]:
         return self._thread.submit(fetch, self._dataset, indices, self._collate)
+
+    def renew(self) -> None:
+        """It reads the data set itself."""
 
     def close(self) -> None:
         self._thread.close()
@@ -92,6 +100,7 @@ class FetchProcesses:
         self._tickets = 0
         self._closed = False
         self._failure: UserError | None = None
+        self._loads = dataset, collate
         self._workers, self._pipes = [], []
         for _ in range(workers):
             ours, theirs = context.Pipe()
@@ -110,15 +119,15 @@ class FetchProcesses:
                     ) from error
                 except Exception as error:  # to pickle runs what its classes say
                     self.close()
-                    raise UserError(
-                        f"the data set or its collate function cannot be sent to a data worker ({type(error).__name__}:"
-                        f" {error}): use functions and classes of a module's top level in place of lambdas and local"
-                        " ones, open files in __getitem__, or set data.workers to 0 (in a script: num_workers=0 or"
-                        " workers=0)"
-                    ) from error
+                    raise unsendable(error) from error
             theirs.close()
             self._workers.append(worker)
             self._pipes.append(ours)
+        try:
+            self._sent = Content(self._loads)
+        except Exception as error:  # the first time it could
+            self.close()
+            raise unsendable(error) from error
         atexit.register(self.close)  # before multiprocessing waits for the workers
         threading.Thread(target=self._collect, name="hetsync-loader", daemon=True).start()
 
@@ -144,6 +153,21 @@ class FetchProcesses:
         except OSError as loss:
             self._fail(loss)
         return future
+
+    def renew(self) -> None:
+        """Workers get the data set once more where it has changed: to start them anew would take seconds."""
+        try:
+            if Content(self._loads).digest == self._sent.digest:
+                return
+            for pipe in self._pipes:
+                words = ForkingPickler.dumps(self._loads)  # for each: whoever reads tensors uses them up
+                try:
+                    pipe.send_bytes(words)
+                except OSError as loss:
+                    self._fail(loss)
+            self._sent = Content(self._loads)  # tensors that were not shared before have moved
+        except Exception as error:  # to pickle runs what its classes say
+            raise unsendable(error) from error
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -186,6 +210,14 @@ class FetchProcesses:
                     future.set_exception(self._failure)
 
 
+def unsendable(error: Exception) -> UserError:
+    return UserError(
+        f"the data set or its collate function cannot be sent to a data worker ({type(error).__name__}: {error}): use"
+        " functions and classes of a module's top level in place of lambdas and local ones, open files in __getitem__,"
+        " or set data.workers to 0 (in a script: num_workers=0 or workers=0)"
+    )
+
+
 def verdict(loss: Exception, workers: Sequence[BaseProcess]) -> UserError:
     """Why their answers cannot be had."""
     if out_of_descriptors(loss):
@@ -224,9 +256,15 @@ def _serve(dataset: Dataset[Any], collate: Collate | None, pipe: Connection) -> 
     torch.set_num_threads(1)
     while True:
         try:
-            ticket, indices, seed = pipe.recv()
+            words = pipe.recv_bytes()
         except (EOFError, OSError):
             return
+        message = ForkingPickler.loads(words)
+        del words  # those of a data set may be many
+        if len(message) == 2:
+            dataset, collate = message
+            continue
+        ticket, indices, seed = message
         seed_all(seed)
         try:
             answer = ForkingPickler.dumps((ticket, fetch(dataset, indices, collate)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -138,8 +139,10 @@ class Loop:
         if self._course is None:
             self._course = running.session.course()
         self._slices = 0
-        self._prepared.parts.begin_loop(running.session.applied)
-        running.looped_from = running.session.applied
+        every, applied = self._prepared.interval_samples, running.session.applied
+        running.session.begin_loop(math.inf if every is None else (applied // every + 1) * every)
+        self._prepared.parts.begin_loop(applied)
+        running.looped_from = applied
         try:
             yield from self._until_lines(running, self._course)
         except GeneratorExit:

@@ -375,6 +375,10 @@ class Session:
                 " data"
             )
 
+    def begin_loop(self, until: float) -> None:
+        """A script's loop over batches begins, and ends at this place in the stream."""
+        self._loader.begin_loop(until)
+
     def course(self) -> Iterator[Any | AtRest]:
         """This rank's batches, and between them the moments at which all ranks are at rest: until the next item is
         asked for, they stay so."""

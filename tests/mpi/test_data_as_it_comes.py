@@ -1,7 +1,8 @@
-"""Map-style data sets of other libraries, as they come."""
+"""Map-style data sets of other libraries, as they come; and those that a script changes between epochs."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -79,3 +80,33 @@ def test_hugging_face(plane: Plane, bound: int, streamed: bool) -> None:
             job.step(optimizer)
             used += batch["number"].tolist()
     assert numbers_of_all(plane, used) == Counter(range(SAMPLES))
+
+
+class Scaled:
+    scale = -1
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((3,), float(self.scale))
+
+
+@BOUNDS
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_changed_between_epochs_counts_from_the_first_batch_on(plane: Plane, bound: int, workers: int) -> None:
+    """Ranks are given their first tasks of an epoch while they rest."""
+    data, found = Scaled(), [set[float]() for _ in range(3)]
+    with hetsync.join(plane=plane, delay_bound=bound, progress=False) as job:
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        job.prepare(model, optimizer)
+        loader = job.loader(data, BATCH, workers=workers)
+        for epoch in job.epochs(3):
+            time.sleep(0.2)
+            data.scale = epoch
+            for batch in loader:
+                found[epoch].update(batch.flatten().tolist())
+                job.backward(model(batch).square().mean())
+                job.step(optimizer)
+    assert found == [{0.0}, {1.0}, {2.0}]

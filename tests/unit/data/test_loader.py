@@ -147,3 +147,38 @@ def test_a_loader_that_stops_lets_go_of_all_tasks_and_takes_no_more():
     finally:
         made.close()
     assert dataset.loaded == [0, 1, 2, 3]  # it was being loaded
+
+
+class Asked(torch.utils.data.Dataset):
+    def __init__(self):
+        self.indices = []
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        self.indices.append(index)
+        return index
+
+
+def settle(loader):
+    """What its threads have been given is done."""
+    loader._thread.submit(lambda: None).result()
+    loader._fetcher._thread.submit(lambda: None).result()
+
+
+def test_what_comes_after_a_scripts_loop_is_loaded_when_the_next_begins():
+    data, order = Asked(), EpochOrder(40, 7)
+    made = Loader(Source(data), 7, torch.device("cpu"))
+    made.begin_loop(20)
+    for number, start in enumerate((16, 20, 24, 28)):
+        made.prefetch(Work(number, (((start, start + 4),),)))
+    made.prefetch(Work(4, ()))  # a rank without a sample of the round
+    made.drop(Work(2, ()))
+    settle(made)
+    assert data.indices == order.indices([(16, 20)])
+    made.begin_loop(40)
+    settle(made)
+    assert data.indices == order.indices([(16, 24), (28, 32)])
+    assert [batch.tolist() for batch in made.slices(Work(3, ()))] == [order.indices([(28, 32)])]
+    made.close()

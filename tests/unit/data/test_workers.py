@@ -444,6 +444,92 @@ def test_batches_that_are_lost_on_their_way_are_told_of() -> None:
     fetcher.close()
 
 
+# Changes of the data set.
+
+
+class Named(torch.Tensor):
+    number: int
+
+
+class Changing(Squares):
+    """Tells how many samples this copy has given: one that is sent once more begins anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = 0
+        self.own: Any = 1
+        self.tensor = torch.ones(2)
+        self.array = np.ones(2)
+        self.named = torch.ones(2).as_subclass(Named)
+        self.named.number = 1
+
+    def __getitem__(self, index: int) -> Any:
+        self.given += 1
+        named = self.named[0].item() * self.named.number
+        return self.given, float(self.own), self.tensor[0].item(), self.array[0].item(), named
+
+
+class Shared(Changing):
+    """Has what only the start of a process can take along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        context = multiprocessing.get_context("spawn")
+        self.lock, self.value = context.Lock(), context.Value("i", 1)
+
+    def __getitem__(self, index: int) -> Any:
+        return *super().__getitem__(index), self.value.value
+
+
+def renewed(fetcher: Fetcher) -> list[float]:
+    fetcher.renew()
+    return [value.item() for value in fetcher.submit([0], 0).result(SECONDS)]
+
+
+def test_changes_reach_workers_and_nothing_is_sent_without_any() -> None:
+    data = Changing()
+    fetcher = FetchProcesses(data, None, 1)
+    assert renewed(fetcher) == [1, 1, 1, 1, 1]
+    assert renewed(fetcher) == [2, 1, 1, 1, 1]
+    data.own = 2
+    assert renewed(fetcher) == [1, 2, 1, 1, 1]
+    data.array[0] = 3
+    assert renewed(fetcher) == [1, 2, 1, 3, 1]
+    data.tensor.fill_(4)  # which they see as it is
+    data.named.fill_(5)
+    assert renewed(fetcher) == [2, 2, 4, 3, 5]
+    data.tensor = torch.full((2,), 6.0)
+    assert renewed(fetcher) == [1, 2, 6, 3, 5]
+    data.tensor.fill_(7)
+    assert renewed(fetcher) == [2, 2, 7, 3, 5]
+    data.named.number = 2
+    assert renewed(fetcher) == [1, 2, 7, 3, 10]
+    data.own = lambda: 7
+    with pytest.raises(UserError, match=r"cannot be sent to a data worker \(.*lambda.*num_workers=0"):
+        fetcher.renew()
+    fetcher.close()
+
+
+def test_what_processes_share_is_shared_and_not_sent_again() -> None:
+    data = Shared()
+    fetcher = FetchProcesses(data, None, 1)
+    assert renewed(fetcher) == [1, 1, 1, 1, 1, 1]
+    data.value.value = 2
+    assert renewed(fetcher) == [2, 1, 1, 1, 1, 2]
+    data.own = 3
+    with pytest.raises(UserError, match=r"cannot be sent to a data worker \(RuntimeError: .*inheritance"):
+        fetcher.renew()
+    fetcher.close()
+
+
+def test_every_worker_hears_of_a_change() -> None:
+    data = Changing()
+    fetcher = FetchProcesses(data, None, 2)
+    data.own = 2
+    assert renewed(fetcher) == renewed(fetcher) == [1, 2, 1, 1, 1]
+    fetcher.close()
+
+
 # Signals and random numbers.
 
 
