@@ -31,10 +31,11 @@ from hetsync.errors import UserError
 from hetsync.sync.messages import Task
 
 SECONDS = 60
+SLOW = 19
 
 
 class Squares(Dataset[Any]):
-    """Item 13 cannot be read; item 17 ends the process."""
+    """Item 13 cannot be read; item 17 ends the process; item `SLOW` takes its time."""
 
     def __init__(self, fatal: bool = False) -> None:
         self.fatal = fatal
@@ -47,6 +48,8 @@ class Squares(Dataset[Any]):
             raise OSError("the disk is gone")
         if index == 17 and self.fatal:
             os.kill(os.getpid(), signal.SIGKILL)
+        if index == SLOW:
+            time.sleep(0.3)
         return torch.tensor([index, index**2]), os.getpid()
 
 
@@ -85,7 +88,7 @@ def test_what_cannot_be_read_is_said_and_the_rest_goes_on(fetcher: Fetcher) -> N
 
 
 def test_a_batch_that_is_wanted_no_more_disturbs_no_other(fetcher: Fetcher) -> None:
-    unwanted = [fetcher.submit([index], 0) for index in range(8)]
+    unwanted = [fetcher.submit([SLOW], 0) for _ in range(3)]
     wanted = fetcher.submit([3, 4], 0)
     assert any([future.cancel() for future in unwanted])
     assert wanted.result(SECONDS)[0].tolist() == [[3, 9], [4, 16]]
