@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import subprocess
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -249,3 +250,31 @@ def test_the_kinds_of_telemetry_are_explained() -> None:
         if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
     }
     assert kinds == set(explained("Telemetry"))
+
+
+def commits_named(page: Path) -> list[str]:
+    """What stands in a table's row of commits or under a key of that name, and elsewhere what looks like one."""
+    text = page.read_text(encoding="utf-8")
+    rows = "\n".join(re.findall(r'^\| commit \|.*|"commit": ?"\w+"', text, re.MULTILINE))
+    alike = re.findall(r"\b(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7,40}\b", text) if page.suffix == ".md" else []
+    return [*re.findall(r"\b[0-9a-f]{7,40}\b", rows), *alike]
+
+
+def history() -> str:
+    """Its commits, a line each; none where this is a source archive or a shallow clone."""
+    git = ["git", "-C", str(ROOT)]
+    shallow = subprocess.run(
+        [*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True, check=False
+    )
+    if not (ROOT / ".git").exists() or shallow.stdout.strip() != "false":
+        return ""
+    return subprocess.run([*git, "rev-list", "HEAD"], capture_output=True, text=True, check=True).stdout
+
+
+def test_every_commit_that_is_named_is_in_the_history() -> None:
+    pages = [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "benchmarks" / "published").iterdir()]
+    named = {(page.name, commit) for page in pages for commit in commits_named(page)}
+    assert len(named) > 40
+    if not (commits := history()):
+        pytest.skip("no history here")
+    assert not [(page, commit) for page, commit in sorted(named) if f"\n{commit}" not in f"\n{commits}"]

@@ -93,6 +93,22 @@ def test_a_claim_is_judged_by_its_target():
     assert not any("pretrained" in line for line in told)
 
 
+def test_costs_are_told_apart():
+    """An objective of a third each hides that one cost is higher."""
+    records = [
+        searched("trinity", 0.95, seconds_per_sample=0.9, bytes_per_sample=140.0, memory_fraction=0.5),
+        searched("hierarchical", 1.0, seconds_per_sample=1.0, bytes_per_sample=100.0, memory_fraction=0.5),
+    ]
+    told = planner_tables.verdicts(records)
+    for cost, ratio in (("time", "0.9"), ("bytes", "1.4"), ("memory", "1")):
+        assert any(f"| trinity | hierarchical | {cost} | {ratio} |" in line for line in told)
+
+
+def test_cells_without_any_bytes_have_no_ratio_of_them():
+    records = [searched("trinity", 1.0, bytes_per_sample=0.0), searched("hierarchical", 1.0, bytes_per_sample=0.0)]
+    assert not any("| bytes |" in line for line in planner_tables.verdicts(records))
+
+
 def test_what_ran_once_for_all_weights_counts_once():
     once = [searched("tapp", 1.0, seconds=60.0, weights=weights) for weights in ("time", "thirds")]
     twice = [searched("trinity", 1.0, seconds=seconds, weights="time") for seconds in (20.0, 40.0)]
