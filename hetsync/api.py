@@ -41,6 +41,7 @@ from hetsync.config.schema import Config, RunConfig, SyncConfig
 from hetsync.data.handed_over import check_dataset, check_not_a_worker, source_of
 from hetsync.data.ledger import total_samples
 from hetsync.data.loader import Source
+from hetsync.data.random_state import Chance
 from hetsync.emulation.cluster import load_cluster
 from hetsync.emulation.device import make_device
 from hetsync.errors import UserError, did_you_mean, early_mistakes
@@ -196,7 +197,7 @@ def join_job(
         tolerate, least_ranks: The recipe's `fault`: whether the job goes on when a rank dies, and with how many.
         fault: Other keys of the recipe's `fault`.
         settings: Keys of the recipe's `run` and `sync`, such as precision="bfloat16", checkpoint_seconds=300,
-            delay_bound=0.
+            delay_bound=0. Without a seed it is that which rank 0's script has given to torch.manual_seed last.
     """
     runs = {name: value for name, value in settings.items() if name in RUN_KEYS}
     recipe = recipe_of_arguments(
@@ -212,6 +213,7 @@ def join_job(
         recipe,
         plane,
         keep=run is not None,
+        seeded="seed" in runs,
         resume=resume,
         stop=stop,
         owns_plane=owns_plane,
@@ -232,7 +234,7 @@ def join_session(
     scheduler: LRScheduler | None = None,
     max_grad_norm: float | None = None,
     evaluate_every: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     emulate: str | None = None,
     samples_per_second: float | None = None,
     **sync: Any,
@@ -249,12 +251,13 @@ def join_session(
             must not step it.
         max_grad_norm: Clip the gradient to this norm before each step.
         evaluate_every: Samples after which all ranks come to rest with the same weights; see `Session.slices`.
-        seed: Of the sample order.
+        seed: Of the sample order; None: that which rank 0's script has given to torch.manual_seed.
         emulate: A cluster profile to imitate, with `samples_per_second` of the whole emulated cluster.
         samples_per_second: See `emulate`.
         sync: Settings of `hetsync.config.schema.SyncConfig`, such as delay_bound=0.
     """
     parts = prepared_parts(model, optimizer, scheduler)
+    seed = plane.broadcast_object(Chance.found().seed if seed is None else seed)
     device = next(model.parameters()).device
     make_current(device)
     recipe = recipe_of_arguments(

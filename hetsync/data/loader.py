@@ -88,7 +88,7 @@ class EpochOrder:
 
     def _permutation(self, epoch: int) -> torch.Tensor:
         if epoch not in self._permutations:
-            generator = torch.Generator().manual_seed((self._seed << 20) + epoch)
+            generator = torch.Generator().manual_seed(((self._seed << 20) + epoch) % 2**64)
             shuffled = torch.randperm(self._all, generator=generator) if self._shuffle else torch.arange(self._all)
             self._permutations = {e: p for e, p in self._permutations.items() if e >= epoch - 1}
             self._permutations[epoch] = shuffled if self._costs is None else self._balanced(shuffled, epoch)

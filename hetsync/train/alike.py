@@ -47,11 +47,12 @@ def require_as_told(theirs: Description, mine: Description) -> None:
             )
 
 
-def settings_described(config: Config, keep: bool, resume: Any) -> Description:
+def settings_described(config: Config, keep: bool, resume: Any, seeded: bool) -> Description:
     sections = dataclasses.asdict(config)
     keys = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
     told = {key: value for key, value in keys.items() if key not in OF_EACH_RANK}
-    return {"the run folder": "given" if keep else "missing", "resume": str(resume), **told}
+    seed = {} if seeded else {"run.seed": "the script's"}
+    return {"the run folder": "given" if keep else "missing", "resume": str(resume), **told, **seed}
 
 
 def data_described(loader: TrainingLoader, tests: Sequence[EvaluationLoader], total: int) -> Description:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -73,6 +74,7 @@ class Job:
         plane: Plane,
         *,
         keep: bool = True,
+        seeded: bool = True,
         resume: Resume = False,
         stop: StopSignal | None = None,
         owns_plane: bool = False,
@@ -81,14 +83,15 @@ class Job:
         resume_by: str = "the same command, where resume is 'auto'",
     ) -> None:
         """Collective. Of the settings those of model, data and optimizer do not count: `prepare` and `loader` tell.
-        Without `keep` there is no run folder. `stop` hears signals; `show`: how rank 0 shows progress; `track`: what
-        gets figures beside those that `config` names; `resume_by`: what goes on with a stopped run, {} being its
-        folder.
+        Without `keep` there is no run folder. Where it is not `seeded`, the seed is what the script has given to
+        `torch.manual_seed` last before the loop, and not the config's. `stop` hears signals; `show`: how rank 0 shows
+        progress; `track`: what gets figures beside those that `config` names; `resume_by`: what goes on with a stopped
+        run, {} being its folder.
 
         Raises UserError for settings that cannot work, a run folder that is in use, and a damaged run.
         """
         check_not_a_worker()
-        require_alike(plane, "hetsync.join", settings_described(config, keep, resume))
+        require_alike(plane, "hetsync.join", settings_described(config, keep, resume, seeded))
         if resume is not False and not keep:
             raise UserError("resume needs the folder of the run: give hetsync.join a run")
         self.config = config
@@ -102,7 +105,7 @@ class Job:
             self.folder, loaded = None, None
             if plane.newcomer is not None:
                 summons = summons_of(plane.newcomer)
-                require_as_told(summons.settings, settings_described(config, keep, resume))
+                require_as_told(summons.settings, settings_described(config, keep, resume, seeded))
                 self.folder = held.enter_context(shared_folder(Path(summons.folder)))
             elif keep:
                 self.folder, resumed = held.enter_context(opened_folder(plane, config.run, resume))
@@ -111,7 +114,7 @@ class Job:
             check_trackers(config.run.track, self.folder)
             self._shown = Shown(show, [*config.run.track, *track], resume_by)
             self._best = Best(self.folder) if self.folder is not None else None
-            self._at = take_place(config, plane, self.folder, loaded)
+            self._at = take_place(config, plane, self.folder, loaded, seeded)
             self._held = held.pop_all()  # until the end
         self.device, self.local_rank = self._at.device, self._at.place.local_rank
         self._prepared = Preparation(self.rank, self.size, self.device)
@@ -255,6 +258,9 @@ class Job:
             parts.restore_roles(loaded.state)
         if self.plane.newcomer is not None:
             require_as_told(summons_of(self.plane.newcomer).prepared, described)
+        if not self._at.seeded:
+            self.config = replace(self.config, run=replace(self.config.run, seed=self._seed_of_script()))
+            self._at = replace(self._at, config=self.config)
         parts.make_rates(prepared.training_data.batch_size, prepared.interval_samples)
         finished = self.finished_at(prepared.total)
         if finished is not None:
@@ -263,6 +269,13 @@ class Job:
             require_order(loaded, prepared.training_data.source.order(self._at.config.run.seed))
         self._running = Running(self._at, prepared, self._shown, finished is not None, described)
         return self._running
+
+    def _seed_of_script(self) -> int:
+        """Collective: of the run that is gone on with, or what rank 0's script has set last."""
+        if self.plane.newcomer is not None:
+            return summons_of(self.plane.newcomer).seed
+        kept = {} if self._at.loaded is None else self._at.loaded.state.get("order", {})
+        return self.plane.broadcast_object(torch.initial_seed() % 2**63 if kept.get("seed") is None else kept["seed"])
 
     # The loop.
 

@@ -30,11 +30,12 @@ SECONDS_FOR_A_REST = 60.0  # to come, before it is asked for once more
 
 @dataclass(frozen=True)
 class Summons:
-    """What a newcomer is told at its start: the run folder, what is known of all ranks, and how the job's settings and
-    what it has prepared are described (`alike.py`), as its own must be."""
+    """What a newcomer is told at its start: the run folder, the seed, what is known of all ranks, and how the job's
+    settings and what it has prepared are described (`alike.py`), as its own must be."""
 
     folder: str
     settings: Mapping[str, Any]
+    seed: int
     prepared: Mapping[str, Any]
     places: Sequence[Place]
     profiles: Sequence[RankProfile]

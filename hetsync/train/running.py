@@ -200,7 +200,8 @@ class Running:
     def _summons(self) -> Summons:
         return Summons(
             folder=str(self.at.folder),
-            settings=settings_described(self.at.config, keep=True, resume=False),
+            settings=settings_described(self.at.config, keep=True, resume=False, seeded=self.at.seeded),
+            seed=self.config.run.seed,
             prepared=self._described,
             places=self.at.places,
             profiles=self.profiles,

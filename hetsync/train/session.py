@@ -658,7 +658,9 @@ class Session:
         self.release()
 
     def release(self) -> None:
-        """The end, regular or not: nothing of this job runs on, and nobody is waited for."""
+        """The end, regular or not: nothing of this job runs on, and nobody is waited for. The process draws from the
+        job's seed again, and no longer from this rank's, which a later job would take for the script's."""
+        seed_all(self.terms.seed)
         self._end_rest()
         self.engine.stop()
         if self._stacks is not None:

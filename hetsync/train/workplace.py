@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hetsync.config.schema import Config
-from hetsync.data.random_state import seed_all
+from hetsync.data.random_state import Chance, seed_all
 from hetsync.emulation.cluster import Cluster, load_cluster
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane
@@ -32,6 +32,7 @@ class Workplace:
     loaded: Where the job goes on from, if anywhere.
     cluster: That is emulated, if any.
     places: Host and cores of every rank; of a rank that joins while the job runs its own alone counts.
+    seeded: The seed is the config's; otherwise the script's (`Job`).
     began: The moment, by the monotonic clock.
     """
 
@@ -42,6 +43,7 @@ class Workplace:
     cluster: Cluster | None
     places: Sequence[Place]
     device: torch.device
+    seeded: bool
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -50,8 +52,11 @@ class Workplace:
         return self.places[self.plane.rank]
 
 
-def take_place(config: Config, plane: Plane, folder: Path | None, loaded: checkpoint.Loaded | None) -> Workplace:
-    """Collective. From now on this process has its cores, its device and its seeds."""
+def take_place(
+    config: Config, plane: Plane, folder: Path | None, loaded: checkpoint.Loaded | None, seeded: bool = True
+) -> Workplace:
+    """Collective. From now on this process has its cores, its device and its seeds: the recipe's, or, where it is not
+    `seeded`, those of rank 0's script."""
     profile = config.emulation.profile
     cluster = load_cluster(profile) if profile is not None else None
     if cluster is not None:
@@ -76,7 +81,18 @@ def take_place(config: Config, plane: Plane, folder: Path | None, loaded: checkp
         if plane.rank == 0:
             check_replacing(plane, folder)
         plane.barrier()  # rank 0's sentence ends the others here
-    seed_all(config.run.seed)
+    if seeded:
+        seed_all(config.run.seed)
+    else:
+        chance = Chance.found()
+        (chance if plane.newcomer is not None else plane.broadcast_object(chance)).take()
     return Workplace(
-        config=config, plane=plane, folder=folder, loaded=loaded, cluster=cluster, places=places, device=device
+        config=config,
+        plane=plane,
+        folder=folder,
+        loaded=loaded,
+        cluster=cluster,
+        places=places,
+        device=device,
+        seeded=seeded,
     )

@@ -26,10 +26,10 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 Prepare = Callable[[Job, bool], Any]  # the flag: on the odd rank
 
 
-def make_job(plane: Plane, keep: bool = False, resume: Any = False, **keys: Any) -> Job:
+def make_job(plane: Plane, keep: bool = False, seeded: bool = True, resume: Any = False, **keys: Any) -> Job:
     """Of keys of the recipe's `run` and `sync`."""
     sync = {name: keys.pop(name) for name in list(keys) if name in ("delay_bound", "accumulation", "rebalance")}
-    return Job(recipe_of({"run": keys, "sync": sync}), plane, keep=keep, resume=resume, show="nothing")
+    return Job(recipe_of({"run": keys, "sync": sync}), plane, keep=keep, seeded=seeded, resume=resume, show="nothing")
 
 
 def is_odd(plane: Plane) -> bool:
@@ -142,6 +142,7 @@ def test_other_numbers_of_epochs_are_named(plane: Plane) -> None:
     [
         ({"delay_bound": 0}, "sync.delay_bound is 0 on rank"),
         ({"seed": 3}, "run.seed"),
+        ({"seeded": False}, "run.seed is the script's on rank"),
         ({"accumulation": 3}, "sync.accumulation"),
         ({"precision": "bfloat16"}, "run.precision"),
         ({"keep": True}, "the run folder is given on rank"),
