@@ -30,7 +30,7 @@ from hetsync.sync.noise_scale import Addend, NoiseScale
 from hetsync.sync.optimizer_state import average_optimizer_state
 from hetsync.sync.optimizers import build_optimizer, momentum_of
 from hetsync.sync.rates import ScheduleRates
-from hetsync.sync.steps import Steps, require_finite
+from hetsync.sync.steps import LocalSteps, Steps, require_finite
 from hetsync.sync.tail import Tail, shared_buffers, trained_values
 
 MOST_RANKS = 64
@@ -39,11 +39,14 @@ MOST_RANKS = 64
 class Replica:
     """One rank's tensors."""
 
-    def __init__(self, config: Config, model: torch.nn.Module, random_state: torch.Tensor, total_samples: int) -> None:
+    def __init__(
+        self, config: Config, model: torch.nn.Module, random_state: torch.Tensor, total_samples: int, ranks: int
+    ) -> None:
         self.model = model
         self.optimizer = build_optimizer(config.optimizer, model)
+        self.local = LocalSteps.of([self.optimizer], config.data.batch_size, ranks)
         rates = ScheduleRates(self.optimizer, partial(config.schedule.factor, total=total_samples))
-        self.steps = Steps(self.optimizer, rates, config.optimizer.max_grad_norm, config.data.batch_size)
+        self.steps = Steps(self.optimizer, rates, config.optimizer.max_grad_norm, self.local)
         self.outer = make_outer(config.sync, config.data.batch_size)
         self.gradients = Gradients(model, config.sync.bucket_bytes, lambda fraction: None, lambda: None, False)
         self.weights = [p for p in model.parameters() if p.requires_grad]
@@ -82,7 +85,7 @@ class ReplicaLearner(Learner):
         self._newest = -1
         models = [model, *(copy.deepcopy(model) for _ in range(ranks - 1))]
         self._replicas = {
-            rank: Replica(config, mine, self._seeded(rank, 0), total_samples) for rank, mine in enumerate(models)
+            rank: Replica(config, mine, self._seeded(rank, 0), total_samples, ranks) for rank, mine in enumerate(models)
         }
         momentum = momentum_of(self._replicas[0].optimizer)
         self._noise_of = {synchronous: NoiseScale(momentum) for synchronous in (False, True)}
@@ -128,7 +131,7 @@ class ReplicaLearner(Learner):
     def finish_task(self, rank: int, task: Task) -> None:
         replica = self._replicas[rank]
         if task.synchronous_round is None:
-            total = replica.delayed().finish(task.samples, len(task.slices))
+            total = replica.delayed().finish(task.samples, len(task.slices), replica.local.lift(task))
         else:
             total = replica.gradients.flush(task.samples)
         require_finite(total, rank, task.position)
@@ -223,7 +226,8 @@ class ReplicaLearner(Learner):
 
     def add_rank(self, rank: int) -> None:
         like = self._replicas[0]
-        replica = Replica(self._config, copy.deepcopy(like.model), like.random_state, self._total_samples)
+        model, ranks = copy.deepcopy(like.model), like.local.ranks
+        replica = Replica(self._config, model, like.random_state, self._total_samples, ranks)
         replica.optimizer.load_state_dict(copy.deepcopy(like.optimizer.state_dict()))
         replica.outer = copy.deepcopy(like.outer)
         replica.gradients.tail.travel = list(like.gradients.tail.travel)

@@ -151,8 +151,10 @@ class Deltas:
         self._one_sum = one_sum
         self.residual = Residual()  # what rounding took from the sums of weights
         self._steps = 0
+        self._merged_steps = 0.0  # each counts for one over its lift
         self._samples = 0
-        self._weight = 0.0  # that our last contribution had
+        self._weight = self._buffer_weight = 0.0  # that our last contribution had
+        self._given_steps = 0.0  # what its steps counted for
         self._rounded = False  # did the wire round our last contribution?
         self._dropped = False  # does u hold what belongs to no task?
         self.packed = (0, 0)  # samples and inner steps of our contribution to the newest round
@@ -188,8 +190,9 @@ class Deltas:
         self._dropped = True
 
     @torch.no_grad()
-    def finish(self, samples: int, steps: int) -> float:
-        """P ← all progress that no round has taken; it is worth `samples`, made in `steps` inner steps.
+    def finish(self, samples: int, steps: int, lift: float = 1.0) -> float:
+        """P ← all progress that no round has taken; it is worth `samples`, made in `steps` inner steps, which
+        merging lifts (see `sync/steps.py:LocalSteps`).
 
         Returns a sum over P; if it is not finite, nothing of P will go out.
         """
@@ -209,6 +212,7 @@ class Deltas:
         self._folded |= self._in_flight
         self._samples += samples
         self._steps += steps
+        self._merged_steps += steps / lift
         pending.empty = not math.isfinite(total)
         return total
 
@@ -287,8 +291,10 @@ class Deltas:
             flight.zero_()
         else:
             if self._steps:
-                self._weight = self._samples / (self._steps * batch)
-            torch.mul(pending.values, self._weight, out=flight)
+                self._weight = self._samples / (self._merged_steps * batch)
+                self._buffer_weight = self._samples / (self._steps * batch)
+            torch.mul(pending.values[: self._weights], self._weight, out=addend)
+            torch.mul(pending.values[self._weights :], self._buffer_weight, out=flight[self._weights :])
             self._rounded = wire != "float32"
             if self._rounded:
                 torch.div(round_trip(addend, wire), self._weight, out=pending.values[: self._weights])
@@ -298,7 +304,8 @@ class Deltas:
         self.packed = (0, 0)
         if contribute:
             self.packed = (self._samples, self._steps)
-            self._samples = self._steps = 0
+            self._given_steps = self._merged_steps
+            self._samples, self._steps, self._merged_steps = 0, 0, 0.0
             self._in_flight = True
         if self._one_sum and wire == "float32" and self.tail.lie_behind(self._flight.memory):
             return self._flight.memory
@@ -373,6 +380,7 @@ class Deltas:
         samples, steps = self.packed
         self._samples += samples
         self._steps += steps
+        self._merged_steps += self._given_steps
         self._in_flight = self._folded = False
 
     @torch.no_grad()

@@ -369,8 +369,8 @@ class Engine:
                 self._gradients.take_over_buffers(state["shared buffers"], state["travel"])
             self.worker.version = shared.landed
 
-    def finish(self, task: Task, seconds: float, loss_sum: float) -> None:
-        """The task is computed; `seconds` of device time, `loss_sum` over its samples."""
+    def finish(self, task: Task, seconds: float, loss_sum: float, lift: float = 1.0) -> None:
+        """The task is computed; `seconds` of device time, `loss_sum` over its samples, `lift` of its progress."""
         shared = self._shared
         shared.acted_at = time.monotonic()
         if self._options.on_host:
@@ -380,7 +380,7 @@ class Engine:
                 assert shared.deltas is not None
                 self._apply()
                 with shared.order:
-                    total = shared.deltas.finish(task.samples, len(task.slices))
+                    total = shared.deltas.finish(task.samples, len(task.slices), lift)
                 shared.followers.tell(Finished(task.number))
                 require_finite(total, self._plane.rank, task.position)
             else:

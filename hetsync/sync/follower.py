@@ -92,14 +92,14 @@ class Follower:
         with self._shared.changed:
             self._await(Closed)
 
-    def finish(self, task: Task, seconds: float, loss_sum: float) -> None:
+    def finish(self, task: Task, seconds: float, loss_sum: float, lift: float = 1.0) -> None:
         """The task is computed. The leader tells the coordinator."""
         shared = self._shared
         with shared.changed:
             finished = self._await(Finished)
             assert finished.task == task.number
             with self.timer.working, shared.order:
-                total = self._deltas.finish(task.samples, len(task.slices))
+                total = self._deltas.finish(task.samples, len(task.slices), lift)
         require_finite(total, self._plane.rank, task.position)
 
     def report(self, event: DrainRequested) -> None:

@@ -110,9 +110,9 @@ class FragmentedDeltas(PartedDeltas):
         for part in self.parts:
             part.undo()
 
-    def finish(self, samples: int, steps: int) -> float:
+    def finish(self, samples: int, steps: int, lift: float = 1.0) -> float:
         self._samples += samples
-        return super().finish(samples, steps)
+        return super().finish(samples, steps, lift)
 
     def pack(self, start: StartRound, contribute: bool, batch: int, wire: WireFormat) -> list[torch.Tensor]:
         addends = super().pack(start, contribute, batch, wire)

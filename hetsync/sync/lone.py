@@ -268,10 +268,10 @@ class LoneDeltas:
         self._batch = batch
 
     @torch.no_grad()
-    def finish(self, samples: int, steps: int) -> float:
+    def finish(self, samples: int, steps: int, lift: float = 1.0) -> float:
         if self._before is not None and samples != steps * self._batch:
             for tensor, before in zip(self._local, self._before, strict=True):
-                tensor.copy_(before.lerp(tensor, samples / (steps * self._batch)))
+                tensor.copy_(before.lerp(tensor, lift * samples / (steps * self._batch)))
         self._before = None
         return total_of(self._weights) if self._finite.due() else 0.0
 

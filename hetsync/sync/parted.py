@@ -47,8 +47,8 @@ class PartedDeltas:
         for part in self.parts:
             part.drop_task()
 
-    def finish(self, samples: int, steps: int) -> float:
-        total = sum(part.finish(samples, steps) for part in self.parts)
+    def finish(self, samples: int, steps: int, lift: float = 1.0) -> float:
+        total = sum(part.finish(samples, steps, lift) for part in self.parts)
         if not math.isfinite(total):
             for part in self.parts:
                 part.withhold()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -32,17 +33,57 @@ def require_finite(total: float, rank: int, samples: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class LocalSteps:
+    """How far a rank steps on a slice of its own, and how far that moves the anchor when it is merged.
+
+    In delayed mode one rank of R steps on n samples, where one process would step on a batch of B. Its learning rate
+    is multiplied by `rate`, and the progress is merged with `lift` times the weight n / B. The product of the two is
+    what a sample does to the anchor. It is 1; for adaptive optimizers, which divide by the root of the gradient's
+    second moment, it is `noise` = √(B / n) (square-root scaling rule, Malladi et al. 2022).
+
+    What is free is how far local weights go before the others' steps are in them. Steps that are meant for B samples
+    are too long on a few, most of all with momentum:
+
+    - Adaptive optimizers step at the rate that is set, and merging makes up for the rest.
+    - Others take full steps on the even share B / R and above, so that equal ranks do as in local SGD. Below it steps
+      are shorter by the root of n over the even share.
+
+    Where not all of several optimizers are adaptive, all are lifted as those that are not.
+    """
+
+    batch_size: int
+    ranks: int
+    adaptive: bool
+
+    @classmethod
+    def of(cls, optimizers: Iterable[torch.optim.Optimizer], batch_size: int, ranks: int) -> LocalSteps:
+        return cls(batch_size, ranks, all(isinstance(each, ADAPTIVE) for each in optimizers))
+
+    def noise(self, task: Task) -> float:
+        """Norm of a slice's gradient over that of the batch's, where noise rules it."""
+        return math.sqrt(self.batch_size / (task.share or task.samples)) if task.synchronous_round is None else 1.0
+
+    def lift(self, task: Task) -> float:
+        """Of the progress of the task's steps, when it is merged."""
+        noise = self.noise(task)
+        return noise if self.adaptive else max(1.0, noise / math.sqrt(self.ranks))
+
+    def rate(self, task: Task, adaptive: bool) -> float:
+        """Of a step of an optimizer, which is `adaptive` or not."""
+        return (self.noise(task) if adaptive else 1.0) / self.lift(task)
+
+
 class Steps:
     """An optimizer's steps: schedule, clipping, and what makes local steps on slices add up to the batch's.
 
     Where noise rules it, the gradient of a slice of n samples has √(B / n) times the norm of the batch's of B samples.
 
-    - Adaptive optimizers divide by the root of its second moment: a local step comes out too short by √(B / n), which
-      is made up for in the learning rate (square-root scaling rule, Malladi et al. 2022).
+    - Learning rates are multiplied as `LocalSteps` says.
     - Clipping would cut slices to the norm that is meant for the batch: their bound is √(B / n) times as high.
 
     - Decoupled weight decay (AdamW) multiplies weights by 1 − learning rate · decay, whatever the gradients: it is
-      divided by what the learning rate is multiplied by. Decay inside the gradient (L2) is divided by the root of
+      divided by `noise`, by which rate and lift multiply it. Decay inside the gradient (L2) is divided by the root of
       the second moment with it, and needs nothing.
 
     Drift and noise of the anchor are then the batch's. Between `start` and the next rest, nobody else may set the
@@ -54,16 +95,16 @@ class Steps:
         optimizer: torch.optim.Optimizer,
         rates: Rates,
         max_grad_norm: float | None,
-        batch_size: int,
+        local: LocalSteps,
         before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
     ) -> None:
-        """`rates` and `max_grad_norm` are those for a batch of `batch_size`; `before` and `after` are called with each
+        """`rates` and `max_grad_norm` are those for a whole batch; `before` and `after` are called with each
         of the optimizer's steps, whoever makes it."""
         self.optimizer = optimizer
         self.rates = rates
         self._max_grad_norm = max_grad_norm
-        self._batch_size = batch_size
+        self._local = local
         self._noise = 1.0
         self._adaptive = isinstance(optimizer, ADAPTIVE)
         self._in_force = rates_of(optimizer)
@@ -110,9 +151,8 @@ class Steps:
     def begin_task(self, task: Task) -> None:
         """The steps from now on are this task's."""
         self._check_rates()
-        local = task.synchronous_round is None
-        self._noise = math.sqrt(self._batch_size / (task.share or task.samples)) if local else 1.0
-        factor = self._noise if self._adaptive else 1.0
+        self._noise = self._local.noise(task)
+        factor = self._local.rate(task, self._adaptive)
         self.scheduled = self.rates.at(task.position)
         self._in_force = set_rates(self.optimizer, [rate * factor for rate in self.scheduled])
         self._set_decays(self._noise)

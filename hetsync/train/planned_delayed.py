@@ -28,7 +28,7 @@ from hetsync.sync.milestones import CHECKPOINT, STOP
 from hetsync.sync.segmented import Segment
 from hetsync.sync.shared_state import EngineOptions
 from hetsync.sync.state_machine import RoundStateMachine
-from hetsync.sync.steps import Steps
+from hetsync.sync.steps import LocalSteps, Steps
 from hetsync.sync.tail import shared_buffers
 from hetsync.train.planned_terms import STAGE, PlannedTerms, Replicas, Rest, memory_of_plans
 
@@ -49,7 +49,8 @@ class DelayedReplicas(Replicas):
         self._counters = Counters(self._replica.held)
         config = at.config
         norm, batch = config.optimizer.max_grad_norm, config.data.batch_size
-        self._steps = Steps(terms.optimizer, terms.rates, norm, batch)
+        self._local = LocalSteps.of([terms.optimizer], batch, len(self._leaders))
+        self._steps = Steps(terms.optimizer, terms.rates, norm, self._local)
         self._samples = 0  # of this replica, since the last rest
         self._rested_at = self._books.applied
         self._opened: list[Sums] = []
@@ -155,7 +156,7 @@ class DelayedReplicas(Replicas):
                 self._replica.update(steps.optimizer, steps.greatest_norm)
             loading, spent = loading + loaded - began, spent + time.monotonic() - loaded
             part.close_slice(task)
-        part.finish(task, spent, loss_sum)
+        part.finish(task, spent, loss_sum, self._local.lift(task))
         self._samples += task.samples
         computed = passes.seconds - computed
         wait = part.timer.wait_seconds - waited + max(0.0, spent - computed)

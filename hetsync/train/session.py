@@ -138,6 +138,7 @@ class Session:
         self.tasks = TaskRunner(
             trained=trained,
             batch_size=terms.batch_size,
+            ranks=self.plane.ranks_at_start,
             max_grad_norm=max_grad_norm,
             device=device,
             loader=self._loader,

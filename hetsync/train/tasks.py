@@ -22,7 +22,7 @@ from hetsync.sync.messages import CapFound, Task
 from hetsync.sync.model_tensors import ModelTensors
 from hetsync.sync.rates import Rates
 from hetsync.sync.recovery import spans_of
-from hetsync.sync.steps import Steps
+from hetsync.sync.steps import LocalSteps, Steps
 from hetsync.sync.undo import BeforeStep, Tensors
 from hetsync.train.accounts import RankTotals, TaskInWork
 from hetsync.train.memory import SliceMemory
@@ -68,6 +68,7 @@ class TaskRunner:
         *,
         trained: Trained,
         batch_size: int,
+        ranks: int,
         max_grad_norm: float | None,
         device: Device,
         loader: Loader,
@@ -79,8 +80,9 @@ class TaskRunner:
     ) -> None:
         """`totals` are kept, and `record` is told of each task. `memory` tells how many samples fit, where that is not
         known. `skips`: what is not finite is left out of rounds."""
+        self._local = LocalSteps.of(trained.optimizers, batch_size, ranks)
         self.steps = [
-            Steps(each, rates, max_grad_norm, batch_size, partial(self._before, n), partial(self._after, n))
+            Steps(each, rates, max_grad_norm, self._local, partial(self._before, n), partial(self._after, n))
             for n, (each, rates) in enumerate(zip(trained.optimizers, trained.rates, strict=True))
         ]
         self.tensors = ModelTensors(trained.model, trained.optimizers)
@@ -394,7 +396,7 @@ class TaskRunner:
             self._put_back()
             self._engine.leave_out(task, work.spoiled)
             return
-        self._engine.finish(task, seconds, loss_sum)
+        self._engine.finish(task, seconds, loss_sum, self._local.lift(task))
         if self._engine.is_spoiled(task):
             self._check_whole()
             return

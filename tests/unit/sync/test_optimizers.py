@@ -10,13 +10,17 @@ import torch
 
 from hetsync.errors import UserError
 from hetsync.sync.messages import Task
-from hetsync.sync.rates import Cadence, ScheduleRates, SchedulerRates
-from hetsync.sync.steps import Steps
+from hetsync.sync.rates import Cadence, Rates, ScheduleRates, SchedulerRates
+from hetsync.sync.steps import LocalSteps, Steps
 
 BATCH = 16
 SHARE = 4
 DELAYED = Task(0, (((0, SHARE),),), 4, 0, 0, share=SHARE)
 SYNCHRONOUS = DELAYED._replace(synchronous_round=0, round_samples=BATCH)
+
+
+def steps_of(optimizer: torch.optim.Optimizer, rates: Rates, max_norm: float | None, batch: int = BATCH) -> Steps:
+    return Steps(optimizer, rates, max_norm, LocalSteps.of([optimizer], batch, BATCH // SHARE))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +35,7 @@ SYNCHRONOUS = DELAYED._replace(synchronous_round=0, round_samples=BATCH)
 def test_the_bound_of_clipping_is_meant_for_the_batch(task: Task, gradient: float, length: float) -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    steps = Steps(optimizer, ScheduleRates(optimizer), 1.0, BATCH)
+    steps = steps_of(optimizer, ScheduleRates(optimizer), 1.0, BATCH)
     steps.begin_task(task)
     weight.grad = torch.full_like(weight, gradient)
     steps.step()
@@ -40,12 +44,12 @@ def test_the_bound_of_clipping_is_meant_for_the_batch(task: Task, gradient: floa
 
 
 def decayed(optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter, task: Task) -> float:
-    """What is left of a weight of 1 after a step along a gradient of zero."""
-    steps = Steps(optimizer, ScheduleRates(optimizer), None, BATCH)
+    """What is left of an anchor of 1 once a step along a gradient of zero is merged."""
+    steps = steps_of(optimizer, ScheduleRates(optimizer), None, BATCH)
     steps.begin_task(task)
     weight.grad = torch.zeros_like(weight)
     steps.step()
-    return weight.item()
+    return 1 - LocalSteps.of([optimizer], BATCH, BATCH // SHARE).lift(task) * (1 - weight.item())
 
 
 KINDS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
@@ -68,7 +72,7 @@ def test_decoupled_decay_is_that_of_the_batch_in_slices_too(kind: str) -> None:
 def test_a_change_of_mode_brings_the_decay_back() -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.AdamW([{"params": [weight], "weight_decay": 0.5}], lr=0.1)
-    steps = Steps(optimizer, ScheduleRates(optimizer), None, BATCH)
+    steps = steps_of(optimizer, ScheduleRates(optimizer), None, BATCH)
     seen = []
     for task in (DELAYED, SYNCHRONOUS, DELAYED):
         steps.begin_task(task)
@@ -80,7 +84,7 @@ def test_a_change_of_mode_brings_the_decay_back() -> None:
 def test_the_owner_gets_the_optimizer_back_as_it_was(kind: type[torch.optim.Optimizer]) -> None:
     """Else the next job, or a saved state, would scale rates and decays once more."""
     optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=0.5, weight_decay=0.25)  # type: ignore[call-arg]
-    steps = Steps(optimizer, ScheduleRates(optimizer), None, BATCH)
+    steps = steps_of(optimizer, ScheduleRates(optimizer), None, BATCH)
     steps.begin_task(DELAYED)
     steps.show_owner(SHARE)
     (group,) = optimizer.param_groups
@@ -164,7 +168,7 @@ def test_a_batch_without_a_step_before_a_schedulers_first_is_not_counted() -> No
 
 def test_rates_that_are_set_at_the_last_rest_hold() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    steps = Steps(optimizer, ScheduleRates(optimizer), None, BATCH)
+    steps = steps_of(optimizer, ScheduleRates(optimizer), None, BATCH)
     steps.begin_task(DELAYED)
     steps.show_owner(BATCH)
     optimizer.param_groups[0]["lr"] = 0.5
@@ -189,7 +193,7 @@ def test_a_tensor_that_is_a_rate_is_changed_at_rest_only(
     """Sixteen bits hold no product of rates exactly: what is in force is what they hold."""
     rate = torch.tensor(0.1, dtype=torch.bfloat16)
     optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=rate)  # type: ignore[call-arg]
-    steps = Steps(optimizer, ScheduleRates(optimizer, lambda position: 0.3), None, BATCH)
+    steps = steps_of(optimizer, ScheduleRates(optimizer, lambda position: 0.3), None, BATCH)
     (group,) = optimizer.param_groups
     steps.start()
     steps.begin_task(task)
@@ -212,17 +216,17 @@ def test_a_tensor_that_is_a_rate_is_changed_at_rest_only(
 def test_two_optimizers_may_have_one_tensor_for_their_rate() -> None:
     rate = torch.tensor(0.1)
     both = [kind([torch.nn.Parameter(torch.zeros(1))], lr=rate) for kind in (torch.optim.SGD, torch.optim.Adam)]
-    each = [Steps(optimizer, ScheduleRates(optimizer), None, BATCH) for optimizer in both]
+    each = [steps_of(optimizer, ScheduleRates(optimizer), None, BATCH) for optimizer in both]
     for _ in range(2):
         for steps in each:
             steps.begin_task(DELAYED)
-    assert [optimizer.param_groups[0]["lr"].item() for optimizer in both] == pytest.approx([0.1, 0.2])
+    assert [optimizer.param_groups[0]["lr"].item() for optimizer in both] == pytest.approx([0.1, 0.1])
 
 
 def test_a_scheduler_of_a_tensor_that_is_a_rate() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=torch.tensor(1.0))
     rates = SchedulerRates(optimizer, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)], batch_size=4, every=1)
-    steps = Steps(optimizer, rates, None, 4)
+    steps = steps_of(optimizer, rates, None, 4)
     (group,) = optimizer.param_groups
     seen = []
     for batch in range(3):
