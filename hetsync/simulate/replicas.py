@@ -134,7 +134,7 @@ class ReplicaLearner(Learner):
             total = replica.delayed().finish(task.samples, len(task.slices), replica.local.lift(task))
         else:
             total = replica.gradients.flush(task.samples)
-        require_finite(total, rank, task.position)
+        require_finite(total, rank, task)
 
     # Delayed rounds.
 

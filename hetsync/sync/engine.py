@@ -319,7 +319,7 @@ class Engine:
         stage = last if stage is None else stage
         if not scaled and not math.isfinite(total):
             if not self._options.skips:
-                require_finite(total, self._plane.rank, task.position)
+                require_finite(total, self._plane.rank, task)
             self._tell_spoiled(task)
         if not shared.alone:  # or they are whole
             with shared.changed, self.timer.waiting:
@@ -382,7 +382,7 @@ class Engine:
                 with shared.order:
                     total = shared.deltas.finish(task.samples, len(task.slices), lift)
                 shared.followers.tell(Finished(task.number))
-                require_finite(total, self._plane.rank, task.position)
+                require_finite(total, self._plane.rank, task)
             else:
                 self.worker.version = task.synchronous_round + 1
             work, waits = self._overhead.since(seconds)

@@ -100,7 +100,7 @@ class Follower:
             assert finished.task == task.number
             with self.timer.working, shared.order:
                 total = self._deltas.finish(task.samples, len(task.slices), lift)
-        require_finite(total, self._plane.rank, task.position)
+        require_finite(total, self._plane.rank, task)
 
     def report(self, event: DrainRequested) -> None:
         """From the main thread."""

@@ -21,15 +21,17 @@ def _decoupled_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any])
     return group["weight_decay"] if decoupled and isinstance(optimizer, ADAPTIVE) else None
 
 
-def require_finite(total: float, rank: int, samples: int) -> None:
-    """Raise UserError unless a total over what a rank is about to give is finite; `samples` are those before it.
+def require_finite(total: float, rank: int, task: Task) -> None:
+    """Raise UserError unless a total over what a rank is about to give for this task is finite.
 
     Here the rank is known. In a round's sum it would be everybody's, and in the weights.
     """
     if not math.isfinite(total):
+        delayed = task.synchronous_round is None
+        other = "; synchronous training (sync.delay_bound 0) stands higher rates" if delayed else ""
         raise UserError(
-            f"the gradient became {total} on rank {rank} after {samples} samples: lower optimizer.learning_rate or"
-            " look at the data"
+            f"the gradient became {total} on rank {rank} after {task.position} samples: lower"
+            f" optimizer.learning_rate or look at the data{other}"
         )
 
 

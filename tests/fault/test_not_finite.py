@@ -61,3 +61,4 @@ def test_the_rank_with_the_nan_is_named(tmp_path: Path, bound: int, position: in
     (sentence,) = done.sentences
     assert f"the gradient became nan on rank {ranks[0]} after" in sentence, done.story
     assert "lower optimizer.learning_rate or look at the data" in sentence
+    assert ("sync.delay_bound 0" in sentence) == (bound > 0)
