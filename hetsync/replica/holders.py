@@ -13,6 +13,7 @@ import torch
 
 from hetsync.plane.base import Channels
 from hetsync.replica.segments import Segments, sum_over
+from hetsync.sync.buffers import Change, Rule, merged
 from hetsync.sync.optimizer_state import average_optimizer_state
 
 Gather = Callable[[Any], list[Any]]
@@ -58,20 +59,25 @@ def average_over_holders(
 
 
 class Counters:
-    """Integer buffers have no mean: at a rest all holders take over those of the lowest rank that has changed them, as
-    jobs without a plan do."""
+    """Buffers that no round sums (whole numbers, rows): at a rest all holders take over what each one's rule makes of
+    their changes, as jobs without a plan do."""
 
-    def __init__(self, held: Mapping[str, torch.Tensor]) -> None:
-        """When all holders have the same."""
-        self._counters = {name: tensor for name, tensor in held.items() if not tensor.is_floating_point()}
+    def __init__(self, held: Mapping[str, torch.Tensor], rules: Mapping[str, Rule]) -> None:
+        """When all holders have the same. `rules`: of each such buffer of the model, by name."""
+        self._rules = rules
+        self._counters = {name: tensor for name, tensor in held.items() if name in rules}
         self._before = {name: tensor.clone() for name, tensor in self._counters.items()}
 
-    def share(self, gather: Gather) -> None:
-        """Collective among all ranks."""
-        changed = {name: now.cpu() for name, now in self._counters.items() if not torch.equal(now, self._before[name])}
+    def share(self, gather: Gather, samples: int) -> None:
+        """Collective among all ranks, of which this one has computed so many since the last rest."""
+        changed = {
+            name: Change(now.cpu(), samples)
+            for name, now in self._counters.items()
+            if not torch.equal(now, self._before[name])
+        }
         everyones = gather(changed)
         for name, counter in self._counters.items():
             told = [theirs[name] for theirs in everyones if name in theirs]
             if told:
-                counter.copy_(told[0])
+                counter.copy_(merged(self._rules[name], self._before[name].cpu(), told))
             self._before[name] = counter.clone()

@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from hetsync.errors import UserError
 from hetsync.plan.graph import BlockGraph
 from hetsync.plan.placement import Placement
 from hetsync.plane.base import Channels
-from hetsync.sync.tail import shared_buffers
+from hetsync.sync.buffers import Unruled, buffers_of
+from hetsync.sync.tail import added_buffers, shared_buffers
 
 Segments = Mapping[tuple[int, ...], Sequence[str]]  # names of tensors, by their holders
 
@@ -61,21 +63,30 @@ class SegmentSums:
         self._buffers = {
             holders: [buffers[name] for name in names if name in buffers] for holders, names in own.items()
         }
+        self._added = {id(buffer) for buffer in added_buffers(model)}
+        self._unruled = Unruled(model)
+        if rows := [name for name, buffer in buffers_of(model, "rows").items() if buffer.is_floating_point()]:
+            raise UserError(
+                f"buffer {rows[0]} has rows that ranks write, which ranks that hold a part of the model together do not"
+                " tell each other: leave the plan out"
+            )
         self._before: dict[torch.Tensor, torch.Tensor] = {}
         self._rank, self._channels = rank, channels
 
     def begin(self) -> None:
         """A slice begins, with buffers that are the same on all holders."""
+        self._unruled.begin()
         self._before = {buffer: buffer.clone() for each in self._buffers.values() for buffer in each}
 
     @torch.no_grad()
-    def finish(self, weight: float, of_buffers: float | None = None) -> None:
+    def finish(self, weight: float, of_buffers: float | None = None, of_added: float = 1.0) -> None:
         """Gradients become their sum, and buffers move by that of their changes, each times its holder's `weight`;
-        `of_buffers` is that of changes, where it is another.
+        `of_buffers` is that of changes, where it is another, and `of_added` that of increments that add up.
 
         A gradient that no holder has stays None.
         """
-        weights = (weight, weight if of_buffers is None else of_buffers)
+        self._unruled.check()
+        weights = (weight, weight if of_buffers is None else of_buffers, of_added)
         shards = {holders: self._packed(holders, *weights).tensor_split(len(holders)) for holders in self._weights}
         for holders, own in shards.items():
             self._tell(holders, dict(zip(holders, own, strict=True)))
@@ -100,12 +111,15 @@ class SegmentSums:
         addends = [own if holder == self._rank else self._from(holder) for holder in holders]
         return torch.stack(addends).sum(dim=0)
 
-    def _packed(self, holders: tuple[int, ...], weight: float, of_buffers: float) -> torch.Tensor:
+    def _packed(self, holders: tuple[int, ...], weight: float, of_buffers: float, of_added: float) -> torch.Tensor:
         """Whether there are gradients, the gradients, and what buffers have changed by."""
         weights, buffers = self._weights[holders], self._buffers[holders]
         there = torch.tensor([float(each.grad is not None) for each in weights])
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad * weight for each in weights]
-        changes = [(buffer - self._before[buffer]) * of_buffers for buffer in buffers]
+        changes = [
+            (buffer - self._before[buffer]) * (of_added if id(buffer) in self._added else of_buffers)
+            for buffer in buffers
+        ]
         return torch.cat([there, *(each.flatten().float().cpu() for each in (*gradients, *changes))])
 
     def _unpack(self, holders: tuple[int, ...], flat: torch.Tensor) -> None:

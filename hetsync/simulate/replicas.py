@@ -21,6 +21,7 @@ from hetsync.plane.base import Residual, WireFormat
 from hetsync.plane.wire import decode, deliver, encode_sum, round_trip
 from hetsync.simulate.learner import Learner
 from hetsync.sync.agreement import weights_sha256
+from hetsync.sync.buffers import Unruled
 from hetsync.sync.collectives import squared_norm
 from hetsync.sync.deltas import make_outer
 from hetsync.sync.fragments import FragmentedDeltas
@@ -31,7 +32,7 @@ from hetsync.sync.optimizer_state import average_optimizer_state
 from hetsync.sync.optimizers import build_optimizer, momentum_of
 from hetsync.sync.rates import ScheduleRates
 from hetsync.sync.steps import LocalSteps, Steps, require_finite
-from hetsync.sync.tail import Tail, shared_buffers, trained_values
+from hetsync.sync.tail import Tail, added_buffers, shared_buffers, trained_values
 
 MOST_RANKS = 64
 
@@ -40,17 +41,27 @@ class Replica:
     """One rank's tensors."""
 
     def __init__(
-        self, config: Config, model: torch.nn.Module, random_state: torch.Tensor, total_samples: int, ranks: int
+        self,
+        config: Config,
+        model: torch.nn.Module,
+        random_state: torch.Tensor,
+        total_samples: int,
+        rank: int,
+        ranks: int,
     ) -> None:
+        """This is `rank`, of as many `ranks` as the job has begun with."""
         self.model = model
         self.optimizer = build_optimizer(config.optimizer, model)
         self.local = LocalSteps.of([self.optimizer], config.data.batch_size, ranks)
         rates = ScheduleRates(self.optimizer, partial(config.schedule.factor, total=total_samples))
         self.steps = Steps(self.optimizer, rates, config.optimizer.max_grad_norm, self.local)
         self.outer = make_outer(config.sync, config.data.batch_size)
-        self.gradients = Gradients(model, config.sync.bucket_bytes, lambda fraction: None, lambda: None, False)
+        self.gradients = Gradients(
+            model, config.sync.bucket_bytes, lambda fraction: None, lambda: None, False, rank=rank, ranks=ranks
+        )
+        self.unruled = Unruled(model)
         self.weights = [p for p in model.parameters() if p.requires_grad]
-        self.buffers = shared_buffers(model)
+        self.buffers, self.added = shared_buffers(model), len(added_buffers(model))
         self.fragments = config.sync.for_model(trained_values(model)).most_fragments
         self.deltas: FragmentedDeltas | None = None
         self.addends: Sequence[torch.Tensor] = ()  # of a round, then its sums; none, where it has packed none
@@ -60,7 +71,9 @@ class Replica:
     def delayed(self) -> FragmentedDeltas:
         """Made when delayed mode begins, as in the engine."""
         if self.deltas is None:
-            self.deltas = FragmentedDeltas(self.weights, self.outer, self.buffers, fragments=self.fragments)
+            self.deltas = FragmentedDeltas(
+                self.weights, self.outer, self.buffers, fragments=self.fragments, added=self.added
+            )
         return self.deltas
 
     def apply_sum(self) -> None:
@@ -85,7 +98,8 @@ class ReplicaLearner(Learner):
         self._newest = -1
         models = [model, *(copy.deepcopy(model) for _ in range(ranks - 1))]
         self._replicas = {
-            rank: Replica(config, mine, self._seeded(rank, 0), total_samples, ranks) for rank, mine in enumerate(models)
+            rank: Replica(config, mine, self._seeded(rank, 0), total_samples, rank, ranks)
+            for rank, mine in enumerate(models)
         }
         momentum = momentum_of(self._replicas[0].optimizer)
         self._noise_of = {synchronous: NoiseScale(momentum) for synchronous in (False, True)}
@@ -120,6 +134,7 @@ class ReplicaLearner(Learner):
             replica.gradients.open_slice(length(spans), last=index == len(task.slices) - 1)
         batch = fetch(self._data.train, self._order.indices(spans), self._data.collate)
         loss = self._data.loss(replica.model, batch)
+        replica.unruled.check()
         loss.backward()
         if delayed:
             replica.steps.step()
@@ -227,7 +242,7 @@ class ReplicaLearner(Learner):
     def add_rank(self, rank: int) -> None:
         like = self._replicas[0]
         model, ranks = copy.deepcopy(like.model), like.local.ranks
-        replica = Replica(self._config, model, like.random_state, self._total_samples, ranks)
+        replica = Replica(self._config, model, like.random_state, self._total_samples, rank, ranks)
         replica.optimizer.load_state_dict(copy.deepcopy(like.optimizer.state_dict()))
         replica.outer = copy.deepcopy(like.outer)
         replica.gradients.tail.travel = list(like.gradients.tail.travel)

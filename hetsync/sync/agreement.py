@@ -10,6 +10,7 @@ import torch
 from hetsync.balance.gpu import gpu_name
 from hetsync.errors import complain
 from hetsync.plane.base import Plane
+from hetsync.sync.buffers import Change, Rule, merged, merged_at_rest
 from hetsync.sync.optimizer_state import set_state, state_by_place
 from hetsync.sync.reals import reals
 
@@ -57,7 +58,7 @@ class Agreement:
 
     def remember_counters(self) -> None:
         """Call when all ranks hold the same model."""
-        self._counters = {name: buffer.clone() for name, buffer in self._integer_buffers().items()}
+        self._counters = {name: buffer.clone() for name, (buffer, _) in self._merged().items()}
 
     def _state(self) -> dict[str, torch.Tensor]:
         state = dict(self._model.state_dict())
@@ -65,18 +66,26 @@ class Agreement:
             state |= {f"average.{number}.{name}": tensor for name, tensor in module.state_dict().items()}
         return state
 
-    def _integer_buffers(self) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in self._state().items() if not value.is_floating_point()}
+    def _merged(self) -> dict[str, tuple[torch.Tensor, Rule]]:
+        """Buffers that ranks change for themselves between rests. Those of averages follow the model's."""
+        found = merged_at_rest(self._model)
+        for number, module in enumerate(self._averages):
+            for name, tensor in module.state_dict().items():
+                if not tensor.is_floating_point():
+                    found[f"average.{number}.{name}"] = tensor, "rows"
+        return found
 
     @torch.no_grad()
-    def share_counters(self) -> None:
-        """Collective. Integer buffers (counts, places in a queue) have no mean: all take over those of the lowest rank
-        that has changed them since the last rest, as DDP hands out rank 0's."""
-        buffers = self._integer_buffers()
-        changed = {name: now for name, now in buffers.items() if not torch.equal(now, self._counters[name])}
-        everyones = self._plane.gather_objects({name: now.cpu() for name, now in changed.items()})
+    def share_counters(self, samples: int) -> None:
+        """Collective: what ranks have made of buffers since the last rest, this one on so many samples, and what no
+        round sums (whole numbers, rows), becomes one by each buffer's rule."""
+        buffers = self._merged()
+        changed = {name: now.cpu() for name, (now, _) in buffers.items() if not torch.equal(now, self._counters[name])}
+        everyones = self._plane.gather_objects({name: Change(now, samples) for name, now in changed.items()})
         for name in sorted({name for theirs in everyones for name in theirs}):
-            buffers[name].copy_(next(theirs[name] for theirs in everyones if name in theirs))
+            now, rule = buffers[name]
+            changes = [theirs[name] for theirs in everyones if name in theirs]
+            now.copy_(merged(rule, self._counters[name].cpu(), changes))
         self.remember_counters()
 
     def values(self, outer: torch.Tensor | None, anchor: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -125,8 +125,10 @@ class Deltas:
         speaks: bool = True,
         one_sum: bool = False,
         allocate: Allocate = allocate_anywhere,
+        added: int = 0,
     ) -> None:
-        """Local `weights` and float `buffers`, in the same order on every rank; `outer` acts on weights only. Of
+        """Local `weights` and float `buffers`, in the same order on every rank, of which the last, so many as are
+        `added`, have increments that add up; `outer` acts on weights only. Of
         `ranks_counted` each round tells who has given how many samples; this is `rank`. Of ranks that make the same
         progress together, one `speaks`: the others add zeros where it adds what they have made, too. With `one_sum`
         what `pack` returns holds the tail, too, where that can be. `allocate` gives what is summed."""
@@ -134,6 +136,7 @@ class Deltas:
         self.exact = all(tensor.dtype is torch.float32 for tensor in self._local)
         self._outer, self._speaks = outer, speaks
         self._weights = sum(map(count_reals, weights))  # values
+        self._added = sum(map(torch.Tensor.numel, [*weights, *buffers][len(weights) + len(buffers) - added :]))
         self._first_buffer = len(weights)
         device = self._local[0].device
         most = segment_values(device)
@@ -295,6 +298,8 @@ class Deltas:
                 self._buffer_weight = self._samples / (self._steps * batch)
             torch.mul(pending.values[: self._weights], self._weight, out=addend)
             torch.mul(pending.values[self._weights :], self._buffer_weight, out=flight[self._weights :])
+            first_added = flight.numel() - self._added
+            flight[first_added:] = pending.values[first_added:]  # each increment counts once, of however many samples
             self._rounded = wire != "float32"
             if self._rounded:
                 torch.div(round_trip(addend, wire), self._weight, out=pending.values[: self._weights])

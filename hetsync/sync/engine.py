@@ -37,7 +37,7 @@ from hetsync.sync.router import Router
 from hetsync.sync.segmented import Segment, SegmentedDeltas
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
 from hetsync.sync.steps import require_finite
-from hetsync.sync.tail import shared_buffers
+from hetsync.sync.tail import added_buffers, shared_buffers
 from hetsync.sync.worker import Worker
 from hetsync.telemetry import Telemetry
 
@@ -187,7 +187,7 @@ class Engine:
         """Of the model as it is now."""
         shared, options = self._shared, self._options
         shared.weights = [p for p in self._model.parameters() if p.requires_grad]
-        shared.buffers = shared_buffers(self._model)
+        shared.buffers, shared.added = shared_buffers(self._model), len(added_buffers(self._model))
         self._gradients: Gradients | LoneGradients
         if shared.alone or self._delayed_only:  # no gradient travels
             self._gradients = LoneGradients(self._model, shared.bell.ring, self._stages(), options.skips)
@@ -202,6 +202,7 @@ class Engine:
                 shared.order.leave,
                 self._plane.rank,
                 shared.ranks_counted,
+                self._plane.ranks_at_start,
                 options.skips,
                 allocate=self._plane.allocate,
             )

@@ -57,6 +57,7 @@ class FragmentedDeltas(PartedDeltas):
         one_sum: bool = False,
         fragments: int = 1,
         allocate: Allocate = allocate_anywhere,
+        added: int = 0,
     ) -> None:
         """As those of `Deltas`; `outer` is for one fragment. Buffers go with the last of the weights."""
         assert outer is None or fragments == 1
@@ -71,6 +72,7 @@ class FragmentedDeltas(PartedDeltas):
                     ranks_counted,
                     one_sum=one_sum,
                     allocate=allocate,
+                    added=added if mine is cut[-1] else 0,
                 )
                 for mine in cut
             ]

@@ -29,9 +29,10 @@ import torch
 from hetsync.errors import UserError
 from hetsync.plane.base import Allocate, Residual, WireFormat, allocate_anywhere
 from hetsync.plane.wire import round_trip
+from hetsync.sync.buffers import Writes
 from hetsync.sync.model_tensors import all_trained
 from hetsync.sync.reals import as_of, count_reals, reals
-from hetsync.sync.tail import Tail, shared_buffers
+from hetsync.sync.tail import Tail, added_buffers, shared_buffers
 
 SAMPLE_VALUES = 64
 CHANGED = (
@@ -159,6 +160,7 @@ class Gradients:
         leave: Callable[[], None] = lambda: None,
         rank: int = 0,
         ranks_counted: int = 0,
+        ranks: int = 1,
         skips: bool = False,
         allocate: Allocate = allocate_anywhere,
     ) -> None:
@@ -167,13 +169,16 @@ class Gradients:
         Without `overlap` nothing is released before a task's last slice is over. `groups`: the parameters of each
         optimizer, in the order of their steps; the model's others belong to the last. `leave` is called by the thread
         that has filled a bucket or a tail, before that is released (`DeviceOrder.leave`). Of `ranks_counted` each round
-        tells who has given how many samples; this is `rank`. `skips`: a round with gradients that are not finite
-        completes, and brings nothing. `allocate` gives what is summed.
+        tells who has given how many samples; this is `rank` of `ranks`. `skips`: a round with gradients that are not
+        finite completes, and brings nothing. `allocate` gives what is summed.
         """
         self._rank, self._ranks_counted = rank, ranks_counted
         self._buffers = shared_buffers(model)
+        self._writes = Writes(model)
+        self._ranks = ranks
         device = next(model.parameters()).device
         count = sum(buffer.numel() for buffer in self._buffers)
+        self._means = count - sum(buffer.numel() for buffer in added_buffers(model))  # values, before those that add up
         self._shared, self._changes = (torch.zeros(count, dtype=torch.float32, device=device) for _ in range(2))
         self._make_stages(model, partial(make_buckets, bucket_bytes=bucket_bytes, allocate=allocate), groups, device)
         self.samples = 0  # of the task whose buckets were all released last
@@ -213,7 +218,9 @@ class Gradients:
             buckets = buckets_of(mine)
             changes = self._buffer_views(self._changes) if number == last else []
             counted = self._ranks_counted if number == last else 0
-            self.stages.append(Stage(buckets, len(self.buckets), Tail(len(mine) + counted + 4, changes, device)))
+            writers = self._ranks if number == last and self._writes.any else 0
+            tail = Tail(len(mine) + counted + 4, changes, device, self._rank, writers)
+            self.stages.append(Stage(buckets, len(self.buckets), tail))
             self.buckets += buckets
         self._where = {
             parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket.parameters
@@ -235,6 +242,7 @@ class Gradients:
     @torch.no_grad()
     def adopt_buffers(self) -> None:
         """All ranks hold the same buffers now."""
+        self._writes.adopt()
         if self._buffers:
             torch._foreach_copy_(self._buffer_views(self._shared), self._buffers)
 
@@ -331,10 +339,8 @@ class Gradients:
         for stage in self.stages[self._flushed : len(self.stages) if number is None else number + 1]:
             while self._next < stage.stop:
                 self._release_bucket()
-            if stage is self.stages[-1] and self._buffers:
-                torch._foreach_copy_(self._buffer_views(self._changes), self._buffers)
-                self._changes.sub_(self._shared).mul_(samples)
-                self._totals.append(self._changes.sum())
+            if stage is self.stages[-1]:
+                self._find_changes(samples)
             if self._totals:
                 total += float(torch.stack(self._totals).sum())
             self._totals.clear()
@@ -355,6 +361,29 @@ class Gradients:
             self._wake()
         return total
 
+    def _find_changes(self, samples: int) -> None:
+        """Of buffers, for the last tail."""
+        self.tail.writes = self._writes.find(self._changes.device)
+        if self._buffers:
+            torch._foreach_copy_(self._buffer_views(self._changes), self._buffers)
+            self._changes.sub_(self._shared)
+            self._changes[: self._means].mul_(samples)
+            self._totals.append(self._changes.sum())
+
+    def _take_changes(self, samples: int) -> None:
+        """Of buffers, out of the last tail."""
+        if not self.spoiled:
+            self._writes.take(self.tail.told)
+            self._shared[: self._means].add_(self._changes[: self._means], alpha=1 / samples)
+            self._shared[self._means :].add_(self._changes[self._means :])
+        self._put_buffers_back()
+
+    def _put_buffers_back(self) -> None:
+        """What ranks hold alike."""
+        self._writes.put_back()
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._buffer_views(self._shared))
+
     @property
     def has_released(self) -> bool:
         """Has any of the task's gradients been released?"""
@@ -373,8 +402,7 @@ class Gradients:
         self._taken.clear()
         self._arrivals = Arrivals()
         self._listening = False
-        if self._buffers:
-            torch._foreach_copy_(self._buffers, self._buffer_views(self._shared))
+        self._put_buffers_back()
 
     def give_up(self) -> None:
         """The task's round is void, or its step has been another rank's: forget all of it. Nobody fetches meanwhile."""
@@ -406,8 +434,8 @@ class Gradients:
     def take_over_buffers(self, shared: torch.Tensor, travel: Sequence[int]) -> None:
         """From a rank on which another round has landed; `travel` is its `tail.travel`."""
         self._shared.copy_(shared)
-        if self._buffers:
-            torch._foreach_copy_(self._buffers, self._buffer_views(self._shared))
+        self._writes.adopt()  # which are among the model's own tensors
+        self._put_buffers_back()
         self.tail.travel = list(travel)
 
     @property
@@ -466,10 +494,8 @@ class Gradients:
                     bucket.lost, bucket.residual = None, Residual()
             self._collected += 1
         if self._collected == len(self.stages):
-            if self._buffers and samples:
-                if not self.spoiled:
-                    self._shared.add_(self._changes, alpha=1 / samples)
-                torch._foreach_copy_(self._buffers, self._buffer_views(self._shared))
+            if samples:
+                self._take_changes(samples)
             self._next = self._flushed = 0
         return samples
 

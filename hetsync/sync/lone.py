@@ -229,9 +229,10 @@ class LoneDeltas:
     sums: Sums | None = None
 
     def __init__(
-        self, weights: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor] = (), skips: bool = False
+        self, weights: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor] = (), skips: bool = False, added: int = 0
     ) -> None:
         """As those of `Deltas`; `skips`: tasks may be undone."""
+        self._averaged = len(weights) + len(buffers) - added  # tensors, before those whose increments add up
         self._weights = list(weights)
         self._local = [reals(tensor.detach()) for tensor in [*weights, *buffers]]
         self._before: list[torch.Tensor] | None = None  # the task that is computed
@@ -270,7 +271,7 @@ class LoneDeltas:
     @torch.no_grad()
     def finish(self, samples: int, steps: int, lift: float = 1.0) -> float:
         if self._before is not None and samples != steps * self._batch:
-            for tensor, before in zip(self._local, self._before, strict=True):
+            for tensor, before in zip(self._local[: self._averaged], self._before, strict=False):
                 tensor.copy_(before.lerp(tensor, lift * samples / (steps * self._batch)))
         self._before = None
         return total_of(self._weights) if self._finite.due() else 0.0

@@ -19,8 +19,7 @@ from contextlib import contextmanager
 import torch
 
 from hetsync.errors import UserError
-
-Holder = dict[str, torch.Tensor | None]  # a module's buffers, or its parameters, by name
+from hetsync.sync.buffers import Holder, Unruled, rule_of, saved_buffers
 
 
 @contextmanager
@@ -38,8 +37,11 @@ def all_trained(weights: Iterable[torch.nn.Parameter]) -> Iterator[None]:
 
 
 class ModelTensors:
-    def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """UserError where an optimizer has weights that the model has not."""
+    def __init__(
+        self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], alone: bool = False
+    ) -> None:
+        """`alone`: no other rank has to hold the same. UserError where an optimizer has weights that the model has
+        not."""
         self._model = model
         self._optimizers = optimizers
         self._names = list(_names(model))
@@ -48,8 +50,10 @@ class ModelTensors:
         self._addresses = _addresses(self._weights)
         self._frozen = [(name, weight) for name, weight in self._weights.items() if not weight.requires_grad]
         self._buffers = list(_buffers(model))
-        unshared = [(name, buffer) for _, _, name, buffer in self._buffers if _not_finite(buffer)]
-        self._unshared = [(name, tensor, tensor._version) for name, tensor in [*self._frozen, *unshared]]
+        kept = {name for module, key, name, _ in saved_buffers(model) if rule_of(module, key) == "rows"}
+        unshared = [(name, buffer) for _, _, name, buffer in self._buffers if name not in kept and _not_finite(buffer)]
+        self._unshared = _versions([*self._frozen, *unshared])
+        self._unruled = Unruled(torch.nn.Module() if alone else model)
         self._known = {id(weight) for weight in self._weights.values()}
         self._groups = 0
         self._check_groups()
@@ -73,8 +77,14 @@ class ModelTensors:
                     f"{name} was changed while training runs, and ranks do not share it: weights that require no"
                     " gradient and buffers with infinities stay as they were (keep an average of weights elsewhere)"
                 )
+        self._unruled.check()
         if self._count_groups() != self._groups:
             self._check_groups()
+
+    def begin(self) -> None:
+        """Training goes on after a rest: what the script has done there to what ranks do not share holds."""
+        self._unshared = _versions((name, tensor) for name, tensor, _ in self._unshared)
+        self._unruled.begin()
 
     def check(self) -> None:
         """At rest: the model has the same weights and buffers as ever. UserError where it has not."""
@@ -142,7 +152,8 @@ class ModelTensors:
         if now is None:
             raise UserError(f"buffer {name} is gone while training runs: keep it, and change its values only")
         _require_alike("buffer", name, tensor, now)
-        tensor.copy_(now.detach())
+        if not torch.equal(tensor, now):  # a write is a change to whoever looks
+            tensor.copy_(now.detach())
         holder[key] = tensor
 
     def _check_groups(self) -> None:
@@ -162,13 +173,11 @@ def _names(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _buffers(model: torch.nn.Module) -> Iterator[tuple[Holder, str, str, torch.Tensor]]:
-    """Those that a checkpoint holds, each once; a module's other buffers are its own business."""
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield module._buffers, key, f"{path}.{key}".lstrip("."), buffer
+    yield from ((module._buffers, key, name, buffer) for module, key, name, buffer in saved_buffers(model))
+
+
+def _versions(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor, int]]:
+    return [(name, tensor, tensor._version) for name, tensor in tensors]
 
 
 def _not_finite(buffer: torch.Tensor) -> bool:

@@ -20,13 +20,15 @@ from hetsync.sync.parted import PartedDeltas
 class Segment(NamedTuple):
     """Tensors of this rank's that the same ranks hold, in the same order on all of these, and what sums over them.
 
-    Of ranks that share a stage, and so make the same progress, one `speaks` in these sums.
+    Of ranks that share a stage, and so make the same progress, one `speaks` in these sums. The last buffers, so many as
+    are `added`, have increments that add up.
     """
 
     weights: Sequence[torch.Tensor]
     buffers: Sequence[torch.Tensor]
     sums: Sums
     speaks: bool = True
+    added: int = 0
 
 
 class SegmentedDeltas(PartedDeltas):
@@ -37,7 +39,9 @@ class SegmentedDeltas(PartedDeltas):
         known all the same: a leader without any says when its followers apply what has landed, and they may have some.
         """
         deltas = [
-            Deltas(each.weights, buffers=each.buffers, speaks=each.speaks, allocate=each.sums.allocate)
+            Deltas(
+                each.weights, buffers=each.buffers, speaks=each.speaks, allocate=each.sums.allocate, added=each.added
+            )
             for each in segments
         ]
         for part, segment in zip(deltas, segments, strict=True):

@@ -159,6 +159,7 @@ class SharedState:
         self.order = DeviceOrder()
         self.weights: Sequence[torch.Tensor] = ()
         self.buffers: Sequence[torch.Tensor] = ()
+        self.added = 0  # the last of these, whose increments add up
         self.travel: Sequence[int] = ()  # buffers that travel from the first round of this rank on
         self.one_sum = not options.measure_norms  # see `Deltas`: norms are of weights alone
         self._outer = outer
@@ -175,7 +176,7 @@ class SharedState:
             with self.order:
                 self.deltas = SegmentedDeltas(self._segments)
         elif self.deltas is None and self.alone and self._outer is None:
-            self.deltas = LoneDeltas(self.weights, self.buffers, self._options.skips)
+            self.deltas = LoneDeltas(self.weights, self.buffers, self._options.skips, self.added)
         elif self.deltas is None:
             with self.order:
                 self.deltas = FragmentedDeltas(
@@ -187,6 +188,7 @@ class SharedState:
                     self.one_sum,
                     self._options.fragments_for(sum(map(count_reals, self.weights))),
                     self._allocate,
+                    self.added,
                 )
                 self.deltas.tail.travel = list(self.travel)
         return self.deltas

@@ -1,8 +1,8 @@
 """What a round sums in float32 beside its weights or gradients: a few counts, and the changes of float buffers.
 
 A buffer (batch-norm statistics) travels from the round on in which some rank has changed it. Until then ranks tell only
-whether they have, so that constants (positions, scales) never travel. A round that brings such news sums once more,
-just the buffers that it is about: no round ends with buffers that differ between ranks.
+whether they have. A round that brings such news sums once more, just the buffers that it is about: no round ends with
+buffers that differ between ranks. So it does where ranks have written rows: each puts its own where others have zeros.
 """
 
 from __future__ import annotations
@@ -11,19 +11,30 @@ from collections.abc import Sequence
 
 import torch
 
+from hetsync.sync.buffers import Rule, Writes, buffers_of, saved_buffers
 from hetsync.sync.reals import count_reals
 
 
 def shared_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The float buffers that ranks hold alike: of the state_dict, and finite. Sums would turn infinities (an attention
-    mask's) into nan, and what is not saved is a rank's own."""
-    return [buffer for buffer in saved_floats(model) if buffer.isfinite().all()]
+    """The float buffers that each round sums: those with a mean, then those that are `added_buffers`."""
+    return [*_finite(model, "mean"), *added_buffers(model)]
+
+
+def added_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Float buffers whose increments add up."""
+    return _finite(model, "sum")
+
+
+def _finite(model: torch.nn.Module, rule: Rule) -> list[torch.Tensor]:
+    """Sums would turn infinities into nan."""
+    found = buffers_of(model, rule).values()
+    return [buffer for buffer in found if buffer.is_floating_point() and buffer.isfinite().all()]
 
 
 def saved_floats(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The float buffers of the state_dict."""
-    saved = model.state_dict().keys()
-    return [buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()]
+    """The float buffers of the state_dict, but for sparse ones."""
+    found = (buffer for _, _, _, buffer in saved_buffers(model))
+    return [buffer for buffer in found if buffer.is_floating_point() and buffer.layout is torch.strided]
 
 
 def trained_values(model: torch.nn.Module) -> int:
@@ -39,8 +50,11 @@ def travelling_values(model: torch.nn.Module) -> int:
 class Tail:
     """Communication thread: sum `flat` over all ranks, then `unpack`, and again while that says so."""
 
-    def __init__(self, counts: int, changes: Sequence[torch.Tensor], device: torch.device) -> None:
-        """`changes`, one float32 tensor a buffer: what this rank adds to it, and after `unpack` what all do."""
+    def __init__(
+        self, counts: int, changes: Sequence[torch.Tensor], device: torch.device, rank: int = 0, writers: int = 0
+    ) -> None:
+        """`changes`, one float32 tensor a buffer: what this rank adds to it, and after `unpack` what all do. Of several
+        `writers`, this `rank` among them, each tells the others its `writes`."""
         # This rank's, and after `unpack` their sums.
         self.counts = torch.zeros(counts, dtype=torch.float32, device=device)
         self.flat = self.counts
@@ -49,13 +63,20 @@ class Tail:
         self._carried: list[int] = []  # those in `flat`
         self._asked: list[int] = []  # those that `flat` asks about
         self._lies_behind = False  # counts are where they are summed with all else
+        self._rank = rank
+        self.writes = torch.zeros(Writes.PARTS, 0, device=device)  # of this rank
+        self.told: Sequence[torch.Tensor] = ()  # after `unpack`, by rank: those of all
+        self._written = [0] * writers  # by rank, columns in `flat`
 
     def pack(self) -> None:
         """Put `counts` and `changes` into `flat`."""
         self._lies_behind = False  # whatever a void round has left
         self._asked = [index for index in range(len(self.changes)) if index not in self.travel]
         news = [self.changes[index].any().float().view(1) for index in self._asked]
-        self._carry(torch.cat([self.counts, *news]), self.travel)
+        columns = self.counts.new_zeros(len(self._written))
+        columns[self._rank : self._rank + 1] = self.writes.shape[1]
+        self._written = [0] * len(self._written)
+        self._carry(torch.cat([self.counts, *news, columns]), self.travel)
 
     def lie_behind(self, memory: torch.Tensor) -> bool:
         """In place of `pack`, where `changes` are the last values of this memory but for room for the counts: put these
@@ -77,19 +98,26 @@ class Tail:
 
     def _carry(self, head: torch.Tensor, buffers: Sequence[int]) -> None:
         self._carried = list(buffers)
-        self.flat = torch.cat([head, *(self.changes[index].flatten() for index in buffers)])
+        writes = [self.counts.new_zeros(Writes.PARTS * columns) for columns in self._written]
+        if writes and self._written[self._rank]:
+            writes[self._rank] = self.writes.flatten()
+        self.flat = torch.cat([head, *(self.changes[index].flatten() for index in buffers), *writes])
 
     def unpack(self) -> bool:
-        """Take the sums out of `flat`. True if it now holds more to be summed: buffers that have changed for once."""
+        """Take the sums out of `flat`. True if it now holds more to be summed: buffers that have changed for once, and
+        what ranks have written."""
         sizes = [self.changes[index].numel() for index in self._carried]
+        sizes += [Writes.PARTS * columns for columns in self._written]
         head, *sums = self.flat.split([self.flat.numel() - sum(sizes), *sizes])
-        for index, total in zip(self._carried, sums, strict=True):
+        self.told = [total.view(Writes.PARTS, -1) for total in sums[len(self._carried) :]]
+        for index, total in zip(self._carried, sums, strict=False):
             self.changes[index].copy_(total.view_as(self.changes[index]))
         if not head.numel():
             return False
-        counts, news = head.split([self.counts.numel(), len(self._asked)])
+        counts, news, written = head.split([self.counts.numel(), len(self._asked), len(self._written)])
         self.counts.copy_(counts)
         first = [index for index, changed in zip(self._asked, news.tolist(), strict=True) if changed]
         self.travel = sorted([*self.travel, *first])
+        self._written = list(map(int, written.tolist()))
         self._carry(head[:0], first)
-        return bool(first)
+        return bool(first) or any(self._written)

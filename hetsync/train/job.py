@@ -18,7 +18,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal
 
 import torch
@@ -33,6 +33,7 @@ from hetsync.plane.base import Plane, meet
 from hetsync.plane.unclosed import Unclosed
 from hetsync.profiling.measure import autocast
 from hetsync.stop_signal import StopSignal
+from hetsync.sync.buffers import Rule
 from hetsync.train import checkpoint
 from hetsync.train.alike import data_described, parts_described, require_alike, require_as_told, settings_described
 from hetsync.train.best import Best, Mode, comparable
@@ -138,15 +139,19 @@ class Job:
 
     # What is prepared.
 
-    def prepare(self, *things: Any) -> Any:
+    def prepare(self, *things: Any, buffers: Mapping[str, Rule] = MappingProxyType({})) -> Any:
         """Models, optimizers, schedulers, GradScalers, averages of weights (`AveragedModel`) and DataLoaders: what the
         loop uses in their place, in the same order. Models and optimizers are returned as they are.
 
         A DataLoader that shuffles is the job's training data, one that does not is test data, of which each rank
         evaluates its part. UserError for anything else.
+
+        `buffers`: what becomes of those of the models that each rank changes on its own samples, by name or pattern:
+        `"mean"`, `"sum"` of what each has added, or `"rows"`, which each has written. Batch norm's are known.
         """
         self._check_before("prepare")
         found = [self._prepared.prepare(thing, self._loop) for thing in things]
+        self._prepared.say_of_buffers(things, buffers)
         return found[0] if len(found) == 1 else tuple(found)
 
     def _check_before(self, method: str) -> None:

@@ -19,6 +19,7 @@ from hetsync.plane.some_ranks import SomeRanks
 from hetsync.replica.holders import Counters, average_over_holders
 from hetsync.replica.segments import segments_of
 from hetsync.stop_signal import StopSignal
+from hetsync.sync.buffers import Unruled, merged_at_rest
 from hetsync.sync.coordinator import Coordinator, Send, as_messages
 from hetsync.sync.engine import Engine
 from hetsync.sync.follower import Follower
@@ -29,7 +30,7 @@ from hetsync.sync.segmented import Segment
 from hetsync.sync.shared_state import EngineOptions
 from hetsync.sync.state_machine import RoundStateMachine
 from hetsync.sync.steps import LocalSteps, Steps
-from hetsync.sync.tail import shared_buffers
+from hetsync.sync.tail import added_buffers, shared_buffers
 from hetsync.train.planned_terms import STAGE, PlannedTerms, Replicas, Rest, memory_of_plans
 
 
@@ -46,7 +47,9 @@ class DelayedReplicas(Replicas):
         self._leaders = [each.leader for each in self._assignment.placement.replicas]
         self._speaks = self._assignment.speaks(self._rank)
         self._segments = segments_of(self._assignment.placement, self._assignment.cut.graph)
-        self._counters = Counters(self._replica.held)
+        model = self._replica.model
+        rules = {name: rule for name, (_, rule) in merged_at_rest(model).items()}
+        self._counters, self._unruled = Counters(self._replica.held, rules), Unruled(model)
         config = at.config
         norm, batch = config.optimizer.max_grad_norm, config.data.batch_size
         self._local = LocalSteps.of([terms.optimizer], batch, len(self._leaders))
@@ -95,15 +98,17 @@ class DelayedReplicas(Replicas):
     def _open_segments(self) -> list[Segment]:
         """Those that this rank holds, and that have something to sum."""
         held, shared = self._replica.held, {id(buffer) for buffer in shared_buffers(self._replica.model)}
+        added = {id(buffer) for buffer in added_buffers(self._replica.model)}
         way, found = Way(), []
         for holders, names in sorted(self._segments.items()):
             own = [held[name] for name in names] if self._rank in holders else []
             weights = [tensor for tensor in own if tensor.requires_grad]
-            buffers = [tensor for tensor in own if id(tensor) in shared]
+            buffers = sorted((each for each in own if id(each) in shared), key=lambda each: id(each) in added)
+            last = sum(id(tensor) in added for tensor in buffers)
             if weights or buffers:
                 sums = self._at.plane.open_sums(holders)
                 self._opened.append(sums)
-                found.append(Segment(weights, buffers, self._behind_link(sums, holders, way), self._speaks))
+                found.append(Segment(weights, buffers, self._behind_link(sums, holders, way), self._speaks, last))
         return found
 
     def _behind_link(self, sums: Sums, holders: tuple[int, ...], way: Way) -> Sums:
@@ -138,6 +143,7 @@ class DelayedReplicas(Replicas):
             yield self._come_to_rest(work, stop)
             if work.final or work.drain == STOP:
                 return
+            self._unruled.begin()
             self._steps.start()
 
     def _compute(self, task: Task) -> None:
@@ -153,6 +159,7 @@ class DelayedReplicas(Replicas):
             passes.begin_slice(length(spans))
             with memory_of_plans(STAGE):
                 loss_sum += self._replica.run(micro_batches) * length(spans)
+                self._unruled.check()
                 self._replica.update(steps.optimizer, steps.greatest_norm)
             loading, spent = loading + loaded - began, spent + time.monotonic() - loaded
             part.close_slice(task)
@@ -205,7 +212,7 @@ class DelayedReplicas(Replicas):
         average_over_holders(
             self._steps.optimizer, trained, self._segments, samples, self._rank, gather, self._channels
         )
-        self._counters.share(gather)
+        self._counters.share(gather, self._samples)
 
     def close(self) -> None:
         books, part = self._books, self._part

@@ -138,7 +138,8 @@ class ReplicasInStep(Replicas):
             loss = self._replica.run(micro_batches)
         if self._sums is not None:
             # Each rank of a stage has the gradient of the whole replica.
-            self._sums.finish(current.own_samples / current.samples / terms.assignment.ranks_of_stage(self._plane.rank))
+            alike = terms.assignment.ranks_of_stage(self._plane.rank)  # have made the same of this
+            self._sums.finish(current.own_samples / current.samples / alike, of_added=1 / alike)
         self._replica.update(terms.optimizer, terms.at.config.optimizer.max_grad_norm)
         return loss
 

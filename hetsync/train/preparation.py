@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from hetsync.data.loader import Source
 from hetsync.data.stream import Stream
 from hetsync.emulation.cluster import Cluster
 from hetsync.errors import UserError
+from hetsync.sync.buffers import Rule, saved_buffers, say
 from hetsync.sync.optimizers import check_needs_no_closure
 from hetsync.sync.rates import check_scheduler
 from hetsync.train.evaluation import Combine, EvaluationLoader, RankParts, check_callable
@@ -107,6 +108,18 @@ class Preparation:
                     " and DataLoaders (data sets go to job.loader, other state to job.register)"
                 )
         return thing
+
+    def say_of_buffers(self, things: Sequence[Any], said: Mapping[str, Rule]) -> None:
+        """See `Job.prepare`."""
+        mine = [each for each in things if isinstance(each, torch.nn.Module) and not isinstance(each, AveragedModel)]
+        models = [unwrapped(each) for each in mine]
+        used: set[str] = set().union(*(say(model, said, "job.prepare(buffers=)") for model in models))
+        if unused := said.keys() - used:
+            known = [name for model in models for _, _, name, _ in saved_buffers(model)]
+            raise UserError(
+                f"job.prepare got buffers {', '.join(sorted(unused))}, which the models beside do not have: theirs are"
+                f" {', '.join(known[:8]) or 'none'}"
+            )
 
     def load(
         self, loop: ScriptLoop, samples: int | None, epochs: float | None, source: Source, batch_size: int

@@ -75,14 +75,14 @@ class CommonState:
         told = self._plane.gather_objects([bool(buffer.isfinite().all()) for buffer in buffers])
         return [buffer for buffer, *finite in zip(buffers, *told, strict=True) if all(finite)]
 
-    def agree(self, velocity: torch.Tensor | None, version: int, loop_steps: int) -> str:
+    def agree(self, velocity: torch.Tensor | None, version: int, loop_steps: int, samples: int) -> str:
         """Ranks hold the same now, or the job ends: what follows is saved, and begun from. Digest of the anchor.
 
         `velocity` is the outer optimizer's. `loop_steps`: synchronous rounds since the last rest whose step this
         rank's loop has made; where one had no batch, or has been left, the rank takes over what others have made of
-        the gradients. Raises AnchorMismatchError.
+        the gradients. `samples`: those that this rank has computed since then. Raises AnchorMismatchError.
         """
-        self._agreement.share_counters()
+        self._agreement.share_counters(samples)
         values = self._agreement.values(velocity, self._engine.anchor)
         steps = self._plane.gather_objects(loop_steps)
         most, device = max(steps), next(self._model.parameters()).device

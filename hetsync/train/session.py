@@ -400,7 +400,7 @@ class Session:
         self._stacks = Stacks()
         told = self.plane.gather_objects(self._stacks.process)
         with all_trained(self._shared_before):
-            self.tasks.tensors = ModelTensors(self.model, self.optimizers)  # as the engine finds them
+            self.tasks.renew_tensors()  # as the engine finds them
             self.engine.start(dict(zip(self.plane.members, told, strict=True)))
         self._under_way = True
         self._clock.start()
@@ -415,7 +415,7 @@ class Session:
             steps.start()
             steps.show_owner(self.applied)
         with all_trained(self._shared_before):
-            self.tasks.tensors = ModelTensors(self.model, self.optimizers)  # as the engine finds them
+            self.tasks.renew_tensors()  # as the engine finds them
             self.at_rest(lambda: self.engine.join(entry.travel))
         self._under_way = True
         self._go_on()
@@ -487,6 +487,7 @@ class Session:
                 " change them, or step their schedulers, on all ranks alike"
             )
         self.engine.processes = {theirs.rank: theirs.process for theirs in told}
+        self.tasks.tensors.begin()
         for steps in self.tasks.steps:
             steps.start()
         self._seed_ranks()
@@ -519,7 +520,7 @@ class Session:
                 "no weight requires a gradient any more: leave some unfrozen, or end training by job.stop()"
             )
         self._common.share_first_weights(lambda make: self.meet("the weights that are trained now", make=make)[0])
-        self.tasks.tensors = ModelTensors(self.model, self.optimizers)  # as the engine finds them
+        self.tasks.renew_tensors()  # as the engine finds them
         self.engine.renew()
 
     def leave(self) -> Iterator[AtRest]:
@@ -609,7 +610,7 @@ class Session:
         for steps in self.tasks.steps:
             steps.show_owner(applied)
         with all_trained(self.tasks.tensors.shared):
-            self.tasks.tensors = ModelTensors(self.model, self.optimizers)  # as the engine finds them
+            self.tasks.renew_tensors()  # as the engine finds them
             self.engine.go_back(applied)
 
     def _come_to_rest(self, drained: StartRound) -> None:
@@ -633,7 +634,8 @@ class Session:
             steps.rates.agree(self.plane.gather_objects)
             steps.show_owner(self.applied)
         velocity = self.outer.velocity if self.outer is not None else None
-        self.totals.anchor_sha256 = self._common.agree(velocity, self.version, self.totals.loop_steps)
+        totals = self.totals
+        totals.anchor_sha256 = self._common.agree(velocity, self.version, totals.loop_steps, totals.since_rest)
 
     def _booked(self) -> tuple[int, Settings, tuple[int, ...]] | None:
         """Samples applied, settings and shares, on the first rank."""

@@ -85,7 +85,9 @@ class TaskRunner:
             Steps(each, rates, max_grad_norm, self._local, partial(self._before, n), partial(self._after, n))
             for n, (each, rates) in enumerate(zip(trained.optimizers, trained.rates, strict=True))
         ]
-        self.tensors = ModelTensors(trained.model, trained.optimizers)
+        self._alone = ranks == 1  # no other has to hold the same
+        self._trained = trained
+        self.renew_tensors()
         self.work: TaskInWork | None = None
         self.left = False
         self.was_stepped = False
@@ -95,7 +97,6 @@ class TaskRunner:
         self._undo: list[BeforeStep] = []  # of steps of the task that others' steps follow
         self._scale_before: Mapping[str, Any] | None = None  # the first of these
         self._kept: Tensors | None = None  # what a task that does not count is not to change
-        self._trained = trained
         self._batch_size = batch_size
         self._scaler = trained.scaler
         self._scaled = trained.scaler is not None and trained.scaler.is_enabled()
@@ -108,6 +109,10 @@ class TaskRunner:
         self._skips = skips
         self._slice: Sequence[Span] = ()  # that is out, or was last
         self._data_before = self._waited_before = 0.0  # seconds in all, up to the last task's end
+
+    def renew_tensors(self) -> None:
+        """Those of the model as it is now."""
+        self.tensors = ModelTensors(self._trained.model, self._trained.optimizers, self._alone)
 
     def settle(self) -> None:
         """The loop is left: what it has computed counts, as far as it is whole or has left for other ranks."""

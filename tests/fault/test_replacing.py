@@ -26,6 +26,8 @@ import glob, json, os, signal, sys, time, torch, hetsync
 from torch.utils.data import DataLoader, TensorDataset
 
 class Centred(torch.nn.Module):
+    buffer_rules = {"mean": "mean"}
+
     def __init__(self):
         super().__init__()
         self.register_buffer("mean", torch.zeros(8))

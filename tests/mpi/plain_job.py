@@ -38,7 +38,7 @@ class PlainJob:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.epoch = 0
 
-    def prepare(self, *things: Any) -> Any:
+    def prepare(self, *things: Any, **of_ranks: Any) -> Any:
         self.optimizers += [each for each in things if isinstance(each, torch.optim.Optimizer)]
         found = [PlainBatches(self, each.dataset, each) if isinstance(each, DataLoader) else each for each in things]
         return found[0] if len(found) == 1 else tuple(found)

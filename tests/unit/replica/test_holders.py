@@ -74,11 +74,11 @@ def test_counters_are_those_of_the_lowest_holder_that_has_counted() -> None:
     def work(rank: int, channels: Channels) -> None:
         model = Pair()
         held = dict(model.b.named_buffers()) if rank else {}
-        counters = Counters(held)
+        counters = Counters(held, {"num_batches_tracked": "rows"})
         told = []
         for counted in ({2: 5}, {1: 2, 2: 9}, {}):
             model.b.num_batches_tracked += counted.get(rank, 0)
-            counters.share(lambda value: meeting.gather(rank, value))
+            counters.share(lambda value: meeting.gather(rank, value), 8)
             told.append(int(model.b.num_batches_tracked))
         found[rank] = told
 

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -38,6 +38,8 @@ BATCH, TOTAL = 28, 560
 
 class Centred(torch.nn.Module):
     """Keeps a running mean, as batch normalisation does, but of slices of one sample too."""
+
+    buffer_rules: ClassVar = {"mean": "mean"}
 
     def __init__(self, features: int) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from hetsync.sync.model_tensors import ModelTensors
 
 
 class Net(nn.Module):
+    buffer_rules: ClassVar = {"mean": "mean"}
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(2, 3), nn.Linear(3, 2)
@@ -45,6 +48,19 @@ def test_a_buffer_assigned_anew_keeps_its_memory_and_takes_the_value(model: Net,
     tensors.restore()
     assert model.mean is old
     assert old.tolist() == [1, 1]
+
+
+def test_a_buffer_without_a_rule_stays_as_it_was_where_several_ranks_hold_it(model: Net) -> None:
+    model.buffer_rules = {}
+    alone, several = (ModelTensors(model, [torch.optim.SGD(model.parameters(), 0.1)], each) for each in (True, False))
+    model.mean = model.mean.clone()  # to the same value
+    several.restore()
+    model.mean += 1
+    alone.restore()
+    with pytest.raises(UserError, match="mean changed while training runs"):
+        several.restore()
+    several.begin()  # it has been at a rest
+    several.restore()
 
 
 def test_memory_put_behind_a_weight_is_put_back(model: Net, tensors: ModelTensors) -> None:

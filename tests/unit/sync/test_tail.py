@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -10,12 +12,14 @@ from hetsync.sync.deltas import Deltas, Nesterov
 from hetsync.sync.engine import Engine
 from hetsync.sync.messages import StartRound
 from hetsync.sync.shared_state import EngineOptions
-from hetsync.sync.tail import Tail, shared_buffers
+from hetsync.sync.tail import Tail, added_buffers, shared_buffers
 
 BATCH = 8
 
 
 class Model(torch.nn.Module):
+    buffer_rules: ClassVar = {"statistics": "mean", "positions": "mean", "mask": "mean", "hits": "sum"}
+
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(4))
@@ -23,12 +27,16 @@ class Model(torch.nn.Module):
         self.register_buffer("positions", torch.arange(3.0))
         self.register_buffer("scratch", torch.zeros(5), persistent=False)
         self.register_buffer("statistics", torch.zeros(2))
+        self.register_buffer("hits", torch.zeros(1))
+        self.register_buffer("unruled", torch.zeros(1))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
 
 
-def test_masks_and_what_is_not_saved_stay_with_their_rank():
+def test_masks_and_what_is_not_saved_or_has_no_rule_stay_with_their_rank():
+    """And those that add up come last."""
     model = Model()
-    assert [id(buffer) for buffer in shared_buffers(model)] == [id(model.positions), id(model.statistics)]
+    assert list(map(id, shared_buffers(model))) == list(map(id, [model.positions, model.statistics, model.hits]))
+    assert list(map(id, added_buffers(model))) == [id(model.hits)]
 
 
 def summed(tails):
@@ -78,7 +86,7 @@ def test_deltas_of_constants_do_not_travel_and_those_of_statistics_do():
             addend = deltas.pack(contribute, BATCH, "float32")
             assert addend.numel() == 4
         sent = summed([deltas.tail for deltas in everyones])
-        assert sent == ([2, 2] if step == 1 else [1 + 2])
+        assert sent == ([3, 2] if step == 1 else [2 + 2])
         for model, deltas in zip(models, everyones, strict=True):
             deltas.apply_sum()
             assert deltas.apply()

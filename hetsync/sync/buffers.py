@@ -1,0 +1,192 @@
+"""What becomes of a buffer that ranks change, each on its own samples: its module tells, or the script.
+
+    mean   of what ranks have made of it, by samples (batch norm's statistics)
+    sum    what each rank has added to it adds up (counts)
+    rows   what a rank has written holds (a memory bank); of two that have written the same, the lower rank's
+
+A module tells by an attribute, `buffer_rules = {"counts": "sum"}`, which `job.prepare` sets, too. Batch norm and its
+kin, spectral norm, and flags need no word. A buffer without a rule stays as it was: one that changes is refused.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from hetsync.errors import UserError
+
+Rule = Literal["mean", "sum", "rows"]
+Holder = dict[str, torch.Tensor | None]  # a module's buffers, or its parameters, by name
+
+SAID = "buffer_rules"
+STATISTICS: Mapping[str, Rule] = {"running_mean": "mean", "running_var": "mean", "num_batches_tracked": "rows"}
+PLACES = 1 << 24  # float32 knows each whole number up to it
+
+
+def saved_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
+    """Module, key, name and tensor of those that a checkpoint holds, each once; others are a module's own business."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield module, key, f"{path}.{key}".lstrip("."), buffer
+
+
+def rule_of(module: nn.Module, key: str) -> Rule | None:
+    """Of a module's buffer."""
+    said: Mapping[str, Rule] = getattr(module, SAID, {})
+    buffer = module._buffers[key]
+    assert buffer is not None
+    if buffer.layout is not torch.strided:
+        return None
+    if key in said:
+        return said[key]
+    if module._buffers.keys() >= {"running_mean", "running_var"} and key in STATISTICS:
+        return STATISTICS[key]
+    if _is_singular_vector(module, key):
+        return "mean"
+    return "rows" if buffer.dtype is torch.bool else None
+
+
+def _is_singular_vector(module: nn.Module, key: str) -> bool:
+    """Spectral norm's, which it makes of the weight and of its last one, and scales to a length of 1."""
+    if isinstance(module, _SpectralNorm):
+        return key in ("_u", "_v")
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+    return any(key in (f"{hook.name}_u", f"{hook.name}_v") for hook in hooks)
+
+
+def buffers_of(model: nn.Module, *rules: Rule) -> dict[str, torch.Tensor]:
+    """The buffers that follow one of these rules, by name."""
+    return {name: buffer for module, key, name, buffer in saved_buffers(model) if rule_of(module, key) in rules}
+
+
+def say(model: nn.Module, said: Mapping[str, Rule], where: str) -> set[str]:
+    """What becomes of the buffers whose names fit these patterns. Returns the patterns that fit any. UserError for what
+    is no rule."""
+    for pattern, rule in said.items():
+        if rule not in get_args(Rule):
+            raise UserError(f"{where} got {rule!r} for {pattern}: use mean, sum or rows")
+    used = set()
+    for module, key, name, _ in saved_buffers(model):
+        for pattern, rule in said.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                used.add(pattern)
+                module.__dict__[SAID] = {**getattr(module, SAID, {}), key: rule}
+    return used
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a rank has made of a buffer since all had the same, on so many samples."""
+
+    now: torch.Tensor
+    samples: int
+
+
+def merged(rule: Rule, before: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
+    """What all ranks take over at a rest; `changes` are by rank, of those that have changed it."""
+    if rule == "rows":
+        found = before.clone()
+        for change in reversed(changes):
+            found = torch.where(change.now != before, change.now, found)
+        return found
+    if rule == "sum":
+        return before + torch.stack([change.now - before for change in changes]).sum(0)
+    whole = max(1, sum(change.samples for change in changes))
+    mean = torch.stack([(change.now - before) * (change.samples / whole) for change in changes]).sum(0)
+    return before + (mean if before.is_complex() else mean.round()).to(before.dtype)
+
+
+def merged_at_rest(model: nn.Module) -> dict[str, tuple[torch.Tensor, Rule]]:
+    """Those buffers, by name: what no round of delayed mode sums."""
+    return {
+        name: (buffer, rule)
+        for module, key, name, buffer in saved_buffers(model)
+        if (rule := rule_of(module, key)) is not None and (rule == "rows" or not buffer.is_floating_point())
+    }
+
+
+class Unruled:
+    """Buffers without a rule, of which nobody knows what ranks' changes are to become."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found = saved_buffers(model)
+        self._buffers = [(name, buffer) for module, key, name, buffer in found if rule_of(module, key) is None]
+        self.begin()
+
+    def begin(self) -> None:
+        """What is done to them before this holds."""
+        self._versions = [buffer._version for _, buffer in self._buffers]
+
+    def check(self) -> None:
+        """UserError where one has changed since then."""
+        known = zip(self._buffers, self._versions, strict=True)
+        changed = [name for (name, buffer), version in known if buffer._version != version]
+        if changed:
+            raise UserError(
+                f"{', '.join(changed)} changed while training runs, on each rank by its own samples: tell what becomes"
+                f" of such buffers by job.prepare(model, buffers={{{changed[0]!r}: rule}}), or by a module's {SAID}:"
+                " 'mean' (of statistics), 'sum' (of what each adds, as to counts) or 'rows' (what each writes)"
+            )
+
+
+class Writes:
+    """Synchronous mode's float buffers whose rule is rows. A round tells every value that a rank has written, as four
+    float32: its place among all, in two parts, and itself, in two parts that hold all of a float64 but its last digits.
+    """
+
+    PARTS = 4
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [buffer for buffer in buffers_of(model, "rows").values() if buffer.is_floating_point()]
+        self._shared: list[torch.Tensor] = []
+        self.any = bool(self._buffers)
+        self.adopt()
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """All ranks hold the same buffers now."""
+        self._shared = [buffer.clone(memory_format=torch.contiguous_format) for buffer in self._buffers]
+
+    @torch.no_grad()
+    def find(self, device: torch.device) -> torch.Tensor:
+        """This rank's since then: a column each."""
+        found, first = [torch.zeros(self.PARTS, 0, device=device)], 0
+        for buffer, shared in zip(self._buffers, self._shared, strict=True):
+            places = (buffer != shared).flatten().nonzero().flatten()
+            values = buffer.flatten()[places].double()
+            high = values.float()
+            low = (values - high).float().nan_to_num(0.0, 0.0, 0.0)  # of infinities
+            places += first
+            found.append(torch.stack([(places // PLACES).float(), (places % PLACES).float(), high, low]).to(device))
+            first += buffer.numel()
+        return torch.cat(found, dim=1)
+
+    @torch.no_grad()
+    def take(self, told: Sequence[torch.Tensor]) -> None:
+        """What ranks have told, the lowest first, holds."""
+        for writes in reversed(told):
+            high, low, *parts = writes.double()
+            places, values = (high * PLACES + low).long(), sum(parts)
+            first = 0
+            for shared in self._shared:
+                mine = (places >= first) & (places < first + shared.numel())
+                shared.view(-1)[places[mine] - first] = values[mine].to(shared)
+                first += shared.numel()
+        self.put_back()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """What ranks hold alike, where they do not: a write is a change to whoever looks."""
+        for buffer, shared in zip(self._buffers, self._shared, strict=True):
+            if not torch.equal(buffer, shared):
+                buffer.copy_(shared)
