@@ -23,13 +23,13 @@ def train(job: Job) -> None:
     model, optimizer, scheduler = job.prepare(model, optimizer, scheduler)
     loader, test_loader = job.prepare(loader, test_loader)
 
-    def validate() -> float:
+    def validate() -> tuple[int, int]:
         right = total = 0
         for images, labels in test_loader:
             found = model(images).argmax(1)
             right += (found == labels).sum().item()
             total += len(labels)
-        return right / total
+        return right, total
 
     for epoch in job.epochs(EPOCHS):
         for images, labels in loader:

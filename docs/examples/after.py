@@ -56,7 +56,7 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> dict
             images, labels = images.to(device), labels.to(device)
             correct += (model(images).argmax(1) == labels).sum().item()
             samples += len(labels)
-    return {"accuracy": correct / samples}
+    return {"accuracy": (correct, samples)}
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import hetsync
+from hetsync.metrics import Mean
 
 GUIDE = Path(__file__).resolve().parents[1] / "guide"
 CHARACTERS, PADDING = 128, 0
@@ -57,8 +58,11 @@ def main() -> None:
             train, 32, collate_fn=collate, costs=[len(line) for line in train]
         )  # long lines take longer
 
-        def validate() -> dict[str, torch.Tensor]:
-            return {"loss": torch.stack([loss_of(model, batch) for batch in test_loader]).mean()}
+        def validate() -> dict[str, Mean]:
+            loss = Mean()
+            for batch in test_loader:
+                loss.update(loss_of(model, batch), (batch[:, 1:] != PADDING).sum())
+            return {"loss": loss}
 
         for _ in job.epochs(options.epochs):
             for batch in loader:

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 import hetsync
 from hetsync.data.sets.synthetic_city import synthetic_city
+from hetsync.metrics import MAPE
 
 
 class TravelTime(nn.Module):
@@ -46,9 +47,11 @@ def main() -> None:
         test_loader = DataLoader(city.test, 256, collate_fn=city.collate)
         model, optimizer, scheduler, loader, test_loader = job.prepare(model, optimizer, scheduler, loader, test_loader)
 
-        def validate() -> dict[str, torch.Tensor]:
-            errors = [percentage_error(model, trips) * len(trips["time"]) for trips in test_loader]
-            return {"mape": torch.stack(errors).sum() / len(test_loader.part)}
+        def validate() -> dict[str, MAPE]:
+            mape = MAPE()
+            for trips in test_loader:
+                mape.update(model(trips), trips["time"])
+            return {"mape": mape}
 
         for _ in job.epochs(options.epochs):
             for trips in loader:

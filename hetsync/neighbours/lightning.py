@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from hetsync.api import join, opened
 from hetsync.errors import UserError, early_mistakes
 from hetsync.extras import require
+from hetsync.train.evaluation import EvaluationLoader
 from hetsync.train.job import Job
 from hetsync.train.prepared import TrainingLoader
 
@@ -127,7 +128,7 @@ class HetSyncStrategy(Strategy):
                 raise UserError(
                     f"a data set to evaluate has {samples} samples for {self.world_size} ranks: give each one at least"
                 )
-            return self.job.test_loader(dataloader)
+            return RankPart(self.job.test_loader(dataloader))
         self._loader = self.job.loader(dataloader)
         return RankBatches(self._batches)
 
@@ -223,6 +224,19 @@ class HetSyncStrategy(Strategy):
                 ' HetSyncStrategy(run=..., resume="auto"), or load the weights into the module before'
             )
         return super().load_checkpoint(checkpoint_path, weights_only)
+
+
+class RankPart:
+    """In place of a `DataLoader` to evaluate on, over which the trainer loops by itself: this rank's part."""
+
+    def __init__(self, loader: EvaluationLoader) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return -(-len(self._loader.rank_part) // self._loader.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loader.batches_of(self._loader.rank_part)
 
 
 class RankBatches:

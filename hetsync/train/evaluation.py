@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,18 +20,17 @@ from hetsync.data.handed_over import collate_of
 from hetsync.data.random_state import set_aside
 from hetsync.data.transfer import to_device
 from hetsync.data.workers import fetch
-from hetsync.errors import UserError
+from hetsync.errors import UserError, brief
+from hetsync.plane import codec
 from hetsync.sync.milestones import Evaluation
 from hetsync.telemetry import Telemetry
 
 Combine = Callable[[list[Any]], Any]
 
-
-class Part(NamedTuple):
-    """What a rank has found on so many samples."""
-
-    found: Any
-    samples: int
+WHAT_TO_RETURN = (
+    "return a pair (sum, count), such as (correct, len(labels)) added up over batches, a metric of hetsync.metrics or"
+    " torchmetrics, or a dictionary of these; or give job.evaluate a combine"
+)
 
 
 class RankParts:
@@ -45,35 +47,49 @@ class RankParts:
 
 
 class EvaluationLoader:
-    """In place of a `DataLoader` of test data: batches of this rank's part, on its device."""
+    """In place of a `DataLoader` of test data: batches on this rank's device, of its part where all ranks evaluate
+    together (`cut`), and of all the data elsewhere, so that what a rank finds there is the whole."""
 
     def __init__(self, loader: DataLoader[Any], parts: RankParts, device: torch.device) -> None:
         self.whole = loader.dataset
         self.batch_size = loader.batch_size or 1
-        self.seen = 0  # samples, in all
         self._collate = collate_of(loader)
         self._parts = parts
+        self._cut = False
         self._device = device
+
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """Within, it has this rank's part only."""
+        self._cut = True
+        try:
+            yield
+        finally:
+            self._cut = False
 
     @property
     def part(self) -> range:
+        return self.rank_part if self._cut else range(len(self.whole))  # type: ignore[arg-type]
+
+    @property
+    def rank_part(self) -> range:
         return self._parts.of(len(self.whole))  # type: ignore[arg-type]
 
     @property
     def dataset(self) -> Dataset[Any]:
-        """This rank's part: scripts divide by its length."""
-        return Subset(self.whole, self.part)
+        """The samples of its batches: scripts ask for its length."""
+        return Subset(self.whole, self.part) if self._cut else self.whole
 
     def __len__(self) -> int:
         return -(-len(self.part) // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        part = self.part
+        return self.batches_of(self.part)
+
+    def batches_of(self, part: range) -> Iterator[Any]:
         for start in range(part.start, part.stop, self.batch_size):
             indices = list(range(start, min(part.stop, start + self.batch_size)))
-            batch = to_device(fetch(self.whole, indices, self._collate), self._device)
-            self.seen += len(indices)
-            yield batch
+            yield to_device(fetch(self.whole, indices, self._collate), self._device)
 
 
 class Evaluations:
@@ -99,38 +115,55 @@ class Evaluations:
         self._function: Callable[[], Any] = lambda: None
         self._combine: Combine | None = None
         self._done: deque[tuple[int, float, dict[str, float]]] = deque()
+        self._names: codec.Names = codec.NOTHING  # of classes in what this rank has found last
 
     def use(self, function: Callable[[], Any], combine: Combine | None) -> None:
         """What to do where the terms want an evaluation."""
         self._function, self._combine = function, combine
 
-    def score(self, shares: Sequence[int]) -> Part:
+    def score(self, shares: Sequence[int]) -> bytes | None:
         return self.part_of(self._function, shares)
 
-    def part_of(self, function: Callable[[], Any], shares: Sequence[int]) -> Part:
-        """What the function finds on this rank's part: in evaluation mode, without gradients, drawing alike each
-        time."""
+    def part_of(self, function: Callable[[], Any], shares: Sequence[int]) -> bytes | None:
+        """What the function finds on this rank's part, for `result_of` of any rank; None where that has no sample. In
+        evaluation mode, without gradients, drawing alike each time."""
         self._before()
         self._parts.shares = [min(1, share) for share in shares] if self._equal else shares
-        if self._loaders and not any(len(loader) for loader in self._loaders):
-            return Part(None, 0)
-        before = sum(loader.seen for loader in self._loaders)
         devices = {parameter.device for parameter in self._model.parameters()}
-        with evaluating(self._model), torch.no_grad(), set_aside(*devices, seed=0):
-            found = self._found(function, before)
-        return Part(on_cpu(found), sum(loader.seen for loader in self._loaders) - before)
+        with ExitStack() as held:
+            for loader in self._loaders:
+                held.enter_context(loader.cut())
+            if self._loaders and not any(len(loader) for loader in self._loaders):
+                return None
+            held.enter_context(evaluating(self._model))
+            held.enter_context(torch.no_grad())
+            held.enter_context(set_aside(*devices, seed=0))
+            found = function()
+        part, self._names = codec.dumps_own(on_cpu(found))
+        return part
 
-    def _found(self, function: Callable[[], Any], before: int) -> Any:
-        try:
-            return function()
-        except ZeroDivisionError:
-            if self._loaders and sum(loader.seen for loader in self._loaders) == before:
-                return None  # a mean over a part that has no samples
-            raise
+    def result_of(self, parts: Sequence[bytes | None], combine: Combine | None) -> Any:
+        """Of all ranks, which are in order. UserError where these have not found what becomes one."""
+        return combined([codec.loads(part, self._names) for part in parts if part is not None], combine)
+
+    def agreed_result(
+        self,
+        parts: Sequence[bytes | None],
+        combine: Combine | None,
+        mine: bytes | None,
+        exchange: Callable[[Any], Sequence[Any]],
+    ) -> list[Any]:
+        """Collective: `result_of`, once; none where who could tell has died meanwhile. A rank that has found nothing
+        takes another's, as it knows no classes of what they have found."""
+        knows = mine is not None or not any(parts)
+        results = [self.result_of(parts, combine)] if knows else []
+        if any(parts) and not all(parts):
+            return [result for told in exchange(results) for result in told][:1]
+        return results
 
     def report(self, evaluation: Evaluation, train_seconds: float) -> None:
         """From the communication thread: `take` has it for the main thread."""
-        metrics = named(combined(evaluation.parts, self._combine))
+        metrics = named(self.result_of(evaluation.parts, self._combine))
         self.metrics = metrics
         self._done.append((evaluation.samples_applied, train_seconds, metrics))
 
@@ -140,7 +173,7 @@ class Evaluations:
             yield self._done.popleft()
 
 
-def check_callable(who: str, function: Any, *arguments: Any) -> None:
+def check_callable(who: str, function: Any, *arguments: Any, **named: Any) -> None:
     """UserError for what cannot be called with the arguments, as far as its signature is known."""
     if not callable(function):
         raise UserError(f"{who} got a {type(function).__name__}: give a function")
@@ -149,10 +182,11 @@ def check_callable(who: str, function: Any, *arguments: Any) -> None:
     except (TypeError, ValueError):  # some of C have none
         return
     try:
-        signature.bind(*arguments)
+        signature.bind(*arguments, **named)
     except TypeError as error:
         name = getattr(function, "__qualname__", type(function).__name__)
-        given = ", ".join(type(each).__name__ for each in arguments)
+        kinds = [type(each).__name__ for each in arguments]
+        given = ", ".join([*kinds, *(f"{key}={type(each).__name__}" for key, each in named.items())])
         raise UserError(
             f"{who} got {name}{signature}, which is called with ({given}) here ({error}): wrap it in a lambda"
         ) from None
@@ -162,8 +196,9 @@ def on_cpu(value: Any) -> Any:
     """The value, which other ranks get: they may have no such device."""
     if isinstance(value, torch.Tensor):
         return value.cpu()
-    if isinstance(value, torch.nn.Module):  # a metric
-        return value.to("cpu")
+    if isinstance(value, torch.nn.Module) or _is_metric(value):
+        copied = copy.deepcopy(value)  # the script goes on with its own
+        return copied.to("cpu") if _has_verb(copied, "to") else copied
     if isinstance(value, Mapping):
         return {key: on_cpu(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -172,57 +207,122 @@ def on_cpu(value: Any) -> Any:
     return value
 
 
-def by_rank(members: Sequence[int], parts: Sequence[Part]) -> list[Part]:
-    """Parts of these, in the order of the ranks' numbers, as data is cut: members are in that in which they came."""
-    return [part for _, part in sorted(zip(members, parts, strict=True), key=lambda each: each[0])]
+def by_rank(members: Sequence[int], found: Sequence[Any]) -> list[Any]:
+    """What these have found, in the order of the ranks' numbers, as data is cut: members are in that in which they
+    came."""
+    return [part for _, part in sorted(zip(members, found, strict=True), key=lambda each: each[0])]
 
 
-def combined(parts: Sequence[Part], combine: Combine | None) -> Any:
-    """The result of all ranks: what `combine` makes of the parts, or their mean weighted by samples."""
-    found = [part for part in parts if part.samples or part.found is not None]
+def combined(found: Sequence[Any], combine: Combine | None) -> Any:
+    """The result of all ranks: what `combine` makes of what they have found, or what its sums and counts, and its
+    metrics, come to. None is what a function has found that returns nothing."""
+    found = [each for each in found if each is not None]
     if combine is not None:
-        return combine([part.found for part in found])
+        return combine(found)
     if not found:
+        raise UserError(f"the evaluation found nothing on any rank: {WHAT_TO_RETURN}")
+    return _result("its result", found)
+
+
+def _result(name: str, found: Sequence[Any]) -> Any:
+    """Of what ranks have found under this name."""
+    for is_one, result_of in KINDS:
+        if all(map(is_one, found)):
+            return result_of(name, found)
+    odd = next((each for each in found if not any(is_one(each) for is_one, _ in KINDS)), found[0])
+    raise UserError(
+        f"the evaluation returned {brief(odd)} as {name}, without its count, and ranks whose parts of the test data"
+        f" differ have no mean of such: {WHAT_TO_RETURN}"
+    )
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) or (_is_metric(value) and _has_verb(value, "keys"))
+
+
+def _of_mappings(_: str, found: Sequence[Any]) -> dict[Any, Any]:
+    keys = dict.fromkeys(key for each in found for key in each.keys())  # noqa: SIM118 (a collection of metrics)
+    return {key: _result(str(key), [each[key] for each in found if key in each.keys()]) for key in keys}  # noqa: SIM118
+
+
+def _is_metric(value: Any) -> bool:
+    """One of `hetsync.metrics`, or of torchmetrics."""
+    return _has_verb(value, "compute")
+
+
+def _has_verb(value: Any, verb: str) -> bool:
+    return callable(getattr(value, verb, None))
+
+
+def _of_metrics(_: str, found: Sequence[Any]) -> Any:
+    merged, *others = found
+    for other in others:
+        merged.merge_state(other)
+    merged.sync_on_compute = False  # torchmetrics would add up over a process group of the script's once more
+    return merged.compute()
+
+
+def _is_pair(value: Any) -> bool:
+    """A sum and a count."""
+    kinds = (int, float, torch.Tensor, np.ndarray, np.generic)
+    return type(value) is tuple and len(value) == 2 and all(isinstance(each, kinds) for each in value)
+
+
+def _of_pairs(name: str, pairs: Sequence[tuple[Any, Any]]) -> Any:
+    for _, count in pairs:
+        if not _is_whole(count):
+            raise UserError(
+                f"the evaluation returned {brief(count)} as the count of {name}, which is no whole number, such as"
+                f" int(mask.sum()): {WHAT_TO_RETURN}"
+            )
+    sums, counts = ([_plain(each) for each in column] for column in zip(*pairs, strict=True))
+    for column in (sums, counts):
+        shapes = sorted({tuple(np.shape(each)) for each in column})
+        if len(shapes) > 1:
+            raise UserError(
+                f"the evaluation returned sums of shapes {', '.join(map(str, shapes))} as {name}, which have no sum:"
+                " give job.evaluate a combine, such as combine=torch.cat for tensors"
+            )
+    total, count = sum(sums), sum(counts)
+    return math.nan if isinstance(total, float) and isinstance(count, float) and not count else total / count
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _of_rows(name: str, found: Sequence[Any]) -> Any:
+    """Values place by place."""
+    kind = type(found[0])
+    lengths = sorted({len(each) for each in found})
+    if len(lengths) > 1:
         raise UserError(
-            "the evaluation found nothing on any rank: return a number, or a dictionary of names and numbers"
+            f"the evaluation returned {', '.join(map(str, lengths))} values as {name} on the ranks, which have no mean:"
+            f" {WHAT_TO_RETURN}"
         )
-    looked = [part for part in found if part.samples]
-    if not looked:  # no prepared loader was asked: each rank has looked at all
-        looked = [Part(part.found, 1) for part in found]
-    return _mean([part.found for part in looked], [part.samples for part in looked])
+    results = [_result(name, values) for values in zip(*found, strict=True)]
+    return kind(*results) if hasattr(kind, "_fields") else kind(results)
 
 
-def _mean(values: Sequence[Any], weights: Sequence[int]) -> Any:
-    first = values[0]
-    if hasattr(first, "merge_state") and hasattr(first, "compute"):  # torchmetrics
-        for other in values[1:]:
-            first.merge_state(other)
-        return first.compute()
-    if isinstance(first, Mapping):
-        return {key: _mean([value[key] for value in values], weights) for key in first}
-    shapes = [_shape(value) for value in values]
-    rows = isinstance(first, torch.Tensor | np.ndarray) and [shape[:1] for shape in shapes] == [(n,) for n in weights]
-    if len(set(shapes)) > 1 or (rows and len(values) > 1 and max(weights) > 1):
-        raise UserError(
-            f"the evaluation returned values of shapes {', '.join(map(str, shapes))} on ranks that looked at"
-            f" {', '.join(map(str, weights))} samples, and rows of samples have no mean over ranks: give job.evaluate a"
-            " combine, such as combine=torch.cat for tensors"
-        )
-    if isinstance(first, list | tuple):
-        means = [_mean(parts, weights) for parts in zip(*values, strict=True)]
-        return type(first)(*means) if hasattr(first, "_fields") else type(first)(means)
-    if not isinstance(first, int | float | torch.Tensor | np.ndarray | np.generic):
-        raise UserError(
-            f"the evaluation returned a {type(first).__name__}: return numbers, tensors or arrays (or lists and"
-            " dictionaries of them, or metrics of torchmetrics), or give job.evaluate a function combine"
-        )
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+def _is_whole(count: Any) -> bool:
+    if isinstance(count, torch.Tensor):
+        return not (count.is_floating_point() or count.is_complex() or count.dtype == torch.bool)
+    return np.asarray(count).dtype.kind in "iu"
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return tuple(value.shape)
-    return (len(value),) if isinstance(value, list | tuple) else ()
+def _plain(value: Any) -> Any:
+    """In float64: a number, a tensor or an array."""
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.ndim else float(value)
+    return np.asarray(value, np.float64) if np.ndim(value) else float(value)
+
+
+KINDS: Sequence[tuple[Callable[[Any], bool], Callable[[str, Sequence[Any]], Any]]] = (
+    (_is_mapping, _of_mappings),
+    (_is_metric, _of_metrics),
+    (_is_pair, _of_pairs),
+    (_is_row, _of_rows),
+)
 
 
 def named(result: Any) -> dict[str, float]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal
@@ -38,7 +39,7 @@ from hetsync.train import checkpoint
 from hetsync.train.alike import data_described, parts_described, require_alike, require_as_told, settings_described
 from hetsync.train.best import Best, Mode, comparable
 from hetsync.train.display import Shows
-from hetsync.train.evaluation import Combine, EvaluationLoader, Part, by_rank, check_callable, combined, named, on_cpu
+from hetsync.train.evaluation import Combine, EvaluationLoader, by_rank, check_callable, named, on_cpu
 from hetsync.train.loop import Loop, StoppedByRequest
 from hetsync.train.parts import Factor
 from hetsync.train.preparation import Assigns, Loss, Preparation
@@ -408,18 +409,22 @@ class Job:
         """What the last evaluation has found, by name: rank 0's while training goes on, on all ranks at rest."""
         return {} if self._running is None else self._running.evaluations.metrics
 
-    def evaluate(self, function: Callable[..., Any], *arguments: Any, combine: Combine | None = None) -> Any:
-        """Collective, at rest: what `function(*arguments)` returns on all of the test data. Each rank runs it on its
-        part (prepared DataLoaders of test data hold no more), in evaluation mode and without gradients.
+    def evaluate(
+        self, function: Callable[..., Any], *arguments: Any, combine: Combine | None = None, **options: Any
+    ) -> Any:
+        """Collective, at rest: what `function(*arguments, **options)` finds on all of the test data. Each rank runs it
+        on its part (prepared DataLoaders of test data hold no more there), in evaluation mode and without gradients;
+        afterwards modes are what they were.
 
-        Numbers, tensors and arrays, in lists and dictionaries, too, become means weighted by samples; metrics of
-        torchmetrics are merged; `combine` gets the list of what the ranks have returned and does anything else.
+        The function returns a pair (sum, count) of numbers, tensors or arrays, which becomes the sums of all ranks over
+        their counts; a metric of `hetsync.metrics` or torchmetrics, which becomes its value; or these in lists and
+        dictionaries. `combine` gets the list of what the ranks have returned and does anything else.
         """
-        check_callable("job.evaluate", function, *arguments)
+        check_callable("job.evaluate", function, *arguments, **options)
         self._check_all_can_call("evaluate")
         running = self._begin()
         self._loop.come_to_rest()
-        result = combined(self._parts_of(lambda: function(*arguments)), combine)
+        result = self._evaluated(lambda: function(*arguments, **options), combine)
         running.evaluated(named(result))
         return result
 
@@ -432,15 +437,18 @@ class Job:
                 " would call it alone, so call it after a loop over batches, or give fault.replace false"
             )
 
-    def _parts_of(self, function: Callable[[], Any]) -> list[Part]:
-        """Of all ranks: once more where one has died before its own was known."""
+    def _evaluated(self, function: Callable[[], Any], combine: Combine | None) -> Any:
+        """On all ranks: once more where one has died before its part was known."""
         running = self._begin()
+        evaluations, meet_at = running.evaluations, partial(running.session.meet, "job.evaluate")
         while True:
             members = self.plane.members
-            part = running.evaluations.part_of(function, running.session.shares_left)
-            told = running.session.meet("job.evaluate", (members, part))
+            mine = evaluations.part_of(function, running.session.shares_left)
+            told = meet_at((members, mine))
             if all(len(theirs) == len(told) for theirs, _ in told):
-                return by_rank(members, [part for _, part in told])
+                parts = by_rank(members, [part for _, part in told])
+                for result in evaluations.agreed_result(parts, combine, mine, meet_at):
+                    return result
 
     def gather(self, value: Any) -> list[Any]:
         """Collective, before the loop or at rest: every rank's value, in their order. Tensors come on the CPU."""

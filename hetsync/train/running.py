@@ -30,7 +30,7 @@ from hetsync.train import checkpoint, ranks
 from hetsync.train.alike import Description, settings_described
 from hetsync.train.control_factory import control_factory
 from hetsync.train.display import Shows
-from hetsync.train.evaluation import Evaluations, by_rank, combined, named
+from hetsync.train.evaluation import Evaluations, by_rank, named
 from hetsync.train.figures import Figures
 from hetsync.train.injection import InjectedDevice, Injection, require_struck
 from hetsync.train.memory import slice_memory
@@ -460,9 +460,10 @@ class Running:
             self._save(standing, last=self.over)  # before an evaluation, which may fail
             self._saved_last = self.over
         if rest.evaluation_due and self.prepared.evaluation is not None:
-            part = self.evaluations.score(session.shares)
-            parts = by_rank(self.plane.members, self.plane.gather_objects(part))
-            self.evaluated(named(combined(parts, self.prepared.evaluation[2])))
+            mine, gather = self.evaluations.score(session.shares), self.plane.gather_objects
+            parts = by_rank(self.plane.members, gather(mine))
+            (result,) = self.evaluations.agreed_result(parts, self.prepared.evaluation[2], mine, gather)
+            self.evaluated(named(result))
         if rest.reason == JOIN and not self.over and self._replacements is not None:
             self._admit()
 

@@ -46,8 +46,7 @@ loader = DataLoader(TensorDataset(torch.randn(512, 4), torch.randint(3, (512,)))
 test = DataLoader(TensorDataset(torch.randn(64, 4), torch.randint(3, (64,))), batch_size=8)
 
 def accuracy():
-    right = [float((model(inputs).argmax(1) == labels).float().mean()) for inputs, labels in test]
-    return sum(right) / max(1, len(right))
+    return sum(int((model(inputs).argmax(1) == labels).sum()) for inputs, labels in test), len(test.dataset)
 
 with hetsync.join(run=sys.argv[2], delay_bound=bound, least_ranks=1, fault={"replace": bool(deaths)}) as job:
     life = len(glob.glob(f"life-{job.rank}-*"))

@@ -95,7 +95,7 @@ def test_one_rank_leaves_each_epochs_loop(plane: Plane, bound: int, leaver: str)
             trial.step(batch)
             if leaves and number == 2:
                 break
-        trial.job.evaluate(lambda: 1.0)
+        trial.job.evaluate(lambda: (1.0, 1))
         rests.append(trial.applied)
     trial.close()
     assert rests == [SAMPLES * (epoch + 1) for epoch in range(EPOCHS)]
@@ -125,7 +125,7 @@ def test_all_leave_at_the_same_batch(plane: Plane, bound: int) -> None:
             trial.step(batch)
             if number == 2:
                 break
-        trial.job.evaluate(lambda: 1.0)
+        trial.job.evaluate(lambda: (1.0, 1))
         epochs.append(epoch)
     trial.close()
     assert epochs == [0]
@@ -180,7 +180,7 @@ def test_all_leave_the_epochs(plane: Plane, bound: int, at_rest: bool) -> None:
         for batch in trial.loader:
             trial.step(batch)
         if at_rest:
-            trial.job.evaluate(lambda: 1.0)
+            trial.job.evaluate(lambda: (1.0, 1))
         if epoch == 1:
             break
     trial.close()
@@ -284,7 +284,7 @@ def test_a_rank_that_has_left_may_meet_a_checkpoints_rest(plane: Plane, bound: i
                 break
             if number == 1:
                 trial.job.session.request_rest("checkpoint")
-        trial.job.evaluate(lambda: 1.0)
+        trial.job.evaluate(lambda: (1.0, 1))
         rests.append(trial.applied)
     trial.close()
     assert rests == [SAMPLES * (epoch + 1) for epoch in range(EPOCHS)]

@@ -6,7 +6,7 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_trainer.py
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic, sleep
@@ -19,7 +19,7 @@ from hetsync.data.evaluation import evaluate_range
 from hetsync.errors import STOPPED
 from hetsync.plane.base import Plane
 from hetsync.sync.optimizer_state import average_optimizer_state
-from hetsync.train.evaluation import Evaluations, Part
+from hetsync.train.evaluation import EvaluationLoader
 from hetsync.train.job import Job, StoppedByRequest
 from hetsync.train.trainer import Trainer
 
@@ -149,14 +149,13 @@ def test_emulated_devices_evaluate_equal_parts(
 ) -> None:
     """They do it at the machine's speed; real ones by their shares."""
     parts: list[int] = []
-    part_of = Evaluations.part_of
+    batches = EvaluationLoader.__iter__
 
-    def watched(self: Evaluations, function: Any, shares: Any) -> Part:
-        part = part_of(self, function, shares)
-        parts.append(part.samples)
-        return part
+    def watched(self: EvaluationLoader) -> Iterator[Any]:
+        parts.append(len(self.part))
+        return batches(self)
 
-    monkeypatch.setattr(Evaluations, "part_of", watched)
+    monkeypatch.setattr(EvaluationLoader, "__iter__", watched)
     done = train(plane, folder, 4, emulate=emulate)
     shares = [1] * plane.size if emulate else list(done.job.session.shares)
     count = len(done.trainer.data.test)

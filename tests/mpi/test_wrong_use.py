@@ -173,7 +173,7 @@ def test_what_one_rank_calls_alone_is_named(plane: Plane, bound: int, last: bool
 
     def act(epoch: int) -> None:
         if odd and epoch == last:
-            job.evaluate(lambda: 1.0) if call == "evaluate" else job.stop()
+            job.evaluate(lambda: (1.0, 1)) if call == "evaluate" else job.stop()
 
     def train_and_close() -> None:
         train(job, act, loader, model, optimizer)
@@ -193,7 +193,7 @@ def test_an_evaluation_of_one_rank_before_the_loop_is_named(plane: Plane, bound:
     job.prepare(model, SGD(model.parameters(), 0.1))
     loader = job.loader(Blobs(), BATCH, epochs=2)
     with pytest.raises(UserError, match=r"job\.evaluate.*all ranks must call the same"):
-        job.evaluate(lambda: 1.0) if odd else next(iter(loader))
+        job.evaluate(lambda: (1.0, 1)) if odd else next(iter(loader))
     job.session.release()
 
 

@@ -58,5 +58,6 @@ def test_an_average_is_evaluated_in_evaluation_mode() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
     average = AveragedModel(model)
     evaluations = Evaluations(parts=RankParts(0, 1), model=model, loaders=[], averages=[average])
-    assert evaluations.part_of(lambda: average.module[1].training, [1]).found is False
+    part = evaluations.part_of(lambda: (int(average.module[1].training), 1), [1])
+    assert evaluations.result_of([part], None) == 0.0
     assert average.module[1].training

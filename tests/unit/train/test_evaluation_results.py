@@ -1,71 +1,152 @@
-"""What ranks find becomes a mean over samples where that means anything, and else is refused."""
+"""What ranks find becomes what one would find on all: by sums and counts, metrics, or `combine`; nothing is guessed."""
 
 from __future__ import annotations
 
+import math
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from hetsync import metrics
 from hetsync.errors import UserError
-from hetsync.train.evaluation import Part, combined
+from hetsync.train.evaluation import Evaluations, RankParts, combined, on_cpu
+
+Pair = namedtuple("Pair", "loss accuracy")
 
 
-def parts(*found: Any, samples: tuple[int, ...] = (3, 1)) -> list[Part]:
-    return [Part(value, count) for value, count in zip(found, samples, strict=True)]
+class Largest:
+    """A metric of a script's own."""
 
+    def __init__(self, value: int) -> None:
+        self.value = value
 
-@pytest.mark.parametrize(
-    ("found", "mean"),
-    [
-        ((1.0, 0.0), 0.75),
-        ((torch.tensor([1.0, 2.0]), torch.tensor([0.0, 2.0])), [0.75, 2.0]),
-        ((np.ones(2), np.zeros(2)), [0.75, 0.75]),
-        (([1.0, 4.0], [0.0, 8.0]), [0.75, 5.0]),
-        (({"a": (1.0, 2.0)}, {"a": (0.0, 2.0)}), {"a": (0.75, 2.0)}),
-    ],
-)
-def test_means_are_weighted_by_samples(found: tuple[Any, Any], mean: Any) -> None:
-    got = combined(parts(*found), None)
-    assert (got.tolist() if hasattr(got, "tolist") else got) == mean
+    def merge_state(self, other: Largest) -> None:
+        self.value = max(self.value, other.value)
 
-
-def test_one_value_for_each_of_as_many_samples_as_a_tuple_has_values() -> None:
-    assert combined(parts((1.0, 2.0), (3.0, 4.0), samples=(2, 2)), None) == (2.0, 3.0)
+    def compute(self) -> int:
+        return self.value
 
 
 @pytest.mark.parametrize(
-    "found",
+    ("found", "result"),
     [
-        (torch.ones(3), torch.ones(1)),
-        (np.ones((3, 2)), np.ones((1, 2))),
-        ([1.0, 2.0, 3.0], [1.0]),
-        ({"scores": torch.ones(3)}, {"scores": torch.ones(1)}),
+        (((3.0, 3), (0, 1)), 0.75),
+        (((torch.tensor(3), torch.tensor(3)), (torch.tensor(0), torch.tensor(1))), 0.75),
+        (((torch.tensor([3.0, 6.0]), 3), (torch.tensor([0.0, 2.0]), 1)), [0.75, 2.0]),
+        (((torch.tensor([3, 6]), torch.tensor([4, 2])), (torch.tensor([0, 1]), torch.tensor([0, 5]))), [0.75, 1.0]),
+        (((np.array([3.0, 3.0]), np.int64(3)), (np.zeros(2), np.int64(1))), [0.75, 0.75]),
+        (({"a": (3.0, 3), "b": (1, 2)}, {"a": (0.0, 1), "b": (2, 2)}), {"a": 0.75, "b": 0.75}),
+        (({"a": (3.0, 3)}, {"a": (0.0, 1), "b": (1, 2)}), {"a": 0.75, "b": 0.5}),  # a class that one rank has not
+        (([(3.0, 3), (8, 2)], [(0.0, 1), (2, 2)]), [0.75, 2.5]),
+        ((((3.0, 3), (8, 2)), ((0.0, 1), (2, 2))), (0.75, 2.5)),
+        ((Pair((3.0, 3), (8, 2)), Pair((0.0, 1), (2, 2))), (0.75, 2.5)),
+        (((3.0, 4), None), 0.75),  # who has no sample is not asked
+        (((0.0, 0), (3.0, 4)), 0.75),  # and who has some, but none that counts, says so
     ],
 )
-def test_rows_of_samples_are_refused(found: tuple[Any, Any]) -> None:
-    with pytest.raises(UserError, match=r"give job\.evaluate a combine"):
-        combined(parts(*found), None)
+def test_sums_and_counts_are_added_before_they_are_divided(found: tuple[Any, Any], result: Any) -> None:
+    got = combined(found, None)
+    assert (got.tolist() if hasattr(got, "tolist") else got) == result
 
 
-def test_rows_of_equal_parts_are_refused_too() -> None:
-    with pytest.raises(UserError, match="rows of samples have no mean over ranks"):
-        combined(parts(torch.ones(4), torch.ones(4), samples=(4, 4)), None)
+def test_sums_of_many_small_numbers_keep_their_places() -> None:
+    found = [(torch.tensor([2.0**24]), 1), *[(torch.tensor([1.0]), 1)] * 9]
+    assert combined(found, None).tolist() == [(2**24 + 9) / 10]
+
+
+def test_the_mean_of_nothing_is_nan() -> None:
+    assert math.isnan(combined([(0.0, 0), (0, 0)], None))
+    assert combined([(torch.zeros(2), torch.tensor([0, 1]))], None).isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        0.5,
+        torch.tensor(0.5),
+        torch.ones(3),
+        np.float64(0.5),
+        (0.5, 0.25, 0.1),
+        Pair(0.5, 0.25),
+        [0.5, 4],
+        "good",
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["its result", "accuracy"])
+def test_what_has_no_count_is_refused_on_one_rank_as_on_two(value: Any, ranks: int, name: str) -> None:
+    found = value if name == "its result" else {"loss": (1.0, 2), name: value}
+    with pytest.raises(UserError, match=rf"as {name}, without its count, .* return a pair \(sum, count\)"):
+        combined([found] * ranks, None)
+
+
+@pytest.mark.parametrize("count", [0.25, torch.tensor(37.0), True, torch.tensor([True, False]), np.float32(3)])
+def test_a_loss_and_an_accuracy_are_no_sum_and_count(count: Any) -> None:
+    with pytest.raises(UserError, match=r"as the count of its result, which is no whole number, such as int\(mask"):
+        combined([(0.5, count)], None)
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        ([(torch.ones(3), 3), (torch.ones(1), 1)], r"sums of shapes \(1,\), \(3,\) as its result.* combine=torch\.cat"),
+        ([{"a": (torch.ones(2), torch.tensor([1, 2]))}, {"a": (torch.ones(2), 3)}], r"shapes \(\), \(2,\) as a"),
+        ([[(1, 2)], [(1, 2), (3, 4)]], r"1, 2 values as its result on the ranks"),
+        ([(1, 2), 0.0], r"returned 0\.0 as its result, without its count"),
+        ([None, None], "found nothing on any rank"),
+    ],
+)
+def test_what_ranks_have_not_alike_is_refused(found: list[Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        combined(found, None)
 
 
 def test_rows_are_joined_by_combine() -> None:
-    assert combined(parts(torch.ones(3), torch.zeros(1)), torch.cat).tolist() == [1.0, 1.0, 1.0, 0.0]
+    assert combined([torch.ones(3), None, torch.zeros(1)], torch.cat).tolist() == [1.0, 1.0, 1.0, 0.0]
 
 
-def test_one_rank_may_return_what_it_likes() -> None:
-    assert combined([Part(torch.ones(4), 4)], None).tolist() == [1.0] * 4
+def test_metrics_are_merged_before_they_are_computed() -> None:
+    rmse = metrics.RMSE(), metrics.RMSE()
+    rmse[0].update(torch.zeros(3), torch.tensor([1.0, 2.0, 2.0]))
+    rmse[1].update(torch.zeros(1), torch.tensor([4.0]))
+    assert combined([{"rmse": rmse[0]}, {"rmse": rmse[1]}], None) == {"rmse": 2.5}
 
 
-def test_where_no_prepared_loader_was_asked_each_rank_has_looked_at_all() -> None:
-    assert combined([Part(torch.tensor([1.0]), 0), Part(torch.tensor([3.0]), 0)], None).tolist() == [2.0]
+def test_those_of_torchmetrics_too() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    def found(actual: list[float]) -> Any:
+        errors = {"rmse": torchmetrics.MeanSquaredError(squared=False), "mae": torchmetrics.MeanAbsoluteError()}
+        errors = torchmetrics.MetricCollection(errors, prefix="test_")
+        errors.update(torch.zeros(len(actual)), torch.tensor(actual))
+        return errors
+
+    both = combined([on_cpu(found([1.0, 2.0, 2.0])), None, on_cpu(found([4.0]))], None)
+    assert {name: float(value) for name, value in both.items()} == {"test_rmse": 2.5, "test_mae": 2.25}
 
 
-def test_who_has_no_samples_has_no_say() -> None:
-    """A script that adds up returns what it began with."""
-    assert combined(parts(torch.tensor([1.0, 2.0]), 0, samples=(3, 0)), None).tolist() == [1.0, 2.0]
+@pytest.mark.parametrize("others_first", [True, False])
+def test_who_has_found_nothing_takes_anothers_result(others_first: bool) -> None:
+    """Of a class of theirs that it does not know."""
+
+    def evaluations() -> Evaluations:
+        return Evaluations(parts=RankParts(0, 2), model=torch.nn.Linear(1, 1), loaders=[])
+
+    own = evaluations()
+    part = own.part_of(lambda: Largest(3), [1, 1])
+    parts = [part, None] if others_first else [None, part]
+    assert own.agreed_result(parts, None, part, lambda result: [result, []]) == [3]
+    assert evaluations().agreed_result(parts, None, None, lambda result: [result, [3]]) == [3]
+    with pytest.raises(UserError, match="Largest does not travel"):
+        evaluations().result_of(parts, None)
+
+
+def test_what_other_ranks_get_is_no_more_the_scripts_own() -> None:
+    """Which may go on adding to it."""
+    mean = metrics.Mean()
+    mean.update(1.0)
+    combined([on_cpu(mean), on_cpu(mean)], None)
+    assert float(mean.count) == 1

@@ -31,6 +31,7 @@ from torch.utils.data import (
 
 import hetsync
 from hetsync.train import workplace
+from hetsync.train.evaluation import EvaluationLoader, RankParts
 from hetsync.train.job import Job
 
 SAMPLES, BATCH = 48, 16
@@ -180,7 +181,7 @@ def loads(*arguments: Any, **options: Any) -> Act:
 
 
 def test_the_script_works_as_it_is() -> None:
-    train(rest=lambda script: script.job.evaluate(lambda: 1.0))
+    train(rest=lambda script: script.job.evaluate(lambda: (1.0, 1)))
 
 
 def test_classes_that_only_make_loaders_in_another_way_are_taken() -> None:
@@ -475,7 +476,7 @@ def test_a_loop_that_all_ranks_leave_can_be_evaluated_and_gone_on_from(bound: in
                     job.step()
                     if number == 1:
                         break
-                found.append(job.evaluate(lambda: sum(len(labels) for _, labels in tests) / SAMPLES))
+                found.append(job.evaluate(lambda: (sum(len(labels) for _, labels in tests), len(tests.dataset))))
 
     script(2)
     assert found == [1.0]
@@ -515,7 +516,7 @@ def test_a_loop_that_has_taken_all_batches_is_not_a_left_one(
                 taken += len(labels)
             epochs.append((epoch, taken))
             if evaluates:
-                job.evaluate(lambda: 1.0)
+                job.evaluate(lambda: (1.0, 1))
     assert epochs == [(epoch, SAMPLES) for epoch in range(3)]
     assert job.session.applied == 3 * SAMPLES
 
@@ -573,18 +574,18 @@ def test_ranks_are_measured_on_samples_that_cost_as_all_do() -> None:
     assert seen == {5.0}
 
 
-def test_a_test_loader_may_be_divided_by_the_length_of_its_data() -> None:
-    def prepare(script: Script) -> None:
-        script.prepare()
-        script.tests = script.job.test_loader(DataLoader(data(), batch_size=BATCH))  # type: ignore[attr-defined]
+def test_test_data_are_a_ranks_part_where_all_evaluate_and_whole_elsewhere() -> None:
+    parts = RankParts(1, 2)  # the second of two ranks
+    parts.shares = [1, 2]
+    tests = EvaluationLoader(DataLoader(data(), batch_size=BATCH), parts, torch.device("cpu"))
 
-    def rest(script: Script) -> None:
-        tests = script.tests  # type: ignore[attr-defined]
-        tests._parts.shares, tests._parts.rank = [1, 1], 1  # as the second of two ranks
-        assert sum(len(labels) for _, labels in tests) == len(tests.dataset) == SAMPLES // 2
-        tests._parts.shares, tests._parts.rank = [1], 0
+    def samples() -> list[int]:
+        return [sum(len(labels) for _, labels in tests), len(tests.dataset), len(tests.part)]
 
-    train(prepare, rest=rest)
+    assert samples() == [SAMPLES] * 3
+    with tests.cut():
+        assert samples() == [SAMPLES * 2 // 3] * 3
+    assert samples() == [SAMPLES] * 3
 
 
 @pytest.mark.parametrize(
@@ -634,7 +635,7 @@ def test_loaders_that_are_mistaken_say_what_to_do(order: str, capsys: pytest.Cap
 
 def test_a_pair_of_figures_is_recorded() -> None:
     def rest(script: Script) -> None:
-        assert script.job.evaluate(lambda: (0.5, 0.25)) == (0.5, 0.25)
+        assert script.job.evaluate(lambda: ((1.0, 2), (1, 4))) == (0.5, 0.25)
         assert script.job.metrics == {"metric_0": 0.5, "metric_1": 0.25}
 
     train(rest=rest)

@@ -13,7 +13,7 @@ from hetsync.plane import codec
 from hetsync.plane.base import LostError
 from hetsync.profiling.measure import Place
 from hetsync.train import checkpoint, replacing
-from hetsync.train.evaluation import Part, by_rank
+from hetsync.train.evaluation import by_rank
 from hetsync.train.replacing import (
     MOST_TRIES,
     SECONDS_BETWEEN_RESTS,
@@ -172,8 +172,8 @@ def test_whoever_is_a_member_again_may_be_replaced_as_often(job: Job) -> None:
 
 
 def test_parts_are_in_the_order_of_ranks_whoever_came_last() -> None:
-    parts = [Part(f"of {rank}", 1) for rank in (1, 3, 0)]
-    assert [part.found for part in by_rank((1, 3, 0), parts)] == ["of 0", "of 1", "of 3"]
+    found = [f"of {rank}" for rank in (1, 3, 0)]
+    assert by_rank((1, 3, 0), found) == ["of 0", "of 1", "of 3"]
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ def job_that_tracks(mine: Mine, run: Path | None, epochs: int = 2, bound: int = 
                 job.backward(loss)
                 job.step(optimizer)
                 job.log({"number": torch.tensor(float(number))})
-            job.evaluate(lambda: {"always": 1.0})
+            job.evaluate(lambda: {"always": (1.0, 1)})
             job.log({"epoch": epoch})
             scheduler.step()
 
