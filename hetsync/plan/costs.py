@@ -29,6 +29,7 @@ from hetsync.plan.blocks import Cut, state_of
 from hetsync.plan.calls import Scored, anew, observed_call, stand_in
 from hetsync.plan.graph import BlockCost
 from hetsync.plan.parts import RETURNED, Pass, detached, gradients_of, split
+from hetsync.sync.sparse import dense_parts
 
 FORMAT = 3
 LEAST_ROUNDS = 3
@@ -285,12 +286,13 @@ def _timed(seconds: Seconds, device: torch.device, clock: Clock) -> Iterator[Non
 def storages_saved(model: nn.Module) -> Iterator[list[torch.UntypedStorage]]:
     """Fills the list with what autograd saves inside, as often as it does; without the model's weights and buffers."""
     saved: list[torch.UntypedStorage] = []
-    held = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    own = (part for tensor in (*model.parameters(), *model.buffers()) for part in dense_parts(tensor))
+    held = {part.untyped_storage().data_ptr() for part in own}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in held:
-            saved.append(storage)  # which keeps it: an address stays one storage's
+        for storage in map(torch.Tensor.untyped_storage, dense_parts(tensor)):
+            if storage.data_ptr() not in held:
+                saved.append(storage)  # which keeps it: an address stays one storage's
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

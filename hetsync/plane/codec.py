@@ -36,6 +36,7 @@ PLAIN = {
     "pathlib": ("Path", "PosixPath", "PurePath", "PurePosixPath"),
     "pathlib._local": ("Path", "PosixPath", "PurePath", "PurePosixPath"),  # Python 3.13
     "torch": ("Size", "device"),
+    "torch.serialization": ("_get_layout",),
     "torch._utils": ("_rebuild_parameter", "_rebuild_tensor_v2", "_rebuild_tensor_v3"),
     "numpy": ("dtype", "ndarray"),
     "numpy.core.multiarray": ("_reconstruct", "scalar"),  # numpy 1
@@ -112,6 +113,8 @@ class _Decoder(pickle.Unpickler):
 def _admitted(module: str, name: str) -> Any:
     if (module, name) == ("torch.storage", "_load_from_bytes"):
         return _storage  # torch's own would unpickle anything
+    if (module, name) == ("torch._utils", "_rebuild_sparse_tensor"):
+        return _sparse  # torch's own takes any indices
     loaded = sys.modules.get(module)
     found = getattr(loaded, name, None)  # no dotted names: a record's methods are not it
     if found is not None and (name in PLAIN.get(module, ()) or (module == "builtins" and name in FACTORIES)):
@@ -140,6 +143,14 @@ def _is_record(kind: type) -> bool:
     """A mistake is one: rank 0's is everybody's."""
     named = issubclass(kind, tuple) and hasattr(kind, "_fields")
     return named or dataclasses.is_dataclass(kind) or issubclass(kind, Enum | UserError)
+
+
+def _sparse(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
+    if layout is torch.sparse_coo:
+        indices, values, size, coalesced = data
+        return torch.sparse_coo_tensor(indices, values, size, is_coalesced=coalesced, check_invariants=True)
+    outer, inner, values, size = data
+    return torch.sparse_compressed_tensor(outer, inner, values, size, layout=layout, check_invariants=True)
 
 
 def _storage(content: bytes) -> Any:

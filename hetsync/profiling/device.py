@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hetsync.balance.profile import StepTime, fit
 from hetsync.config.schema import Config, SyncConfig
 from hetsync.data.random_state import untouched
+from hetsync.sync.sparse import dense_parts
 
 # Backward needs gradients of activations beside the saved ones. Peak resident memory over saved bytes was
 # 1.23 for a batch-norm CNN and 1.34 for a deep MLP (torch 2.13, CPU).
@@ -120,8 +121,8 @@ def activation_bytes(forward: Callable[[], Tensor]) -> int:
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
+        for storage in map(torch.Tensor.untyped_storage, dense_parts(tensor)):
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

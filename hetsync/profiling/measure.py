@@ -31,6 +31,7 @@ from hetsync.launchers import gpus_granted
 from hetsync.plane.base import Plane
 from hetsync.profiling.device import LEAST_SECONDS, Profiled, engine_buffers, memory_cap, profile_step, state_buffers
 from hetsync.sync.optimizers import build_optimizer
+from hetsync.sync.sparse import known_copies
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -176,7 +177,7 @@ def profile_steps(
 ) -> Profiled:
     """Whole training steps (forward, backward, optimizer) on a copy of the model, on batches that are there before, as
     training has them. `optimizers`: the model's, of which copies step; the recipe's, where there are none."""
-    known: dict[int, Any] = {}
+    known = known_copies(model)
     copy = deepcopy(model, known)
     if config.run.compile:
         check_compiler(device)

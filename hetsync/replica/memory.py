@@ -10,6 +10,7 @@ from torch import nn
 
 from hetsync.plan.blocks import state_of
 from hetsync.plan.costs import bytes_of, storages_saved
+from hetsync.sync.sparse import dense_parts
 
 WATCHED_SLICES = 2  # by the second, the optimizer's state and the gradients are there
 
@@ -70,5 +71,5 @@ class Memory:
             return torch.cuda.max_memory_allocated(device)
         values = [value for state in optimizer.state.values() for value in state.values()]
         held = [*state_of(self._model).values(), *(value for value in values if isinstance(value, torch.Tensor))]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+        storages = bytes_of([part.untyped_storage() for tensor in held for part in dense_parts(tensor)])
         return sum(storages.values()) + self._gradients + self._saved + self.beside

@@ -31,6 +31,7 @@ from hetsync.sync.noise_scale import Addend, NoiseScale
 from hetsync.sync.optimizer_state import average_optimizer_state
 from hetsync.sync.optimizers import build_optimizer, momentum_of
 from hetsync.sync.rates import ScheduleRates
+from hetsync.sync.sparse import known_copies
 from hetsync.sync.steps import LocalSteps, Steps, require_finite
 from hetsync.sync.tail import Tail, added_buffers, shared_buffers, trained_values
 
@@ -96,7 +97,7 @@ class ReplicaLearner(Learner):
         self._total_samples = total_samples
         self._order = EpochOrder(len(data.train), config.run.seed, data.costs)  # type: ignore[arg-type]
         self._newest = -1
-        models = [model, *(copy.deepcopy(model) for _ in range(ranks - 1))]
+        models = [model, *(copy.deepcopy(model, known_copies(model)) for _ in range(ranks - 1))]
         self._replicas = {
             rank: Replica(config, mine, self._seeded(rank, 0), total_samples, rank, ranks)
             for rank, mine in enumerate(models)
@@ -241,7 +242,7 @@ class ReplicaLearner(Learner):
 
     def add_rank(self, rank: int) -> None:
         like = self._replicas[0]
-        model, ranks = copy.deepcopy(like.model), like.local.ranks
+        model, ranks = copy.deepcopy(like.model, known_copies(like.model)), like.local.ranks
         replica = Replica(self._config, model, like.random_state, self._total_samples, rank, ranks)
         replica.optimizer.load_state_dict(copy.deepcopy(like.optimizer.state_dict()))
         replica.outer = copy.deepcopy(like.outer)

@@ -13,6 +13,7 @@ from hetsync.plane.base import Plane
 from hetsync.sync.buffers import Change, Rule, merged, merged_at_rest
 from hetsync.sync.optimizer_state import set_state, state_by_place
 from hetsync.sync.reals import reals
+from hetsync.sync.sparse import dense_parts, equal, is_sparse
 
 # Processors of other instruction sets round an optimizer's step in the last bit, and some thousand steps on the same
 # sums of gradients add that up to a hundred-thousandth of a tensor's largest value.
@@ -26,9 +27,9 @@ class AnchorMismatchError(RuntimeError):
 def weights_sha256(tensors: Iterable[torch.Tensor]) -> str:
     """Digest of the tensors' bytes, in order."""
     digest = hashlib.sha256()
-    for tensor in tensors:
+    for part in (part for tensor in tensors for part in dense_parts(tensor)):
         # Not every dtype has one of numpy's; a view as bytes needs at least one dimension.
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        digest.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -190,7 +191,7 @@ class Agreement:
             if name not in values:  # of an optimizer that has not stepped here
                 _, place, key = name.split(".", 2)
                 set_state(self._optimizers, int(place), key, value)
-            elif torch.equal(values[name].cpu(), value):  # a frozen weight stays as it is
+            elif equal(values[name].cpu(), value):  # a frozen weight stays as it is
                 continue
             elif name.startswith("optimizer."):  # it may be a plain number
                 _, place, key = name.split(".", 2)
@@ -217,7 +218,7 @@ class Agreement:
                 " (at sync.delay_bound 0 a loop must change weights beside the optimizer's step alike on all ranks)"
             )
         for name, value in values.items():
-            if not torch.equal(value.cpu(), theirs[name]):
+            if not equal(value.cpu(), theirs[name]):
                 value.copy_(theirs[name])
         if first and not self._told:
             self._told = True
@@ -239,7 +240,9 @@ def _greatest_difference(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, 
         return float("inf")
     worst = 0.0
     for name, value in mine.items():
-        if value.numel():
+        if is_sparse(value):
+            worst = worst if equal(value.cpu(), theirs[name].cpu()) else float("inf")
+        elif value.numel():
             own, other = (reals(each.detach()).cpu().double() for each in (value, theirs[name]))
             off = (own - other).abs().nan_to_num(nan=0.0)  # of infinities
             worst = max(worst, float(off.max()) / max(1e-30, float(other.abs().nan_to_num(posinf=1.0).max())))

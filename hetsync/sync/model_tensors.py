@@ -20,6 +20,7 @@ import torch
 
 from hetsync.errors import UserError
 from hetsync.sync.buffers import Holder, Unruled, rule_of, saved_buffers
+from hetsync.sync.sparse import dense_parts, equal
 
 
 @contextmanager
@@ -152,7 +153,7 @@ class ModelTensors:
         if now is None:
             raise UserError(f"buffer {name} is gone while training runs: keep it, and change its values only")
         _require_alike("buffer", name, tensor, now)
-        if not torch.equal(tensor, now):  # a write is a change to whoever looks
+        if not equal(tensor, now):  # a write is a change to whoever looks
             tensor.copy_(now.detach())
         holder[key] = tensor
 
@@ -181,7 +182,7 @@ def _versions(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, to
 
 
 def _not_finite(buffer: torch.Tensor) -> bool:
-    return buffer.is_floating_point() and not bool(buffer.isfinite().all())
+    return buffer.is_floating_point() and not all(bool(part.isfinite().all()) for part in dense_parts(buffer))
 
 
 def _addresses(weights: dict[str, torch.nn.Parameter]) -> list[int]:

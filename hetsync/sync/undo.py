@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
+from hetsync.sync.sparse import dense_parts
+
 
 class Tensors:
     """Values of tensors, as they are now."""
@@ -19,7 +21,7 @@ class Tensors:
     def put_back(self) -> None:
         """What is the same is not written: `ModelTensors` takes that for a change of what ranks do not share."""
         for tensor, value in self._kept:
-            if tensor.layout is not torch.strided or not torch.equal(_bytes(tensor), _bytes(value)):
+            if not all(map(torch.equal, map(_bytes, dense_parts(tensor)), map(_bytes, dense_parts(value)))):
                 tensor.copy_(value)
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import save
 
 from hetsync.errors import Trouble, UserError, brief
 from hetsync.files import DiskError, write_atomically
+from hetsync.sync.sparse import is_sparse
 from hetsync.train.tensor_files import storable
 
 Mode = Literal["max", "min"]
@@ -62,10 +63,12 @@ class Best:
         return True
 
     def keep(self, value: float, mode: Mode, samples: int, model: torch.nn.Module) -> None:
-        """Write the weights. A disk that is full is told of, and training goes on."""
+        """Write the weights, without sparse buffers, which never change. A disk that is full is told of, and training
+        goes on."""
+        kept = {name: tensor for name, tensor in model.state_dict().items() if not is_sparse(tensor)}
         books: dict[str, Any] = {"value": value, "mode": mode, "samples_applied": samples}
         try:
-            write_atomically(self._folder / MODEL, save(storable(model.state_dict())))
+            write_atomically(self._folder / MODEL, save(storable(kept)))
             write_atomically(self._folder / BOOKS, json.dumps(books, indent=1))
         except DiskError as error:
             self._unwritable.tell(f"{error}; training goes on")

@@ -32,7 +32,7 @@ from hetsync.sync.messages import Settings
 from hetsync.sync.optimizer_state import state_by_place
 from hetsync.train import state_tree
 from hetsync.train.rest import not_finite
-from hetsync.train.tensor_files import paired, restored, storable
+from hetsync.train.tensor_files import paired, parted, restored, storable
 
 FORMAT = 2
 WITHOUT_DIGESTS = 1
@@ -110,12 +110,12 @@ def save(
     try:
         _remove_partial(folder)  # what a crash left
         building.mkdir(parents=True)
-        pairs = {}
+        pairs, parts = {}, {}
         for name, content in ((MODEL, model.state_dict()), (OPTIMIZER, tensors)):
             save_file(storable(content), building / name)
-            pairs[name] = paired(content)
+            pairs[name], parts[name] = paired(content), parted(content)
         books = {"progress": asdict(progress), "optimizer_kind": _kind(optimizers), "optimizer": plain, "state": tree}
-        _write_state(building, {**books, "pairs": pairs})
+        _write_state(building, {**books, "pairs": pairs, "parts": parts})
         for file in building.iterdir():
             flush_to_disk(file)
         flush_to_disk(building)
@@ -218,13 +218,15 @@ def load(path: Path) -> Loaded:
     state = _read_state(path)
     try:
         progress = _checked_progress(path, state["progress"])
-        pairs = state.get("pairs", {})  # which older ones do not tell of
-        model, tensors = (restored(load_file(path / name), pairs.get(name, ())) for name in (MODEL, OPTIMIZER))
+        pairs, parts = (state.get(key, {}) for key in ("pairs", "parts"))  # which older ones do not tell of
+        model, tensors = (
+            restored(load_file(path / name), pairs.get(name, ()), parts.get(name, {})) for name in (MODEL, OPTIMIZER)
+        )
         outer = tensors.pop("outer", None)
         tree = state_tree.unflatten(state.get("state", {}), tensors)
         optimizer = _unflatten_optimizer(tensors, state["optimizer"])
         return Loaded(path, progress, model, optimizer, state["optimizer_kind"], outer, tree)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise UnsoundError(f"{path.name} cannot be read ({error})") from error
 
 

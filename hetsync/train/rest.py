@@ -11,6 +11,7 @@ from hetsync.plane.base import Plane
 from hetsync.sync.agreement import Agreement, weights_sha256
 from hetsync.sync.engine import Engine
 from hetsync.sync.optimizer_state import average_optimizer_state, average_tensors
+from hetsync.sync.sparse import dense_parts
 from hetsync.sync.tail import saved_floats
 
 
@@ -104,9 +105,9 @@ def not_finite(model: torch.nn.Module, optimizer: Mapping[str, torch.Tensor]) ->
         if not torch.isfinite(parameter.detach()).all():
             return f"the weight {name}"
     for name, buffer in model.named_buffers():
-        if torch.isnan(buffer).any():
+        if any(torch.isnan(part).any() for part in dense_parts(buffer)):
             return f"the buffer {name}"
     for name, tensor in optimizer.items():
-        if torch.isnan(tensor).any():
+        if any(torch.isnan(part).any() for part in dense_parts(tensor)):
             return f"the optimizer's {name}"
     return None

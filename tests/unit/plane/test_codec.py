@@ -83,6 +83,21 @@ def test_tensors_and_arrays_arrive(kind: torch.dtype) -> None:
     assert codec.loads(codec.dumps(state)).keys() == state.keys()
 
 
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"])
+def test_sparse_tensors_arrive(layout: str) -> None:
+    dense, of = torch.eye(4).double(), getattr(torch, layout)
+    sparse = dense.to_sparse(layout=of, blocksize=(2, 2) if "_bs" in layout else None)
+    found = codec.loads(codec.dumps({"graph": sparse}))["graph"]
+    assert found.layout is of
+    assert torch.equal(found.to_dense(), dense)
+
+
+def test_indices_out_of_bounds_are_no_way_in() -> None:
+    bad = torch.sparse_coo_tensor([[7], [0]], [1.0], (2, 2), check_invariants=False)
+    with pytest.raises(RuntimeError, match="size is inconsistent with indices"):
+        codec.loads(codec.dumps(bad))
+
+
 def test_a_mistake_arrives() -> None:
     arrived = codec.loads(codec.dumps(OwnMistakeError("run.dir is x: choose another")))
     assert isinstance(arrived, OwnMistakeError)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hetsync.errors import UserError
+from hetsync.sync.agreement import weights_sha256
 from hetsync.train import checkpoint
 from hetsync.train.checkpoint import Progress, complete, load_newest, restore, save
 
@@ -113,6 +114,27 @@ def test_weights_that_share_memory_are_saved(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", progress(10), model, [optimizer], None, 3)
     loaded = load_newest(tmp_path)
     assert torch.equal(loaded.model["0.weight"], loaded.model["1.weight"])
+
+
+SPARSE = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc]
+
+
+@pytest.mark.parametrize("layout", SPARSE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.cdouble])
+def test_sparse_buffers_come_back(tmp_path: Path, layout: torch.layout, dtype: torch.dtype) -> None:
+    model, other, graph = nn.Linear(3, 2), nn.Linear(3, 2), torch.eye(3, dtype=dtype) * 2
+    model.register_buffer("graph", graph.to_sparse(layout=layout))
+    other.register_buffer("graph", (graph * 2).to_sparse(layout=layout))
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, other)]
+    state = {"registered": {"graph": model.graph}}
+    save(tmp_path / "checkpoints", progress(10), model, optimizers[:1], None, 3, state)
+    loaded = load_newest(tmp_path)
+    restore(loaded, other, optimizers[1:])
+    for found in (other.graph, loaded.state["registered"]["graph"]):
+        assert found.layout is layout
+        assert torch.equal(found.to_dense(), graph)
+    assert weights_sha256([other.graph]) == weights_sha256([model.graph])
+    assert weights_sha256([other.graph]) != weights_sha256([(graph * 3).to_sparse(layout=layout)])
 
 
 @pytest.mark.parametrize("dtype", [torch.cfloat, torch.cdouble])
