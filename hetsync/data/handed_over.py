@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -181,6 +182,35 @@ def _stream_source(
     _check_batch(batch_size, samples)
     used = samples // batch_size * batch_size if drop_last else None
     return Source(Stream(data, samples), collate, None, workers or 0, shuffle=False, used=used), batch_size
+
+
+class InPlaceOfLoader(ABC):
+    """What scripts ask of a `DataLoader` beside its batches, whose order and loading are HetSync's.
+
+    Attributes: as the DataLoader's, or as `job.loader` was told.
+    """
+
+    collate_fn: Collate
+    num_workers: int
+    pin_memory: bool
+    drop_last: bool
+    batch_size: int
+
+    @property
+    @abstractmethod
+    def dataset(self) -> Any: ...
+
+    @property
+    @abstractmethod
+    def shuffle(self) -> bool: ...
+
+    @property
+    def sampler(self) -> RandomSampler | SequentialSampler:
+        return RandomSampler(self.dataset) if self.shuffle else SequentialSampler(self.dataset)
+
+    @property
+    def batch_sampler(self) -> BatchSampler:
+        return BatchSampler(self.sampler, self.batch_size, self.drop_last)
 
 
 def collate_of(loader: DataLoader[Any]) -> Collate | None:

@@ -189,8 +189,8 @@ class Steps:
     def _refuse_rates(self, found: Sequence[float]) -> NoReturn:
         raise UserError(
             f"the optimizer's learning rate was changed in the loop, from {self._in_force} to {found}, which would be"
-            " lost: step the scheduler that job.prepare returned (or give it to hetsync.join(scheduler=...)), or set"
-            " the rate between epochs"
+            " lost: give job.schedule the factor of the rate after so many samples, step the scheduler that job.prepare"
+            " returned (or give it to hetsync.join(scheduler=...)), or set the rate between epochs"
         )
 
     def clip(self, weights: Iterable[torch.Tensor], max_norm: float, **options: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from hetsync.balance.shares import apportion
 from hetsync.data.evaluation import TAKEN, evaluating, numbers
-from hetsync.data.handed_over import collate_of
+from hetsync.data.handed_over import InPlaceOfLoader, collate_of
 from hetsync.data.random_state import set_aside
 from hetsync.data.transfer import to_device
 from hetsync.data.workers import fetch
@@ -46,13 +46,15 @@ class RankParts:
         return range(first, first + parts[self.rank])
 
 
-class EvaluationLoader:
+class EvaluationLoader(InPlaceOfLoader):
     """In place of a `DataLoader` of test data: batches on this rank's device, of its part where all ranks evaluate
     together (`cut`), and of all the data elsewhere, so that what a rank finds there is the whole."""
 
     def __init__(self, loader: DataLoader[Any], parts: RankParts, device: torch.device) -> None:
         self.whole = loader.dataset
         self.batch_size = loader.batch_size or 1
+        self.collate_fn, self.num_workers = loader.collate_fn, loader.num_workers
+        self.pin_memory, self.drop_last = loader.pin_memory, False
         self._collate = collate_of(loader)
         self._parts = parts
         self._cut = False
@@ -79,6 +81,10 @@ class EvaluationLoader:
     def dataset(self) -> Dataset[Any]:
         """The samples of its batches: scripts ask for its length."""
         return Subset(self.whole, self.part) if self._cut else self.whole
+
+    @property
+    def shuffle(self) -> bool:
+        return False
 
     def __len__(self) -> int:
         return -(-len(self.part) // self.batch_size)

@@ -185,7 +185,8 @@ class Job:
         """
         self._check_before("loader")
         found = source_of(data, batch_size, collate_fn, workers, costs, samples)
-        return self._prepared.load(self._loop, samples, epochs, *found)
+        pin_memory = bool(getattr(data, "pin_memory", False))
+        return self._prepared.load(self._loop, samples, epochs, *found, pin_memory)
 
     def test_loader(self, loader: DataLoader[Any]) -> EvaluationLoader:
         """Batches of this rank's part of the test data, as large as its share, in the data set's own order."""
@@ -527,8 +528,8 @@ class Job:
             raise
 
     def _is_over(self) -> bool:
-        """Training, if it has begun."""
-        return self._running is None or not self._running.is_open or self._running.over
+        """Training, if it has begun: a script may only evaluate."""
+        return self._running is None or not self._running.is_open or self._running.over or not self._loop.has_begun
 
     def _give_up(self, failure: BaseException) -> None:
         if self._running is not None:

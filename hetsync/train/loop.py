@@ -54,6 +54,11 @@ class Loop:
         self._asked = True  # has the newest loop asked for a batch after its last?
         self._lines_at = -1  # samples applied at the interval's end after which the script's lines came last
 
+    @property
+    def has_begun(self) -> bool:
+        """Has a batch been asked for?"""
+        return self._course is not None
+
     def slices_so_far(self) -> int | None:
         return self._slices if self.in_batch else None
 

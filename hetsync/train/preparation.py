@@ -101,7 +101,7 @@ class Preparation:
             case DataLoader():
                 if not shuffles(thing):
                     return self.test(thing)
-                return self.load(loop, None, None, *source_of(thing, None, None, None, None))
+                return self.load(loop, None, None, *source_of(thing, None, None, None, None), thing.pin_memory)
             case _:
                 raise UserError(
                     f"job.prepare got a {type(thing).__name__}: give models, optimizers, their schedulers, GradScalers"
@@ -122,7 +122,13 @@ class Preparation:
             )
 
     def load(
-        self, loop: ScriptLoop, samples: int | None, epochs: float | None, source: Source, batch_size: int
+        self,
+        loop: ScriptLoop,
+        samples: int | None,
+        epochs: float | None,
+        source: Source,
+        batch_size: int,
+        pin_memory: bool = False,
     ) -> TrainingLoader:
         """Training data; how long to train may be told later."""
         if self.loader is not None:
@@ -130,7 +136,7 @@ class Preparation:
                 "the job was given training data twice: give one data set (a ConcatDataset joins several), and test"
                 " data that are shuffled to job.test_loader"
             )
-        self.loader = TrainingLoader(source, batch_size, loop.batches)
+        self.loader = TrainingLoader(source, batch_size, loop.batches, pin_memory)
         of_an_epoch = isinstance(source.dataset, Stream)  # are the samples of a stream
         self._total = told_samples(None if of_an_epoch else samples, epochs, source.epoch_samples)
         return self.loader
@@ -195,5 +201,6 @@ class Preparation:
             return loader.source.epoch_samples
         raise UserError(
             "the job does not know how long to train: loop within 'for epoch in job.epochs(N)', or give"
-            " job.loader epochs or samples (and take a first look at a plain DataLoader)"
+            " job.loader epochs or samples (take a first look at a plain DataLoader, and call job.epochs before a first"
+            " job.evaluate)"
         )

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import default_collate
 
+from hetsync.data.handed_over import InPlaceOfLoader
 from hetsync.data.loader import Source
 from hetsync.errors import UserError
 from hetsync.sync.rates import SchedulerRates
@@ -130,17 +132,30 @@ class PreparedScaler:
         return getattr(self.scaler, name)
 
 
-class TrainingLoader:
+class TrainingLoader(InPlaceOfLoader):
     """This rank's batches of the job's one stream of samples: in place of a `DataLoader` of training data.
 
     Its length is that of a loop on one device: batches of B samples in an epoch.
     """
 
-    def __init__(self, source: Source, batch_size: int, batches: Callable[[], Iterator[Any]]) -> None:
+    def __init__(
+        self, source: Source, batch_size: int, batches: Callable[[], Iterator[Any]], pin_memory: bool = False
+    ) -> None:
         self.source = source
-        self.dataset = source.dataset
         self.batch_size = batch_size
+        self.collate_fn = source.collate or default_collate
+        self.num_workers = source.workers
+        self.drop_last = source.used is not None
+        self.pin_memory = pin_memory
         self._batches = batches
+
+    @property
+    def dataset(self) -> Any:
+        return self.source.dataset
+
+    @property
+    def shuffle(self) -> bool:
+        return self.source.shuffle
 
     def __len__(self) -> int:
         return -(-self.source.epoch_samples // self.batch_size)

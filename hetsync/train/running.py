@@ -540,8 +540,10 @@ class Running:
     def close(self) -> None:
         """Collective, at rest or after `leave`: the end of training, and its summary."""
         session, at = self.session, self.at
-        if session.applied < self.total and not session.stopping and not self._saved_last:
-            self._save(Standing(ended=True), last=True)  # all ranks have ended it at a rest
+        before_all = session.applied < self.total and not session.stopping
+        ended = before_all and (self.left or self.over)  # by all ranks, at a rest; or the script has only evaluated
+        if before_all and not self._saved_last:
+            self._save(Standing(ended, self.lines_due), last=True)
         session.meet(THE_END)
         waiting = []
         if self.config.fault.inject:  # a rank that has joined may have none left
@@ -565,7 +567,7 @@ class Running:
             self.telling.say(compared(self.assignment, figures.plan.measured_step_seconds))
         if session.stopping and at.folder is not None:
             self.telling.say(f"stopped and saved; go on with: {self._shown.resume_by.format(at.folder)}")
-        elif session.applied < self.total and not session.stopping:
+        elif ended:
             self.telling.say(
                 f"training ended after {session.applied:,} of {self.total:,} samples, as all ranks left their loops or"
                 " called job.stop"

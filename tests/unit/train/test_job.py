@@ -574,6 +574,60 @@ def test_ranks_are_measured_on_samples_that_cost_as_all_do() -> None:
     assert seen == {5.0}
 
 
+EVALUATES = """
+import sys
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import hetsync
+
+data = TensorDataset(torch.ones(8, 2))
+job = hetsync.join(run="run", resume="auto")
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+*_, loader, tests = job.prepare(model, optimizer, DataLoader(data, 4, shuffle=True), DataLoader(data, 4))
+epochs = job.epochs(int(sys.argv[1]))
+job.print("result", job.evaluate(lambda tests, *, factor: (factor * sum(len(x) for x, in tests), 8), tests, factor=3))
+for _ in epochs if "train" in sys.argv else ():
+    for (inputs,) in loader:
+        job.backward(model(inputs).mean())
+        job.step()
+"""
+
+
+def test_a_script_may_evaluate_only_and_its_run_goes_on_afterwards(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(EVALUATES)
+
+    def run(*words: str) -> str:
+        env = environment(PYTHONPATH=str(ROOT))
+        done = subprocess.run(
+            [sys.executable, "script.py", *words], cwd=tmp_path, capture_output=True, text=True, timeout=60, env=env
+        )
+        assert done.returncode == 0, done.stderr
+        assert "result 3.0" in done.stdout
+        return done.stdout
+
+    assert "training ended" not in run("1")
+    assert "8 of 8 samples" in run("1", "train")
+    assert "8 of 16 samples" in run("2")
+    assert "16 of 16 samples" in run("2", "train")
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_prepared_loaders_answer_what_scripts_ask_of_theirs(shuffle: bool) -> None:
+    collate = list
+    given = DataLoader(data(), 7, shuffle=shuffle, collate_fn=collate, drop_last=shuffle, num_workers=1)
+    with hetsync.join(progress=False) as job:
+        prepared = job.prepare(given)
+        for name in ("dataset", "batch_size", "collate_fn", "drop_last", "num_workers", "pin_memory"):
+            assert getattr(prepared, name) == getattr(given, name), name
+        for name in ("sampler", "batch_sampler"):
+            assert type(getattr(prepared, name)) is type(getattr(given, name))
+            assert len(getattr(prepared, name)) == len(getattr(given, name))
+        assert len(prepared) == len(given)
+
+
 def test_test_data_are_a_ranks_part_where_all_evaluate_and_whole_elsewhere() -> None:
     parts = RankParts(1, 2)  # the second of two ranks
     parts.shares = [1, 2]
