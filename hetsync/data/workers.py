@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from hetsync.data.changes import Content
 from hetsync.data.random_state import seed_all
 from hetsync.errors import USER_ERROR, UserError
+from hetsync.shortage import shortage
 from hetsync.stop_signal import signals_held
 from hetsync.threads import HelperThread
 
@@ -30,6 +31,7 @@ RUN_ANEW = (
     "a data worker has run the script anew: put what is not a definition under if __name__ == '__main__', or load"
     " without workers"
 )
+FEWER = "lower data.workers, or set it to 0 (in a script: num_workers= or workers=)"
 OUT_OF_DESCRIPTORS = (
     "data workers hand over more tensors at a time than files may be open: raise that number by ulimit -n, or lower"
     " data.workers (in a script: workers=)"
@@ -113,10 +115,7 @@ class FetchProcesses:
                     raise ended([worker]) from None
                 except OSError as error:
                     self.close()
-                    raise UserError(
-                        f"a data worker cannot be started ({error}): lower data.workers, or set it to 0 (in a script:"
-                        " num_workers= or workers=)"
-                    ) from error
+                    raise UserError(shortage(error) or f"a data worker cannot be started ({error}): {FEWER}") from error
                 except Exception as error:  # to pickle runs what its classes say
                     self.close()
                     raise unsendable(error) from error
@@ -211,17 +210,20 @@ class FetchProcesses:
 
 
 def unsendable(error: Exception) -> UserError:
-    return UserError(
+    unpicklable = (
         f"the data set or its collate function cannot be sent to a data worker ({type(error).__name__}: {error}): use"
         " functions and classes of a module's top level in place of lambdas and local ones, open files in __getitem__,"
         " or set data.workers to 0 (in a script: num_workers=0 or workers=0)"
     )
+    return UserError(shortage(error) or unpicklable)
 
 
 def verdict(loss: Exception, workers: Sequence[BaseProcess]) -> UserError:
     """Why their answers cannot be had."""
     if out_of_descriptors(loss):
         return UserError(OUT_OF_DESCRIPTORS)
+    if (short := shortage(loss)) is not None:
+        return UserError(short)
     if isinstance(loss, EOFError | OSError):
         return ended(workers)
     return UserError(
@@ -277,6 +279,8 @@ def _portable(error: BaseException) -> BaseException:
     """The error, or what it says, where its class cannot be pickled there and back."""
     if isinstance(error, Exception) and out_of_descriptors(error):
         return UserError(OUT_OF_DESCRIPTORS)
+    if (short := shortage(error)) is not None:
+        return UserError(short)
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

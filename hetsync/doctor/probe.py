@@ -24,12 +24,18 @@ def mpi() -> dict[str, Any]:
 
 def _extensions() -> dict[str, Any]:
     """Of Open MPI and MPICH, by the functions that their headers mpi-ext.h and mpi.h declare."""
-    found = re.findall(r"/\S*/libmpi(?:ch)?\.so\S*", Path("/proc/self/maps").read_text())
-    if not found:
+    path = mpi_among(Path("/proc/self/maps").read_text())
+    if path is None:
         return {}
-    library = ctypes.CDLL(found[0])
+    library = ctypes.CDLL(path)
     cuda = getattr(library, "MPIX_Query_cuda_support", None)
     return {"cuda_aware": None if cuda is None else bool(cuda()), "ulfm": hasattr(library, "MPIX_Comm_shrink")}
+
+
+def mpi_among(maps: str) -> str | None:
+    """Of the files that a process has mapped, whose paths may have blanks."""
+    found = re.search(r"/.*/libmpi(?:ch)?\.so\S*$", maps, re.MULTILINE)
+    return found and found[0]
 
 
 def torch() -> dict[str, Any]:

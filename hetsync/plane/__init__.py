@@ -6,14 +6,16 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hetsync.errors import INTERNAL_ERROR, UserError, one_sentence
+from hetsync.errors import INTERNAL_ERROR, OwnMistakeError, UserError, one_sentence
 from hetsync.launchers import ASKS, half_told, launched_by_mpi, launched_by_torch, leaves_survivors, ranks_started
+from hetsync.shortage import can_start_threads, no_processes
 
 if TYPE_CHECKING:
     from hetsync.plane.base import Messages, Plane, Sums
 
 JOINED = "joined"
 PLANES = ("auto", "mpi", "torch", "horovod", "local")
+THREADS_OF_GLOO = 16  # what a rank takes beside its own, with those of torch's store
 
 
 def open_plane(name: str, timeout_seconds: float = 600.0, tolerate: bool = True) -> Plane:
@@ -77,6 +79,8 @@ def _torch(name: str, by_torch: int, by_mpi: bool, timeout_seconds: float, toler
             f"{why}, which takes Gloo, but this torch has none: install another build of it, or use mpirun and"
             " run.plane mpi"
         )
+    if not can_start_threads(THREADS_OF_GLOO):
+        raise OwnMistakeError(no_processes())
     from hetsync.plane.choice import ChosenPlane, torch_sums
     from hetsync.plane.rendezvous import rendezvous_by_messages
 

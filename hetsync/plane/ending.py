@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from hetsync.errors import INTERNAL_ERROR, INTERRUPTED, USER_ERROR, UserError, complain, one_sentence
+from hetsync.shortage import shortage
 
 if TYPE_CHECKING:  # it loads torch, which takes seconds
     from hetsync.plane.base import Plane
@@ -63,6 +64,8 @@ def _verdict(failure: BaseException) -> tuple[int, str | None]:
 
     if isinstance(failure, UserError):
         return USER_ERROR, str(failure)
+    if (short := shortage(failure)) is not None:
+        return USER_ERROR, short
     if isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             USER_ERROR,
@@ -86,9 +89,10 @@ def end_loop(plane: Plane, failure: BaseException) -> None:
 
     if plane.size > 1:
         end_job(plane, failure)
-    if isinstance(failure, UserError | NeverStruckError):
-        complain(one_sentence(str(failure)))
-        raise SystemExit(USER_ERROR if isinstance(failure, UserError) else INTERNAL_ERROR) from failure
+    short = shortage(failure)
+    if short is not None or isinstance(failure, UserError | NeverStruckError):
+        complain(one_sentence(short or str(failure)))
+        raise SystemExit(INTERNAL_ERROR if isinstance(failure, NeverStruckError) else USER_ERROR) from failure
 
 
 def leave(code: int, sentence: str = "") -> NoReturn:

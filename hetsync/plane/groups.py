@@ -22,6 +22,7 @@ from hetsync.plane.rendezvous import ENDLESS
 from hetsync.plane.shared_memory import SharedMemory
 from hetsync.plane.shared_sums import SharedSums
 from hetsync.plane.staging import Test
+from hetsync.shortage import shortage
 
 UNSENT = 1  # the first of the tags under which nobody sends; that of channels is another
 
@@ -54,10 +55,11 @@ def open_gloo(store: dist.Store, name: str, rank: int, size: int, timeout_second
     try:
         group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timedelta(seconds=timeout_seconds))
     except RuntimeError as error:
-        raise OwnMistakeError(
-            f"rank {rank}: Gloo does not connect the ranks ({cause(error)}): set"
-            " GLOO_SOCKET_IFNAME to the network interface that reaches all hosts"
-        ) from error
+        unconnected = (
+            f"Gloo does not connect the ranks ({cause(error)}): set GLOO_SOCKET_IFNAME to the network interface that"
+            " reaches all hosts"
+        )
+        raise OwnMistakeError(f"rank {rank}: {shortage(error) or unconnected}") from error
     group._set_default_timeout(ENDLESS)
     return GlooGroup(group)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hetsync.balance.profile import StepTime, fit
+from hetsync.cgroups import CGROUPS, PROC, groups_of
 from hetsync.config.schema import Config, SyncConfig
 from hetsync.data.random_state import untouched
 from hetsync.sync.sparse import dense_parts
@@ -39,9 +40,11 @@ INTERVAL = 0.02
 # A shorter look would see one moment of the machine, however little its steps scatter.
 LEAST_SECONDS = 1.0
 
-# Files with a memory cgroup's limit and usage, and the key of the reclaimable page cache in memory.stat.
-CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
+# By version files with a memory cgroup's limit and usage, and the key of the reclaimable page cache in memory.stat.
+MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 
 
 @dataclass(frozen=True)
@@ -233,7 +236,7 @@ def _own_memory(device: torch.device, sharing: int) -> int | None:
     return None if available is None else available // sharing
 
 
-def available_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+def available_host_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
     """Bytes that this process's host and cgroup still have; None where the system does not say (no Linux)."""
     try:
         lines = (proc / "meminfo").read_text().splitlines()
@@ -245,30 +248,14 @@ def available_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/
 
 
 def _cgroup_free_bytes(proc: Path, cgroups: Path) -> Iterator[int]:
-    """What each limit on the way up from this process's memory cgroup leaves, versions 1 and 2."""
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for controllers, path in (line.split(":", 2)[1:] for line in lines if line.count(":") >= 2):
-        if controllers not in ("", "memory"):
+    """What each limit on the way up from this process's memory cgroup leaves."""
+    for folder, version in groups_of("memory", proc, cgroups):
+        limit_file, usage_file, cache = MEMORY_FILES[version]
+        try:
+            limit = int((folder / limit_file).read_text())
+            usage = int((folder / usage_file).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            # The page cache counts as usage, but gives way.
+            yield max(0, limit - usage + int(stat.get(cache, 0)))
+        except (OSError, ValueError):  # "max", or a cgroup of another container
             continue
-        root = cgroups / controllers
-        limit_file, usage_file, cache = CGROUP_V1 if controllers else CGROUP_V2
-        for folder in _upwards(root, path):
-            try:
-                limit = int((folder / limit_file).read_text())
-                usage = int((folder / usage_file).read_text())
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                # The page cache counts as usage, but gives way.
-                yield max(0, limit - usage + int(stat.get(cache, 0)))
-            except (OSError, ValueError):  # "max", or a cgroup of another container
-                continue
-
-
-def _upwards(root: Path, path: str) -> Iterator[Path]:
-    folder = root / path.lstrip("/")
-    while folder != root:
-        yield folder
-        folder = folder.parent
-    yield root

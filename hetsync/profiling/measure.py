@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,9 +25,10 @@ from hetsync.data.transfer import to_device
 from hetsync.data.workers import fetch
 from hetsync.emulation.cluster import Cluster
 from hetsync.emulation.device import affordable_rate, emulated_times
-from hetsync.errors import UserError, brief, cause
+from hetsync.errors import UserError, brief, cause, complain
 from hetsync.launchers import gpus_granted
 from hetsync.plane.base import Plane
+from hetsync.profiling.cores import bound_to_one_core, granted, threads_of
 from hetsync.profiling.device import LEAST_SECONDS, Profiled, engine_buffers, memory_cap, profile_step, state_buffers
 from hetsync.sync.optimizers import build_optimizer
 from hetsync.sync.sparse import known_copies
@@ -47,12 +47,12 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs. `ranks_on_cores` of the host's ranks, itself among them, may use cores that it may use."""
+    """Where a rank runs. `threads`: so many cores are its own, of those that it shares with other ranks."""
 
     host: str
     local_rank: int
     ranks_on_host: int
-    ranks_on_cores: int = 1
+    threads: int = 1
 
 
 def find_place(plane: Plane) -> Place:
@@ -62,13 +62,14 @@ def find_place(plane: Plane) -> Place:
 
 def find_places(plane: Plane) -> list[Place]:
     """Collective: of every rank."""
-    told = plane.gather_objects((socket.gethostname(), os.sched_getaffinity(0)))
-    hosts = [host for host, _ in told]
-    places = []
-    for rank, (mine, cores) in enumerate(told):
-        sharing = sum(host == mine and not cores.isdisjoint(theirs) for host, theirs in told)
-        places.append(Place(mine, hosts[:rank].count(mine), hosts.count(mine), sharing))
-    return places
+    told = plane.gather_objects(granted())
+    if plane.rank == 0 and (bound := bound_to_one_core(told)):
+        complain(bound)
+    hosts = [grant.host for grant in told]
+    return [
+        Place(grant.host, hosts[:rank].count(grant.host), hosts.count(grant.host), threads_of(rank, told))
+        for rank, grant in enumerate(told)
+    ]
 
 
 def choose_device(name: str, place: Place) -> torch.device:
@@ -114,14 +115,14 @@ def ranks_sharing(plane: Plane, place: Place, device: torch.device) -> int:
 
 
 def limit_threads(place: Place, emulated: bool) -> None:
-    """Ranks share the cores that launchers leave to several of them; emulated devices take one thread each.
+    """Ranks share the cores that launchers and quotas leave to several of them; emulated devices take one thread each.
 
     OMP_NUM_THREADS has precedence.
     """
     if emulated:
         torch.set_num_threads(1)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.ranks_on_cores))
+        torch.set_num_threads(place.threads)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:

@@ -36,6 +36,7 @@ from hetsync.train.tensor_files import paired, parted, restored, storable
 
 FORMAT = 2
 WITHOUT_DIGESTS = 1
+NEWER = "which a newer version of HetSync has written: go on with that one, or in another run folder"
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 PREFIX = "samples-"
 PARTIAL = ".partial-"  # being built, or being removed
@@ -213,7 +214,8 @@ def load(path: Path) -> Loaded:
     """One checkpoint. Nothing is unpickled.
 
     Raises:
-        UnsoundError: It is damaged, or of another version of this program.
+        UnsoundError: It is damaged.
+        UserError: It is of a newer version of this program, so that older ones are not gone back to.
     """
     state = _read_state(path)
     try:
@@ -226,6 +228,8 @@ def load(path: Path) -> Loaded:
         tree = state_tree.unflatten(state.get("state", {}), tensors)
         optimizer = _unflatten_optimizer(tensors, state["optimizer"])
         return Loaded(path, progress, model, optimizer, state["optimizer_kind"], outer, tree)
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise UnsoundError(f"{path.name} cannot be read ({error})") from error
 
@@ -235,6 +239,8 @@ def _read_state(path: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((path / STATE).read_text())
         version = state["format"]
+        if isinstance(version, int) and version > FORMAT:
+            raise UserError(f"{path.name} has format {version}, {NEWER}")
         if version not in (WITHOUT_DIGESTS, FORMAT):
             raise UnsoundError(f"{path.name} has format {version}, and this version of HetSync reads {FORMAT}")
         if version == FORMAT:
@@ -258,7 +264,7 @@ def _digest_of(state: Mapping[str, Any]) -> str:
 def _checked_progress(path: Path, values: Mapping[str, Any]) -> Progress:
     """ValueError where a value is none that a run can have."""
     if unknown := values.keys() - {key.name for key in fields(Progress)}:
-        raise ValueError(f"a newer version has written {', '.join(sorted(unknown))}: go on with that one")
+        raise UserError(f"{path.name} tells of {', '.join(sorted(unknown))}, {NEWER}")
     progress = Progress(**{**values, "shares": tuple(values["shares"])})
     for key, least in (
         ("samples_applied", 0),

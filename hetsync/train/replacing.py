@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 from hetsync.balance.profile import RankProfile
 from hetsync.errors import UserError, announce, complain
 from hetsync.plane.base import LostError, Newcomer, Plane, Summoned
+from hetsync.profiling.cores import granted, threads_of
 from hetsync.profiling.measure import Place
 from hetsync.sync.recovery import Death
 from hetsync.train.summary import Join, Rollback
@@ -71,7 +72,7 @@ def places_of(newcomer: Newcomer, rank: int) -> Sequence[Place]:
     """With its own, which may be on another host than that of the rank that it replaces."""
     places, host = list(summons_of(newcomer).places), socket.gethostname()
     if places[rank].host != host:
-        places[rank] = Place(host, 0, 1)
+        places[rank] = Place(host, 0, 1, threads_of(0, [granted()]))
     return places
 
 

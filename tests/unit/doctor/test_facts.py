@@ -12,6 +12,7 @@ from jobs import needs_loadable_mpi
 
 from hetsync.doctor import facts
 from hetsync.doctor.facts import Mpi, probed, storage
+from hetsync.doctor.probe import mpi_among
 
 
 def interpreter(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,3 +73,10 @@ def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", full)
     assert storage(tmp_path).failure == "No space left on device"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_mpi_is_found_in_a_folder_with_a_blank() -> None:
+    path = "/home/a b/venv/lib/libmpi.so.40.40.7"
+    maps = f"7f00-7f01 r-xp 00000000 08:01 12   /usr/lib/libc.so.6\n7f02-7f03 r-xp 00000000 08:01 13   {path}\n"
+    assert mpi_among(maps) == path
+    assert mpi_among("7f00-7f01 r-xp 00000000 08:01 12   /usr/lib/libc.so.6\n") is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import types
+from dataclasses import replace
 from functools import partial
 from time import sleep
 
@@ -93,7 +94,7 @@ def test_cores_are_divided_among_those_who_share_them(affinities, threads, monke
             self.members = tuple(range(len(affinities)))
 
         def gather_objects(self, value):
-            return [(value[0], cores) for cores in affinities]
+            return [replace(value, cpus=frozenset(cores), quotas=()) for cores in affinities]
 
     monkeypatch.setattr("os.sched_getaffinity", lambda process: affinities[0])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -355,10 +355,19 @@ def test_damage_is_the_users_to_know(run: Run, name: str, damage: str) -> None:
     assert "\n" not in message
 
 
-def test_another_format_is_refused(run: Run) -> None:
-    path = run.save(10) / "state.json"
+def test_a_newer_format_is_neither_begun_afresh_nor_gone_back_from(run: Run) -> None:
+    run.save(10)
+    path = run.save(20) / "state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 7}))
-    with pytest.raises(UserError, match="samples-000000000010 has format 7, and this version of HetSync reads 2"):
+    with pytest.raises(UserError, match=r"samples-0+20 has format 7, which a newer version .* go on with that one"):
+        load_newest(run.folder)
+    assert [name for name, sound, _ in checkpoint.verify(run.folder) if not sound] == ["samples-000000000020"]
+
+
+def test_an_unknown_format_is_damage(run: Run) -> None:
+    path = run.save(10) / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": "x"}))
+    with pytest.raises(UserError, match=r"samples-0+10 has format x.*start afresh"):
         load_newest(run.folder)
 
 
@@ -368,7 +377,7 @@ def test_unknown_books_are_refused(run: Run) -> None:
     state["progress"]["surprise"] = 1
     state["format"] = 1  # without digests, which would tell
     path.write_text(json.dumps(state))
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=r"samples-0+10 tells of surprise, which a newer version of HetSync has"):
         load_newest(run.folder)
 
 

@@ -46,7 +46,7 @@ def test_a_flipped_bit_is_noticed_and_the_checkpoint_before_is_used(
     assert name in said
 
 
-@pytest.mark.parametrize("books", ['{"format": 3}', "[" * 200_000, '{"format": ' + "[" * 5000 + "]" * 5000 + "}"])
+@pytest.mark.parametrize("books", ["[" * 200_000, '{"format": ' + "[" * 5000 + "]" * 5000 + "}"])
 def test_books_that_nobody_reads_hide_no_checkpoint_before(run: Run, books: str) -> None:
     run.save(10)
     (run.save(20) / "state.json").write_text(books)
