@@ -123,7 +123,7 @@ def measure(cells: Sequence[Cell], seeds: Iterable[int], samples: int, rate: flo
             cell.summaries.append(run_job(RANKS, words(cell.arm, seed, samples, rate), JOB_SECONDS))
             last = cell.summaries[-1]
             print(
-                f"seed {seed}  {cell.arm.cluster}  {cell.arm.mode}: efficiency {last['efficiency']:.3f}"
+                f"seed {seed}  {cell.arm.cluster}  {cell.arm.mode}: of solo rates {last['solo_fraction']:.3f}"
                 f"  accuracy {last['metrics']['accuracy']:.4f}",
                 flush=True,
             )
@@ -133,7 +133,7 @@ def measure(cells: Sequence[Cell], seeds: Iterable[int], samples: int, rate: flo
 def markdown(cells: Sequence[Cell]) -> str:
     """Both tables; medians with the range in brackets."""
     lines = [
-        "| cluster (emulated) | mode | efficiency | of the speeds drawn | staleness mean / max"
+        "| cluster (emulated) | mode | of solo rates | efficiency | staleness mean / max"
         " | runtime, % of a core: mean, rank 0 | rounds/s |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
@@ -149,12 +149,12 @@ def markdown(cells: Sequence[Cell]) -> str:
 
 
 def speed_row(cell: Cell) -> str:
-    low, middle, high = cell.spread("efficiency")
+    low, middle, high = cell.spread("solo_fraction")
     stale = statistics.median(summary["staleness"]["mean"] for summary in cell.summaries)
     most = max(summary["staleness"]["max"] for summary in cell.summaries)
     costs = [[100 * rank["runtime_cpu_fraction"] for rank in summary["per_rank"]] for summary in cell.summaries]
     mean_cost, first_cost = statistics.median(map(statistics.mean, costs)), statistics.median(c[0] for c in costs)
-    drawn = statistics.median(summary["efficiency_while_training"] for summary in cell.summaries)
+    drawn = statistics.median(summary["efficiency"] for summary in cell.summaries)
     rounds = statistics.median(summary["rounds"] / summary["train_seconds"] for summary in cell.summaries)
     efficiency = f"**{middle:.3f}** ({low:.3f}–{high:.3f}) | {drawn:.3f}"
     figures = f"{efficiency} | {stale:.2f} / {most} | {mean_cost:.1f}, {first_cost:.1f} | {rounds:.1f}"
@@ -178,14 +178,14 @@ def plot(cells: Sequence[Cell], path: Path) -> None:
     colours = dict(zip(MODES, ("tab:gray", "tab:orange", "tab:blue"), strict=True))
     figure, axes = pyplot.subplots(figsize=(9, 0.45 * len(cells) + 1))
     for row, cell in enumerate(cells):
-        low, middle, high = cell.spread("efficiency")
+        low, middle, high = cell.spread("solo_fraction")
         error = [[middle - low], [high - middle]]
         axes.barh(row, middle, xerr=error, color=colours[cell.arm.mode], capsize=3)
         axes.text(0.01, row, f"{middle:.3f}  {cell.arm.mode}", va="center", color="white", fontsize=8)
     axes.axvline(0.5, color="black", linestyle=":", label="ceiling of equal shares")
     axes.set_yticks(range(len(cells)), [cell.arm.cluster for cell in cells], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("efficiency: samples/s of the job ÷ sum of solo samples/s (emulated devices)")
+    axes.set_xlabel("samples/s of the job ÷ sum of solo samples/s (emulated devices)")
     axes.legend(loc="lower right", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -330,7 +330,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         "seed": options.seed,
         "faults": len(faults),
         "growth": sampler.growth(),
-        "efficiency": told.summary.get("efficiency"),
+        "solo_fraction": told.summary.get("solo_fraction"),
     }
 
 
@@ -348,7 +348,7 @@ def deaths(options: argparse.Namespace) -> dict[str, Any]:
         found["shortcomings"].append(f"{len(joins)} of {half} have been replaced")
     return {
         **found,
-        "efficiency": told.summary.get("efficiency"),
+        "solo_fraction": told.summary.get("solo_fraction"),
         "recovered": [each["recovered_seconds"] for each in told.summary.get("failures", ())],
         "joins": joins,
     }

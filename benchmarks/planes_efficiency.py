@@ -50,11 +50,11 @@ def job(plane: str, given: Sequence[object]) -> dict[str, Any]:
 
 
 def table(found: dict[Arm, list[dict[str, Any]]]) -> str:
-    lines = ["| plane | D | efficiency | from `mpi`'s median | runtime, % of a core | MB a rank | plane, as told |"]
+    lines = ["| plane | D | of solo rates | from `mpi`'s median | runtime, % of a core | MB a rank | plane, as told |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: | --- |")
     for (plane, bound), summaries in found.items():
-        rates = [summary["efficiency"] for summary in summaries]
-        first = [summary["efficiency"] for summary in found.get(("mpi", bound), summaries)]
+        rates = [summary["solo_fraction"] for summary in summaries]
+        first = [summary["solo_fraction"] for summary in found.get(("mpi", bound), summaries)]
         away = statistics.median(rates) - statistics.median(first)
         ranks = [rank for summary in summaries for rank in summary["per_rank"]]
         cost = 100 * statistics.mean(rank["runtime_cpu_fraction"] for rank in ranks)
@@ -81,7 +81,7 @@ def main() -> None:
     for seed in range(options.repetitions):
         for (plane, bound), summaries in found.items():
             summaries.append(job(plane, words(plane, bound, seed, options)))
-            print(f"seed {seed}  {plane}  D = {bound}: efficiency {summaries[-1]['efficiency']:.3f}", flush=True)
+            print(f"seed {seed}  {plane}  D = {bound}: of solo rates {summaries[-1]['solo_fraction']:.3f}", flush=True)
     options.output.mkdir(parents=True, exist_ok=True)
     records = [{"plane": plane, "delay_bound": bound, "jobs": jobs} for (plane, bound), jobs in found.items()]
     raw = {"machine": machine(), "command": command("planes_efficiency"), "records": records}
@@ -89,7 +89,7 @@ def main() -> None:
     text = table(found)
     (options.output / "planes_efficiency.md").write_text(text + "\n")
     print(text)
-    delayed = [statistics.median(s["efficiency"] for s in found[plane, BOUNDS[0]]) for plane in options.planes]
+    delayed = [statistics.median(s["solo_fraction"] for s in found[plane, BOUNDS[0]]) for plane in options.planes]
     apart = max(delayed) - min(delayed)
     print(f"medians at D = {BOUNDS[0]} are {apart:.3f} apart; the goal is {GOAL}")
 

@@ -213,8 +213,8 @@ def _nothing(facts: Facts) -> str:
     if facts.efficiency >= GOOD:
         return f"Nothing: efficiency is {facts.efficiency:.3f}."
     return (
-        f"Efficiency is {facts.efficiency:.3f}, and nothing that takes 5 % of a rank's time was found: devices were"
-        " slower within their slices than when they were profiled."
+        f"Efficiency is {facts.efficiency:.3f}, and nothing that takes 5 % of a rank's time was found: waits, loading"
+        " and the runtime took less each."
     )
 
 

@@ -153,18 +153,21 @@ def _about(run: Run) -> str:
 
 def _tiles(run: Run, course: Course) -> list[Tile]:
     summary = run.summary
-    interval, efficiency = summary.get("efficiency_interval"), efficiency_of(run, course)
-    between = f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval and interval[0] != interval[1] else ""
+    efficiency = efficiency_of(run, course)
     expected = summary.get("samples_expected")
     staleness = summary.get("staleness")
     tiles = [
         Tile("status", "status", str(summary.get("status", "no summary"))),
-        Tile("efficiency", f"efficiency{between}", "not measured" if efficiency is None else f"{efficiency:.3f}"),
+        Tile("efficiency", "efficiency", "not measured" if efficiency is None else f"{efficiency:.3f}"),
         Tile("samples", "samples" + (f" of {expected:,}" if expected else ""), f"{_samples(run, course):,.0f}"),
         Tile("seconds", "time of the run", _duration(run.seconds)),
     ]
     if "samples_per_second" in summary:
         tiles.insert(2, Tile("samples_per_second", "samples a second", f"{summary['samples_per_second']:,.1f}"))
+    if (of_solo := summary.get("solo_fraction")) is not None:
+        interval = summary.get("solo_fraction_interval")
+        between = f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval and interval[0] != interval[1] else ""
+        tiles.append(Tile("solo_fraction", f"of what the ranks reach alone{between}", f"{of_solo:.3f}"))
     if staleness:
         bound = summary.get("delay_bound")
         name = f"mean staleness in rounds, at most {staleness['max']} (D = {'none' if bound is None else bound})"
@@ -205,8 +208,10 @@ def _figures(seen: Seen, shared: Any) -> dict[str, Figure]:
         if any(np.isfinite(line.y).any() for line in lines):
             found[name] = lines_figure(title, lines, name=name, **options)
 
-    line = Line("efficiency", middles, course.efficiency, course.low, course.high)
+    line = Line("efficiency", middles, course.efficiency)
     draw("efficiency", "Efficiency", [line], **time, from_zero=True, reference=1.0)
+    line = Line("of solo rates", middles, course.of_solo, course.low, course.high)
+    draw("solo-fraction", "Part of what the ranks reach alone", [line], **time, from_zero=True, reference=1.0)
     stale = [Line("mean staleness", middles, course.staleness)]
     draw("staleness", "Staleness, in rounds", stale, **time, from_zero=True)
     draw("loss", "Training loss", [Line("training loss", middles, course.loss)], **time)

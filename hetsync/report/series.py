@@ -24,7 +24,8 @@ class Course:
     Args:
         edges: Of the bins, [bins + 1], in seconds of the run's clock.
         samples: Finished, of all ranks.
-        efficiency, low, high: Against what the ranks reach alone, with the interval by the scatter of the profiles.
+        efficiency: Against what the devices were capable of in that time.
+        of_solo, low, high: Against what the ranks reach alone, with the interval by the scatter of the profiles.
         loss: Mean over samples.
         staleness: Mean.
         speeds: Samples a second of computing.
@@ -34,6 +35,7 @@ class Course:
     edges: Array
     samples: Array
     efficiency: Array
+    of_solo: Array
     low: Array
     high: Array
     loss: Array
@@ -54,18 +56,21 @@ def course_of(run: Run) -> Course:
     with np.errstate(divide="ignore", invalid="ignore"):
         solo, error = _solo(run, edges)
         trained = np.where(total.sum() > 0, total, np.nan)
-        efficiency = trained / training_seconds(run, edges) / solo
+        rate = trained / training_seconds(run, edges)
+        of_solo = rate / solo
+        speeds = {rank: samples[rank] / spread(t, t["compute_seconds"], edges) for rank, t in ranks.items()}
         told = [_losses(tasks, edges) for tasks in ranks.values()]
         stale = [_staleness(lines.rounds, edges) for lines in run.ranks.values()]
         return Course(
             edges=edges,
             samples=total,
-            efficiency=efficiency,
-            low=efficiency / (1 + error),
-            high=efficiency * (1 + error),
+            efficiency=rate / sum(map(np.nan_to_num, speeds.values()), np.zeros(len(edges) - 1)),
+            of_solo=of_solo,
+            low=of_solo / (1 + error),
+            high=of_solo * (1 + error),
             loss=_quotient(told),
             staleness=_quotient(stale),
-            speeds={r: samples[r] / spread(t, t["compute_seconds"], edges) for r, t in ranks.items()},
+            speeds=speeds,
             shares={r: samples[r] / spread(t, t["slices"], edges) for r, t in ranks.items()},
         )
 

@@ -24,6 +24,7 @@ OF_RUN = {
     "samples_expected": int | None,
     "samples_per_second": float,
     "efficiency": float | None,
+    "solo_fraction": float | None,
     "delay_bound": int | None,
     "accumulation": int,
     "overrun_fraction": float,
@@ -57,16 +58,20 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def _checked(found: Any) -> dict[str, Any]:
     found = _mapping("it", found)
+    if "efficiency_while_training" in found:  # written when `efficiency` was the fraction of the solo rates
+        names = {"efficiency": "solo_fraction", "efficiency_interval": "solo_fraction_interval"}
+        found = {names.get(key, key): value for key, value in found.items()}
+        found["efficiency"] = found.pop("efficiency_while_training")
     found |= _of_kinds("", found, OF_RUN)
     if (staleness := found.get("staleness")) is not None:
         told = _mapping("staleness", staleness)
         histogram = _numbers("staleness.histogram", told.get("histogram", {}))
         found["staleness"] = {**_of_kinds("staleness.", told, OF_STALENESS, all_of_them=True), "histogram": histogram}
-    if (interval := found.get("efficiency_interval")) is not None:
-        pair = _numbers("efficiency_interval", dict(enumerate(_list("efficiency_interval", interval))))
+    if (interval := found.get("solo_fraction_interval")) is not None:
+        pair = _numbers("solo_fraction_interval", dict(enumerate(_list("solo_fraction_interval", interval))))
         if len(pair) != 2:
-            raise wrong("efficiency_interval", interval, "two numbers")
-        found["efficiency_interval"] = list(pair.values())
+            raise wrong("solo_fraction_interval", interval, "two numbers")
+        found["solo_fraction_interval"] = list(pair.values())
     found["metrics"] = _numbers("metrics", found.get("metrics", {}))
     found["per_rank"] = [
         _of_rank(f"per_rank[{n}].", row) for n, row in enumerate(_list("per_rank", found.get("per_rank", [])))

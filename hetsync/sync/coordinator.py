@@ -93,6 +93,7 @@ class Coordinator:
         self.losses = 0.0, 0  # their sum and their samples: replaced in one step, since other threads ask
         self._losses_taken = 0.0, 0
         self.device_seconds: dict[int, float] = defaultdict(float)
+        self._device_samples: dict[int, int] = defaultdict(int)
         self._deliver = deliver
         self._rebalance = rebalance
         self._control = control
@@ -189,6 +190,13 @@ class Coordinator:
         self._losses_taken = total, total_samples
         return (total - taken) / (total_samples - taken_samples) if total_samples > taken_samples else None
 
+    def device_rate(self) -> float | None:
+        """Samples/s that the devices were capable of in all tasks that are finished, together; None before any. From
+        any thread."""
+        samples = self._device_samples.copy()
+        rates = [samples.get(rank, 0) / seconds for rank, seconds in self.device_seconds.copy().items() if seconds]
+        return sum(rates) if rates else None
+
     def _observe(self, event: TaskFinished) -> None:
         if not math.isfinite(event.loss_sum):
             raise UserError(
@@ -197,6 +205,7 @@ class Coordinator:
             )
         self._watch_task(event)
         self.device_seconds[event.rank] += event.seconds
+        self._device_samples[event.rank] += event.samples
         total, samples = self.losses
         self.losses = total + event.loss_sum, samples + event.samples
 

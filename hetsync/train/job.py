@@ -204,7 +204,7 @@ class Job:
 
     def measure(self, loss: Loss) -> None:
         """Measure each rank's speed before training, on a copy of the model: `loss(model, batch)` is a batch's mean
-        loss. Without it ranks start with equal shares, and no efficiency can be told."""
+        loss. Without it ranks start with equal shares."""
         self._check_before("measure")
         self._prepared.loss = loss
 

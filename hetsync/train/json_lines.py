@@ -36,7 +36,7 @@ class JsonLines:
     def progress(self, progress: Progress) -> None:
         self._shown_at = time.monotonic()
         figures = {
-            name: value for name, value in asdict(progress).items() if name not in ("slowest", "already", "solo")
+            name: value for name, value in asdict(progress).items() if name not in ("slowest", "already", "capable")
         }
         rank, speed = progress.slowest or (None, None)
         self._tell(

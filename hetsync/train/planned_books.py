@@ -197,7 +197,7 @@ class Books:
             seconds=self.clock.seconds(),
             loss=loss,
             staleness=mean_staleness(self.staleness),
-            solo=sum(self._solo),
+            capable=None,  # stages are told of at the end only
             slowest=None,
         )
 
@@ -208,7 +208,6 @@ class Books:
             values = {
                 "train/loss": since.loss_sum / samples,
                 "speed/samples_per_second": speed,
-                "speed/efficiency": speed / sum(self._solo),
                 **({} if rate is None else {"train/learning_rate": rate}),
             }
             self._track(values)

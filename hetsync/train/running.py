@@ -386,8 +386,7 @@ class Running:
             self._held.enter_context(posted(self.at.folder, self.plane.asked_at))
         trackers = trackers_of(self._shown.track, self.at.folder, coordinator.machine.ledger.applied)
         if trackers:
-            solo = self.telling.solo_samples_per_second
-            self.telling.tracking = Tracking(trackers, self.session, solo, self._device, self._seconds_before)
+            self.telling.tracking = Tracking(trackers, self.session, self._device, self._seconds_before)
 
     def _succeed(self) -> None:
         """Once all ranks before this one have died it is the first, and holds the run folder."""

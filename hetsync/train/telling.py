@@ -51,11 +51,6 @@ class Telling:
         self._settings: Settings | None = None  # that have been told, as the next two
         self._deaths = self._left_out = 0
 
-    @property
-    def solo_samples_per_second(self) -> float | None:
-        """Of all ranks together."""
-        return None if self.solo is None else sum(self.solo)
-
     def solo_of(self, rank: int) -> float | None:
         return None if self.solo is None else self.solo[rank]
 
@@ -98,7 +93,7 @@ class Telling:
             seconds=self._session.seconds_training(),
             loss=coordinator.take_loss(),
             staleness=mean_staleness(dict(machine.staleness)),  # a copy, made in one step
-            solo=self.solo_samples_per_second,
+            capable=coordinator.device_rate(),
             slowest=None if self.solo is None else coordinator.speeds.slowest(),
         )
 

@@ -45,7 +45,7 @@ class Progress:
         seconds: Of training, by this process.
         loss: Mean since the last moment; None where no task was finished.
         staleness: Mean, in rounds.
-        solo: Samples/s that all ranks reach alone, or None.
+        capable: Samples/s that the devices were capable of so far; None where that is not known yet.
         slowest: The rank that computes slowest against its profile, and its speed as a part of that.
     """
 
@@ -55,7 +55,7 @@ class Progress:
     seconds: float
     loss: float | None
     staleness: float
-    solo: float | None
+    capable: float | None
     slowest: tuple[int, float] | None
 
     @property
@@ -65,7 +65,7 @@ class Progress:
 
     @property
     def efficiency(self) -> float | None:
-        return self.rate / self.solo if self.solo else None
+        return self.rate / self.capable if self.capable else None
 
     @property
     def seconds_left(self) -> float | None:
@@ -215,7 +215,7 @@ class Terminal:
         lines = [
             f"{summary['status']}: {summary['samples_applied']:,} of {summary['samples_expected']:,} samples"
             f" in {summary['train_seconds']:.1f} s on {summary['ranks']} ranks  {metrics}",
-            *efficiency.sentences(summary),
+            efficiency.sentence(summary),
             *(
                 []
                 if None in rates

@@ -34,14 +34,10 @@ class Totals:
 class Tracking:
     """Figures are of the time since they were logged last. Of values of the user's own it logs the means over it."""
 
-    def __init__(
-        self, trackers: Sequence[Tracker], session: Session, solo: float | None, device: torch.device, before: float
-    ) -> None:
-        """`solo`: samples/s that all ranks reach alone; `before`: seconds of training by the jobs that this one goes on
-        from."""
+    def __init__(self, trackers: Sequence[Tracker], session: Session, device: torch.device, before: float) -> None:
+        """`before`: seconds of training by the jobs that this one goes on from."""
         self._trackers = trackers
         self._session = session
-        self._solo = solo
         self._device = device
         self._before = before
         self._logged = Totals(session.terms.applied)
@@ -102,8 +98,6 @@ class Tracking:
         if now.applied > before.applied and now.seconds > before.seconds:
             rate = (now.applied - before.applied) / (now.seconds - before.seconds)
             figures["speed/samples_per_second"] = rate
-            if self._solo is not None:
-                figures["speed/efficiency"] = rate / self._solo
             figures["sync/staleness"] = mean_staleness(now.staleness - before.staleness)
         return figures
 
@@ -112,6 +106,9 @@ class Tracking:
         assert coordinator is not None
         settings, members = coordinator.machine.settings, dict(coordinator.machine.members)
         figures: dict[str, float] = {}
+        applied, seconds = coordinator.machine.ledger.applied, self._session.seconds_training()
+        if (capable := coordinator.device_rate()) and seconds:
+            figures["speed/efficiency"] = (applied - self._session.terms.applied) / seconds / capable
         for number, steps in enumerate(self._session.tasks.steps):
             figures[f"train/learning_rate{f'_{number}' if number else ''}"] = steps.scheduled[0]
         figures["sync/accumulation"] = settings.accumulation

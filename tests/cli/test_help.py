@@ -242,9 +242,12 @@ def test_summary(job: tuple[int, Path, Done]) -> None:
     assert summary["rounds"] > 0
     assert 0 < summary["metrics"]["accuracy"] <= 1
     assert summary["metrics"]["loss"] > 0
-    assert summary["efficiency"] == pytest.approx(
+    assert summary["solo_fraction"] == pytest.approx(
         summary["samples_per_second"] / summary["solo_samples_per_second_sum"]
     )
+    capable = summary["device_samples_per_second_sum"]
+    assert summary["efficiency"] == pytest.approx(summary["samples_per_second"] / capable)
+    assert 0 < summary["efficiency"] <= 1
     assert summary["samples_per_second"] > 0
     assert summary["wall_seconds"] > summary["train_seconds"] > 0
 

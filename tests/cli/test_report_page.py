@@ -67,7 +67,8 @@ def make_run(folder: Path) -> Path:
         samples_expected=1230,
         samples_per_second=287.125,
         efficiency=0.957,
-        efficiency_interval=[0.938, 0.976],
+        solo_fraction=0.961,
+        solo_fraction_interval=[0.938, 0.976],
         delay_bound=8,
         accumulation=4,
         staleness={"mean": 1.5, "max": 3, "histogram": {"1": 60, "2": 62}},
@@ -338,6 +339,7 @@ def test_its_values_are_those_of_the_files(browser: Any, path: Path) -> None:
     assert tiles == {
         "status": "finished",
         "efficiency": "0.957",
+        "solo_fraction": "0.961",
         "samples_per_second": "287.1",
         "samples": "1,230",
         "seconds": "4.2 s",

@@ -129,17 +129,17 @@ def test_the_average_of_optimizer_states_at_rest_is_off_the_clock(
         assert 0 < summary["train_seconds"] < monotonic() - began - 3 * 1.0
 
 
-def test_a_summary_holds_both_efficiencies(plane: Plane, folder: Path) -> None:
+def test_a_summary_holds_the_efficiency_and_the_part_of_solo_rates(plane: Plane, folder: Path) -> None:
     train(plane, folder, 4)
     if plane.rank == 0:
         summary = json.loads((folder / "summary.json").read_text())
         assert summary["train_seconds"] == max(rank["train_seconds"] for rank in summary["per_rank"])
         trained = sum(rank["device_samples_per_second"] for rank in summary["per_rank"])
         assert summary["device_samples_per_second_sum"] == pytest.approx(trained)
-        assert summary["efficiency_while_training"] == pytest.approx(summary["samples_per_second"] / trained)
-        assert 0 < summary["efficiency_while_training"] <= 1
-        interval = summary["efficiency_interval"]
-        assert interval is None or interval[0] <= summary["efficiency"] <= interval[1]
+        assert summary["efficiency"] == pytest.approx(summary["samples_per_second"] / trained)
+        assert 0 < summary["efficiency"] <= 1
+        interval = summary["solo_fraction_interval"]
+        assert interval is None or interval[0] <= summary["solo_fraction"] <= interval[1]
         assert all(rank["load_seconds_per_sample"] > 0 for rank in summary["per_rank"])
 
 

@@ -17,7 +17,7 @@ def test_torchrun_sums_by_torch():
 def test_planes_are_told_beside_mpi():
     def summary(efficiency, plane):
         rank = {"runtime_cpu_fraction": 0.02, "bytes_sent": 2_000_000}
-        return {"efficiency": efficiency, "plane": plane, "per_rank": [rank, rank]}
+        return {"solo_fraction": efficiency, "plane": plane, "per_rank": [rank, rank]}
 
     found = {("mpi", 4): [summary(0.98, "MPI"), summary(1.0, "MPI")], ("torch", 4): [summary(0.97, "Gloo")]}
     mpi, torch = table(found).splitlines()[2:]

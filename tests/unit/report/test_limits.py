@@ -92,8 +92,8 @@ SENTENCES: list[tuple[Facts, str]] = [
     (facts(efficiency=0.972), "Nothing: efficiency is 0.972."),
     (
         facts(efficiency=0.8),
-        "Efficiency is 0.800, and nothing that takes 5 % of a rank's time was found: devices were slower within their"
-        " slices than when they were profiled.",
+        "Efficiency is 0.800, and nothing that takes 5 % of a rank's time was found: waits, loading and the runtime"
+        " took less each.",
     ),
     (facts(), "Nothing that takes 5 % of a rank's time was found."),
 ]

@@ -23,8 +23,8 @@ def seen(folder: Path) -> tuple[Run, Course]:
 
 def assert_all_at_work(course: Course) -> None:
     """But for the bins in which a rank has gone, or come."""
-    assert course.efficiency == pytest.approx(np.ones(len(course.efficiency)), abs=0.1)
-    assert np.median(course.efficiency) == pytest.approx(1.0)
+    assert course.of_solo == pytest.approx(np.ones(len(course.of_solo)), abs=0.1)
+    assert np.median(course.of_solo) == pytest.approx(1.0)
 
 
 def test_a_rank_counts_until_its_death(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_rests_are_those_of_the_ranks_that_are_there(tmp_path: Path) -> None:
     write_lines(tmp_path, 0, [*start(), *tasks(50), death(5.0, 1), *work, *rests])
     write_lines(tmp_path, 1, [*start(), *tasks(50)])
     run, course = seen(tmp_path)
-    later = course.efficiency[course.edges[:-1] > 5.0]
+    later = course.of_solo[course.edges[:-1] > 5.0]
     assert np.nanmean(later) == pytest.approx(1.0, abs=0.15)
     ((reason, part),) = facts_of(run, course).resting
     assert (reason, part) == ("checkpoint", pytest.approx(0.25))

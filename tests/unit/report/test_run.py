@@ -84,7 +84,7 @@ def test_the_first_format_is_read(tmp_path: Path) -> None:
     course = course_of(run)
     assert run.seconds == pytest.approx(5.0)
     assert run.time_of_day(1.0) is None
-    assert course.efficiency == pytest.approx(np.full(len(course.efficiency), 0.5))
+    assert course.of_solo == pytest.approx(np.full(len(course.of_solo), 0.5))
 
 
 def test_lines_of_several_tasks_count_as_these(tmp_path: Path) -> None:
@@ -101,15 +101,25 @@ def test_lines_of_several_tasks_count_as_these(tmp_path: Path) -> None:
     assert facts_of(run, course).round_in_slices == pytest.approx(0.1 / (4.0 / 40))
 
 
-def test_efficiency_has_its_interval_and_no_rests(tmp_path: Path) -> None:
+def test_efficiency_is_of_what_the_devices_were_capable_of(tmp_path: Path) -> None:
+    """One becomes four times slower, and nobody waits; the other waits half of its time throughout."""
+    write_lines(tmp_path, 0, [*start(), *tasks(50), *tasks(10, 5.0, compute=0.4)])
+    write_lines(tmp_path, 1, [*start(), *tasks(45, compute=0.1, wait=0.1)])
+    course = course_of(read_run(tmp_path))
+    assert course.efficiency[:3] == pytest.approx(np.full(3, 0.75), rel=1e-3)
+    assert course.efficiency[-1] == pytest.approx((25 + 50) / (25 + 100), rel=1e-2)
+    assert course.of_solo[-1] < course.of_solo[0]
+
+
+def test_solo_rates_have_an_interval_and_rests_do_not_count(tmp_path: Path) -> None:
     """Half of the solo rate while it waits as long as it computes; evaluations are not on the clock."""
     rest = {"kind": "score", "at": 4.0, "round": 1, "seconds": 2.0}
     write_lines(tmp_path, 0, [*start(), *tasks(10, compute=0.1, wait=0.1), rest, *tasks(10, 4.0, wait=0.1)])
     course = course_of(read_run(tmp_path))
-    trained = np.isfinite(course.efficiency) & (course.samples > 9)
-    assert course.efficiency[trained] == pytest.approx(np.full(trained.sum(), 0.5))
-    assert course.low[trained] == pytest.approx(course.efficiency[trained] / 1.02)
-    assert course.high[trained] == pytest.approx(course.efficiency[trained] * 1.02)
+    trained = np.isfinite(course.of_solo) & (course.samples > 9)
+    assert course.of_solo[trained] == pytest.approx(np.full(trained.sum(), 0.5))
+    assert course.low[trained] == pytest.approx(course.of_solo[trained] / 1.02)
+    assert course.high[trained] == pytest.approx(course.of_solo[trained] * 1.02)
 
 
 def test_facts_come_from_the_lines(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from hetsync.report.summary import read_summary
         ({"ranks": [2]}, r"ranks is \[2\]: it must be a whole number"),
         ({"samples_expected": "x"}, "samples_expected is x: it must be a whole number or null"),
         ({"samples_applied": 10**4000}, r"samples_applied is 1000.*characters.*: it must be a whole number"),
-        ({"efficiency_interval": [1]}, r"efficiency_interval is \[1\]: it must be two numbers"),
+        ({"solo_fraction_interval": [1]}, r"solo_fraction_interval is \[1\]: it must be two numbers"),
         ({"staleness": {"max": 1}}, "staleness.mean is null: it must be a number"),
         ({"staleness": {"mean": 1, "max": 1, "histogram": 3}}, "staleness.histogram is 3: it must be a mapping"),
         ({"metrics": {"a": []}}, r"metrics.a is \[\]: it must be a number"),
@@ -35,6 +35,13 @@ def test_a_wrong_value_is_named(told: dict[str, Any], sentence: str, tmp_path: P
     write_summary(tmp_path, **told)
     with pytest.raises(UserError, match=f"{sentence}.*; remove it to look at the rest"):
         read_summary(tmp_path)
+
+
+def test_what_was_called_efficiency_before_is_read_as_what_it_was(tmp_path: Path) -> None:
+    old = {"efficiency": 1.05, "efficiency_interval": [1.0, 1.1], "efficiency_while_training": 0.9}
+    write_summary(tmp_path, status="finished", **old)
+    found = read_summary(tmp_path)
+    assert (found["efficiency"], found["solo_fraction"], found["solo_fraction_interval"]) == (0.9, 1.05, [1.0, 1.1])
 
 
 def test_numbers_that_json_has_not_are_shown(tmp_path: Path) -> None:

@@ -303,6 +303,7 @@ def test_device_seconds_add_up_by_rank():
         office.work(0, 2.0)
         office.work(1, 0.5)
     assert dict(office.coordinator.device_seconds) == {0: 72.0, 1: 6.0}
+    assert office.coordinator.device_rate() == 36 / 72.0 + 12 / 6.0
 
 
 # Messages.

@@ -56,7 +56,7 @@ def test_the_rate_is_that_of_this_job_over_its_slowest_ranks_seconds() -> None:
     assert summarise(RUN)["samples_per_second"] == 150.0
     resumed = summarise(replace(RUN, samples_before=1000))
     assert resumed["samples_per_second"] == 100.0
-    assert resumed["efficiency"] == 0.5
+    assert resumed["solo_fraction"] == 0.5
     assert resumed["samples_applied"] == 3000
 
 
@@ -102,7 +102,7 @@ def test_a_rank_that_has_died_counts_for_the_time_it_was_there() -> None:
     summary = summarise(replace(RUN, job=replace(JOB, ranks_at_start=3), lost=[lost]))
     assert (summary["ranks"], summary["ranks_at_start"]) == (2, 3)
     assert summary["solo_samples_per_second_sum"] == 225.0, "a quarter of the job's 20 s"
-    assert summary["efficiency"] == 150.0 / 225.0
+    assert summary["solo_fraction"] == 150.0 / 225.0
     told = asdict(death)
     cause = told.pop("cause")
     assert cause == "died"

@@ -25,7 +25,7 @@ def moment(**fields: Any) -> Progress:
         "seconds": 20.0,
         "loss": 0.5,
         "staleness": 1.25,
-        "solo": 125.0,
+        "capable": 125.0,
         "slowest": (2, 0.6),
     }
     return Progress(**{**told, **fields})
@@ -50,7 +50,7 @@ def test_where_no_rank_is_slow_none_is_named(slowest: tuple[int, float] | None) 
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    told = line(moment(samples_applied=1000, loss=None, solo=None, slowest=None))
+    told = line(moment(samples_applied=1000, loss=None, capable=None, slowest=None))
     assert told == "1,000/10,000  0/s  staleness 1.2"
 
 
