@@ -187,6 +187,7 @@ def test_a_job_logs_its_figures(tmp_path: Path, bound: int, monkeypatch: pytest.
     assert names == {
         "train/loss",
         "train/learning_rate",
+        "speed/efficiency",
         "speed/samples_per_second",
         "sync/staleness",
         "sync/accumulation",
@@ -197,6 +198,7 @@ def test_a_job_logs_its_figures(tmp_path: Path, bound: int, monkeypatch: pytest.
         "number",
         "epoch",
     }
+    assert all(0 < value <= 1 for _, value in mine.of("speed/efficiency"))
     assert {value for _, value in mine.of("sync/delay_bound")} == {bound}
     assert {value for _, value in mine.of("share/rank_0")} == {32}
     assert {value for _, value in mine.of("train/learning_rate")} == {0.01, 0.005}
