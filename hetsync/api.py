@@ -44,10 +44,10 @@ from hetsync.data.loader import Source
 from hetsync.data.random_state import Chance
 from hetsync.emulation.cluster import load_cluster
 from hetsync.emulation.device import make_device
-from hetsync.errors import UserError, did_you_mean, early_mistakes
+from hetsync.errors import UserError, did_you_mean
 from hetsync.plane import open_plane
 from hetsync.plane.base import Plane
-from hetsync.plane.ending import end_loop
+from hetsync.plane.ending import end_loop, opening
 from hetsync.plane.unclosed import Unclosed
 from hetsync.profiling.measure import find_place, make_current
 from hetsync.stop_signal import StopSignal
@@ -135,7 +135,7 @@ def join(
     """
     own = plane is None or isinstance(plane, str)
     stop = StopSignal() if model is None and arguments.get("run") is not None else None
-    with early_mistakes():
+    with opening():
         check_not_a_worker()
         if plane is None or isinstance(plane, str):
             plane = opened(plane or "auto", arguments)

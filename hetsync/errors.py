@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
-from hetsync.launchers import first_rank
+from hetsync.launchers import first_rank, told_rank
 
 # Exit statuses of a job. The second line's are of one that has saved after a signal: hetsync/slurm/batch.sh requeues on
 # STOPPED, the others are what shells expect.
@@ -22,6 +22,7 @@ TOO_FEW_LEFT = 86  # of one that has saved since too few ranks are left: requeue
 LONGEST_SHOWN = 100  # characters of a value
 LONGEST_SENTENCE = 1000  # characters
 REPEAT_SECONDS = 60.0
+SECONDS_FOR_FIRST = 2.0  # to end the job, of which it has then said why
 STANDARD_ERROR = 2  # its file descriptor
 
 
@@ -30,6 +31,10 @@ class UserError(ValueError):
 
     The command line prints it once for the whole job, without a traceback, and the job ends non-zero.
     """
+
+
+class CommonMistakeError(UserError):
+    """A mistake that all ranks have heard of: rank 0 says it."""
 
 
 class OwnMistakeError(UserError):
@@ -90,12 +95,21 @@ class Trouble:
             complain(sentence)
 
 
-def end_early(sentence: str, alone: bool = False) -> NoReturn:
-    """End for a mistake that every rank sees, or this rank `alone`, before ranks can speak to each other."""
-    if alone or first_rank():
-        complain(one_sentence(sentence))
-    else:
-        time.sleep(1.0)  # mpirun ends the job with the first rank that leaves, which must be the one that speaks
+def speak_of(mistake: UserError) -> None:
+    """Before ranks can speak to each other, or once they cannot. mpirun ends the job with the first that leaves, which
+    must be the one that speaks; a rank that lives on when rank 0 would have spoken has found something of its own."""
+    own = isinstance(mistake, OwnMistakeError)
+    if not first_rank() and not own:
+        time.sleep(SECONDS_FOR_FIRST)
+        if isinstance(mistake, CommonMistakeError):
+            return
+    where = "" if own or first_rank() else f"rank {told_rank()}: "
+    complain(one_sentence(f"{where}{mistake}"))
+
+
+def end_early(sentence: str) -> NoReturn:
+    """End for a mistake that every rank has most likely made, before ranks can speak to each other."""
+    speak_of(UserError(sentence))
     sys.exit(USER_ERROR)
 
 
@@ -105,4 +119,5 @@ def early_mistakes() -> Iterator[None]:
     try:
         yield
     except UserError as mistake:
-        end_early(str(mistake), isinstance(mistake, OwnMistakeError))
+        speak_of(mistake)
+        sys.exit(USER_ERROR)

@@ -10,6 +10,7 @@ from pathlib import Path
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
+_BY_HAND = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _PLACE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
@@ -24,13 +25,19 @@ def launched_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is one of an MPI job, judged by its environment; loads no MPI.
 
     A SLURM step of several tasks counts also without PMI: taking each task for a job of its own would
-    silently train the same model several times. torchrun in such a step, or under mpirun, starts ranks of its own.
+    silently train the same model several times; unless each was told its RANK, as by torchrun. That one starts ranks of
+    its own in such a step, or under mpirun.
     """
     if _TORCHRUN in environ:
         return False
     if any(name in environ for name in _LAUNCHER_VARIABLES):
         return True
-    return _number(environ.get("SLURM_STEP_NUM_TASKS")) > 1
+    return _number(environ.get("SLURM_STEP_NUM_TASKS")) > 1 and not _told_all(environ)
+
+
+def _told_all(environ: Mapping[str, str]) -> bool:
+    """Whether somebody has told this process all that torchrun tells, of several ranks."""
+    return all(environ.get(name) for name in _BY_HAND) and _number(environ["WORLD_SIZE"]) > 1
 
 
 def launched_by_torch(environ: Mapping[str, str] = os.environ) -> int:
@@ -96,12 +103,17 @@ def write_status(status: int, environ: Mapping[str, str] = os.environ) -> None:
             Path(environ[STATUS_FILE]).write_text(str(status))
 
 
+def told_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """This process's rank as launchers tell it (before MPI is there); None where it is alone, or none tells."""
+    if launched_by_torch(environ) > 1:
+        return _number(environ["RANK"])
+    told = next((environ[name] for name in _RANK_VARIABLES if name in environ), None)
+    return _number(told) if launched_by_mpi(environ) and told is not None else None
+
+
 def first_rank() -> bool:
-    """Is this rank 0, judged by what launchers tell (before MPI is there)?"""
-    if launched_by_torch() > 1:
-        return os.environ.get("RANK", "0") == "0"
-    told = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
-    return not launched_by_mpi() or told == "0"
+    """Is this rank 0, judged by what launchers tell?"""
+    return not told_rank()
 
 
 def first_on_host() -> bool:

@@ -78,7 +78,7 @@ def _can_join(own: Facts) -> bool:
 def _joined(own: Facts | None, run_dir: Path) -> tuple[list[Facts], list[Comparison]]:
     """Collective: facts of all nodes, and what ranks find out together; only on rank 0, unless ranks cannot meet."""
     try:
-        plane = open_plane("auto", JOIN_SECONDS)
+        plane = open_plane("auto", JOIN_SECONDS, compares=False)
     except UserError as mistake:
         apart = Comparison(Finding("ranks", Verdict.PROBLEM, "they do not reach each other", str(mistake)))
         return ([own], [apart]) if own is not None and first_rank() else ([], [])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hetsync.config.schema import Config
 from hetsync.errors import complain, did_you_mean, early_mistakes, end_early
 from hetsync.launchers import first_rank
-from hetsync.plane.ending import INTERRUPTED, end_job
+from hetsync.plane.ending import INTERRUPTED, end_job, opening
 from hetsync.start import loading
 
 if TYPE_CHECKING:  # it loads torch, which takes seconds
@@ -56,7 +56,7 @@ def add_recipe_command(verbs: Verbs, name: str, what: str, main: Callable[[Seque
 def on_all_ranks(config: Config, job: Callable[[Plane], int]) -> int:
     """Open the plane, run a rank's part, and see to it that no failure leaves other ranks waiting."""
     atexit.register(gc.freeze)  # what is left is the system's to free, and not Python's to search for cycles
-    with early_mistakes(), loading():
+    with opening(), loading():
         from hetsync.plane import open_plane
 
         plane = open_plane(config.run.plane, config.run.timeout_seconds, bool(config.fault.tolerate))

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from hetsync.api import join, opened
 from hetsync.errors import UserError, early_mistakes
 from hetsync.extras import require
+from hetsync.plane.ending import opening
 from hetsync.train.evaluation import EvaluationLoader
 from hetsync.train.job import Job
 from hetsync.train.prepared import TrainingLoader
@@ -54,7 +55,7 @@ class HetSyncStrategy(Strategy):
     def __init__(self, **settings: Any) -> None:
         """Collective. `settings`: those of `hetsync.join`, such as delay_bound=0, run="runs/mine", resume="auto"."""
         super().__init__()
-        with early_mistakes():
+        with opening():
             if "precision" in settings:
                 raise UserError("HetSyncStrategy got precision: give it to the Trainer")
             plane = settings.pop("plane", None) or opened("auto", settings)

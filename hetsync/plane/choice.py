@@ -71,11 +71,11 @@ def groups_of(devices: Sequence[DeviceOf]) -> list[list[int]]:
 def torch_sums(messages: Messages, rendezvous: Rendezvous) -> TorchSums:
     """Collective. UserError, on every rank, where one of them does not reach the others."""
     store = made_by_all(messages, rendezvous.connect)
-    rank, size, timeout_seconds = messages.rank, messages.size, rendezvous.timeout_seconds
+    place = messages.rank, messages.size, rendezvous.timeout_seconds
 
     def made() -> TorchSums:
-        gloo = gloo_sums(lambda name: open_gloo(store, name, rank, size, timeout_seconds), rank, size, timeout_seconds)
-        return TorchSums(gloo, store, rank, size, timeout_seconds, rendezvous.server)
+        gloo = gloo_sums(lambda name: open_gloo(store, name, *place, rendezvous.address), *place)
+        return TorchSums(gloo, store, *place, rendezvous.server, rendezvous.address)
 
     return made_by_all(messages, made)
 
@@ -92,27 +92,22 @@ def hierarchical_sums(
     by what carries `flat`, the sums over all ranks. UserError, on every rank, where one does not reach the others.
     """
     store = made_by_all(messages, rendezvous.connect)
-    rank, timeout_seconds = messages.rank, rendezvous.timeout_seconds
+    rank, timeout_seconds, address = messages.rank, rendezvous.timeout_seconds, rendezvous.address
     (group,) = (group for group in groups if rank in group)
     leaders = [group[0] for group in groups]
 
     def lane_within() -> GroupLane:
         name, place = f"group of {group[0]}", group.index(rank)
         if len(group) > 1 and device.type == "cuda":
-            return NcclLane(store, name, place, len(group), device, timeout_seconds)
-        return GroupLane(open_gloo(store, name, place, len(group), timeout_seconds))
+            return NcclLane(store, name, place, len(group), device, timeout_seconds, address)
+        return GroupLane(open_gloo(store, name, place, len(group), timeout_seconds, address))
 
     def sums_between() -> Sums | None:
         if rank not in leaders:
             return None
         if isinstance(flat, TorchSums):
-            place, size = leaders.index(rank), len(leaders)
-            return gloo_sums(
-                lambda name: open_gloo(store, f"leaders {name}", place, size, timeout_seconds),
-                place,
-                size,
-                timeout_seconds,
-            )
+            place = leaders.index(rank), len(leaders), timeout_seconds
+            return gloo_sums(lambda name: open_gloo(store, f"leaders {name}", *place, address), *place)
         from hetsync.plane.mpi import MpiMessages, MpiSums
 
         assert isinstance(messages, MpiMessages)

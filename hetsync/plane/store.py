@@ -35,7 +35,7 @@ from hetsync.plane.ending import leave, within
 from hetsync.plane.gloo_channels import GlooChannels
 from hetsync.plane.groups import TorchSums, completion_of
 from hetsync.plane.lifelines import Lifeline
-from hetsync.plane.rendezvous import ENDLESS, WORD, Rendezvous
+from hetsync.plane.rendezvous import ADDRESS, ENDLESS, WORD, Rendezvous
 from hetsync.plane.shared_memory import SharedMemory
 from hetsync.plane.store_members import SECONDS_TO_ENTER, StoreMembers
 from hetsync.plane.store_places import OVER, First, StoreNewcomer, StoreSummoned, leave_unneeded
@@ -70,6 +70,7 @@ class StoreMessages(Messages):
             self._live_by(Lifeline.of_all(rendezvous), rendezvous.connect)
             if self.leads and self.replaces:
                 self.group_members.job_store.set(WORD, self._word)
+                self.group_members.job_store.set(ADDRESS, rendezvous.address)
         else:
             own = dist.HashStore()
             own.set_timeout(ENDLESS)
@@ -79,7 +80,8 @@ class StoreMessages(Messages):
         """Collective: meet those who are left by it."""
         self._lifeline = lifeline
         self._listening_store = connect()  # of the thread that waits in it
-        self._meet(StoreMembers(connect, lifeline, self.rank, self._timeout_seconds, self.tolerant))
+        told = self.rank, self._timeout_seconds, self.tolerant
+        self._meet(StoreMembers(connect, lifeline, *told, address=self._rendezvous.address))
 
     @property
     def ranks_at_start(self) -> int:
@@ -220,7 +222,8 @@ class StoreSums(TorchSums):
         """`own`: memory that this rank has shared with other members before."""
         members = messages.group_members
         place, size = members.ranks.index(members.rank), len(members.ranks)
-        super().__init__(members.sums(own=own), members.store, place, size, members.timeout_seconds)
+        gloo = members.sums(own=own)
+        super().__init__(gloo, members.store, place, size, members.timeout_seconds, address=members.address)
         self.tolerant = messages.tolerant
 
     def among(self, messages: Messages) -> Sums:

@@ -36,11 +36,13 @@ class StoreMembers(Watch):
         timeout_seconds: float,
         tolerant: bool,
         newest: int | None = None,
+        address: str = "",
     ) -> None:
         """Those who are left by now. `connect` makes connections to the job's store: a thread that was left to itself
-        may hold its own until its time limit. `newest`: who has just been let in, and is not waited for for long."""
+        may hold its own until its time limit. `newest`: who has just been let in, and is not waited for for long.
+        `address` as in a `Rendezvous`."""
         self.rank, self.ranks, self.tolerant = rank, lifeline.ranks, tolerant
-        self.timeout_seconds = timeout_seconds
+        self.timeout_seconds, self.address = timeout_seconds, address
         self._epoch = lifeline.epoch
         self._connect = connect
         self.job_store = connect()
@@ -64,7 +66,8 @@ class StoreMembers(Watch):
     def group(self, name: str, among: Sequence[int] | None = None) -> GlooGroup:
         """Of Gloo's: all members or these; collective among them, and each under a name of its own."""
         ranks = self.ranks if among is None else among
-        opened = _Opened(self.keys(self._connect()), name, ranks.index(self.rank), len(ranks), self.timeout_seconds)
+        place = ranks.index(self.rank), len(ranks), self.timeout_seconds, self.address
+        opened = _Opened(self.keys(self._connect()), name, *place)
         expected = time.monotonic() + min(SECONDS_TO_ENTER, self.timeout_seconds / 2)
         while opened.is_alive():  # as long as the time limit lets it: Gloo would wait for a dead rank as well
             self.look()
@@ -115,14 +118,18 @@ class StoreMembers(Watch):
         for group in self._groups:
             group.abort()
         self._lifeline.next_epoch(wait_limit(self.rank, self.timeout_seconds))
-        return StoreMembers(self._connect, self._lifeline, self.rank, self.timeout_seconds, self.tolerant)
+        return self._anew()
 
     def joined_by(self, newcomer: int) -> StoreMembers:
         """These and one more, the last; collective among them, while that one enters. MembersLost where it does not
         come, or somebody goes meanwhile."""
         if not self._lifeline.let_in(newcomer, SECONDS_TO_ENTER):
             raise self._lost(self._lifeline.why or f"the process that was to be rank {newcomer} has not come")
-        return StoreMembers(self._connect, self._lifeline, self.rank, self.timeout_seconds, self.tolerant, newcomer)
+        return self._anew(newcomer)
+
+    def _anew(self, newest: int | None = None) -> StoreMembers:
+        told = self.rank, self.timeout_seconds, self.tolerant, newest, self.address
+        return StoreMembers(self._connect, self._lifeline, *told)
 
 
 class _Opened(threading.Thread):

@@ -101,7 +101,7 @@ by_mpirun() {
         fail "--gpus-per-task would give all ranks of a node one GPU under mpirun: give --gpus-per-node, or take srun"
     read -ra flags <<<"${MPIRUN_FLAGS:-}"
     if [[ -n ${TOLERATE:-} ]]; then
-        flags+=(--with-ft ulfm --mca pml ob1 --mca mpi_preconnect_mpi 1 --prtemca state_base_recoverable 1)
+        flags+=(--with-ft ulfm --mca pml ob1 --prtemca state_base_recoverable 1)
     fi
     command=(mpirun -n "$ranks" "${flags[@]+"${flags[@]}"}")
     if [[ $(mpirun --version 2>&1) == *"Open MPI"* ]]; then

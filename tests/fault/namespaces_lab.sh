@@ -15,7 +15,7 @@
 #
 # FOLDER/on HOST COMMAND...   runs a command on a host, as ssh does
 # FOLDER/mpirun -np N ...     Open MPI's mpirun on h0, with a rank on each host, over their links; or on HOSTS, such as
-#                             h1:2,h0:3, which is the order of the ranks
+#                             h1:2,h0:3, which is the order of the ranks; over INTERFACES, where others are given
 set -euo pipefail
 
 action=${1:?what to do} base=$(readlink -f "${2:?a folder}")
@@ -35,7 +35,7 @@ ON
 #!/usr/bin/env bash
 exec $base/on h0 exec mpirun --prtemca plm_ssh_agent $base/on --prtemca prte_if_include $network \
     --host \${HOSTS:-$(seq -f h%g -s, 0 $(($1 - 1)))} --bind-to none --mca pml ob1 --mca btl tcp,self \
-    --mca btl_tcp_if_include $network --mca mpi_yield_when_idle 1 "\$@"
+    --mca btl_tcp_if_include \${INTERFACES:-$network} --mca mpi_yield_when_idle 1 "\$@"
 MPIRUN
     chmod +x "$base/on" "$base/mpirun"
 }

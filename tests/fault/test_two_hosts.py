@@ -135,9 +135,89 @@ def test_the_algorithm_of_sums_is_that_of_the_hosts(
     assert done.out.splitlines() == 2 * ranks * [algorithm], done.story
 
 
+# What hosts call themselves, and what else their interfaces are.
+
+OPENS = """
+import os, sys
+from hetsync.plane import open_plane
+from hetsync.plane.ending import opening
+with opening():
+    plane = open_plane(sys.argv[1], 8.0)
+print(f"rank {plane.rank} has met {plane.gather_objects(os.uname().nodename)} over {plane.sums_by}", flush=True)
+plane.close()
+"""
+
+
+@pytest.fixture
+def opens(tmp_path: Path) -> str:
+    script = tmp_path / "opens.py"
+    script.write_text(OPENS)
+    return str(script)
+
+
+def test_hosts_of_one_name_meet(lab: Path, tmp_path: Path, opens: str) -> None:
+    """Each would take the other's address for its own."""
+    renamed = ["sh", "-c", f'"hostname same; exec {sys.executable} {opens} torch"']
+    done = _ended([str(lab / "mpirun"), "-np", "2", *renamed], tmp_path)
+    assert sorted(done.out.splitlines()) == [f"rank {n} has met ['same', 'same'] over Gloo" for n in range(2)]
+
+
+def test_hosts_whose_own_names_are_their_loopback_meet(lab: Path, tmp_path: Path, opens: str) -> None:
+    """As Debian's installer writes it: to its own host a name is 127.0.1.1."""
+
+    def on(rank: int) -> list[str]:
+        hosts = tmp_path / f"hosts_{rank}"
+        other = 1 - rank
+        hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 h{rank}\n10.77.0.{other + 1} h{other}\n")
+        told = f"RANK={rank} WORLD_SIZE=2 MASTER_ADDR=h0 MASTER_PORT=29501"
+        script = f"mount --bind {hosts} /etc/hosts; exec env {told} {sys.executable} {opens} torch"
+        return [str(lab / "on"), f"h{rank}", script]
+
+    with started(on(1), tmp_path) as other:
+        first = _ended(on(0), tmp_path)
+        second = finished(other)
+    assert (first.out + second.out).splitlines() == [f"rank {n} has met ['h0', 'h1'] over Gloo" for n in range(2)]
+
+
+@pytest.fixture
+def docker(lab: Path) -> Iterator[None]:
+    """The bridge of a container engine, which has the same address on every host; a port keeps it up."""
+    tag = (lab / "on").read_text().split("/run/netns/")[1].split("-")[0]
+    hosts = [f"{tag}-h{n}" for n in range(2)]
+    for host in hosts:
+        for words in (
+            "link add docker0 type bridge",
+            "addr add 172.17.0.1/16 dev docker0",
+            "link set docker0 up",
+            "link add port type veth peer name inside",
+            "link set port master docker0 up",
+            "link set inside up",
+        ):
+            subprocess.run(["ip", "-n", host, *words.split()], check=True, timeout=20)
+    yield
+    for host in hosts:
+        for device in ("docker0", "port"):
+            subprocess.run(["ip", "-n", host, "link", "del", device], check=True, timeout=20)
+
+
+@pytest.mark.parametrize("flags", [[], ["--with-ft", "ulfm", "--mca", "mpi_preconnect_mpi", "1"]])
+def test_an_mpi_that_connects_by_a_hosts_own_bridge_ends_with_a_sentence(
+    lab: Path, tmp_path: Path, opens: str, docker: None, flags: list[str]
+) -> None:
+    words = [str(lab / "mpirun"), "-np", "2", *flags, sys.executable, opens, "mpi"]
+    with started(["env", "INTERFACES=eth0,docker0", *words], tmp_path) as job:
+        done = finished(job, 60)
+    assert done.status in (1, 2), done.story
+    assert "has met" not in done.out
+    (said,) = [each for each in done.sentences if "of 2 ranks are there" not in each]
+    assert "name the network interface that all hosts share" in said, done.story
+    assert "Traceback" not in done.err, done.story
+    _ended(words, tmp_path)  # over eth0 alone
+
+
 # What becomes of a job whose host dies, or whose link is cut.
 
-ULFM = ["--with-ft", "ulfm", "--mca", "mpi_preconnect_mpi", "1"]  # or MPI may wait for the lost
+ULFM = ["--with-ft", "ulfm"]
 LOOKS_AFTER = [  # mpirun, after other hosts: every second, after so many without a word
     *("--prtemca", "oob_tcp_keepalive_time", "3", "--prtemca", "oob_tcp_keepalive_intvl", "1"),
     *("--prtemca", "oob_tcp_keepalive_probes", "3"),

@@ -20,6 +20,7 @@ from hetsync.launchers import (
     leaves_survivors,
     ranks_started,
     reaches_later_processes,
+    told_rank,
 )
 from hetsync.plane import open_plane
 from hetsync.plane.base import LostError, Messages, made_by_all
@@ -59,6 +60,17 @@ def test_only_rank_0_of_torchrun_speaks(environ: pytest.MonkeyPatch) -> None:
     assert not first_rank()
     environ.setenv("RANK", "0")
     assert first_rank()
+
+
+def test_a_slurm_step_without_pmi_can_be_told_who_its_ranks_are() -> None:
+    step = {"SLURM_STEP_NUM_TASKS": "4"}
+    told = {**step, **BY_TORCH, "MASTER_ADDR": "one", "MASTER_PORT": "29500"}
+    assert (launched_by_torch(told), launched_by_mpi(told), told_rank(told)) == (4, False, 1)
+    for left_out in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        some = {name: value for name, value in told.items() if name != left_out}
+        assert launched_by_mpi(some), "or each task might train alone"
+    assert launched_by_mpi({**told, "WORLD_SIZE": "1"})
+    assert launched_by_mpi({**told, "PMIX_RANK": "1"})
 
 
 def test_who_is_the_first_of_its_host(environ: pytest.MonkeyPatch) -> None:
