@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
 import numpy as np
@@ -12,6 +13,34 @@ import numpy.typing as npt
 from hetsync.balance.profile import RankProfile, StepTime
 from hetsync.config.schema import SyncConfig
 from hetsync.errors import UserError
+
+
+@dataclass(frozen=True)
+class SliceRule:
+    """How small a slice may be, and how long it may last where that makes it long.
+
+    Args:
+        least: Samples of a slice; fewer only where the batch, or a rank's memory, has no more.
+        patience: A rank whose least slice lasts longer than so many slices of the others gets none, since they would
+            wait for it: 1 where all wait in each round, D where they run ahead by D rounds.
+    """
+
+    least: int = 1
+    patience: float = math.inf
+
+    @classmethod
+    def of(cls, least: int, delay_bound: int | None, quorum: float) -> SliceRule:
+        if delay_bound == 0 or quorum >= 1:
+            return cls(least, 1.0)
+        return cls(least, math.inf if delay_bound is None else float(delay_bound))
+
+    @property
+    def in_step(self) -> bool:
+        """Is a batch what all compute at once? Else ranks' slices are their own."""
+        return self.patience <= 1
+
+
+ANY_SLICE = SliceRule()
 
 
 def makespan(shares: Sequence[int], times: Sequence[StepTime]) -> float:
@@ -24,24 +53,36 @@ def speed_shares(
     batch: int,
     caps: Sequence[int | None] | None = None,
     pins: Mapping[int, int] | None = None,
+    rule: SliceRule = ANY_SLICE,
 ) -> tuple[int, ...]:
     """Whole shares that add up to `batch` and end together: they minimise the largest `seconds(share)`.
 
     `caps` are the most samples that fit into each rank's memory (None: any number), `pins` the shares set by
-    hand. Every rank that is neither pinned nor capped at 0 gets at least one sample. UserError where that
-    cannot be done.
+    hand. Every rank that is neither pinned nor capped at 0 gets a slice of the rule's least, or none where the others
+    would wait for it. Where all wait in each round and the batch has no room for all ranks, the slowest get none;
+    where ranks' slices are their own, shares then add up to more than `batch`. UserError where that cannot be done.
 
     The shares are optimal: everything that ends by the best fractional finishing time is handed out first,
     and each sample left over by rounding goes where it ends earliest (for times that grow with the share
     this greedy rule is exact: Federgruen and Groenevelt 1986). Ties go to the smaller share, then the
     lower rank.
     """
-    bounds = _bounds(len(times), batch, caps, pins or {})
+    return _allot(times, batch, _bounds(len(times), batch, caps, pins or {}, rule), rule, pins or {})
+
+
+def _allot(
+    times: Sequence[StepTime],
+    batch: int,
+    bounds: Sequence[tuple[int, int]],
+    rule: SliceRule,
+    pins: Mapping[int, int],
+) -> tuple[int, ...]:
+    bounds, total = _room(times, batch, bounds, rule, pins)
     deadlines = _Deadlines(times, bounds)
-    shares = [int(share) for share in deadlines.shares(deadlines.latest(batch))]
+    shares = [int(share) for share in deadlines.shares(deadlines.latest(total))]
     heap = [(times[i].seconds(n + 1), n, i) for i, n in enumerate(shares) if n < bounds[i][1]]
     heapify(heap)
-    for _ in range(batch - sum(shares)):
+    for _ in range(total - sum(shares)):
         _, n, i = heap[0]
         shares[i] = n + 1
         more = times[i].seconds(n + 2) if n + 1 < bounds[i][1] else math.inf
@@ -54,18 +95,19 @@ def equal_shares(
     batch: int,
     caps: Sequence[int | None] | None = None,
     pins: Mapping[int, int] | None = None,
+    rule: SliceRule = ANY_SLICE,
 ) -> tuple[int, ...]:
     """Shares as equal as caps and pins allow; what rounding leaves goes one by one to the lowest ranks."""
-    return speed_shares([StepTime(0.0, 1.0)] * ranks, batch, caps, pins)
+    return speed_shares([StepTime(0.0, 1.0)] * ranks, batch, caps, pins, rule)
 
 
-def first_pinned_shares(ranks: int, batch: int, first: int) -> tuple[int, ...]:
+def first_pinned_shares(ranks: int, batch: int, first: int, rule: SliceRule = ANY_SLICE) -> tuple[int, ...]:
     """The slices of DeepTTE in parallel (Qingdao, 2021): rank 0's by hand, the rest split evenly.
 
     What rounding lost goes one by one to the others, never to the first: 1024 on 8 ranks with 70 gives
     70, 137, 137, 136, 136, 136, 136, 136.
     """
-    return equal_shares(ranks, batch, pins={0: first})
+    return equal_shares(ranks, batch, pins={0: first}, rule=rule)
 
 
 def rebalanced(
@@ -75,24 +117,59 @@ def rebalanced(
     caps: Sequence[int | None] | None = None,
     pins: Mapping[int, int] | None = None,
     least_gain: float = 0.05,
+    rule: SliceRule = ANY_SLICE,
 ) -> tuple[int, ...]:
-    """New shares where they shorten the predicted makespan by more than `least_gain` of it, else the old.
+    """New shares where they shorten the predicted makespan by more than `least_gain` of it, else the old. A slice of
+    the rule's least may last for its patience.
 
-    Old shares that break the batch, a cap or a pin are always replaced: they may belong to another
+    Old shares that break the batch, a cap, a pin or the rule are always replaced: they may belong to another
     membership.
     """
-    bounds = _bounds(len(times), batch, caps, pins or {})
-    valid = len(shares) == len(times) and sum(shares) == batch
-    valid = valid and all(low <= n <= high for n, (low, high) in zip(shares, bounds, strict=True))
-    if not valid:
-        return speed_shares(times, batch, caps, pins)
-    if len(shares) == 1:
+    pins = pins or {}
+    bounds = _bounds(len(times), batch, caps, pins, rule)
+    if len(shares) != len(times) or not _stand(shares, bounds, batch, pins, rule):
+        return _allot(times, batch, bounds, rule, pins)
+    free = _free(bounds, pins)
+    if len(shares) == 1 or not free:
         return tuple(shares)
-    soon = (1 - least_gain) * makespan(shares, times)
-    if _Deadlines(times, bounds).shares(soon).sum() < batch:  # no shares end by then: no need to look for the best
+    soon = (1 - least_gain) * _pace(shares, times, bounds, rule)
+    paces = _Paces([times[rank] for rank in free], [bounds[rank] for rank in free], rule)
+    if paces.shares(soon).sum() < batch - sum(pins.values()):  # none end by then: no need to look for the best
         return tuple(shares)
-    best = speed_shares(times, batch, caps, pins)
-    return tuple(shares) if makespan(best, times) >= soon else best
+    best = _allot(times, batch, bounds, rule, pins)
+    return tuple(shares) if _pace(best, times, bounds, rule) >= soon else best
+
+
+def may_stay(
+    shares: Sequence[int], batch: int, caps: Sequence[int | None], pins: Mapping[int, int], rule: SliceRule
+) -> bool:
+    """Can ranks with these caps and pins go on with these shares?"""
+    return len(shares) == len(caps) and _stand(shares, _bounds(len(caps), batch, caps, pins, rule), batch, pins, rule)
+
+
+def _stand(
+    shares: Sequence[int], bounds: Sequence[tuple[int, int]], batch: int, pins: Mapping[int, int], rule: SliceRule
+) -> bool:
+    """Do they keep to the batch, the bounds and the rule? A rank without samples is one that was waited for."""
+    free = _free(bounds, pins)
+    sizes = {rank: shares[rank] for rank in free if shares[rank] or rule.patience == math.inf}
+    within = all(bounds[rank][0] <= n <= bounds[rank][1] for rank, n in sizes.items())
+    others = all(shares[rank] == pins.get(rank, 0) for rank in range(len(shares)) if rank not in free)
+    least = sum(bounds[rank][0] for rank in sizes) + sum(pins.values())
+    return within and others and sum(shares) == (batch if rule.in_step else max(batch, least))
+
+
+def _free(bounds: Sequence[tuple[int, int]], pins: Mapping[int, int]) -> list[int]:
+    """Ranks whose shares can be chosen."""
+    return [rank for rank, (_, most) in enumerate(bounds) if most and rank not in pins]
+
+
+def _pace(
+    shares: Sequence[int], times: Sequence[StepTime], bounds: Sequence[tuple[int, int]], rule: SliceRule
+) -> float:
+    """Seconds of a batch: of the longest slice, or a part of it where it is of the least samples."""
+    patience = [rule.patience if n == low else 1.0 for n, (low, _) in zip(shares, bounds, strict=True)]
+    return max(time.seconds(n) / wait for n, time, wait in zip(shares, times, patience, strict=True))
 
 
 def equal_share_ceiling(rates: Sequence[float]) -> float:
@@ -127,9 +204,66 @@ class _Deadlines:
                 break
         return early
 
+    def earliest(self, batch: int) -> float:
+        """The earliest deadline by which the batch is done, to float precision."""
+        early, late = -1.0, float(self._all_seconds.max())
+        for _ in range(200):
+            middle = (early + late) / 2
+            early, late = (middle, late) if self.shares(middle).sum() < batch else (early, middle)
+            if not early < (early + late) / 2 < late:
+                break
+        return late
+
+
+class _Paces(_Deadlines):
+    """The same, but in slices of the least samples, or none; such a slice is in time within the rule's patience."""
+
+    def __init__(self, times: Sequence[StepTime], bounds: Sequence[tuple[int, int]], rule: SliceRule) -> None:
+        super().__init__(times, [(0, most) for _, most in bounds])
+        self._low = np.array([low for low, _ in bounds], dtype=float)
+        self.least_seconds = self._fixed + self._each * self._low
+        self._patience = rule.patience
+        self._quickest = float(self.least_seconds.min())  # nobody's slice is shorter
+
+    def shares(self, deadline: float) -> npt.NDArray[np.float64]:
+        some = super().shares(deadline)
+        return np.where(some >= self._low, some, np.where(self.in_time(deadline), self._low, 0.0))
+
+    def in_time(self, deadline: float) -> npt.NDArray[np.bool_]:
+        """Whose least slices are, where others' take so long?"""
+        return self.least_seconds <= min(self._patience, 1e12) * max(self._quickest, deadline)
+
+
+def _room(
+    times: Sequence[StepTime],
+    batch: int,
+    bounds: Sequence[tuple[int, int]],
+    rule: SliceRule,
+    pins: Mapping[int, int],
+) -> tuple[Sequence[tuple[int, int]], int]:
+    """The bounds, at 0 where a rank is to get none; and what shares are to add up to."""
+    free = _free(bounds, pins)
+    room = batch - sum(pins.values())
+    if rule.patience < math.inf and free:
+        paces = _Paces([times[rank] for rank in free], [bounds[rank] for rank in free], rule)
+        order = np.argsort(paces.least_seconds, kind="stable")
+        in_time = paces.in_time(paces.earliest(room))
+        chosen, taken = set(pins), 0
+        for place in order[in_time[order]]:
+            taken += bounds[free[place]][0]
+            if rule.in_step and taken > room and chosen.difference(pins):
+                break
+            chosen.add(free[place])
+        most = sum(bounds[rank][1] for rank in chosen)
+        # Where memory leaves no other way, more ranks get some, and fewer samples than the least.
+        bounds = [
+            bound if rank in chosen else (0, bound[1] if most < batch else 0) for rank, bound in enumerate(bounds)
+        ]
+    return bounds, max(batch, sum(low for low, _ in bounds))
+
 
 def _bounds(
-    ranks: int, batch: int, caps: Sequence[int | None] | None, pins: Mapping[int, int]
+    ranks: int, batch: int, caps: Sequence[int | None] | None, pins: Mapping[int, int], rule: SliceRule
 ) -> list[tuple[int, int]]:
     """(fewest, most) samples of each rank, after every reason why no shares exist has been ruled out."""
     limits = list(caps) if caps is not None else [None] * ranks
@@ -137,19 +271,20 @@ def _bounds(
         raise ValueError(f"{len(limits)} caps for {ranks} ranks")
     _check_pins(pins, limits, batch)
     most = [batch if cap is None else max(0, min(cap, batch)) for cap in limits]
-    bounds = [(pins[i], pins[i]) if i in pins else (min(1, most[i]), most[i]) for i in range(ranks)]
+    bounds = [(pins[i], pins[i]) if i in pins else (min(rule.least, most[i]), most[i]) for i in range(ranks)]
     unpinned = [bound for i, bound in enumerate(bounds) if i not in pins]
-    needed, possible = sum(low for low, _ in unpinned), sum(high for _, high in unpinned)
+    needed, possible = sum(1 for _, high in unpinned if high), sum(high for _, high in unpinned)
     left = batch - sum(pins.values())
     if left < needed and not pins:
         raise UserError(
             f"batch_size {batch} is smaller than the {needed} ranks: "
             f"raise it to at least {needed}, or start fewer ranks"
         )
-    if left < needed:
+    if left < needed or (pins and 0 < left < rule.least):
         raise UserError(
-            f"sync.pins {dict(pins)} leaves {left} of batch_size {batch} for the {needed} ranks that "
-            f"are not pinned, which need at least one sample each: lower the pins or raise the batch size"
+            f"sync.pins {dict(pins)} leaves {left} of batch_size {batch} for the {needed} ranks that are not pinned, "
+            f"which need at least {max(needed, rule.least)} together (sync.least_slice): lower the pins or raise the "
+            f"batch size"
         )
     if left > possible and not unpinned:
         raise UserError(
@@ -189,43 +324,51 @@ def apportion(total: int, shares: Mapping[int, int]) -> dict[int, int]:
     return parts
 
 
-def without_single(shares: Mapping[int, int], total: int) -> dict[int, int]:
-    """`apportion`, but no part is one sample where that can be helped: batch norm does not train on one."""
-    if total == sum(shares.values()):
-        return dict(shares)
+def slices_of(samples: int, share: int, least: int, cap: int | None = None) -> int:
+    """How many slices these samples make: of the share, but of `least` rather than fewer, as far as memory lets them.
+    Where the share is hardly more than that, a slice may be longer than it."""
+    least = min(least, share)
+    count = max(1, min(-(-samples // max(1, share)), samples // max(1, least)))
+    return count if cap is None else max(count, -(-samples // max(1, cap)))
+
+
+def whole_parts(
+    shares: Mapping[int, int], total: int, least: int, caps: Mapping[int, int | None] | None = None
+) -> dict[int, int]:
+    """Split `total`, of a batch or some, in proportion to the shares, so that no slice has fewer samples than `least`
+    where that can be helped: then some ranks get none, and slices may be longer."""
     parts = apportion(total, shares)
-    if total > sum(shares.values()):
+    if all(not part or part >= min(least, shares[rank]) for rank, part in parts.items()):
         return parts
-    for rank in [rank for rank, part in parts.items() if part == 1 and shares[rank] > 1]:
-        if parts[rank] != 1:  # another has given it one
-            continue
-        others = [other for other in parts if other != rank]
-        takers = [other for other in others if 0 < parts[other] < shares[other]]
-        givers = [other for other in others if parts[other] > 2]
-        if takers:
-            other, change = min(takers, key=lambda other: parts[other]), -1
-        elif givers:
-            other, change = max(givers, key=lambda other: parts[other]), 1
-        else:
-            continue
-        parts[rank] += change
-        parts[other] -= change
-    return parts
+    batches, longest = -(-total // sum(shares.values())), 2 * least - 1
+    bounds = []
+    for rank, share in shares.items():
+        cap = (caps or {}).get(rank)
+        most = max(share, longest if cap is None else min(longest, cap)) if share >= least else share
+        bounds.append((min(least, share, total), batches * most))
+    times = [StepTime(0.0, 1 / max(1, share)) for share in shares.values()]
+    return dict(zip(shares, _allot(times, total, bounds, SliceRule(least, 1.0), {}), strict=True))
 
 
 def choose_shares(sync: SyncConfig, batch_size: int, ranks: Sequence[RankProfile]) -> tuple[int, ...]:
     """Samples of each rank in a slice of all."""
-    caps = [profile.cap for profile in ranks]
+    caps, rule = [profile.cap for profile in ranks], slice_rule(sync)
     if sync.shares == "equal":
-        return equal_shares(len(ranks), batch_size, caps, sync.pins)
+        return equal_shares(len(ranks), batch_size, caps, sync.pins, rule)
     if sync.shares == "first":
-        return first_pinned_shares(len(ranks), batch_size, sync.pins[0])
-    return speed_shares([profile.time for profile in ranks], batch_size, caps, sync.pins)
+        return first_pinned_shares(len(ranks), batch_size, sync.pins[0], rule)
+    return speed_shares([profile.time for profile in ranks], batch_size, caps, sync.pins, rule)
 
 
-def solo_rates(batch_size: int, ranks: Sequence[RankProfile]) -> list[float]:
+def slice_rule(sync: SyncConfig) -> SliceRule:
+    """As a job begins."""
+    return SliceRule.of(sync.least_slice, sync.delay_bound, sync.first_quorum)
+
+
+def solo_rates(batch_size: int, ranks: Sequence[RankProfile], least_slice: int = 1) -> list[float]:
     """Samples/s of each rank with nobody to wait for, at its share of the batch by speed: the same whatever shares a
     job begins or ends with."""
     times = [profile.time for profile in ranks]
-    shares = speed_shares(times, batch_size, [profile.cap for profile in ranks])
+    caps = [profile.cap for profile in ranks]
+    shares = speed_shares(times, batch_size, caps, rule=SliceRule(min(least_slice, batch_size)))
     return [time.rate(max(1, share)) for time, share in zip(times, shares, strict=True)]

@@ -87,6 +87,10 @@ class Speeds:
         self._ratios[rank] = _Ratio(statistics.median(seen) if seen else 1.0)
         self._settled.discard(rank)
 
+    def seen(self, rank: int) -> bool:
+        """Has it been at work?"""
+        return self._ratios[rank].seen > 0
+
     def times(self, ranks: Sequence[int]) -> list[StepTime]:
         return [self._scaled(self.profiled[rank], self._ratios[rank].smoothed) for rank in ranks]
 

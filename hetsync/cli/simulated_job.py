@@ -74,7 +74,9 @@ def _simulated(
 
     display = Terminal(scenario.total_samples)
     if ranks <= LARGEST_TABLE:
-        display.ranks(scenario.ranks, scenario.shares, solo_rates(sum(scenario.shares), scenario.ranks))
+        display.ranks(
+            scenario.ranks, scenario.shares, solo_rates(scenario.batch_size, scenario.ranks, scenario.sync.least_slice)
+        )
     simulation = Simulation(scenario, learner, changes, on_evaluation, telemetry)
     spare_the_collector()
     simulation.advance()

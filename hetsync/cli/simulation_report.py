@@ -21,7 +21,7 @@ def simulated_summary(
     """All seconds but `wall_seconds` are virtual. What only real hosts have (CPU time, overruns, bytes) is 0."""
     machine, scenario, learner = simulation.machine, simulation.scenario, simulation.learner
     ranks = {**simulation.ranks, **simulation.away}
-    solo = solo_rates(scenario.batch_size, scenario.ranks)
+    solo = solo_rates(scenario.batch_size, scenario.ranks, scenario.sync.least_slice)
     per_rank = [_rank_figures(simulation, ranks[rank], solo[rank]) for rank in sorted(ranks)]
     job = JobFigures(
         status=Status.STOPPED if simulation.stopped else Status.FINISHED,

@@ -256,6 +256,9 @@ class SyncConfig:
             slice, also after q has become 0.5; but not with a controller, or by a plan that cuts the model.
         shares: Samples of a rank in a slice: speed (by measured speed), equal, or first (rank 0 as pinned,
             the rest even).
+        least_slice: The fewest samples of a slice: some layers do not take one, and local steps on few train worse. A
+            slice is smaller only where the batch, the data or a rank's memory leave no more. A slow rank's slices then
+            come more rarely; where the others would wait for one, it gets none.
         pins: Shares set by hand, rank: samples.
         rebalance: Let shares follow the measured speeds while training, where that gains over 5 %.
         wire: Number format of what travels.
@@ -275,6 +278,7 @@ class SyncConfig:
     accumulation: int | Literal["auto"] = 1
     grace: int | Literal["auto"] = "auto"
     shares: Literal["speed", "equal", "first"] = "speed"
+    least_slice: int = 2
     pins: dict[int, int] = field(default_factory=dict)
     rebalance: bool = True
     wire: Literal["float32", "bfloat16", "int8"] = "float32"
@@ -302,6 +306,12 @@ class SyncConfig:
             raise UserError(f"sync.quorum is {self.quorum}: it is a fraction of the samples, above 0 and at most 1")
         if any(rank < 0 or share < 0 for rank, share in self.pins.items()):
             raise UserError(f"sync.pins is {brief(self.pins)}: it maps ranks to samples, both 0 or more")
+        at_least("sync.least_slice", self.least_slice, 1)
+        if thin := {rank: share for rank, share in self.pins.items() if 0 < share < self.least_slice}:
+            raise UserError(
+                f"sync.pins is {brief(thin)}, below sync.least_slice {self.least_slice}: raise the pin, make it 0, or"
+                " lower sync.least_slice"
+            )
         if self.shares == "first" and set(self.pins) != {0}:
             raise UserError("sync.shares is first, so sync.pins must name rank 0's samples and no others")
 

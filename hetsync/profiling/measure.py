@@ -232,6 +232,12 @@ class Subject:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    @property
+    def typical_slice(self) -> int:
+        """Samples of a rank's slice, where all are equal."""
+        batch = self.config.data.batch_size
+        return max(min(self.config.sync.least_slice, batch), batch // self.plane.ranks_at_start)
+
     def step_time(self, sizes: list[int], sharing: int) -> Profiled:
         """Ranks that share a GPU all measure for as long as they may: one that were done would leave it to the rest."""
         seconds, what = self.config.run.profile_seconds, (self.config, self.model, self.data, self.device, sizes)
@@ -240,12 +246,11 @@ class Subject:
 
     def affordable_rate(self) -> float:
         """Samples/s of a whole emulated cluster that this machine can imitate."""
-        batch, ranks = self.config.data.batch_size, self.plane.size
-        share = max(1, batch // ranks)
+        batch, ranks, share = self.config.data.batch_size, self.plane.size, self.typical_slice
         # What the machine does besides, such as ranks that are still starting, is no cost of a step.
         clock = time.process_time if self.device.type == "cpu" else time.perf_counter
         what = (self.config, self.model, self.data, self.device, [share, 4 * share])
-        with _one_sample_explained(batch, ranks):
+        with _one_sample_explained(batch, ranks, share):
             real = profile_steps(*what, EMULATION_SECONDS, clock, EMULATION_ROUNDS, self.optimizers).time
         return affordable_rate(real.seconds_per_sample + ranks * real.fixed_seconds / batch, batch)
 
@@ -265,12 +270,12 @@ class Subject:
 
 
 @contextmanager
-def _one_sample_explained(batch_size: int, ranks: int) -> Iterator[None]:
-    """UserError for batch norm's error, where the batch leaves one sample to a rank: training would fail, too."""
+def _one_sample_explained(batch_size: int, ranks: int, share: int) -> Iterator[None]:
+    """UserError for batch norm's error, where a slice is one sample: training would fail, too."""
     try:
         yield
     except ValueError as error:
-        if batch_size >= 2 * ranks or REFUSES_ONE not in str(error):
+        if share > 1 or REFUSES_ONE not in str(error):
             raise
         raise UserError(
             f"batch_size {batch_size} is less than two samples for each of the {ranks} ranks, and batch norm does not"
@@ -302,13 +307,12 @@ def _measured(subject: Subject) -> RankProfile:
     plane, place = subject.plane, subject.place
     sharing = ranks_sharing(plane, place, subject.device)
     cap = subject.cap(sharing)  # before anything larger is tried
-    batch, ranks = subject.config.data.batch_size, plane.ranks_at_start
-    typical = max(1, batch // ranks)
+    batch, ranks, typical = subject.config.data.batch_size, plane.ranks_at_start, subject.typical_slice
     least = min(2, typical)  # batch norm does not train on one sample
     wanted = (max(least, typical // 2), typical, 2 * typical)
     sizes = sorted({max(1, size if cap is None else min(size, cap)) for size in wanted})
     plane.barrier()  # ranks that still start would take this one's core
-    with _one_sample_explained(batch, ranks):
+    with _one_sample_explained(batch, ranks, typical):
         found = subject.step_time(sizes, sharing)
     load = subject.load_seconds(typical) / typical
     return RankProfile(device_name(subject.device), place.host, found.time, False, cap, found.uncertainty, load)

@@ -299,4 +299,5 @@ def _coordinator(
         on_evaluation=evaluations.report,
         rule=rule_for(sync) if len(scenario.ranks) > 1 else None,
         on_rounds_change=on_rounds_change,
+        batch=scenario.batch_size,
     )

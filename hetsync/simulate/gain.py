@@ -46,4 +46,4 @@ def gain_of(config: Config, cluster: Cluster, ranks: Sequence[RankProfile], traf
     in_step = replace(config.sync, delay_bound=0, accumulation=1, grace=0, pins={})
     equal = rate(replace(in_step, shares="equal", rebalance=False))
     by_speed = rate(replace(in_step, shares="speed"))
-    return Gain(equal, by_speed, rate(config.sync), sum(solo_rates(batch, ranks)), slices)
+    return Gain(equal, by_speed, rate(config.sync), sum(solo_rates(batch, ranks, config.sync.least_slice)), slices)

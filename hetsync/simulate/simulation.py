@@ -183,4 +183,5 @@ def _state_machine(scenario: Scenario) -> RoundStateMachine:
         Ledger(scenario.total_samples),
         scenario.rests,
         evaluations=scenario.evaluations,
+        least_slice=scenario.sync.least_slice,
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from hetsync.balance.shares import rebalanced
+from hetsync.balance.shares import SliceRule, rebalanced
 from hetsync.balance.speed_tracker import LEAST_OBSERVATIONS, Speeds
 from hetsync.errors import UserError
 from hetsync.sync.messages import (
@@ -49,6 +49,7 @@ Rebuild = Callable[[Decision, Mapping[int, Report], Mapping[int, int]], tuple[Ro
 LONE_SECONDS_HELD = 0.08  # of tasks, as long as a rank alone then takes to see a signal
 ANSWER_SECONDS = 2 * SHORTEST_CALM_POLL_SECONDS  # until a rank that computes is told more: both ends come to poll
 MOST_TASKS_HELD = 16
+LOOK_AGAIN_ROUNDS = 200  # until a rank that was too slow for a slice is taken to be what it was; then twice as many
 
 
 class Control(Protocol):
@@ -79,6 +80,7 @@ class Coordinator:
         rebuild: Rebuild | None = None,
         on_left_out: Callable[[TaskLeftOut], None] = lambda left: None,
         goes_back: bool = False,
+        batch: int | None = None,
     ) -> None:
         """`rebalance`: shares follow the smoothed speeds. `rule`: K, q, grace and fragments follow what rounds cost,
         unless somebody sets them.
@@ -86,6 +88,7 @@ class Coordinator:
         `on_evaluation` is called with what all ranks together have found at a snapshot, `on_rounds_change` with what
         the rule has changed. `rebuild` makes the machine anew after a death. `on_left_out` is told what is about to be,
         and ends the job where that is too much. `goes_back`: then all come to rest, to go back to a checkpoint.
+        `batch` is B where shares do not add up to it.
         """
         self.machine = machine
         self.settings = machine.settings  # asked for last; a change of mode comes into force only at a drain
@@ -105,7 +108,9 @@ class Coordinator:
         self.lost_at: int | None = None  # the version at which nobody was left who kept the books, the last time
         self._on_left_out = on_left_out
         self._goes_back = goes_back
-        self._batch = machine.batch  # B
+        self._batch = batch or machine.batch  # B
+        machine.caps = speeds.caps
+        self._looks: dict[int, tuple[int, int]] = {}  # at ranks without samples: the version of the next, and its wait
         self._reconsider_from = machine.version + LEAST_OBSERVATIONS  # the version that shares are reconsidered at
 
     def start(self) -> None:
@@ -126,6 +131,7 @@ class Coordinator:
         self.speeds.caps = {**self.speeds.caps, **found}  # a new first rank has heard of none
         shares |= self._sliced_anew(working, anyway=not members.keys() >= shares.keys())
         self.machine, self._deliver = self._rebuild(decision, reports, shares)
+        self.machine.caps = self.speeds.caps
         self.settings = self.machine.standing.pending or self.machine.settings
         self._reconsider_from = self.machine.version + LEAST_OBSERVATIONS
         if self._rule is not None:
@@ -141,9 +147,11 @@ class Coordinator:
             if isinstance(event, TaskFinished):
                 self._observe(event)
             elif isinstance(event, CapFound):
-                self.speeds.caps = {**self.speeds.caps, event.rank: event.samples}
+                self.speeds.caps = self.machine.caps = {**self.speeds.caps, event.rank: event.samples}
             elif isinstance(event, SettingsChanged):
-                event = self._tuned(event)
+                before, event = self._rule_of_slices, self._tuned(event)
+                if self._rule_of_slices.in_step != before.in_step:
+                    out += self._sliced_for_mode()
             elif isinstance(event, TaskSpoiled):
                 out.append(self._leave_out(event))
                 if self._goes_back:  # first, or its samples would go out at once
@@ -183,6 +191,18 @@ class Coordinator:
         self._on_left_out(left)
         self.left_out.append(left)
         return left
+
+    @property
+    def _rule_of_slices(self) -> SliceRule:
+        return SliceRule.of(self.machine.least_slice, self.settings.delay_bound, self.settings.quorum)
+
+    def _sliced_for_mode(self) -> list[Instruction]:
+        """Where all wait in each round, slices make up B, and the slowest may have none; elsewhere they are ranks' own.
+        Nothing more is handed out before the mode changes."""
+        working = {rank: member.share for rank, member in self.machine.members.items() if not member.withdrawn}
+        if all(working.values()) and sum(working.values()) <= self._batch:
+            return []
+        return self.machine.handle(SharesChanged(self._sliced_anew(dict.fromkeys(working, 0))))
 
     def take_loss(self) -> float | None:
         """Mean training loss of the samples reported since the last call."""
@@ -236,21 +256,32 @@ class Coordinator:
         speed has jumped."""
         if self.machine.version < self._reconsider_from:
             return
-        if not self.speeds.settled(self.machine.members):
-            return
         working = {rank: member for rank, member in self.machine.members.items() if not member.withdrawn}
-        if not working:
+        if not working or not self.speeds.settled([rank for rank, member in working.items() if member.share]):
             return
+        self._look_again([rank for rank, member in working.items() if not member.share])
         ranks = list(working)
         self._reconsider_from = self.machine.version + LEAST_OBSERVATIONS
         old = tuple(member.share for member in working.values())
         caps, pins = self.speeds.limits(ranks)
         total = min(sum(old), self._most(caps, pins))  # a cap may have been found since
-        new = rebalanced(old, self.speeds.times(ranks), total, caps, pins)
+        new = rebalanced(old, self.speeds.times(ranks), total, caps, pins, rule=self._rule_of_slices)
         if new != old:
             if self._rule is not None:
                 self._rule.forget_promise()
             self._deliver(self.machine.handle(SharesChanged(dict(zip(ranks, new, strict=True)))))
+
+    def _look_again(self, aside: Iterable[int]) -> None:
+        """Nobody sees how fast ranks without samples are: what their profiles are off by is what it is with others."""
+        version = self.machine.version
+        for rank in aside:
+            wait = LOOK_AGAIN_ROUNDS if self.speeds.seen(rank) else 0
+            due, wait = self._looks.get(rank, (version + wait, LOOK_AGAIN_ROUNDS))
+            if version >= due:
+                self.speeds.join(rank, self.speeds.profiled[rank], self.speeds.caps.get(rank))
+                wait *= 2
+                due = version + wait
+            self._looks[rank] = due, wait
 
     def _take_over(self) -> list[Instruction]:
         """The others compute a withdrawn rank's samples of each batch, so that it stays one of B, as far as their
@@ -266,7 +297,9 @@ class Coordinator:
         total = min(self._batch, self._most(caps, pins))
         if total <= sum(shares.values()) and not anyway:
             return shares
-        parts = rebalanced(tuple(shares.values()), self.speeds.times(ranks), total, caps, pins)
+        parts = rebalanced(
+            tuple(shares.values()), self.speeds.times(ranks), total, caps, pins, rule=self._rule_of_slices
+        )
         return dict(zip(ranks, parts, strict=True))
 
     def _most(self, caps: Sequence[int | None], pins: Mapping[int, int]) -> int:

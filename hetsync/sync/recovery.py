@@ -390,12 +390,14 @@ def rebuilt(
     total: int,
     milestones: Milestones,
     evaluations: Marks,
+    least_slice: int = 2,
 ) -> RoundStateMachine:
     """The coordinator's machine from now on: `first_instructions` hands out work again.
 
     Args:
         shares: samples a slice by survivor, sliced anew and with the same sum as before; of one that has withdrawn, 0.
         total: samples of the job.
+        least_slice: samples of the smallest slice.
     """
     books = decision.books
     assert books is not None, "nobody kept books"
@@ -405,7 +407,9 @@ def rebuilt(
     held = {one.task.number: tuple(spans_of([one.task])) for holding in holdings.values() for one in unapplied(holding)}
     ledger = Ledger.restored(total, books.applied, held)
     standing = books.standing(decision.version)
-    machine = RoundStateMachine(shares, standing.settings, ledger, milestones, decision.version, evaluations)
+    machine = RoundStateMachine(
+        shares, standing.settings, ledger, milestones, decision.version, evaluations, least_slice
+    )
     machine.samples_by_rank.update(books.samples_by_rank)
     machine.resume(
         standing,

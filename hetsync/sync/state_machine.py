@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 
-from hetsync.balance.shares import without_single
+from hetsync.balance.shares import slices_of, whole_parts
 from hetsync.data.ledger import Ledger, split
 from hetsync.sync.members import (
     TRANSITIONS,
@@ -84,12 +84,16 @@ class RoundStateMachine:
         milestones: Milestones,
         version: int = 0,
         evaluations: Marks = no_marks,
+        least_slice: int = 2,
     ) -> None:
         """`shares` are samples a slice by live rank; `version` the anchor that all ranks hold now.
 
-        All ranks rest at the milestones; at `evaluations` the anchor is evaluated.
+        All ranks rest at the milestones; at `evaluations` the anchor is evaluated. No slice has fewer samples than
+        `least_slice` where that can be helped.
         """
         self.settings = settings
+        self.least_slice = least_slice
+        self.caps: Mapping[int, int | None] = {}  # the most samples of a slice, of ranks for which that is known
         self.ledger = ledger
         self.version = version  # rounds completed
         self._membership = Membership(shares, version, settings)
@@ -460,18 +464,19 @@ class RoundStateMachine:
         return out
 
     def _task_samples(self, member: RankState) -> int:
-        """A full task; near the milestone the rank's part of what is left, down to a quarter of a slice. One sample is
-        neither given nor left, where that can be helped: batch norm does not train on one."""
+        """A full task; near the milestone the rank's part of what is left, down to a quarter of a slice. What makes no
+        slice is neither given nor left, where that can be helped."""
         available = self._available() if member.share else 0
-        wanted = self.settings.accumulation * member.share
+        wanted, least = self.settings.accumulation * member.share, min(self.least_slice, member.share)
         if available < self.full_set:
             part = -(-available * member.share // self.batch)
-            wanted = min(wanted, max(part, -(-member.share // 4)))
+            wanted = min(wanted, max(part, -(-member.share // 4), least))
+            if member.share < 2 * least - 1:
+                wanted -= wanted % least
         wanted = min(wanted, available)
-        if member.share > 2 and available > 1:
-            wanted = max(2, wanted)
-            if available - wanted == 1:
-                wanted += 1 if wanted == 2 else -1
+        lacks = least - (available - wanted)  # of a slice that is left
+        if 0 < lacks < least:
+            wanted = wanted - lacks if wanted >= least + lacks else available
         return wanted
 
     def _assign_synchronous(self) -> list[Instruction]:
@@ -483,7 +488,8 @@ class RoundStateMachine:
             total = min(self.full_set, self._available())
             if not total:
                 break
-            parts = without_single({rank: member.share for rank, member in self.members.items()}, total)
+            shares = {rank: member.share for rank, member in self.members.items()}
+            parts = whole_parts(shares, total, self.least_slice, self.caps)
             out += [self._assign(rank, part, position, self._next_round, total) for rank, part in parts.items()]
             out.append(self._new_round(synchronous=True, samples=total))
         return out
@@ -492,6 +498,7 @@ class RoundStateMachine:
         self, rank: int, samples: int, position: int, synchronous_round: int | None = None, round_samples: int = 0
     ) -> AssignTask:
         member = self.members[rank]
+        slices = slices_of(samples, member.share, self.least_slice, self.caps.get(rank))
         number, self._next_task = self._next_task, self._next_task + 1
         spans = self.ledger.take(number, samples, self.rests.next.position)
         not_before = 0
@@ -502,7 +509,7 @@ class RoundStateMachine:
             not_before = max(not_before, self.version)
         task = Task(
             number=number,
-            slices=split(spans, samples, -(-samples // max(1, member.share))),
+            slices=split(spans, samples, slices),
             delay_bound=self.settings.delay_bound,
             position=position,
             not_before=not_before,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hetsync.balance.shares import without_single
+from hetsync.balance.shares import whole_parts
 from hetsync.data.ledger import Span
 from hetsync.errors import UserError
 from hetsync.replica.base import MicroBatch
@@ -76,7 +76,8 @@ class ReplicasInStep(Replicas):
 
     def _parts_of(self, samples: int) -> list[int]:
         """Of a slice, by replica."""
-        return list(without_single(dict(enumerate(self._books.shares)), samples).values())
+        least = self._terms.at.config.sync.least_slice
+        return list(whole_parts(dict(enumerate(self._books.shares)), samples, least).values())
 
     def rests(self, stop: StopSignal | None) -> Iterator[Rest]:
         if stop is not None:

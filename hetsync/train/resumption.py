@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hetsync.balance.shares import may_stay, slice_rule
 from hetsync.config.schema import Config
 from hetsync.control.actions import Actions, Limits
 from hetsync.errors import UserError
@@ -84,12 +85,13 @@ def require_order(loaded: Loaded, order: Mapping[str, Any]) -> None:
 
 
 def kept_shares(config: Config, progress: Progress | None, ranks: int) -> tuple[int, ...] | None:
-    """The shares of the run so far, where ranks, batch and pins are as before; others follow from the recipe alone."""
-    if progress is None or progress.ranks != ranks or config.sync.shares != "speed":
+    """The shares of the run so far, where ranks, batch, pins and the least slice allow them; others follow from the
+    recipe alone."""
+    sync = config.sync
+    if progress is None or progress.ranks != ranks or sync.shares != "speed":
         return None
-    as_before = sum(progress.shares) == config.data.batch_size
-    pinned = all(progress.shares[rank] == share for rank, share in config.sync.pins.items() if rank < ranks)
-    return progress.shares if as_before and pinned else None
+    kept = may_stay(progress.shares, config.data.batch_size, [None] * ranks, sync.pins, slice_rule(sync))
+    return progress.shares if kept else None
 
 
 def first_settings(config: Config, progress: Progress | None, values: int) -> Settings:

@@ -272,7 +272,8 @@ class Running:
         return self._welcome is not None
 
     def _solo_rates(self) -> list[float] | None:
-        return solo_rates(self.config.data.batch_size, self.profiles) if self._is_measured else None
+        batch, least = self.config.data.batch_size, self.config.sync.least_slice
+        return solo_rates(batch, self.profiles, least) if self._is_measured else None
 
     # Making the session.
 

@@ -242,7 +242,8 @@ class Session:
         terms, sync = self.terms, self._sync
         ledger = Ledger(terms.total_samples, terms.applied)
         shares = dict(enumerate(self.shares))
-        machine = RoundStateMachine(shares, self.settings, ledger, terms.milestones, terms.version, terms.evaluations)
+        marks, least = (terms.milestones, terms.version, terms.evaluations), sync.least_slice
+        machine = RoundStateMachine(shares, self.settings, ledger, *marks, least)
         caps = {rank: profile.cap for rank, profile in enumerate(terms.ranks)}
         speeds = Speeds({rank: profile.time for rank, profile in enumerate(terms.ranks)}, caps, sync.pins)
         if self._make_control is not None:
@@ -258,7 +259,8 @@ class Session:
         def rebuild(
             decision: Decision, reports: Mapping[int, Report], shares: Mapping[int, int]
         ) -> tuple[RoundStateMachine, Deliver]:
-            made = rebuilt(decision, reports, shares, terms.total_samples, terms.milestones, terms.evaluations)
+            total, milestones = terms.total_samples, terms.milestones
+            made = rebuilt(decision, reports, shares, total, milestones, terms.evaluations, least)
             return made, deliver_for(made)
 
         return Coordinator(
@@ -273,6 +275,7 @@ class Session:
             rebuild=rebuild,
             on_left_out=self._on_left_out,
             goes_back=self._fault.goes_back,
+            batch=terms.batch_size,
         )
 
     def _on_rounds_change(self, change: RoundsChange) -> None:

@@ -11,16 +11,20 @@ from hypothesis import strategies as st
 
 from hetsync.balance.profile import StepTime, fit
 from hetsync.balance.shares import (
+    SliceRule,
     equal_share_ceiling,
     equal_shares,
     first_pinned_shares,
     makespan,
+    may_stay,
     rebalanced,
+    slices_of,
     speed_shares,
-    without_single,
+    whole_parts,
 )
 from hetsync.errors import UserError
 
+IN_STEP = SliceRule(1, 1.0)
 step_times = st.builds(StepTime, st.floats(0, 1, allow_subnormal=False), st.floats(1e-4, 1, allow_subnormal=False))
 constant_times = st.builds(StepTime, st.floats(0, 1, allow_subnormal=False), st.just(0.0))
 
@@ -197,11 +201,11 @@ def test_equal_shares_waste_the_fast_devices():
 @given(problems())
 def test_rebalancing_changes_only_for_a_gain(problem):
     times, batch, caps, pins = problem
-    start = equal_shares(len(times), batch, caps, pins)
-    new = rebalanced(start, times, batch, caps, pins)
+    start = equal_shares(len(times), batch, caps, pins, IN_STEP)
+    new = rebalanced(start, times, batch, caps, pins, rule=IN_STEP)
     assert new == start or makespan(new, times) < 0.95 * makespan(start, times)
-    assert makespan(speed_shares(*problem), times) >= 0.95 * makespan(new, times) * (1 - 1e-12)
-    assert rebalanced(new, times, batch, caps, pins) == new
+    assert makespan(speed_shares(*problem, IN_STEP), times) >= 0.95 * makespan(new, times) * (1 - 1e-12)
+    assert rebalanced(new, times, batch, caps, pins, rule=IN_STEP) == new
 
 
 def test_rebalancing_replaces_shares_that_no_longer_fit():
@@ -210,19 +214,124 @@ def test_rebalancing_replaces_shares_that_no_longer_fit():
     assert rebalanced((4, 3, 3), times, 10) == (5, 5)
 
 
+@st.composite
+def least_slices(draw, most_ranks=6, most_batch=40):
+    """(times, batch, least): a batch of one sample for each rank, or more."""
+    times = draw(st.lists(step_times, min_size=1, max_size=most_ranks))
+    return times, draw(st.integers(len(times), most_batch)), draw(st.integers(1, 6))
+
+
+@given(least_slices())
+def test_no_slice_in_step_is_smaller_than_the_least(problem):
+    times, batch, least = problem
+    shares = speed_shares(times, batch, rule=SliceRule(least, 1.0))
+    assert sum(shares) == batch
+    assert all(share == 0 or share >= min(least, batch) for share in shares)
+
+
+@settings(max_examples=60)
+@given(least_slices(most_ranks=3, most_batch=16), st.integers(0, 1))
+def test_no_split_in_step_into_such_slices_is_faster(problem, fixed):
+    times, batch, least = problem
+    if not fixed:
+        times = [StepTime(0.0, time.seconds_per_sample) for time in times]
+    splits = itertools.product(range(batch + 1), repeat=len(times))
+    best = min(
+        makespan(split, times)
+        for split in splits
+        if sum(split) == batch and all(n == 0 or n >= min(least, batch) for n in split)
+    )
+    found = makespan(speed_shares(times, batch, rule=SliceRule(least, 1.0)), times)
+    # Where there is no room for all whose least slices would be in time, those with the shortest of these remain.
+    crowded = sum(time.seconds(min(least, batch)) <= best for time in times) * min(least, batch) > batch
+    assert found <= best * (1 + 1e-12) or (fixed and crowded)
+
+
+@given(least_slices(), st.integers(1, 8))
+def test_delayed_ranks_are_waited_for_or_work(problem, bound):
+    times, batch, least = problem
+    rule = SliceRule.of(least, bound, 0.25)
+    shares, least = speed_shares(times, batch, rule=rule), min(least, batch)
+    assert sum(shares) >= batch
+    assert all(share == 0 or share >= least for share in shares)
+    assert sum(shares) == batch or all(share in (0, least) for share in shares)
+    if bound == 1:
+        return
+    working = max(time.seconds(n) / (bound if n == least else 1) for n, time in zip(shares, times, strict=True))
+    pace = max(working, min(time.seconds(least) for time in times))
+    out = [time for n, time in zip(shares, times, strict=True) if not n]
+    assert all(time.seconds(least) > bound * pace / 2 for time in out)
+
+
+@given(least_slices(), st.integers(0, 8), st.data())
+def test_shares_that_stand_are_kept(problem, bound, data):
+    times, batch, least = problem
+    rule = SliceRule.of(least, bound, 0.25)
+    shares = speed_shares(times, batch, rule=rule)
+    assert may_stay(shares, batch, [None] * len(times), {}, rule)
+    other = data.draw(st.lists(step_times, min_size=len(times), max_size=len(times)))
+    moved = rebalanced(shares, other, batch, rule=rule)
+    assert may_stay(moved, batch, [None] * len(times), {}, rule)
+    assert rebalanced(moved, other, batch, rule=rule) == moved
+
+
+def test_a_slow_rank_gets_the_least_slice_or_none():
+    times = [StepTime(0, 1 / rate) for rate in (11, 11, 7, 7, 1, 1, 1, 1)]
+    assert speed_shares(times, 40) == (11, 11, 7, 7, 1, 1, 1, 1)
+    assert speed_shares(times, 40, rule=SliceRule.of(2, 4, 0.25)) == (10, 10, 6, 6, 2, 2, 2, 2)
+    assert speed_shares(times, 40, rule=SliceRule.of(2, 0, 0.25)) == (12, 12, 8, 8, 0, 0, 0, 0)
+    slow = [*times[:4], *[StepTime(0, 10)] * 4]  # four rounds are over before one slice of theirs
+    assert speed_shares(slow, 40, rule=SliceRule.of(2, 4, 0.25)) == (12, 12, 8, 8, 0, 0, 0, 0)
+    assert speed_shares(slow, 40, rule=SliceRule.of(2, None, 0.25)) == (10, 10, 6, 6, 2, 2, 2, 2)
+
+
+def test_a_batch_without_room_for_all():
+    times = [StepTime(0, 1.0), StepTime(0, 2.0), StepTime(0, 1.5), StepTime(0, 1.0)]
+    assert speed_shares(times, 5, rule=SliceRule.of(2, 0, 0.25)) == (3, 0, 0, 2)
+    assert speed_shares(times, 5, rule=SliceRule.of(2, 4, 0.25)) == (2, 2, 2, 2)
+    assert speed_shares([StepTime(0, 1.0)], 1, rule=SliceRule.of(2, 4, 0.25)) == (1,)
+    assert speed_shares(times[:2], 3, [1, None], rule=SliceRule.of(2, 4, 0.25)) == (1, 2)  # what fits into its memory
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any), st.data())
+def test_parts_make_no_slice_smaller_than_the_least(sizes: list[int], data: st.DataObject) -> None:
+    least = data.draw(st.integers(1, 6))
+    shares = {rank: 0 if size < least else size for rank, size in enumerate(sizes)}
+    if not any(shares.values()):
+        return
+    batches = data.draw(st.integers(1, 3))
+    total = data.draw(st.integers(0, batches * sum(shares.values())))
+    parts = whole_parts(shares, total, least)
+    assert sum(parts.values()) == total
+    for rank, part in parts.items():
+        assert part == 0 or shares[rank]
+        assert part == 0 or part >= min(least, total)
+        slices = slices_of(part, shares[rank], least)
+        assert slices <= max(1, batches)
+        assert part == 0 or min(least, total) <= part // slices
+        assert -(-part // slices) <= max(shares[rank], 2 * least - 1)
+
+
+def test_parts_respect_memory() -> None:
+    assert whole_parts({0: 2, 1: 2, 2: 2}, 5, 2, {0: 3, 1: 3, 2: 3}) == {0: 3, 1: 2, 2: 0}
+    assert sorted(whole_parts({0: 2, 1: 2, 2: 2}, 5, 2, {0: 2, 1: 2, 2: 2}).values()) == [1, 2, 2]
+    assert slices_of(3, 2, 2) == 1
+    assert slices_of(3, 2, 2, cap=2) == 2
+
+
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any), st.data())
 def test_parts_without_single_samples(sizes: list[int], data: st.DataObject) -> None:
     shares = dict(enumerate(sizes))
     total = data.draw(st.integers(0, sum(sizes)))
-    parts = without_single(shares, total)
+    parts = whole_parts(shares, total, 2)
     assert sum(parts.values()) == total
-    assert all(0 <= parts[rank] <= share for rank, share in shares.items())
+    assert all(0 <= parts[rank] <= (3 if share == 2 else share) for rank, share in shares.items())
     single = [rank for rank, part in parts.items() if part == 1 and shares[rank] > 1]
     if total > 1 and min((share for share in sizes if share), default=0) > 2:
         assert not single
 
 
 def test_a_batch_of_a_few_goes_to_some_ranks_in_twos() -> None:
-    assert sorted(without_single({0: 8, 1: 8, 2: 8}, 3).values()) == [0, 0, 3]
-    assert sorted(without_single({0: 8, 1: 8, 2: 8}, 4).values()) == [0, 2, 2]
-    assert without_single({0: 1, 1: 8}, 9) == {0: 1, 1: 8}
+    assert sorted(whole_parts({0: 8, 1: 8, 2: 8}, 3, 2).values()) == [0, 0, 3]
+    assert sorted(whole_parts({0: 8, 1: 8, 2: 8}, 4, 2).values()) == [0, 2, 2]
+    assert whole_parts({0: 1, 1: 8}, 9, 2) == {0: 1, 1: 8}

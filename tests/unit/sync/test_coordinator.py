@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -575,3 +576,33 @@ def test_who_tunes_k_and_d_leaves_what_a_rule_has_found_besides():
     office.coordinator.settings = replace(office.coordinator.settings, grace=1, fragments=4)
     office.coordinator.handle([SettingsChanged(Settings(8, 0.25, 2))])
     assert office.machine.settings == office.coordinator.settings == Settings(8, 0.25, 2, fragments=4, grace=1)
+
+
+def test_where_all_wait_slices_make_up_the_batch():
+    office = Office(shares=(2, 2, 2), settings=Settings(4), batch=4)
+    office.coordinator.handle([SettingsChanged(Settings(0, 1.0))])
+    assert sorted(office.shares) == [0, 2, 2]
+    office.coordinator.handle([SettingsChanged(Settings(4))])
+    assert office.shares == [2, 2, 2]
+
+
+def test_who_has_no_samples_is_looked_at_again_ever_more_rarely():
+    """A rank that was slow for a while works again; a slow one is given few chances."""
+    office = Office(shares=(6, 2), settings=Settings(4, 0.1))
+    slow, joins = 40.0, []
+    for _ in range(3000):
+        for rank in (0, 1):
+            if office.machine.members[rank].queued:
+                office.work(rank, slow if rank else 1.0)
+        if not joins or joins[-1][1] != office.shares[1]:
+            joins.append((office.machine.version, office.shares[1]))
+    aside = [version for version, share in joins if not share]
+    assert len(aside) >= 3
+    waits = [later - earlier for earlier, later in pairwise(aside)]
+    assert all(later > 1.5 * earlier for earlier, later in pairwise(waits))
+    slow = 1.0
+    for _ in range(8000):
+        for rank in (0, 1):
+            if office.machine.members[rank].queued:
+                office.work(rank)
+    assert office.shares == [4, 4]

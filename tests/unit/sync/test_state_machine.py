@@ -12,13 +12,23 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from state_machine_jobs import Times, any_settings, arguments, everyday, jobs, relaxed, share_lists, synchronous
+from state_machine_jobs import (
+    Times,
+    any_settings,
+    arguments,
+    everyday,
+    jobs,
+    relaxed,
+    script,
+    share_lists,
+    synchronous,
+)
 from virtual import VirtualCluster, make_machine
 
 from hetsync.balance.shares import apportion
 from hetsync.data.ledger import length, split
 from hetsync.sync.members import Activity
-from hetsync.sync.messages import NO_BOUND, AssignTask, Settings
+from hetsync.sync.messages import NO_BOUND, AssignTask, RankWithdrew, Settings
 
 # Small clusters, where hypothesis chooses every single delay and can shrink it.
 
@@ -45,25 +55,46 @@ def test_the_laws_hold_and_every_run_ends(job):
     assert sum(machine.samples_by_rank.values()) == machine.ledger.total
 
 
+@st.composite
+def least_slices(draw):
+    """(least, shares): none of fewer samples, and some of none."""
+    least = draw(st.integers(1, 6))
+    share = st.integers(least, least + 9)
+    return least, [draw(share), *draw(st.lists(share | share | st.just(0), max_size=5))]
+
+
 @relaxed
-@given(st.lists(st.integers(3, 12), min_size=1, max_size=6), any_settings, st.integers(2, 300), st.integers(0, 2**16))
-def test_slices_of_one_sample_are_for_shares_of_one(shares, settings, total, seed):
-    """Batch norm does not train on one; and near a milestone there are few left."""
-    machine = make_machine(shares, settings, total)
-    slices = []
+@given(least_slices(), any_settings, st.integers(1, 300), st.none() | st.integers(1, 100), st.integers(0, 2**16))
+def test_no_slice_is_smaller_than_the_least(problem, settings, total, every, seed):
+    """But where no more is left: before a rest, or at D = 0 of a batch, which is what one process would have had."""
+    least, shares = problem
+    machine = make_machine(shares, settings, total, every, least_slice=least)
+    dice, tasks, ranks = random.Random(seed), [], range(1, len(shares))
     assign = machine._assign
 
     def watched(*arguments):
         instruction = assign(*arguments)
-        slices.extend(length(spans) for spans in instruction.task.slices)
+        tasks.append(instruction.task)
         return instruction
 
     machine._assign = watched
-    dice = random.Random(seed)
-    VirtualCluster(machine, **arguments(lambda: dice.choice([0.0, 1.0, 3.0, 20.0]))).run()
-    assert sum(slices) == total
-    # A synchronous round is what one process would have had: of one sample where that is left.
-    assert min(slices) > 1 or (settings.synchronous and total % machine.full_set == 1)
+    planned = [(dice.randrange(200), RankWithdrew(rank)) for rank in ranks if not dice.randrange(4)]
+    times = arguments(lambda: dice.choice([0.0, 1.0, 3.0, 20.0]))
+    VirtualCluster(machine, **times, before=script(sorted(planned, key=lambda pair: pair[0]))).run()
+    between = min(min(every or total, total), total % (every or total) or total)
+    for task in tasks:
+        left = task.round_samples if task.synchronous_round is not None else between
+        sizes = [length(spans) for spans in task.slices]
+        assert all(min(least, left) <= size <= max(task.share, 2 * least - 1) for size in sizes)
+        assert len(sizes) <= settings.accumulation
+
+
+def test_memory_makes_slices_smaller_before_it_makes_them_larger():
+    machine = make_machine([2], Settings(4), 5, least_slice=2)
+    assert [length(spans) for spans in machine.first_instructions()[1].task.slices] == [3]
+    machine = make_machine([2], Settings(4), 5, least_slice=2)
+    machine.caps = {0: 2}
+    assert [length(spans) for spans in machine.first_instructions()[1].task.slices] == [2, 1]
 
 
 def test_every_milestone_is_a_drain_with_its_reason():
