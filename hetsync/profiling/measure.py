@@ -232,12 +232,6 @@ class Subject:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    @property
-    def typical_slice(self) -> int:
-        """Samples of a rank's slice, where all are equal."""
-        batch = self.config.data.batch_size
-        return max(min(self.config.sync.least_slice, batch), batch // self.plane.ranks_at_start)
-
     def step_time(self, sizes: list[int], sharing: int) -> Profiled:
         """Ranks that share a GPU all measure for as long as they may: one that were done would leave it to the rest."""
         seconds, what = self.config.run.profile_seconds, (self.config, self.model, self.data, self.device, sizes)
@@ -246,7 +240,7 @@ class Subject:
 
     def affordable_rate(self) -> float:
         """Samples/s of a whole emulated cluster that this machine can imitate."""
-        batch, ranks, share = self.config.data.batch_size, self.plane.size, self.typical_slice
+        batch, ranks, share = self.config.data.batch_size, self.plane.size, typical_slice(self.config, self.plane.size)
         # What the machine does besides, such as ranks that are still starting, is no cost of a step.
         clock = time.process_time if self.device.type == "cpu" else time.perf_counter
         what = (self.config, self.model, self.data, self.device, [share, 4 * share])
@@ -267,6 +261,12 @@ class Subject:
         state = max(map(state_buffers, self.optimizers), default=2)
         copies = engine_buffers(self.config)
         return memory_cap(self.model, forward, self.device, sharing, state, limit_bytes, copies)
+
+
+def typical_slice(config: Config, ranks: int) -> int:
+    """Samples of a rank's slice, where all ranks are alike."""
+    batch = config.data.batch_size
+    return max(min(config.sync.least_slice, batch), batch // ranks)
 
 
 @contextmanager
@@ -307,7 +307,8 @@ def _measured(subject: Subject) -> RankProfile:
     plane, place = subject.plane, subject.place
     sharing = ranks_sharing(plane, place, subject.device)
     cap = subject.cap(sharing)  # before anything larger is tried
-    batch, ranks, typical = subject.config.data.batch_size, plane.ranks_at_start, subject.typical_slice
+    batch, ranks = subject.config.data.batch_size, plane.ranks_at_start
+    typical = typical_slice(subject.config, ranks)
     least = min(2, typical)  # batch norm does not train on one sample
     wanted = (max(least, typical // 2), typical, 2 * typical)
     sizes = sorted({max(1, size if cap is None else min(size, cap)) for size in wanted})

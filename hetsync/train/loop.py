@@ -169,6 +169,7 @@ class Loop:
                 continue
             self.in_batch = True
             self._slices += 1
+            running.carried.begin_batch()
             yield item
             self._end_batch(running)
 

@@ -28,6 +28,7 @@ from hetsync.sync.tail import trained_values, travelling_values
 from hetsync.telemetry import Telemetry
 from hetsync.train import checkpoint, ranks
 from hetsync.train.alike import Description, settings_described
+from hetsync.train.carried import CarriedState, keeps_columns
 from hetsync.train.control_factory import control_factory
 from hetsync.train.display import Shows
 from hetsync.train.evaluation import Evaluations, by_rank, named
@@ -171,6 +172,8 @@ class Running:
             joined=self.has_joined,
             assignment=self.assignment,
         )
+        watched = () if keeps_columns(self.config.sync, self.plane.ranks_at_start) else prepared.parts.models
+        self.carried = CarriedState(watched, self.plane.ranks_at_start)
         self.leaving = self._leaving()
         self.status = 0  # another one of a job that has been asked to stop
         self._replacements = Replacements(self.plane, self._summons) if self.config.fault.replace else None

@@ -72,3 +72,18 @@ def test_a_loop_that_cannot_work_ends_with_a_sentence(
     assert len(done.sentences) == 1, done.story
     assert sentence in done.sentences[0]
     assert "Traceback" not in done.err, done.story
+
+
+@pytest.mark.parametrize(("ranks", "bound", "status"), [(2, 0, 0), (2, 4, 2), (1, 4, 0)])
+def test_state_is_carried_from_batch_to_batch_only_where_ranks_keep_their_places(
+    tmp_path: Path, ranks: int, bound: int, status: int
+) -> None:
+    script = SCRIPT.format(bound=bound, body="            job.backward(loss)\n            job.step(optimizer)")
+    carries = "(state := model(inputs, state.detach() if number else None))"
+    script = script.replace("Linear(4, 3)", "RNNCell(4, 3)").replace("model(inputs)", carries)
+    (tmp_path / "script.py").write_text(script)
+    with started([*mpirun(ranks), sys.executable, "script.py"], tmp_path, {"PYTHONPATH": str(ROOT)}) as process:
+        done = finished(process)
+    assert done.status == status, done.story
+    assert [" ranks the next batch holds other sequences" in told for told in done.sentences] == [True] * (status > 0)
+    assert "Traceback" not in done.err, done.story
