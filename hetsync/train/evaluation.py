@@ -55,7 +55,7 @@ class EvaluationLoader(InPlaceOfLoader):
         self.batch_size = loader.batch_size or 1
         self.collate_fn, self.num_workers = loader.collate_fn, loader.num_workers
         self.pin_memory, self.drop_last = loader.pin_memory, False
-        self._collate = collate_of(loader)
+        self.collate = collate_of(loader)
         self._parts = parts
         self._cut = False
         self._device = device
@@ -95,7 +95,7 @@ class EvaluationLoader(InPlaceOfLoader):
     def batches_of(self, part: range) -> Iterator[Any]:
         for start in range(part.start, part.stop, self.batch_size):
             indices = list(range(start, min(part.stop, start + self.batch_size)))
-            yield to_device(fetch(self.whole, indices, self._collate), self._device)
+            yield to_device(fetch(self.whole, indices, self.collate), self._device)
 
 
 class Evaluations:

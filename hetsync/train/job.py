@@ -49,6 +49,7 @@ from hetsync.train.replacing import summons_of
 from hetsync.train.resumption import FinishedError, Standing, require_order
 from hetsync.train.run_folder import Resume, Status, opened_folder, shared_folder, status_of
 from hetsync.train.running import THE_END, Running, Shown
+from hetsync.train.same_samples import require_same_samples
 from hetsync.train.session import Session
 from hetsync.train.trackers import Tracked, check_trackers
 from hetsync.train.workplace import take_place
@@ -265,6 +266,9 @@ class Job:
             parts.restore_roles(loaded.state)
         if self.plane.newcomer is not None:
             require_as_told(summons_of(self.plane.newcomer).prepared, described)
+        else:
+            hosts = [place.host for place in self._at.places]
+            require_same_samples(self.plane, hosts, prepared.training_data, prepared.test_loaders)
         if not self._at.seeded:
             self.config = replace(self.config, run=replace(self.config.run, seed=self._seed_of_script()))
             self._at = replace(self._at, config=self.config)
