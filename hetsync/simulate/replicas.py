@@ -139,6 +139,7 @@ class ReplicaLearner(Learner):
         loss.backward()
         if delayed:
             replica.steps.step()
+            replica.steps.clear()
         else:
             replica.gradients.close_slice()
         replica.random_state = torch.get_rng_state()
@@ -213,6 +214,7 @@ class ReplicaLearner(Learner):
         replica = self._replicas[rank]
         replica.gradients.collect()
         replica.steps.step()
+        replica.steps.clear()
 
     # What controllers see.
 

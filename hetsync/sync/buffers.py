@@ -21,6 +21,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from hetsync.errors import UserError
+from hetsync.sync.reals import reals
 
 Rule = Literal["mean", "sum", "rows"]
 Holder = dict[str, torch.Tensor | None]  # a module's buffers, or its parameters, by name
@@ -139,17 +140,26 @@ class Unruled:
             )
 
 
+def _columns(places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    values = values.double()
+    high = values.float()
+    low = (values - high).float().nan_to_num(0.0, 0.0, 0.0)  # of infinities
+    return torch.stack([(places // PLACES).float(), (places % PLACES).float(), high, low])
+
+
 class Writes:
-    """Synchronous mode's float buffers whose rule is rows. A round tells every value that a rank has written, as four
-    float32: its place among all, in two parts, and itself, in two parts that hold all of a float64 but its last digits.
-    """
+    """Synchronous mode's float buffers whose rule is rows, and `weights` that something but a step has written. A round
+    tells every value that a rank has written, as four float32: its place among all, in two parts, and itself, in two
+    parts that hold all of a float64 but its last digits."""
 
     PARTS = 4
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, weights: Sequence[nn.Parameter] = ()) -> None:
+        """`weights`: all that ranks share."""
+        self.weights: list[nn.Parameter] = []  # of these, what is to be told
         self._buffers = [buffer for buffer in buffers_of(model, "rows").values() if buffer.is_floating_point()]
         self._shared: list[torch.Tensor] = []
-        self.any = bool(self._buffers)
+        self._all_weights = list(weights)
         self.adopt()
 
     @torch.no_grad()
@@ -163,24 +173,27 @@ class Writes:
         found, first = [torch.zeros(self.PARTS, 0, device=device)], 0
         for buffer, shared in zip(self._buffers, self._shared, strict=True):
             places = (buffer != shared).flatten().nonzero().flatten()
-            values = buffer.flatten()[places].double()
-            high = values.float()
-            low = (values - high).float().nan_to_num(0.0, 0.0, 0.0)  # of infinities
-            places += first
-            found.append(torch.stack([(places // PLACES).float(), (places % PLACES).float(), high, low]).to(device))
+            found.append(_columns(places + first, buffer.flatten()[places]))
             first += buffer.numel()
-        return torch.cat(found, dim=1)
+        told = set(self.weights)
+        for weight in self._all_weights:
+            values = reals(weight.detach()).flatten()
+            if weight in told:
+                found.append(_columns(torch.arange(first, first + len(values), device=values.device), values))
+            first += len(values)
+        return torch.cat([each.to(device) for each in found], dim=1)
 
     @torch.no_grad()
     def take(self, told: Sequence[torch.Tensor]) -> None:
         """What ranks have told, the lowest first, holds."""
-        for writes in reversed(told):
+        for writes in reversed([each for each in told if each.numel()]):
             high, low, *parts = writes.double()
             places, values = (high * PLACES + low).long(), sum(parts)
             first = 0
-            for shared in self._shared:
+            for shared in [*self._shared, *(reals(weight.detach()) for weight in self._all_weights)]:
                 mine = (places >= first) & (places < first + shared.numel())
-                shared.view(-1)[places[mine] - first] = values[mine].to(shared)
+                if mine.any():
+                    shared.put_(places[mine] - first, values[mine].to(shared))
                 first += shared.numel()
         self.put_back()
 

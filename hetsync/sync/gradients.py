@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -35,6 +36,7 @@ from hetsync.sync.reals import as_of, count_reals, reals
 from hetsync.sync.tail import Tail, added_buffers, shared_buffers
 
 SAMPLE_VALUES = 64
+ROUNDS_WATCHED = 2  # in which forward may initialise weights
 CHANGED = (
     "gradients were changed between backward and step (clipped, unscaled or set to zero), but with sync.delay_bound 0"
     " they are summed over ranks only then: clip by job.clip_grad_norm_ (or max_grad_norm of hetsync.join,"
@@ -135,6 +137,15 @@ class Arrivals:
         return not torch.equal(now.flatten()[:SAMPLE_VALUES].nan_to_num(), before.nan_to_num())
 
 
+def stage_places(groups: Sequence[Sequence[torch.nn.Parameter]]) -> dict[torch.nn.Parameter, int]:
+    """A weight's sum is there at its first step: one that several optimizers step is of the first of them."""
+    place: dict[torch.nn.Parameter, int] = {}
+    for number, group in enumerate(groups):
+        for parameter in group:
+            place.setdefault(parameter, number)
+    return place
+
+
 class Stage:
     """What one optimizer steps on: buckets [first, stop) of all, and a tail with counts: uses of each parameter, ranks
     that step, ranks that could and do not, ranks whose gradients are not finite, samples."""
@@ -174,7 +185,7 @@ class Gradients:
         """
         self._rank, self._ranks_counted = rank, ranks_counted
         self._buffers = shared_buffers(model)
-        self._writes = Writes(model)
+        self._writes = Writes(model, [parameter for parameter in model.parameters() if parameter.requires_grad])
         self._ranks = ranks
         device = next(model.parameters()).device
         count = sum(buffer.numel() for buffer in self._buffers)
@@ -189,6 +200,8 @@ class Gradients:
         self.spoiled = False  # has the round of this task brought nothing?
         self._overlap = overlap  # no more, once a slice has had several gradients for a parameter
         self._shown = False  # that a slice has one gradient a parameter
+        self._rounds_watched = 0
+        self._versions: dict[torch.nn.Parameter, int] = {}  # of weights, when the task began
         self._arrivals = Arrivals()  # in this slice
         self._totals: list[torch.Tensor] = []  # of released buckets, finite if all of the bucket is
         self._released = threading.Semaphore(0)
@@ -209,7 +222,7 @@ class Gradients:
         device: torch.device,
     ) -> None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        place = {parameter: number for number, group in enumerate(groups) for parameter in group}
+        place = stage_places(groups)
         last = max(0, len(groups) - 1)
         self.buckets: list[Bucket] = []
         self.stages: list[Stage] = []
@@ -218,13 +231,15 @@ class Gradients:
             buckets = buckets_of(mine)
             changes = self._buffer_views(self._changes) if number == last else []
             counted = self._ranks_counted if number == last else 0
-            writers = self._ranks if number == last and self._writes.any else 0
+            writers = self._ranks if number == last and self._ranks > 1 else 0
             tail = Tail(len(mine) + counted + 4, changes, device, self._rank, writers)
             self.stages.append(Stage(buckets, len(self.buckets), tail))
             self.buckets += buckets
         self._where = {
             parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket.parameters
         }
+        uses = Counter(parameter for group in groups for parameter in set(group))
+        self._of_several = {parameter for parameter, optimizers in uses.items() if optimizers > 1}
         self._stage_of = {parameter: n for n, stage in enumerate(self.stages) for parameter in stage.parameters}
         total = sum(bucket.flat.numel() for bucket in self.buckets)
         sums = accumulate(bucket.flat.numel() for bucket in self.buckets)
@@ -263,6 +278,11 @@ class Gradients:
         assert isinstance(parameter, torch.nn.Parameter)
         stage = self._stage_of[parameter]
         if not self._listening or stage < self._collected or stage in self._taken:
+            if self._listening and parameter in self._of_several:
+                raise UserError(
+                    "a weight that two optimizers step got a gradient after the first of its steps in a batch, which"
+                    " ranks do not sum: call all backward before job.step(first, second), or take sync.delay_bound 1"
+                )
             return  # after the stage's step: the next one's
         if self._where[parameter] < self._next:
             raise UserError(
@@ -339,6 +359,7 @@ class Gradients:
         for stage in self.stages[self._flushed : len(self.stages) if number is None else number + 1]:
             while self._next < stage.stop:
                 self._release_bucket()
+            self._watch_weights(stage)
             if stage is self.stages[-1]:
                 self._find_changes(samples)
             if self._totals:
@@ -361,9 +382,18 @@ class Gradients:
             self._wake()
         return total
 
+    def _watch_weights(self, stage: Stage) -> None:
+        """Before its step: those that something else has written in this task (an initialisation by the first batch).
+        Where that is all weights, the loop did it, on all ranks alike."""
+        mine = [weight for weight in stage.parameters if weight in self._versions]
+        changed = [weight for weight in mine if weight._version != self._versions[weight]]
+        if len(changed) < len(mine):
+            self._writes.weights += changed
+
     def _find_changes(self, samples: int) -> None:
-        """Of buffers, for the last tail."""
+        """Of buffers, and in the first rounds of weights, for the last tail."""
         self.tail.writes = self._writes.find(self._changes.device)
+        self._writes.weights = []
         if self._buffers:
             torch._foreach_copy_(self._buffer_views(self._changes), self._buffers)
             self._changes.sub_(self._shared)
@@ -501,6 +531,10 @@ class Gradients:
 
     def open_task(self) -> None:
         """The next slices are another round's."""
+        self._versions = {}
+        if self._rounds_watched < ROUNDS_WATCHED:
+            self._rounds_watched += 1
+            self._versions = {parameter: parameter._version for parameter in self._where}
         self._collected = 0
         self.spoiled = False
         if not self._hooks:

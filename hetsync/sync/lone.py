@@ -17,7 +17,7 @@ import torch
 from hetsync.errors import UserError
 from hetsync.plane.base import Residual, Sums, WireFormat
 from hetsync.sync.deltas import Snapshot
-from hetsync.sync.gradients import CHANGED, Arrivals, Bucket, Stage
+from hetsync.sync.gradients import CHANGED, Arrivals, Bucket, Stage, stage_places
 from hetsync.sync.messages import StartRound
 from hetsync.sync.model_tensors import all_trained
 from hetsync.sync.reals import as_of, reals
@@ -56,7 +56,7 @@ class LoneGradients:
     ) -> None:
         """Arguments as those of `Gradients`."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        place = {parameter: number for number, group in enumerate(groups) for parameter in group}
+        place = stage_places(groups)
         count = max(1, len(groups))
         self._parameters = [[p for p in trained if place.get(p, count - 1) == number] for number in range(count)]
         self.buckets: list[Bucket] = []

@@ -88,13 +88,14 @@ class ModelTensors:
         self._unruled.begin()
 
     def check(self) -> None:
-        """At rest: the model has the same weights and buffers as ever. UserError where it has not."""
+        """As `restore`; and the model has the same weights and buffers as ever. UserError where it has not."""
         self.restore()
         if (names := list(_names(self._model))) != self._names:
             odd = sorted(set(names) ^ set(self._names))
             raise UserError(
                 f"the model's tensors are others than when training began ({', '.join(odd[:3]) or 'another order'}):"
-                " build the whole model first, and change the values of its tensors only"
+                " build the whole model first (where forward makes weights, call it on a batch before the optimizer is"
+                " made), and change the values of its tensors only"
             )
         for name, weight in self._model.named_parameters():
             if weight is not self._weights[name]:

@@ -203,10 +203,13 @@ class Steps:
         return None if self._max_grad_norm is None else self._max_grad_norm * self._noise
 
     def step(self) -> None:
-        """One step along the gradients that are there, which are then gone."""
+        """One step along the gradients that are there."""
         if self._max_grad_norm is not None:
             self.clip(self.weights, self._max_grad_norm)
         self.optimizer.step()
+
+    def clear(self) -> None:
+        """Gradients are gone, once all have stepped: another optimizer may step the same weights."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def show_owner(self, position: int) -> None:

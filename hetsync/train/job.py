@@ -389,23 +389,26 @@ class Job:
         parts = self._prepared.parts
         optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)] or parts.optimizers
         schedulers = [thing for thing in things if not isinstance(thing, torch.optim.Optimizer)]
-        scaler = parts.scaler
         for scheduler in schedulers:
             if not isinstance(scheduler, PreparedScheduler):
                 raise UserError(
                     f"job.step got a {type(scheduler).__name__}: give optimizers, and schedulers as job.prepare"
                     " returned them"
                 )
-        for optimizer in optimizers:
-            if self._loop.collect(optimizer):
-                if scaler is None:
-                    optimizer.step()
-                else:
-                    scaler.step(optimizer)
-                optimizer.zero_grad(set_to_none=True)
+        stepped = [optimizer for optimizer in optimizers if self._collected_and_stepped(optimizer)]
+        for optimizer in stepped:  # after all steps: two may step the same weights
+            optimizer.zero_grad(set_to_none=True)
         for scheduler in schedulers:
             scheduler.step()
         return self.session.tasks.step_is_due
+
+    def _collected_and_stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        due, scaler = self._loop.collect(optimizer), self._prepared.parts.scaler
+        if due and scaler is None:
+            optimizer.step()
+        elif due and scaler is not None:
+            scaler.step(optimizer)
+        return due
 
     # At rest.
 

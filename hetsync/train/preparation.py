@@ -84,7 +84,7 @@ class Preparation:
             case AveragedModel():
                 add(self.parts.averages, thing)
             case torch.nn.Module():
-                add(self.parts.models, unwrapped(thing))
+                add(self.parts.models, unwrapped(thing, len(self.rank_parts.shares) > 1))
             case torch.optim.Optimizer():
                 check_needs_no_closure(thing, f"optimizer is a {type(thing).__name__}")
                 add(self.parts.optimizers, thing)

@@ -164,9 +164,9 @@ class TrainingLoader(InPlaceOfLoader):
         return self._batches()
 
 
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+def unwrapped(model: torch.nn.Module, several: bool = False) -> torch.nn.Module:
     """The module inside one that torch.compile has made. UserError for one that shares gradients by itself, or that
-    cannot be shared as it is."""
+    cannot be shared as it is by `several` ranks."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
         raise UserError(
             f"model is a {type(model).__name__}, which shares gradients by itself: give the module inside"
@@ -179,6 +179,11 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             raise UserError(
                 f"{name or 'model'} is a SyncBatchNorm, but a rank normalises by its own batches: leave"
                 " convert_sync_batchnorm out (BatchNorm as it is), or use GroupNorm, which needs no batch"
+            )
+        if several and getattr(module, "max_norm", None) is not None:
+            raise UserError(
+                f"{name or 'model'} has max_norm, by which forward shortens the rows that a rank's own batch names:"
+                " leave it out, and shorten what the layer returns, or all rows on all ranks between epochs"
             )
     for name, tensor in (*inner.named_parameters(), *inner.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):

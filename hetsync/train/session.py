@@ -633,6 +633,8 @@ class Session:
     def _agree(self, drained: StartRound) -> None:
         if not drained.synchronous:
             self._common.average(self.totals.since_rest)
+        else:
+            self._common.even_averages_out(self.totals.since_rest)
         for steps in self.tasks.steps:
             steps.rates.agree(self.plane.gather_objects)
             steps.show_owner(self.applied)

@@ -31,6 +31,7 @@ from hetsync.train.reduction import check_is_mean
 
 SCALE = "loss scale"
 LOSSES_CHECKED = 32  # of this rank
+SLICES_CHECKED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,7 @@ class TaskRunner:
         self._record = record
         self._memory = memory
         self._skips = skips
+        self._slices_checked = 0
         self._slice: Sequence[Span] = ()  # that is out, or was last
         self._data_before = self._waited_before = 0.0  # seconds in all, up to the last task's end
 
@@ -335,9 +337,13 @@ class TaskRunner:
             raise UserError(
                 "optimizer.step was called in the loop: session.step takes the place of optimizer.step and zero_grad"
             )
+        due = []
         for number, steps in enumerate(self.steps):
             if self.collect(number):
                 steps.step()
+                due.append(steps)
+        for steps in due:
+            steps.clear()
         if loss is not None:
             self.check_loss(loss)
             self.add_loss(loss)
@@ -367,7 +373,7 @@ class TaskRunner:
     def close_slice(self, work: TaskInWork) -> None:
         work.out = False
         work.slices_left -= 1
-        self.tensors.restore()
+        self._check_tensors()
         if work.void:
             return
         if not (work.synchronous and work.last):
@@ -378,6 +384,14 @@ class TaskRunner:
         if cap is not None:
             self._engine.report(CapFound(self._engine.worker.rank, cap))
         self._engine.close_slice(work.task)
+
+    def _check_tensors(self) -> None:
+        """A model that makes weights in its forward has them after the first slices."""
+        if self._slices_checked < SLICES_CHECKED:
+            self._slices_checked += 1
+            self.tensors.check()
+        else:
+            self.tensors.restore()
 
     def finish(self, work: TaskInWork) -> None:
         self.work = None
@@ -433,9 +447,11 @@ class TaskRunner:
         if not self.left or not samples or self._scaled:
             return
         self._device.begin_step()
-        for number, steps in enumerate(self.steps):
-            if number not in work.stepped:
-                steps.step()
+        left = [steps for number, steps in enumerate(self.steps) if number not in work.stepped]
+        for steps in left:
+            steps.step()
+        for steps in left:
+            steps.clear()
         self._device.end_step()
 
 

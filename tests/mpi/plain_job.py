@@ -69,6 +69,7 @@ class PlainJob:
         for optimizer in named:
             self.scaler.step(optimizer)
             self.scaler.update()
+        for optimizer in named:
             optimizer.zero_grad()
         for scheduler in things:
             if isinstance(scheduler, LRScheduler):

@@ -1,0 +1,123 @@
+"""What would make ranks differ at D = 0 is made alike: weights of two optimizers, weights that the first batch makes,
+averages of statistics of slices.
+
+mpirun -np N python -m pytest --with-mpi tests/mpi/test_made_alike.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from plain_job import EPOCHS, PlainJob
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+from training import BATCH, CLASSES, FEATURES, SEED, Blobs, Net, unequal_shares
+
+import hetsync
+from hetsync.config.parser import recipe_of
+from hetsync.errors import UserError
+from hetsync.plane.base import Plane
+from hetsync.sync.agreement import weights_sha256
+from hetsync.train.job import Job
+
+pytestmark = pytest.mark.mpi
+
+
+def join(plane: Plane, **more: Any) -> Any:
+    pins = unequal_shares(plane.size)
+    options = {"delay_bound": 0, "seed": SEED, "pins": pins, "rebalance": False, "progress": False, **more}
+    return hetsync.join(plane=plane, **options)
+
+
+def alike(plane: Plane, *modules: nn.Module) -> bool:
+    tensors = [tensor for module in modules for tensor in module.state_dict().values()]
+    return len(set(plane.gather_objects(weights_sha256(tensors)))) == 1
+
+
+def two_steps(job: Any) -> nn.Module:
+    """Of the first layer, with rates of their own."""
+    model = Net()
+    first, last = model.body[0], model.body[-1]
+    optimizers = [
+        torch.optim.SGD([*first.parameters(), *last.parameters()], 0.05),
+        torch.optim.Adam(first.parameters(), 0.01),
+    ]
+    job.prepare(model, *optimizers)
+    loader = job.prepare(DataLoader(Blobs(), BATCH, shuffle=True))
+    for _ in job.epochs(EPOCHS):
+        for points, labels, *_ in loader:
+            job.backward(nn.functional.cross_entropy(model(points), labels))
+            job.step(*optimizers)
+    return model
+
+
+def test_a_weight_of_two_optimizers_takes_both_steps(plane: Plane) -> None:
+    with join(plane) as job:
+        model = two_steps(job)
+    for mine, theirs in zip(model.parameters(), two_steps(PlainJob()).parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+class FromTheFirstBatch(nn.Module):
+    """As actnorm: weights are what normalises the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.shift, self.scale = nn.Parameter(torch.zeros(FEATURES)), nn.Parameter(torch.ones(FEATURES))
+        self.body = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("ready", torch.tensor(False))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        if not self.ready:
+            with torch.no_grad():
+                self.shift.copy_(points.mean(0))
+                self.scale.copy_(1 / (points - self.shift).abs().mean(0).clamp_min(0.1))
+            self.ready.fill_(True)
+        scores: torch.Tensor = self.body((points - self.shift) * self.scale)
+        return scores
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_weights_that_the_first_batch_makes_are_shared(plane: Plane, bound: int) -> None:
+    model, first = FromTheFirstBatch(), torch.zeros(0)
+    optimizer = torch.optim.SGD([*model.body.parameters(), model.shift, model.scale], 1e-3)
+    with join(plane, delay_bound=bound) as job:
+        model, optimizer, loader = job.prepare(model, optimizer, DataLoader(Blobs(), BATCH, shuffle=True))
+        for _ in job.epochs(1):
+            for points, labels, *_ in loader:
+                job.backward(nn.functional.cross_entropy(model(points), labels))
+                first = first if len(first) else points.mean(0)
+                job.step(optimizer)
+    assert alike(plane, model)
+    if bound == 0:  # rank 0's, and a few small steps
+        torch.testing.assert_close(model.shift.detach(), plane.gather_objects(first)[0], rtol=0, atol=0.05)
+
+
+def test_averages_of_statistics_of_slices_are_evened_out(plane: Plane) -> None:
+    model = Net(batch_norm=True)
+    average = AveragedModel(model, use_buffers=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    with join(plane) as job:
+        job.prepare(model, average, optimizer)
+        loader = job.prepare(DataLoader(Blobs(), BATCH, shuffle=True))
+        for _ in job.epochs(EPOCHS):
+            for points, labels, *_ in loader:
+                loss = nn.functional.cross_entropy(model(points), labels)
+                average.update_parameters(model)  # before the step, which makes statistics those of all ranks
+                job.backward(loss)
+                job.step(optimizer)
+    assert alike(plane, model, average)
+
+
+def test_max_norm_is_refused_where_ranks_would_differ(plane: Plane) -> None:
+    job = Job(recipe_of({}), plane, keep=False, show="nothing")
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=1.0))
+    if plane.size == 1:
+        assert job.prepare(model) is model
+        return
+    with pytest.raises(UserError, match="0 has max_norm, by which forward shortens the rows"):
+        job.prepare(model)
