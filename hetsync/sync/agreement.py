@@ -205,7 +205,10 @@ class Agreement:
         first = next(name for name in names if len({theirs.get(name) for theirs in digests}) > 1)
         members = self._plane.members
         ranks = [members[place] for place in odd]
-        return f"ranks {ranks} hold other weights than rank {members[0]} at version {version}: {first} differs"
+        return (
+            f"ranks {ranks} hold other weights than rank {members[0]} at version {version}: {first} differs (what the"
+            " loop or a forward changes beside the optimizer's step must change alike on all ranks)"
+        )
 
     @torch.no_grad()
     def _take_over(self, values: Mapping[str, torch.Tensor], odd: list[int], version: int) -> None:
@@ -213,10 +216,7 @@ class Agreement:
         theirs = self._plane.broadcast_object({name: v.cpu() for name, v in values.items()} if first else None)
         differences = self._plane.gather_objects(_greatest_difference(values, theirs))
         if max(differences) > TOLERANCE:
-            raise AnchorMismatchError(
-                f"{self._difference(values, odd, version)}, {_by_more(max(differences))}"
-                " (at sync.delay_bound 0 a loop must change weights beside the optimizer's step alike on all ranks)"
-            )
+            raise AnchorMismatchError(f"{self._difference(values, odd, version)}, {_by_more(max(differences))}")
         for name, value in values.items():
             if not equal(value.cpu(), theirs[name]):
                 value.copy_(theirs[name])
