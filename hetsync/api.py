@@ -134,7 +134,7 @@ def join(
     ends the job with one sentence and status 2 (SystemExit on a lone rank).
     """
     own = plane is None or isinstance(plane, str)
-    stop = StopSignal() if model is None and arguments.get("run") is not None else None
+    stop = StopSignal(of_script=True) if model is None and arguments.get("run") is not None else None
     with opening():
         check_not_a_worker()
         if plane is None or isinstance(plane, str):

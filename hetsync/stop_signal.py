@@ -8,10 +8,12 @@ searching (`Interrupts`), and writes the best so far.
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from types import FrameType
+from typing import Any
 
 from hetsync.errors import HUNG_UP, INTERRUPTED, STOPPED, TERMINATED
 
@@ -25,12 +27,18 @@ ONCE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # whichever comes second 
 
 
 class StopSignal:
-    """Catches the signals. SIGUSR1 may come again and again; a second one of the others ends the process at once."""
+    """Catches the signals. SIGUSR1 may come again and again; a second one of the others ends the process at once.
 
-    def __init__(self) -> None:
+    A script's own handlers are called, too, and are in place again when its job is `over`. In a thread, where Python
+    takes no handlers, nothing is caught.
+    """
+
+    def __init__(self, of_script: bool = False) -> None:
         self.caught: signal.Signals | None = None  # the first one
         self._listener: Callable[[], None] | None = None
-        signal.signal(signal.SIGUSR1, self._catch)
+        self._of_script = of_script
+        self._before: dict[int, Any] = {}  # handlers
+        self._take(signal.SIGUSR1)
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call the listener at the first signal, and at once if one has come already.
@@ -40,13 +48,23 @@ class StopSignal:
         self._listener = listener
         for number in ONCE:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-                signal.signal(number, self._catch)
+                self._take(number)
         if self.caught is not None:
             listener()
 
     def over(self) -> None:
-        """The job has ended. SIGUSR1 would kill the process once Python no longer listens: another status."""
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        """The job has ended. SIGUSR1, which launchers repeat, would kill the process: another status."""
+        if not _in_main_thread():
+            return
+        found = self._before if self._of_script else {number: self._before[number] for number in [signal.SIGUSR1]}
+        for number, before in found.items():
+            repeated = number == signal.SIGUSR1 and (self.caught is not None or not self._of_script)
+            signal.signal(number, signal.SIG_IGN if repeated and not callable(before) else before or signal.SIG_DFL)
+
+    def _take(self, number: int) -> None:
+        if _in_main_thread():
+            self._before.setdefault(number, signal.getsignal(number))
+            signal.signal(number, self._catch)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         _end_at_next(number)
@@ -54,13 +72,21 @@ class StopSignal:
             self.caught = signal.Signals(number)
             if self._listener is not None:
                 self._listener()
+        theirs = self._before[number]
+        if callable(theirs) and theirs is not signal.default_int_handler:
+            theirs(number, frame)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _end_at_next(number: int) -> None:
-    """After one of `ONCE` the next of them ends the process."""
+    """After one of `ONCE` the next of them ends the process, but for those that are ignored."""
     if number != signal.SIGUSR1:
         for other in ONCE:
-            signal.signal(other, signal.SIG_DFL)
+            if signal.getsignal(other) is not signal.SIG_IGN:
+                signal.signal(other, signal.SIG_DFL)
 
 
 @contextmanager

@@ -105,6 +105,8 @@ class Job:
         self._stop = stop
         self._owns_plane = owns_plane
         with contextlib.ExitStack() as held:
+            if stop is not None:
+                held.callback(stop.over)
             self.folder, loaded = None, None
             if plane.newcomer is not None:
                 summons = summons_of(plane.newcomer)

@@ -6,12 +6,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import FrameType
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import hetsync
 from hetsync.plane.local import LocalPlane
@@ -99,3 +101,64 @@ def test_before_a_job_trains_there_is_nothing_to_save() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     StopSignal()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def trained(run: Path, during: Callable[[], None] = lambda: None) -> int:
+    """A short job of a script with a run folder; how many samples it applied."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.ones(8, 3)), batch_size=4, shuffle=True)
+    with hetsync.join(run=run, progress=False, plane=LocalPlane()) as job:
+        model, optimizer, loader = job.prepare(model, optimizer, loader)
+        for _ in job.epochs(2):
+            for (inputs,) in loader:
+                during()
+                job.backward(model(inputs).square().mean())
+                job.step(optimizer)
+    return int(job.session.applied)
+
+
+def test_a_scripts_handlers_are_back_when_its_job_is_over(tmp_path: Path) -> None:
+    mine = dict.fromkeys((*ASKING, signal.SIGHUP), lambda number, frame: None)
+    mine[signal.SIGINT] = signal.default_int_handler
+    before = signal.getsignal(signal.SIGHUP)
+    for number, handler in mine.items():
+        signal.signal(number, handler)
+    during = dict[signal.Signals, object]()
+    try:
+        assert trained(tmp_path / "run", lambda: during.update({each: signal.getsignal(each) for each in mine})) == 16
+        assert not set(during.values()) & set(mine.values()), "they were the job's meanwhile"
+        assert {each: signal.getsignal(each) for each in mine} == mine
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_scripts_own_handler_hears_the_signal_that_stops_its_job(tmp_path: Path) -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+
+    def strike() -> None:
+        if not heard:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as stopped:
+        trained(tmp_path / "run", strike)
+    assert (heard, stopped.value.code) == ([signal.SIGTERM], 143)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert heard == [signal.SIGTERM] * 2, "it is back, after a stop too"
+
+
+def test_after_a_stop_a_launchers_further_word_ends_nothing(tmp_path: Path) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    with pytest.raises(SystemExit):
+        trained(tmp_path / "run", lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def test_a_job_in_a_thread_trains_without_hearing_signals(tmp_path: Path) -> None:
+    before = {number: signal.getsignal(number) for number in ASKING}
+    during = dict[signal.Signals, object]()
+    with ThreadPoolExecutor(1) as threads:
+        hear = lambda: during.update({number: signal.getsignal(number) for number in ASKING})  # noqa: E731
+        assert threads.submit(trained, tmp_path / "run", hear).result(SECONDS) == 16
+    assert during == before == {number: signal.getsignal(number) for number in ASKING}
