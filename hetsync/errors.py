@@ -52,6 +52,8 @@ def announce(what: str) -> None:
 
 
 def _write(line: str) -> None:
+    if sys.stderr is None:  # it was closed before the start
+        return
     with contextlib.suppress(OSError):  # a full disk or a closed pipe ends no job
         try:
             sys.stderr.write(line)  # not print: unbuffered, it writes the line's end apart

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import atexit
 import errno
+import os
 import pickle
+import shutil
+import sys
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, current_process
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
@@ -32,6 +37,12 @@ RUN_ANEW = (
     " without workers"
 )
 FEWER = "lower data.workers, or set it to 0 (in a script: num_workers= or workers=)"
+FROM_STANDARD_INPUT = (
+    "a data worker does not find what the script defines, which was read from standard input: put it into a file, or"
+    " load without workers (workers=0, num_workers=0)"
+)
+LONGEST_FOLDER = 60  # characters, of the 107 that a socket's path may have
+SHORT_FOLDER = "/tmp"
 OUT_OF_DESCRIPTORS = (
     "data workers hand over more tensors at a time than files may be open: raise that number by ulimit -n, or lower"
     " data.workers (in a script: workers=)"
@@ -104,10 +115,11 @@ class FetchProcesses:
         self._failure: UserError | None = None
         self._loads = dataset, collate
         self._workers, self._pipes = [], []
+        shorten_sockets()
         for _ in range(workers):
             ours, theirs = context.Pipe()
             worker = context.Process(target=_serve, args=(dataset, collate, theirs), name=WORKER, daemon=True)
-            with signals_held():
+            with signals_held(), without_lost_script():
                 try:
                     worker.start()
                 except BrokenPipeError:
@@ -239,6 +251,35 @@ def out_of_descriptors(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and ("ancdata" in str(error) or "Too many open files" in str(error))
 
 
+def script_is_lost() -> bool:
+    """Was it read from standard input, so that no other process can run it?"""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return file is not None and not os.path.exists(file)
+
+
+@contextmanager
+def without_lost_script() -> Iterator[None]:
+    """Inside, a new process does not look for what it could not find."""
+    if not script_is_lost():
+        yield
+        return
+    main = sys.modules["__main__"]
+    file = main.__dict__.pop("__file__")
+    try:
+        yield
+    finally:
+        main.__file__ = file
+
+
+def shorten_sockets() -> None:
+    """Tensors are handed over by sockets, whose paths are short: here, where TMPDIR is too long for multiprocessing's.
+    Its processes all take the folder that the first has."""
+    config: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]
+    if config.get("tempdir") is None and len(tempfile.gettempdir()) > LONGEST_FOLDER:
+        config["tempdir"] = folder = tempfile.mkdtemp(prefix="hetsync-", dir=SHORT_FOLDER)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+
 def ended(workers: Sequence[BaseProcess]) -> UserError:
     """Why one of these has ended."""
     for worker in workers:
@@ -247,6 +288,8 @@ def ended(workers: Sequence[BaseProcess]) -> UserError:
             return UserError(RUN_ANEW)
         if worker.exitcode is not None:
             break
+    if script_is_lost():
+        return UserError(FROM_STANDARD_INPUT)
     return UserError(
         "a data worker has ended: its own words above say why, or, where there are none, it was perhaps for want of"
         " memory: lower data.workers (in a script: workers=), or set it to 0"

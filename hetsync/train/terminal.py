@@ -27,8 +27,9 @@ NOTABLY_SLOW = 0.9  # part of its profiled speed, below which the slowest rank i
 
 def watched() -> bool:
     """Does a person look on? mpirun gives its ranks a terminal of its own, whatever its output goes to."""
-    if not sys.stdout.isatty() or not launched_by_mpi():
-        return sys.stdout.isatty()
+    terminal = sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
+    if not terminal or not launched_by_mpi():
+        return terminal
     try:
         return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
     except OSError:
@@ -108,10 +109,11 @@ class Silence:
 
 
 class Forgiving:
-    """Standard output that may be full, or closed, while training goes on."""
+    """Standard output that may be full, or closed, while training goes on, or before (None, as Python has it)."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | None) -> None:
+        gone = stream is None or stream.closed
+        self._stream: TextIO = open(os.devnull, "w") if gone else stream  # type: ignore[assignment]  # noqa: SIM115
 
     def write(self, text: str) -> int:
         try:
