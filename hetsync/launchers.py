@@ -12,6 +12,8 @@ _LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _BY_HAND = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+# Of launchers that start ranks as no plane knows them: horovodrun without MPI, jsrun, PALS, Flux, MPICH's on a host.
+_OTHER_SIZES = ("HOROVOD_SIZE", "JSM_NAMESPACE_SIZE", "PALS_SIZE", "FLUX_JOB_SIZE", "MPI_LOCALNRANKS")
 _PLACE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 STATUS_FILE = "HETSYNC_STATUS_FILE"  # that launch/local reads
@@ -54,6 +56,13 @@ def half_told(environ: Mapping[str, str] = os.environ) -> str | None:
     if "RANK" not in environ and _number(environ.get("WORLD_SIZE")) > 1:
         return "RANK"
     return "WORLD_SIZE" if "RANK" in environ and not _number(environ.get("WORLD_SIZE")) else None
+
+
+def told_otherwise(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The variable by which a launcher says that there are several ranks, where none says it as a plane needs it."""
+    if launched_by_mpi(environ) or launched_by_torch(environ):
+        return None
+    return next((name for name in _OTHER_SIZES if _number(environ.get(name)) > 1), None)
 
 
 def ranks_started(environ: Mapping[str, str] = os.environ) -> int:

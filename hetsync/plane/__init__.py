@@ -15,6 +15,7 @@ from hetsync.launchers import (
     launched_by_torch,
     leaves_survivors,
     ranks_started,
+    told_otherwise,
     told_rank,
 )
 from hetsync.shortage import can_start_threads, no_processes
@@ -88,6 +89,11 @@ def _mistake(name: str, by_torch: int, by_mpi: bool) -> str | None:
         return (
             f"{other} is set, but {missing} is not, or is no number, so this process might be one of several that train"
             f" alone: start the ranks with torchrun, set both, or unset {other}"
+        )
+    if name == "auto" and (variable := told_otherwise()) is not None:
+        return (
+            f"{variable} is {os.environ[variable]}, so this process is one of several, and each would train alone:"
+            f" start the ranks with torchrun or mpirun, or, where it is alone, give run.plane local"
         )
     started = max(by_torch, ranks_started())
     if name == "local" and started > 1:

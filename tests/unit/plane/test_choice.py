@@ -96,6 +96,10 @@ def test_who_is_the_first_of_its_host(environ: pytest.MonkeyPatch) -> None:
         ({"RANK": "0"}, "RANK is set, but WORLD_SIZE is not"),
         ({"RANK": "0", "WORLD_SIZE": "two"}, "RANK is set, but WORLD_SIZE is not, or is no number"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but RANK is not"),
+        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, "HOROVOD_SIZE is 2, so this process is one of several"),
+        ({"JSM_NAMESPACE_SIZE": "4"}, "JSM_NAMESPACE_SIZE is 4"),
+        ({"PALS_SIZE": "2"}, "PALS_SIZE is 2"),
+        ({"FLUX_JOB_SIZE": "2"}, "FLUX_JOB_SIZE is 2"),
     ],
 )
 def test_half_of_what_a_launcher_tells_is_refused(
@@ -107,6 +111,13 @@ def test_half_of_what_a_launcher_tells_is_refused(
     with pytest.raises(UserError, match=sentence):
         open_plane("auto")
     assert open_plane("local").size == 1
+
+
+@pytest.mark.parametrize("told", [{"HOROVOD_SIZE": "1"}, {**BY_TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}])
+def test_other_launchers_may_start_one_rank(environ: pytest.MonkeyPatch, told: dict[str, str]) -> None:
+    for name, value in {"FLUX_JOB_SIZE": "1", **told}.items():
+        environ.setenv(name, value)
+    assert open_plane("auto").size == 1
 
 
 def test_a_lone_rank_of_torchrun_needs_nothing(environ: pytest.MonkeyPatch) -> None:
