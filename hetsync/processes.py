@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 SECONDS_TO_WRITE = 0.5  # a stack: a process that runs does so at once
 POLL_SECONDS = 0.01
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Process(NamedTuple):
@@ -104,10 +105,18 @@ def own_stack() -> str:
 
 
 def _host() -> str:
-    """Processes that can see each other have the same."""
+    """Processes that can see each other have the same. Every machine numbers its first space of process ids alike."""
     with contextlib.suppress(OSError):
-        return f"{socket.gethostname()} {os.stat('/proc/self/ns/pid').st_ino}"
+        return f"{socket.gethostname()} {boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
     return socket.gethostname()
+
+
+def boot_id() -> str:
+    """Of this host's kernel: hosts may have one name, as images and containers give it, but no two have started at
+    once. Containers of one host share it. Empty where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return BOOT_ID.read_text().strip()
+    return ""
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

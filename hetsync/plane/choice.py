@@ -15,6 +15,7 @@ from hetsync.plane.base import Messages, Plane, Sums, made_by_all, named
 from hetsync.plane.groups import GroupLane, NcclLane, TorchSums, gloo_sums, open_gloo
 from hetsync.plane.hierarchical import HierarchicalSums
 from hetsync.plane.rendezvous import Rendezvous, rendezvous_by_messages
+from hetsync.processes import boot_id
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class DeviceOf:
             return DeviceOf(host, str(device), None)
         # Its number says nothing where each rank sees devices of its own (CUDA_VISIBLE_DEVICES).
         unit = getattr(torch.cuda.get_device_properties(device), "uuid", device)
-        return DeviceOf(host, str(device), f"{host} {unit}", "AMD" if torch.version.hip else "NVIDIA")
+        return DeviceOf(host, str(device), f"{host} {boot_id()} {unit}", "AMD" if torch.version.hip else "NVIDIA")
 
 
 def reason_against_nccl(devices: Sequence[DeviceOf]) -> str | None:

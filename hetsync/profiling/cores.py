@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetsync.cgroups import CpuQuota, cpu_quotas
+from hetsync.processes import boot_id
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
@@ -22,6 +23,7 @@ class Grant:
     Attributes:
         cpus: The hardware threads of its mask, and those of the process that started it.
         one_core: Whether all of its mask are of one core.
+        boot: What tells hosts of one name apart.
     """
 
     host: str
@@ -29,6 +31,12 @@ class Grant:
     starters: frozenset[int]
     one_core: bool
     quotas: tuple[CpuQuota, ...] = ()
+    boot: str = ""
+
+    @property
+    def machine(self) -> tuple[str, str]:
+        """The same for ranks of one host; containers of one count as several, as their names say."""
+        return self.host, self.boot
 
 
 def granted(topology: Path = TOPOLOGY) -> Grant:
@@ -40,7 +48,7 @@ def granted(topology: Path = TOPOLOGY) -> Grant:
     together = {min(cpus)}
     with suppress(OSError, ValueError):
         together = _numbers((topology / siblings).read_text())
-    return Grant(socket.gethostname(), cpus, starters, cpus <= together, tuple(cpu_quotas()))
+    return Grant(socket.gethostname(), cpus, starters, cpus <= together, tuple(cpu_quotas()), boot_id())
 
 
 def _numbers(text: str) -> set[int]:
@@ -52,7 +60,7 @@ def _numbers(text: str) -> set[int]:
 def threads_of(rank: int, grants: Sequence[Grant]) -> int:
     """How many of its threads find a core: those of its mask and of each quota are shared by all who have them."""
     mine = grants[rank]
-    here = [grant for grant in grants if grant.host == mine.host]
+    here = [grant for grant in grants if grant.machine == mine.machine]
     shares = [len(mine.cpus) // sum(not mine.cpus.isdisjoint(grant.cpus) for grant in here)]
     for quota in mine.quotas:
         sharing = sum(quota.group in (theirs.group for theirs in grant.quotas) for grant in here)
@@ -63,7 +71,7 @@ def threads_of(rank: int, grants: Sequence[Grant]) -> int:
 def bound_to_one_core(grants: Sequence[Grant]) -> str | None:
     """What to say where a launcher has bound ranks to a core each, as mpirun does, though the host has more."""
     for rank, mine in enumerate(grants):
-        others = {cpu for grant in grants if grant.host == mine.host for cpu in grant.cpus | grant.starters}
+        others = {cpu for grant in grants if grant.machine == mine.machine for cpu in grant.cpus | grant.starters}
         if mine.one_core and others > mine.cpus:
             return (
                 f"rank {rank} is bound to one core of {mine.host}, which its compute and its communication share, so"

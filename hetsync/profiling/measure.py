@@ -65,9 +65,9 @@ def find_places(plane: Plane) -> list[Place]:
     told = plane.gather_objects(granted())
     if plane.rank == 0 and (bound := bound_to_one_core(told)):
         complain(bound)
-    hosts = [grant.host for grant in told]
+    hosts = [grant.machine for grant in told]
     return [
-        Place(grant.host, hosts[:rank].count(grant.host), hosts.count(grant.host), threads_of(rank, told))
+        Place(grant.host, hosts[:rank].count(grant.machine), hosts.count(grant.machine), threads_of(rank, told))
         for rank, grant in enumerate(told)
     ]
 
