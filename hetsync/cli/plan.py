@@ -66,6 +66,13 @@ def main(argv: Sequence[str]) -> NoReturn:
         parser.add_argument("--pretrain", action="store_true", help="Learn a policy, on random models and clusters.")
         parser.add_argument("--steps", type=PositiveInt, help="Updates of --pretrain; null takes 400.")
         parser.add_argument("--explain", metavar="PLAN", help="Show this plan instead of searching for one.")
+        parser.add_argument(
+            "--list",
+            nargs="?",
+            const="*",
+            metavar="PATTERN",
+            help="Show the blocks of the recipe's model, by whose names plans call them: all, or those like layer3.*",
+        )
         config, told = parse_recipe(parser, argv)
         config.plan.check_unused("hetsync plan")
         config.fault.check_uninjected("hetsync plan")
@@ -73,13 +80,13 @@ def main(argv: Sequence[str]) -> NoReturn:
         alone = ranks_started() == 1 and launched_by_torch() < 2
         if output is not None and alone:  # else rank 0 says so, once ranks can speak
             check_writable(output)
-        if not alone and (told.pretrain or shown is not None):
-            option = "--pretrain" if told.pretrain else "--explain"
+        if not alone and (told.pretrain or shown is not None or told.list is not None):
+            option = "--pretrain" if told.pretrain else "--explain" if shown is not None else "--list"
             raise UserError(f"{option} is for one process, and there are several: start it without a launcher")
         for option, number in (("--seed", told.seed), ("--evaluations", told.evaluations)):
             at_least(option, None if number is None else int(number), 0)
         if told.pretrain:
-            _refuse_beside("--pretrain", told, [name for name in (*SEARCHING, "explain") if name != "seed"])
+            _refuse_beside("--pretrain", told, [name for name in (*SEARCHING, "explain", "list") if name != "seed"])
             if config.emulation.profile is not None:
                 raise UserError(
                     f"--emulate is {config.emulation.profile}, but --pretrain learns on random models and clusters:"
@@ -90,10 +97,16 @@ def main(argv: Sequence[str]) -> NoReturn:
         elif told.steps is not None:
             raise UserError(f"--steps is {told.steps}, but only --pretrain takes it: leave it out, or add --pretrain")
         elif shown is not None:
-            _refuse_beside("--explain", told, [*SEARCHING, "output"])
+            _refuse_beside("--explain", told, [*SEARCHING, "output", "list"])
             from hetsync.cli import planning  # loads torch
 
             planning.explain(config, shown)
+            status = 0
+        elif told.list is not None:
+            _refuse_beside("--list", told, [*SEARCHING, "output"])
+            from hetsync.cli import planning  # loads torch
+
+            planning.list_blocks(config, told.list)
             status = 0
         else:
             status = _search(config, told, output, alone)
@@ -148,7 +161,11 @@ def _pretrain(told: Namespace, output: Path | None, command: str) -> None:
 
 
 def _refuse_beside(option: str, told: Namespace, names: Sequence[str]) -> None:
-    does = {"--explain": "shows a plan as it is", "--pretrain": "learns on random models and clusters"}[option]
+    does = {
+        "--explain": "shows a plan as it is",
+        "--list": "shows the model's blocks",
+        "--pretrain": "learns on random models and clusters",
+    }[option]
     for name in names:
         if (value := told[name]) is not None and value is not False:
             raise UserError(f"--{name.replace('_', '-')} is {value}, but {option} {does}: leave one of them out")

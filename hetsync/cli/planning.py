@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,13 +18,13 @@ from hetsync.console import plain_console
 from hetsync.data import check_batch_size
 from hetsync.emulation.cluster import Cluster, load_cluster
 from hetsync.emulation.device import affordable_rate, emulated_times, tells_rates
-from hetsync.errors import INTERRUPTED, UserError, announce, complain
+from hetsync.errors import INTERRUPTED, UserError, announce, complain, did_you_mean
 from hetsync.plan.evaluate import Evaluator, check_link
 from hetsync.plan.explain import predicted, told_costs, told_reasons, told_search, told_stages, told_timeline
 from hetsync.plan.graph import BlockCost
 from hetsync.plan.placement import as_plan_file, place
 from hetsync.plan.plan_file import PlanFile, SearchRecord, TriedSearch, mistakes_in, read_plan, write_plan
-from hetsync.plan.recipe import PlannableModel, check_cut_settings, plannable_model
+from hetsync.plan.recipe import PlannableModel, blocks_of, check_cut_settings, plannable_model
 from hetsync.plan.search.driver import Arm, Budget, Driver, Found
 from hetsync.plan.search.objective import Weights, check_weights, figures_of
 from hetsync.plan.search.placement_policy import PlacementPolicy
@@ -277,6 +278,20 @@ def explain(config: Config, path: Path) -> None:
         evaluator.check_memory(costs)
     print(*told_costs(predicted(costs)), *told_timeline(evaluator, placement), sep="\n")
     print(*told_reasons(evaluator, placement), sep="\n")
+
+
+def list_blocks(config: Config, pattern: str) -> None:
+    """Those whose names are like it, with what they hold."""
+    blocks = blocks_of(*build(config))
+    found = [block for block in blocks if fnmatchcase(block.name, pattern)]
+    if not found:
+        near = did_you_mean(pattern, (block.name for block in blocks))
+        raise UserError(f"--list is {pattern}, but no block of {config.model.name} is called like that{near}")
+    table = Table("block", "kind", "weights, bytes", box=None, pad_edge=False)
+    table.columns[-1].justify = "right"
+    for block in found:
+        table.add_row(block.name, block.kind, f"{block.weight_bytes:,}")
+    plain_console(soft_wrap=True).print(table)
 
 
 class Prepared(NamedTuple):

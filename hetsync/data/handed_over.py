@@ -221,7 +221,9 @@ def _check_batch(batch_size: int, samples: int) -> None:
     if not isinstance(batch_size, int) or batch_size < 1:
         raise UserError(f"batch_size is {batch_size}: give a whole number of samples, 1 or more")
     if batch_size > samples:
-        raise UserError(f"batch_size is {batch_size}, but the data set has {samples} samples: lower it")
+        one = "split it, a graph into subgraphs or sampled neighbourhoods, or train it in one process without HetSync"
+        remedy = one if samples == 1 else "lower it"
+        raise UserError(f"batch_size is {batch_size}, but the data set has {samples} samples: {remedy}")
 
 
 def _check_options(loader: DataLoader[Any]) -> None:

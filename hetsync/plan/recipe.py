@@ -18,7 +18,7 @@ from hetsync.plan.blocks import Cut, cut
 from hetsync.plan.calls import observed_call, weight_used
 from hetsync.plan.costs import Measured, block_costs
 from hetsync.plan.evaluate import Training
-from hetsync.plan.graph import BlockCost
+from hetsync.plan.graph import Block, BlockCost
 from hetsync.plan.plan_file import ModelIdentity, weights_digest
 from hetsync.plane.base import Messages, decided_by_first
 from hetsync.plane.local import LocalMessages
@@ -81,6 +81,13 @@ def plannable_model(
     return PlannableModel(
         ModelIdentity(config.model.name, digest), traced, costs, training, weight_refused(model), weight_in_loss
     )
+
+
+def blocks_of(built: Data, model: torch.nn.Module) -> tuple[Block, ...]:
+    """The recipe's model in blocks, which nobody measures."""
+    model.train()
+    batch = batch_of(built, min(2, len(built.train)), next(model.parameters()).device)  # type: ignore[arg-type]
+    return cut(model, observed_call(model, built.loss, batch)).graph.blocks
 
 
 def weights_of(model: torch.nn.Module) -> str:

@@ -40,7 +40,10 @@ def check_needs_no_closure(optimizer: torch.optim.Optimizer, what: str) -> None:
     try:
         inspect.signature(type(optimizer).step).bind(optimizer)  # the instance's own may be a scheduler's wrapper
     except TypeError:
-        raise UserError(f"{what}, whose step needs a closure, and HetSync has none: use another optimizer") from None
+        raise UserError(
+            f"{what}, whose step needs a closure, which ranks cannot share: take one without, such as SGD or AdamW, or"
+            " train in one process without HetSync"
+        ) from None
 
 
 def momentum_of(optimizer: torch.optim.Optimizer) -> float:

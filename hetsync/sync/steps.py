@@ -125,7 +125,7 @@ class Steps:
         self._depth += 1
         if self._depth > 1:
             return
-        if len(arguments) > 1 or named.get("closure") is not None:
+        if any(given is not None for given in (*arguments[1:], named.get("closure"))):
             raise UserError("the optimizer's step was given a closure, which ranks cannot share: call it without one")
         self._check_rates()
         self._before()

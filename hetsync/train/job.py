@@ -325,6 +325,15 @@ class Job:
         self._prepared.interval_samples = samples
         return self._loop.intervals(samples)
 
+    @property
+    def samples(self) -> int:
+        """Samples that the whole job had trained on when the batch that is out was given out, and at rest all. Over the
+        batch size it is the step of one process: curricula go by it, and not by a rank's own batches."""
+        if self._running is None:
+            return 0 if self._at.loaded is None else self._at.loaded.progress.samples_applied
+        work = self.session.tasks.work
+        return self.session.applied if work is None else work.task.position
+
     def backward(self, loss: torch.Tensor, *, reduction: Reduction | None = None, **options: Any) -> None:
         """`loss.backward(**options)`, of the scaled loss where gradients are float16; the records keep it.
 

@@ -236,7 +236,7 @@ ALONE = {
     "optimizer option": (["--optimizer.options.beta", "3"], "optimizer.options is .*'beta': 3.*: got an unexpected"),
     "closure": (
         ["--optimizer.name", "torch.optim:LBFGS"],
-        "torch.optim:LBFGS, whose step needs a closure.*: use anoth",
+        "torch.optim:LBFGS, whose step needs a closure.*: take one without, such as SGD",
     ),
     "no such decay": (
         ["--optimizer.name", "torch.optim:LBFGS", "--optimizer.weight_decay", "0.1"],

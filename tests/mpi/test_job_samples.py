@@ -1,0 +1,37 @@
+"""job.samples: what the whole job has trained on, as curricula need it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hetsync
+
+BATCH, BATCHES, EPOCHS = 8, 4, 3
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("bound", [0, 4])
+def test_the_jobs_samples_are_those_of_one_process(bound: int) -> None:
+    with hetsync.join(delay_bound=bound, progress=False) as job:
+        assert job.samples == 0
+        data = TensorDataset(torch.randn(BATCH * BATCHES, 3), torch.randn(BATCH * BATCHES, 1))
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer, loader = job.prepare(model, optimizer, DataLoader(data, BATCH, shuffle=True))
+        seen, rests = [], []
+        for _ in job.epochs(EPOCHS):
+            for points, targets in loader:
+                seen.append(job.samples)
+                job.backward(nn.functional.mse_loss(model(points), targets))
+                assert job.samples == seen[-1]
+                optimizer.step()
+                optimizer.zero_grad()
+            rests.append(job.samples)
+        assert rests == [BATCH * BATCHES * epoch for epoch in range(1, EPOCHS + 1)]
+        assert seen == sorted(seen)
+        if bound == 0:  # every rank has a slice of each batch
+            assert seen == [BATCH * batch for batch in range(BATCHES * EPOCHS)]
+        assert all(number < BATCH * BATCHES * EPOCHS for number in seen)
