@@ -21,7 +21,7 @@ from typing import Any
 
 from hetsync.errors import one_sentence
 from hetsync.launchers import LAUNCHER_PREFIXES, half_told, launched_by_mpi, launched_by_torch, ranks_started
-from hetsync.version import __version__
+from hetsync.version import version_with_commit
 
 PROBE_SECONDS = 120.0
 PACKAGES = ("torch", "mpi4py", "numpy")
@@ -112,7 +112,7 @@ def gather(run_folder: Path) -> Facts:
     return Facts(
         host=socket.gethostname(),
         python=".".join(map(str, sys.version_info[:3])),
-        hetsync=__version__,
+        hetsync=version_with_commit(),
         packages=packages,
         required=_required(),
         launcher="torchrun" if by_torch else "MPI" if by_mpi else None,
