@@ -81,7 +81,8 @@ def loop(job: Any, **more: Any) -> Remembering:
 
 def join(plane: Plane, bound: int) -> Any:
     pins = unequal_shares(plane.size)
-    return hetsync.join(plane=plane, delay_bound=bound, seed=SEED, pins=pins, rebalance=False, progress=False)
+    options = {"seed": SEED, "pins": pins, "least_slice": 1, "rebalance": False, "progress": False}
+    return hetsync.join(plane=plane, delay_bound=bound, **options)
 
 
 def test_at_0_buffers_are_those_of_one_process(plane: Plane) -> None:

@@ -28,7 +28,15 @@ pytestmark = pytest.mark.mpi
 
 def join(plane: Plane, **more: Any) -> Any:
     pins = unequal_shares(plane.size)
-    options = {"delay_bound": 0, "seed": SEED, "pins": pins, "rebalance": False, "progress": False, **more}
+    options = {
+        "delay_bound": 0,
+        "seed": SEED,
+        "pins": pins,
+        "least_slice": 1,
+        "rebalance": False,
+        "progress": False,
+        **more,
+    }
     return hetsync.join(plane=plane, **options)
 
 
