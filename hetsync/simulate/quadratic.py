@@ -22,6 +22,7 @@ from hetsync.data.ledger import length
 from hetsync.simulate.learner import Learner
 from hetsync.sync.deltas import make_outer
 from hetsync.sync.messages import StartRound, Task
+from hetsync.sync.steps import LocalSteps
 
 DIMENSIONS = 16
 DRAWS = 4096  # at a time
@@ -88,6 +89,7 @@ class NoisyQuadratic(Learner):
         self._outer = make_outer(config.sync, config.data.batch_size)
         self._schedule = config.schedule
         self._batch = config.data.batch_size
+        self._local = LocalSteps(self._batch, ranks, adaptive=False)
         self._total = total_samples
         self._h = np.tile(landscape.curvatures, runs)
         self._first_deviations = np.tile(np.sqrt(landscape.variances), runs)
@@ -104,7 +106,7 @@ class NoisyQuadratic(Learner):
         self._landed = [-1] * ranks  # the newest round that has landed on a rank
         self._flight_round = [0] * ranks  # that a rank's contribution is in
         self._rates = [0.0] * ranks
-        self._samples, self._inner_steps = [0] * ranks, [0] * ranks  # that are pending
+        self._samples, self._merged_steps = [0] * ranks, [0.0] * ranks  # that are pending, as `Deltas` counts them
         self._step = np.zeros(self._h.size)  # the round's sum, as far as it is packed
         self._step_samples = 0  # in it
         self._gradient = np.zeros(self._h.size)  # summed over the samples of a synchronous round
@@ -123,7 +125,8 @@ class NoisyQuadratic(Learner):
         return drawn
 
     def begin_task(self, rank: int, task: Task) -> None:
-        self._rates[rank] = self._learning_rate * self._schedule.factor(task.position, self._total)
+        rate = self._learning_rate * self._schedule.factor(task.position, self._total)
+        self._rates[rank] = rate * self._local.rate(task, adaptive=False)
 
     def compute_slice(self, rank: int, task: Task, index: int) -> float:
         samples = length(task.slices[index])
@@ -152,14 +155,14 @@ class NoisyQuadratic(Learner):
         if task.synchronous_round is None:
             self._pending_RJ[rank] = self._own_RJ[rank] - self._in_flight_RJ[rank]
             self._samples[rank] += task.samples
-            self._inner_steps[rank] += len(task.slices)
+            self._merged_steps[rank] += len(task.slices) / self._local.lift(task)
 
     def pack(self, rank: int, start: StartRound) -> None:
-        self._step += self._samples[rank] / (self._inner_steps[rank] * self._batch) * self._pending_RJ[rank]
+        self._step += self._samples[rank] / (self._merged_steps[rank] * self._batch) * self._pending_RJ[rank]
         self._step_samples += self._samples[rank]
         self._in_flight_RJ[rank] = self._pending_RJ[rank]
         self._flight_round[rank] = self._newest + 1
-        self._samples[rank] = self._inner_steps[rank] = 0
+        self._samples[rank], self._merged_steps[rank] = 0, 0.0
 
     def sum_deltas(self, start: StartRound) -> None:
         moved = self._step
