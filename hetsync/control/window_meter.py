@@ -106,8 +106,8 @@ class WindowMeter:
         work = self._machine.members[event.rank].current
         assert work is not None
         self._totals.count(self._times[event.rank], event, len(work.task.slices))
-        if event.samples:
-            self._losses.append(event.loss_sum / event.samples)
+        if event.mean_loss is not None:
+            self._losses.append(event.mean_loss)
         if work.task.synchronous_round is not None:
             self._step(work.task.synchronous_round, event.seconds, now)
 

@@ -226,8 +226,9 @@ class Coordinator:
         self._watch_task(event)
         self.device_seconds[event.rank] += event.seconds
         self._device_samples[event.rank] += event.samples
+        self.machine.units.add(event.units, self._batch)
         total, samples = self.losses
-        self.losses = total + event.loss_sum, samples + event.samples
+        self.losses = total + event.loss_sum, samples + event.samples - event.lossless
 
     def _watch_task(self, event: TaskFinished) -> None:
         state = self.machine.members[event.rank].current

@@ -38,6 +38,7 @@ from hetsync.sync.segmented import Segment, SegmentedDeltas
 from hetsync.sync.shared_state import EngineOptions, MainThread, Phase, SharedState, SumRequest
 from hetsync.sync.steps import require_finite
 from hetsync.sync.tail import added_buffers, shared_buffers
+from hetsync.sync.units import Count
 from hetsync.sync.worker import Worker
 from hetsync.telemetry import Telemetry
 
@@ -286,6 +287,19 @@ class Engine:
         if task.synchronous_round is not None:
             self._gradients.open_slice(samples, last)
 
+    def tell_units(self, units: float | None, loss: torch.Tensor | None = None, is_sum: bool = False) -> None:
+        """Synchronous mode: of the backward calls from now on (`TaskUnits.tell`)."""
+        self._gradients.tell_units(units, loss, is_sum)
+
+    @property
+    def arrived(self) -> bool:
+        """Synchronous mode: has the slice that is out brought any gradient?"""
+        return self._gradients.arrived
+
+    def is_stepped(self, stage: int) -> bool:
+        """Synchronous mode, once the stage's sums are in: does some rank step on them?"""
+        return self._gradients.is_stepped(stage)
+
     def take(self, task: Task, stage: int) -> None:
         """Synchronous mode: what the slice has brought this stage is whole."""
         self._gradients.take(stage)
@@ -303,10 +317,17 @@ class Engine:
             self._apply()
             self._shared.followers.tell(Closed())
 
-    def reduce(self, task: Task, stage: int | None = None, scaled: bool = False, computed: bool = True) -> int:
+    def reduce(
+        self,
+        task: Task,
+        stage: int | None = None,
+        scaled: bool = False,
+        computed: bool = True,
+        makes_up: bool = False,
+    ) -> int:
         """Synchronous mode, in the task's last slice: gradients up to this stage's, which the loop steps next, become
         the mean over the round's samples (None: all, and it steps none). What is `scaled` may be infinite. `computed`:
-        has the loop had a slice of the task?
+        has the loop had a slice of the task, and not skipped it? `makes_up`: its step is made in its place.
 
         Returns the number of samples: 0 where all have withdrawn, or the task is void, and there are no gradients.
         There are none, either, where the round is spoiled.
@@ -316,7 +337,7 @@ class Engine:
         if self.is_void:
             return 0
         last = len(gradients.stages) - 1
-        total = gradients.flush(task.samples, stage, scaled, computed)
+        total = gradients.flush(task.samples, stage, scaled, computed, makes_up)
         stage = last if stage is None else stage
         if not scaled and not math.isfinite(total):
             if not self._options.skips:
@@ -370,8 +391,17 @@ class Engine:
                 self._gradients.take_over_buffers(state["shared buffers"], state["travel"])
             self.worker.version = shared.landed
 
-    def finish(self, task: Task, seconds: float, loss_sum: float, lift: float = 1.0) -> None:
-        """The task is computed; `seconds` of device time, `loss_sum` over its samples, `lift` of its progress."""
+    def finish(
+        self,
+        task: Task,
+        seconds: float,
+        loss_sum: float,
+        lift: float = 1.0,
+        lossless: int = 0,
+        units: tuple[Count, ...] = (),
+    ) -> None:
+        """The task is computed; `seconds` of device time, `loss_sum` over its samples, of which `lossless` told none,
+        `lift` of its progress; `units` as in `TaskFinished`."""
         shared = self._shared
         shared.acted_at = time.monotonic()
         if self._options.on_host:
@@ -388,8 +418,9 @@ class Engine:
                 self.worker.version = task.synchronous_round + 1
             work, waits = self._overhead.since(seconds)
             finished = self.worker.finish_task(seconds, loss_sum, work, waits)
+            finished = finished._replace(lossless=lossless, units=units)
             if self.is_spoiled(task):
-                finished = finished._replace(samples=0, loss_sum=0.0)
+                finished = finished._replace(samples=0, loss_sum=0.0, lossless=0, units=())
             shared.outbox.append(finished)
 
     def is_spoiled(self, task: Task) -> bool:

@@ -1,7 +1,8 @@
 """Synchronous mode's tensors: gradient sums in buckets, handed over in backward order while backward still runs.
 
-Each slice adds samples · (mean gradient) into its buckets. Sums are divided by the samples of the round, never by the
-number of ranks.
+Each slice adds units · (mean gradient) into its buckets: its samples, or what the loop's loss is a mean over
+(`units.py`). Sums are divided by the units of the round, never by the number of ranks. A slice without a gradient has
+none, and a rank that has skipped it makes the others' step all the same.
 
 A slice may have several backward calls: gradients stay in `.grad` until its step, and only then is it known that they
 are whole. Once slices have shown one gradient a parameter, those of a task's last slice go as soon as their bucket is
@@ -34,14 +35,24 @@ from hetsync.sync.buffers import Writes
 from hetsync.sync.model_tensors import all_trained
 from hetsync.sync.reals import as_of, count_reals, reals
 from hetsync.sync.tail import Tail, added_buffers, shared_buffers
+from hetsync.sync.units import TaskUnits
 
 SAMPLE_VALUES = 64
 ROUNDS_WATCHED = 2  # in which forward may initialise weights
+# Ranks whose losses are sums; units that gradients are means over, and those of them whose loss is a number; ranks that
+# step, that could and do not, whose gradients are not finite; samples.
+COUNTS = 7
 CHANGED = (
     "gradients were changed between backward and step (clipped, unscaled or set to zero), but with sync.delay_bound 0"
     " they are summed over ranks only then: clip by job.clip_grad_norm_ (or max_grad_norm of hetsync.join,"
     " optimizer.max_grad_norm of a recipe), give a GradScaler to job.prepare, and change them in no other way"
 )
+BY_HAND = (
+    "gradients were written by hand (weight.grad = ..., as gradient surgery does) before step, but with"
+    " sync.delay_bound 0 they are averaged over ranks only then, which is wrong unless they are linear in each rank's"
+    " gradient: take a delay bound of 1 or more, or give those that are by torch.autograd.backward(weights, gradients)"
+)
+WATCHED_SLICES = 8  # a loop that changes gradients where it must not does so from the beginning
 
 
 class Bucket:
@@ -57,8 +68,8 @@ class Bucket:
         self.lost: torch.Tensor | None = None  # what rounding took from our addend last time
         self.residual = Residual()  # and from the sum
 
-    def add(self, samples: int) -> None:
-        """The mean gradients of a slice."""
+    def add(self, units: float) -> None:
+        """The gradients of a slice, means over so many units."""
         views, grads = [], []
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if parameter.grad is not None:
@@ -66,7 +77,7 @@ class Bucket:
                 grads.append(reals(parameter.grad))
                 self.used[index] += 1
         if grads:
-            torch._foreach_add_(views, grads, alpha=samples)
+            torch._foreach_add_(views, grads, alpha=units)
 
     def clear(self) -> None:
         self.flat.zero_()
@@ -93,7 +104,10 @@ def make_buckets(
 class Arrivals:
     """The gradients of one slice, as backward left them: how many, and whether somebody has changed them since."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter] = (), watched: bool = False) -> None:
+        """`parameters` may hold gradients of slices before. `watched`: every gradient's norm is kept."""
+        self._before = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
+        self._norms: dict[torch.nn.Parameter, torch.Tensor] | None = {} if watched else None
         self.several = False  # for one parameter
         self._counted = False
         self._seen: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
@@ -111,10 +125,13 @@ class Arrivals:
         self._counted = True
         self._seen[parameter] = parameter.grad, parameter.grad._version
         self._keep_sample(parameter.grad)
+        if self._norms is not None and parameter.grad.layout is torch.strided:
+            self._norms[parameter] = torch.linalg.vector_norm(parameter.grad)
         return first
 
     def _keep_sample(self, grad: torch.Tensor) -> None:
-        """GradScaler.unscale_ and `.data` do not count versions: a few values of one small gradient show them."""
+        """GradScaler.unscale_ and `.data` do not count versions: a few values of one small gradient show them, and what
+        they leave as it is (clamped by value) the norms of all in the first slices."""
         if self._sample is not None and grad.numel() >= self._sample[0].numel() and grad is not self._sample[0]:
             return
         if grad.layout is torch.strided:
@@ -124,6 +141,8 @@ class Arrivals:
         """They have been taken over; what comes for them now is no matter of this slice."""
         for parameter in parameters:
             self._seen.pop(parameter, None)
+            if self._norms is not None:
+                self._norms.pop(parameter, None)
         if self._sample is not None and all(grad is not self._sample[0] for grad, _ in self._seen.values()):
             self._sample = None
 
@@ -134,7 +153,35 @@ class Arrivals:
         if self._sample is None:
             return False
         now, before = self._sample
-        return not torch.equal(now.flatten()[:SAMPLE_VALUES].nan_to_num(), before.nan_to_num())
+        return not _same(now.flatten()[:SAMPLE_VALUES], before) or self._norms_differ()
+
+    def _norms_differ(self) -> bool:
+        return any(
+            p.grad is not None and not _same(torch.linalg.vector_norm(p.grad), norm)
+            for p, norm in (self._norms or {}).items()
+        )
+
+    @torch.no_grad()
+    def require_untouched(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """UserError where what these hold is not what backward has left."""
+        if self.changed():
+            raise UserError(CHANGED)
+        if self._written(parameters):
+            raise UserError(BY_HAND)
+
+    def _written(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Does one of these hold a gradient that neither backward has brought nor was there before the slice?"""
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is not None and parameter not in self._seen:
+                before, version = self._before.get(parameter, (None, 0))
+                if (before is not grad or version != grad._version) and bool(grad.count_nonzero()):
+                    return True
+        return False
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def stage_places(groups: Sequence[Sequence[torch.nn.Parameter]]) -> dict[torch.nn.Parameter, int]:
@@ -147,8 +194,8 @@ def stage_places(groups: Sequence[Sequence[torch.nn.Parameter]]) -> dict[torch.n
 
 
 class Stage:
-    """What one optimizer steps on: buckets [first, stop) of all, and a tail with counts: uses of each parameter, ranks
-    that step, ranks that could and do not, ranks whose gradients are not finite, samples."""
+    """What one optimizer steps on: buckets [first, stop) of all, and a tail with `COUNTS` behind the uses of each
+    parameter."""
 
     def __init__(self, buckets: Sequence[Bucket], first: int, tail: Tail):
         self.first, self.stop = first, first + len(buckets)
@@ -203,13 +250,15 @@ class Gradients:
         self._rounds_watched = 0
         self._versions: dict[torch.nn.Parameter, int] = {}  # of weights, when the task began
         self._arrivals = Arrivals()  # in this slice
+        self._slices = 0  # so far
         self._totals: list[torch.Tensor] = []  # of released buckets, finite if all of the bucket is
         self._released = threading.Semaphore(0)
         self._next = 0  # bucket to be released
         self._flushed = 0  # stages of which all is released
         self._collected = 0  # stages whose sums are in `.grad`
         self._taken: set[int] = set()  # stages whose gradients of this slice are in the buckets
-        self._slice_samples = 0
+        self._units = TaskUnits()
+        self._stepped: set[int] = set()  # stages that some rank steps on, in this round
         self._last_slice = False
         self._listening = False
         self._hooks = self._listen()
@@ -232,7 +281,7 @@ class Gradients:
             changes = self._buffer_views(self._changes) if number == last else []
             counted = self._ranks_counted if number == last else 0
             writers = self._ranks if number == last and self._ranks > 1 else 0
-            tail = Tail(len(mine) + counted + 4, changes, device, self._rank, writers)
+            tail = Tail(len(mine) + counted + COUNTS, changes, device, self._rank, writers)
             self.stages.append(Stage(buckets, len(self.buckets), tail))
             self.buckets += buckets
         self._where = {
@@ -263,9 +312,24 @@ class Gradients:
 
     def open_slice(self, samples: int, last: bool) -> None:
         """The backward calls from now on are of a slice of `samples`, the task's last or not."""
-        self._slice_samples = samples
+        self._units.open_slice(samples)
+        self._slices += 1
+        self._arrivals = Arrivals(self._where, watched=self._slices <= WATCHED_SLICES)
         self._last_slice = last
         self._listening = True
+
+    def tell_units(self, units: float | None, loss: torch.Tensor | None, is_sum: bool = False) -> None:
+        """See `TaskUnits.tell`."""
+        self._units.tell(units, loss, is_sum)
+
+    @property
+    def arrived(self) -> bool:
+        """Has the slice that is out brought any gradient?"""
+        return self._arrivals.any
+
+    def is_stepped(self, number: int) -> bool:
+        """Once this stage's sums are in: do other ranks, or this one, step on them?"""
+        return number in self._stepped
 
     def close(self) -> None:
         """Leave gradients alone, until the next task is opened: the job is over, or goes on in delayed mode."""
@@ -289,6 +353,7 @@ class Gradients:
                 "a weight got a second gradient in one slice, after its first had left for the other ranks:"
                 " with several backward calls a slice, set sync.overlap to false"
             )
+        self._units.arrived(stage)
         first = self._arrivals.add(parameter)
         if first and self._last_slice and self._overlap and self._shown:
             self.buckets[self._where[parameter]].missing -= 1
@@ -302,7 +367,7 @@ class Gradients:
                 return
             # Backward takes about twice as long as forward: gradients come in the last two thirds.
             self._pace((1 + 2 * self._backward_share[self._next]) / 3)
-            bucket.add(self._slice_samples)
+            bucket.add(self._units.of_slice(self._flushed))
             self._release_bucket()
 
     def _release_bucket(self) -> None:
@@ -321,11 +386,11 @@ class Gradients:
         """
         if number in self._taken or number < self._collected:
             return
-        if self._arrivals.changed():
-            raise UserError(CHANGED)
         stage = self.stages[number]
+        self._arrivals.require_untouched(stage.parameters)
         for bucket in self.buckets[max(self._next, stage.first) : stage.stop]:
-            bucket.add(self._slice_samples)
+            bucket.add(self._units.of_slice(number))
+        self._units.take(number)
         self._taken.add(number)
         self._arrivals.forget(stage.parameters)
         if not self._last_slice:
@@ -346,9 +411,17 @@ class Gradients:
             parameter.grad = None
 
     @torch.no_grad()
-    def flush(self, samples: int, number: int | None = None, scaled: bool = False, computed: bool = True) -> float:
+    def flush(
+        self,
+        samples: int,
+        number: int | None = None,
+        scaled: bool = False,
+        computed: bool = True,
+        makes_up: bool = False,
+    ) -> float:
         """In the last slice: release all stages up to this one, which the loop steps next (None: all, and it steps
-        none), whose gradients have been taken. `computed`: has the loop had a slice of the task?
+        none), whose gradients have been taken. `computed`: has the loop had a slice of the task, and not
+        skipped it? `makes_up`: what slices before have brought is stepped on without the loop.
 
         Returns a sum over them. If it is not finite, nor are they, and the tail stays, so that the round cannot
         complete anywhere; unless they are `scaled`, whose infinities make all ranks skip the step, or the tail tells
@@ -369,11 +442,14 @@ class Gradients:
             if spoiled and not self._skips:
                 break
             used = [count for bucket in self.buckets[stage.first : stage.stop] for count in bucket.used]
-            steps = self._flushed == number
+            place = self._flushed
+            steps = place == number or (makes_up and self._units.has_any(place))
+            skips = computed and not steps and self._units.has_any(place)
             given = [0] * self._ranks_counted if stage is self.stages[-1] else []
             if given:
                 given[self._rank] = samples
-            counts = [*used, *given, steps, computed and not steps, spoiled, samples]
+            units = self._units.given(place), self._units.counted(place)
+            counts = [*used, *given, self._units.sums, *units, steps, skips, spoiled, samples]
             stage.tail.counts.copy_(torch.tensor(counts))
             stage.tail.pack()
             self._flushed += 1
@@ -430,6 +506,7 @@ class Gradients:
             bucket.clear()
         self._drop(self._where)
         self._taken.clear()
+        self._units.clear()
         self._arrivals = Arrivals()
         self._listening = False
         self._put_buffers_back()
@@ -452,7 +529,7 @@ class Gradients:
         """By rank, in the round whose sums have come in last, where ranks are counted; none where it brings nothing."""
         if self.sum_is_spoiled:
             return {}
-        counts = self.tail.counts[:-4].tolist()[-self._ranks_counted :]
+        counts = self.tail.counts[:-COUNTS].tolist()[-self._ranks_counted :]
         return {rank: int(samples) for rank, samples in enumerate(counts) if samples}
 
     @property
@@ -506,22 +583,27 @@ class Gradients:
         """
         samples = 0
         for stage in self.stages[self._collected : len(self.stages) if number is None else number + 1]:
-            *used, step, skip, spoiled, samples = map(int, stage.tail.counts.tolist())
+            *used, sums, given, units, step, skip, spoiled, count = stage.tail.counts.tolist()
+            samples = int(count)
+            divisor = count if sums else units or given
             self.spoiled |= spoiled > 0
             if step and skip:
                 raise UserError(
-                    f"the loops of {step} ranks step an optimizer and those of {skip} do not, but at sync.delay_bound 0"
-                    " all ranks make the same steps: skip none by what a rank's own batch is like (multiply its loss by"
-                    " 0), or take a delay bound of 1 or more"
+                    f"the loops of {step:.0f} ranks step an optimizer and those of {skip:.0f} do not, with gradients of"
+                    " this batch, but at sync.delay_bound 0 all ranks make the same steps: skip a batch before its"
+                    " backward (or multiply its loss by 0), or take a delay bound of 1 or more"
                 )
             for bucket in self.buckets[stage.first : stage.stop]:
                 any_used = [used.pop(0) and not self.spoiled for _ in bucket.parameters]
-                means = torch._foreach_div(bucket.views, samples) if any(any_used) else bucket.views
-                for parameter, mean, is_used in zip(bucket.parameters, means, any_used, strict=True):
-                    parameter.grad = as_of(mean, parameter) if is_used else None
+                if given or self.spoiled:  # or what was there before stays as it is
+                    means = torch._foreach_div(bucket.views, divisor) if any(any_used) else bucket.views
+                    for parameter, mean, is_used in zip(bucket.parameters, means, any_used, strict=True):
+                        parameter.grad = as_of(mean, parameter) if is_used else None
                 bucket.clear()
                 if self.spoiled:  # so is what rounding has taken from it
                     bucket.lost, bucket.residual = None, Residual()
+            if step:
+                self._stepped.add(self._collected)
             self._collected += 1
         if self._collected == len(self.stages):
             if samples:
@@ -536,6 +618,8 @@ class Gradients:
             self._rounds_watched += 1
             self._versions = {parameter: parameter._version for parameter in self._where}
         self._collected = 0
+        self._units.clear()
+        self._stepped.clear()
         self.spoiled = False
         if not self._hooks:
             self._hooks = self._listen()

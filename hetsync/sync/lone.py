@@ -14,16 +14,15 @@ from contextlib import contextmanager
 
 import torch
 
-from hetsync.errors import UserError
 from hetsync.plane.base import Residual, Sums, WireFormat
 from hetsync.sync.deltas import Snapshot
-from hetsync.sync.gradients import CHANGED, Arrivals, Bucket, Stage, stage_places
+from hetsync.sync.gradients import WATCHED_SLICES, Arrivals, Bucket, Stage, stage_places
 from hetsync.sync.messages import StartRound
 from hetsync.sync.model_tensors import all_trained
 from hetsync.sync.reals import as_of, reals
 from hetsync.sync.tail import Tail, shared_buffers
+from hetsync.sync.units import TaskUnits
 
-WATCHED_SLICES = 8  # a loop that changes gradients where it must not does so from the beginning
 CHECKED_TASKS = 16  # the first, and one in so many: weights that are not finite stay so
 
 
@@ -68,7 +67,7 @@ class LoneGradients:
         self._buffers = shared_buffers(model) if skips else []
         self._kept = [buffer.clone() for buffer in self._buffers]  # before the task
         self._wake = wake
-        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}  # over a task's slices, weighted by samples
+        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}  # over a task's slices, weighted by units
         self._released: deque[tuple[int, bool]] = (
             deque()
         )  # stages that were flushed, and not fetched yet: samples, spoiled
@@ -76,7 +75,9 @@ class LoneGradients:
         self.spoiled = False  # is the task?
         self._flushed = self._collected = 0  # stages
         self._taken: set[int] = set()
-        self._slice_samples = 0
+        self._units = TaskUnits()
+        self._stepped: set[int] = set()  # stages that are stepped on without the loop
+        self._stage_of = {p: number for number, stage in enumerate(self._parameters) for p in stage}
         self._last_slice = self._single = False
         self._arrivals = Arrivals()
         self._checked = False  # the task's gradients
@@ -86,6 +87,8 @@ class LoneGradients:
     def _watch(self) -> None:
         def arrive(parameter: torch.Tensor) -> None:
             assert isinstance(parameter, torch.nn.Parameter)
+            if self._stage_of[parameter] >= self._collected:
+                self._units.arrived(self._stage_of[parameter])
             self._arrivals.add(parameter)
 
         with all_trained(self._trained):
@@ -102,6 +105,8 @@ class LoneGradients:
         self._collected = self._flushed = 0
         self._single = True  # so far
         self.spoiled = False
+        self._units.clear()
+        self._stepped.clear()
         self._checked = self._skips or self._finite.due()
         if self._buffers:
             torch._foreach_copy_(self._kept, self._buffers)
@@ -109,8 +114,22 @@ class LoneGradients:
             self._watch()
 
     def open_slice(self, samples: int, last: bool) -> None:
-        self._slice_samples = samples
+        self._units.open_slice(samples)
         self._last_slice = last
+        if not (last and self._single) and not self._hooks:  # slices of several count by units
+            self._watch()
+        if self._hooks:
+            self._arrivals = Arrivals(self._trained, watched=self._slices_left > 0)
+
+    def tell_units(self, units: float | None, loss: torch.Tensor | None, is_sum: bool = False) -> None:
+        self._units.tell(units, loss, is_sum)
+
+    @property
+    def arrived(self) -> bool:
+        return self._arrivals.any if self._hooks else any(weight.grad is not None for weight in self._trained)
+
+    def is_stepped(self, number: int) -> bool:
+        return number in self._stepped
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -121,18 +140,19 @@ class LoneGradients:
         """Raises UserError where gradients were changed since backward, as they must not be on several ranks."""
         if number in self._taken or number < self._collected:
             return
-        if self._arrivals.changed():
-            raise UserError(CHANGED)
+        if self._hooks:
+            self._arrivals.require_untouched(self._parameters[number])
         self._taken.add(number)
         self._arrivals.forget(self._parameters[number])
         if not (self._single and self._last_slice):
             self._put_aside(number)
+        self._units.take(number)
 
     @torch.no_grad()
     def _put_aside(self, number: int) -> None:
         for parameter in self._parameters[number]:
             if parameter.grad is not None:
-                addend = reals(parameter.grad).float() * self._slice_samples
+                addend = reals(parameter.grad).float() * self._units.of_slice(number)
                 before = self._sums.get(parameter)
                 self._sums[parameter] = addend if before is None else before.add_(addend)
                 parameter.grad = None
@@ -144,11 +164,18 @@ class LoneGradients:
         self._single = self._last_slice
         if self._hooks:
             self._arrivals = Arrivals()
-            self._slices_left -= 1
-            if not self._slices_left:
+            self._slices_left = max(0, self._slices_left - 1)
+            if not self._slices_left and self._last_slice:
                 self.close()
 
-    def flush(self, samples: int, number: int | None = None, scaled: bool = False, computed: bool = True) -> float:
+    def flush(
+        self,
+        samples: int,
+        number: int | None = None,
+        scaled: bool = False,
+        computed: bool = True,
+        makes_up: bool = False,
+    ) -> float:
         """Returns something finite where all gradients up to this stage are."""
         self.samples = samples
         total = 0.0
@@ -161,6 +188,8 @@ class LoneGradients:
                         break
                     self.spoiled = True
             self._flushed += 1
+            if makes_up and self._units.has_any(place):
+                self._stepped.add(place)
             self._released.append((samples, self.spoiled))
             self._wake()
         return total
@@ -183,9 +212,10 @@ class LoneGradients:
 
     @torch.no_grad()
     def _take_mean(self, place: int) -> None:
+        divisor = self.samples if self._units.sums else self._units.counted(place) or self._units.given(place)
         for parameter in self._parameters[place]:
             if (total := self._sums.pop(parameter, None)) is not None:
-                parameter.grad = as_of(total.div_(self.samples), parameter)
+                parameter.grad = as_of(total.div_(divisor), parameter)
 
     @property
     def has_released(self) -> bool:
@@ -197,6 +227,7 @@ class LoneGradients:
     def discard(self) -> None:
         self._sums.clear()
         self._taken.clear()
+        self._units.clear()
         for parameter in (parameter for stage in self._parameters for parameter in stage):
             parameter.grad = None
         self._arrivals = Arrivals()

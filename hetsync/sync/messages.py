@@ -66,8 +66,8 @@ class Task(NamedTuple):
 
     `synchronous_round` is the round that all ranks' tasks of a synchronous step share, None in delayed mode;
     `round_samples` that step's samples over all ranks. `position`, in samples, drives the learning rate, as does
-    `share`, the samples of a full slice of this rank.
-    A rank begins the task only once it has applied version `not_before`.
+    `share`, the samples of a full slice of this rank. `units` are those that a sample has on average, by weighted
+    backward call (`units.py`). A rank begins the task only once it has applied version `not_before`.
     """
 
     number: int
@@ -78,6 +78,7 @@ class Task(NamedTuple):
     synchronous_round: int | None = None
     round_samples: int = 0
     share: int = 0
+    units: tuple[float, ...] = ()
 
     @property
     def sooner(self) -> Task:
@@ -125,7 +126,8 @@ class TaskFinished(NamedTuple):
     """A task is computed and waits for a round. `loss_sum` is summed over samples; seconds are device time.
 
     For `work_seconds` and `wait_seconds` synchronisation has kept the device from computing, by its own work and by
-    waits, since the task before was finished; the first task after a rest tells of none.
+    waits, since the task before was finished; the first task after a rest tells of none. Of `lossless` samples no loss
+    is known, as there was nothing to learn. `units`: by weighted backward call, with the samples that had them.
     """
 
     rank: int
@@ -135,6 +137,14 @@ class TaskFinished(NamedTuple):
     loss_sum: float = 0.0
     work_seconds: float = 0.0
     wait_seconds: float = 0.0
+    lossless: int = 0
+    units: tuple[tuple[float, int], ...] = ()
+
+    @property
+    def mean_loss(self) -> float | None:
+        """None, where none is known."""
+        known = self.samples - self.lossless
+        return self.loss_sum / known if known else None
 
 
 class TaskSpoiled(NamedTuple):
@@ -319,6 +329,7 @@ class Standing(NamedTuple):
     `pending` settings follow the next drain; rests for the `requested` reasons follow `rest`. From `evaluation` on, in
     samples, an evaluation is due; one that is under way is due still. `staleness` are pairs of a staleness and the
     number of tasks that were applied with it. `goes_back`: all are at rest to go back to a checkpoint, and have yet to.
+    `units`: see `AverageUnits.sums`.
     """
 
     version: int
@@ -329,6 +340,7 @@ class Standing(NamedTuple):
     requested: tuple[str, ...] = ()
     staleness: tuple[tuple[int, int], ...] = ()
     goes_back: bool = False
+    units: tuple[tuple[float, float], ...] = ()
 
 
 Instruction = AssignTask | TaskDropped | TaskLeftOut | StartRound

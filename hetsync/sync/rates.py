@@ -38,8 +38,9 @@ class Rates(ABC):
     def begin_loop(self, position: int) -> None:  # noqa: B027
         """A loop over batches begins, at so many samples."""
 
-    def leave_void(self, slices: int) -> None:  # noqa: B027
-        """So many slices of the loop had no step, as a rank has died."""
+    def leave_void(self, slices: int, others_step: bool = False) -> None:  # noqa: B027
+        """So many slices of the loop had no step, as a rank has died or the loop has skipped them (`others_step`: but
+        those of other ranks may not have)."""
 
     def end_loop(self, slices: int) -> None:  # noqa: B027
         """That loop has ended after so many, and training goes on."""
@@ -82,6 +83,7 @@ class Cadence:
     done: int = 0  # steps
     calls: int = 0  # in this loop over batches
     void: int = 0  # slices before the one that is out, in this loop
+    missed: bool = False  # a slice that other ranks may have stepped it in, before its first call here
     known: bool = False  # before this loop
     moved: bool = False  # a learning rate, by a step in this loop
 
@@ -101,6 +103,12 @@ class Cadence:
     def called(self, batches: int, slices: int) -> None:
         """In a loop over batches that began at so many of the stream, in its slice of this number."""
         self.calls += 1
+        if self.every is None and self.missed:
+            raise UserError(
+                "a scheduler was stepped for the first time after a batch that this rank had skipped, where others may"
+                " have stepped it: with sync.delay_bound 0 skip none of the first, but call job.backward(loss,"
+                " weight=0), and step"
+            )
         if self.every is None:
             self.every, self.first = slices - self.void, batches
         if not slices - self.void <= self.calls * self.every <= slices:
@@ -164,9 +172,10 @@ class SchedulerRates(Rates):
         for cadence in self._cadences:
             cadence.end_loop(slices)
 
-    def leave_void(self, slices: int) -> None:
+    def leave_void(self, slices: int, others_step: bool = False) -> None:
         for cadence in self._cadences:
             cadence.void += slices
+            cadence.missed |= others_step and cadence.every is None
 
     def _batches(self, position: int) -> int:
         """Of B samples, up to a position of the stream."""

@@ -64,6 +64,7 @@ from hetsync.sync.messages import (
     WentBack,
 )
 from hetsync.sync.milestones import ROLLBACK, Marks, Milestone, Milestones, Rests, Snapshots, no_marks
+from hetsync.sync.units import AverageUnits
 
 LEAST_TASKS_HELD = 2  # the one that a rank computes and the next, which it goes on with before it is given more
 EVENTS_KEPT = 40
@@ -99,6 +100,7 @@ class RoundStateMachine:
         self._membership = Membership(shares, version, settings)
         self.members: Mapping[int, RankState] = self._membership.members  # the live ranks
         self.tasks_held = LEAST_TASKS_HELD  # by each rank, where no evaluation is near
+        self.units = AverageUnits()  # a sample, as tasks are told
         self.staleness: Counter[int] = Counter()
         self.samples_by_rank: Counter[int] = Counter()
         self.snapshots = Snapshots(evaluations, ledger.applied)
@@ -145,6 +147,7 @@ class RoundStateMachine:
             self.rests.requested,
             tuple(sorted(self.staleness.items())),
             self._waits,
+            self.units.sums,
         )
 
     def resume(
@@ -169,6 +172,7 @@ class RoundStateMachine:
         """
         self._next_task = next_task
         self._pending_settings = standing.pending
+        self.units.sums = standing.units
         self.staleness = Counter(dict(standing.staleness))
         for rank, holding in holdings.items():
             self._resume_member(rank, holding)
@@ -516,6 +520,7 @@ class RoundStateMachine:
             synchronous_round=synchronous_round,
             round_samples=round_samples,
             share=member.share,
+            units=self.units.per_sample,
         )
         member.queued.append(TaskState(task))
         at_bound = member.activity is Activity.RESTING and not member.may_start_next(self.version)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from hetsync.data.ledger import Span
 from hetsync.errors import UserError
 from hetsync.sync.messages import Task
+from hetsync.sync.units import Count
 
 
 class TrainingClock:
@@ -66,8 +69,14 @@ class TaskInWork:
     collected: set[int] = field(default_factory=set)
     going_on: bool = False  # it computes on sums that it has waited for
     void: bool = False  # a rank has died, and no step is due any more
-    losses: list[tuple[torch.Tensor | float, int]] = field(default_factory=list)  # means, of so many samples
+    losses: list[tuple[int, torch.Tensor | float, int]] = field(default_factory=list)  # by slice: means, samples
     spoiled: list[Span] = field(default_factory=list)
+    told: int = 0  # backward calls of the job in the slice that is out
+    idle: int = 0  # those of them that had nothing to learn
+    skipped: bool = False  # the loop has left the slice that is out as it came
+    clips: list[Callable[[], object]] = field(default_factory=list)  # in that slice
+    weighted: int = 0  # those of them with a weight
+    units: list[Count] = field(default_factory=list)  # by weighted call, with the samples that had them
     synchronous: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,18 +85,37 @@ class TaskInWork:
     def open_slice(self, samples: int) -> None:
         self.slice_samples, self.out, self.last = samples, True, self.slices_left == 1
         self.stepped, self.collected = set(), set()
+        self.told = self.weighted = self.idle = 0
+        self.skipped, self.clips = False, []
 
     def add_loss(self, mean: torch.Tensor | float) -> None:
         """Of the slice that is out. UserError unless it is one number."""
-        self.losses.append((one_number(mean), self.slice_samples))
+        self.losses.append((self.slices_left, one_number(mean), self.slice_samples))
 
-    @property
-    def loss_sum(self) -> float:
-        """Waits for the device."""
-        total = 0.0
-        for mean, samples in self.losses:
-            total += float(mean) * samples
-        return total
+    def count_units(self, units: float) -> None:
+        """Of a weighted backward call in the slice that is out."""
+        place, self.weighted = self.weighted, self.weighted + 1
+        self._add_units(place, units)
+
+    def miss_units(self, calls: int) -> None:
+        """The slice that is out has made none of so many such calls, as it has nothing to learn."""
+        for place in range(calls):
+            self._add_units(place, 0.0)
+
+    def _add_units(self, place: int, units: float) -> None:
+        self.units += [(0.0, 0)] * (place + 1 - len(self.units))
+        before, samples = self.units[place]
+        self.units[place] = before + units, samples + self.slice_samples
+
+    def take_losses(self) -> tuple[float, int]:
+        """Their sum over samples, and the samples that are in it. What is no number is a mean over nothing. Waits for
+        the device."""
+        total, by_slice = 0.0, {}
+        for slice_left, mean, samples in self.losses:
+            if not math.isnan(loss := float(mean)):
+                total += loss * samples
+                by_slice[slice_left] = samples
+        return total, sum(by_slice.values())
 
 
 def one_number(loss: torch.Tensor | float) -> torch.Tensor | float:

@@ -334,11 +334,23 @@ class Job:
         work = self.session.tasks.work
         return self.session.applied if work is None else work.task.position
 
-    def backward(self, loss: torch.Tensor, *, reduction: Reduction | None = None, **options: Any) -> None:
-        """`loss.backward(**options)`, of the scaled loss where gradients are float16; the records keep it.
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: torch.Tensor | float | None = None,
+        reduction: Reduction | None = None,
+        **options: Any,
+    ) -> None:
+        """`loss.backward(**options)`, of the scaled loss where gradients are float16; the records keep it. Where
+        the loss needs no gradient, or is a mean over nothing, the batch counts nothing.
 
-        `reduction`: what the loss is over the batch. Gradients of a `"sum"` become those of a sum over all ranks'
-        samples of the batch. By default it is a mean, and what is plainly a sum is refused.
+        Args:
+            loss: Of this rank's batch.
+            weight: How many units it is a mean over, by which it counts among those of other ranks: labelled tokens,
+                entries that are not masked, the sum of class weights. By default those are the batch's samples.
+            reduction: What the loss is over the batch. Gradients of a `"sum"` become those of a sum over all ranks'
+                samples of the batch. By default it is a mean, and what is plainly a sum is refused.
         """
         if not isinstance(loss, torch.Tensor):
             raise UserError(
@@ -347,6 +359,11 @@ class Job:
         scaler = self._prepared.parts.scaler
         if scaler is not None and scaler.has_made(loss):
             raise UserError("job.backward got a loss that is scaled already: give the loss itself, which it scales")
+        if weight is not None and reduction == "sum":
+            raise UserError(
+                "job.backward got a weight, and reduction 'sum': a sum counts as what it is, so give a mean (the sum"
+                " divided by the weight) with the weight, or the sum alone"
+            )
         tasks = self.session.tasks
         match reduction:
             case None:
@@ -360,7 +377,11 @@ class Job:
         mean = loss.detach() / tasks.batch_samples if reduction == "sum" else loss.detach()
         # Where float16 overflows, that step is skipped: the records take the loss for 0.
         self.record_loss(mean.nan_to_num(0.0, 0.0, 0.0) if scaler is not None and scaler.is_enabled() else mean)
-        (loss if scaler is None else scaler.scale(loss)).backward(**options)
+        factor = tasks.tell_backward(loss, weight, is_sum=reduction == "sum")
+        scaled = loss if scaler is None else scaler.scale(loss)
+        if factor:
+            (scaled if factor == 1.0 else scaled * factor).backward(**options)
+            tasks.end_backward()
 
     def record_loss(self, loss: torch.Tensor) -> None:
         """What `backward` does beside its backward pass: the records keep this mean over the batch that is out. The
@@ -391,7 +412,9 @@ class Job:
                 return weights[0].new_zeros(()) if self.session.tasks.is_void else None
             if self._prepared.parts.scaler is not None:
                 self._prepared.parts.scaler.unscale_once(self._prepared.parts.optimizers[number])
-        return steps[numbers[0]].clip(weights, max_norm, **options)
+        clip = partial(steps[numbers[0]].clip, weights, max_norm, **options)
+        self.session.tasks.note_clip(clip)
+        return clip()
 
     def step(self, *things: Any) -> bool:
         """After the last backward: the steps of these optimizers (of all, where none is named), whose gradients are

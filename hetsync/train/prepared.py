@@ -94,7 +94,23 @@ class PreparedScaler:
                 "an optimizer was stepped twice on scaled gradients, whose scale is found anew once a batch: step it"
                 " once a batch"
             )
-        return self._collect(optimizer)
+        return self._collect(optimizer) and _has_gradients(optimizer)
+
+    def make_up(self, optimizers: Iterable[torch.optim.Optimizer], clip: Callable[[], None]) -> None:
+        """Their steps on gradients that are summed, where the loop has scaled no loss of the batch, as others' have."""
+        due = [optimizer for optimizer in optimizers if _has_gradients(optimizer)]
+        for optimizer in due:
+            self.scaler.scale(torch.zeros((), device=optimizer.param_groups[0]["params"][0].device))  # it has a device
+            self.scaler.unscale_(optimizer)
+        clip()
+        self._stepping = True
+        for optimizer in due:
+            self.scaler.step(optimizer)
+        for optimizer in due:
+            optimizer.zero_grad(set_to_none=True)
+        self._stepping = False
+        if due:
+            self.scaler.update()
 
     def check_step(self) -> None:
         """An optimizer steps. UserError where it does so by itself."""
@@ -130,6 +146,11 @@ class PreparedScaler:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scaler, name)
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """None, where no rank has had anything to learn: torch's scaler would fail."""
+    return any(weight.grad is not None for group in optimizer.param_groups for weight in group["params"])
 
 
 class TrainingLoader(InPlaceOfLoader):

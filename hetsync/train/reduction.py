@@ -1,4 +1,4 @@
-"""Whether a loss is a mean over its batch, or a sum.
+"""Whether a loss is a mean over its batch, or a sum; over how many units it is a mean.
 
 Ranks' slices differ in size, and their gradients are weighted by samples. That of a sum would count a slice of twice
 the samples four times.
@@ -6,6 +6,7 @@ the samples four times.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,18 @@ SUMMED, AVERAGED = 2, 1  # as autograd's nodes of losses keep the words "sum" an
 PASSED = ("AddBackward", "SubBackward", "NegBackward", "ToCopyBackward")  # what is made of a sum by these is one
 SCALED = ("MulBackward", "DivBackward")  # which may make a mean of a sum
 MOST_NODES = 200  # that are looked at: of more terms the graph does not tell
+
+
+def units_of(weight: torch.Tensor | float) -> float:
+    """A loop's `weight`, for which a device may be waited for. UserError for what is no number of units."""
+    one = not isinstance(weight, torch.Tensor) or weight.numel() == 1
+    units = float(weight) if one and isinstance(weight, torch.Tensor | int | float) else math.nan
+    if not 0 <= units < math.inf:
+        raise UserError(
+            f"job.backward got weight {weight!r}: give how many units the loss is a mean over (tokens, entries that are"
+            " not masked, the sum of class weights), a number of 0 or more"
+        )
+    return units
 
 
 def looks_summed(loss: torch.Tensor, samples: int) -> bool:

@@ -441,11 +441,17 @@ class Running:
 
     def check_steps(self) -> None:
         """Collective. UserError where batches have come, and nobody has stepped on any."""
-        told = self.plane.gather_objects((self.session.tasks.was_stepped, self.session.totals.samples))
-        if any(samples for _, samples in told) and not any(stepped for stepped, _ in told):
+        tasks = self.session.tasks
+        told = self.plane.gather_objects((self.session.totals.samples, tasks.was_stepped, tasks.has_learned))
+        samples, stepped, learned = map(sum, zip(*told, strict=True))
+        if samples and not stepped:
             raise UserError(
-                f"no optimizer has made a step on {sum(samples for _, samples in told)} samples: call job.step (or"
-                " optimizer.step) after backward"
+                f"no optimizer has made a step on {samples} samples: call job.step (or optimizer.step) after backward"
+            )
+        if samples and not learned:
+            raise UserError(
+                f"no loss of {samples} samples had anything to learn: each needed no gradient (as of a model under"
+                " torch.no_grad), or was a mean over a weight of 0 units: look at the model, and at labels and masks"
             )
 
     def rest(self, rest: AtRest, standing: Standing) -> None:

@@ -24,10 +24,11 @@ from hetsync.sync.rates import Rates
 from hetsync.sync.recovery import spans_of
 from hetsync.sync.steps import LocalSteps, Steps
 from hetsync.sync.undo import BeforeStep, Tensors
+from hetsync.sync.units import AverageUnits
 from hetsync.train.accounts import RankTotals, TaskInWork
 from hetsync.train.memory import SliceMemory
 from hetsync.train.prepared import PreparedScaler
-from hetsync.train.reduction import check_is_mean
+from hetsync.train.reduction import check_is_mean, units_of
 
 SCALE = "loss scale"
 LOSSES_CHECKED = 32  # of this rank
@@ -62,6 +63,7 @@ class TaskRunner:
     work: The task that is computed.
     left: The loop has ended; nobody computes slices, and optimizers step without it.
     was_stepped: Has the loop ever stepped an optimizer?
+    has_learned: Has it ever done so with a gradient of its own?
     """
 
     def __init__(
@@ -91,10 +93,16 @@ class TaskRunner:
         self.renew_tensors()
         self.work: TaskInWork | None = None
         self.left = False
-        self.was_stepped = False
+        self.was_stepped = self.has_learned = False
         self._adds_up = False  # has the loop left a task without a step?
         self._losses_to_check = LOSSES_CHECKED
         self._steps_some = False  # or without that of some optimizer?
+        self._tells = False  # does the loop tell its losses?
+        self._units = AverageUnits()  # of this rank, until tasks tell those of all
+        self._units_told: tuple[float, ...] = ()  # by the last task that knew
+        self._clips: Sequence[Callable[[], object]] = ()  # as the loop has clipped in the last slice that it stepped on
+        self._makes_up = False  # a step, where the loop has skipped a batch and those of others have not
+        self._spent: set[int] = set()  # optimizers that have stepped on the gradients that are there
         self._undo: list[BeforeStep] = []  # of steps of the task that others' steps follow
         self._scale_before: Mapping[str, Any] | None = None  # the first of these
         self._kept: Tensors | None = None  # what a task that does not count is not to change
@@ -135,6 +143,7 @@ class TaskRunner:
     def slices(self, task: Task) -> Iterator[Any]:
         work = self.work = TaskInWork(task, len(task.slices))
         self._undo, self._scale_before = [], None
+        self._units_told = task.units or self._units_told
         for steps in self.steps:
             steps.begin_task(task)
         batches = iter(self._loader.slices(task))
@@ -154,6 +163,8 @@ class TaskRunner:
                 return
             self._check_steps(work)
             if work.out:
+                if self._is_skipped(work):
+                    self._skip(work)
                 self.close_slice(work)
         self.finish(work)
 
@@ -207,11 +218,30 @@ class TaskRunner:
     def _check_steps(self, work: TaskInWork) -> None:
         """The loop has asked for the next batch."""
         if work.synchronous and len(work.task.slices) > 1 and len(work.collected) < len(self.steps):
+            if self._is_skipped(work):
+                return
             raise UserError(
                 f"a batch was not stepped on, and with sync.accumulation {len(work.task.slices)} at sync.delay_bound 0"
                 " gradients are added up over batches already: call step after each batch's backward, or set"
                 " sync.accumulation to 1 and add them up in the loop"
             )
+
+    def _is_skipped(self, work: TaskInWork) -> bool:
+        """Has the loop left the slice that is out as it came: no backward, no step?"""
+        if work.collected or work.told:
+            return False
+        if work.synchronous:
+            return not self._engine.arrived
+        return self._tells or all(weight.grad is None for steps in self.steps for weight in steps.weights)
+
+    def _skip(self, work: TaskInWork) -> None:
+        """It counts nothing. Gradients that were stepped on already, and that the loop sets to zero only before its
+        next backward, are no part of it."""
+        for number, steps in enumerate(self.steps):
+            steps.rates.leave_void(1, others_step=work.synchronous and work.slice_samples < work.task.round_samples)
+            if work.synchronous and number in self._spent:
+                steps.optimizer.zero_grad(set_to_none=True)
+        work.skipped = True
 
     def slice_out(self, what: str) -> TaskInWork:
         if self.work is None or not self.work.out:
@@ -270,11 +300,10 @@ class TaskRunner:
         return due
 
     def _check_gradients(self, number: int) -> None:
-        for group in self.steps[number].optimizer.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    return
-        raise UserError("step found no gradient: call loss.backward() on a loss of this model before it")
+        if any(weight.grad is not None for weight in self.steps[number].weights):
+            self.has_learned = True
+        elif not self.slice_out("step").idle:
+            raise UserError("step found no gradient: call loss.backward() on a loss of this model before it")
 
     def _leave_out(self, number: int, work: TaskInWork) -> None:
         """Gradients that are not finite: the optimizer steps over weights that have none, and its state stays good.
@@ -297,7 +326,7 @@ class TaskRunner:
 
     def _before(self, number: int) -> None:
         """The optimizer is about to step, whoever told it to."""
-        if self.left:
+        if self.left or self._makes_up:
             return
         work = self.slice_out("optimizer.step")
         self.was_stepped = True
@@ -315,7 +344,7 @@ class TaskRunner:
             self._undo.append(BeforeStep(self.steps[number].optimizer))
 
     def _after(self, number: int) -> None:
-        if not self.left:
+        if not self.left and not self._makes_up:
             self.slice_out("optimizer.step").stepped.add(number)
         else:  # no slice ends after it
             self.tensors.restore()
@@ -368,10 +397,56 @@ class TaskRunner:
 
     def add_loss(self, mean: torch.Tensor | float) -> None:
         """Of the slice that is out, for the records; several add up. UserError unless it is one number."""
+        self._tells = True
         self.slice_out("step").add_loss(mean)
+
+    def tell_backward(self, loss: torch.Tensor, weight: torch.Tensor | float | None, is_sum: bool) -> float:
+        """A backward pass of this loss is to come, a mean over `weight` units (None: over the slice's samples), or made
+        of a sum. What it is to be multiplied by; 0 where there is nothing to learn."""
+        work = self.slice_out("backward")
+        units = work.slice_samples if weight is None else units_of(weight)
+        work.told += 1
+        if not units or not loss.requires_grad:
+            units = 0.0
+            work.idle += 1
+        place = work.weighted
+        if weight is not None:
+            work.count_units(units)
+        if work.synchronous and units:
+            self._engine.tell_units(units, loss.detach(), is_sum)
+        delayed = weight is not None and not work.synchronous
+        return units and (units / self._expected_units(work, place, units) if delayed else 1.0)
+
+    def _expected_units(self, work: TaskInWork, place: int, units: float) -> float:
+        """Of as many samples as the slice that is out, on average: as all ranks know it, or, before any has told, as
+        this one does. A slice that is the whole batch has its own, as in one process."""
+        if work.slice_samples == self._batch_size:
+            return units
+        told = (*self._units_told[place : place + 1], 0.0)[0]
+        if not told:
+            own = AverageUnits()
+            own.sums = self._units.sums
+            own.add(work.units, self._batch_size)
+            told = own.per_sample[place]
+        return told * work.slice_samples
+
+    def end_backward(self) -> None:
+        """That pass is over: what others are to come are of means over the slice's samples."""
+        if self.slice_out("backward").synchronous:
+            self._engine.tell_units(None)
+
+    def note_clip(self, clip: Callable[[], object]) -> None:
+        """The loop has clipped the gradients of the slice that is out, as `clip` does."""
+        self.slice_out("clip_grad_norm_").clips.append(clip)
 
     def close_slice(self, work: TaskInWork) -> None:
         work.out = False
+        if not work.weighted and not work.told > work.idle:
+            work.miss_units(len(self._units_told))
+        if not work.skipped:
+            self._spent = set(work.stepped)
+        if work.stepped:
+            self._clips = work.clips
         work.slices_left -= 1
         self._check_tensors()
         if work.void:
@@ -397,7 +472,7 @@ class TaskRunner:
         self.work = None
         task = work.task
         samples = task.samples
-        if not self.left and task.slices:
+        if not self.left and task.slices and not work.skipped:
             self._adds_up |= not work.collected
             self._steps_some |= len(work.collected) < len(self.steps)
         if work.synchronous:
@@ -408,14 +483,16 @@ class TaskRunner:
                 if work.void:
                     self._drop(work)
                     return
-        seconds, loss_sum = self._device.take_seconds(), work.loss_sum
+        seconds, (loss_sum, told) = self._device.take_seconds(), work.take_losses()
+        lossless = samples - told if self._tells else 0
+        self._units.add(work.units, self._batch_size)
         if self._skips and not work.synchronous and not math.isfinite(loss_sum):
             work.spoiled += spans_of([task]) if not work.spoiled else []
         if work.spoiled:
             self._put_back()
             self._engine.leave_out(task, work.spoiled)
             return
-        self._engine.finish(task, seconds, loss_sum, self._local.lift(task))
+        self._engine.finish(task, seconds, loss_sum, self._local.lift(task), lossless, tuple(work.units))
         if self._engine.is_spoiled(task):
             self._check_whole()
             return
@@ -433,26 +510,47 @@ class TaskRunner:
             compute_seconds=round(seconds, 6),
             data_seconds=round(totals.data_seconds - self._data_before, 6),
             wait_seconds=round(waited - self._waited_before, 6),
-            loss=loss_sum / samples if samples else None,
+            loss=loss_sum / (samples - lossless) if samples > lossless else None,
         )
         self._data_before, self._waited_before = totals.data_seconds, waited
 
     def _finish_round(self, work: TaskInWork) -> None:
-        """The loop has left sums to be taken: it adds gradients up over slices, or it has been left."""
-        computed = bool(work.task.slices) and not self.left
-        samples = self._engine.reduce(work.task, scaled=self._scaled, computed=computed)
+        """The loop has left sums to be taken: it adds gradients up over slices, has skipped the task's last, or has
+        been left."""
+        computed = bool(work.task.slices) and not self.left and not work.skipped
+        whole = work.skipped and len(work.task.slices) > 1  # or what slices before it have brought would get no step
+        samples = self._engine.reduce(work.task, scaled=self._scaled, computed=computed, makes_up=whole)
         if self._engine.is_void:
             self._give_up(work)
             return
-        if not self.left or not samples or self._scaled:
-            return
-        self._device.begin_step()
-        left = [steps for number, steps in enumerate(self.steps) if number not in work.stepped]
-        for steps in left:
-            steps.step()
-        for steps in left:
-            steps.clear()
-        self._device.end_step()
+        all_due = self.left and samples and not self._scaled
+        left_out = [
+            steps
+            for number, steps in enumerate(self.steps)
+            if number not in work.stepped and (all_due or (not self.left and self._engine.is_stepped(number)))
+        ]
+        if left_out:
+            self._device.begin_step()
+            self._make_up(left_out)
+            self._device.end_step()
+            self._totals.loop_steps += not self.left
+
+    def _make_up(self, left_out: Sequence[Steps]) -> None:
+        """Steps that the loop has not made. Those that others' loops have made meanwhile it would have made alike."""
+        self._makes_up = True
+        if self._scaler is not None and self._scaled:
+            self._scaler.make_up([steps.optimizer for steps in left_out], self._clip)
+        else:
+            self._clip()
+            for steps in left_out:
+                steps.step()
+            for steps in left_out:
+                steps.clear()
+        self._makes_up = False
+
+    def _clip(self) -> None:
+        for clip in () if self.left else self._clips:
+            clip()
 
 
 def _tensors_of(*modules: torch.nn.Module) -> list[torch.Tensor]:

@@ -30,9 +30,9 @@ with hetsync.join(delay_bound={bound}, rebalance=False, progress=False, timeout_
 """
 
 SKIPS_ONE = """
+loss.backward()
 if number == 3 and job.rank == 1:
     continue
-loss.backward()
 optimizer.step()
 optimizer.zero_grad()
 """

@@ -56,7 +56,7 @@ class PlainJob:
     def autocast(self) -> Any:
         return contextlib.nullcontext() if self.dtype is None else torch.autocast("cpu", self.dtype)
 
-    def backward(self, loss: torch.Tensor, reduction: str = "mean") -> None:
+    def backward(self, loss: torch.Tensor, reduction: str = "mean", weight: Any = None) -> None:
         self.scaler.scale(loss).backward()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float) -> torch.Tensor:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hetsync.errors import UserError
 from hetsync.plane.wire import round_trip
-from hetsync.sync.gradients import Gradients, make_buckets
+from hetsync.sync.gradients import COUNTS, Gradients, make_buckets
 
 FEATURES = 6
 
@@ -343,7 +343,7 @@ def test_the_tail_holds_the_buffers_that_change():
     gradients = gradients_of(model)
     for sent in (2, 10):  # at first, whether they have changed; then running mean and variance
         backward(model, gradients, *batch(4), [4])
-        assert gradients.tail.flat.numel() == len(list(model.parameters())) + 4 + sent
+        assert gradients.tail.flat.numel() == len(list(model.parameters())) + COUNTS + sent
         allreduce([gradients], "int8")
         gradients.collect()
         model.zero_grad()

@@ -30,6 +30,7 @@ from torch.utils.data import (
 )
 
 import hetsync
+from hetsync.plane.local import LocalPlane
 from hetsync.train import workplace
 from hetsync.train.evaluation import EvaluationLoader, RankParts
 from hetsync.train.job import Job
@@ -755,3 +756,60 @@ def test_extra_state_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         script.prepare()
 
     assert "a model's state holds a dict (get_extra_state)" in sentence_of(capsys, lambda: train(prepare))
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_a_step_with_none_for_a_closure_is_torch_s_default(bound: int) -> None:
+    with hetsync.join(plane=LocalPlane(), delay_bound=bound, progress=False) as job:
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = job.prepare(model, optimizer)
+        before = model.weight.detach().clone()
+        for number, (rows,) in enumerate(job.loader(TensorDataset(torch.ones(64, 4)), 8, epochs=1)):
+            job.backward(model(rows).mean())
+            if number % 2:
+                optimizer.step(None)
+            else:
+                optimizer.step(closure=None)
+            optimizer.zero_grad()
+    assert torch.allclose(before - model.weight, torch.full((1, 4), 0.8))
+
+
+def learns_nothing(job: Any, model: torch.nn.Module, rows: torch.Tensor) -> None:
+    with torch.no_grad():
+        loss = model(rows).mean()
+    job.backward(loss)
+
+
+WRONG_BACKWARDS: dict[str, tuple[Callable[..., None], str]] = {
+    "no gradient ever": (learns_nothing, "no loss of 64 samples had anything to learn"),
+    "weight of nan": (lambda job, model, rows: job.backward(model(rows).mean(), weight=float("nan")), "weight nan"),
+    "weight below 0": (lambda job, model, rows: job.backward(model(rows).mean(), weight=-1), "weight -1"),
+    "weights": (lambda job, model, rows: job.backward(model(rows).mean(), weight=torch.ones(2)), "a number of 0 or"),
+    "weight of a sum": (
+        lambda job, model, rows: job.backward(model(rows).sum(), weight=3, reduction="sum"),
+        "got a weight, and reduction 'sum'",
+    ),
+    "a gradient that is not finite": (
+        lambda job, model, rows: job.backward((model(rows) * 0).log().mean()),
+        "became nan",
+    ),
+}
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+@pytest.mark.parametrize("case", WRONG_BACKWARDS)
+def test_backward_says_what_is_wrong(capsys: pytest.CaptureFixture[str], case: str, bound: int) -> None:
+    body, sentence = WRONG_BACKWARDS[case]
+
+    def script() -> None:
+        with hetsync.join(plane=LocalPlane(), delay_bound=bound, progress=False) as job:
+            model = torch.nn.Linear(4, 1)
+            job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for (rows,) in job.loader(TensorDataset(torch.ones(64, 4)), 8, epochs=1):
+                body(job, model, rows)
+                job.step()
+
+    with pytest.raises(SystemExit):
+        script()
+    assert sentence in capsys.readouterr().err
