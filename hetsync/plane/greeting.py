@@ -16,7 +16,7 @@ from typing import Any
 from hetsync.errors import CommonMistakeError, announce, brief
 from hetsync.plane.base import named, wait_limit
 from hetsync.threads import LivedSeconds
-from hetsync.version import __version__
+from hetsync.version import version_with_commit
 
 Hello = Mapping[str, Any]
 
@@ -64,7 +64,7 @@ def own_hello(settings: Mapping[str, Any] | None, mistake: str | None) -> dict[s
 
     return {
         **hello,
-        "hetsync": __version__,
+        "hetsync": version_with_commit(),
         "torch": torch.__version__.partition("+")[0],  # its builds for other devices belong together
         "python": ".".join(platform.python_version_tuple()[:2]),
         "settings": dict(settings),

@@ -54,7 +54,7 @@ def job(folder: Path, by: str, fault: str) -> Done:
 
 
 DIFFERENCES = [
-    ("hetsync.plane.greeting.__version__ = '0.0.9'", "has HetSync 0.0.9, but rank 0 on "),
+    ("hetsync.plane.greeting.version_with_commit = lambda: '0.0.9'", "has HetSync 0.0.9, but rank 0 on "),
     ("name = 'local'", "hetsync: rank 1: run.plane is local, but 3 ranks were started"),
     ("tolerate = False", "hetsync: fault.tolerate is False on rank 1, but True on rank 0: give all ranks the same"),
 ]
