@@ -26,6 +26,7 @@ from hetsync.sync.collectives import squared_norm
 from hetsync.sync.deltas import make_outer
 from hetsync.sync.fragments import FragmentedDeltas
 from hetsync.sync.gradients import Gradients
+from hetsync.sync.group_state import GroupState, averaged
 from hetsync.sync.messages import StartRound, Task
 from hetsync.sync.noise_scale import Addend, NoiseScale
 from hetsync.sync.optimizer_state import average_optimizer_state
@@ -235,7 +236,9 @@ class ReplicaLearner(Learner):
     def at_rest(self, samples: Mapping[int, int], applied: int, synchronous: bool) -> None:
         if not synchronous:
             optimizers = [replica.optimizer for replica in self._replicas.values()]
-            average_states(optimizers, [samples[rank] for rank in self._replicas])
+            used = [samples[rank] for rank in self._replicas]
+            average_states(optimizers, used)
+            average_groups([replica.steps.groups for replica in self._replicas.values()], used)
         for rank, replica in self._replicas.items():
             replica.random_state = self._seeded(rank, applied)
 
@@ -304,6 +307,16 @@ def sum_tails(tails: Sequence[Tail]) -> None:
         for tail in tails:
             tail.flat.copy_(total)
         more = all([tail.unpack() for tail in tails])
+
+
+def average_groups(groups: Sequence[GroupState], samples: Sequence[int]) -> None:
+    """`average_group_state` of all ranks in one process."""
+    names = set().union(*(each.own for each in groups))
+    for each in groups:
+        each.own = set(names)
+    mean = averaged([(each.told(), used) for each, used in zip(groups, samples, strict=True)])
+    for each in groups:
+        each.take(mean)
 
 
 def average_states(optimizers: Sequence[torch.optim.Optimizer], samples: Sequence[int]) -> None:

@@ -11,6 +11,7 @@ from hetsync.balance.gpu import gpu_name
 from hetsync.errors import complain
 from hetsync.plane.base import Plane
 from hetsync.sync.buffers import Change, Rule, merged, merged_at_rest
+from hetsync.sync.group_state import GroupState, Held
 from hetsync.sync.optimizer_state import set_state, state_by_place
 from hetsync.sync.reals import reals
 from hetsync.sync.sparse import dense_parts, equal, is_sparse
@@ -18,6 +19,7 @@ from hetsync.sync.sparse import dense_parts, equal, is_sparse
 # Processors of other instruction sets round an optimizer's step in the last bit, and some thousand steps on the same
 # sums of gradients add that up to a hundred-thousandth of a tensor's largest value.
 TOLERANCE = 1e-4
+GROUPS = "groups "  # begin the names of what optimizers hold beside the state of weights
 
 
 class AnchorMismatchError(RuntimeError):
@@ -49,11 +51,14 @@ class Agreement:
         model: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         averages: Sequence[torch.nn.Module] = (),
+        groups: Sequence[GroupState] = (),
     ) -> None:
+        """`groups`: of the optimizers."""
         self._plane = plane
         self._model = model
         self._optimizers = optimizers
         self._averages = averages
+        self.groups = groups
         self._counters: dict[str, torch.Tensor] = {}
         self._told = False
 
@@ -94,6 +99,8 @@ class Agreement:
         found = self._state()
         for state in self._optimizer_state().values():
             found |= state
+        for number, groups in enumerate(self.groups):
+            found |= {f"{GROUPS}{number} {name}": value for name, value in groups.values().items()}
         found |= {f"anchor.{place}": tensor for place, tensor in enumerate(anchor)}
         return found if outer is None else {**found, "outer": outer}
 
@@ -179,15 +186,27 @@ class Agreement:
         if any(everyones[place][1] == kind for place in odd):
             raise AnchorMismatchError(self._difference(values, odd, version))
         gives = self._plane.members[places[0]] == self._plane.rank
-        told = {name: value.cpu() for name, value in values.items()} if gives else None
-        theirs = self._plane.gather_objects(told)[places[0]]
-        assert theirs is not None
+        told = ({name: value.cpu() for name, value in values.items()}, self.held()) if gives else None
+        taken = self._plane.gather_objects(told)[places[0]]
+        assert taken is not None
+        theirs, held = taken
         self.adopt(values, theirs)
+        self.take_held(held)
+
+    def held(self) -> list[Held]:
+        """What optimizers hold beside the state of weights."""
+        return [groups.told() for groups in self.groups]
+
+    def take_held(self, held: Sequence[Held]) -> None:
+        for groups, theirs in zip(self.groups, held, strict=True):
+            groups.take(theirs)
 
     @torch.no_grad()
     def adopt(self, values: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
-        """Another rank's in place of these."""
+        """Another rank's in place of these; but for what `take_held` takes."""
         for name, value in theirs.items():
+            if name.startswith(GROUPS):
+                continue
             if name not in values:  # of an optimizer that has not stepped here
                 _, place, key = name.split(".", 2)
                 set_state(self._optimizers, int(place), key, value)
@@ -213,13 +232,15 @@ class Agreement:
     @torch.no_grad()
     def _take_over(self, values: Mapping[str, torch.Tensor], odd: list[int], version: int) -> None:
         first = self._plane.leads
-        theirs = self._plane.broadcast_object({name: v.cpu() for name, v in values.items()} if first else None)
+        told = ({name: value.cpu() for name, value in values.items()}, self.held()) if first else None
+        theirs, held = self._plane.broadcast_object(told)
         differences = self._plane.gather_objects(_greatest_difference(values, theirs))
         if max(differences) > TOLERANCE:
             raise AnchorMismatchError(f"{self._difference(values, odd, version)}, {_by_more(max(differences))}")
         for name, value in values.items():
-            if not equal(value.cpu(), theirs[name]):
+            if not name.startswith(GROUPS) and not equal(value.cpu(), theirs[name]):
                 value.copy_(theirs[name])
+        self.take_held(held)
         if first and not self._told:
             self._told = True
             members = self._plane.members
@@ -240,6 +261,8 @@ def _greatest_difference(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, 
         return float("inf")
     worst = 0.0
     for name, value in mine.items():
+        if value.shape != theirs[name].shape:
+            return float("inf")
         if is_sparse(value):
             worst = worst if equal(value.cpu(), theirs[name].cpu()) else float("inf")
         elif value.numel():

@@ -184,6 +184,18 @@ class Deltas:
         self._pending.empty = self._correction.empty = True
         self._dropped = False
 
+    @property
+    def holds_anchor(self) -> bool:
+        """At rest: are the local weights still the anchor's?"""
+        pairs = zip(self._anchor.tensors, self._local[: self._first_buffer], strict=False)
+        return all(bool((w == u).all()) for w, u in pairs)
+
+    @torch.no_grad()
+    def adopt_weights(self) -> None:
+        """At rest: w ← u, of the weights alone."""
+        count = self._first_buffer
+        torch._foreach_copy_(self._anchor.tensors[:count], self._local[:count])
+
     def open_task(self, slices: int, samples: int, batch: int) -> None:
         """A task of so many samples begins. P does not know of what is not finished."""
 

@@ -19,6 +19,7 @@ import torch
 from hetsync.data.ledger import Span
 from hetsync.plane.base import MembersLost, Plane, StalledError
 from hetsync.processes import Process
+from hetsync.sync.agreement import weights_sha256
 from hetsync.sync.communicator import Communicator
 from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Nesterov, Snapshot
@@ -552,6 +553,18 @@ class Engine:
         if self._shared.deltas is not None:
             with self._shared.order:
                 self._shared.deltas.adopt()
+
+    def changed_weights(self) -> str | None:
+        """At rest, in delayed mode: a digest of the weights, where they are not the anchor's any more."""
+        deltas = self._shared.deltas
+        return None if deltas is None or deltas.holds_anchor else weights_sha256(self._shared.weights)
+
+    def adopt_weights(self) -> None:
+        """At rest: they have been changed, on all ranks alike. Buffers are what rounds make of them."""
+        deltas = self._shared.deltas
+        if deltas is not None:
+            with self._shared.order:
+                deltas.adopt_weights()
 
     @property
     def anchor(self) -> list[torch.Tensor]:

@@ -294,6 +294,11 @@ class LoneDeltas:
     def adopt(self) -> None:
         """They are the anchor."""
 
+    holds_anchor = True  # whatever they are
+
+    def adopt_weights(self) -> None:
+        """They are the anchor."""
+
     def open_task(self, slices: int, samples: int, batch: int) -> None:
         whole = slices == 1 and samples == batch and not self._skips
         self._before = None if whole else [tensor.clone() for tensor in self._local]

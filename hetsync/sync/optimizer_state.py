@@ -88,7 +88,7 @@ def state_by_place(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, dic
     first = 0
     for optimizer in optimizers:
         state = optimizer.state_dict()
-        found |= {first + place: values for place, values in state["state"].items()}
+        found |= {first + place: values for place, values in state["state"].items() if isinstance(place, int)}
         first += sum(len(group["params"]) for group in state["param_groups"])
     return found
 

@@ -39,6 +39,14 @@ class PartedDeltas:
         for part in self.parts:
             part.adopt()
 
+    @property
+    def holds_anchor(self) -> bool:
+        return all([part.holds_anchor for part in self.parts])
+
+    def adopt_weights(self) -> None:
+        for part in self.parts:
+            part.adopt_weights()
+
     def open_task(self, slices: int, samples: int, batch: int) -> None:
         for part in self.parts:
             part.open_task(slices, samples, batch)

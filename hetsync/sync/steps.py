@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from hetsync.errors import UserError
+from hetsync.sync.group_state import GroupState
 from hetsync.sync.messages import Task
 from hetsync.sync.optimizers import ADAPTIVE
 from hetsync.sync.rates import Rates, rates_of, set_rates
@@ -89,7 +90,7 @@ class Steps:
       the second moment with it, and needs nothing.
 
     Drift and noise of the anchor are then the batch's. Between `start` and the next rest, nobody else may set the
-    optimizer's learning rates or decoupled decays: that would be lost, or count twice, and so is a UserError.
+    optimizer's learning rates or other settings: that would be lost, or a rank's own, and so is a UserError.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Steps:
         self._in_force = rates_of(optimizer)
         self.scheduled = list(self._in_force)  # learning rates of the task, as they are for a batch
         self._decays = [_decoupled_decay(optimizer, group) for group in optimizer.param_groups]
-        self._decays_in_force = list(self._decays)
+        self.groups = GroupState(optimizer)
 
         self._before, self._after = before, after
         self._depth = 0  # of steps that call those of their base class
@@ -133,6 +134,7 @@ class Steps:
     def _after_step(self, *_: Any) -> None:
         self._depth -= 1
         if not self._depth:
+            self.groups.note_step()
             self._after()
 
     @property
@@ -148,7 +150,7 @@ class Steps:
             self.rates.rebase(found)
         self._in_force = found
         self._decays = [_decoupled_decay(self.optimizer, group) for group in self.optimizer.param_groups]
-        self._decays_in_force = list(self._decays)
+        self.groups.settle()
 
     def begin_task(self, task: Task) -> None:
         """The steps from now on are this task's."""
@@ -160,31 +162,21 @@ class Steps:
         self._set_decays(self._noise)
 
     def _set_decays(self, noise: float) -> None:
-        if not self._adaptive:
-            return
-        self._decays_in_force = [None if decay is None else decay / noise for decay in self._decays]
-        for group, decay in zip(self.optimizer.param_groups, self._decays_in_force, strict=False):
+        for group, decay in zip(self.optimizer.param_groups, self._decays, strict=False):
             if decay is not None:
-                group["weight_decay"] = decay
+                group["weight_decay"] = decay / noise
+        self.groups.settle()
 
     def _check_rates(self) -> None:
-        """Nobody has set others; new groups are adopted."""
+        """Nobody has set others, nor another setting; new groups are adopted."""
         groups, found = self.optimizer.param_groups, rates_of(self.optimizer)
         for group, rate in zip(groups[len(self._in_force) :], found[len(self._in_force) :], strict=True):
             self.rates.adopt(rate)
             self._in_force.append(rate)
             self._decays.append(_decoupled_decay(self.optimizer, group))
-            self._decays_in_force.append(self._decays[-1])
         if found != self._in_force:
             self._refuse_rates(found)
-        if not self._adaptive:
-            return
-        decays = [_decoupled_decay(self.optimizer, group) for group in groups]
-        if decays != self._decays_in_force:
-            raise UserError(
-                f"the optimizer's weight decay was changed in the loop, from {self._decays_in_force} to {decays}, which"
-                " would be lost: keep it as it was when the loop began, or set it between epochs"
-            )
+        self.groups.check()
 
     def _refuse_rates(self, found: Sequence[float]) -> NoReturn:
         raise UserError(

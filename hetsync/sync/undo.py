@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from hetsync.sync.group_state import GroupState, kept, put, settings_of
 from hetsync.sync.sparse import dense_parts
 
 
@@ -31,17 +32,24 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class BeforeStep:
-    """What an optimizer's step is about to change: its weights and their state."""
+    """What an optimizer's step is about to change: its weights, their state, and what its groups hold."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._of_weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    def __init__(self, groups: GroupState) -> None:
+        self._groups, self._optimizer = groups, groups.optimizer
+        self._of_weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
         self._weights = Tensors(self._of_weights)
-        state = optimizer.state
+        state = self._optimizer.state
         self._state = {weight: copy.deepcopy(state[weight]) for weight in self._of_weights if weight in state}
+        self._settings = [kept(settings_of(group)) for group in self._optimizer.param_groups]
 
     def put_back(self) -> None:
         self._weights.put_back()
         for weight in self._of_weights:
             self._optimizer.state.pop(weight, None)
         self._optimizer.state.update(self._state)
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
+            for name in settings_of(group).keys() - settings.keys():
+                del group[name]
+            for name, value in settings.items():
+                put(group, name, value, self._optimizer)
+        self._groups.settle()

@@ -342,7 +342,8 @@ def restore(loaded: Loaded, model: torch.nn.Module, optimizers: Sequence[torch.o
             for place, values in loaded.optimizer.items()
             if 0 <= place - first < size
         }
-        optimizer.load_state_dict({"state": mine, "param_groups": state["param_groups"]})
+        others = {name: value for name, value in state["state"].items() if not isinstance(name, int)}
+        optimizer.load_state_dict({**state, "state": {**mine, **others}})
         first += size
 
 

@@ -11,12 +11,12 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from hetsync.errors import UserError
+from hetsync.sync.group_state import RATE, alike, beside, kept, put, put_beside, settings_of
 from hetsync.sync.rates import Rates, ScheduleRates, SchedulerRates, set_rates
 from hetsync.train.prepared import PreparedScaler, PreparedScheduler
 
 Factor = Callable[[int], float]
-
-SET_ON_THE_WAY = ("lr", "momentum", "betas", "weight_decay")  # of a parameter group, by schedulers and scripts
+MISSING = object()
 
 
 def constant(position: int) -> float:
@@ -111,8 +111,14 @@ class Parts:
         """The models as one, once all are there."""
         return self.models[0] if len(self.models) == 1 else torch.nn.ModuleList(self.models)
 
+    @cached_property
+    def _as_prepared(self) -> list[list[dict[str, Any]]]:
+        """Optimizers' groups, before a checkpoint is taken over."""
+        return [[kept(settings_of(group)) for group in optimizer.param_groups] for optimizer in self.optimizers]
+
     def make_rates(self, batch_size: int, epoch_samples: int | None) -> None:
         """What rules each optimizer's learning rates: its schedulers, a function of samples, or its owner."""
+        assert len(self._as_prepared) == len(self.optimizers)  # they are known from now on
         for number, optimizer in enumerate(self.optimizers):
             mine = [each for each in self.schedulers if each.scheduler.optimizer is optimizer]
             if mine and number in self.factors:
@@ -147,7 +153,8 @@ class Parts:
                 for place, weight in enumerate(self._weights)
                 if not weight.requires_grad and id(weight) not in frozen
             ],
-            "groups": [self._groups_of(optimizer) for optimizer in self.optimizers],
+            "groups": [self._groups(number) for number in range(len(self.optimizers))],
+            "beside": [beside(optimizer) for optimizer in self.optimizers],
             "schedulers": [rates.state_dict() if isinstance(rates, SchedulerRates) else None for rates in self.rates],
             "averages": [average.state_dict() for average in self.averages],
             "scaler": self.scaler.scaler.state_dict() if self.scaler is not None else None,
@@ -158,19 +165,31 @@ class Parts:
     def _weights(self) -> list[torch.nn.Parameter]:
         return list(torch.nn.ModuleList(self.models).parameters())
 
-    def _groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    def _weights_of(self, optimizer: torch.optim.Optimizer) -> list[list[int]]:
+        """By their places among all, in each group."""
         places = {weight: place for place, weight in enumerate(self._weights)}
-        return [
-            {
-                "weights": [places[weight] for weight in group["params"]],
-                "options": {name: as_plain(group[name]) for name in SET_ON_THE_WAY if name in group},
+        return [[places[weight] for weight in group["params"]] for group in optimizer.param_groups]
+
+    def _groups(self, number: int) -> list[dict[str, Any]]:
+        """Of an optimizer: the weights, the rate, and what else is not as it was prepared. The rest is the script's of
+        whoever goes on."""
+        optimizer, prepared = self.optimizers[number], self._as_prepared[number]
+        found = []
+        for place, (group, weights) in enumerate(zip(optimizer.param_groups, self._weights_of(optimizer), strict=True)):
+            before = prepared[place] if place < len(prepared) else None  # the script has added it on its way
+            options: dict[str, Any] = {
+                name: kept(value)
+                for name, value in settings_of(group).items()
+                if before is None or not alike(kept(value), before.get(name, MISSING))
             }
-            for group in optimizer.param_groups
-        ]
+            options[RATE] = as_plain(group[RATE])
+            found.append({"weights": weights, "options": options})
+        return found
 
     def restore_roles(self, state: Mapping[str, Any]) -> None:
         """What is trained by whom, before weights and optimizers' state come back: the script sets that on its way, in
         epochs that are not run again."""
+        assert len(self._as_prepared) == len(self.optimizers)  # without the groups that are added now
         with fitting():
             weights, frozen = self._weights, set(state["frozen"])
             for place, weight in enumerate(weights):
@@ -180,7 +199,7 @@ class Parts:
                 for group in groups[len(optimizer.param_groups) :]:
                     added = [weights[place] for place in group["weights"]]
                     optimizer.add_param_group({"params": added, **group["options"]})
-                if [mine["weights"] for mine in self._groups_of(optimizer)] != [each["weights"] for each in groups]:
+                if self._weights_of(optimizer) != [each["weights"] for each in groups]:
                     raise ValueError("an optimizer has other groups of weights")
 
     def freeze_again(self, state: Mapping[str, Any]) -> None:
@@ -193,6 +212,7 @@ class Parts:
     def restore(self, state: Mapping[str, Any], position: int) -> None:
         """As after so many samples. UserError where the state is not of parts like these."""
         with fitting():
+            self._restore_groups(state)
             self._restore_rates(state, position)
             for average, kept in zip(self.averages, state["averages"], strict=True):
                 average.load_state_dict(kept)
@@ -201,13 +221,19 @@ class Parts:
             for name, mine in self.registered.items():
                 mine.load_state_dict(state["registered"][name])
 
+    def _restore_groups(self, state: Mapping[str, Any]) -> None:
+        """What they held beside rates."""
+        for number, optimizer in enumerate(self.optimizers):
+            for group, saved in zip(optimizer.param_groups, state["groups"][number], strict=True):
+                for name, value in saved["options"].items():
+                    if name != RATE:
+                        put(group, name, value, optimizer)
+            put_beside(optimizer, state.get("beside", [{}] * len(self.optimizers))[number])  # older ones have none
+
     def _restore_rates(self, state: Mapping[str, Any], position: int) -> None:
         for number, (optimizer, rates) in enumerate(zip(self.optimizers, self.rates, strict=True)):
             if number in self.factors:  # those of today's recipe
                 continue
-            options = [kept["options"] for kept in state["groups"][number]]
-            for group, kept in zip(optimizer.param_groups, options, strict=True):
-                group |= {**kept, "lr": group["lr"]}  # which may be a tensor, and stays one
-            rates.rebase(set_rates(optimizer, [kept["lr"] for kept in options]))
+            rates.rebase(set_rates(optimizer, [saved["options"][RATE] for saved in state["groups"][number]]))
             if isinstance(rates, SchedulerRates) and state["schedulers"][number] is not None:
                 rates.load_state_dict(state["schedulers"][number], position)

@@ -33,6 +33,7 @@ from hetsync.plane.base import Plane
 from hetsync.replica.base import MicroBatches
 from hetsync.stop_signal import STATUSES, StopSignal
 from hetsync.sync.agreement import Agreement, weights_sha256
+from hetsync.sync.group_state import GroupState
 from hetsync.sync.messages import settings_of
 from hetsync.sync.milestones import CHECKPOINT, EPOCH, Milestones, marks_every, rests_for
 from hetsync.sync.optimizer_state import state_by_place
@@ -127,6 +128,7 @@ class PlannedJob:
         self._weights_sha256 = ""  # there, too
         self._unsaved = Trouble()
         self._agreement = Agreement(self.plane, self.model, [self.optimizer])
+        self._groups = GroupState(self.optimizer)
         self.saved = False
 
     # Making it.
@@ -319,6 +321,7 @@ class PlannedJob:
     def _gather(self) -> None:
         """The whole model on rank 0; its holders have each weight the same."""
         set_rates(self.optimizer, self.parts.rates[0].owners(self.books.applied))
+        self._groups.require_nothing_own()
         shared = {id(buffer) for buffer in shared_buffers(self.model)}
         held = {
             name: tensor

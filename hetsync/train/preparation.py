@@ -18,6 +18,7 @@ from hetsync.data.stream import Stream
 from hetsync.emulation.cluster import Cluster
 from hetsync.errors import UserError
 from hetsync.sync.buffers import Rule, saved_buffers, say
+from hetsync.sync.group_state import check_state_dict
 from hetsync.sync.optimizers import check_needs_no_closure
 from hetsync.sync.rates import check_scheduler
 from hetsync.train.evaluation import Combine, EvaluationLoader, RankParts, check_callable
@@ -87,6 +88,7 @@ class Preparation:
                 add(self.parts.models, unwrapped(thing, len(self.rank_parts.shares) > 1))
             case torch.optim.Optimizer():
                 check_needs_no_closure(thing, f"optimizer is a {type(thing).__name__}")
+                check_state_dict(thing)
                 add(self.parts.optimizers, thing)
             case LRScheduler():
                 check_scheduler(thing, self.parts.optimizers)

@@ -10,9 +10,12 @@ import torch
 from hetsync.plane.base import Plane
 from hetsync.sync.agreement import Agreement, weights_sha256
 from hetsync.sync.engine import Engine
+from hetsync.sync.group_state import GroupState, average_group_state
 from hetsync.sync.optimizer_state import average_optimizer_state, average_tensors
 from hetsync.sync.sparse import dense_parts
 from hetsync.sync.tail import saved_floats
+
+HELD = "held"  # by optimizers, beside the state of weights
 
 
 class CommonState:
@@ -25,13 +28,15 @@ class CommonState:
         optimizers: Sequence[torch.optim.Optimizer],
         averages: Sequence[torch.nn.Module],
         engine: Engine,
+        groups: Sequence[GroupState] = (),
     ) -> None:
+        """`groups`: of the optimizers."""
         self._plane = plane
         self._model = model
         self._optimizers = optimizers
         self._averages = averages
         self._engine = engine
-        self._agreement = Agreement(plane, model, optimizers, averages)
+        self._agreement = Agreement(plane, model, optimizers, averages, groups)
 
     @torch.no_grad()
     def share_first_weights(self, share: Callable[[Callable[[], Any]], Any]) -> None:
@@ -52,14 +57,16 @@ class CommonState:
         """Of a rank that joins: they are as all have them."""
         self._agreement.remember_counters()
 
-    def given(self) -> dict[str, torch.Tensor]:
+    def given(self) -> dict[str, Any]:
         """In synchronous mode: all that steps have made, for a rank that is behind."""
-        return {name: value.detach().cpu().clone() for name, value in self._agreement.values(None, ()).items()}
+        values = self._agreement.values(None, ())
+        return {**{name: value.detach().cpu().clone() for name, value in values.items()}, HELD: self._agreement.held()}
 
     def take(self, given: Mapping[str, Any]) -> None:
         values = self._agreement.values(None, ())
         known = {name: value for name, value in given.items() if name in values or name.startswith("optimizer.")}
         self._agreement.adopt(values, known)
+        self._agreement.take_held(given[HELD])
 
     def average(self, samples: int) -> None:
         """What ranks that stepped on their own keep for themselves: each counts by the samples that it has computed
@@ -67,6 +74,8 @@ class CommonState:
         gather, allreduce = self._plane.gather_objects, self._engine.allreduce
         for optimizer in self._optimizers:
             average_optimizer_state(optimizer, samples, gather, allreduce)
+        for groups in self._agreement.groups:
+            average_group_state(groups, samples, gather)
         for module in self._averages:
             self._average_module(module, samples)
 
@@ -96,6 +105,8 @@ class CommonState:
         the gradients. `samples`: those that this rank has computed since then. Raises AnchorMismatchError.
         """
         self._agreement.share_counters(samples)
+        for groups in self._agreement.groups:
+            groups.share_names(self._plane.gather_objects)
         values = self._agreement.values(velocity, self._engine.anchor)
         steps = self._plane.gather_objects(loop_steps)
         most, device = max(steps), next(self._model.parameters()).device

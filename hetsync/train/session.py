@@ -32,6 +32,8 @@ from hetsync.processes import Process, Stacks
 from hetsync.sync.coordinator import Coordinator, Deliver, Send, as_messages
 from hetsync.sync.deltas import Snapshot, make_outer
 from hetsync.sync.engine import Engine
+from hetsync.sync.group_state import Settings as OptimizerSettings
+from hetsync.sync.group_state import require_same_settings
 from hetsync.sync.lost_books import Tally
 from hetsync.sync.messages import (
     DrainRequested,
@@ -73,12 +75,14 @@ class AtRest:
 
 class Ready(NamedTuple):
     """What a rank tells before it goes on after a rest. `ending`: its loop has ended. `current`: it trains the same
-    tensors as before."""
+    tensors as before. `settings`: of each optimizer. `weights`: a digest, where the script has changed them."""
 
     rank: int
     ending: bool
     current: bool
     rates: list[list[float]]
+    settings: list[OptimizerSettings]
+    weights: str | None
     process: Process
 
 
@@ -148,7 +152,14 @@ class Session:
             memory=memory,
             skips=self._skips,
         )
-        self._common = CommonState(plane, self.model, self.optimizers, trained.averages, self.engine)
+        self._common = CommonState(
+            plane,
+            self.model,
+            self.optimizers,
+            trained.averages,
+            self.engine,
+            [steps.groups for steps in self.tasks.steps],
+        )
         self._stacks: Stacks | None = None  # once slices have begun
         self._snapshot_seconds = 0.0  # of training, when the newest snapshot was made
         self._under_way = False  # slices have begun, and the job has not come to its end
@@ -476,7 +487,15 @@ class Session:
         `ending` it."""
         assert self._stacks is not None
         rates = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
-        mine = Ready(self.plane.rank, ending, self.tasks.tensors.is_current(), rates, self._stacks.process)
+        mine = Ready(
+            self.plane.rank,
+            ending,
+            self.tasks.tensors.is_current(),
+            rates,
+            [steps.groups.settings() for steps in self.tasks.steps],
+            self.engine.changed_weights(),
+            self._stacks.process,
+        )
         told: list[Ready] = self.meet("the next batch or the end of training", mine)
         self._end_rest()
         if all(theirs.ending for theirs in told):
@@ -489,6 +508,8 @@ class Session:
                 f"learning rates are {', '.join(f'{theirs.rates} on rank {theirs.rank}' for theirs in told)}:"
                 " change them, or step their schedulers, on all ranks alike"
             )
+        require_same_settings({theirs.rank: theirs.settings for theirs in told})
+        self._take_over_weights({theirs.rank: theirs.weights for theirs in told})
         self.engine.processes = {theirs.rank: theirs.process for theirs in told}
         self.tasks.tensors.begin()
         for steps in self.tasks.steps:
@@ -496,6 +517,18 @@ class Session:
         self._seed_ranks()
         self._clock.start()
         return True
+
+    def _take_over_weights(self, weights: Mapping[int, str | None]) -> None:
+        """What the script has made of them at rest is what all go on from."""
+        first, *_ = members = self.plane.members
+        odd = [rank for rank in members if weights[rank] != weights[first]]
+        if odd:
+            raise UserError(
+                f"the weights were changed at rest, and ranks {odd} have others than rank {first} now: change them on"
+                " all ranks alike"
+            )
+        if weights[first] is not None:
+            self.engine.adopt_weights()
 
     def _end_rest(self) -> None:
         if self._rest_began is not None:

@@ -341,7 +341,7 @@ class TaskRunner:
         if work.synchronous and not work.void and number < len(self.steps) - 1 and self._engine.keeps_going:
             if self._scaler is not None and not self._undo:
                 self._scale_before = self._scaler.state_dict()
-            self._undo.append(BeforeStep(self.steps[number].optimizer))
+            self._undo.append(BeforeStep(self.steps[number].groups))
 
     def _after(self, number: int) -> None:
         if not self.left and not self._makes_up:

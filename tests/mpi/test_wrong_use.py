@@ -212,6 +212,36 @@ def test_a_rate_that_one_rank_changes_at_rest_is_named(plane: Plane, bound: int)
     job.session.release()
 
 
+@pytest.mark.parametrize("bound", [0, 4])
+def test_a_setting_that_one_rank_changes_at_rest_is_named(plane: Plane, bound: int) -> None:
+    odd = is_odd(plane)
+    job = make_job(plane, delay_bound=bound)
+    model, optimizer, loader = prepared(job, Net())
+
+    def act(epoch: int) -> None:
+        optimizer.param_groups[0]["weight_decay"] = 0.1  # all do
+        if odd:
+            optimizer.param_groups[0]["momentum"] = 0.5
+
+    with pytest.raises(UserError, match=r"momentum is 0 on rank 0 and 0\.5 on rank 1: change it on all ranks alike"):
+        train(job, act, loader, model, optimizer)
+    job.session.release()
+
+
+def test_weights_that_one_rank_changes_at_rest_are_named(plane: Plane) -> None:
+    odd = is_odd(plane)
+    job = make_job(plane, delay_bound=4)
+    model, optimizer, loader = prepared(job, Net())
+
+    def act(epoch: int) -> None:
+        for weight in model.parameters():
+            weight.data.clamp_(-0.1 if odd else -0.2, 0.1)
+
+    with pytest.raises(UserError, match=r"weights were changed at rest, and ranks \[1\] have others than rank 0"):
+        train(job, act, loader, model, optimizer)
+    job.session.release()
+
+
 def test_other_values_of_keep_best_are_named(plane: Plane, folder: Path) -> None:
     odd = is_odd(plane)
     job = make_job(plane, keep=True, dir=str(folder / "run"))

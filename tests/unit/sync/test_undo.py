@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hetsync.sync.group_state import GroupState
 from hetsync.sync.undo import BeforeStep, Tensors
 from hetsync.train.prepared import PreparedScaler
 
@@ -26,7 +27,7 @@ def test_a_step_that_is_put_back_leaves_no_trace(kind: type[torch.optim.Optimize
     for number in range(before):
         step(ours, of_ours, 1.0 + number)
         step(twin, of_twin, 1.0 + number)
-    kept = BeforeStep(of_ours)
+    kept = BeforeStep(GroupState(of_ours))
     step(ours, of_ours, 7.0)
     kept.put_back()
     for factor in (2.0, 3.0):

@@ -94,6 +94,11 @@ def irregular(script: Script, number: int, loss: torch.Tensor) -> None:
         script.each.step()
 
 
+def other_momentum(script: Script, number: int, loss: torch.Tensor) -> None:
+    ordinary(script, number, loss)
+    script.second.param_groups[0]["momentum"] = 0.1 * number
+
+
 def with_epoch(script: Script, number: int, loss: torch.Tensor) -> None:
     ordinary(script, number, loss)
     script.each.step(number / 8)
@@ -123,6 +128,7 @@ def reduced(script: Script, number: int, loss: torch.Tensor) -> None:
     [
         (with_closure, "the optimizer's step was given a closure"),
         (by_hand, "the optimizer's learning rate was changed in the loop, from [0.1] to [0.01]"),
+        (other_momentum, "the optimizer's momentum was changed in the loop, from 0.0 to 0.1, which each rank would do"),
         (unprepared, "step the scheduler that job.prepare returned"),
         (
             unprepared_given,
