@@ -99,6 +99,8 @@ class Asked(StopSignal):
         if self.caught is not None:
             listener()
 
+    def over(self) -> None: ...
+
 
 def recipe(folder: Path, optimizer: str = "sgd", clip: float | None = None, **run: Any) -> Config:
     run = {"dir": str(folder), "samples": SAMPLES, "checkpoint_every": EVERY, "profile_seconds": 0.1, **run}

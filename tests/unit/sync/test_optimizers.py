@@ -40,6 +40,7 @@ def test_the_bound_of_clipping_is_meant_for_the_batch(task: Task, gradient: floa
     weight.grad = torch.full_like(weight, gradient)
     steps.step()
     assert -weight.item() == pytest.approx(length, rel=1e-4)
+    steps.clear()
     assert weight.grad is None
 
 

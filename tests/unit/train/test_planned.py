@@ -41,6 +41,8 @@ class Unasked(StopSignal):
 
     def listen(self, listener: object) -> None: ...
 
+    def over(self) -> None: ...
+
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
