@@ -23,21 +23,18 @@ class SliceRule:
         least: Samples of a slice; fewer only where the batch, or a rank's memory, has no more.
         patience: A rank whose least slice lasts longer than so many slices of the others gets none, since they would
             wait for it: 1 where all wait in each round, D where they run ahead by D rounds.
+        in_step: A batch is what all compute at once. Else ranks' slices are their own.
     """
 
     least: int = 1
     patience: float = math.inf
+    in_step: bool = False
 
     @classmethod
     def of(cls, least: int, delay_bound: int | None, quorum: float) -> SliceRule:
         if delay_bound == 0 or quorum >= 1:
-            return cls(least, 1.0)
+            return cls(least, 1.0, in_step=True)
         return cls(least, math.inf if delay_bound is None else float(delay_bound))
-
-    @property
-    def in_step(self) -> bool:
-        """Is a batch what all compute at once? Else ranks' slices are their own."""
-        return self.patience <= 1
 
 
 ANY_SLICE = SliceRule()
@@ -347,7 +344,7 @@ def whole_parts(
         most = max(share, longest if cap is None else min(longest, cap)) if share >= least else share
         bounds.append((min(least, share, total), batches * most))
     times = [StepTime(0.0, 1 / max(1, share)) for share in shares.values()]
-    return dict(zip(shares, _allot(times, total, bounds, SliceRule(least, 1.0), {}), strict=True))
+    return dict(zip(shares, _allot(times, total, bounds, SliceRule(least, 1.0, in_step=True), {}), strict=True))
 
 
 def choose_shares(sync: SyncConfig, batch_size: int, ranks: Sequence[RankProfile]) -> tuple[int, ...]:
