@@ -265,7 +265,9 @@ class Coordinator:
         self._reconsider_from = self.machine.version + LEAST_OBSERVATIONS
         old = tuple(member.share for member in working.values())
         caps, pins = self.speeds.limits(ranks)
-        total = min(sum(old), self._most(caps, pins))  # a cap may have been found since
+        # Ranks without samples may be all that others have left, and a cap may have been found since.
+        wanted = max(sum(old), min(self._batch, self._most(caps, pins, self.machine.least_slice)))
+        total = min(wanted, self._most(caps, pins))
         new = rebalanced(old, self.speeds.times(ranks), total, caps, pins, rule=self._rule_of_slices)
         if new != old:
             if self._rule is not None:
@@ -303,9 +305,10 @@ class Coordinator:
         )
         return dict(zip(ranks, parts, strict=True))
 
-    def _most(self, caps: Sequence[int | None], pins: Mapping[int, int]) -> int:
-        """Samples of a slice that these ranks can take together."""
-        return sum(pins.get(place, self._batch if cap is None else cap) for place, cap in enumerate(caps))
+    def _most(self, caps: Sequence[int | None], pins: Mapping[int, int], each: int | None = None) -> int:
+        """Samples of a slice that these ranks can take together, `each` no more than so many unless pinned to them."""
+        limit = self._batch if each is None else each
+        return sum(pins.get(place, limit if cap is None else min(cap, limit)) for place, cap in enumerate(caps))
 
 
 def tasks_held(task_seconds: float, settings: Settings, ranks: int) -> int:

@@ -449,6 +449,18 @@ def test_the_others_take_over_a_withdrawn_ranks_samples_of_each_batch(caps, pins
     assert office.shares == expected
 
 
+@pytest.mark.parametrize("pins", [{}, {1: 2}])
+def test_ranks_that_had_no_samples_get_some_where_the_others_have_withdrawn(pins):
+    """They are more than the samples that those who are left had."""
+    office = Office((30, 2, 0, 0), Settings(2, 0.1))
+    office.coordinator.speeds.pins = pins
+    office.coordinator.handle([RankWithdrew(0)])
+    office.coordinator.speeds._settled = {0, 1, 2, 3}
+    office.coordinator._reconsider_from = 0
+    office.coordinator.handle([])
+    assert office.shares == [0, 2, 2, 2]
+
+
 def test_a_cap_that_is_found_after_a_take_over_ends_no_job():
     office = Office((20, 20, 20), Settings(0, 1.0))
     office.coordinator.handle([RankWithdrew(2)])
