@@ -14,6 +14,8 @@ from hetsync.balance.profile import RankProfile, StepTime
 from hetsync.config.schema import SyncConfig
 from hetsync.errors import UserError
 
+IN_STEP_PATIENCE = 4 / 3  # a rank is left out of batches where these are then a quarter shorter, or more
+
 
 @dataclass(frozen=True)
 class SliceRule:
@@ -22,7 +24,7 @@ class SliceRule:
     Args:
         least: Samples of a slice; fewer only where the batch, or a rank's memory, has no more.
         patience: A rank whose least slice lasts longer than so many slices of the others gets none, since they would
-            wait for it: 1 where all wait in each round, D where they run ahead by D rounds.
+            wait for it: IN_STEP_PATIENCE where all wait in each round, D where they run ahead by D rounds.
         in_step: A batch is what all compute at once. Else ranks' slices are their own.
     """
 
@@ -33,8 +35,8 @@ class SliceRule:
     @classmethod
     def of(cls, least: int, delay_bound: int | None, quorum: float) -> SliceRule:
         if delay_bound == 0 or quorum >= 1:
-            return cls(least, 1.0, in_step=True)
-        return cls(least, math.inf if delay_bound is None else float(delay_bound))
+            return cls(least, IN_STEP_PATIENCE, in_step=True)
+        return cls(least, math.inf if delay_bound is None else max(IN_STEP_PATIENCE, float(delay_bound)))
 
 
 ANY_SLICE = SliceRule()
@@ -59,10 +61,9 @@ def speed_shares(
     would wait for it. Where all wait in each round and the batch has no room for all ranks, the slowest get none;
     where ranks' slices are their own, shares then add up to more than `batch`. UserError where that cannot be done.
 
-    The shares are optimal: everything that ends by the best fractional finishing time is handed out first,
-    and each sample left over by rounding goes where it ends earliest (for times that grow with the share
-    this greedy rule is exact: Federgruen and Groenevelt 1986). Ties go to the smaller share, then the
-    lower rank.
+    Among the ranks that get some the shares are optimal: everything that ends by the best fractional finishing time is
+    handed out first, and each sample left over by rounding goes where it ends earliest (for times that grow with the
+    share this greedy rule is exact: Federgruen and Groenevelt 1986). Ties go to the smaller share, then the lower rank.
     """
     return _allot(times, batch, _bounds(len(times), batch, caps, pins or {}, rule), rule, pins or {})
 
@@ -73,8 +74,9 @@ def _allot(
     bounds: Sequence[tuple[int, int]],
     rule: SliceRule,
     pins: Mapping[int, int],
+    at_best: Sequence[StepTime] | None = None,
 ) -> tuple[int, ...]:
-    bounds, total = _room(times, batch, bounds, rule, pins)
+    bounds, total = _room(times, batch, bounds, rule, pins, at_best or times)
     deadlines = _Deadlines(times, bounds)
     shares = [int(share) for share in deadlines.shares(deadlines.latest(total))]
     heap = [(times[i].seconds(n + 1), n, i) for i, n in enumerate(shares) if n < bounds[i][1]]
@@ -115,9 +117,11 @@ def rebalanced(
     pins: Mapping[int, int] | None = None,
     least_gain: float = 0.05,
     rule: SliceRule = ANY_SLICE,
+    at_best: Sequence[StepTime] | None = None,
 ) -> tuple[int, ...]:
     """New shares where they shorten the predicted makespan by more than `least_gain` of it, else the old. A slice of
-    the rule's least may last for its patience.
+    the rule's least may last for its patience. A rank gets none only where it would be waited for even `at_best`: what
+    its times may be at least.
 
     Old shares that break the batch, a cap, a pin or the rule are always replaced: they may belong to another
     membership.
@@ -125,15 +129,15 @@ def rebalanced(
     pins = pins or {}
     bounds = _bounds(len(times), batch, caps, pins, rule)
     if len(shares) != len(times) or not _stand(shares, bounds, batch, pins, rule):
-        return _allot(times, batch, bounds, rule, pins)
+        return _allot(times, batch, bounds, rule, pins, at_best)
     free = _free(bounds, pins)
     if len(shares) == 1 or not free:
         return tuple(shares)
     soon = (1 - least_gain) * _pace(shares, times, bounds, rule)
-    paces = _Paces([times[rank] for rank in free], [bounds[rank] for rank in free], rule)
+    paces = _Paces(times, at_best or times, free, bounds, rule)
     if paces.shares(soon).sum() < batch - sum(pins.values()):  # none end by then: no need to look for the best
         return tuple(shares)
-    best = _allot(times, batch, bounds, rule, pins)
+    best = _allot(times, batch, bounds, rule, pins, at_best)
     return tuple(shares) if _pace(best, times, bounds, rule) >= soon else best
 
 
@@ -213,12 +217,22 @@ class _Deadlines:
 
 
 class _Paces(_Deadlines):
-    """The same, but in slices of the least samples, or none; such a slice is in time within the rule's patience."""
+    """The same of the ranks that are free, but in slices of the least samples, or none; such a slice is in time that at
+    best ends within the rule's patience."""
 
-    def __init__(self, times: Sequence[StepTime], bounds: Sequence[tuple[int, int]], rule: SliceRule) -> None:
-        super().__init__(times, [(0, most) for _, most in bounds])
-        self._low = np.array([low for low, _ in bounds], dtype=float)
+    def __init__(
+        self,
+        times: Sequence[StepTime],
+        at_best: Sequence[StepTime],
+        free: Sequence[int],
+        bounds: Sequence[tuple[int, int]],
+        rule: SliceRule,
+    ) -> None:
+        super().__init__([times[rank] for rank in free], [(0, bounds[rank][1]) for rank in free])
+        least = [bounds[rank][0] for rank in free]
+        self._low = np.array(least, dtype=float)
         self.least_seconds = self._fixed + self._each * self._low
+        self._at_best = np.array([at_best[rank].seconds(low) for rank, low in zip(free, least, strict=True)])
         self._patience = rule.patience
         self._quickest = float(self.least_seconds.min())  # nobody's slice is shorter
 
@@ -228,7 +242,7 @@ class _Paces(_Deadlines):
 
     def in_time(self, deadline: float) -> npt.NDArray[np.bool_]:
         """Whose least slices are, where others' take so long?"""
-        return self.least_seconds <= min(self._patience, 1e12) * max(self._quickest, deadline)
+        return self._at_best <= min(self._patience, 1e12) * max(self._quickest, deadline)
 
 
 def _room(
@@ -237,12 +251,13 @@ def _room(
     bounds: Sequence[tuple[int, int]],
     rule: SliceRule,
     pins: Mapping[int, int],
+    at_best: Sequence[StepTime],
 ) -> tuple[Sequence[tuple[int, int]], int]:
     """The bounds, at 0 where a rank is to get none; and what shares are to add up to."""
     free = _free(bounds, pins)
     room = batch - sum(pins.values())
     if rule.patience < math.inf and free:
-        paces = _Paces([times[rank] for rank in free], [bounds[rank] for rank in free], rule)
+        paces = _Paces(times, at_best, free, bounds, rule)
         order = np.argsort(paces.least_seconds, kind="stable")
         in_time = paces.in_time(paces.earliest(room))
         chosen, taken = set(pins), 0

@@ -21,20 +21,31 @@ SHIFT_LEAST = 0.1  # of the speed
 
 @dataclass
 class _Ratio:
-    """Seconds taken over seconds profiled, of one rank's tasks."""
+    """Seconds taken over seconds profiled, of one rank's tasks.
+
+    A newcomer's first are not enough to tell how fast it is at best.
+    """
 
     smoothed: float = 1.0
+    newcomer: bool = False
     seen: int = 0
     _deviation: float = 0.0  # mean absolute one
     _since_shift: int = 0
-    _last: deque[float] = field(default_factory=lambda: deque(maxlen=SHIFT_TASKS))
+    _last: deque[float] = field(default_factory=lambda: deque(maxlen=LEAST_OBSERVATIONS))
+
+    @property
+    def at_best(self) -> float:
+        """Of the last tasks."""
+        if self.newcomer and self.seen < LEAST_OBSERVATIONS:
+            return 0.0
+        return min([self.smoothed, *self._last])
 
     def observe(self, ratio: float) -> bool:
         """Take one in; True where the speed has changed for good, as it seems."""
         self.seen += 1
         self._last.append(ratio)
         if self._shifted():
-            self.smoothed, self._since_shift = statistics.mean(self._last), SHIFT_TASKS
+            self.smoothed, self._since_shift = statistics.mean(self._newest), SHIFT_TASKS
             return True
         self._since_shift += 1
         weight = max(SMOOTHING, 1 / self._since_shift)
@@ -46,7 +57,11 @@ class _Ratio:
         if self._since_shift < LEAST_OBSERVATIONS:
             return False
         usual = max(SHIFT_DEVIATIONS * self._deviation, SHIFT_LEAST * self.smoothed)
-        return min(self._last) > self.smoothed + usual or max(self._last) < self.smoothed - usual
+        return min(self._newest) > self.smoothed + usual or max(self._newest) < self.smoothed - usual
+
+    @property
+    def _newest(self) -> list[float]:
+        return list(self._last)[-SHIFT_TASKS:]
 
 
 @dataclass
@@ -79,12 +94,16 @@ class Speeds:
         self._settled.add(rank)
 
     def join(self, rank: int, profiled: StepTime, cap: int | None) -> None:
-        """Another process works in the rank's place. Until it is seen at work, what profiles are off by is taken to be
-        what it is with the others: where nothing was measured, that is all."""
+        """Another process works in the rank's place."""
         self.profiled[rank] = profiled
         self.caps = {**self.caps, rank: cap}
+        self.presume(rank, newcomer=True)
+
+    def presume(self, rank: int, newcomer: bool = False) -> None:
+        """Until the rank is seen at work, what its profile is off by is taken to be what it is with the others: where
+        nothing was measured, that is all."""
         seen = [ratio.smoothed for other, ratio in self._ratios.items() if other != rank and ratio.seen]
-        self._ratios[rank] = _Ratio(statistics.median(seen) if seen else 1.0)
+        self._ratios[rank] = _Ratio(statistics.median(seen) if seen else 1.0, newcomer)
         self._settled.discard(rank)
 
     def seen(self, rank: int) -> bool:
@@ -93,6 +112,10 @@ class Speeds:
 
     def times(self, ranks: Sequence[int]) -> list[StepTime]:
         return [self._scaled(self.profiled[rank], self._ratios[rank].smoothed) for rank in ranks]
+
+    def at_best(self, ranks: Sequence[int]) -> list[StepTime]:
+        """By each rank's quickest of its last tasks; a newcomer may be of any speed until it is seen often enough."""
+        return [self._scaled(self.profiled[rank], self._ratios[rank].at_best) for rank in ranks]
 
     def limits(self, ranks: Sequence[int]) -> tuple[list[int | None], dict[int, int]]:
         """Caps and pins of these ranks, by their places. A cap that was found while training limits a pin, too."""

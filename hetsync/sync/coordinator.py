@@ -268,7 +268,7 @@ class Coordinator:
         # Ranks without samples may be all that others have left, and a cap may have been found since.
         wanted = max(sum(old), min(self._batch, self._most(caps, pins, self.machine.least_slice)))
         total = min(wanted, self._most(caps, pins))
-        new = rebalanced(old, self.speeds.times(ranks), total, caps, pins, rule=self._rule_of_slices)
+        new = self._rebalanced(old, ranks, total, caps, pins)
         if new != old:
             if self._rule is not None:
                 self._rule.forget_promise()
@@ -281,7 +281,7 @@ class Coordinator:
             wait = LOOK_AGAIN_ROUNDS if self.speeds.seen(rank) else 0
             due, wait = self._looks.get(rank, (version + wait, LOOK_AGAIN_ROUNDS))
             if version >= due:
-                self.speeds.join(rank, self.speeds.profiled[rank], self.speeds.caps.get(rank))
+                self.speeds.presume(rank)
                 wait *= 2
                 due = version + wait
             self._looks[rank] = due, wait
@@ -300,10 +300,18 @@ class Coordinator:
         total = min(self._batch, self._most(caps, pins))
         if total <= sum(shares.values()) and not anyway:
             return shares
-        parts = rebalanced(
-            tuple(shares.values()), self.speeds.times(ranks), total, caps, pins, rule=self._rule_of_slices
-        )
-        return dict(zip(ranks, parts, strict=True))
+        return dict(zip(ranks, self._rebalanced(tuple(shares.values()), ranks, total, caps, pins), strict=True))
+
+    def _rebalanced(
+        self,
+        shares: Sequence[int],
+        ranks: Sequence[int],
+        total: int,
+        caps: Sequence[int | None],
+        pins: Mapping[int, int],
+    ) -> tuple[int, ...]:
+        times, at_best = self.speeds.times(ranks), self.speeds.at_best(ranks)
+        return rebalanced(shares, times, total, caps, pins, rule=self._rule_of_slices, at_best=at_best)
 
     def _most(self, caps: Sequence[int | None], pins: Mapping[int, int], each: int | None = None) -> int:
         """Samples of a slice that these ranks can take together, `each` no more than so many unless pinned to them."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hetsync.balance.profile import StepTime, fit
 from hetsync.balance.shares import (
+    IN_STEP_PATIENCE,
     SliceRule,
     equal_share_ceiling,
     equal_shares,
@@ -245,6 +246,37 @@ def test_no_split_in_step_into_such_slices_is_faster(problem, fixed):
     # Where there is no room for all whose least slices would be in time, those with the shortest of these remain.
     crowded = sum(time.seconds(min(least, batch)) <= best for time in times) * min(least, batch) > batch
     assert found <= best * (1 + 1e-12) or (fixed and crowded)
+
+
+@given(least_slices())
+def test_waiting_for_least_slices_in_step_makes_batches_a_third_longer_at_most(problem):
+    times, batch, least = problem
+    shortest = makespan(speed_shares(times, batch, rule=SliceRule(least, 1.0, in_step=True)), times)
+    shares = speed_shares(times, batch, rule=SliceRule.of(least, 0, 0.25))
+    assert makespan(shares, times) <= IN_STEP_PATIENCE * shortest * (1 + 1e-12)
+    if len(times) * least <= batch:
+        out = [time for n, time in zip(shares, times, strict=True) if not n]
+        assert all(time.seconds(least) > makespan(shares, times) * (1 - 1e-12) for time in out)
+
+
+@given(least_slices(), st.sampled_from([0, 4]), st.data())
+def test_who_may_be_quick_at_best_is_not_left_out(problem, bound, data):
+    times, batch, least = problem
+    rule, quick = SliceRule.of(least, bound, 0.25), data.draw(st.integers(0, len(times) - 1))
+    at_best = [StepTime(0.0, 0.0) if rank == quick else time for rank, time in enumerate(times)]
+    old = speed_shares(times, batch, rule=SliceRule(least))
+    if sum(old) == batch:
+        assert rebalanced(old, times, batch, rule=rule, at_best=at_best)[quick] or batch < least * len(times)
+
+
+def test_in_step_a_rank_is_left_out_for_a_large_gain_only():
+    rule = SliceRule.of(2, 0, 0.25)
+    quick, slow, slower = StepTime(0, 0.05), StepTime(0, 0.65), StepTime(0, 0.75)  # two samples: 1.3 s and 1.5 s
+    assert speed_shares([quick, quick, slow], 40, rule=rule) == (19, 19, 2)
+    assert speed_shares([quick, quick, slower], 40, rule=rule) == (20, 20, 0)
+    times = [quick, quick, slower]
+    assert rebalanced((19, 19, 2), times, 40, rule=rule) == (20, 20, 0)
+    assert rebalanced((19, 19, 2), times, 40, rule=rule, at_best=[quick, quick, slow]) == (19, 19, 2)
 
 
 @given(least_slices(), st.integers(1, 8))

@@ -43,6 +43,25 @@ def test_a_single_outlier_moves_a_settled_speed_by_a_tenth_of_it():
     assert watched.times([0])[0].seconds_per_sample == pytest.approx(1.1)
 
 
+def test_at_best_a_rank_is_as_quick_as_in_any_of_its_last_tasks():
+    watched = speeds(1.0)
+    assert watched.at_best([0]) == [StepTime(0, 1.0)]
+    for ratio in [50.0] * 20 + [2.0] + [50.0] * (LEAST_OBSERVATIONS - 1):
+        watched.observe(0, 10, 1, 10 * ratio)
+    assert watched.at_best([0]) == [StepTime(0, 2.0)]
+    watched.observe(0, 10, 1, 500.0)
+    assert watched.at_best([0])[0].seconds_per_sample > 40
+
+
+def test_a_newcomer_may_be_of_any_speed_until_it_was_seen_often_enough():
+    watched = speeds(1.0, 1.0)
+    watched.join(1, StepTime(0, 3.0), None)
+    for _ in range(LEAST_OBSERVATIONS):
+        assert watched.at_best([1]) == [StepTime(0, 0)]
+        watched.observe(1, 10, 1, 60.0)
+    assert watched.at_best([1]) == watched.times([1]) == [StepTime(0, 6.0)]
+
+
 def test_both_parts_of_a_step_time_scale_together():
     watched = speeds(0.5, fixed=2.0)
     watched.observe(0, 8, 2, 16.0)  # two slices of four: profiled 2·2 + 8·0.5 = 8 s

@@ -583,6 +583,22 @@ def test_one_more_rank_gets_its_part_of_the_batch():
     assert [member.share for member in office.coordinator.machine.members.values()] == [7, 6, 3]
 
 
+@pytest.mark.parametrize(("later", "works"), [(1.0, True), (500.0, False)])
+def test_nobody_idles_beside_a_quick_newcomer_for_having_been_slow(later, works):
+    """After slow tasks, of ranks that waited for the newcomer, their smoothed speeds are far off for long."""
+    office = Office(shares=(11, 11, 10), settings=Settings(0, 1.0))
+    speeds = office.coordinator.speeds
+    for ratio in [1.0] * 8 + [500.0] * 7 + [later] * LEAST_OBSERVATIONS:
+        for rank in (0, 1):
+            speeds.observe(rank, 11, 1, 11 * ratio)
+    speeds.join(2, StepTime(0.0, 1.0), None)
+    for _ in range(LEAST_OBSERVATIONS):
+        speeds.observe(2, 10, 1, 10.0)
+    office.coordinator._reconsider_from = 0
+    office.coordinator.handle([])
+    assert [share > 0 for share in office.shares] == [works, works, True]
+
+
 def test_who_tunes_k_and_d_leaves_what_a_rule_has_found_besides():
     office = Office(settings=Settings(4, 0.25, fragments=2), rule=rule_for(SyncConfig()))
     office.coordinator.settings = replace(office.coordinator.settings, grace=1, fragments=4)
