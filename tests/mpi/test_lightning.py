@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from training import Blobs, Net
+from training import NET_SEED, Blobs, Net
 
 from hetsync.data.loader import EpochOrder
 from hetsync.plane.base import Plane
@@ -95,7 +95,7 @@ def by_epochs(optimizer: torch.optim.Optimizer) -> Any:
 
 def plain(net: nn.Module, every: int, clip: float | None) -> None:
     """One process and nothing but PyTorch; the learning rate is halved every so many steps."""
-    data, order = Blobs(SAMPLES), EpochOrder(SAMPLES, seed=0)
+    data, order = Blobs(SAMPLES), EpochOrder(SAMPLES, NET_SEED)  # the script's seed is the strategy's
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, every, 0.5)
     for start in range(0, EPOCHS * SAMPLES, BATCH):

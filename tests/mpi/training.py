@@ -33,6 +33,7 @@ from hetsync.train.terms import Scorer, Terms
 SAMPLES = 192
 BATCH = 24
 SEED = 3
+NET_SEED = 5
 FEATURES, CLASSES = 6, 3
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -61,7 +62,7 @@ class Net(nn.Module):
 
     def __init__(self, batch_norm: bool = False, unused: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
-        torch.manual_seed(5)
+        torch.manual_seed(NET_SEED)
         norm = [nn.Unflatten(1, (8, 2)), nn.BatchNorm1d(8), nn.Flatten()] if batch_norm else []
         self.body = nn.Sequential(
             nn.Linear(FEATURES, 16), *norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, CLASSES)
