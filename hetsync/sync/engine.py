@@ -297,6 +297,11 @@ class Engine:
         """Synchronous mode: has the slice that is out brought any gradient?"""
         return self._gradients.arrived
 
+    @property
+    def clips_unknown(self) -> bool:
+        """Synchronous mode, once a stage's sums are in: is some rank to step that does not know how loops clip?"""
+        return self._gradients.clips_unknown
+
     def is_stepped(self, stage: int) -> bool:
         """Synchronous mode, once the stage's sums are in: does some rank step on them?"""
         return self._gradients.is_stepped(stage)
@@ -325,10 +330,12 @@ class Engine:
         scaled: bool = False,
         computed: bool = True,
         makes_up: bool = False,
+        clips_unknown: bool = False,
     ) -> int:
         """Synchronous mode, in the task's last slice: gradients up to this stage's, which the loop steps next, become
         the mean over the round's samples (None: all, and it steps none). What is `scaled` may be infinite. `computed`:
         has the loop had a slice of the task, and not skipped it? `makes_up`: its step is made in its place.
+        `clips_unknown`: it has yet to clip.
 
         Returns the number of samples: 0 where all have withdrawn, or the task is void, and there are no gradients.
         There are none, either, where the round is spoiled.
@@ -338,7 +345,7 @@ class Engine:
         if self.is_void:
             return 0
         last = len(gradients.stages) - 1
-        total = gradients.flush(task.samples, stage, scaled, computed, makes_up)
+        total = gradients.flush(task.samples, stage, scaled, computed, makes_up, clips_unknown)
         stage = last if stage is None else stage
         if not scaled and not math.isfinite(total):
             if not self._options.skips:

@@ -40,8 +40,8 @@ from hetsync.sync.units import TaskUnits
 SAMPLE_VALUES = 64
 ROUNDS_WATCHED = 2  # in which forward may initialise weights
 # Ranks whose losses are sums; units that gradients are means over, and those of them whose loss is a number; ranks that
-# step, that could and do not, whose gradients are not finite; samples.
-COUNTS = 7
+# step, that could and do not, that do not know how loops clip, whose gradients are not finite; samples.
+COUNTS = 8
 CHANGED = (
     "gradients were changed between backward and step (clipped, unscaled or set to zero), but with sync.delay_bound 0"
     " they are summed over ranks only then: clip by job.clip_grad_norm_ (or max_grad_norm of hetsync.join,"
@@ -259,6 +259,7 @@ class Gradients:
         self._taken: set[int] = set()  # stages whose gradients of this slice are in the buckets
         self._units = TaskUnits()
         self._stepped: set[int] = set()  # stages that some rank steps on, in this round
+        self.clips_unknown = False  # does some rank not know how loops clip, in this round?
         self._last_slice = False
         self._listening = False
         self._hooks = self._listen()
@@ -418,10 +419,12 @@ class Gradients:
         scaled: bool = False,
         computed: bool = True,
         makes_up: bool = False,
+        clips_unknown: bool = False,
     ) -> float:
         """In the last slice: release all stages up to this one, which the loop steps next (None: all, and it steps
         none), whose gradients have been taken. `computed`: has the loop had a slice of the task, and not
-        skipped it? `makes_up`: what slices before have brought is stepped on without the loop.
+        skipped it? `makes_up`: what slices before have brought is stepped on without the loop. `clips_unknown`: it has
+        yet to clip.
 
         Returns a sum over them. If it is not finite, nor are they, and the tail stays, so that the round cannot
         complete anywhere; unless they are `scaled`, whose infinities make all ranks skip the step, or the tail tells
@@ -449,7 +452,7 @@ class Gradients:
             if given:
                 given[self._rank] = samples
             units = self._units.given(place), self._units.counted(place)
-            counts = [*used, *given, self._units.sums, *units, steps, skips, spoiled, samples]
+            counts = [*used, *given, self._units.sums, *units, steps, skips, clips_unknown, spoiled, samples]
             stage.tail.counts.copy_(torch.tensor(counts))
             stage.tail.pack()
             self._flushed += 1
@@ -583,10 +586,11 @@ class Gradients:
         """
         samples = 0
         for stage in self.stages[self._collected : len(self.stages) if number is None else number + 1]:
-            *used, sums, given, units, step, skip, spoiled, count = stage.tail.counts.tolist()
+            *used, sums, given, units, step, skip, unknown, spoiled, count = stage.tail.counts.tolist()
             samples = int(count)
             divisor = count if sums else units or given
             self.spoiled |= spoiled > 0
+            self.clips_unknown |= unknown > 0
             if step and skip:
                 raise UserError(
                     f"the loops of {step:.0f} ranks step an optimizer and those of {skip:.0f} do not, with gradients of"
@@ -620,7 +624,7 @@ class Gradients:
         self._collected = 0
         self._units.clear()
         self._stepped.clear()
-        self.spoiled = False
+        self.spoiled = self.clips_unknown = False
         if not self._hooks:
             self._hooks = self._listen()
 

@@ -46,6 +46,8 @@ def total_of(tensors: Iterable[torch.Tensor]) -> float:
 
 
 class LoneGradients:
+    clips_unknown = False  # nobody makes a step in the place of others
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -175,6 +177,7 @@ class LoneGradients:
         scaled: bool = False,
         computed: bool = True,
         makes_up: bool = False,
+        clips_unknown: bool = False,
     ) -> float:
         """Returns something finite where all gradients up to this stage are."""
         self.samples = samples

@@ -100,7 +100,7 @@ class TaskRunner:
         self._tells = False  # does the loop tell its losses?
         self._units = AverageUnits()  # of this rank, until tasks tell those of all
         self._units_told: tuple[float, ...] = ()  # by the last task that knew
-        self._clips: Sequence[Callable[[], object]] = ()  # as the loop has clipped in the last slice that it stepped on
+        self._clips: Sequence[Callable[[], object]] | None = None  # as the loop has clipped when it made its last step
         self._makes_up = False  # a step, where the loop has skipped a batch and those of others have not
         self._spent: set[int] = set()  # optimizers that have stepped on the gradients that are there
         self._undo: list[BeforeStep] = []  # of steps of the task that others' steps follow
@@ -437,6 +437,12 @@ class TaskRunner:
 
     def note_clip(self, clip: Callable[[], object]) -> None:
         """The loop has clipped the gradients of the slice that is out, as `clip` does."""
+        if self._engine.clips_unknown:
+            raise UserError(
+                "job.clip_grad_norm_ was called in a batch that another rank has skipped before it had ever clipped, so"
+                " it cannot make the same step: with sync.delay_bound 0 skip none of the first, but call"
+                " job.backward(loss, weight=0), clip and step"
+            )
         self.slice_out("clip_grad_norm_").clips.append(clip)
 
     def close_slice(self, work: TaskInWork) -> None:
@@ -445,7 +451,7 @@ class TaskRunner:
             work.miss_units(len(self._units_told))
         if not work.skipped:
             self._spent = set(work.stepped)
-        if work.stepped:
+        if work.stepped and (work.last or not work.synchronous):
             self._clips = work.clips
         work.slices_left -= 1
         self._check_tensors()
@@ -519,7 +525,8 @@ class TaskRunner:
         been left."""
         computed = bool(work.task.slices) and not self.left and not work.skipped
         whole = work.skipped and len(work.task.slices) > 1  # or what slices before it have brought would get no step
-        samples = self._engine.reduce(work.task, scaled=self._scaled, computed=computed, makes_up=whole)
+        unknown = work.skipped and self._clips is None
+        samples = self._engine.reduce(work.task, None, self._scaled, computed, whole, unknown)
         if self._engine.is_void:
             self._give_up(work)
             return
@@ -549,7 +556,7 @@ class TaskRunner:
         self._makes_up = False
 
     def _clip(self) -> None:
-        for clip in () if self.left else self._clips:
+        for clip in () if self.left else self._clips or ():
             clip()
 
 

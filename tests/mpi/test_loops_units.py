@@ -31,6 +31,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
 from training import CLASSES, Blobs, Net, loss_on_all
 
+from hetsync.errors import UserError
 from hetsync.plane.base import Plane
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
@@ -134,6 +135,16 @@ def skipping_clipped(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> 
         clipped(loop, points, labels)
 
 
+def skipping_by_hand(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    """With K = 2 steps that are not due, and clip nothing, come between."""
+    loss, count = over_labelled(loop, points, labels)
+    if count or not loop.number:
+        loop.job.backward(loss, weight=count)
+        loop.job.clip_grad_norm_(loop.model.parameters(), 0.3)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
 def skipping_plain(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
     """Slices are skipped whole, and the others count by their samples: what one process makes of the rest."""
     rest = torch.arange(len(points)) if loop.job.rank == 0 else torch.arange(0)
@@ -160,6 +171,7 @@ ROWS = {
     "skipping": Row(body=skipping),
     "skipping, K = 2": Row(body=skipping, accumulation=2, falls_to=0.9),
     "skipping, clipped": Row(body=skipping_clipped, falls_to=0.7),
+    "skipping, clipped, steps by hand, K = 2": Row(body=skipping_by_hand, accumulation=2, falls_to=0.9),
     "skipping, own scaler": Row(body=skipping_scaled, scaler=True),
 }
 EACH = pytest.mark.parametrize("name", ROWS)
@@ -221,6 +233,26 @@ def test_a_slice_with_nothing_to_learn_is_not_in_the_mean(plane: Plane, body: Bo
     in_a_job(plane, Row(body=noted, optimizer=lambda model: SGD(model.parameters(), lr=0.1)), 0)
     assert all(off < 1e-5 for off in steps)
     assert len(steps) > 3 or plane.size != 2 or plane.rank != 1
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_a_rank_that_skips_before_it_has_clipped_cannot_step_alike(plane: Plane, bound: int) -> None:
+    refused: list[str] = []
+
+    def body(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+        if loop.number == 0 and plane.rank == 1:
+            return
+        loop.job.backward(cross_entropy(loop.model(points), labels))
+        try:
+            loop.job.clip_grad_norm_(loop.model.parameters(), 0.3)
+        except UserError as mistake:
+            refused.append(str(mistake))
+        loop.job.step()
+
+    in_a_job(plane, Row(body=body), bound)
+    alike = bound > 0 or plane.size == 1 or plane.rank == 1
+    assert len(refused) == (0 if alike else 1)
+    assert all("has skipped before it had ever clipped" in each for each in refused)
 
 
 def scheduled(job: Any, seen: Seen) -> Result:

@@ -107,7 +107,7 @@ def test_a_task_that_is_given_up_leaves_no_units_behind():
         else:
             gradients.close_slice()
             gradients.flush(4)
-            assert gradients.tail.counts[-6:-4].tolist() == [3.0, 3.0]
+            assert gradients.tail.counts[-7:-5].tolist() == [3.0, 3.0]
 
 
 def moved_in_place(model):
