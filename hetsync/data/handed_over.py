@@ -7,15 +7,18 @@ import math
 import multiprocessing
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
+    WeightedRandomSampler,
     default_collate,
 )
 
@@ -52,11 +55,14 @@ def shuffles(loader: DataLoader[Any]) -> bool:
             " job.loader, with costs= where samples differ in length"
         )
     sampler: Any = loader.sampler
-    if _iterates_as(sampler, RandomSampler):
-        if sampler.replacement or sampler.num_samples != len(loader.dataset):  # type: ignore[arg-type]
+    if _iterates_as(sampler, RandomSampler) or _iterates_as(sampler, WeightedRandomSampler):
+        weighted, samples = isinstance(sampler, WeightedRandomSampler), len(loader.dataset)  # type: ignore[arg-type]
+        if sampler.num_samples != samples or (weighted and not sampler.replacement):
+            how = "with" if sampler.replacement else "without"
             raise UserError(
-                "the DataLoader's RandomSampler draws with replacement, or not each sample: HetSync uses each sample"
-                " once an epoch; give the data set itself to job.loader"
+                f"the DataLoader's {type(sampler).__name__} draws {sampler.num_samples} of {samples} samples {how}"
+                " replacement, but HetSync draws as many as there are in an epoch, each once or by weights with"
+                " replacement: give the data set itself to job.loader, with weights= where they differ"
             )
         return True
     if _iterates_as(sampler, SequentialSampler):
@@ -65,11 +71,48 @@ def shuffles(loader: DataLoader[Any]) -> bool:
         "DistributedSampler": "leave it out, and give shuffle=True",
         "SubsetRandomSampler": "give a torch.utils.data.Subset and shuffle=True",
     }
-    remedy = remedies.get(type(sampler).__name__, "give a data set that holds what is to be drawn, and shuffle=True")
+    remedy = remedies.get(
+        type(sampler).__name__,
+        "give a data set that holds what is to be drawn, and shuffle=True, or give job.loader weights=",
+    )
     raise UserError(
         f"the DataLoader has a {type(sampler).__name__}, but the order of samples is HetSync's, one pass an epoch over"
         f" all ranks: {remedy}"
     )
+
+
+def _weights_of(loader: DataLoader[Any]) -> Any:
+    """By which it draws with replacement; None where it takes each sample once."""
+    sampler = loader.sampler
+    if isinstance(sampler, WeightedRandomSampler):
+        return sampler.weights
+    with_replacement = isinstance(sampler, RandomSampler) and sampler.replacement
+    return torch.ones(len(loader.dataset)) if with_replacement else None  # type: ignore[arg-type]
+
+
+def _checked_weights(weights: Any, samples: int) -> torch.Tensor | None:
+    """UserError where samples cannot be drawn by them."""
+    if weights is None:
+        return None
+    try:
+        found = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach().clone()
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(
+            f"weights is a {type(weights).__name__} that does not hold plain numbers: give a tensor, array or list with"
+            " one for each sample"
+        ) from None
+    if found.shape != (samples,):
+        raise UserError(
+            f"weights has the shape {tuple(found.shape)}, but there are {samples} training samples: give one for each,"
+            " such as weights_of_classes[labels]"
+        )
+    wrong = ~(found.isfinite() & (found >= 0))
+    if wrong.any():
+        place = int(wrong.nonzero()[0])
+        raise UserError(f"weights has {found[place]:g} for sample {place}: give finite numbers, 0 or more")
+    if not 0 < (total := found.sum()) < math.inf:
+        raise UserError(f"weights add up to {total:g}: give one that is above 0, and a sum that is finite")
+    return found
 
 
 def _iterates_as(thing: Any, kind: type[Any]) -> bool:
@@ -90,6 +133,11 @@ def _check_class(loader: DataLoader[Any]) -> None:
 def check_test_loader(loader: DataLoader[Any]) -> None:
     """UserError where an evaluation cannot do as it says."""
     shuffles(loader)  # or its order is one that HetSync's cannot stand for
+    if _weights_of(loader) is not None:
+        raise UserError(
+            f"the DataLoader of test data has a {type(loader.sampler).__name__} that draws with replacement, but"
+            " HetSync evaluates each sample once: leave it out"
+        )
     if loader.drop_last:
         raise UserError(
             "the DataLoader of test data has drop_last=True, but HetSync evaluates all samples: leave it out (training"
@@ -104,19 +152,21 @@ def source_of(
     workers: int | None,
     costs: Sequence[float] | None,
     samples: int | None = None,
+    weights: Any = None,
 ) -> tuple[Source, int]:
     """Where training samples come from, and B, from a data set or from a loader. Arguments go before what a loader has.
     `samples`: of an iterable data set, how many to read."""
     if workers is not None and (not isinstance(workers, int) or workers < 0):
         raise UserError(f"job.loader got {workers} workers: give a whole number, 0 or more")
     if is_stream(data.dataset if isinstance(data, DataLoader) else data):
-        return _stream_source(data, batch_size, collate, workers, costs, samples)
+        return _stream_source(data, batch_size, collate, workers, {"costs": costs, "weights": weights}, samples)
     if not isinstance(data, DataLoader):
         check_dataset(data)
         if batch_size is None:
             raise UserError("job.loader needs a batch_size, in samples of all ranks together")
         _check_batch(batch_size, len(data))
-        return Source(data, collate, costs, workers or 0), batch_size
+        drawn = _checked_weights(weights, len(data))
+        return Source(data, collate, costs, workers or 0, weights=drawn), batch_size
     shuffle = shuffles(data)
     check_dataset(data.dataset)
     samples = len(data.dataset)  # type: ignore[arg-type]
@@ -124,14 +174,16 @@ def source_of(
     assert batch_size is not None
     _check_batch(batch_size, samples)
     _check_options(data)
+    drawn = _checked_weights(_weights_of(data) if weights is None else weights, samples)
     return (
         Source(
             data.dataset,
             collate_of(data) if collate is None else collate,
             costs,
             data.num_workers if workers is None else workers,
-            shuffle,
+            shuffle or drawn is not None,
             samples // batch_size * batch_size if data.drop_last else None,
+            drawn,
         ),
         batch_size,
     )
@@ -153,7 +205,7 @@ def _stream_source(
     batch_size: int | None,
     collate: Collate | None,
     workers: int | None,
-    costs: Sequence[float] | None,
+    figures: Mapping[str, Any],
     samples: int | None,
 ) -> tuple[Source, int]:
     drop_last = False
@@ -173,9 +225,9 @@ def _stream_source(
         )
     if not isinstance(samples, int) or samples < 1:
         raise UserError(f"samples is {samples}: give a whole number of samples, 1 or more")
-    if costs is not None:
+    for name in (name for name, given in figures.items() if given is not None):
         raise UserError(
-            f"job.loader got costs with a {kind}, whose samples come in an order of their own: leave costs out"
+            f"job.loader got {name} with a {kind}, whose samples come in an order of their own: leave {name} out"
         )
     if batch_size is None:
         raise UserError("job.loader needs a batch_size, in samples of all ranks together")
@@ -205,7 +257,7 @@ class InPlaceOfLoader(ABC):
     def shuffle(self) -> bool: ...
 
     @property
-    def sampler(self) -> RandomSampler | SequentialSampler:
+    def sampler(self) -> Sampler[int]:
         return RandomSampler(self.dataset) if self.shuffle else SequentialSampler(self.dataset)
 
     @property

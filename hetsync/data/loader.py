@@ -29,7 +29,7 @@ LOOK_SECONDS = 0.5  # from one look at how long a batch has been waited for to t
 
 
 class EpochOrder:
-    """The seeded permutation of every epoch; the same on all ranks and at every world size.
+    """The seeded order of every epoch, a permutation or draws by weights; the same on all ranks, however many.
 
     Where samples differ in cost, neighbours are chosen so that any run of n samples costs about n times the
     mean, and slices cut anywhere are balanced: within blocks of the shuffled epoch, the sample at stream
@@ -38,10 +38,11 @@ class EpochOrder:
 
     Args:
         samples: Samples of an epoch.
-        seed: Of the permutations.
+        seed: Of the orders.
         costs: Of every sample, or None where they are alike.
         shuffle: False takes samples in their own order.
         used: Samples of an epoch that are used, another choice each; None uses all.
+        weights: Of every sample, by which an epoch draws as many with replacement; None takes each once.
     """
 
     BLOCK = 512
@@ -53,6 +54,7 @@ class EpochOrder:
         costs: Sequence[float] | None = None,
         shuffle: bool = True,
         used: int | None = None,
+        weights: torch.Tensor | None = None,
     ) -> None:
         self._all = samples
         self._samples = used or samples
@@ -60,7 +62,11 @@ class EpochOrder:
         self._in_own_order = not shuffle and costs is None  # that of a long stream would not fit in memory
         self._seed = seed
         self._costs = None if costs is None else torch.as_tensor(costs, dtype=torch.float64)
-        self._permutations: dict[int, torch.Tensor] = {}
+        self._up_to: torch.Tensor | None = None  # each sample, the fraction of all weights; the last has 1
+        if weights is not None:
+            sums = weights.cumsum(0)
+            self._up_to = sums / sums[-1]
+        self._orders: dict[int, torch.Tensor] = {}
 
     def indices(self, spans: Iterable[Span]) -> list[int]:
         """Indices into the data set at some positions of the stream."""
@@ -72,35 +78,40 @@ class EpochOrder:
                 if self._in_own_order:
                     out += range(offset, offset + count)
                 else:
-                    out += self._permutation(epoch)[offset : offset + count].tolist()
+                    out += self._order(epoch)[offset : offset + count].tolist()
                 start += count
         return out
 
     def knows(self, spans: Iterable[Span]) -> bool:
-        """Do their indices take no time? The permutation of a large epoch takes a second."""
+        """Do their indices take no time? The order of a large epoch takes a second."""
         if self._in_own_order:
             return True
-        known = self._permutations
+        known = self._orders
         for start, stop in spans:
             if (stop - 1) // self._samples not in known or start // self._samples not in known:
                 return False
         return True
 
-    def _permutation(self, epoch: int) -> torch.Tensor:
-        if epoch not in self._permutations:
-            generator = torch.Generator().manual_seed(((self._seed << 20) + epoch) % 2**64)
-            shuffled = torch.randperm(self._all, generator=generator) if self._shuffle else torch.arange(self._all)
-            self._permutations = {e: p for e, p in self._permutations.items() if e >= epoch - 1}
-            self._permutations[epoch] = shuffled if self._costs is None else self._balanced(shuffled, epoch)
-        return self._permutations[epoch]
+    def _order(self, epoch: int) -> torch.Tensor:
+        if epoch not in self._orders:
+            drawn = self._drawn(torch.Generator().manual_seed(((self._seed << 20) + epoch) % 2**64))
+            self._orders = {e: order for e, order in self._orders.items() if e >= epoch - 1}
+            self._orders[epoch] = drawn if self._costs is None else self._balanced(drawn, epoch)
+        return self._orders[epoch]
 
-    def _balanced(self, shuffled: torch.Tensor, epoch: int) -> torch.Tensor:
+    def _drawn(self, generator: torch.Generator) -> torch.Tensor:
+        if self._up_to is not None:  # torch.multinomial takes no more than 2**24 weights
+            uniform = torch.rand(self._all, dtype=torch.float64, generator=generator)
+            return torch.searchsorted(self._up_to, uniform, right=True)
+        return torch.randperm(self._all, generator=generator) if self._shuffle else torch.arange(self._all)
+
+    def _balanced(self, drawn: torch.Tensor, epoch: int) -> torch.Tensor:
         assert self._costs is not None
         golden = (5**0.5 - 1) / 2
         first = epoch * self._samples
         blocks = []
         for start in range(0, self._all, self.BLOCK):
-            block = shuffled[start : start + self.BLOCK]
+            block = drawn[start : start + self.BLOCK]
             by_cost = block[self._costs[block].argsort(stable=True)]
             positions = torch.arange(first + start, first + start + len(block), dtype=torch.float64)
             blocks.append(by_cost[(positions * golden % 1).argsort().argsort()])
@@ -120,6 +131,7 @@ class Source:
             augmentation repeats in a resumed run. A thread shares them with the model: there it need not.
         shuffle: False takes samples in the data set's own order.
         used: Samples of an epoch that are used; None uses all.
+        weights: An epoch draws by them as many samples as there are, with replacement; None uses each once.
     """
 
     dataset: Dataset[Any]
@@ -128,6 +140,7 @@ class Source:
     workers: int = 0
     shuffle: bool = True
     used: int | None = None
+    weights: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         """UserError where there is not a cost for each sample."""
@@ -143,16 +156,21 @@ class Source:
 
     def order(self, seed: int) -> dict[str, int | bool | str | None]:
         """What tells which sample stands at which position of the stream. It holds none of the data."""
-        costs = None
-        if self.costs is not None:
-            costs = hashlib.sha256(torch.as_tensor(self.costs, dtype=torch.float64).numpy().tobytes()).hexdigest()
         return {
             "epoch_samples": self.epoch_samples,
             "samples": len(self.dataset),  # type: ignore[arg-type]
             "shuffle": self.shuffle,
             "seed": seed if self.shuffle else None,
-            "costs": costs,
+            "costs": digest(self.costs),
+            "weights": digest(self.weights),
         }
+
+
+def digest(figures: Sequence[float] | torch.Tensor | None) -> str | None:
+    """Of one for each sample."""
+    if figures is None:
+        return None
+    return hashlib.sha256(torch.as_tensor(figures, dtype=torch.float64).numpy().tobytes()).hexdigest()
 
 
 class SlicedWork(Protocol):
@@ -176,7 +194,7 @@ class Loader:
     def __init__(self, source: Source, seed: int, device: torch.device, timeout_seconds: float = 600.0) -> None:
         dataset, collate = source.dataset, source.collate
         self._samples = len(dataset)  # type: ignore[arg-type]
-        self._order = EpochOrder(self._samples, seed, source.costs, source.shuffle, source.used)
+        self._order = EpochOrder(self._samples, seed, source.costs, source.shuffle, source.used, source.weights)
         self._seed = seed
         self._transfer = transfer_to(device)
         self._timeout_seconds = timeout_seconds

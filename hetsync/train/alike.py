@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from hetsync.config.schema import Config
+from hetsync.data.loader import digest
 from hetsync.errors import UserError, brief
 from hetsync.plane.base import Plane, meet
 from hetsync.train.evaluation import EvaluationLoader
@@ -63,6 +64,8 @@ def data_described(loader: TrainingLoader, tests: Sequence[EvaluationLoader], to
         "the length of an epoch": source.epoch_samples,
         "the number of samples to train on": total,
         "shuffle": source.shuffle,
+        "the digest of costs": digest(source.costs),
+        "the digest of weights (drawn before hetsync.join, without a seed?)": digest(source.weights),
         "the choice of training samples (random_split before hetsync.join, without a seed?)": _choice(source.dataset),
         "the number of test loaders": len(tests),
         **{f"the length of test data {n}": len(test.whole) for n, test in enumerate(tests)},  # type: ignore[arg-type]

@@ -173,6 +173,7 @@ class Job:
         collate_fn: Collate | None = None,
         workers: int | None = None,
         costs: Sequence[float] | None = None,
+        weights: Sequence[float] | torch.Tensor | None = None,
     ) -> TrainingLoader:
         """This rank's batches of the training data: a map-style or iterable data set, or a DataLoader of one.
 
@@ -185,9 +186,11 @@ class Job:
             collate_fn: Samples to a batch.
             workers: Processes of each rank that load.
             costs: Work that each sample takes, where they differ.
+            weights: Of each sample, 0 or more: an epoch draws by them as many as there are, with replacement, as a
+                `WeightedRandomSampler` does.
         """
         self._check_before("loader")
-        found = source_of(data, batch_size, collate_fn, workers, costs, samples)
+        found = source_of(data, batch_size, collate_fn, workers, costs, samples, weights)
         pin_memory = bool(getattr(data, "pin_memory", False))
         return self._prepared.load(self._loop, samples, epochs, *found, pin_memory)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import default_collate
+from torch.utils.data import Sampler, WeightedRandomSampler, default_collate
 
 from hetsync.data.handed_over import InPlaceOfLoader
 from hetsync.data.loader import Source
@@ -177,6 +177,11 @@ class TrainingLoader(InPlaceOfLoader):
     @property
     def shuffle(self) -> bool:
         return self.source.shuffle
+
+    @property
+    def sampler(self) -> Sampler[int]:
+        weights = self.source.weights
+        return super().sampler if weights is None else WeightedRandomSampler(weights, len(weights))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return -(-self.source.epoch_samples // self.batch_size)

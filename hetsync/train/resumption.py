@@ -62,6 +62,7 @@ NAMES_IN_ORDER = {
     "shuffle": "shuffle",
     "seed": "seed",
     "costs": "costs",
+    "weights": "weights",
 }
 
 
@@ -76,7 +77,7 @@ def require_order(loaded: Loaded, order: Mapping[str, Any]) -> None:
     if not changed or between:
         return
     key = changed[0]
-    told = "other ones than before" if key == "costs" else f"{kept.get(key)} before, {order[key]} now"
+    told = "other ones than before" if key in ("costs", "weights") else f"{kept.get(key)} before, {order[key]} now"
     raise UserError(
         f"the run stands at sample {applied} of an order that these data do not have ({NAMES_IN_ORDER[key]}: {told}),"
         " so some would be used twice and others never: resume with the data, the seed and, where drop_last leaves"

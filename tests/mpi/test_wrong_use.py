@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
 from training import BATCH, Blobs, Net
 
 from hetsync.config.parser import recipe_of
@@ -113,6 +113,10 @@ CASES: dict[str, tuple[str, Prepare]] = {
     ),
     "length": ("training data's length", of_data(lambda odd: training_data(Subset(Blobs(), range(190 + odd))))),
     "batch": ("batch_size is 12", of_data(lambda odd: training_data(batch_size=12 if odd else BATCH))),
+    "weights": (
+        "the digest of weights .drawn before hetsync.join, without a seed",
+        of_data(lambda odd: training_data(shuffle=False, sampler=WeightedRandomSampler([1.0] * 191 + [1 + odd], 192))),
+    ),
     "drop last": ("the length of an epoch", of_data(lambda odd: training_data(batch_size=25, drop_last=odd))),
 }
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -243,6 +245,44 @@ def test_balanced_epochs_and_seeds_differ():
     assert first != sorted(first)
 
 
+def test_draws_follow_the_weights():
+    """Within five standard deviations of what the weights say."""
+    weights = torch.tensor([0.0, 1.0, 3.0, 0.0, 6.0, 0.0]).double()
+    epochs = 5000
+    counts = Counter(EpochOrder(6, 3, weights=weights).indices([(0, 6 * epochs)]))
+    for index, weight in enumerate((weights / weights.sum()).tolist()):
+        deviation = (6 * epochs * weight * (1 - weight)) ** 0.5
+        assert abs(counts[index] - 6 * epochs * weight) <= 5 * deviation
+
+
+@pytest.mark.parametrize("weight", [5e-324, 1e-300, 1e300])
+def test_what_weighs_nothing_is_never_drawn(weight):
+    order = EpochOrder(1000, 0, weights=torch.tensor([0.0, weight, 0.0, weight, 0.0] * 200, dtype=torch.float64))
+    assert {index % 5 for index in order.indices([(0, 20_000)])} == {1, 3}
+
+
+@settings(deadline=None)
+@given(st.integers(1, 60), st.integers(0, 99), st.integers(0, 4), st.booleans())
+def test_draws_depend_neither_on_the_cuts_nor_on_who_asks(samples, seed, epoch, costly):
+    weights = torch.arange(1, samples + 1).double()
+    costs = list(range(samples)) if costly else None
+    first, middle, last = epoch * samples, epoch * samples + samples // 2, (epoch + 1) * samples
+    whole = EpochOrder(samples, seed, costs, weights=weights).indices([(first, last)])
+    other = EpochOrder(samples, seed, costs, weights=weights)
+    parts = [other.indices([span]) for span in ((middle, last), (first, middle))]
+    assert parts[1] + parts[0] == whole
+    assert sorted(whole) == sorted(EpochOrder(samples, seed, weights=weights).indices([(first, last)]))
+
+
+def test_drawn_epochs_and_seeds_differ():
+    weights = torch.ones(1000).double()
+    order = EpochOrder(1000, 1, weights=weights)
+    first = order.indices([(0, 1000)])
+    assert first != order.indices([(1000, 2000)])
+    assert first != EpochOrder(1000, 2, weights=weights).indices([(0, 1000)])
+    assert len(set(first)) < 1000
+
+
 def test_epochs_and_seeds_differ():
     order = EpochOrder(1000, 1)
     first, second = order.indices([(0, 1000)]), order.indices([(1000, 2000)])
@@ -251,7 +291,7 @@ def test_epochs_and_seeds_differ():
     assert first != list(range(1000))
 
 
-def test_no_more_than_a_few_permutations_are_kept():
+def test_no_more_than_a_few_orders_are_kept():
     order = EpochOrder(10, 0)
     order.indices([(0, 1000)])
-    assert len(order._permutations) <= 2
+    assert len(order._orders) <= 2

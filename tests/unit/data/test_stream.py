@@ -91,6 +91,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no length": ({"samples": None}, "has no length: give job.loader samples=N"),
     "no samples": ({"samples": 0}, "samples is 0: give a whole number"),
     "costs": ({"costs": [1.0]}, "leave costs out"),
+    "weights": ({"weights": [1.0]}, "got weights with a Numbers, .* leave weights out"),
     "no batch": ({"batch_size": None}, "needs a batch_size"),
     "large batch": ({"batch_size": 500}, "batch_size is 500, but the data set has 100 samples"),
     "iterator": ({"data": iter(range(5))}, "can be read only once"),

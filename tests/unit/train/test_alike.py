@@ -62,6 +62,16 @@ def test_ranks_that_split_data_by_chance_differ(around: Callable[[Any], Any]) ->
     assert [name.split(" (")[0] for name in found] == ["the choice of training samples", "the choice of test data 0"]
 
 
+@pytest.mark.parametrize("kind", ["costs", "weights"])
+def test_ranks_with_other_costs_or_weights_differ(kind: str) -> None:
+    def told(last: float) -> dict[str, Any]:
+        source = Source(TensorDataset(torch.arange(2.0)), **{kind: torch.tensor([1.0, last])})
+        return dict(data_described(TrainingLoader(source, 2, lambda: iter(())), [], 2))
+
+    assert told(1) == told(1)
+    assert [name.split(" (")[0] for name in differences(told(1), told(2))] == [f"the digest of {kind}"]
+
+
 @pytest.mark.parametrize("indices", [["a", "b"], range(2), torch.tensor([0, 1])])
 def test_subsets_may_be_chosen_by_anything(indices: Any) -> None:
     one, other = (described(Subset(TensorDataset(torch.arange(2.0)), indices), split(3)) for _ in range(2))

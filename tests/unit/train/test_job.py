@@ -195,7 +195,40 @@ def test_classes_that_only_make_loaders_in_another_way_are_taken() -> None:
 
 
 PREPARES: dict[str, tuple[Act, str]] = {
-    "sampler": (loads(loader(shuffle=False, sampler=WeightedRandomSampler([1.0] * 48, 48))), "WeightedRandomSampler"),
+    "part of the draws": (
+        given(loader=loader(shuffle=False, sampler=WeightedRandomSampler([1.0] * 48, 24))),
+        "WeightedRandomSampler draws 24 of 48 samples with replacement, but .*, with weights= where",
+    ),
+    "draws without replacement": (
+        loads(loader(shuffle=False, sampler=WeightedRandomSampler([1.0] * 48, 48, replacement=False))),
+        "WeightedRandomSampler draws 48 of 48 samples without replacement, but",
+    ),
+    "part of the samples": (
+        given(loader=loader(shuffle=False, sampler=RandomSampler(data(), num_samples=24))),
+        "RandomSampler draws 24 of 48 samples without replacement, but",
+    ),
+    "weights of a sampler": (
+        given(loader=loader(shuffle=False, sampler=WeightedRandomSampler([1.0] * 47, 48))),
+        r"weights has the shape \(47,\), but there are 48 training samples",
+    ),
+    "generator of draws": (
+        given(loader=loader(shuffle=False, sampler=WeightedRandomSampler([1.0], 48, generator=torch.Generator()))),
+        "has a generator",
+    ),
+    "test data that are drawn": (
+        lambda script: script.job.test_loader(loader(shuffle=False, sampler=WeightedRandomSampler([1.0] * 48, 48))),
+        "test data has a WeightedRandomSampler that draws with replacement, but .*: leave it out",
+    ),
+    "no weights": (loads(data(), BATCH, weights=[0.0] * 48), "weights add up to 0: give one that is above 0"),
+    "large weights": (loads(data(), BATCH, weights=[1e308] * 48), "weights add up to inf: .* a sum that is finite"),
+    "weights of classes": (loads(data(), BATCH, weights=[1, 2]), r"shape \(2,\), .* weights_of_classes\[labels\]"),
+    "weights in a column": (loads(data(), BATCH, weights=torch.ones(48, 1)), r"weights has the shape \(48, 1\)"),
+    "weight below 0": (loads(data(), BATCH, weights=[1.0, -0.5] * 24), "weights has -0.5 for sample 1: give finite"),
+    "weight nan": (loads(data(), BATCH, weights=[1.0] * 47 + [float("nan")]), "weights has nan for sample 47"),
+    "weights that are words": (
+        loads(data(), BATCH, weights=["high"] * 48),
+        "weights is a list that does not hold plain",
+    ),
     "distributed": (
         given(loader=loader(shuffle=False, sampler=DistributedSampler(data(), 2, 0))),
         "has a DistributedSampler, .* leave it out",
@@ -210,7 +243,10 @@ PREPARES: dict[str, tuple[Act, str]] = {
     "own loop over test data": (given(loader=Changing(data(), BATCH)), "is a Changing"),
     "own loop to evaluate": (lambda script: script.job.test_loader(Changing(data(), BATCH)), "is a Changing"),
     "own loop over a stream": (loads(Changing(Stream(), BATCH), samples=48), "is a Changing"),
-    "own shuffle": (given(loader=loader(shuffle=False, sampler=Balanced(range(SAMPLES)))), "has a Balanced, but"),
+    "own shuffle": (
+        given(loader=loader(shuffle=False, sampler=Balanced(range(SAMPLES)))),
+        "has a Balanced, but .* job.loader weights=",
+    ),
     "own order": (given(loader=loader(shuffle=False, sampler=Backwards(range(SAMPLES)))), "has a Backwards, but"),
     "iterable": (loads(Stream(), BATCH), "give job.loader samples=N"),
     "costs of others": (loads(data(), BATCH, costs=[1.0] * 49), "there are 49 costs, but 48 training samples"),
@@ -628,6 +664,25 @@ def test_prepared_loaders_answer_what_scripts_ask_of_theirs(shuffle: bool) -> No
             assert type(getattr(prepared, name)) is type(getattr(given, name))
             assert len(getattr(prepared, name)) == len(getattr(given, name))
         assert len(prepared) == len(given)
+
+
+@pytest.mark.parametrize("kind", ["sampler", "uniform sampler", "argument", "argument beside a loader"])
+def test_weights_are_taken_from_samplers_and_arguments(kind: str) -> None:
+    weights = [0.0, 3.0] * (SAMPLES // 2)
+    with hetsync.join(progress=False) as job:
+        if kind == "sampler":
+            prepared = job.prepare(loader(shuffle=False, sampler=WeightedRandomSampler(weights, SAMPLES)))
+        elif kind == "uniform sampler":
+            prepared = job.prepare(loader(shuffle=False, sampler=RandomSampler(data(), replacement=True)))
+            weights = [1.0] * SAMPLES
+        elif kind == "argument":
+            prepared = job.loader(data(), BATCH, weights=weights)
+        else:
+            prepared = job.loader(loader(shuffle=False), weights=weights)
+        assert prepared.source.weights.tolist() == weights
+        assert isinstance(prepared.sampler, WeightedRandomSampler)
+        assert len(prepared.sampler) == SAMPLES
+        assert prepared.shuffle
 
 
 def test_test_data_are_a_ranks_part_where_all_evaluate_and_whole_elsewhere() -> None:

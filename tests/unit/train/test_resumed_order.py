@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,14 @@ from hetsync.train.checkpoint import complete
 SAMPLES, BATCH, EPOCH = 60, 16, 48  # an epoch is of whole batches
 
 
-def train(folder: Path, epochs: int = 2, batch: int = BATCH, samples: int = SAMPLES, seed: int = 0) -> list[int]:
+def train(
+    folder: Path,
+    epochs: int = 2,
+    batch: int = BATCH,
+    samples: int = SAMPLES,
+    seed: int = 0,
+    weights: list[float] | None = None,
+) -> list[int]:
     """Indices in the order of their use."""
     used: list[int] = []
     points = TensorDataset(torch.randn(samples, 4), torch.arange(samples))
@@ -25,8 +33,8 @@ def train(folder: Path, epochs: int = 2, batch: int = BATCH, samples: int = SAMP
     ) as job:
         model = torch.nn.Linear(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        loader = DataLoader(points, batch, shuffle=True, drop_last=True)
-        model, optimizer, loader = job.prepare(model, optimizer, loader)
+        model, optimizer = job.prepare(model, optimizer)
+        loader = job.loader(DataLoader(points, batch, shuffle=True, drop_last=True), weights=weights)
         for _ in job.epochs(epochs):
             for inputs, indices in loader:
                 used += indices.tolist()
@@ -48,16 +56,26 @@ def test_an_epoch_that_goes_on_has_each_sample_once(tmp_path: Path) -> None:
     assert train(tmp_path) == used[72:]
 
 
+def test_drawn_epochs_go_on_as_they_were_drawn(tmp_path: Path) -> None:
+    weights = [index % 3 for index in range(SAMPLES)]
+    used = train(tmp_path, weights=weights)
+    assert len(used) == 2 * EPOCH
+    assert all(index % 3 for index in used)
+    go_back(tmp_path, 72)
+    assert train(tmp_path, weights=weights) == used[72:]
+
+
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
         ({"batch": 20}, "samples of an epoch: 48 before, 60 now"),
         ({"samples": 63}, "samples of the data set: 60 before, 63 now"),
         ({"seed": 1}, "seed: 0 before, 1 now"),
+        ({"weights": [1.0] * SAMPLES}, "weights: other ones than before"),
     ],
 )
 def test_another_order_is_refused_in_mid_epoch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, int], sentence: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], sentence: str
 ) -> None:
     train(tmp_path)
     go_back(tmp_path, 72)
@@ -85,8 +103,10 @@ def test_another_order_may_follow_between_epochs(tmp_path: Path) -> None:
     assert len(set(used)) == EPOCH
 
 
-def test_costs_are_of_the_order_and_a_seed_is_where_samples_are_shuffled() -> None:
+def test_costs_and_weights_are_of_the_order_and_a_seed_is_where_samples_are_shuffled() -> None:
     data = TensorDataset(torch.arange(4))
     plain, dear = Source(data, costs=[1, 1, 1, 1]).order(0), Source(data, costs=[1, 1, 1, 2]).order(0)
     assert plain["costs"] != dear["costs"]
+    drawn = [Source(data, weights=torch.tensor([1.0, weight, 1, 1])).order(0)["weights"] for weight in (1, 2)]
+    assert len({*drawn, plain["weights"]}) == 3
     assert Source(data, shuffle=False).order(0) == Source(data, shuffle=False).order(1)
