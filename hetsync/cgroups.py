@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,6 +61,14 @@ def most_processes() -> int | None:
     return min(found, default=None)
 
 
-if __name__ == "__main__":  # for launch/local: whole cores that quotas leave, a line each
-    for one in cpu_quotas():
-        sys.stdout.write(f"{math.ceil(one.cores)}\n")
+def memory_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """How many processes of this one's group the kernel has killed so far for want of memory; 0 where none tells."""
+    for folder, version in groups_of("memory", proc, cgroups):
+        with suppress(OSError, ValueError, KeyError):  # the group is not seen from here, or the system is too old
+            text = (folder / ("memory.events" if version == 2 else "memory.oom_control")).read_text()
+            return int(dict(line.split() for line in text.splitlines())["oom_kill"])
+    return 0
+
+
+if __name__ == "__main__":  # for launch/local: memory's kills so far, and whole cores that each quota leaves
+    print(memory_kills(), *(math.ceil(one.cores) for one in cpu_quotas()))

@@ -17,10 +17,16 @@ _OTHER_SIZES = ("HOROVOD_SIZE", "JSM_NAMESPACE_SIZE", "PALS_SIZE", "FLUX_JOB_SIZ
 _PLACE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 STATUS_FILE = "HETSYNC_STATUS_FILE"  # that launch/local reads
+RUN_FILE = "HETSYNC_RUN_FILE"  # that it reads, too
 ASKS = "HETSYNC_ASKS"  # where the job's store is, of a process that `hetsync join` has started
 
 # How the variables begin by which a process knows that it is a rank; without them it is none.
 LAUNCHER_PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "MV2_COMM_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
+
+HOW_TO_TOLERATE = (
+    "start the ranks with mpirun --with-ft ulfm of Open MPI 5, with run.plane mpi, or on CPUs without MPI, by one"
+    " torchrun a node without restarts, or a launcher that leaves the others alone"
+)
 
 
 def launched_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
@@ -107,9 +113,18 @@ def reaches_later_processes(environ: Mapping[str, str] = os.environ) -> bool:
 def write_status(status: int, environ: Mapping[str, str] = os.environ) -> None:
     """Of the job, which is at its end: for launch/local, as mpirun's own is another where a process has died that was
     started in the place of a rank."""
-    if STATUS_FILE in environ:
+    _tell(STATUS_FILE, str(status), environ)
+
+
+def write_run(folder: Path, environ: Mapping[str, str] = os.environ) -> None:
+    """That the job works in: for launch/local, which outlives it, to say how it is resumed."""
+    _tell(RUN_FILE, str(folder), environ)
+
+
+def _tell(name: str, what: str, environ: Mapping[str, str]) -> None:
+    if name in environ:
         with contextlib.suppress(OSError):
-            Path(environ[STATUS_FILE]).write_text(str(status))
+            Path(environ[name]).write_text(what)
 
 
 def told_rank(environ: Mapping[str, str] = os.environ) -> int | None:

@@ -1,4 +1,5 @@
-"""What a machine has run out of besides memory, as libraries' errors tell it, and what to do about it."""
+"""What a machine has run out of, as libraries' errors tell it, and of memory the kernel's counts; and what to do about
+it."""
 
 from __future__ import annotations
 
@@ -6,13 +7,15 @@ import _thread
 import errno
 import os
 import resource
+import sys
 import threading
 from pathlib import Path
 
-from hetsync.cgroups import most_processes
+from hetsync.cgroups import memory_kills, most_processes
 
 SHARED = Path("/dev/shm")
 MIB = 2**20
+KILLED_BEFORE = memory_kills()  # as this process starts
 
 
 def shortage(error: BaseException) -> str | None:
@@ -45,6 +48,17 @@ def no_processes() -> str:
     return f"no more threads or processes can be started{told}: raise that, or start fewer ranks and data workers"
 
 
+def killed_for_memory(before: int = KILLED_BEFORE) -> str | None:
+    """What who outlives it says for who was killed so; None where nobody has been since there were so many."""
+    killed = memory_kills() - before
+    if killed <= 0:
+        return None
+    return (
+        f"the kernel has killed {killed} {'process' if killed == 1 else 'processes'} of this host for want of memory:"
+        " lower data.batch_size (or sync.pins; in a script: batch_size, pins=), or raise the job's memory limit"
+    )
+
+
 def can_start_threads(number: int) -> bool:
     """Whether so many would run beside each other now. A library that cannot start its own may hang or abort."""
     over, left = threading.Event(), threading.Semaphore(0)
@@ -64,3 +78,7 @@ def can_start_threads(number: int) -> bool:
     for _ in range(started):
         left.acquire()
     return started == number
+
+
+if __name__ == "__main__":  # for launch/local, which knows how many there were before its job
+    print(killed_for_memory(int(sys.argv[1])) or "", end="")

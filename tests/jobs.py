@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import socket
@@ -66,6 +67,14 @@ def needs_loadable_mpi() -> None:
 def mpirun(ranks: int) -> list[str]:
     flags = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
     return [program("mpirun"), *flags, "-np", str(ranks)]
+
+
+def local_launcher(folder: Path) -> str:
+    """launch/local, with the environment of these tests in place of one to be installed."""
+    (folder / "launch").mkdir()
+    said = 'say() { echo "local: $*" >&2; }\nfail() { say "$@"; exit 1; }\n'
+    (folder / "launch" / "environment").write_text(f"{said}python={shlex.quote(sys.executable)}\n")
+    return str(shutil.copy(ROOT / "launch" / "local", folder / "launch" / "local"))
 
 
 def command(*words: str | Path | float, ranks: int | None = None) -> list[str]:

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from hetsync.data.changes import Content
 from hetsync.data.random_state import seed_all
 from hetsync.errors import USER_ERROR, UserError
-from hetsync.shortage import shortage
+from hetsync.shortage import killed_for_memory, shortage
 from hetsync.stop_signal import signals_held
 from hetsync.threads import HelperThread
 
@@ -290,6 +290,8 @@ def ended(workers: Sequence[BaseProcess]) -> UserError:
             break
     if script_is_lost():
         return UserError(FROM_STANDARD_INPUT)
+    if (killed := killed_for_memory()) is not None:
+        return UserError(f"a data worker has ended, and {killed}, or lower data.workers (in a script: workers=)")
     return UserError(
         "a data worker has ended: its own words above say why, or, where there are none, it was perhaps for want of"
         " memory: lower data.workers (in a script: workers=), or set it to 0"

@@ -23,8 +23,8 @@ from hetsync.errors import (
     one_sentence,
     speak_of,
 )
-from hetsync.launchers import told_rank
-from hetsync.shortage import shortage
+from hetsync.launchers import HOW_TO_TOLERATE, told_rank
+from hetsync.shortage import killed_for_memory, shortage
 
 if TYPE_CHECKING:  # it loads torch, which takes seconds
     from hetsync.plane.base import Plane
@@ -43,10 +43,11 @@ def end_job(plane: Plane, failure: BaseException) -> NoReturn:
     where = "" if status == USER_ERROR and plane.rank == 0 else f"rank {plane.rank}: "
     # Here, as it reads the files of all its lines, wherever they lie.
     story = "" if sentence is not None else "".join(traceback.format_exception(failure))
+    advice = list(_advice(plane, failure)) if status == INTERNAL_ERROR else []
 
     def say() -> None:
         sys.stderr.write(story)
-        complain(f"{where}{one_sentence(sentence or 'failed, so the job ends')}")
+        complain(f"{where}{one_sentence('; '.join([sentence or 'failed, so the job ends', *advice]))}")
 
     last_words(say)
     plane.abort(status)
@@ -88,6 +89,18 @@ def _verdict(failure: BaseException) -> tuple[int, str | None]:
     if isinstance(failure, KeyboardInterrupt):
         return INTERRUPTED, "interrupted"
     return INTERNAL_ERROR, None
+
+
+def _advice(plane: Plane, failure: BaseException) -> Iterator[str]:
+    """What there is to do where another rank may have died, which said nothing."""
+    from hetsync.plane.base import CutOffError, LostError
+
+    if (killed := killed_for_memory()) is not None:
+        yield killed
+    if isinstance(failure, LostError) and not isinstance(failure, CutOffError):  # whose others may go on
+        yield "training goes on with --resume (in a script: resume='auto')"
+        if not plane.tolerant:
+            yield f"to outlive a death, {HOW_TO_TOLERATE}, and leave fault.tolerate at auto"
 
 
 def end_loop(plane: Plane, failure: BaseException) -> None:

@@ -23,6 +23,7 @@ import yaml
 from hetsync.config.schema import Config, RunConfig
 from hetsync.errors import UserError, brief, complain
 from hetsync.files import PLAN, RECIPE, SUMMARY, DiskError, write_atomically
+from hetsync.launchers import write_run
 from hetsync.plane.base import Plane, decided_by_first
 
 Resume = bool | Literal["auto"] | Path
@@ -86,7 +87,10 @@ def working_folder(plane: Plane, run: RunConfig, resume: Path | None) -> Iterato
     """
     with contextlib.ExitStack() as held:
         held.enter_context(_not_writable_for_others())
-        yield decided_by_first(plane, lambda: held.enter_context(_held(run, resume)))
+        folder = decided_by_first(plane, lambda: held.enter_context(_held(run, resume)))
+        if plane.rank == 0:
+            write_run(folder)
+        yield folder
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hetsync.balance.profile import RankProfile
+from hetsync.shortage import killed_for_memory
 from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.messages import NO_BOUND, Settings
 from hetsync.sync.observation import mean_staleness
@@ -123,6 +124,8 @@ class Telling:
                 f"rank {death.rank} ({self._host(death.rank)}) has died in round {death.round}:"
                 f" {go_on}, and its {death.samples_returned} samples go out again"
             )
+        if session.deaths[self._deaths :] and (killed := killed_for_memory()) is not None:
+            self.say(killed)
         self._deaths = len(session.deaths)
 
     def left_out(self) -> None:

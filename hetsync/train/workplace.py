@@ -13,15 +13,11 @@ from hetsync.config.schema import Config
 from hetsync.data.random_state import Chance, seed_all
 from hetsync.emulation.cluster import Cluster, load_cluster
 from hetsync.errors import UserError
+from hetsync.launchers import HOW_TO_TOLERATE
 from hetsync.plane.base import Plane
 from hetsync.profiling.measure import Place, find_places, limit_threads, take_device
 from hetsync.train import checkpoint
 from hetsync.train.replacing import check_replacing, places_of
-
-HOW_TO_TOLERATE = (
-    "start the ranks with mpirun --with-ft ulfm of Open MPI 5, with run.plane mpi, or on CPUs without MPI, by one"
-    " torchrun a node without restarts, or a launcher that leaves the others alone"
-)
 
 
 @dataclass(frozen=True, kw_only=True)

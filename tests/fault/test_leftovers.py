@@ -6,14 +6,13 @@ python -m pytest tests/fault/test_leftovers.py
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, SECONDS, Done, environment, finished, mpirun, started
+from jobs import SECONDS, Done, environment, finished, local_launcher, mpirun, started
 
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 TRIES = 100  # another process may come in between and take the id
@@ -55,11 +54,8 @@ def test_a_job_of_the_tests_starts_beside_what_a_killed_one_has_left(tmp_path: P
 
 def test_the_local_launcher_gives_mpirun_a_folder_of_its_own(tmp_path: Path) -> None:
     """Its mpirun's process id cannot be chosen; but nothing of it is where another job's files could be."""
-    (tmp_path / "launch").mkdir()
-    local = shutil.copy(ROOT / "launch" / "local", tmp_path / "launch" / "local")
-    (tmp_path / "launch" / "environment").write_text('fail() { echo "$*" >&2; exit 1; }\n')
     told = ["bash", "-c", 'echo "$TMPDIR $PMIX_SERVER_TMPDIR"']
-    words = ["env", "-u", "PRTE_MCA_prte_tmpdir_base", str(local), "1", "--", *told]
+    words = ["env", "-u", "PRTE_MCA_prte_tmpdir_base", local_launcher(tmp_path), "1", "--", *told]
     path = f"{Path(mpirun(1)[0]).parent}:{os.environ['PATH']}"
     seen = set()
     for _ in range(2):

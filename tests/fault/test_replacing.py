@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jobs import ROOT, SECONDS, Done, command, finished, mpirun, started, summary_of
+from jobs import ROOT, SECONDS, Done, command, finished, local_launcher, mpirun, started, summary_of
 
 from hetsync.train.checkpoint import load_newest
 
@@ -72,11 +71,7 @@ print(f"rank {job.rank} has ended in life {life} after {batches} batches", flush
 
 def launched(folder: Path, ranks: int) -> list[str]:
     """By launch/local, in whose place mpirun would say 137 where a process has died that was started later."""
-    (folder / "launch").mkdir()
-    local = shutil.copy(ROOT / "launch" / "local", folder / "launch" / "local")
-    # The environment of these tests in place of one to be installed.
-    (folder / "launch" / "environment").write_text('fail() { echo "$*" >&2; exit 1; }\n')
-    return [str(local), "--replace", str(ranks), "--"]
+    return [local_launcher(folder), "--replace", str(ranks), "--"]
 
 
 def trained(

@@ -6,7 +6,6 @@ python -m pytest tests/fault
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import threading
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, SECONDS, command, finished, program, started, summary_of
+from jobs import SECONDS, command, finished, local_launcher, program, started, summary_of
 from test_kill_and_resume import newest, process_of_rank
 
 SAMPLES = 100_000  # minutes
@@ -113,13 +112,6 @@ def test_a_storm_of_signals(folder: Path, ranks: int | None) -> None:
         striker.join()
     assert done.status == STOPPED, done.story
     assert_saved(folder, done.out)
-
-
-def local_launcher(folder: Path) -> str:
-    """launch/local, with the environment of these tests in place of one to be installed."""
-    (folder / "launch").mkdir()
-    (folder / "launch" / "environment").write_text('fail() { echo "$*" >&2; exit 1; }\n')
-    return str(shutil.copy(ROOT / "launch" / "local", folder / "launch" / "local"))
 
 
 PROGRAMS = {"PATH": f"{Path(program('hetsync-train')).parent}:{os.environ['PATH']}"}

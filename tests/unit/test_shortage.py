@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hetsync.shortage import can_start_threads, shortage
+from hetsync import shortage as shortages
+from hetsync.shortage import can_start_threads, killed_for_memory, shortage
 
 IN_LITTLE_SHARED_MEMORY = """
 import torch
@@ -43,6 +44,13 @@ OF_THREADS = (
 )
 def test_what_has_run_out_is_named(error: Exception, says: str | None) -> None:
     told = shortage(error)
+    assert told is None if says is None else told is not None and says in told
+
+
+@pytest.mark.parametrize(("before", "says"), [(3, None), (2, "killed 1 process of"), (0, "killed 3 processes of")])
+def test_only_kills_of_this_job_are_told(monkeypatch: pytest.MonkeyPatch, before: int, says: str | None) -> None:
+    monkeypatch.setattr(shortages, "memory_kills", lambda: 3)
+    told = killed_for_memory(before)
     assert told is None if says is None else told is not None and says in told
 
 

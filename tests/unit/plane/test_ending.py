@@ -15,6 +15,7 @@ from jobs import ROOT
 
 from hetsync.errors import UserError
 from hetsync.plane import ending
+from hetsync.plane.base import CutOffError, LostError, StalledError
 from hetsync.plane.ending import end_job
 from hetsync.plane.local import LocalPlane
 
@@ -154,3 +155,34 @@ def test_a_full_pipe_holds_up_only_its_own_words() -> None:
         finally:
             process.kill()
         assert process.stderr.read() == "hetsync: why\n"
+
+
+@pytest.mark.parametrize(
+    ("failure", "tolerant", "killed", "told"),
+    [
+        (LostError("rank 0 has gone"), False, None, ["--resume", "with-ft ulfm"]),
+        (LostError("rank 0 has gone"), True, None, ["--resume"]),
+        (CutOffError("others may go on"), True, None, []),
+        (StalledError("nothing moved"), False, None, []),
+        (StalledError("nothing moved"), False, "the kernel has killed 1 process", ["the kernel has killed 1 process"]),
+        (UserError("lr is 0"), False, "the kernel has killed 1 process", []),
+    ],
+    ids=repr,
+)
+def test_what_to_do_after_a_death_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failure: Exception,
+    tolerant: bool,
+    killed: str | None,
+    told: list[str],
+) -> None:
+    monkeypatch.setattr(ending, "killed_for_memory", lambda: killed)
+    plane = OneOfTwo()
+    plane.tolerant = tolerant
+    with pytest.raises(Ended):
+        end_job(plane, failure)
+    what, *advice = capsys.readouterr().err.strip().split("; ")
+    assert what == f"hetsync: rank 1: {failure}"
+    assert len(advice) == len(told)
+    assert all(word in sentence for word, sentence in zip(told, advice, strict=True))
