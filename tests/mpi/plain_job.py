@@ -75,8 +75,9 @@ class PlainJob:
             if isinstance(scheduler, LRScheduler):
                 scheduler.step()
 
-    def evaluate(self, function: Callable[[], Any]) -> Any:
-        return function()
+    def evaluate(self, function: Callable[[], tuple[float, int]]) -> float:
+        total, count = function()
+        return total / count
 
 
 class PlainBatches:

@@ -96,9 +96,9 @@ def loss_on_all(model: nn.Module, data: Blobs, loss_of: Loss = cross_entropy) ->
 
 
 def unequal_shares(ranks: int, batch: int = BATCH) -> dict[int, int]:
-    """Each rank gets twice the next one's samples."""
+    """Each rank gets about twice the next one's samples, and no slice is of one."""
     weights = [2 ** (ranks - rank) for rank in range(ranks)]
-    shares = [batch * weight // sum(weights) for weight in weights]
+    shares = [max(2, batch * weight // sum(weights)) for weight in weights]
     shares[0] += batch - sum(shares)
     return dict(enumerate(shares))
 
