@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import Done, run
+from jobs import Done, finished, mpirun, run, started
 
 from hetsync.cli import train as cli
 from hetsync.plane.local import LocalPlane
@@ -369,9 +369,11 @@ def test_a_mistake_is_said_once(name: str, folder: Path) -> None:
     assert name != "model" or not (folder / "run").exists()
 
 
-def test_mpi_that_is_not_ready_for_threads(folder: Path) -> None:
-    done = run(*SMALL, folder=folder, ranks=2, env={"MPI4PY_RC_THREAD_LEVEL": "single"})
-    assert_one_sentence(done, "MPI_THREAD_MULTIPLE")
+def test_mpi_that_a_script_has_started_without_threads(folder: Path) -> None:
+    """Where HetSync starts MPI it asks for them itself."""
+    program = [sys.executable, "-c", "from mpi4py import MPI\nimport hetsync\nhetsync.join()"]
+    with started([*mpirun(2), *program], folder, {"MPI4PY_RC_THREAD_LEVEL": "single"}) as process:
+        assert_one_sentence(finished(process), "MPI_THREAD_MULTIPLE")
 
 
 def test_an_error_in_the_users_code_on_one_rank_ends_the_job_and_names_it(folder: Path) -> None:
