@@ -170,7 +170,7 @@ def test_what_workers_cannot_be_sent_is_said(dataset: Callable[[], Dataset[Any]]
 
 
 def test_a_worker_that_cannot_be_started_is_told_of() -> None:
-    with pytest.raises(UserError, match=r"cannot be started \(.*unavailable.*data\.workers"):
+    with pytest.raises(UserError, match=r"no more threads or processes can be started \(ulimit -u .*data workers"):
         FetchProcesses(OutOfProcesses(), None, 1)
 
 
