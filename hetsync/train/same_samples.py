@@ -246,6 +246,6 @@ def _refuse(found: Difference, rank: int, hosts: Sequence[str]) -> None:
     sample = found.data.replace("sample", f"sample {found.place}")
     raise UserError(
         f"{part}{sample} is {brief(found.here)} on rank {rank} ({hosts[rank]}), and another, {brief(found.there)}, on"
-        f" rank 0 ({hosts[0]}): give all ranks the same data in the same order, by sorted(os.listdir(folder)) where"
-        " files are listed, and by one folder that all hosts share, or equal copies of it"
+        f" rank 0 ({hosts[0]}): give all ranks the same data in the same order, by sorted() where files are"
+        " listed or a set is gone through, and by one folder that all hosts share, or equal copies of it"
     )
