@@ -155,13 +155,14 @@ def _without_mpi(name: str, by_torch: int, timeout_seconds: float, tolerate: boo
     from hetsync.plane.base import LostError, made_by_all
     from hetsync.plane.choice import ChosenPlane
     from hetsync.plane.ending import leave, within
-    from hetsync.plane.rendezvous import ABSENT
+    from hetsync.plane.rendezvous import ABSENT, SECONDS_TO_HEAR
     from hetsync.plane.store import StoreMessages, StoreSums
 
     at = f"{os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
     late = f"rank {told_rank() or 0} has waited too long for the store of torch at {at}: {ABSENT}"
-    # Longer than each of the waits within, which say more: torch waits for ever where something else answers there.
-    with within(2 * timeout_seconds, lambda: leave(INTERNAL_ERROR, late)):
+    # Longer than the waits within, which say more: torch waits for ever where something else answers there.
+    longest = 2 * timeout_seconds + SECONDS_TO_HEAR.total_seconds()
+    with within(longest, lambda: leave(INTERNAL_ERROR, late)):
         rendezvous = _met(timeout_seconds, told)
         try:
             messages = StoreMessages(rendezvous, tolerate and leaves_survivors())

@@ -207,8 +207,11 @@ def test_an_mpi_that_connects_by_a_hosts_own_bridge_ends_with_a_sentence(
     words = [str(lab / "mpirun"), "-np", "2", *flags, sys.executable, opens, "mpi"]
     with started(["env", "INTERFACES=eth0,docker0", *words], tmp_path) as job:
         done = finished(job, 60)
-    assert done.status in (1, 2), done.story
     assert "has met" not in done.out
+    if "MPI_ERRORS_ARE_FATAL" in done.err:  # Open MPI itself has found out, and ended all
+        assert done.status not in (0, 124), done.story
+        return
+    assert done.status in (1, 2), done.story
     (said,) = [each for each in done.sentences if "of 2 ranks are there" not in each]
     assert "name the network interface that all hosts share" in said, done.story
     assert "Traceback" not in done.err, done.story
