@@ -79,7 +79,7 @@ def refusal(hellos: Mapping[int, Hello]) -> str | None:
             alone = any(other.get("mistake") != mistake for other in hellos.values())
             return f"rank {rank}: {mistake}" if alone and rank > 0 else str(mistake)
         for key, program in VERSIONS.items():
-            if hello.get(key) != first.get(key):
+            if not _alike(hello.get(key), first.get(key)):
                 return (
                     f"rank {rank} on {hello.get('host')} has {program} {hello.get(key)}, but rank 0 on"
                     f" {first.get('host')} has {first.get(key)}: install the same on all hosts"
@@ -89,6 +89,14 @@ def refusal(hellos: Mapping[int, Hello]) -> str | None:
             if other != own:
                 return f"{key} is {brief(other)} on rank {rank}, but {brief(own)} on rank 0: give all ranks the same"
     return None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Versions, of which some know their commit: a copy without its history may be of the same."""
+    if not (isinstance(one, str) and isinstance(other, str)):
+        return bool(one == other)
+    known = "+" in one and "+" in other
+    return one == other if known else one.partition("+")[0] == other.partition("+")[0]
 
 
 def first_address(hellos: Mapping[int, Hello]) -> str | None:

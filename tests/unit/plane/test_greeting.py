@@ -154,3 +154,12 @@ def test_the_first_that_is_there_says_for_whom_all_wait(
 def test_an_address_that_only_a_host_itself_knows_is_not_taken() -> None:
     assert first_address({0: hello(reached="10.0.0.9"), 1: hello(reached="127.0.1.1")}) is None
     assert first_address({0: hello(), 1: hello(reached="::1"), 2: hello(reached="fe80::1%eth0")}) == "fe80::1%eth0"
+
+
+def test_commits_are_compared_where_both_are_known() -> None:
+    """A copy of a clone without its history does not know its own."""
+    plain, one, other = (hello(hetsync=version) for version in ("0.1.0", "0.1.0+gaaa", "0.1.0+gbbb"))
+    assert refusal({0: plain, 1: one}) is None
+    assert refusal({0: one, 1: plain}) is None
+    assert "0.1.0+gbbb, but rank 0" in str(refusal({0: one, 1: other}))
+    assert "has HetSync 0.2.0" in str(refusal({0: one, 1: hello(hetsync="0.2.0")}))
