@@ -227,7 +227,19 @@ def combined(found: Sequence[Any], combine: Combine | None) -> Any:
         return combine(found)
     if not found:
         raise UserError(f"the evaluation found nothing on any rank: {WHAT_TO_RETURN}")
+    for total, count in filter(_is_pair, found):
+        _check_nameless(total, count)
     return _result("its result", found)
+
+
+def _check_nameless(total: Any, count: Any) -> None:
+    """UserError where a pair without a name may be a mean and some count, such as a loss and the correct ones, which
+    would pass for a sum and its count."""
+    if not np.ndim(total) and not float(total).is_integer() and _is_whole(count):
+        raise UserError(
+            f"the evaluation returned {brief((total, count))}, which without a name may be a mean beside a count: give"
+            ' a sum a name, as in return {"loss": (total, samples)}, and a loss and an accuracy one each'
+        )
 
 
 def _result(name: str, found: Sequence[Any]) -> Any:

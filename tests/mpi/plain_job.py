@@ -75,9 +75,8 @@ class PlainJob:
             if isinstance(scheduler, LRScheduler):
                 scheduler.step()
 
-    def evaluate(self, function: Callable[[], tuple[float, int]]) -> float:
-        total, count = function()
-        return total / count
+    def evaluate(self, function: Callable[[], dict[str, tuple[float, int]]]) -> dict[str, float]:
+        return {name: total / count for name, (total, count) in function().items()}
 
 
 class PlainBatches:

@@ -100,7 +100,7 @@ def scheduled(
                 for scheduler in schedulers if by == "step" and epoch >= warm else []:
                     if (number + 1) % every == 0:
                         scheduler.step()
-            loss = job.evaluate(lambda: (loss_on_all(model), 1))
+            loss = job.evaluate(lambda: {"loss": (loss_on_all(model), 1)})["loss"]
             for scheduler in schedulers:
                 if by == "epoch" or (last and BATCHES % every):
                     scheduler.step()
@@ -215,7 +215,7 @@ def averaged(job: Any, seen: Seen) -> Result:
             job.backward(cross_entropy(model(points), labels))
             job.step(optimizer)
             average.update_parameters(model)
-        seen.values.append(job.evaluate(lambda: (loss_on_all(average), 1)))
+        seen.values.append(job.evaluate(lambda: {"loss": (loss_on_all(average), 1)})["loss"])
         seen.at_rest(model, average, optimizers=(optimizer,))
     return Result(nn.ModuleList([model, average]), loss_on_all(average), first)
 

@@ -89,6 +89,14 @@ def test_a_loss_and_an_accuracy_are_no_sum_and_count(count: Any) -> None:
         combined([(0.5, count)], None)
 
 
+@pytest.mark.parametrize("loss", [0.5, torch.tensor(0.5), np.float32(0.5), math.nan])
+def test_a_loss_beside_a_count_is_no_sum_of_that(loss: Any) -> None:
+    """As scripts return a mean loss and how many were right."""
+    with pytest.raises(UserError, match="may be a mean beside a count: give a sum a name"):
+        combined([(loss, 87), (loss, 91)], None)
+    assert combined([{"loss": (0.5, 2)}, {"loss": (1.0, 1)}], None) == {"loss": 0.5}
+
+
 @pytest.mark.parametrize(
     ("found", "sentence"),
     [
