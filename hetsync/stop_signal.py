@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
@@ -74,7 +74,8 @@ class StopSignal:
                 self._listener()
         theirs = self._before[number]
         if callable(theirs) and theirs is not signal.default_int_handler:
-            theirs(number, frame)
+            with suppress(SystemExit) if self._listener is not None else nullcontext():  # the job saves, and then exits
+                theirs(number, frame)
 
 
 def _in_main_thread() -> bool:

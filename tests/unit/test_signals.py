@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -146,6 +147,21 @@ def test_a_scripts_own_handler_hears_the_signal_that_stops_its_job(tmp_path: Pat
     assert (heard, stopped.value.code) == ([signal.SIGTERM], 143)
     os.kill(os.getpid(), signal.SIGTERM)
     assert heard == [signal.SIGTERM] * 2, "it is back, after a stop too"
+
+
+def test_a_job_saves_before_a_scripts_own_handler_exits(tmp_path: Path) -> None:
+    """As scripts for SLURM do: save in their way, and `sys.exit(0)`."""
+    heard: list[int] = []
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+    with pytest.raises(SystemExit) as stopped:
+        trained(tmp_path / "run", lambda: None if heard else os.kill(os.getpid(), signal.SIGTERM))
+    assert (heard, stopped.value.code) == ([signal.SIGTERM], 143)
+    assert list((tmp_path / "run").glob("checkpoints/*")), "it has saved"
 
 
 def test_after_a_stop_a_launchers_further_word_ends_nothing(tmp_path: Path) -> None:
