@@ -58,6 +58,8 @@ class StopSignal:
             return
         found = self._before if self._of_script else {number: self._before[number] for number in [signal.SIGUSR1]}
         for number, before in found.items():
+            if signal.getsignal(number) not in (self._catch, signal.SIG_DFL):  # the script has set another meanwhile
+                continue
             repeated = number == signal.SIGUSR1 and (self.caught is not None or not self._of_script)
             signal.signal(number, signal.SIG_IGN if repeated and not callable(before) else before or signal.SIG_DFL)
 

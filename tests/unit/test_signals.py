@@ -134,6 +134,13 @@ def test_a_scripts_handlers_are_back_when_its_job_is_over(tmp_path: Path) -> Non
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_handler_that_a_script_has_set_meanwhile_stays(tmp_path: Path) -> None:
+    def later(number: int, frame: FrameType | None) -> None: ...
+
+    assert trained(tmp_path / "run", lambda: signal.signal(signal.SIGTERM, later) and None) == 16
+    assert signal.getsignal(signal.SIGTERM) is later
+
+
 def test_a_scripts_own_handler_hears_the_signal_that_stops_its_job(tmp_path: Path) -> None:
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
