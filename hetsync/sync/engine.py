@@ -25,7 +25,7 @@ from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Nesterov, Snapshot
 from hetsync.sync.device_order import device_order
 from hetsync.sync.fragments import FragmentedDeltas
-from hetsync.sync.gradients import Gradients
+from hetsync.sync.gradients import STEPPED, Gradients, Unstepped
 from hetsync.sync.log import Applied, Began, Closed, Finished, Followers
 from hetsync.sync.lone import LoneGradients
 from hetsync.sync.lost_books import Tally
@@ -323,19 +323,9 @@ class Engine:
             self._apply()
             self._shared.followers.tell(Closed())
 
-    def reduce(
-        self,
-        task: Task,
-        stage: int | None = None,
-        scaled: bool = False,
-        computed: bool = True,
-        makes_up: bool = False,
-        clips_unknown: bool = False,
-    ) -> int:
+    def reduce(self, task: Task, stage: int | None = None, scaled: bool = False, unstepped: Unstepped = STEPPED) -> int:
         """Synchronous mode, in the task's last slice: gradients up to this stage's, which the loop steps next, become
-        the mean over the round's samples (None: all, and it steps none). What is `scaled` may be infinite. `computed`:
-        has the loop had a slice of the task, and not skipped it? `makes_up`: its step is made in its place.
-        `clips_unknown`: it has yet to clip.
+        the mean over the round's samples (None: all, and it steps none). What is `scaled` may be infinite.
 
         Returns the number of samples: 0 where all have withdrawn, or the task is void, and there are no gradients.
         There are none, either, where the round is spoiled.
@@ -345,7 +335,7 @@ class Engine:
         if self.is_void:
             return 0
         last = len(gradients.stages) - 1
-        total = gradients.flush(task.samples, stage, scaled, computed, makes_up, clips_unknown)
+        total = gradients.flush(task.samples, stage, scaled, unstepped)
         stage = last if stage is None else stage
         if not scaled and not math.isfinite(total):
             if not self._options.skips:

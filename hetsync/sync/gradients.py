@@ -23,6 +23,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
@@ -201,6 +202,25 @@ class Stage:
         self.first, self.stop = first, first + len(buckets)
         self.parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
         self.tail = tail
+
+
+@dataclass(frozen=True)
+class Unstepped:
+    """What a loop says of a task in whose last slice it makes no step: it adds gradients up, has skipped the slice, or
+    has been left.
+
+    Attributes:
+        computed: It has had a slice of the task, and not skipped it.
+        makes_up: What slices before have brought is stepped on in its place.
+        clips_unknown: It has yet to clip.
+    """
+
+    computed: bool = True
+    makes_up: bool = False
+    clips_unknown: bool = False
+
+
+STEPPED = Unstepped()  # says nothing else
 
 
 class Gradients:
@@ -413,18 +433,10 @@ class Gradients:
 
     @torch.no_grad()
     def flush(
-        self,
-        samples: int,
-        number: int | None = None,
-        scaled: bool = False,
-        computed: bool = True,
-        makes_up: bool = False,
-        clips_unknown: bool = False,
+        self, samples: int, number: int | None = None, scaled: bool = False, unstepped: Unstepped = STEPPED
     ) -> float:
         """In the last slice: release all stages up to this one, which the loop steps next (None: all, and it steps
-        none), whose gradients have been taken. `computed`: has the loop had a slice of the task, and not
-        skipped it? `makes_up`: what slices before have brought is stepped on without the loop. `clips_unknown`: it has
-        yet to clip.
+        none, see `unstepped`), whose gradients have been taken.
 
         Returns a sum over them. If it is not finite, nor are they, and the tail stays, so that the round cannot
         complete anywhere; unless they are `scaled`, whose infinities make all ranks skip the step, or the tail tells
@@ -446,13 +458,13 @@ class Gradients:
                 break
             used = [count for bucket in self.buckets[stage.first : stage.stop] for count in bucket.used]
             place = self._flushed
-            steps = place == number or (makes_up and self._units.has_any(place))
-            skips = computed and not steps and self._units.has_any(place)
+            steps = place == number or (unstepped.makes_up and self._units.has_any(place))
+            skips = unstepped.computed and not steps and self._units.has_any(place)
             given = [0] * self._ranks_counted if stage is self.stages[-1] else []
             if given:
                 given[self._rank] = samples
             units = self._units.given(place), self._units.counted(place)
-            counts = [*used, *given, self._units.sums, *units, steps, skips, clips_unknown, spoiled, samples]
+            counts = [*used, *given, self._units.sums, *units, steps, skips, unstepped.clips_unknown, spoiled, samples]
             stage.tail.counts.copy_(torch.tensor(counts))
             stage.tail.pack()
             self._flushed += 1

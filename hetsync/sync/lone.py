@@ -16,7 +16,7 @@ import torch
 
 from hetsync.plane.base import Residual, Sums, WireFormat
 from hetsync.sync.deltas import Snapshot
-from hetsync.sync.gradients import WATCHED_SLICES, Arrivals, Bucket, Stage, stage_places
+from hetsync.sync.gradients import STEPPED, WATCHED_SLICES, Arrivals, Bucket, Stage, Unstepped, stage_places
 from hetsync.sync.messages import StartRound
 from hetsync.sync.model_tensors import all_trained
 from hetsync.sync.reals import as_of, reals
@@ -171,13 +171,7 @@ class LoneGradients:
                 self.close()
 
     def flush(
-        self,
-        samples: int,
-        number: int | None = None,
-        scaled: bool = False,
-        computed: bool = True,
-        makes_up: bool = False,
-        clips_unknown: bool = False,
+        self, samples: int, number: int | None = None, scaled: bool = False, unstepped: Unstepped = STEPPED
     ) -> float:
         """Returns something finite where all gradients up to this stage are."""
         self.samples = samples
@@ -191,7 +185,7 @@ class LoneGradients:
                         break
                     self.spoiled = True
             self._flushed += 1
-            if makes_up and self._units.has_any(place):
+            if unstepped.makes_up and self._units.has_any(place):
                 self._stepped.add(place)
             self._released.append((samples, self.spoiled))
             self._wake()

@@ -17,6 +17,7 @@ from hetsync.data.loader import Loader
 from hetsync.errors import UserError
 from hetsync.plane.base import LostError
 from hetsync.sync.engine import Engine
+from hetsync.sync.gradients import Unstepped
 from hetsync.sync.lone import total_of
 from hetsync.sync.messages import CapFound, Task
 from hetsync.sync.model_tensors import ModelTensors
@@ -523,10 +524,12 @@ class TaskRunner:
     def _finish_round(self, work: TaskInWork) -> None:
         """The loop has left sums to be taken: it adds gradients up over slices, has skipped the task's last, or has
         been left."""
-        computed = bool(work.task.slices) and not self.left and not work.skipped
-        whole = work.skipped and len(work.task.slices) > 1  # or what slices before it have brought would get no step
-        unknown = work.skipped and self._clips is None
-        samples = self._engine.reduce(work.task, None, self._scaled, computed, whole, unknown)
+        unstepped = Unstepped(
+            computed=bool(work.task.slices) and not self.left and not work.skipped,
+            makes_up=work.skipped and len(work.task.slices) > 1,  # or slices before it would get no step
+            clips_unknown=work.skipped and self._clips is None,
+        )
+        samples = self._engine.reduce(work.task, None, self._scaled, unstepped)
         if self._engine.is_void:
             self._give_up(work)
             return

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hetsync.errors import UserError
 from hetsync.plane.wire import round_trip
-from hetsync.sync.gradients import COUNTS, Gradients, make_buckets
+from hetsync.sync.gradients import COUNTS, Gradients, Unstepped, make_buckets
 
 FEATURES = 6
 
@@ -333,7 +333,7 @@ def test_a_rank_without_samples_need_not_step():
     loss_of(models[0], *batch(4)).backward()
     everyones[0].close_slice()
     everyones[0].flush(4, 0)
-    everyones[1].flush(0, computed=False)
+    everyones[1].flush(0, unstepped=Unstepped(computed=False))
     allreduce(everyones)
     assert [gradients.collect() for gradients in everyones] == [4, 4]
 
@@ -563,7 +563,7 @@ def test_a_task_that_is_given_up_leaves_nothing_behind(released):
 def test_a_round_tells_who_has_given_how_many_samples():
     everyones = [Gradients(net(), 64, lambda fraction: None, lambda: None, rank=n, ranks_counted=4) for n in (0, 2)]
     for gradients, samples in zip(everyones, (5, 7), strict=True):
-        gradients.flush(samples, computed=False)
+        gradients.flush(samples, unstepped=Unstepped(computed=False))
     allreduce(everyones)
     assert [gradients.samples_given() for gradients in everyones] == [{0: 5, 2: 7}] * 2
     assert everyones[0].summed_samples == 12
