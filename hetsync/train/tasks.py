@@ -543,7 +543,6 @@ class TaskRunner:
             self._device.begin_step()
             self._make_up(left_out)
             self._device.end_step()
-            self._totals.loop_steps += not self.left
 
     def _make_up(self, left_out: Sequence[Steps]) -> None:
         """Steps that the loop has not made. Those that others' loops have made meanwhile it would have made alike."""

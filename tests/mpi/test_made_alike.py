@@ -69,6 +69,31 @@ def test_a_weight_of_two_optimizers_takes_both_steps(plane: Plane) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+def clamped(job: Any, samples: int) -> nn.Module:
+    """As a WGAN's critic is, after each step."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    job.prepare(model, optimizer)
+    loader = job.prepare(DataLoader(Blobs(samples), BATCH, shuffle=True))
+    for _ in job.epochs(EPOCHS):
+        for points, labels, *_ in loader:
+            job.backward(nn.functional.cross_entropy(model(points), labels))
+            job.step(optimizer)
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.clamp_(-0.2, 0.2)
+    return model
+
+
+@pytest.mark.parametrize("samples", [4 * BATCH, 4 * BATCH + 1])  # of an epoch's last batch only one rank has a part
+def test_what_a_loop_does_after_its_step_is_had_by_all(plane: Plane, samples: int) -> None:
+    with join(plane, least_slice=2) as job:
+        model = clamped(job, samples)
+    assert alike(plane, model)
+    for mine, theirs in zip(model.parameters(), clamped(PlainJob(), samples).parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
 class FromTheFirstBatch(nn.Module):
     """As actnorm: weights are what normalises the first batch."""
 
