@@ -30,7 +30,7 @@ from planned_jobs import (
 )
 
 from hetsync.balance.profile import StepTime
-from hetsync.balance.shares import speed_shares
+from hetsync.balance.shares import SliceRule, speed_shares
 from hetsync.cli.train import train
 from hetsync.config.schema import (
     Config,
@@ -180,7 +180,7 @@ def test_emulated_devices_and_what_they_reach_alone_are_the_plans(
     told = plane.gather_objects((passes.seconds_per_sample, update))
     if plane.rank == 0:
         times = [StepTime(update, each) for each, update in told]
-        shares = speed_shares(times, BATCH)
+        shares = speed_shares(times, BATCH, rule=SliceRule(config.sync.least_slice))
         rows = summary_of(folder / "planned")["per_rank"]
         for row, time, share in zip(rows, times, shares, strict=True):
             assert row["solo_samples_per_second"] == pytest.approx(time.rate(share))

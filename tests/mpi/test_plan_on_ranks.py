@@ -218,7 +218,8 @@ def test_terminated_it_writes_the_best_so_far(
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
     if plane.rank == 0:
         assert "interrupted after 12 evaluations: this is the best so far" in capsys.readouterr().err
-        assert yaml.safe_load((place / "plan.yaml").read_text())["search"]["method"] == "data"
+        found = yaml.safe_load((place / "plan.yaml").read_text())["search"]["method"]
+        assert found in ("data", "contiguous"), "which is better is a matter of how fast ranks were measured to be"
     else:
         assert heard.finished.is_set()
 
