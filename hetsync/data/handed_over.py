@@ -28,6 +28,12 @@ from hetsync.data.stream import Stream, is_stream
 from hetsync.data.workers import RUN_ANEW, WORKER, Collate
 from hetsync.errors import USER_ERROR, UserError
 
+OF_A_LOADER = {  # a DataLoader's own attributes, which make its batches
+    *("dataset", "shuffle", "batch_size", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator"),
+    *("num_workers", "worker_init_fn", "multiprocessing_context", "persistent_workers", "prefetch_factor"),
+    *("pin_memory", "pin_memory_device", "timeout"),
+}
+
 
 def check_dataset(dataset: Any) -> None:
     """UserError unless its samples can be addressed."""
@@ -239,7 +245,7 @@ def _stream_source(
 class InPlaceOfLoader(ABC):
     """What scripts ask of a `DataLoader` beside its batches, whose order and loading are HetSync's.
 
-    Attributes: as the DataLoader's, or as `job.loader` was told.
+    Attributes: as the DataLoader's, or as `job.loader` was told. None of them can be set any more.
     """
 
     collate_fn: Collate
@@ -247,6 +253,14 @@ class InPlaceOfLoader(ABC):
     pin_memory: bool
     drop_last: bool
     batch_size: int
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OF_A_LOADER and (name in self.__dict__ or name not in InPlaceOfLoader.__annotations__):
+            raise UserError(
+                f"a prepared loader's {name} was set, by which its batches are made already: give it to the DataLoader"
+                " (or to job.loader) when that is made, or let the data set look at what changes"
+            )
+        super().__setattr__(name, value)
 
     @property
     @abstractmethod

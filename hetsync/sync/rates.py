@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from hetsync.errors import UserError
+from hetsync.errors import UserError, brief
+from hetsync.sync.group_state import shown
 
 
 class Rates(ABC):
@@ -47,6 +48,10 @@ class Rates(ABC):
 
     def agree(self, gather: Callable[[Any], list[Any]]) -> None:  # noqa: B027
         """Collective, at rest: what one rank has learned of its loop all ranks know."""
+
+    def settings(self) -> list[dict[str, str]]:
+        """Of each scheduler, by name, as `shown`. At rest they are the same on all ranks."""
+        return []
 
 
 class ScheduleRates(Rates):
@@ -224,6 +229,9 @@ class SchedulerRates(Rates):
             if known:
                 cadence.every, cadence.first = known.pop()
 
+    def settings(self) -> list[dict[str, str]]:
+        return [scheduler_settings(scheduler) for scheduler in self._schedulers]
+
     def adopt(self, rate: float) -> None:
         raise UserError(
             "the optimizer has got another parameter group, which its scheduler does not know: add it before the"
@@ -268,6 +276,25 @@ def check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer])
         raise UserError(f"scheduler is a {type(scheduler).__name__}: give one of torch.optim.lr_scheduler")
     if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
         raise UserError("scheduler belongs to another optimizer: make it for the one that is given beside it")
+
+
+def scheduler_settings(scheduler: LRScheduler) -> dict[str, str]:
+    """All that rules its steps, by name, as `shown`."""
+    return {name: shown(value) for name, value in scheduler.state_dict().items()}
+
+
+def require_same_schedulers(told: Mapping[int, Sequence[dict[str, str]]]) -> None:
+    """By rank, of each scheduler. UserError where a script has set one on some ranks only."""
+    first, *others = told
+    for rank in others:
+        for mine, theirs in zip(told[first], told[rank], strict=True):
+            for name in {**mine, **theirs}:
+                one, other = (each.get(name, "missing") for each in (mine, theirs))
+                if one != other:
+                    raise UserError(
+                        f"a scheduler's {name} is {brief(one)} on rank {first} and {brief(other)} on rank {rank}: set"
+                        " it, or step the scheduler, on all ranks alike"
+                    )
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:

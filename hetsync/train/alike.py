@@ -15,6 +15,7 @@ from hetsync.config.schema import Config
 from hetsync.data.loader import digest
 from hetsync.errors import UserError, brief
 from hetsync.plane.base import Plane, meet
+from hetsync.sync.rates import scheduler_settings
 from hetsync.train.evaluation import EvaluationLoader
 from hetsync.train.parts import Parts
 from hetsync.train.prepared import TrainingLoader
@@ -121,6 +122,9 @@ def _parts(parts: Parts) -> Iterator[tuple[str, Any]]:
             yield from ((f"{key} {where}", _plain(value)) for key, value in group.items() if key not in OF_A_DEVICE)
         yield f"the schedule of optimizer {number}", number in parts.factors
     yield "the schedulers", [type(each.scheduler).__name__ for each in parts.schedulers]
+    for number, each in enumerate(parts.schedulers):
+        for name, value in scheduler_settings(each.scheduler).items():
+            yield f"{name} of scheduler {number}", value
     yield "the GradScaler", "given" if parts.scaler is not None else "missing"
     yield "what was registered", sorted(parts.registered)
 

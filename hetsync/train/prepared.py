@@ -15,7 +15,30 @@ from hetsync.errors import UserError
 from hetsync.sync.rates import SchedulerRates
 
 
-class PreparedScheduler:
+class StandIn:
+    """In place of a thing of the script's: what is none of its own, a script reads from that thing, and sets there."""
+
+    def __init__(self, thing: Any) -> None:
+        """To be called last: what is set before is its own."""
+        self._thing = thing
+
+    def __getattr__(self, name: str) -> Any:
+        if "_thing" not in self.__dict__:  # it is being copied
+            raise AttributeError(name)
+        return getattr(self._thing, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_thing" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            self._check_set(name)
+            setattr(self._thing, name, value)
+
+    def _check_set(self, name: str) -> None:
+        """UserError where a script may not set it now."""
+
+
+class PreparedScheduler(StandIn):
     """A torch scheduler whose steps follow the samples of the whole job (`SchedulerRates`)."""
 
     def __init__(
@@ -27,6 +50,7 @@ class PreparedScheduler:
         self.rates: SchedulerRates | None = None
         self._slices = slices
         self._settle = settle
+        super().__init__(scheduler)
 
     def step(self, *arguments: Any, **named: Any) -> None:
         slices = self._slices()
@@ -42,11 +66,16 @@ class PreparedScheduler:
                     " without (a CosineAnnealingWarmRestarts with T_0 in batches), or after the loop over batches"
                 )
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.scheduler, name)
+    def _check_set(self, name: str) -> None:
+        if self._slices() is not None:
+            raise UserError(
+                f"a scheduler's {name} was set in the loop, where its steps follow the samples of all ranks: set it"
+                " before the loop over batches or after it, or within the step of a scheduler of your own, prepared"
+            )
+        self._settle()
 
 
-class PreparedScaler:
+class PreparedScaler(StandIn):
     """A `GradScaler` that looks for infinities in gradients that are summed already, so that all ranks skip alike."""
 
     def __init__(self, scaler: torch.amp.GradScaler, collect: Callable[[torch.optim.Optimizer], bool]) -> None:
@@ -58,6 +87,7 @@ class PreparedScaler:
         self._unscaled: list[torch.optim.Optimizer] = []  # whose gradients are
         self._stepped: list[torch.optim.Optimizer] = []
         self._stepping = False
+        super().__init__(scaler)
 
     def scale(self, outputs: Any) -> Any:
         self._scaled = self.scaler.scale(outputs)
@@ -143,9 +173,6 @@ class PreparedScaler:
             self.scaler.update()  # which forgets what it has found of them
         self.scaler.load_state_dict(before)
         self._unscaled, self._stepped = [], []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.scaler, name)
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -47,6 +47,7 @@ from hetsync.sync.messages import (
 )
 from hetsync.sync.milestones import ROLLBACK, STOP, TOO_FEW, Evaluation
 from hetsync.sync.model_tensors import ModelTensors, all_trained
+from hetsync.sync.rates import require_same_schedulers
 from hetsync.sync.recovery import Books, Damage, Death, Decision, Report, first_standing, keepers, rebuilt
 from hetsync.sync.rounds import Around
 from hetsync.sync.rounds_rule import RoundsChange, rule_for
@@ -75,13 +76,15 @@ class AtRest:
 
 class Ready(NamedTuple):
     """What a rank tells before it goes on after a rest. `ending`: its loop has ended. `current`: it trains the same
-    tensors as before. `settings`: of each optimizer. `weights`: a digest, where the script has changed them."""
+    tensors as before. `settings`: of each optimizer. `schedulers`: settings of each. `weights`: a digest, where the
+    script has changed them."""
 
     rank: int
     ending: bool
     current: bool
     rates: list[list[float]]
     settings: list[OptimizerSettings]
+    schedulers: list[dict[str, str]]
     weights: str | None
     process: Process
 
@@ -493,6 +496,7 @@ class Session:
             self.tasks.tensors.is_current(),
             rates,
             [steps.groups.settings() for steps in self.tasks.steps],
+            [scheduler for steps in self.tasks.steps for scheduler in steps.rates.settings()],
             self.engine.changed_weights(),
             self._stacks.process,
         )
@@ -509,6 +513,7 @@ class Session:
                 " change them, or step their schedulers, on all ranks alike"
             )
         require_same_settings({theirs.rank: theirs.settings for theirs in told})
+        require_same_schedulers({theirs.rank: theirs.schedulers for theirs in told})
         self._take_over_weights({theirs.rank: theirs.weights for theirs in told})
         self.engine.processes = {theirs.rank: theirs.process for theirs in told}
         self.tasks.tensors.begin()

@@ -5,7 +5,7 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_loops_schedules.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +81,12 @@ def scheduled(
     epochs: int = EPOCHS,
     prepared: bool = True,
     last: bool = False,
+    change: Callable[[Any], None] = lambda scheduler: None,
+    change_after: Sequence[int] = (),
 ) -> Script:
     """Steps schedulers after each batch (or each `every`, or from the epoch `warm` on), each epoch or evaluation; with
-    `last` also after the last batch of an epoch, where that is none of the `every`."""
+    `last` also after the last batch of an epoch, where that is none of the `every`. Has them changed after some epochs
+    (-1: before all)."""
 
     def script(job: Any, seen: Seen) -> Result:
         model = Net()
@@ -92,6 +95,8 @@ def scheduled(
         schedulers = schedulers_of(optimizer)
         _, _, batches, *mine = job.prepare(model, optimizer, loader(), *(schedulers if prepared else []))
         schedulers = mine if prepared else schedulers
+        for scheduler in schedulers if -1 in change_after else []:
+            change(scheduler)
         for epoch in job.epochs(epochs):
             for number, (points, labels, indices) in enumerate(batches):
                 seen.indices[epoch] += indices.tolist()
@@ -106,6 +111,8 @@ def scheduled(
                     scheduler.step()
                 elif by == "metric":
                     scheduler.step(loss)
+                if epoch in change_after:
+                    change(scheduler)
             seen.at_rest(model, optimizers=(optimizer,))
             seen.values.append([_momentum(group) for group in optimizer.param_groups])
         return Result(model, loss_on_all(model), first)
@@ -176,6 +183,36 @@ def test_by_metric(plane: Plane, bound: int) -> None:
     """A threshold that no loss reaches."""
     _, seen = check(plane, scheduled(plateau, by="metric"), bound)
     assert seen.rates[-1][0] < 0.02
+
+
+def goes_back(scheduler: Any) -> None:
+    scheduler.last_epoch = 3
+
+
+def set_anew(scheduler: Any) -> None:
+    scheduler.base_lrs, scheduler.T_max, scheduler.eta_min = [0.1], 7, 0.01
+
+
+def forgets_the_best(scheduler: Any) -> None:
+    scheduler.best, scheduler.num_bad_epochs, scheduler.patience = float("inf"), 0, 1
+
+
+COSINE = BY_STEP["cosine"]
+LAMBDA = BY_STEP["lambda"]
+SETS: dict[str, tuple[Schedulers, str, Callable[[Any], None]]] = {
+    "last_epoch, by step": (COSINE, "step", goes_back),
+    "last_epoch, by epoch": (LAMBDA, "epoch", goes_back),
+    "rates and T_max": (LAMBDA, "epoch", set_anew),
+    "rates and T_max, by step": (COSINE, "step", set_anew),
+    "patience": (plateau, "metric", forgets_the_best),
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_what_is_set_on_a_scheduler(plane: Plane, bound: int, name: str) -> None:
+    """Before the loop, and at rest after the second epoch."""
+    schedulers, by, change = SETS[name]
+    check(plane, scheduled(schedulers, by=by, epochs=4, change=change, change_after=[-1, 1]), bound, epochs=4)
 
 
 # Over a resume: in the middle of the second epoch, and at its end.

@@ -104,6 +104,19 @@ def with_epoch(script: Script, number: int, loss: torch.Tensor) -> None:
     script.each.step(number / 8)
 
 
+def set_back(script: Script, number: int, loss: torch.Tensor) -> None:
+    ordinary(script, number, loss)
+    script.each.last_epoch = 0
+
+
+def other_batches(script: Script, number: int, loss: torch.Tensor) -> None:
+    script.loader.batch_size = 4
+
+
+def collated_otherwise(script: Script, number: int, loss: torch.Tensor) -> None:
+    script.loader.collate_fn = list
+
+
 def thawed(script: Script, number: int, loss: torch.Tensor) -> None:
     ordinary(script, number, loss)
     script.model[0].bias.requires_grad_(number == 2)
@@ -137,6 +150,9 @@ def reduced(script: Script, number: int, loss: torch.Tensor) -> None:
         (plateau, "a ReduceLROnPlateau was stepped within a slice"),
         (with_epoch, "a scheduler was stepped in the loop with an argument"),
         (irregular, "a scheduler was stepped first after 1 batches of the loop, and for the 2. time after 4"),
+        (set_back, "a scheduler's last_epoch was set in the loop"),
+        (other_batches, "a prepared loader's batch_size was set"),
+        (collated_otherwise, "a prepared loader's collate_fn was set"),
         (thawed, "weight 0.bias was unfrozen in the loop"),
         (grown, "the optimizer has"),
         (summed, "the loss is a sum over the batch's samples"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -69,3 +70,11 @@ def test_there_is_nothing_to_find_another_scale_from() -> None:
     scaler.scale(torch.ones(()))
     scaler.update()
     assert scaler.get_scale() == 1024.0
+
+
+def test_what_a_script_sets_is_the_scalers() -> None:
+    scaler = prepared()
+    scaler._growth_interval, scaler.note = 3, "mine"
+    assert scaler.scaler._growth_interval == scaler._growth_interval == 3
+    assert copy.deepcopy(scaler).note == "mine"
+    assert scaler.scaler.note == "mine"  # type: ignore[attr-defined]
