@@ -28,8 +28,9 @@ from hetsync.telemetry import Telemetry
 Combine = Callable[[list[Any]], Any]
 
 WHAT_TO_RETURN = (
-    "return a pair (sum, count), such as (correct, len(labels)) added up over batches, a metric of hetsync.metrics or"
-    " torchmetrics, or a dictionary of these; or give job.evaluate a combine"
+    "return a pair (sum, count) of two numbers, such as (correct, len(labels)) added up over batches, a metric of"
+    " hetsync.metrics or torchmetrics, or a dictionary of these; or give job.evaluate a combine, such as torch.cat of"
+    " rows"
 )
 
 
@@ -235,7 +236,7 @@ def combined(found: Sequence[Any], combine: Combine | None) -> Any:
 def _check_nameless(total: Any, count: Any) -> None:
     """UserError where a pair without a name may be a mean and some count, such as a loss and the correct ones, which
     would pass for a sum and its count."""
-    if not np.ndim(total) and not float(total).is_integer() and _is_whole(count):
+    if not float(total).is_integer() and _is_whole(count):
         raise UserError(
             f"the evaluation returned {brief((total, count))}, which without a name may be a mean beside a count: give"
             ' a sum a name, as in return {"loss": (total, samples)}, and a loss and an accuracy one each'
@@ -281,32 +282,38 @@ def _of_metrics(_: str, found: Sequence[Any]) -> Any:
 
 
 def _is_pair(value: Any) -> bool:
-    """A sum and a count."""
-    kinds = (int, float, torch.Tensor, np.ndarray, np.generic)
-    return type(value) is tuple and len(value) == 2 and all(isinstance(each, kinds) for each in value)
+    """A sum and a count. What has several values may have one for each sample, such as predictions and labels."""
+    return type(value) is tuple and len(value) == 2 and _is_number(value[0]) and _is_one(value[1])
 
 
-def _of_pairs(name: str, pairs: Sequence[tuple[Any, Any]]) -> Any:
+def _is_number(value: Any) -> bool:
+    """A real one, or a tensor or array of one; True is none."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
+    return _is_one(value) and np.asarray(value).dtype.kind in "iuf"
+
+
+def _is_one(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float | np.ndarray | np.number | np.bool_) and np.size(value) == 1
+
+
+def _of_pairs(name: str, pairs: Sequence[tuple[Any, Any]]) -> float:
     for _, count in pairs:
         if not _is_whole(count):
             raise UserError(
                 f"the evaluation returned {brief(count)} as the count of {name}, which is no whole number, such as"
                 f" int(mask.sum()): {WHAT_TO_RETURN}"
             )
-    sums, counts = ([_plain(each) for each in column] for column in zip(*pairs, strict=True))
-    for column in (sums, counts):
-        shapes = sorted({tuple(np.shape(each)) for each in column})
-        if len(shapes) > 1:
-            raise UserError(
-                f"the evaluation returned sums of shapes {', '.join(map(str, shapes))} as {name}, which have no sum:"
-                " give job.evaluate a combine, such as combine=torch.cat for tensors"
-            )
-    total, count = sum(sums), sum(counts)
-    return math.nan if isinstance(total, float) and isinstance(count, float) and not count else total / count
+    columns = zip(*pairs, strict=True)
+    total, count = (sum(each.item() if hasattr(each, "item") else each for each in column) for column in columns)
+    return total / count if count else math.nan
 
 
 def _is_row(value: Any) -> bool:
-    return isinstance(value, list | tuple)
+    """A tuple has the same places on all ranks, and so have metrics; any other list may have one for each sample."""
+    return isinstance(value, tuple) or (isinstance(value, list) and bool(value) and all(map(_is_metric, value)))
 
 
 def _of_rows(name: str, found: Sequence[Any]) -> Any:
@@ -328,13 +335,6 @@ def _is_whole(count: Any) -> bool:
     return np.asarray(count).dtype.kind in "iu"
 
 
-def _plain(value: Any) -> Any:
-    """In float64: a number, a tensor or an array."""
-    if isinstance(value, torch.Tensor):
-        return value.double() if value.ndim else float(value)
-    return np.asarray(value, np.float64) if np.ndim(value) else float(value)
-
-
 KINDS: Sequence[tuple[Callable[[Any], bool], Callable[[str, Sequence[Any]], Any]]] = (
     (_is_mapping, _of_mappings),
     (_is_metric, _of_metrics),
@@ -350,17 +350,11 @@ def named(result: Any) -> dict[str, float]:
         names = getattr(result, "_fields", [f"metric_{place}" for place in range(len(result))])
         result = dict(zip(names, result, strict=True))
     named_values = result if isinstance(result, Mapping) else {"metric": result}
-    plain = {name: value for name, value in named_values.items() if _is_number(value)}
+    plain = {name: value for name, value in named_values.items() if _is_one(value)}
     for name in TAKEN:
         if name in plain:
             raise UserError(f"an evaluation gives a metric named {name}, which records use for their own: rename it")
     return numbers("the evaluation", plain)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return value.size == 1 if isinstance(value, np.ndarray) else value.numel() == 1
-    return isinstance(value, int | float | np.number)
 
 
 def record(telemetry: Telemetry, applied: int, seconds: float, metrics: Mapping[str, float]) -> str:

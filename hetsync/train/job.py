@@ -461,9 +461,9 @@ class Job:
         on its part (prepared DataLoaders of test data hold no more there), in evaluation mode and without gradients;
         afterwards modes are what they were.
 
-        The function returns a pair (sum, count) of numbers, tensors or arrays, which becomes the sums of all ranks over
-        their counts; a metric of `hetsync.metrics` or torchmetrics, which becomes its value; or these in lists and
-        dictionaries. `combine` gets the list of what the ranks have returned and does anything else.
+        The function returns a pair (sum, count) of two numbers, or tensors of one, which becomes the sums of all ranks
+        over their counts; a metric of `hetsync.metrics` or torchmetrics, which becomes its value; or these in tuples
+        and dictionaries. `combine` gets the list of what the ranks have returned and does anything else.
         """
         check_callable("job.evaluate", function, *arguments, **options)
         self._check_all_can_call("evaluate")

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hetsync import metrics
 from hetsync.config.parser import recipe_of
+from hetsync.errors import UserError
 from hetsync.plane.base import Plane
 from hetsync.train.job import Job
 from hetsync.train.session import Session
@@ -58,16 +59,18 @@ def validate(model: Both, loader: Any, *, missing: float) -> dict[str, Any]:
         "torchs_rmse": torchmetrics.MeanSquaredError(squared=False),
     }
     top = metrics.Accuracy(top=2, ignore_index=-100)
-    sums = {"pair": (0.0, 0), "pair_by_horizon": (torch.zeros(HORIZONS), 0)}
+    sums: dict[str, Any] = {"pair": (0.0, 0), "pairs": ((torch.zeros(()), 0),) * HORIZONS}
     for inputs, actual, classes in loader:
         values, scores = model(inputs)
         for metric in found.values():
             metric.update(values, actual)
         top.update(scores, classes)
-        (loss, labels), (errors, count) = sums["pair"], sums["pair_by_horizon"]
+        loss, labels = sums["pair"]
         loss += cross_entropy(scores, classes, reduction="sum").item()
         sums["pair"] = loss, labels + int((classes != -100).sum())
-        sums["pair_by_horizon"] = errors + (values - actual).abs().sum(0), count + len(actual)
+        errors = (values - actual).abs().sum(0)
+        by_horizon = zip(errors, sums["pairs"], strict=True)
+        sums["pairs"] = tuple((total + error, count + len(actual)) for error, (total, count) in by_horizon)
     return {**found, "top2": top, **sums}
 
 
@@ -87,7 +90,7 @@ def of_all(model: Both) -> dict[str, Any]:
         "mape": 100 * (errors / actual.abs())[there].mean(),
         "top2": best.any(1).float().mean(),
         "pair": cross_entropy(scores, classes),
-        "pair_by_horizon": errors.mean(0),
+        "pairs": errors.mean(0),
     }
 
 
@@ -123,6 +126,25 @@ def test_metrics_are_exact(plane: Plane, shares: str, monkeypatch: pytest.Monkey
             # Outside of an evaluation each rank sees all.
             assert sum(len(labels) for *_, labels in tests) == len(tests.dataset) == SAMPLES
             monkeypatch.undo()
+
+
+def test_predictions_and_labels_are_no_sum_and_count(plane: Plane) -> None:
+    job, model, loader, tests = make_job(plane)
+
+    def validate() -> tuple[torch.Tensor, torch.Tensor]:
+        found = [(model(inputs)[1].argmax(1), classes) for inputs, _, classes in tests]
+        predictions, labels = map(torch.cat, zip(*found, strict=True))
+        return predictions, labels
+
+    with job:
+        for _ in job.epochs(1):
+            with pytest.raises(UserError, match=r"as its result, without its count, .* return a pair"):
+                job.evaluate(validate)
+            by_rows = job.evaluate(lambda: torch.stack(validate(), 1), combine=torch.cat)
+            assert len(by_rows) == SAMPLES
+            for inputs, actual, _ in loader:
+                job.backward((model(inputs)[0] - actual).abs().mean())
+                job.step()
 
 
 @pytest.mark.parametrize("every", [32, None])
