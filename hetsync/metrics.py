@@ -17,6 +17,7 @@ values and horizons.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +103,7 @@ class Accuracy(Metric):
 
 
 @dataclass(eq=False)
-class OfErrors(Metric):
+class OfErrors(Metric, ABC):
     """A mean over the values that are there.
 
     Args:
@@ -136,8 +137,9 @@ class OfErrors(Metric):
             return torch.ones_like(actual, dtype=torch.bool)
         return ~actual.isnan() if math.isnan(self.missing) else actual != self.missing
 
+    @abstractmethod
     def _error(self, predicted: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        """Of each value, in float64."""
 
 
 class MAE(OfErrors):
