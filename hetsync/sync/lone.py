@@ -124,7 +124,9 @@ class LoneGradients:
             self._arrivals = Arrivals(self._trained, watched=self._slices_left > 0)
 
     def tell_units(self, units: float | None, loss: torch.Tensor | None, is_sum: bool = False) -> None:
-        self._units.tell(units, loss, is_sum)
+        """A slice that is the whole task is weighed against no other: losses may be means over whatever they are."""
+        whole = self._single and self._last_slice
+        self._units.tell(None if whole else units, loss, is_sum)
 
     @property
     def arrived(self) -> bool:

@@ -63,9 +63,10 @@ class TaskUnits:
             told = self._slice[stage] = Told(self._units)
         if told.units != self._units:
             raise UserError(
-                f"the losses of one step count by {told.units:g} and by {self._units:g} in one slice, but with"
-                " sync.delay_bound 0 what they sum up to has one denominator: give them one weight, or take a delay"
-                " bound of 1 or more"
+                f"the losses of one step are means over {told.units:g} and over {self._units:g} units in one slice, but"
+                " with sync.delay_bound 0 slices add up before any number of units is known, and are divided by one:"
+                " give job.backward one loss of both, such as (first.sum() + c * second.sum()) / units with"
+                " weight=units, or take a delay bound of 1 or more"
             )
         if self._loss is not None and not (told.losses and told.losses[-1] is self._loss):
             told.losses.append(self._loss)

@@ -72,6 +72,23 @@ def twice(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
     loop.job.step()
 
 
+def one_loss_of_both(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    """As a loss with two denominators is told to be."""
+    scores, units = loop.model(points), CLASS_WEIGHTS[labels].sum()
+    first = cross_entropy(scores, labels, weight=CLASS_WEIGHTS, reduction="sum")
+    loop.job.backward((first + 0.1 * scores.square().sum()) / units, weight=units)
+    loop.job.step()
+
+
+def micro_batches(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    """The loop's own, of other units each."""
+    units = CLASS_WEIGHTS[labels].sum()
+    for part, known in zip(points.split(3), labels.split(3), strict=True):
+        total = cross_entropy(loop.model(part), known, weight=CLASS_WEIGHTS, reduction="sum")
+        loop.job.backward(total / units, weight=units)
+    loop.job.step()
+
+
 def classes(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
     loss = cross_entropy(loop.model(points), labels, weight=CLASS_WEIGHTS)
     loop.job.backward(loss, weight=CLASS_WEIGHTS[labels].sum())
@@ -165,6 +182,10 @@ ROWS = {
     "tokens, own scaler": Row(body=own_scaler, scaler=True, falls_to=0.7),
     "several backwards": Row(body=twice, settings={"overlap": False}, falls_to=0.8),
     "several backwards, K = 2": Row(body=twice, accumulation=2, falls_to=0.9),
+    "one loss of both": Row(body=one_loss_of_both, falls_to=0.9),
+    "one loss of both, K = 2": Row(body=one_loss_of_both, accumulation=2, falls_to=0.9),
+    "micro-batches": Row(body=micro_batches, settings={"overlap": False}, falls_to=0.9),
+    "micro-batches, K = 2": Row(body=micro_batches, accumulation=2, falls_to=0.9, settings={"overlap": False}),
     "class weights": Row(body=classes, falls_to=0.9),
     "masked": Row(body=masked),
     "chosen": Row(body=chosen),
@@ -303,19 +324,29 @@ def test_units_are_what_moves_the_anchor(plane: Plane) -> None:
     assert float(loop.model.at) == pytest.approx(-12 * 192 / 24, rel=0.06)  # type: ignore[arg-type]
 
 
-TWO_WEIGHTS = "count by 3 and by 2 in one slice"
+def two_weights(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    """Each loss a mean over units of its own."""
+    labels_known, known = over_labelled(loop, points, labels)
+    loop.job.backward(labels_known, weight=known)
+    loop.job.backward(0.1 * loop.model(points).square().mean(), weight=points.numel())
+    loop.job.step()
 
 
-def test_two_weights_in_one_slice(plane: Plane, capfd: pytest.CaptureFixture[str]) -> None:
-    """Of one step: at D = 0 its sum has one denominator, at D = 4 each has its own average."""
+def test_two_weights_in_one_slice_count_each_by_its_own_average(plane: Plane) -> None:
+    assert_learned(in_a_job(plane, Row(body=two_weights), 4), 0.9)
 
-    def two(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
-        loop.job.backward(cross_entropy(loop.model(points), labels), weight=3)
-        loop.job.backward(0.1 * loop.model(points).square().mean(), weight=2)
-        loop.job.step()
 
-    assert_learned(in_a_job(plane, Row(body=two), 4), 0.8)
-    if plane.size == 1:  # a mistake ends all processes
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_two_weights_in_one_slice_are_exact_where_it_is_the_whole_step(
+    plane: Plane, accumulation: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At D = 0 what slices sum up to has one denominator."""
+    row = Row(body=two_weights, accumulation=accumulation)
+    if plane.size > 1:
+        pytest.skip("a mistake ends all processes")
+    if accumulation == 1:
+        assert_equal(plane, in_a_job(plane, row, 0), in_one_process(row), row.tolerance)
+    else:
         with pytest.raises(SystemExit):
-            in_a_job(plane, Row(body=two), 0)
-        assert TWO_WEIGHTS in capfd.readouterr().err
+            in_a_job(plane, row, 0)
+        assert "units in one slice, but" in capfd.readouterr().err

@@ -90,7 +90,7 @@ def test_two_weights_of_one_step_are_refused():
     units.arrived(0)
     units.tell(2.0, None)
     units.arrived(1)  # another step's
-    with pytest.raises(UserError, match="by 3 and by 2 in one slice"):
+    with pytest.raises(UserError, match=r"over 3 and over 2 units in one slice.* one loss of both, such as"):
         units.arrived(0)
 
 
