@@ -374,7 +374,7 @@ def choose_shares(sync: SyncConfig, batch_size: int, ranks: Sequence[RankProfile
 
 def slice_rule(sync: SyncConfig) -> SliceRule:
     """As a job begins."""
-    return SliceRule.of(sync.least_slice, sync.delay_bound, sync.first_quorum)
+    return SliceRule.of(sync.least_slice, sync.first_delay_bound, sync.first_quorum)
 
 
 def solo_rates(batch_size: int, ranks: Sequence[RankProfile], least_slice: int = 1) -> list[float]:

@@ -10,6 +10,7 @@ from hetsync.config.faults import FaultConfig
 from hetsync.config.schedule import ScheduleConfig
 from hetsync.errors import UserError, brief, did_you_mean
 
+RULED_DELAY_BOUND = 4  # where waits call for delay
 FIRST_QUORUM = 0.25  # where it follows what rounds cost
 MOST_FRAGMENTS = 64
 LARGE_VALUES = 1_000_000  # from which on a model has fragments by rule: a smaller one's rounds cost calls, not bytes
@@ -241,7 +242,9 @@ class SyncConfig:
     """Synchronisation.
 
     Args:
-        delay_bound: Greatest staleness in rounds (D). 0 is synchronous training; null has no bound (asynchronous).
+        delay_bound: Greatest staleness in rounds (D). 0 is synchronous training; null has no bound (asynchronous). auto
+            begins at 0, and is 4 where ranks would wait for each other or for rounds for more than delay costs, which
+            it looks at again from time to time; by a plan that cuts the model it is 4. Not with a controller.
         quorum: Part of a full contribution set, in samples, that may start a round when D > 0;
             1 waits for a contribution of every rank (stale synchronous parallel with bound D). auto is 0.25, and 0.5
             where the work of rounds is a notable part of a slice and grace is 0 or auto, but not with a controller, or
@@ -273,7 +276,7 @@ class SyncConfig:
         outer: What a round's sum does to the anchor (delayed mode).
     """
 
-    delay_bound: int | None = 4
+    delay_bound: int | Literal["auto"] | None = 4
     quorum: float | Literal["auto"] = "auto"
     accumulation: int | Literal["auto"] = 1
     grace: int | Literal["auto"] = "auto"
@@ -288,7 +291,10 @@ class SyncConfig:
     outer: OuterConfig = field(default_factory=OuterConfig)
 
     def __post_init__(self) -> None:
-        at_least("sync.delay_bound", self.delay_bound, 0)
+        if self.delay_bound == "auto":
+            self._check_unsettled()
+        else:
+            at_least("sync.delay_bound", self.delay_bound, 0)
         if self.accumulation != "auto":
             at_least("sync.accumulation", self.accumulation, 1)
         if self.grace != "auto":
@@ -317,16 +323,46 @@ class SyncConfig:
 
     def _check_grace(self, grace: int) -> None:
         at_least("sync.grace", grace, 0)
-        most = None if self.delay_bound is None else most_grace(self.delay_bound)
+        bound = self.most_delay_bound
+        most = None if bound is None else most_grace(bound)
         if most is not None and grace > most:
             raise UserError(
-                f"sync.grace is {grace}, but sync.delay_bound {self.delay_bound} has room for {most} at most:"
+                f"sync.grace is {grace}, but sync.delay_bound {bound} has room for {most} at most:"
                 f" give {f'0 to {most}' if most else 0}, auto, or a greater sync.delay_bound"
             )
         if grace and self.quorum == 1:
             raise UserError(
                 f"sync.grace is {grace}, but with sync.quorum 1 rounds wait for all anyway: leave one of them out"
             )
+
+    def _check_unsettled(self) -> None:
+        """What means something else at D = 0 than in delayed mode cannot be given for both."""
+        if self.first_accumulation > 1:
+            raise UserError(
+                f"sync.accumulation is {self.accumulation}: at sync.delay_bound 0 a step's batch is so many times as"
+                " large, above it is not, and sync.delay_bound is auto: give sync.accumulation 1 or auto, or a number"
+                " for sync.delay_bound"
+            )
+        if self.outer.name != "identity":
+            raise UserError(
+                f"sync.outer.name is {self.outer.name}, which synchronous training does not know: give identity, or a"
+                " number for sync.delay_bound"
+            )
+
+    @property
+    def first_delay_bound(self) -> int | None:
+        """D at the start."""
+        return 0 if self.delay_bound == "auto" else self.delay_bound
+
+    @property
+    def most_delay_bound(self) -> int | None:
+        """That it may come to."""
+        return RULED_DELAY_BOUND if self.delay_bound == "auto" else self.delay_bound
+
+    @property
+    def settled(self) -> SyncConfig:
+        """By a plan that cuts the model: nothing follows what rounds cost."""
+        return replace(self, delay_bound=self.most_delay_bound, fragments=1)
 
     @property
     def first_accumulation(self) -> int:
@@ -403,9 +439,9 @@ class ControlConfig:
         self._check_key("delay_bound", sync.delay_bound)
         self._check_key("accumulation", sync.first_accumulation)
 
-    def _check_key(self, key: str, value: int | None) -> None:
+    def _check_key(self, key: str, value: int | str | None) -> None:
         least, greatest = getattr(self, f"min_{key}"), getattr(self, f"max_{key}")
-        if value is None or not least <= value <= greatest:
+        if not isinstance(value, int) or not least <= value <= greatest:
             raise UserError(
                 f"sync.{key} is {'null' if value is None else value}, where control.name {self.name} may set"
                 f" {least} to {greatest}: begin within these, or change control.min_{key} and control.max_{key}"

@@ -221,7 +221,7 @@ class Evaluator:
 
     def held_bytes(self, weight_bytes: FloatOrArray, replicas: int) -> FloatOrArray:
         """Of weights, and of all that has their size: gradients, the optimizer's state, delayed mode's buffers."""
-        delayed = replicas > 1 and self.training.sync.delay_bound != 0
+        delayed = replicas > 1 and self.training.sync.most_delay_bound != 0
         return weight_bytes * (2 + self.training.optimizer_buffers + (ENGINE_BUFFERS if delayed else 0))
 
     def _shares(self, staged: Sequence[Staged]) -> tuple[int, ...]:
@@ -260,7 +260,7 @@ class Evaluator:
 
     def _synchronous(self, replicas: Sequence[Replica]) -> bool:
         """Do they wait for each other's sums?"""
-        return len(replicas) > 1 and self.training.sync.delay_bound == 0
+        return len(replicas) > 1 and self.training.sync.most_delay_bound == 0
 
     def _last_update(self, slices: Sequence[Slice]) -> float:
         """Until all have updated that have begun it at once."""

@@ -68,7 +68,7 @@ def told_timeline(evaluator: Evaluator, placement: Placement) -> list[str]:
 
 def _ends(evaluator: Evaluator, spans: Sequence[Span]) -> dict[int, float]:
     """By rank, when its slice has ended: its replica's, or that of all in step."""
-    in_step = evaluator.training.sync.delay_bound == 0
+    in_step = evaluator.training.sync.most_delay_bound == 0
     last: dict[int, float] = {}
     for span in spans:
         last[span.replica] = max(last.get(span.replica, 0.0), span.end)

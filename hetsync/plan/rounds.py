@@ -70,7 +70,7 @@ class Rounds:
 
     @property
     def delayed(self) -> bool:
-        return self.sync.delay_bound != 0
+        return self.sync.most_delay_bound != 0
 
     @property
     def summed(self) -> Segments:
@@ -100,7 +100,7 @@ class Rounds:
             return slowest + (self._synchronous_end(replicas, round_seconds) - slowest) / slices
         waiting = self.sync.first_quorum == 1
         computing = slowest if waiting else replicas.delayed_seconds
-        bound = self.sync.delay_bound
+        bound = self.sync.most_delay_bound
         room = math.inf if bound is None else slices * (bound + 1) / 2  # slices that fit into a round
         return max(computing, round_seconds / room)
 
@@ -113,8 +113,8 @@ class Rounds:
         if not self.delayed:
             return 1 / slices
         most = 1 if self.sync.first_grace else quorums(replicas.shares, self.sync.first_quorum)
-        if self.sync.delay_bound is not None:
-            most = min(most, self.sync.delay_bound)
+        if self.sync.most_delay_bound is not None:
+            most = min(most, self.sync.most_delay_bound)
         by_link = step_seconds / round_seconds if round_seconds else math.inf
         return min(most / slices, by_link)
 

@@ -20,7 +20,7 @@ def facts_of(run: Run, course: Course) -> Facts:
         ranks=[_rank_time(rank, lines, seconds, runtime.get(rank)) for rank, lines in run.ranks.items()],
         slowdowns=_slowdowns(run, course),
         round_in_slices=_round_in_slices(run),
-        delay_bound=run.delay_bound,
+        delay_bound=run.settings[-1].delay_bound if run.settings else run.delay_bound,
         accumulation=run.accumulation,
         taken_back=_taken_back(run),
         resting=_resting(run),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetsync.config.schema import SyncConfig
+from hetsync.config.schema import RULED_DELAY_BOUND
 
 NOTABLE = 0.05  # part of the time from which on something is told
 NOTABLE_ROUNDS = 0.3  # part of a slice: their work beside it costs cores and bandwidth, also where nobody waits
@@ -20,7 +20,7 @@ LASTING_BINS = 5  # that a change must last, and that must have been before
 USUAL = 0.05  # quantile of the speeds before, below which jitter seldom goes
 MOST_SLOWDOWNS = 3  # told one by one
 
-DELAYED = SyncConfig.delay_bound  # what is advised to those in lockstep
+DELAYED = RULED_DELAY_BOUND  # what is advised to those in lockstep
 SHORTER_STEPS = "a faster link or sync.wire bfloat16"  # at D = 0
 SHORTER = "a faster link, sync.fragments or sync.wire bfloat16"
 
@@ -77,7 +77,7 @@ class Facts:
     ranks: Sequence[RankTime]
     slowdowns: Sequence[Slowdown] = ()
     round_in_slices: float | None = None
-    delay_bound: int | None = SyncConfig.delay_bound
+    delay_bound: int | None = RULED_DELAY_BOUND
     accumulation: int = 1
     taken_back: frozenset[int] = frozenset()
     resting: tuple[tuple[str, float], ...] = ()

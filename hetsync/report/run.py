@@ -174,7 +174,7 @@ class Run:
         for record in self._told_of_settings():
             if "died" not in record:
                 told = record.get("decision", record)
-                bound = told.get("delay_bound", bound)  # the rule does not set it
+                bound = told.get("delay_bound", bound)  # older runs' rule does not tell it
                 found.append(Setting(record["at"], record["kind"], told["accumulation"], bound, record.get("reason")))
         return found
 

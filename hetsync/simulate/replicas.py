@@ -105,7 +105,7 @@ class ReplicaLearner(Learner):
         }
         momentum = momentum_of(self._replicas[0].optimizer)
         self._noise_of = {synchronous: NoiseScale(momentum) for synchronous in (False, True)}
-        self._noise = self._noise_of[config.sync.delay_bound == 0]
+        self._noise = self._noise_of[config.sync.first_delay_bound == 0]
 
     def _seeded(self, rank: int, applied: int) -> torch.Tensor:
         """The random state that a session gives its rank."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ class Telemetry:
     def rounds_changed(self, now: float, change: RoundsChange) -> None:
         """By rule, on rank 0."""
         self.rounds_changes.append(change)
-        self.record(0, "rounds_change", now, **asdict(change))
+        self.record(0, "rounds_change", now, **change.told)
 
     def flush(self) -> None:
         """Write what has been kept back."""

@@ -243,14 +243,14 @@ class Coordinator:
 
     def _change_rounds(self, rule: RoundsRule) -> None:
         """Other settings, where the rule finds that rounds are dear, or no more. At D = 0 K would be another batch."""
-        if self.settings.synchronous:
-            return
         shares = {rank: member.share for rank, member in self.machine.members.items() if member.share}
         change = rule.decide(self.settings, self.machine.version, shares)
         if change is not None:
+            in_step = self._rule_of_slices.in_step
             self.settings = change.applied_to(self.settings)
             self._on_rounds_change(change)
-            self._deliver(self.machine.handle(SettingsChanged(self.settings)))
+            sliced = self._sliced_for_mode() if self._rule_of_slices.in_step != in_step else []
+            self._deliver([*sliced, *self.machine.handle(SettingsChanged(self.settings))])
 
     def _balance(self) -> None:
         """New shares where these would make slices at least 5 % shorter; checked once in a few rounds, or when a rank's

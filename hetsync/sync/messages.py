@@ -421,5 +421,5 @@ Message = EventBatch | InstructionBatch | GroupBatch | Probe | Ping | Alive | Lo
 
 
 def settings_of(sync: SyncConfig) -> Settings:
-    bound = NO_BOUND if sync.delay_bound is None else sync.delay_bound
+    bound = NO_BOUND if sync.first_delay_bound is None else sync.first_delay_bound
     return Settings(bound, sync.first_quorum, sync.first_accumulation, sync.first_fragments, sync.first_grace)

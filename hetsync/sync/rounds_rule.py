@@ -1,13 +1,15 @@
-"""Fewer and smaller rounds by rule, in delayed mode, where they keep devices from computing.
+"""Delay, and fewer and smaller rounds, by rule: where synchronisation keeps devices from computing.
 
-Ranks tell with each task how long synchronisation has kept them from computing: by its own work, and by waits
-(`TaskFinished`). Four things make them less. A greater quorum q, of half a full set, lets a round wait for more
-contributions: about two rounds in place of four, with steps and contributions as before. Grace lets it wait for all, or
-until a rank has finished a second task: about one. Twice the fragments of a large model halve what a round sums, and so
-the time that the link takes for it. Twice the K is half of the work, and lets a rank run twice as many slices ahead, so
-that it need not wait for a slow link. All part local weights further between two rounds, which costs progress a sample,
-K most, and the more so at a high learning rate: so a rise must promise more than it costs (docs/results/rounds.md,
-fragments.md).
+Ranks tell with each task how long it has kept them: by its own work, and by waits (`TaskFinished`). Where the delay
+bound is by rule a job begins synchronous. Where ranks wait there for longer than delay costs, they go on without. Then
+nobody sees any more what they would wait for: so the rule looks back, for a window of synchronous training, ever more
+seldom. In delayed mode four things make synchronisation less. A greater quorum q, of half a full set, lets a round wait
+for more contributions: about two rounds in place of four, with steps and contributions as before. Grace lets it wait
+for all, or until a rank has finished a second task: about one. Twice the fragments of a large model halve what a round
+sums, and so the time that the link takes for it. Twice the K is half of the work, and lets a rank run twice as many
+slices ahead, so that it need not wait for a slow link. All part local weights further between two rounds, which costs
+progress a sample, K most, and the more so at a high learning rate: so a rise must promise more than it costs
+(docs/results/rounds.md, fragments.md).
 
 Pure: no clock, and the simulator runs the same.
 """
@@ -16,13 +18,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from hetsync.config.schema import SyncConfig, most_grace
-from hetsync.sync.messages import Settings, settings_of
+from hetsync.config.schema import RULED_DELAY_BOUND, SyncConfig, most_grace
+from hetsync.sync.messages import NO_BOUND, Settings, settings_of
 
-RULED = ("accumulation", "quorum", "grace", "fragments")
+RULED = ("delay_bound", "accumulation", "quorum", "grace", "fragments")
+SAVED_BY_DELAY = 0.5  # of rounds' work; all of waits
+DELAY_COSTS = 0.1  # of the time to a target, where nobody waits (docs/results/stability.md)
 GREATER_QUORUM = 0.5
 SAVED_BY_QUORUM = 0.44  # of rounds and their work, by the greater quorum
 QUORUM_COSTS = 0.03  # of the time to a target
@@ -46,10 +50,11 @@ WINDOW_SECONDS = 1.0  # of each rank's device: less shows the moment more than t
 
 @dataclass(frozen=True, kw_only=True)
 class RoundsChange:
-    """K, q, grace and fragments from `round` on, and why: synchronisation's own work and waits, over what devices
+    """D, K, q, grace and fragments from `round` on, and why: synchronisation's own work and waits, over what devices
     compute."""
 
     round: int
+    delay_bound: int
     accumulation: int
     quorum: float
     grace: int
@@ -57,6 +62,11 @@ class RoundsChange:
     work: float
     waits: float
     reason: str
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """As records and summaries have it."""
+        return {**asdict(self), "delay_bound": None if self.delay_bound == NO_BOUND else self.delay_bound}
 
     def applied_to(self, settings: Settings) -> Settings:
         return replace(settings, **{key: getattr(self, key) for key in RULED})
@@ -74,11 +84,18 @@ class Rise(NamedTuple):
     costs: float
     not_with_grace: bool = False
 
+    @property
+    def delays(self) -> bool:
+        """Is it the one from synchronous training to delayed?"""
+        return self.key == "delay_bound"
+
     def is_made(self, settings: Settings) -> bool:
         return bool(getattr(settings, self.key) >= self.value)
 
     def is_next(self, settings: Settings) -> bool:
         if self.not_with_grace and settings.grace_within_bound:
+            return False
+        if settings.synchronous and not self.delays:
             return False
         return bool(self.before <= getattr(settings, self.key) < self.value)
 
@@ -95,6 +112,9 @@ class Rise(NamedTuple):
 def rises_of(sync: SyncConfig) -> tuple[Rise, ...]:
     """What a rule may do, in the order in which it tries it."""
     first, rises = settings_of(sync), []
+    if sync.delay_bound == "auto":
+        rises.append(Rise("delay_bound", 0, RULED_DELAY_BOUND, SAVED_BY_DELAY, 1.0, DELAY_COSTS))
+        first = replace(first, delay_bound=RULED_DELAY_BOUND)
     if sync.quorum == "auto" and not first.grace:
         saves = (SAVED_BY_QUORUM, 0.0, QUORUM_COSTS)
         rises.append(Rise("quorum", first.quorum, GREATER_QUORUM, *saves, not_with_grace=True))
@@ -113,7 +133,10 @@ def rises_of(sync: SyncConfig) -> tuple[Rise, ...]:
 
 
 def called(settings: Settings) -> str:
-    return f"K = {settings.accumulation}, q = {settings.quorum:g}{settings.besides}"
+    if settings.synchronous:
+        return "D = 0"
+    bound = "no bound" if settings.delay_bound == NO_BOUND else f"D = {settings.delay_bound}"
+    return f"{bound}, K = {settings.accumulation}, q = {settings.quorum:g}{settings.besides}"
 
 
 @dataclass
@@ -153,6 +176,7 @@ class RoundsRule:
         self._settling: defaultdict[int, int] = defaultdict(lambda: SETTLING_TASKS)  # tasks of each rank
         self._promised: tuple[Rise, float] | None = None  # a rise, and the overhead that the next window should show
         self._calm = 0  # windows in a row that would bear more rounds
+        self._delayed = 0  # windows in a row in delayed mode, where that is by rule
 
     def observe(self, rank: int, seconds: float, work_seconds: float, wait_seconds: float) -> None:
         """A task took so much of its device's time, and synchronisation beside it."""
@@ -209,6 +233,8 @@ class RoundsRule:
             return rise.taken_back(settings), ", so fewer or smaller ones save too little"
         for trials in self._trials.values():
             trials.retry_in -= 1
+        if self._looks_back(settings):
+            return replace(settings, delay_bound=0), ", to see what they take without delay"
         for rise, trials in self._trials.items():
             saving = rise.saving(work, waits)
             if rise.is_next(settings) and saving > rise.costs and trials.retry_in <= 0:
@@ -216,11 +242,21 @@ class RoundsRule:
                 self._calm = 0
                 trials.made += 1
                 return rise.made(settings), ""
-        return self._calmed(settings, work + waits), ""
+        return settings if settings.synchronous else self._calmed(settings, work + waits), ""
+
+    def _looks_back(self, settings: Settings) -> bool:
+        """Is it time to be synchronous for a window? With delay nobody sees what ranks would wait for."""
+        delay = next((rise for rise in self._trials if rise.delays), None)
+        if delay is None or settings.synchronous:
+            self._delayed = 0
+            return False
+        self._delayed += 1
+        return self._delayed >= CALM_WINDOWS * 4 ** self._trials[delay].made
 
     def _calmed(self, settings: Settings, overhead: float) -> Settings:
         """With the last rise taken back, where it has long been of little use."""
-        last = next((rise for rise in reversed(self._trials) if rise.is_made(settings)), None)
+        made = (rise for rise in reversed(self._trials) if rise.is_made(settings) and not rise.delays)
+        last = next(made, None)
         if last is None or overhead >= LOWER_AT * last.costs / last.work_saved / 2:  # about half is left of that
             self._calm = 0
             return settings

@@ -11,7 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -118,7 +118,7 @@ class PlannedJob:
         self._forget_others()
         self._loader = self._make_loader()
         check_metrics(self.config, check_evaluation(self.model, self.data))
-        settings = settings_of(replace(self.config.sync, fragments=1)) if self._delayed else IN_STEP
+        settings = settings_of(self.config.sync.settled) if self._delayed else IN_STEP
         self.books = Books(at, self.assignment, self.replica, profiles, self.total, shows, settings)
         self.replica.release()
         self.replica.memory.begin()
@@ -201,7 +201,7 @@ class PlannedJob:
     @property
     def _delayed(self) -> bool:
         """Do replicas train on their own between rests? One replica has nobody to be apart from."""
-        return len(self.assignment.placement.replicas) > 1 and self.config.sync.delay_bound != 0
+        return len(self.assignment.placement.replicas) > 1 and self.config.sync.most_delay_bound != 0
 
     # When it rests, and when it evaluates: as a job without a plan does.
 

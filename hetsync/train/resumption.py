@@ -103,7 +103,7 @@ def first_settings(config: Config, progress: Progress | None, values: int) -> Se
     if progress is None:
         return settings
     if config.control.name == "fixed":
-        ruled = not settings.synchronous and progress.delay_bound > 0
+        ruled = sync.delay_bound == "auto" or (not settings.synchronous and progress.delay_bound > 0)
         return found_before(sync, progress.settings) if ruled else settings
     kept = replace(settings, delay_bound=progress.delay_bound, accumulation=progress.accumulation)
     return Actions(Limits.of(config.control)).clipped(kept)

@@ -172,14 +172,15 @@ class Session:
         self._meetings = Meetings(plane, None if terms.entry is None else terms.entry.held)
 
     def _check_skipping(self) -> None:
-        if self._skips and self.settings.synchronous and len(self.optimizers) > 1:
+        in_turn = self._sync.delay_bound in (0, "auto")
+        if self._skips and in_turn and len(self.optimizers) > 1:
             raise UserError(
-                f"fault.not_finite is {self._fault.not_finite}, but at sync.delay_bound 0 the loop has"
-                f" {len(self.optimizers)} optimizers, of which one has stepped before the other's gradients are known:"
-                " use stop, or a delay bound of 1 or more"
+                f"fault.not_finite is {self._fault.not_finite}, but at sync.delay_bound"
+                f" {self._sync.delay_bound} the loop has {len(self.optimizers)} optimizers, of which one has stepped"
+                " before the other's gradients are known: use stop, or a delay bound of 1 or more"
             )
         kinds = {weight.dtype for weight in self.model.parameters()} - {torch.float32}
-        if self._skips and not self.settings.synchronous and kinds:
+        if self._skips and self._sync.delay_bound != 0 and kinds:
             raise UserError(
                 f"fault.not_finite is {self._fault.not_finite}, but weights are {', '.join(map(str, kinds))}, which"
                 " with a delay bound of 1 or more cannot be put back exactly: use stop, float32 weights, or"
@@ -294,7 +295,7 @@ class Session:
 
     def _on_rounds_change(self, change: RoundsChange) -> None:
         self.rounds_changes.append(change)
-        self.record("rounds_change", **asdict(change))
+        self.record("rounds_change", **change.told)
 
     @property
     def left_out(self) -> Sequence[TaskLeftOut]:

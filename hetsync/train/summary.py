@@ -296,7 +296,7 @@ def summarise(run: RunFigures) -> dict[str, Any]:
         "accumulation": settings.accumulation,
         "fragments": settings.fragments,
         "grace": settings.grace,
-        "rounds_changes": [asdict(change) for change in run.rounds_changes],
+        "rounds_changes": [change.told for change in run.rounds_changes],
         "metrics": dict(run.metrics),
         "anchor_sha256": run.anchor_sha256,
         "train_seconds": seconds,

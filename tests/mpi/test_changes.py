@@ -66,19 +66,22 @@ def test_settings_change_while_running(plane: Plane, first: Settings, then: list
     assert outcome.rests[-1].loss < 0.6 * outcome.first_loss
 
 
+ANY_REASON = {  # for a change by rule
+    "DELAY_COSTS": 0.0,
+    "QUORUM_COSTS": 0.0,
+    "GRACE_COSTS": 0.0,
+    "DOUBLING_COSTS": 0.0,
+    "SETTLING_TASKS": 0,
+    "KEPT": -1e9,
+    "WINDOW_ROUNDS": 2,
+    "WINDOW_TASKS": 2,
+    "WINDOW_SECONDS": 0.0,
+}
+
+
 def test_q_and_k_rise_by_rule(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where any work of a round is too much; a rank alone has no rounds to save."""
-    any_reason = {
-        "QUORUM_COSTS": 0.0,
-        "GRACE_COSTS": 0.0,
-        "DOUBLING_COSTS": 0.0,
-        "SETTLING_TASKS": 0,
-        "KEPT": -1e9,
-        "WINDOW_ROUNDS": 2,
-        "WINDOW_TASKS": 2,
-        "WINDOW_SECONDS": 0.0,
-    }
-    for name, value in any_reason.items():
+    for name, value in ANY_REASON.items():
         monkeypatch.setattr(rounds_rule, name, value)
     samples = 16 * SAMPLES  # for ten tasks of a rank that seldom gets a core
     sync = delayed(plane, quorum="auto", grace="auto", accumulation="auto")
@@ -92,6 +95,22 @@ def test_q_and_k_rise_by_rule(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> 
     settings = outcome.session.settings
     last = expected[-1] if expected else (1, 0.25, 0)
     assert plane.gather_objects((settings.accumulation, settings.quorum, settings.grace)) == [last] * plane.size
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_delay_comes_and_goes_by_rule(plane: Plane, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+    """Where any wait is too much, and each window looks back. The books are whole, and weights alike, throughout."""
+    for name, value in {**ANY_REASON, "CALM_WINDOWS": 0}.items():
+        monkeypatch.setattr(rounds_rule, name, value)
+    sync = delayed(plane, delay_bound="auto", quorum=0.25, grace=0)
+    device = of_unequal_speed(plane.rank)
+    outcome = train(plane, sync, samples=8 * SAMPLES, rests=[90], optimizer=optimizer, device=device)
+    assert_invariants(plane, [outcome], 8 * SAMPLES, 4)
+    if plane.rank == 0:
+        bounds = [change.delay_bound for change in outcome.session.rounds_changes]
+        assert bounds == [4, 0] * (len(bounds) // 2) + [4] * (len(bounds) % 2)
+        assert len(bounds) >= 3 or plane.size == 1
+    assert outcome.rests[-1].loss < 0.6 * outcome.first_loss
 
 
 def test_tuned_at_rest(plane: Plane) -> None:

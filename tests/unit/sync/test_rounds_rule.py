@@ -1,20 +1,23 @@
-"""K, q and grace by rule: rounds become fewer where they are dear, and no fewer than that pays."""
+"""D, K, q and grace by rule: rounds become fewer where they are dear, and no fewer than that pays."""
 
 import random
 from dataclasses import replace
 
 import pytest
 
-from hetsync.config.schema import SyncConfig
-from hetsync.sync.messages import Settings, settings_of
+from hetsync.config.schema import OuterConfig, SyncConfig
+from hetsync.errors import UserError
+from hetsync.sync.messages import NO_BOUND, Settings, settings_of
 from hetsync.sync.rounds_rule import (
     CALM_WINDOWS,
+    DELAY_COSTS,
     GREATER_QUORUM,
     MOST_ACCUMULATION,
     RETRY_WINDOWS,
     SETTLING_TASKS,
     WINDOW_ROUNDS,
     WINDOW_TASKS,
+    RoundsChange,
     RoundsRule,
     found_before,
     rises_of,
@@ -59,7 +62,7 @@ def work(at_one):
 def test_k_doubles_where_rounds_are_a_notable_part_of_a_slice():
     change = Job().window(work(0.5))
     assert (change.accumulation, change.round, change.work, change.waits) == (2, WINDOW_ROUNDS, 0.5, 0.0)
-    assert change.reason == "rounds take 50% of a slice, and waits 0%: K = 2, q = 0.25"
+    assert change.reason == "rounds take 50% of a slice, and waits 0%: D = 4, K = 2, q = 0.25"
 
 
 def test_k_stays_where_a_doubling_would_cost_more_than_it_saves():
@@ -86,7 +89,7 @@ def test_a_doubling_that_saves_too_little_is_taken_back_and_tried_again_ever_mor
     back = job.window(lambda k: (0.0, 0.4))
     assert (back.accumulation, back.reason) == (
         1,
-        "rounds take 0% of a slice, and waits 40%, so fewer or smaller ones save too little: K = 1, q = 0.25",
+        "rounds take 0% of a slice, and waits 40%, so fewer or smaller ones save too little: D = 4, K = 1, q = 0.25",
     )
     assert job.windows(lambda k: (0.0, 0.5), RETRY_WINDOWS - 1) == [1] * (RETRY_WINDOWS - 1)
     assert job.windows(lambda k: (0.0, 0.4), 2) == [2, 1]
@@ -234,7 +237,7 @@ def test_beside_fragments_grace_must_save_more():
     assert job.window(lambda k: (0.16, 0.0)) is None
     change = job.window(lambda k: (0.21, 0.0))
     assert change.grace == 1
-    assert change.reason == "rounds take 21% of a slice, and waits 0%: K = 1, q = 0.5, grace 1, 2 fragments"
+    assert change.reason == "rounds take 21% of a slice, and waits 0%: D = 4, K = 1, q = 0.5, grace 1, 2 fragments"
 
 
 def test_without_fragments_seven_hundredths_are_enough():
@@ -368,7 +371,7 @@ def test_they_become_more_where_ranks_wait_for_the_link():
     job = Job(sync=sync)
     change = job.window(lambda k: (0.0, 0.2))
     assert job.settings == replace(settings_of(sync), fragments=4)
-    assert change.reason == "rounds take 0% of a slice, and waits 20%: K = 1, q = 0.5, 4 fragments"
+    assert change.reason == "rounds take 0% of a slice, and waits 20%: D = 4, K = 1, q = 0.5, 4 fragments"
 
 
 def test_more_of_them_that_save_nothing_do_not_keep_rounds_from_being_fewer():
@@ -386,3 +389,91 @@ def test_a_resumed_job_has_what_the_rule_had_found_whatever_fragments_it_had(fra
     assert (found.quorum, found.fragments) == (0.5, max(2, fragments))
     larger = found_before(SyncConfig(fragments=8), replace(settings_of(SyncConfig()), quorum=0.5, fragments=fragments))
     assert (larger.quorum, larger.fragments) == (0.5, 8)
+
+
+# Delay.
+
+AUTO = SyncConfig(delay_bound="auto", quorum=0.25, grace=0, fragments=1)
+WAITS = 2 * DELAY_COSTS
+
+
+def no_waits_with_delay(job, at_zero):
+    return lambda k: (0.0, at_zero if job.settings.synchronous else 0.0)
+
+
+def test_a_job_begins_synchronous_and_stays_so_where_nobody_waits():
+    job = Job(sync=AUTO)
+    assert job.settings.synchronous
+    for _ in range(5 * CALM_WINDOWS):
+        assert job.window(lambda k: (0.02, DELAY_COSTS / 2)) is None
+
+
+def test_where_ranks_wait_it_goes_on_with_delay():
+    job = Job(sync=AUTO)
+    change = job.window(no_waits_with_delay(job, WAITS))
+    assert (change.delay_bound, job.settings.delay_bound) == (4, 4)
+    assert change.reason == "rounds take 0% of a slice, and waits 20%: D = 4, K = 1, q = 0.25"
+
+
+def test_delay_that_saves_too_little_is_taken_back():
+    job = Job(sync=AUTO)
+    assert [job.window(lambda k: (0.0, WAITS)).delay_bound for _ in range(2)] == [4, 0]
+    for _ in range(RETRY_WINDOWS - 1):
+        assert job.window(lambda k: (0.0, WAITS)) is None
+    assert job.window(lambda k: (0.0, WAITS)).delay_bound == 4
+
+
+def test_it_looks_back_ever_more_seldom():
+    job, found = Job(sync=AUTO), []
+    for window in range(22 * CALM_WINDOWS):
+        change = job.window(no_waits_with_delay(job, WAITS))
+        if change is not None:
+            found.append((window, change.delay_bound))
+    once, twice = 4 * CALM_WINDOWS, 16 * CALM_WINDOWS
+    assert found == [(0, 4), (once, 0), (once + 1, 4), (once + 1 + twice, 0), (once + 2 + twice, 4)]
+
+
+def test_what_has_changed_meanwhile_leaves_it_synchronous():
+    job = Job(sync=AUTO)
+    job.window(no_waits_with_delay(job, WAITS))
+    changes = [change for _ in range(9 * CALM_WINDOWS) if (change := job.window(lambda k: (0.0, 0.0)))]
+    assert [change.delay_bound for change in changes] == [0]
+    assert "to see what they take without delay" in changes[0].reason
+
+
+def test_rounds_become_fewer_only_with_delay_and_stay_so_over_a_look_back():
+    job = Job(sync=SyncConfig(delay_bound="auto", grace=0, fragments=1))
+    work = 0.1  # of rounds, more than a greater quorum costs
+    first, second = job.window(lambda k: (work, WAITS)), job.window(lambda k: (work, 0.0))
+    assert (first.delay_bound, first.quorum, second.quorum) == (4, 0.25, GREATER_QUORUM)
+    later = [change for _ in range(5 * CALM_WINDOWS) if (change := job.window(lambda k: (work / 2, 0.0)))]
+    assert [(change.delay_bound, change.quorum) for change in later] == [(0, GREATER_QUORUM)]
+
+
+@pytest.mark.parametrize("delay_bound", [0, 4])
+def test_a_delay_bound_that_is_given_stays(delay_bound):
+    job = Job(sync=SyncConfig(delay_bound=delay_bound))
+    for _ in range(40):
+        job.window(lambda k: (0.1, 0.5))
+    assert job.settings.delay_bound == delay_bound
+
+
+@pytest.mark.parametrize("delay_bound", [0, 4])
+def test_a_resumed_job_has_the_delay_that_it_had_come_to(delay_bound):
+    assert found_before(AUTO, replace(settings_of(AUTO), delay_bound=delay_bound)).delay_bound == delay_bound
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [({"accumulation": 4}, "sync.accumulation"), ({"outer": OuterConfig("nesterov")}, "sync.outer.name")],
+)
+def test_what_means_another_thing_without_delay_must_be_settled(words, named):
+    with pytest.raises(UserError, match=f"^{named} .*sync.delay_bound"):
+        SyncConfig(delay_bound="auto", **words)
+
+
+def test_no_bound_is_told_as_such():
+    change = RoundsChange(
+        round=1, delay_bound=NO_BOUND, accumulation=2, quorum=0.5, grace=0, fragments=1, work=0, waits=0, reason=""
+    )
+    assert change.told["delay_bound"] is None
