@@ -160,6 +160,7 @@ class Deltas:
         self._given_steps = 0.0  # what its steps counted for
         self._rounded = False  # did the wire round our last contribution?
         self._dropped = False  # does u hold what belongs to no task?
+        self.has_moved = False  # u, by `apply`; whoever looks sets it back
         self.packed = (0, 0)  # samples and inner steps of our contribution to the newest round
         self._in_flight = False  # a contribution of ours is under way ...
         self._folded = False  # ... and has moved from P into X
@@ -189,6 +190,24 @@ class Deltas:
         """At rest: are the local weights still the anchor's?"""
         pairs = zip(self._anchor.tensors, self._local[: self._first_buffer], strict=False)
         return all(bool((w == u).all()) for w, u in pairs)
+
+    @property
+    def anchor_weights(self) -> torch.Tensor:
+        """w of the weights alone, flat."""
+        return self.anchor[: self._weights]
+
+    @torch.no_grad()
+    def move_anchor(self, weights: torch.Tensor) -> None:
+        """w ← these flat `weights`, on all ranks after the same round, before another is packed. u takes the change
+        over as it does a sum."""
+        correction, change = self._correction, weights - self.anchor_weights
+        if not change.any():
+            return
+        if correction.empty:
+            correction.values.zero_()
+        correction.values[: self._weights] += change
+        correction.empty = False
+        self.anchor_weights.copy_(weights)
 
     @torch.no_grad()
     def adopt_weights(self) -> None:
@@ -269,6 +288,7 @@ class Deltas:
 
     def _add(self, index: int, change: Buffer | Scratch) -> None:
         """u ← u + change. What 16-bit weights cannot hold stays in it, or the next P would take it back from all."""
+        self.has_moved = True
         run, pieces = self._runs[index], change.pieces[index]
         if self.exact:
             torch._foreach_add_(run, pieces)

@@ -21,6 +21,7 @@ from hetsync.plane.base import MembersLost, Plane, StalledError
 from hetsync.processes import Process
 from hetsync.sync.agreement import weights_sha256
 from hetsync.sync.communicator import Communicator
+from hetsync.sync.constraints import NO_CONSTRAINTS, Constraints
 from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Nesterov, Snapshot
 from hetsync.sync.device_order import device_order
@@ -71,6 +72,7 @@ class Engine:
         take_state: Callable[[Mapping[str, Any]], None] = lambda state: None,
         segments: Sequence[Segment] | None = None,
         followers: Followers | None = None,
+        constraints: Constraints = NO_CONSTRAINTS,
     ) -> None:
         """`coordinator` makes that of the first member: rank 0's, and another's once those below it have died. `books`:
         those of a keeper (`recovery.py`); `tally`, where all can go back to a checkpoint once nobody is left who kept
@@ -80,7 +82,7 @@ class Engine:
         the steps of each round. `stages` tells the parameters of each optimizer, in the order of their steps. `state`
         tells all that these have made, for a rank that is behind at a death and takes it over by `take_state`. Of a
         replica on several ranks the engine is its leader's, with the `segments` that this rank holds (it may be none),
-        for delayed mode only."""
+        for delayed mode only. In delayed mode the anchor is within the `constraints`."""
         self.worker = Worker(plane.rank, version)
         self.timer = MainThreadTimer()
         router = Router(plane)
@@ -100,7 +102,7 @@ class Engine:
         alone = one and not options.measure_norms
         counted = plane.ranks_at_start if plane.tolerant and not alone else 0
         self._shared = SharedState(
-            self.worker, outer, options, alone, one, counted, segments, followers, plane.allocate
+            self.worker, outer, options, alone, one, counted, segments, followers, plane.allocate, constraints
         )
         self._delayed_only = segments is not None
         self._communicator = Communicator(

@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from hetsync.plane.base import Allocate, WireFormat, allocate_anywhere
+from hetsync.sync.constraints import NO_CONSTRAINTS, Constraints, Twins
 from hetsync.sync.deltas import Deltas, Nesterov, Snapshot
 from hetsync.sync.messages import StartRound
 from hetsync.sync.parted import PartedDeltas
@@ -58,8 +59,10 @@ class FragmentedDeltas(PartedDeltas):
         fragments: int = 1,
         allocate: Allocate = allocate_anywhere,
         added: int = 0,
+        constraints: Constraints = NO_CONSTRAINTS,
     ) -> None:
-        """As those of `Deltas`; `outer` is for one fragment. Buffers go with the last of the weights."""
+        """As those of `Deltas`; `outer` is for one fragment. Buffers go with the last of the weights. The anchor is
+        within the `constraints` after each round."""
         assert outer is None or fragments == 1
         cut = fragments_of(weights, fragments)
         super().__init__(
@@ -78,6 +81,8 @@ class FragmentedDeltas(PartedDeltas):
             ]
         )
         self._sizes = [part.anchor.numel() for part in self.parts]
+        self._constraints = constraints
+        self._twins = constraints.twins(weights) if constraints else None
         self._samples = 0  # finished, and in no contribution yet
         self._given = 0  # in the contribution that is under way
 
@@ -111,6 +116,15 @@ class FragmentedDeltas(PartedDeltas):
         """See `Deltas.undo`."""
         for part in self.parts:
             part.undo()
+        self._constraints.project()
+
+    def apply(self) -> bool:
+        applied = super().apply()
+        if any(part.has_moved for part in self.parts):
+            self._constraints.project()  # progress of this rank's own moves it from the anchor
+        for part in self.parts:
+            part.has_moved = False
+        return applied
 
     def finish(self, samples: int, steps: int, lift: float = 1.0) -> float:
         self._samples += samples
@@ -135,6 +149,16 @@ class FragmentedDeltas(PartedDeltas):
     def apply_sum(self) -> None:
         super().apply_sum()
         self._given = 0
+        if self._twins is not None:
+            self._constrain(self._twins)
+
+    def _constrain(self, twins: Twins) -> None:
+        """All of the anchor, whatever the round has summed: a constraint may be on several weights together."""
+        anchors = [part.anchor_weights for part in self.parts]
+        values = torch.cat(anchors)
+        twins.constrain(values)
+        for part, mine in zip(self.parts, values.split([len(anchor) for anchor in anchors]), strict=True):
+            part.move_anchor(mine)
 
     def samples_given(self) -> dict[int, int]:
         """See `Deltas.samples_given`: by contributions, whose other fragments may be still to come."""

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from hetsync.plane.base import Residual, Sums, WireFormat
+from hetsync.sync.constraints import NO_CONSTRAINTS, Constraints
 from hetsync.sync.deltas import Snapshot
 from hetsync.sync.gradients import STEPPED, WATCHED_SLICES, Arrivals, Bucket, Stage, Unstepped, stage_places
 from hetsync.sync.messages import StartRound
@@ -259,9 +260,15 @@ class LoneDeltas:
     sums: Sums | None = None
 
     def __init__(
-        self, weights: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor] = (), skips: bool = False, added: int = 0
+        self,
+        weights: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor] = (),
+        skips: bool = False,
+        added: int = 0,
+        constraints: Constraints = NO_CONSTRAINTS,
     ) -> None:
         """As those of `Deltas`; `skips`: tasks may be undone."""
+        self._constraints = constraints
         self._averaged = len(weights) + len(buffers) - added  # tensors, before those whose increments add up
         self._weights = list(weights)
         self._local = [reals(tensor.detach()) for tensor in [*weights, *buffers]]
@@ -308,6 +315,7 @@ class LoneDeltas:
         if self._before is not None and samples != steps * self._batch:
             for tensor, before in zip(self._local[: self._averaged], self._before, strict=False):
                 tensor.copy_(before.lerp(tensor, lift * samples / (steps * self._batch)))
+            self._constraints.project()
         self._before = None
         return total_of(self._weights) if self._finite.due() else 0.0
 

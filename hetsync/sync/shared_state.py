@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hetsync.plane.base import Allocate, WireFormat, allocate_anywhere
+from hetsync.sync.constraints import NO_CONSTRAINTS, Constraints
 from hetsync.sync.deltas import Nesterov, Snapshot
 from hetsync.sync.device_order import DeviceOrder
 from hetsync.sync.fragments import FragmentedDeltas
@@ -113,10 +114,12 @@ class SharedState:
         segments: Sequence[Segment] | None = None,
         followers: Followers | None = None,
         allocate: Allocate = allocate_anywhere,
+        constraints: Constraints = NO_CONSTRAINTS,
     ) -> None:
         """`alone`: no other rank is there, and nobody wants to know what sums hold. `one_thread`: the main thread
         polls. `ranks_counted`: see `Deltas`. `segments` that this rank holds, where replicas are on several ranks (it
-        may be none), and the `followers` of a leader. `allocate` gives what is summed."""
+        may be none), and the `followers` of a leader. `allocate` gives what is summed.
+        `constraints` are on weights that all ranks hold."""
         # The lock; notified when the main thread may have something to go on with. Under it change the fields below
         # and all weights outside an inner step. Deltas are used without it where the other thread cannot touch what
         # is used: at a rest, and while a snapshot is shown (`Deltas.showing`).
@@ -168,6 +171,7 @@ class SharedState:
         self._options = options
         self._segments = segments
         self._allocate = allocate
+        self._constraints = constraints
         self.followers = followers or Followers()
 
     def delayed_mode(self) -> FragmentedDeltas | LoneDeltas | SegmentedDeltas:
@@ -176,7 +180,7 @@ class SharedState:
             with self.order:
                 self.deltas = SegmentedDeltas(self._segments)
         elif self.deltas is None and self.alone and self._outer is None:
-            self.deltas = LoneDeltas(self.weights, self.buffers, self._options.skips, self.added)
+            self.deltas = LoneDeltas(self.weights, self.buffers, self._options.skips, self.added, self._constraints)
         elif self.deltas is None:
             with self.order:
                 self.deltas = FragmentedDeltas(
@@ -189,6 +193,7 @@ class SharedState:
                     self._options.fragments_for(sum(map(count_reals, self.weights))),
                     self._allocate,
                     self.added,
+                    self._constraints,
                 )
                 self.deltas.tail.travel = list(self.travel)
         return self.deltas

@@ -35,6 +35,7 @@ from hetsync.plane.unclosed import Unclosed
 from hetsync.profiling.measure import autocast
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.buffers import Rule
+from hetsync.sync.constraints import Projection
 from hetsync.train import checkpoint
 from hetsync.train.alike import data_described, parts_described, require_alike, require_as_told, settings_described
 from hetsync.train.best import Best, Mode, comparable
@@ -43,7 +44,7 @@ from hetsync.train.evaluation import Combine, EvaluationLoader, by_rank, check_c
 from hetsync.train.loop import Loop, StoppedByRequest
 from hetsync.train.parts import Factor
 from hetsync.train.preparation import Assigns, Loss, Preparation
-from hetsync.train.prepared import PreparedScheduler, TrainingLoader
+from hetsync.train.prepared import PreparedScheduler, TrainingLoader, unwrapped
 from hetsync.train.reduction import Reduction
 from hetsync.train.replacing import summons_of
 from hetsync.train.resumption import FinishedError, Standing, require_order
@@ -207,6 +208,17 @@ class Job:
         """What the optimizer's learning rates are multiplied by after so many samples of the whole job."""
         self._check_before("schedule")
         self._prepared.parts.schedule(optimizer, factor)
+
+    def constrain(self, module: torch.nn.Module, function: Projection) -> None:
+        """Weights of a model, or of a part of it, keep to a constraint: `function(module)` projects them in place
+        (clamps, shortens, makes orthogonal), as it is called after each optimizer's step, and, on a copy of the module,
+        wherever ranks merge. It goes by weights, buffers and constants alone, and changes no others."""
+        self._check_before("constrain")
+        if not isinstance(module, torch.nn.Module):
+            raise UserError(f"job.constrain got a {type(module).__name__}: give a prepared model, or a part of one")
+        module = unwrapped(module)
+        check_callable("job.constrain", function, module)
+        self._prepared.parts.constrained.append((module, function))
 
     def measure(self, loss: Loss) -> None:
         """Measure each rank's speed before training, on a copy of the model: `loss(model, batch)` is a batch's mean

@@ -11,6 +11,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from hetsync.errors import UserError
+from hetsync.sync.constraints import Constraints, Projection
 from hetsync.sync.group_state import RATE, alike, beside, kept, put, put_beside, settings_of
 from hetsync.sync.rates import Rates, ScheduleRates, SchedulerRates, set_rates
 from hetsync.train.prepared import PreparedScaler, PreparedScheduler
@@ -61,6 +62,7 @@ class Parts:
         self.registered: dict[str, Any] = {}
         self.rates: list[Rates] = []
         self.factors: dict[int, Factor] = {}  # by optimizer
+        self.constrained: list[tuple[torch.nn.Module, Projection]] = []
         self.shared: list[torch.nn.Parameter] = []  # weights, in a run that is gone on with
 
     def register(self, name: str, state: Any) -> None:
@@ -105,6 +107,19 @@ class Parts:
                 f"the models' weights are on {', '.join(sorted(map(str, devices)))}, and job.device is {device}: put"
                 " all there by .to(job.device), or give hetsync.join another device"
             )
+
+    @property
+    def constraints(self) -> Constraints:
+        """UserError where they are on anything but the models."""
+        known = {id(weight) for weight in self.model.parameters()}
+        for module, _ in self.constrained:
+            strangers = [name for name, weight in module.named_parameters() if id(weight) not in known]
+            if strangers:
+                raise UserError(
+                    f"job.constrain got a {type(module).__name__} whose {strangers[0]} is a weight of no prepared"
+                    " model: prepare its model"
+                )
+        return Constraints(self.constrained)
 
     @cached_property
     def model(self) -> torch.nn.Module:

@@ -298,6 +298,7 @@ class Running:
                 averages=self.prepared.parts.averages,
                 scaler=self.prepared.parts.scaler,
                 shared=self.prepared.parts.shared,
+                constraints=self.prepared.parts.constraints,
             ),
             source=self.source,
             sync=config.sync,

@@ -121,6 +121,7 @@ class Session:
         self.model = trained.model
         self.optimizers = list(trained.optimizers)
         self._shared_before = trained.shared
+        self._constraints = trained.constraints
         self.terms = terms
         self.totals = RankTotals()
         self.control: JobControl | None = None  # on the first rank, where there is one
@@ -237,6 +238,7 @@ class Session:
             stages=lambda: [steps.weights for steps in self.tasks.steps],
             state=lambda: {**self._common.given(), **self.tasks.scale()},
             take_state=self._take_state,
+            constraints=self._constraints,
         )
 
     def _take_state(self, given: Mapping[str, Any]) -> None:
@@ -414,7 +416,8 @@ class Session:
             return
         self.meet("the first batch")
         self._seed_ranks()
-        self._common.share_first_weights(lambda make: self.plane.broadcast_object(make()))
+        self._constraints.check()
+        self._share_weights(lambda make: self.plane.broadcast_object(make()))
         self._stacks = Stacks()
         told = self.plane.gather_objects(self._stacks.process)
         with all_trained(self._shared_before):
@@ -424,6 +427,14 @@ class Session:
         self._clock.start()
         for steps in self.tasks.steps:
             steps.start()
+
+    def _share_weights(self, share: Callable[[Callable[[], Any]], Any]) -> None:
+        """Those that all begin from. In delayed mode they are within the constraints, or each rank's first step would
+        bring them there, and all of these were merged; at D = 0, and alone, a loop's first step does, as in one
+        process."""
+        self._common.share_first_weights(share)
+        if not self.settings.synchronous and self.plane.ranks_at_start > 1:
+            self._constraints.project()
 
     def _join(self, entry: Entry) -> None:
         """Come to the others, who are at rest, and go on with them."""
@@ -491,6 +502,8 @@ class Session:
         `ending` it."""
         assert self._stacks is not None
         rates = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
+        if self._constraints and self.engine.changed_weights() is not None:
+            self._constraints.project()
         mine = Ready(
             self.plane.rank,
             ending,
@@ -561,7 +574,7 @@ class Session:
             raise UserError(
                 "no weight requires a gradient any more: leave some unfrozen, or end training by job.stop()"
             )
-        self._common.share_first_weights(lambda make: self.meet("the weights that are trained now", make=make)[0])
+        self._share_weights(lambda make: self.meet("the weights that are trained now", make=make)[0])
         self.tasks.renew_tensors()  # as the engine finds them
         self.engine.renew()
 

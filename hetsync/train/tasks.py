@@ -14,8 +14,9 @@ import torch
 from hetsync.balance.device import Device
 from hetsync.data.ledger import Span, length
 from hetsync.data.loader import Loader
-from hetsync.errors import UserError
+from hetsync.errors import UserError, complain
 from hetsync.plane.base import LostError
+from hetsync.sync.constraints import NO_CONSTRAINTS, ChangesAfterSteps, Constraints
 from hetsync.sync.engine import Engine
 from hetsync.sync.gradients import Unstepped
 from hetsync.sync.lone import total_of
@@ -34,6 +35,11 @@ from hetsync.train.reduction import check_is_mean, units_of
 SCALE = "loss scale"
 LOSSES_CHECKED = 32  # of this rank
 SLICES_CHECKED = 2
+CHANGES = (
+    "the loop changes weights after optimizer.step, and what ranks merge with a sync.delay_bound of 1 or more need not"
+    " keep to that: if it is a constraint (clamped, of bounded norm, orthogonal), give job.constrain the model and the"
+    " function"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,7 @@ class Trained:
         averages: Running averages of weights, which each rank keeps for itself between rests.
         scaler: Multiplies the loss so that float16 holds its gradients, which then may be infinite.
         shared: Weights that ranks share in a run that is gone on with, though the script may have frozen them.
+        constraints: Of weights.
     """
 
     model: torch.nn.Module
@@ -55,6 +62,7 @@ class Trained:
     averages: Sequence[torch.nn.Module] = ()
     scaler: PreparedScaler | None = None
     shared: Sequence[torch.nn.Parameter] = ()
+    constraints: Constraints = NO_CONSTRAINTS
 
 
 class TaskRunner:
@@ -106,6 +114,7 @@ class TaskRunner:
         self._spent: set[int] = set()  # optimizers that have stepped on the gradients that are there
         self._undo: list[BeforeStep] = []  # of steps of the task that others' steps follow
         self._scale_before: Mapping[str, Any] | None = None  # the first of these
+        self._changes = None if self._alone or trained.constraints else ChangesAfterSteps()
         self._kept: Tensors | None = None  # what a task that does not count is not to change
         self._batch_size = batch_size
         self._scaler = trained.scaler
@@ -158,7 +167,10 @@ class TaskRunner:
             if self._memory is not None:
                 self._memory.begin_slice()
             self._device.begin_slice(work.slice_samples)
+            if self._changes is not None:
+                self._changes.begin_slice()
             yield batch
+            self._look_for_changes()
             if self._is_void(work):
                 self._drop(work)
                 return
@@ -331,6 +343,7 @@ class TaskRunner:
             return
         work = self.slice_out("optimizer.step")
         self.was_stepped = True
+        self._look_for_changes()
         if self._scaler is not None:
             self._scaler.check_step()
         if number in work.stepped and work.synchronous:
@@ -345,10 +358,21 @@ class TaskRunner:
             self._undo.append(BeforeStep(self.steps[number].groups))
 
     def _after(self, number: int) -> None:
-        if not self.left and not self._makes_up:
-            self.slice_out("optimizer.step").stepped.add(number)
-        else:  # no slice ends after it
+        self._trained.constraints.project()
+        if self.left or self._makes_up:  # no slice ends after it
             self.tensors.restore()
+            return
+        work = self.slice_out("optimizer.step")
+        work.stepped.add(number)
+        if self._changes is not None and not work.synchronous:
+            self._changes.note_step(weight for steps in self.steps for weight in steps.weights)
+
+    def _look_for_changes(self) -> None:
+        """Tell of those that the loop makes after its steps, once."""
+        if self._changes is not None and self._changes.found():
+            self._changes = None
+            if self._engine.coordinator is not None:
+                complain(CHANGES)
 
     def _pause(self, work: TaskInWork) -> None:
         """Device time so far; what follows, up to `going_on`, waits for other ranks."""

@@ -295,6 +295,19 @@ PREPARES: dict[str, tuple[Act, str]] = {
     "event": (after(lambda script: script.job.on("start", print)), "job.on got 'start'"),  # type: ignore[arg-type]
     "call what": (after(lambda script: script.job.on("end", 3)), "job.on got a int"),  # type: ignore[arg-type]
     "no state": (after(lambda script: script.job.register("it", 3)), "job.register got a int as it"),
+    "constrain what": (after(lambda script: script.job.constrain([], print)), "job.constrain got a list"),  # type: ignore[arg-type]
+    "constrain how": (
+        after(lambda script: script.job.constrain(script.model, lambda: None)),
+        "which is called with .Linear. here",
+    ),
+    "constrain a stranger": (
+        after(lambda script: script.job.constrain(nn.Linear(4, 2), print)),
+        "a Linear whose weight is a weight of no prepared model",
+    ),
+    "constrain by name": (
+        after(lambda script: script.job.constrain(script.model, lambda _: script.model.weight.data.clamp_(-9, 9))),
+        "job.constrain has changed weights of the script's model",
+    ),
     "a batch": (after(lambda script: script.job.step()), "no batch is out"),
     "no epochs": (after(lambda script: next(iter(script.loader))), "does not know how long to train"),
 }
@@ -706,6 +719,7 @@ def test_test_data_are_a_ranks_part_where_all_evaluate_and_whole_elsewhere() -> 
         lambda job, optimizer: job.schedule(optimizer, lambda samples: 0.0),
         lambda job, optimizer: job.measure(lambda model, batch: None),
         lambda job, optimizer: job.evaluate_every(16, lambda: 1.0),
+        lambda job, optimizer: job.constrain(nn.Linear(1, 1), print),
     ],
 )
 def test_what_comes_too_late_is_refused(call: Any, capsys: pytest.CaptureFixture[str]) -> None:
