@@ -300,6 +300,11 @@ class Engine:
         return self._gradients.arrived
 
     @property
+    def is_skipped(self) -> bool:
+        """Synchronous mode, once a stage's sums are in: has some rank skipped its slice, and makes others' steps?"""
+        return self._gradients.skipped
+
+    @property
     def clips_unknown(self) -> bool:
         """Synchronous mode, once a stage's sums are in: is some rank to step that does not know how loops clip?"""
         return self._gradients.clips_unknown

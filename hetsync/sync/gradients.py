@@ -41,8 +41,9 @@ from hetsync.sync.units import TaskUnits
 SAMPLE_VALUES = 64
 ROUNDS_WATCHED = 2  # in which forward may initialise weights
 # Ranks whose losses are sums; units that gradients are means over, and those of them whose loss is a number; ranks that
-# step, that could and do not, that do not know how loops clip, whose gradients are not finite; samples.
-COUNTS = 8
+# step, that could and do not, that have skipped the slice, that do not know how loops clip, whose gradients are not
+# finite; samples.
+COUNTS = 9
 CHANGED = (
     "gradients were changed between backward and step (clipped, unscaled or set to zero), but with sync.delay_bound 0"
     " they are summed over ranks only then: clip by job.clip_grad_norm_ (or max_grad_norm of hetsync.join,"
@@ -211,11 +212,13 @@ class Unstepped:
 
     Attributes:
         computed: It has had a slice of the task, and not skipped it.
+        skipped: It has had one, and skipped it.
         makes_up: What slices before have brought is stepped on in its place.
         clips_unknown: It has yet to clip.
     """
 
     computed: bool = True
+    skipped: bool = False
     makes_up: bool = False
     clips_unknown: bool = False
 
@@ -279,6 +282,7 @@ class Gradients:
         self._taken: set[int] = set()  # stages whose gradients of this slice are in the buckets
         self._units = TaskUnits()
         self._stepped: set[int] = set()  # stages that some rank steps on, in this round
+        self.skipped = False  # has some rank skipped its slice, in this round?
         self.clips_unknown = False  # does some rank not know how loops clip, in this round?
         self._last_slice = False
         self._listening = False
@@ -464,7 +468,8 @@ class Gradients:
             if given:
                 given[self._rank] = samples
             units = self._units.given(place), self._units.counted(place)
-            counts = [*used, *given, self._units.sums, *units, steps, skips, unstepped.clips_unknown, spoiled, samples]
+            says = unstepped.skipped, unstepped.clips_unknown
+            counts = [*used, *given, self._units.sums, *units, steps, skips, *says, spoiled, samples]
             stage.tail.counts.copy_(torch.tensor(counts))
             stage.tail.pack()
             self._flushed += 1
@@ -598,10 +603,11 @@ class Gradients:
         """
         samples = 0
         for stage in self.stages[self._collected : len(self.stages) if number is None else number + 1]:
-            *used, sums, given, units, step, skip, unknown, spoiled, count = stage.tail.counts.tolist()
+            *used, sums, given, units, step, skip, skipped, unknown, spoiled, count = stage.tail.counts.tolist()
             samples = int(count)
             divisor = count if sums else units or given
             self.spoiled |= spoiled > 0
+            self.skipped |= skipped > 0
             self.clips_unknown |= unknown > 0
             if step and skip:
                 raise UserError(
@@ -636,7 +642,7 @@ class Gradients:
         self._collected = 0
         self._units.clear()
         self._stepped.clear()
-        self.spoiled = self.clips_unknown = False
+        self.spoiled = self.skipped = self.clips_unknown = False
         if not self._hooks:
             self._hooks = self._listen()
 

@@ -47,7 +47,7 @@ def total_of(tensors: Iterable[torch.Tensor]) -> float:
 
 
 class LoneGradients:
-    clips_unknown = False  # nobody makes a step in the place of others
+    skipped = clips_unknown = False  # nobody makes a step in the place of others
 
     def __init__(
         self,

@@ -18,12 +18,20 @@ class Tensors:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
+    def have_changed(self) -> bool:
+        """Has one of them another value now?"""
+        return any(not _equal(tensor, value) for tensor, value in self._kept)
+
     @torch.no_grad()
     def put_back(self) -> None:
         """What is the same is not written: `ModelTensors` takes that for a change of what ranks do not share."""
         for tensor, value in self._kept:
-            if not all(map(torch.equal, map(_bytes, dense_parts(tensor)), map(_bytes, dense_parts(value)))):
+            if not _equal(tensor, value):
                 tensor.copy_(value)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return all(map(torch.equal, map(_bytes, dense_parts(one)), map(_bytes, dense_parts(other))))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

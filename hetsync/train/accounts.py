@@ -12,6 +12,7 @@ import torch
 from hetsync.data.ledger import Span
 from hetsync.errors import UserError
 from hetsync.sync.messages import Task
+from hetsync.sync.undo import Tensors
 from hetsync.sync.units import Count
 
 
@@ -75,6 +76,8 @@ class TaskInWork:
     idle: int = 0  # those of them that had nothing to learn
     skipped: bool = False  # the loop has left the slice that is out as it came
     clips: list[Callable[[], object]] = field(default_factory=list)  # in that slice
+    before_step: dict[int, Tensors] = field(default_factory=dict)  # by optimizer: gradients, as the loop has got them
+    after_step: Tensors | None = None  # what steps have made, where another rank has made them alone
     weighted: int = 0  # those of them with a weight
     units: list[Count] = field(default_factory=list)  # by weighted call, with the samples that had them
     synchronous: bool = field(init=False)
@@ -87,6 +90,7 @@ class TaskInWork:
         self.stepped, self.collected = set(), set()
         self.told = self.weighted = self.idle = 0
         self.skipped, self.clips = False, []
+        self.before_step, self.after_step = {}, None
 
     def add_loss(self, mean: torch.Tensor | float) -> None:
         """Of the slice that is out. UserError unless it is one number."""

@@ -407,7 +407,10 @@ class Job:
     def collect(self, optimizer: torch.optim.Optimizer) -> bool:
         """Before anything but the job's methods and the optimizer's step touches its gradients: they are now those of
         its step, at delay bound 0 summed over ranks. False where no step is due, and they are put aside."""
-        return self._loop.collect(optimizer)
+        due = self._loop.collect(optimizer)
+        if due:
+            self._loop.hand_over(optimizer)
+        return due
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The forward pass in `run.precision`."""
@@ -429,7 +432,10 @@ class Job:
                 self._prepared.parts.scaler.unscale_once(self._prepared.parts.optimizers[number])
         clip = partial(steps[numbers[0]].clip, weights, max_norm, **options)
         self.session.tasks.note_clip(clip)
-        return clip()
+        norm = clip()
+        for number in numbers:
+            self.session.tasks.hand_over(number)
+        return norm
 
     def step(self, *things: Any) -> bool:
         """After the last backward: the steps of these optimizers (of all, where none is named), whose gradients are

@@ -76,6 +76,9 @@ class Loop:
         tasks.was_stepped = True
         return tasks.collect(self._prepared.parts.number_of(optimizer))
 
+    def hand_over(self, optimizer: torch.optim.Optimizer) -> None:
+        self._begin().session.tasks.hand_over(self._prepared.parts.number_of(optimizer))
+
     # Intervals.
 
     def intervals(self, samples: int) -> Iterator[int]:

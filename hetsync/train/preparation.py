@@ -42,6 +42,9 @@ class ScriptLoop(Protocol):
     def collect(self, optimizer: torch.optim.Optimizer) -> bool:
         """Its gradients are now those of its step; False where none is due."""
 
+    def hand_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """What it has collected may be changed by the script now."""
+
     def settle(self) -> None:
         """Come to rest where the loop has been left."""
 
@@ -77,7 +80,7 @@ class Preparation:
 
     def scale_losses(self, loop: ScriptLoop) -> None:
         """By a scaler of ours, until one is given."""
-        self.parts.scaler = PreparedScaler(torch.amp.GradScaler(self._device.type), loop.collect)
+        self.parts.scaler = PreparedScaler(torch.amp.GradScaler(self._device.type), loop.collect, loop.hand_over)
 
     def prepare(self, thing: Any, loop: ScriptLoop) -> Any:
         """See `Job.prepare`."""
@@ -98,7 +101,7 @@ class Preparation:
                 if self._own_scaler:
                     raise UserError("job.prepare got two GradScalers: give one, which scales all losses")
                 self._own_scaler = True
-                self.parts.scaler = PreparedScaler(thing, loop.collect)
+                self.parts.scaler = PreparedScaler(thing, loop.collect, loop.hand_over)
                 return self.parts.scaler
             case DataLoader():
                 if not shuffles(thing):

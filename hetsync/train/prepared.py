@@ -78,10 +78,17 @@ class PreparedScheduler(StandIn):
 class PreparedScaler(StandIn):
     """A `GradScaler` that looks for infinities in gradients that are summed already, so that all ranks skip alike."""
 
-    def __init__(self, scaler: torch.amp.GradScaler, collect: Callable[[torch.optim.Optimizer], bool]) -> None:
-        """`collect` makes an optimizer's gradients those of its step; False where none is due."""
+    def __init__(
+        self,
+        scaler: torch.amp.GradScaler,
+        collect: Callable[[torch.optim.Optimizer], bool],
+        hand_over: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None,
+    ) -> None:
+        """`collect` makes an optimizer's gradients those of its step; False where none is due. `hand_over` is told that
+        the script has got them unscaled."""
         self.scaler = scaler
         self._collect = collect
+        self._hand_over = hand_over
         # Since the last update:
         self._scaled: Any = None  # the newest outputs
         self._unscaled: list[torch.optim.Optimizer] = []  # whose gradients are
@@ -100,6 +107,7 @@ class PreparedScaler(StandIn):
         if self._is_due(optimizer):
             self.scaler.unscale_(optimizer)
             self._unscaled.append(optimizer)
+            self._hand_over(optimizer)
 
     def unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
         """Where nobody has done it yet."""

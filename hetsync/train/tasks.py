@@ -35,6 +35,10 @@ from hetsync.train.reduction import check_is_mean, units_of
 SCALE = "loss scale"
 LOSSES_CHECKED = 32  # of this rank
 SLICES_CHECKED = 2
+SKIPPED = (
+    " in a batch that another rank has skipped, which makes the step without that: with sync.delay_bound 0 skip no"
+    " batch, but call job.backward(loss, weight=0), and go on as with any"
+)
 CHANGES = (
     "the loop changes weights after optimizer.step, and what ranks merge with a sync.delay_bound of 1 or more need not"
     " keep to that: if it is a constraint (clamped, of bounded norm, orthogonal), give job.constrain the model and the"
@@ -175,6 +179,7 @@ class TaskRunner:
                 self._drop(work)
                 return
             self._check_steps(work)
+            self._check_steps_kept(work)
             if work.out:
                 if self._is_skipped(work):
                     self._skip(work)
@@ -352,6 +357,8 @@ class TaskRunner:
                 " step it once a batch, or take a delay bound of 1 or more"
             )
         self.collect(number)
+        self._check_gradients_kept(number, work)
+        self._check_steps_kept(work)
         if work.synchronous and not work.void and number < len(self.steps) - 1 and self._engine.keeps_going:
             if self._scaler is not None and not self._undo:
                 self._scale_before = self._scaler.state_dict()
@@ -364,6 +371,8 @@ class TaskRunner:
             return
         work = self.slice_out("optimizer.step")
         work.stepped.add(number)
+        if self._is_skipped_elsewhere(work):
+            work.after_step = Tensors(self._made_by_steps())
         if self._changes is not None and not work.synchronous:
             self._changes.note_step(weight for steps in self.steps for weight in steps.weights)
 
@@ -373,6 +382,37 @@ class TaskRunner:
             self._changes = None
             if self._engine.coordinator is not None:
                 complain(CHANGES)
+
+    # What a loop does itself beside its steps is not done where a rank makes them without its loop.
+
+    def hand_over(self, number: int) -> None:
+        """The loop has got the gradients of an optimizer's step, to look at them, or to clip them."""
+        work = self.slice_out("step")
+        if self._is_skipped_elsewhere(work):
+            weights = self.steps[number].weights
+            work.before_step[number] = Tensors([weight.grad for weight in weights if weight.grad is not None])
+
+    def _is_skipped_elsewhere(self, work: TaskInWork) -> bool:
+        return work.synchronous and not work.void and self._engine.is_skipped
+
+    def _check_gradients_kept(self, number: int, work: TaskInWork) -> None:
+        given = work.before_step.pop(number, None)
+        if given is not None and given.have_changed():
+            raise UserError(
+                f"gradients were changed between unscale_ (or job.collect) and step{SKIPPED}; what"
+                " job.clip_grad_norm_ clips all ranks clip alike"
+            )
+
+    def _check_steps_kept(self, work: TaskInWork) -> None:
+        made, work.after_step = work.after_step, None
+        if made is not None and made.have_changed():
+            raise UserError(
+                f"weights, or averages of them, were changed after their step{SKIPPED}; a constraint of weights that"
+                " job.constrain knows holds on all ranks"
+            )
+
+    def _made_by_steps(self) -> list[torch.Tensor]:
+        return [*self._trained.model.parameters(), *_tensors_of(*self._trained.averages)]
 
     def _pause(self, work: TaskInWork) -> None:
         """Device time so far; what follows, up to `going_on`, waits for other ranks."""
@@ -468,7 +508,10 @@ class TaskRunner:
                 " it cannot make the same step: with sync.delay_bound 0 skip none of the first, but call"
                 " job.backward(loss, weight=0), clip and step"
             )
-        self.slice_out("clip_grad_norm_").clips.append(clip)
+        work = self.slice_out("clip_grad_norm_")
+        for number in list(work.before_step):
+            self._check_gradients_kept(number, work)
+        work.clips.append(clip)
 
     def close_slice(self, work: TaskInWork) -> None:
         work.out = False
@@ -550,6 +593,7 @@ class TaskRunner:
         been left."""
         unstepped = Unstepped(
             computed=bool(work.task.slices) and not self.left and not work.skipped,
+            skipped=work.skipped,
             makes_up=work.skipped and len(work.task.slices) > 1,  # or slices before it would get no step
             clips_unknown=work.skipped and self._clips is None,
         )

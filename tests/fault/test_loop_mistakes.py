@@ -22,6 +22,7 @@ with hetsync.join(delay_bound={bound}, rebalance=False, progress=False, timeout_
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     job.prepare(model, optimizer)
+    {before}
     loader = job.loader(data, 24)
     for epoch in job.epochs(2):
         for number, (inputs, labels) in enumerate(loader):
@@ -43,6 +44,44 @@ torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 optimizer.step()
 optimizer.zero_grad()
 """
+CLIPS_UNSCALED = """
+if number == 3 and job.rank == 1:
+    continue
+scaler.scale(loss).backward()
+scaler.unscale_(optimizer)
+torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+scaler.step(optimizer)
+scaler.update()
+optimizer.zero_grad()
+"""
+CLIPS_COLLECTED = """
+if number == 3 and job.rank == 1:
+    continue
+loss.backward()
+job.collect(optimizer)
+torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+optimizer.step()
+optimizer.zero_grad()
+"""
+CLAMPS = """
+if number == 3 and job.rank == 1:
+    continue
+job.backward(loss)
+job.step(optimizer)
+for weight in model.parameters():
+    weight.data.clamp_(-0.1, 0.1)
+"""
+AVERAGES = """
+if number == 3 and job.rank == 1:
+    continue
+job.backward(loss)
+job.step(optimizer)
+average.update_parameters(model)
+"""
+BEFORE = {
+    CLIPS_UNSCALED: "scaler = job.prepare(torch.amp.GradScaler('cpu', init_scale=1024.0))",
+    AVERAGES: "average = job.prepare(torch.optim.swa_utils.AveragedModel(model))",
+}
 NO_STEP = """
 loss.backward()
 """
@@ -50,7 +89,7 @@ loss.backward()
 
 def run(folder: Path, ranks: int, body: str, bound: int) -> Done:
     indented = "\n".join(f"            {line}" for line in body.strip().splitlines())
-    (folder / "script.py").write_text(SCRIPT.format(body=indented, bound=bound))
+    (folder / "script.py").write_text(SCRIPT.format(body=indented, bound=bound, before=BEFORE.get(body, "")))
     with started([*mpirun(ranks), sys.executable, "script.py"], folder, {"PYTHONPATH": str(ROOT)}) as process:
         return finished(process)
 
@@ -61,6 +100,11 @@ def run(folder: Path, ranks: int, body: str, bound: int) -> Done:
         (3, SKIPS_ONE, 0, "the loops of 2 ranks step an optimizer and those of 1 do not"),
         (3, EACH_SKIPS_ANOTHER, 0, "the loops of 2 ranks step an optimizer and those of 1 do not"),
         (2, CLIPS, 0, "clip by job.clip_grad_norm_"),
+        (2, CLIPS_UNSCALED, 0, "gradients were changed between unscale_ (or job.collect) and step in a batch that"),
+        (4, CLIPS_UNSCALED, 0, "call job.backward(loss, weight=0), and go on as with any; what job.clip_grad_norm_"),
+        (2, CLIPS_COLLECTED, 0, "gradients were changed between unscale_"),
+        (2, CLAMPS, 0, "weights, or averages of them, were changed after their step in a batch that another rank has"),
+        (2, AVERAGES, 0, "weights, or averages of them, were changed after their step"),
         (2, NO_STEP, 4, "no optimizer has made a step"),
     ],
 )
@@ -78,7 +122,8 @@ def test_a_loop_that_cannot_work_ends_with_a_sentence(
 def test_state_is_carried_from_batch_to_batch_only_where_ranks_keep_their_places(
     tmp_path: Path, ranks: int, bound: int, status: int
 ) -> None:
-    script = SCRIPT.format(bound=bound, body="            job.backward(loss)\n            job.step(optimizer)")
+    body = "            job.backward(loss)\n            job.step(optimizer)"
+    script = SCRIPT.format(bound=bound, before="", body=body)
     carries = "(state := model(inputs, state.detach() if number else None))"
     script = script.replace("Linear(4, 3)", "RNNCell(4, 3)").replace("model(inputs)", carries)
     (tmp_path / "script.py").write_text(script)
