@@ -15,6 +15,7 @@ from hetsync.balance.shares import SliceRule, rebalanced
 from hetsync.balance.speed_tracker import LEAST_OBSERVATIONS, Speeds
 from hetsync.errors import UserError
 from hetsync.sync.messages import (
+    STANDS_MORE,
     CapFound,
     DrainRequested,
     Event,
@@ -222,6 +223,7 @@ class Coordinator:
             raise UserError(
                 f"the training loss became {event.loss_sum} on rank {event.rank} after "
                 f"{self.machine.ledger.applied} samples: lower optimizer.learning_rate or look at the data"
+                f"{'' if self.machine.settings.synchronous else STANDS_MORE}"
             )
         self._watch_task(event)
         self.device_seconds[event.rank] += event.seconds

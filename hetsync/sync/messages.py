@@ -16,6 +16,7 @@ from hetsync.sync.milestones import Milestone
 if TYPE_CHECKING:  # or else whoever reads messages would load torch: the controller's process begins a second later
     from hetsync.data.ledger import Span
 
+STANDS_MORE = "; sync.delay_bound 0, or auto, which begins so, stands higher rates"  # said where delay has lost it
 NO_BOUND = 2**31  # a delay bound that no run reaches: fully asynchronous
 
 

@@ -11,7 +11,7 @@ import torch
 
 from hetsync.errors import UserError
 from hetsync.sync.group_state import GroupState
-from hetsync.sync.messages import Task
+from hetsync.sync.messages import STANDS_MORE, Task
 from hetsync.sync.optimizers import ADAPTIVE
 from hetsync.sync.rates import Rates, rates_of, set_rates
 
@@ -29,10 +29,9 @@ def require_finite(total: float, rank: int, task: Task) -> None:
     """
     if not math.isfinite(total):
         delayed = task.synchronous_round is None
-        other = "; synchronous training (sync.delay_bound 0) stands higher rates" if delayed else ""
         raise UserError(
             f"the gradient became {total} on rank {rank} after {task.position} samples: lower"
-            f" optimizer.learning_rate or look at the data{other}"
+            f" optimizer.learning_rate or look at the data{STANDS_MORE if delayed else ''}"
         )
 
 
