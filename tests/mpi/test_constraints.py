@@ -5,7 +5,7 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_constraints.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,3 +193,24 @@ def test_the_critic_of_two_models_has_a_bound(plane: Plane, bound: int) -> None:
                 job.step(of_generator)
             assert float(critic.weight.detach().abs().max()) <= 0.0625 < float(generator.weight.detach().abs().max())
             assert_alike(plane, nn.ModuleList([critic, generator]))
+
+
+@pytest.fixture
+def threads_by_rank(plane: Plane) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 + plane.rank % 2)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("threads_by_rank")
+@pytest.mark.parametrize("bound", [0, 4])
+def test_what_other_numbers_of_threads_round_otherwise_is_taken_over(plane: Plane, bound: int) -> None:
+    """As a QR does, from some size on."""
+
+    def project(model: Net) -> None:
+        for weight in model.parameters():
+            weight.clamp_(-0.2, 0.2).mul_(1 + 1e-6 * torch.get_num_threads())
+
+    with join(plane, delay_bound=bound) as job:
+        assert_alike(plane, train(job, Kept(project, lambda model: 0.0)))
