@@ -19,6 +19,7 @@ from hetsync.sync.sparse import dense_parts, equal, is_sparse
 # Processors of other instruction sets round an optimizer's step in the last bit, and some thousand steps on the same
 # sums of gradients add that up to a hundred-thousandth of a tensor's largest value.
 TOLERANCE = 1e-4
+AVERAGE = "average."  # begins the names of what averages hold
 GROUPS = "groups "  # begin the names of what optimizers hold beside the state of weights
 
 
@@ -70,7 +71,7 @@ class Agreement:
     def _state(self) -> dict[str, torch.Tensor]:
         state = dict(self._model.state_dict())
         for number, module in enumerate(self._averages):
-            state |= {f"average.{number}.{name}": tensor for name, tensor in module.state_dict().items()}
+            state |= {f"{AVERAGE}{number}.{name}": tensor for name, tensor in module.state_dict().items()}
         return state
 
     def _merged(self) -> dict[str, tuple[torch.Tensor, Rule]]:
@@ -79,16 +80,18 @@ class Agreement:
         for number, module in enumerate(self._averages):
             for name, tensor in module.state_dict().items():
                 if not tensor.is_floating_point():
-                    found[f"average.{number}.{name}"] = tensor, "rows"
+                    found[f"{AVERAGE}{number}.{name}"] = tensor, "rows"
         return found
 
     @torch.no_grad()
-    def share_counters(self, samples: int) -> None:
+    def share_counters(self, samples: int, of_averages: bool = True) -> None:
         """Collective: what ranks have made of buffers since the last rest, this one on so many samples, and what no
-        round sums (whole numbers, rows), becomes one by each buffer's rule."""
+        round sums (whole numbers, rows), becomes one by each buffer's rule. Without `of_averages` this rank's lack a
+        step, and what others have counted there holds."""
         buffers = self._merged()
         changed = {name: now.cpu() for name, (now, _) in buffers.items() if not torch.equal(now, self._counters[name])}
-        everyones = self._plane.gather_objects({name: Change(now, samples) for name, now in changed.items()})
+        told = {name: now for name, now in changed.items() if of_averages or not name.startswith(AVERAGE)}
+        everyones = self._plane.gather_objects({name: Change(now, samples) for name, now in told.items()})
         for name in sorted({name for theirs in everyones for name in theirs}):
             now, rule = buffers[name]
             changes = [theirs[name] for theirs in everyones if name in theirs]

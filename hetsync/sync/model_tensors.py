@@ -76,7 +76,8 @@ class ModelTensors:
             if tensor._version != version:
                 raise UserError(
                     f"{name} was changed while training runs, and ranks do not share it: weights that require no"
-                    " gradient and buffers with infinities stay as they were (keep an average of weights elsewhere)"
+                    " gradient and buffers with infinities stay as they were (an average of weights goes to"
+                    " job.keep_average)"
                 )
         self._unruled.check()
         if self._count_groups() != self._groups:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -18,9 +18,10 @@ class Tensors:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
-    def have_changed(self) -> bool:
-        """Has one of them another value now?"""
-        return any(not _equal(tensor, value) for tensor, value in self._kept)
+    def are(self, now: Sequence[torch.Tensor]) -> bool:
+        """Do these, which may be others in their places, have the same values?"""
+        pairs = zip(now, self._kept, strict=False)
+        return len(now) == len(self._kept) and all(_equal(tensor, value) for tensor, (_, value) in pairs)
 
     @torch.no_grad()
     def put_back(self) -> None:

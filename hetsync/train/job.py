@@ -159,6 +159,14 @@ class Job:
         self._prepared.say_of_buffers(things, buffers)
         return found[0] if len(found) == 1 else tuple(found)
 
+    def keep_average(self, *averages: Any) -> None:
+        """Averages of weights that the loop makes by itself after its steps (`average.mul_(d).add_(weight, alpha=1 -
+        d)`): modules, such as a copy of the model, or lists and dictionaries of tensors. As an `AveragedModel` that is
+        given to `prepare`, they are those of all ranks at each rest, and in checkpoints."""
+        self._check_before("keep_average")
+        for average in averages:
+            self._prepared.keep_average(average)
+
     def _check_before(self, method: str) -> None:
         """UserError once the loop has begun."""
         if self._running is not None:

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.optim.swa_utils import AveragedModel
 
 from hetsync.errors import UserError
 from hetsync.sync.constraints import Constraints, Projection
@@ -55,7 +54,7 @@ def same_device(one: torch.device, other: torch.device) -> bool:
 class Parts:
     def __init__(self) -> None:
         self.models: list[torch.nn.Module] = []
-        self.averages: list[AveragedModel] = []
+        self.averages: list[torch.nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.scaler: PreparedScaler | None = None
@@ -101,6 +100,14 @@ class Parts:
                 )
         if not any(weight.requires_grad for model in self.models for weight in model.parameters()):
             raise UserError("model has no weights to train: give one whose parameters require a gradient")
+        trained = {id(weight) for model in self.models for weight in model.parameters()}
+        if any(
+            id(tensor) in trained for average in self.averages for tensor in average.state_dict(keep_vars=True).values()
+        ):
+            raise UserError(
+                "an average holds a trained model's own weights, and not a copy: give job.keep_average what the loop"
+                " averages them into (copy.deepcopy(model))"
+            )
         devices = {weight.device for model in self.models for weight in model.parameters()}
         if any(not same_device(device, own) for own in devices):
             raise UserError(

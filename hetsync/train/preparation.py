@@ -23,7 +23,7 @@ from hetsync.sync.optimizers import check_needs_no_closure
 from hetsync.sync.rates import check_scheduler
 from hetsync.train.evaluation import Combine, EvaluationLoader, RankParts, check_callable
 from hetsync.train.parts import Parts, add
-from hetsync.train.prepared import PreparedScaler, PreparedScheduler, TrainingLoader, unwrapped
+from hetsync.train.prepared import PreparedScaler, PreparedScheduler, TrainingLoader, as_average, unwrapped
 
 if TYPE_CHECKING:  # it loads what only plans need
     from hetsync.plan.assignment import Assignment
@@ -113,6 +113,10 @@ class Preparation:
                     " and DataLoaders (data sets go to job.loader, other state to job.register)"
                 )
         return thing
+
+    def keep_average(self, average: Any) -> None:
+        """See `Job.keep_average`."""
+        add(self.parts.averages, as_average(average))
 
     def say_of_buffers(self, things: Sequence[Any], said: Mapping[str, Rule]) -> None:
         """See `Job.prepare`."""

@@ -1,8 +1,9 @@
-"""What `Job.prepare` gives back for schedulers, scalers and loaders. Models and optimizers stay what they are."""
+"""What stands for schedulers, scalers, loaders, and averages that are no modules. Models and optimizers stay what they
+are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -186,6 +187,38 @@ class PreparedScaler(StandIn):
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """None, where no rank has had anything to learn: torch's scaler would fail."""
     return any(weight.grad is not None for group in optimizer.param_groups for weight in group["params"])
+
+
+class OwnAverage(torch.nn.Module):
+    """Tensors that a script averages by itself, in a list or dictionary of its own, as buffers. The script may put
+    others in their places."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor] | Mapping[Any, torch.Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+    @property
+    def _buffers(self) -> dict[str, torch.Tensor | None]:
+        tensors: Any = self.tensors
+        named = tensors.items() if isinstance(tensors, Mapping) else enumerate(tensors)
+        return {str(name).replace(".", "/"): tensor for name, tensor in named}
+
+    @_buffers.setter
+    def _buffers(self, made: dict[str, torch.Tensor | None]) -> None:
+        """The module's own are none."""
+
+
+def as_average(thing: Any) -> torch.nn.Module:
+    """A module, or one that holds tensors. UserError for anything else."""
+    if isinstance(thing, torch.nn.Module):
+        return thing
+    tensors = list(thing.values() if isinstance(thing, Mapping) else thing) if isinstance(thing, Collection) else []
+    if not tensors or not all(isinstance(each, torch.Tensor) for each in tensors):
+        raise UserError(
+            f"job.keep_average got a {type(thing).__name__}: give a module (a copy of the model), or a list or"
+            " dictionary of tensors, once all are in it"
+        )
+    return OwnAverage(thing)
 
 
 class TrainingLoader(InPlaceOfLoader):

@@ -79,13 +79,15 @@ class CommonState:
         for module in self._averages:
             self._average_module(module, samples)
 
-    def even_averages_out(self, samples: int) -> None:
+    def even_averages_out(self, samples: int, loop_steps: int) -> None:
         """In synchronous mode: averages differ where they took in what was of a slice (batch norm's statistics before
-        the step), and are then averaged as in delayed mode."""
+        the step), and are then averaged as in delayed mode. Those of a rank whose loop has made fewer steps lack some,
+        and do not count: it takes the others' over."""
+        whole = loop_steps == max(self._plane.gather_objects(loop_steps))
         for module in self._averages:
-            mine = weights_sha256(module.state_dict().values())
-            if len(set(self._plane.gather_objects(mine))) > 1:
-                self._average_module(module, samples)
+            mine = weights_sha256(module.state_dict().values()) if whole else None
+            if len(set(self._plane.gather_objects(mine)) - {None}) > 1:
+                self._average_module(module, samples if whole else 0)
 
     def _average_module(self, module: torch.nn.Module, samples: int) -> None:
         gather, allreduce = self._plane.gather_objects, self._engine.allreduce
@@ -104,12 +106,12 @@ class CommonState:
         rank's loop has made; where one had no batch, or has been left, the rank takes over what others have made of
         the gradients. `samples`: those that this rank has computed since then. Raises AnchorMismatchError.
         """
-        self._agreement.share_counters(samples)
+        steps = self._plane.gather_objects(loop_steps)
+        most, device = max(steps), next(self._model.parameters()).device
+        self._agreement.share_counters(samples, of_averages=loop_steps == most)
         for groups in self._agreement.groups:
             groups.share_names(self._plane.gather_objects)
         values = self._agreement.values(velocity, self._engine.anchor)
-        steps = self._plane.gather_objects(loop_steps)
-        most, device = max(steps), next(self._model.parameters()).device
         if min(steps) != most:
             stepped = [place for place, count in enumerate(steps) if count == most]
             self._agreement.take_over(values, stepped, device, version)

@@ -686,7 +686,7 @@ class Session:
         if not drained.synchronous:
             self._common.average(self.totals.since_rest)
         else:
-            self._common.even_averages_out(self.totals.since_rest)
+            self._common.even_averages_out(self.totals.since_rest, self.totals.loop_steps)
         for steps in self.tasks.steps:
             steps.rates.agree(self.plane.gather_objects)
             steps.show_owner(self.applied)

@@ -389,15 +389,14 @@ class TaskRunner:
         """The loop has got the gradients of an optimizer's step, to look at them, or to clip them."""
         work = self.slice_out("step")
         if self._is_skipped_elsewhere(work):
-            weights = self.steps[number].weights
-            work.before_step[number] = Tensors([weight.grad for weight in weights if weight.grad is not None])
+            work.before_step[number] = Tensors(self._gradients_of(number))
 
     def _is_skipped_elsewhere(self, work: TaskInWork) -> bool:
         return work.synchronous and not work.void and self._engine.is_skipped
 
     def _check_gradients_kept(self, number: int, work: TaskInWork) -> None:
         given = work.before_step.pop(number, None)
-        if given is not None and given.have_changed():
+        if given is not None and not given.are(self._gradients_of(number)):
             raise UserError(
                 f"gradients were changed between unscale_ (or job.collect) and step{SKIPPED}; what"
                 " job.clip_grad_norm_ clips all ranks clip alike"
@@ -405,11 +404,14 @@ class TaskRunner:
 
     def _check_steps_kept(self, work: TaskInWork) -> None:
         made, work.after_step = work.after_step, None
-        if made is not None and made.have_changed():
+        if made is not None and not made.are(self._made_by_steps()):
             raise UserError(
                 f"weights, or averages of them, were changed after their step{SKIPPED}; a constraint of weights that"
                 " job.constrain knows holds on all ranks"
             )
+
+    def _gradients_of(self, number: int) -> list[torch.Tensor]:
+        return [weight.grad for weight in self.steps[number].weights if weight.grad is not None]
 
     def _made_by_steps(self) -> list[torch.Tensor]:
         return [*self._trained.model.parameters(), *_tensors_of(*self._trained.averages)]

@@ -78,7 +78,11 @@ job.backward(loss)
 job.step(optimizer)
 average.update_parameters(model)
 """
+AVERAGES_BY_HAND = AVERAGES.replace(
+    "average.update_parameters(model)", "average[0] = 0.9 * average[0] + 0.1 * model.weight"
+)
 BEFORE = {
+    AVERAGES_BY_HAND: "job.keep_average(average := [model.weight.detach().clone()])",
     CLIPS_UNSCALED: "scaler = job.prepare(torch.amp.GradScaler('cpu', init_scale=1024.0))",
     AVERAGES: "average = job.prepare(torch.optim.swa_utils.AveragedModel(model))",
 }
@@ -104,6 +108,7 @@ def run(folder: Path, ranks: int, body: str, bound: int) -> Done:
         (4, CLIPS_UNSCALED, 0, "call job.backward(loss, weight=0), and go on as with any; what job.clip_grad_norm_"),
         (2, CLIPS_COLLECTED, 0, "gradients were changed between unscale_"),
         (2, CLAMPS, 0, "weights, or averages of them, were changed after their step in a batch that another rank has"),
+        (2, AVERAGES_BY_HAND, 0, "weights, or averages of them, were changed after their step"),
         (2, AVERAGES, 0, "weights, or averages of them, were changed after their step"),
         (2, NO_STEP, 4, "no optimizer has made a step"),
     ],

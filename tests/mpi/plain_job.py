@@ -49,6 +49,9 @@ class PlainJob:
     def register(self, name: str, state: Any) -> None:
         pass
 
+    def keep_average(self, *averages: Any) -> None:
+        pass
+
     def epochs(self, count: int) -> Iterator[int]:
         for self.epoch in range(count):
             yield self.epoch

@@ -244,17 +244,21 @@ def test_by_metric_over_a_resume(plane: Plane, folder: Path, bound: int, at: int
 def averaged(job: Any, seen: Seen) -> Result:
     model = Net()
     optimizer, average = adamw(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
-    first = loss_on_all(model)
+    first, shadow = loss_on_all(model), {name: weight.detach().clone() for name, weight in model.named_parameters()}
     *_, batches = job.prepare(model, optimizer, average, loader())
+    job.keep_average(shadow)
     for epoch in job.epochs(EPOCHS):
         for points, labels, indices in batches:
             seen.indices[epoch] += indices.tolist()
             job.backward(cross_entropy(model(points), labels))
             job.step(optimizer)
             average.update_parameters(model)
+            for name, weight in model.named_parameters():
+                shadow[name] = shadow[name].lerp(weight.detach(), 0.2)
         seen.values.append(job.evaluate(lambda: {"loss": (loss_on_all(average), 1)})["loss"])
-        seen.at_rest(model, average, optimizers=(optimizer,))
-    return Result(nn.ModuleList([model, average]), loss_on_all(average), first)
+        own = nn.ParameterDict({name.replace(".", "/"): tensor for name, tensor in shadow.items()})
+        seen.at_rest(model, average, own, optimizers=(optimizer,))
+    return Result(nn.ModuleList([model, average, own]), loss_on_all(average), first)
 
 
 def test_averages_of_weights(plane: Plane, bound: int) -> None:

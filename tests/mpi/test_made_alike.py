@@ -6,13 +6,14 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_made_alike.py
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from plain_job import EPOCHS, PlainJob
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from training import BATCH, CLASSES, FEATURES, SEED, Blobs, Net, unequal_shares
 
@@ -144,6 +145,66 @@ def test_averages_of_statistics_of_slices_are_evened_out(plane: Plane) -> None:
                 job.backward(loss)
                 job.step(optimizer)
     assert alike(plane, model, average)
+
+
+class ByHand:
+    """An average of weights that a script makes by itself: a copy of the model, or tensors."""
+
+    def __init__(self, model: nn.Module, kind: str) -> None:
+        copies = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        self.kept: Any = {
+            "copy": copy.deepcopy(model),
+            "list": list(copies.values()),
+            "dictionary, replaced": copies,
+            "AveragedModel": AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+            "AveragedModel, of all": AveragedModel(model),
+        }[kind]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        kept = self.kept.state_dict() if isinstance(self.kept, nn.Module) else self.kept
+        return list(kept.values() if isinstance(kept, dict) else kept)
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        if isinstance(self.kept, AveragedModel):
+            self.kept.update_parameters(model)
+        elif isinstance(self.kept, dict):
+            for name, weight in model.named_parameters():
+                self.kept[name] = 0.9 * self.kept[name] + 0.1 * weight
+        else:
+            for average, weight in zip(self.tensors, model.parameters(), strict=True):
+                average.mul_(0.9).add_(weight, alpha=0.1)
+
+
+def averaged_by_hand(job: Any, kind: str, samples: int) -> list[torch.Tensor]:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    average = ByHand(model, kind)
+    job.prepare(model, optimizer)
+    if isinstance(average.kept, AveragedModel):
+        job.prepare(average.kept)
+    else:
+        job.keep_average(average.kept)
+    loader = job.prepare(DataLoader(Blobs(samples), BATCH, shuffle=True))
+    for _ in job.epochs(EPOCHS):
+        for points, labels, *_ in loader:
+            job.backward(nn.functional.cross_entropy(model(points), labels))
+            job.step(optimizer)
+            average.update(model)
+    return average.tensors
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+@pytest.mark.parametrize("samples", [4 * BATCH, 4 * BATCH + 1])  # of an epoch's last batch only one rank has a part
+@pytest.mark.parametrize("kind", ["copy", "list", "dictionary, replaced", "AveragedModel", "AveragedModel, of all"])
+def test_averages_by_hand(plane: Plane, kind: str, samples: int, bound: int) -> None:
+    with join(plane, least_slice=2, delay_bound=bound) as job:
+        mine = averaged_by_hand(job, kind, samples)
+    assert len(set(plane.gather_objects(weights_sha256(mine)))) == 1
+    for average, theirs in zip(mine, averaged_by_hand(PlainJob(), kind, samples), strict=True):
+        if bound == 0:
+            torch.testing.assert_close(average, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_max_norm_is_refused_where_ranks_would_differ(plane: Plane) -> None:

@@ -1,10 +1,17 @@
-"""What a checkpoint keeps of optimizers' groups comes back."""
+"""What a checkpoint keeps of optimizers' groups comes back; what may be an average."""
 
 from __future__ import annotations
 
-import torch
+import copy
+from typing import Any
 
+import pytest
+import torch
+from torch import nn
+
+from hetsync.errors import UserError
 from hetsync.train.parts import Parts
+from hetsync.train.prepared import as_average
 
 
 def parts_with(rate: float | torch.Tensor) -> Parts:
@@ -40,3 +47,20 @@ def test_what_was_frozen_comes_back_in_its_role() -> None:
         assert second.shared == [bias]
         second.freeze_again(kept)
         assert (weight.requires_grad, bias.requires_grad) == (False, trained)
+
+
+@pytest.mark.parametrize("thing", [3, [], {}, [torch.ones(1), "mean"], torch.optim.SGD])
+def test_what_is_no_average_is_refused(thing: Any) -> None:
+    with pytest.raises(UserError, match=r"job\.keep_average got a"):
+        as_average(thing)
+
+
+def test_trained_weights_are_no_average_of_themselves() -> None:
+    model = nn.Linear(2, 1)
+    parts = Parts()
+    parts.models, parts.optimizers = [model], [torch.optim.SGD(model.parameters(), 0.1)]
+    parts.averages = [as_average(copy.deepcopy(model)), as_average([torch.zeros(3)])]
+    parts.check(torch.device("cpu"))
+    parts.averages.append(as_average(list(model.parameters())))
+    with pytest.raises(UserError, match="an average holds a trained model's own weights"):
+        parts.check(torch.device("cpu"))
