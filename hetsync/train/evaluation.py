@@ -100,7 +100,8 @@ class EvaluationLoader(InPlaceOfLoader):
 
 
 class Evaluations:
-    """A job's evaluations. `metrics` are the newest: rank 0's while training goes on, on all ranks at rest."""
+    """A job's evaluations. `metrics` are the newest: rank 0's while training goes on, on all ranks at rest. `model` has
+    all that was prepared."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class Evaluations:
         self._before = before
         self.metrics: dict[str, float] = {}
         self._parts = parts
-        self._model = torch.nn.ModuleList([model, *averages])  # whatever an evaluation may look at
+        self.model = torch.nn.ModuleList([model, *averages])  # whatever an evaluation may look at
         self._loaders = loaders
         self._function: Callable[[], Any] = lambda: None
         self._combine: Combine | None = None
@@ -136,13 +137,13 @@ class Evaluations:
         evaluation mode, without gradients, drawing alike each time."""
         self._before()
         self._parts.shares = [min(1, share) for share in shares] if self._equal else shares
-        devices = {parameter.device for parameter in self._model.parameters()}
+        devices = {parameter.device for parameter in self.model.parameters()}
         with ExitStack() as held:
             for loader in self._loaders:
                 held.enter_context(loader.cut())
             if self._loaders and not any(len(loader) for loader in self._loaders):
                 return None
-            held.enter_context(evaluating(self._model))
+            held.enter_context(evaluating(self.model))
             held.enter_context(torch.no_grad())
             held.enter_context(set_aside(*devices, seed=0))
             found = function()

@@ -15,7 +15,7 @@ Recipes (`trainer.py`) are such a script, on these public methods and nothing el
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,7 @@ from hetsync.train.running import THE_END, Running, Shown
 from hetsync.train.same_samples import require_same_samples
 from hetsync.train.session import Session
 from hetsync.train.trackers import Tracked, check_trackers
+from hetsync.train.unprepared import digests_of, names_in, require_same_unprepared
 from hetsync.train.workplace import take_place
 
 ASKED_ON = (
@@ -495,6 +496,7 @@ class Job:
         self._check_all_can_call("evaluate")
         running = self._begin()
         self._loop.come_to_rest()
+        self._check_unprepared("job.evaluate", names_in(function, *arguments, **options))
         result = self._evaluated(lambda: function(*arguments, **options), combine)
         running.evaluated(named(result))
         return result
@@ -507,6 +509,10 @@ class Job:
                 f"job.{method} was called before the first batch, and fault.replace is true: a rank that joins later"
                 " would call it alone, so call it after a loop over batches, or give fault.replace false"
             )
+
+    def _check_unprepared(self, who: str, models: Iterable[tuple[str, Any]]) -> None:
+        running = self._begin()
+        require_same_unprepared(running.session.meet(who, digests_of(models, running.evaluations.model)), who)
 
     def _evaluated(self, function: Callable[[], Any], combine: Combine | None) -> Any:
         """On all ranks: once more where one has died before its part was known."""
@@ -539,6 +545,7 @@ class Job:
         told = running.session.meet("job.keep_best", comparable("job.keep_best", value))
         if len(set(told)) > 1:
             raise UserError(f"job.keep_best got {told} on the ranks: give all the same, as job.evaluate returns it")
+        self._check_unprepared("job.keep_best", [("model", model)])
         better = self._best.improves(value := told[0], mode)
         if better and self.is_main:
             self._best.keep(value, mode, running.session.applied, running.session.model if model is None else model)

@@ -5,6 +5,7 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_wrong_use.py
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
-from training import BATCH, Blobs, Net
+from training import BATCH, FEATURES, Blobs, Net
 
 from hetsync.config.parser import recipe_of
 from hetsync.errors import UserError
@@ -229,6 +230,37 @@ def test_a_setting_that_one_rank_changes_at_rest_is_named(plane: Plane, bound: i
 
     with pytest.raises(UserError, match=r"momentum is 0 on rank 0 and 0\.5 on rank 1: change it on all ranks alike"):
         train(job, act, loader, model, optimizer)
+    job.session.release()
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+@pytest.mark.parametrize("uses", ["evaluate", "evaluate, as an argument", "keep_best"])
+def test_an_average_that_is_each_ranks_own_is_named(plane: Plane, folder: Path, bound: int, uses: str) -> None:
+    """At D = 0 it lacks a batch of which the rank had no part."""
+    job = make_job(plane, keep=uses == "keep_best", dir=str(folder / "run"), delay_bound=bound)
+    model, optimizer, loader = prepared(job, Net(), data=training_data(Blobs(4 * BATCH + 1)))
+    average = copy.deepcopy(model)
+
+    def evaluate() -> None:
+        if uses == "keep_best":
+            job.keep_best(1.0, model=average)
+        elif uses == "evaluate":
+            job.evaluate(lambda: (float(average(torch.zeros(1, FEATURES)).sum()), 1))
+        else:
+            job.evaluate(lambda model: (float(model(torch.zeros(1, FEATURES)).sum()), 1), average)
+
+    def train_and_look() -> None:
+        for _ in job.epochs(2):
+            for points, labels, _ in loader:
+                job.backward(nn.functional.cross_entropy(model(points), labels))
+                job.step(optimizer)
+                with torch.no_grad():
+                    for mine, weight in zip(average.parameters(), model.parameters(), strict=True):
+                        mine.lerp_(weight, 0.1)
+            evaluate()
+
+    with pytest.raises(UserError, match=r"\(Net\), whose weights differ by rank, .* to job\.keep_average"):
+        train_and_look()
     job.session.release()
 
 
