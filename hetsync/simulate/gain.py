@@ -11,6 +11,7 @@ from hetsync.config.schema import Config, SyncConfig
 from hetsync.emulation.cluster import Cluster
 from hetsync.simulate.scenario import Scenario, Traffic
 from hetsync.simulate.simulation import Simulation, spare_the_collector
+from hetsync.sync.rounds_rule import DELAY_COSTS
 
 MOST_SLICES = 200  # of every rank; rounds repeat long before
 LEAST_SLICES = 20
@@ -43,7 +44,14 @@ def gain_of(config: Config, cluster: Cluster, ranks: Sequence[RankProfile], traf
         simulation.advance()
         return job.total_samples / simulation.now
 
+    def ruled(sync: SyncConfig) -> float:
+        """As the rule decides on the delay bound in the end: in so few slices it would not come to it."""
+        if sync.delay_bound != "auto":
+            return rate(sync)
+        without, with_delay = (rate(replace(sync, delay_bound=bound)) for bound in (0, sync.most_delay_bound))
+        return with_delay if with_delay > (1 + DELAY_COSTS) * without else without
+
     in_step = replace(config.sync, delay_bound=0, accumulation=1, grace=0, pins={})
     equal = rate(replace(in_step, shares="equal", rebalance=False))
     by_speed = rate(replace(in_step, shares="speed"))
-    return Gain(equal, by_speed, rate(config.sync), sum(solo_rates(batch, ranks, config.sync.least_slice)), slices)
+    return Gain(equal, by_speed, ruled(config.sync), sum(solo_rates(batch, ranks, config.sync.least_slice)), slices)

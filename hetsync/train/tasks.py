@@ -560,7 +560,7 @@ class TaskRunner:
                     self._drop(work)
                     return
         seconds, (loss_sum, told) = self._device.take_seconds(), work.take_losses()
-        lossless = samples - told if self._tells else 0
+        lossless = samples - told
         self._units.add(work.units, self._batch_size)
         if self._skips and not work.synchronous and not math.isfinite(loss_sum):
             work.spoiled += spans_of([task]) if not work.spoiled else []

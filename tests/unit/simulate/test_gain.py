@@ -56,3 +56,10 @@ def test_pins_are_the_recipes_alone() -> None:
     even, pinned = gain([400.0, 100.0]), gain([400.0, 100.0], SyncConfig(pins={0: 10}, rebalance=False))
     assert dataclasses.replace(pinned, recipe=even.recipe) == even
     assert pinned.recipe < even.recipe / 2
+
+
+@pytest.mark.parametrize(("cluster", "bound"), [({}, 0), ({"jitter": LognormalJitter(0.5)}, 4)])
+def test_delay_by_rule_gains_what_it_comes_to(cluster: dict[str, object], bound: int) -> None:
+    """In the long run: the rule takes a second of every device to decide."""
+    auto, settled = (gain([400.0, 100.0], SyncConfig(delay_bound=given), **cluster) for given in ("auto", bound))
+    assert auto == settled
