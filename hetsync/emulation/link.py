@@ -12,7 +12,7 @@ import torch
 from hetsync.emulation.cluster import Cluster, Link
 from hetsync.errors import UserError
 from hetsync.plane.base import Channels, Handle, Plane, Residual, Sums, WireFormat
-from hetsync.plane.wire import encoded_bytes
+from hetsync.plane.wire import bytes_of, encoded_bytes
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class EmulatedSums(Sums):
         return self._sums.allocate(count, device)
 
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
-        seconds = self._seconds(encoded_bytes(tensor.numel(), wire))
+        seconds = self._seconds(bytes_of(tensor, wire))
         return _WayHandle(self._sums.allreduce(tensor, wire, residual), seconds, self._way, self._clock)
 
     def close(self) -> None:
@@ -160,16 +160,16 @@ class EmulatedLink(Plane):
         self._busy_until = -math.inf
         self._waiting: list[_LinkHandle] = []
 
-    def transfer_seconds(self, n: int, wire: WireFormat) -> float:
-        """What the link needs for the allreduce of n values."""
-        return self._figures.seconds(encoded_bytes(n, wire), self.size, slice_seconds=0.0)
+    def transfer_seconds(self, n_bytes: int) -> float:
+        """What the link needs for the allreduce of so many bytes on the wire."""
+        return self._figures.seconds(n_bytes, self.size, slice_seconds=0.0)
 
     def open_channels(self) -> Channels:
         """Refused: channels would be as fast as the machine's."""
         raise UserError("tensors between single ranks cannot be slowed to an emulated link: use a profile without link")
 
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
-        seconds = self.transfer_seconds(tensor.numel(), wire)
+        seconds = self.transfer_seconds(bytes_of(tensor, wire))
         handle = _LinkHandle(self, super().allreduce(tensor, wire, residual), seconds)
         self._waiting.append(handle)
         return handle

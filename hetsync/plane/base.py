@@ -299,13 +299,14 @@ class Sums(ABC):
 
     @abstractmethod
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
-        """Sum a flat, contiguous float32 tensor over all ranks, in place; bit-identical results everywhere.
+        """Sum a flat, contiguous tensor of float32 or float64 over all ranks, in its own precision and in place;
+        bit-identical results everywhere. It is of one type on all ranks.
 
         The low-precision formats round each rank's addend once and the sum once; they send an
         all-to-all of shards, add in float32, and all-gather the sums. What rounding takes from the addend is not
         fed back here: the caller that knows the value it meant (see `wire.round_trip`) does that. What it takes from
         the sum is known to the rank that adds up the shard, and is kept in `residual` for the next sum of that stream.
-        A float32 sum delivers all that is kept.
+        A sum on the wire "float32", which rounds nothing, delivers all that is kept.
         """
 
     def among(self, messages: Messages) -> Sums:

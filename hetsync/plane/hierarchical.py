@@ -15,7 +15,8 @@ from hetsync.plane.wire import deliver
 
 
 class HierarchicalSums(PolledSums):
-    """Sums of float32 in three steps: within each group, between the groups, and back from each group's first rank.
+    """Sums that are not rounded in three steps: within each group, between the groups, and back from each group's first
+    rank.
 
     Every rank ends with the bits that the first ranks agree on. The low-precision formats round each addend and the sum
     once, which sums of sums would not: they stay with `flat`, which sums over all ranks at once.

@@ -23,16 +23,16 @@ from hetsync.plane.staging import Test
 
 # On one host. Small enough for MPI's copies to stay in the processor's cache (see polled.SEGMENTS_IN_FLIGHT).
 SEGMENT_VALUES_PER_RANK = 1 << 16
-MESSAGE_VALUES = 15 << 10  # 60 kB; Open MPI counts its header, too (btl_tcp_eager_limit)
+MESSAGE_VALUES = 15 << 10  # of float32, 60 kB; Open MPI counts its header, too (btl_tcp_eager_limit)
 SMALL_SEGMENTS_IN_FLIGHT = 16  # 32 are no faster
-LEAST_VALUES = 1 << 14  # of a segment; of less, all are summed in place, as Open MPI 5 would take its tree
+LEAST_VALUES = 1 << 14  # of float32, of a segment; of less, all are summed in place, as Open MPI 5 would take its tree
 FEWEST_RANKS_RABENSEIFNER = 4  # in Open MPI 5
 MOST_RANKS_DIRECT = 12  # measured so far; of sixteen, Rabenseifner's algorithm was faster
 TAGS = 1 << 15  # every MPI has so many, and far fewer sums are under way
 
 
 class Algorithm(NamedTuple):
-    """How segments are summed, of how many values, and how many are under way at a time."""
+    """How segments are summed, of how many float32 values (or as many bytes), and how many are under way at a time."""
 
     kind: Literal["direct", "out of place", "in place"]
     segment_values: int
@@ -56,6 +56,11 @@ def algorithm_for(ranks: int, most_on_a_host: int, told_of_deaths: bool) -> Algo
     return Algorithm("in place", MESSAGE_VALUES, SMALL_SEGMENTS_IN_FLIGHT)  # the tree, which sends whole segments
 
 
+def typed(values: torch.Tensor) -> tuple[MPI.buffer, MPI.Datatype]:
+    """As MPI takes what it sums."""
+    return memory(values), MPI.DOUBLE if values.dtype is torch.float64 else MPI.FLOAT
+
+
 class DirectSum:
     """The sum of a segment, in place, by a direct reduce-scatter and all-gather: each rank adds up one part, which all
     others send to it, and sends them the sum.
@@ -71,7 +76,8 @@ class DirectSum:
         self._others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
         self._own = self._parts[comm.Get_rank()]
         self._addends = [
-            scratch[place * self._own.numel() :][: self._own.numel()] for place in range(len(self._others))
+            scratch.view(values.dtype)[place * self._own.numel() :][: self._own.numel()]
+            for place in range(len(self._others))
         ]
         self._added = self.ended = False
         self._requests: list[MPI.Request] = []
@@ -93,14 +99,15 @@ class DirectSum:
             self._exchange(rank, self._own, self._parts[rank])
 
     def _exchange(self, rank: int, sent: torch.Tensor, received: torch.Tensor) -> None:
-        for message in received.split(MESSAGE_VALUES):
-            self._requests.append(self._comm.Irecv([memory(message), MPI.FLOAT], rank, self._tag))
-        for message in sent.split(MESSAGE_VALUES):
-            self._requests.append(self._comm.Isend([memory(message), MPI.FLOAT], rank, self._tag))
+        most = MESSAGE_VALUES * 4 // sent.itemsize
+        for message in received.split(most):
+            self._requests.append(self._comm.Irecv(typed(message), rank, self._tag))
+        for message in sent.split(most):
+            self._requests.append(self._comm.Isend(typed(message), rank, self._tag))
 
 
 class MpiLane(Lane):
-    """Segments of less than LEAST_VALUES are summed in place, whatever the `algorithm`."""
+    """Segments of less bytes than LEAST_VALUES have are summed in place, whatever the `algorithm`."""
 
     def __init__(self, comm: MPI.Intracomm, algorithm: Algorithm) -> None:
         super().__init__()
@@ -113,8 +120,8 @@ class MpiLane(Lane):
         self._spare: list[torch.Tensor] = []  # scratch memory, each for a segment
 
     def sum_in_place(self, values: torch.Tensor) -> Post:
-        if self.algorithm.kind == "in place" or values.numel() < LEAST_VALUES:
-            return lambda: self.comm.Iallreduce(MPI.IN_PLACE, [memory(values), MPI.FLOAT]).Test
+        if self.algorithm.kind == "in place" or values.nbytes < 4 * LEAST_VALUES:
+            return lambda: self.comm.Iallreduce(MPI.IN_PLACE, typed(values)).Test
         return lambda: (self._sum_direct if self.algorithm.kind == "direct" else self._sum_out_of_place)(values)
 
     def _sum_direct(self, values: torch.Tensor) -> Test:
@@ -140,8 +147,8 @@ class MpiLane(Lane):
 
     def _sum_out_of_place(self, values: torch.Tensor) -> Test:
         scratch = self._scratch()
-        addend = scratch[: values.numel()].copy_(values)
-        request = self.comm.Iallreduce([memory(addend), MPI.FLOAT], [memory(values), MPI.FLOAT])
+        addend = scratch.view(values.dtype)[: values.numel()].copy_(values)
+        request = self.comm.Iallreduce(typed(addend), typed(values))
         return self._giving_back(scratch, request.Test)
 
     def _scratch(self) -> torch.Tensor:

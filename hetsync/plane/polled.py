@@ -131,11 +131,11 @@ class Queue:
 class Lane(Queue, ABC):
     """Collectives of one group of ranks."""
 
-    segment_values: int | None = None  # of a sum; None where it goes as one piece
+    segment_values: int | None = None  # of a sum, in float32; None where it goes as one piece
 
     @abstractmethod
     def sum_in_place(self, values: torch.Tensor) -> Post:
-        """Of float32 values: one segment."""
+        """Of float32 or float64: one segment."""
 
     @abstractmethod
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor) -> Post:
@@ -165,10 +165,10 @@ class _Collective(Handle):
 
 
 class PolledSums(Sums):
-    """Sums on two lanes: one for float32 and for first stages, one for second stages.
+    """Sums on two lanes: one for what is not rounded and for first stages, one for second stages.
 
     `by` names what carries them. With `reads_cuda` the lanes' library reads and writes CUDA memory itself. `shared`
-    sums float32 in the ranks' own memory, but for what is small.
+    sums what is not rounded in the ranks' own memory, but for what is small.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class PolledSums(Sums):
         ticket = self._first.ticket()
         staging = self._staging_for(tensor.device)
         most = self._first.segment_values if self._shared is None else self._shared.most_values
-        segments = tensor.split(most or max(tensor.numel(), 1))
+        segments = tensor.split(most * 4 // tensor.itemsize if most else max(tensor.numel(), 1))
         # Before its turn, and beside the sums of segments before: a device copies while a library sums.
         steps = Ahead((self._segment(segment, staging) for segment in segments), self._first.in_flight)
         yield from self._first.run(ticket, steps, tensor)

@@ -133,7 +133,7 @@ class SharedMemory:
         return start
 
     def offset(self, tensor: torch.Tensor) -> int | None:
-        """Of the tensor in this rank's area, in values; None where it lies elsewhere."""
+        """Of the tensor in this rank's area, in float32 values; None where it lies elsewhere."""
         start = tensor.data_ptr() - self.own.values.data_ptr()
         return start // 4 if 0 <= start < self._size else None
 

@@ -38,7 +38,8 @@ def parts_of(values: int, ranks: int) -> list[slice]:
 
 
 class Offered(NamedTuple):
-    """A sum under way. Its addend lies in this rank's area: in `values` themselves, or in `scratch` a copy of them."""
+    """A sum under way. Its addend lies in this rank's area: in `values` themselves, or in `scratch`, whose own type is
+    float32, a copy of them."""
 
     values: torch.Tensor
     scratch: torch.Tensor | None
@@ -46,16 +47,16 @@ class Offered(NamedTuple):
 
     @property
     def shared(self) -> torch.Tensor:
-        return self.values if self.scratch is None else self.scratch
+        return self.values if self.scratch is None else self.scratch.view(self.values.dtype)
 
 
 class SharedSums:
-    """Sums of float32 tensors, in place, in the same order on all ranks."""
+    """Sums of tensors of float32 or float64, in place, in the same order on all ranks."""
 
     least_values = 1 << 16  # for fewer, a library's sums are as fast
 
     def __init__(self, memory: SharedMemory, rank: int, scratch: torch.Tensor, look: Callable[[], object]) -> None:
-        """Of at most as many values as `scratch` has, which lies in this rank's area, for a tensor that does not.
+        """Of at most as many bytes as `scratch` has, which lies in this rank's area, for a tensor that does not.
         `look` raises where another rank has gone: of that their memory says nothing."""
         self.memory, self._rank, self._look = memory, rank, look
         self._words = memory.own.words
@@ -127,7 +128,7 @@ class SharedSums:
         if offset is None:
             if (scratch := self._scratch()) is None:
                 return False
-            scratch[: values.numel()] = values
+            scratch.view(values.dtype)[: values.numel()] = values
             offset = self.memory.offset(scratch)
         assert offset is not None
         self._under_way.append(Offered(values, scratch, parts_of(values.numel(), len(self.memory.areas))))
@@ -149,17 +150,17 @@ class SharedSums:
         total = offered.shared[part]
         for rank, area in enumerate(self.memory.areas):
             if rank != self._rank:
-                total += lying_in(area, number, part)
+                total += lying_in(area, number, part, total.dtype)
 
     def _take(self, number: int) -> None:
         """All parts."""
         offered = self._under_way[number - self._ended - 1]
         for rank, (area, part) in enumerate(zip(self.memory.areas, offered.parts, strict=True)):
             if rank != self._rank or offered.scratch is not None:
-                offered.values[part] = lying_in(area, number, part)
+                offered.values[part] = lying_in(area, number, part, offered.values.dtype)
 
 
-def lying_in(area: Area, number: int, part: slice) -> torch.Tensor:
+def lying_in(area: Area, number: int, part: slice, dtype: torch.dtype) -> torch.Tensor:
     """A part of what its rank has offered by this number."""
-    offset = area.words[OFFSETS + number % MOST_OFFERED]
-    return area.values[offset + part.start : offset + part.stop]
+    offset, width = area.words[OFFSETS + number % MOST_OFFERED], dtype.itemsize // 4
+    return area.values[offset + width * part.start : offset + width * part.stop].view(dtype)

@@ -1,14 +1,14 @@
-"""Wire formats: what a float32 tensor looks like between two ranks.
+"""Wire formats: what a tensor of float32 or float64 looks like between two ranks.
 
 | format | bytes | error of one rounding |
 | --- | --- | --- |
-| float32 | 4 a value | none |
+| float32 | 4 a value, 8 of float64 | none |
 | bfloat16 | 2 a value | at most 2⁻⁸ of the value |
 | int8 | 1028 a block of 1024 values, padded | at most 1/254 of the block's largest absolute value |
 
 An int8 block is its float32 scale followed by its 1024 values, so that a shard made of whole blocks is a
 contiguous piece of the encoded tensor, and rounding a shard equals rounding that part of the whole. In
-every format zeros are encoded as zero bytes.
+every format zeros are encoded as zero bytes. The name float32 says that nothing is rounded: float64 stays float64.
 
 Infinities and nan never come out finite: bfloat16 keeps them, int8 turns their whole block into nan.
 """
@@ -29,13 +29,18 @@ WIRE_FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory outside autograd; raises `PlaneError` unless it is flat, contiguous and float32."""
-    if tensor.dtype is not torch.float32 or tensor.dim() != 1 or not tensor.is_contiguous():
+    """The same memory outside autograd; raises `PlaneError` unless it is flat, contiguous, and float32 or float64."""
+    if tensor.dtype not in (torch.float32, torch.float64) or tensor.dim() != 1 or not tensor.is_contiguous():
         raise PlaneError(
-            f"a plane carries flat, contiguous float32 tensors, not {tuple(tensor.shape)} of {tensor.dtype}"
-            f" with strides {tensor.stride()}"
+            f"a plane carries flat, contiguous tensors of float32 or float64, not {tuple(tensor.shape)} of"
+            f" {tensor.dtype} with strides {tensor.stride()}"
         )
     return tensor.detach()
+
+
+def bytes_of(tensor: torch.Tensor, wire: WireFormat) -> int:
+    """In which it travels."""
+    return tensor.nbytes if wire == "float32" else encoded_bytes(tensor.numel(), wire)
 
 
 def encoded_bytes(n: int, wire: WireFormat) -> int:
@@ -57,10 +62,10 @@ def padded(tensor: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def encode(tensor: torch.Tensor, wire: WireFormat) -> torch.Tensor:
-    """A flat float32 tensor as a new uint8 tensor of `encoded_bytes` bytes, on the same device."""
+    """A flat tensor as a new uint8 tensor of `encoded_bytes` bytes, on the same device."""
     tensor = flat(tensor)
     if wire == "int8":
-        return _encode_blocks(tensor)
+        return _encode_blocks(tensor.float())
     return tensor.to(_floating(wire), copy=True).view(torch.uint8)
 
 
@@ -74,8 +79,8 @@ def decode(data: torch.Tensor, n: int, wire: WireFormat) -> torch.Tensor:
 
 
 def round_trip(tensor: torch.Tensor, wire: WireFormat) -> torch.Tensor:
-    """What the other ranks see of this rank's addend, in new memory; callers feed its error back."""
-    return decode(encode(tensor, wire), tensor.numel(), wire)
+    """What the other ranks see of this rank's addend, in new memory and of its type; callers feed its error back."""
+    return decode(encode(tensor, wire), tensor.numel(), wire).to(tensor.dtype)
 
 
 def encode_sum(total: torch.Tensor, wire: WireFormat, residual: Residual | None, first: int = 0) -> torch.Tensor:

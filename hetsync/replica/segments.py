@@ -17,6 +17,7 @@ from hetsync.plan.graph import BlockGraph
 from hetsync.plan.placement import Placement
 from hetsync.plane.base import Channels
 from hetsync.sync.buffers import Unruled, buffers_of
+from hetsync.sync.reals import summed_in
 from hetsync.sync.tail import added_buffers, shared_buffers
 
 Segments = Mapping[tuple[int, ...], Sequence[str]]  # names of tensors, by their holders
@@ -120,7 +121,8 @@ class SegmentSums:
             (buffer - self._before[buffer]) * (of_added if id(buffer) in self._added else of_buffers)
             for buffer in buffers
         ]
-        return torch.cat([there, *(each.flatten().float().cpu() for each in (*gradients, *changes))])
+        dtype = summed_in([*weights, *buffers])
+        return torch.cat([there.to(dtype), *(each.flatten().to(dtype).cpu() for each in (*gradients, *changes))])
 
     def _unpack(self, holders: tuple[int, ...], flat: torch.Tensor) -> None:
         weights, buffers = self._weights[holders], self._buffers[holders]

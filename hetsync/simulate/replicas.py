@@ -334,7 +334,7 @@ def average_states(optimizers: Sequence[torch.optim.Optimizer], samples: Sequenc
 
     def collect(value: Any) -> list[Any]:
         gathered.append(value)
-        return [([], 0, {}, value[-1])]  # nothing to average yet
+        return [value._replace(keys=[], samples=0, others={})]  # nothing to average yet
 
     ask(collect, lambda flat: None)
     of_all = list(gathered)

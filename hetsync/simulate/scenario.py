@@ -16,12 +16,12 @@ from hetsync.emulation.link import LinkTimes
 from hetsync.simulate.polling import Runtime
 from hetsync.sync.gradients import make_buckets
 from hetsync.sync.milestones import Marks, Milestones, no_marks, rests_at
-from hetsync.sync.tail import shared_buffers, travelling_values
+from hetsync.sync.tail import shared_buffers, travelling_bytes, travelling_values
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What travels, in float32 values.
+    """What travels, in float32 values, of which a float64 takes the place of two.
 
     Args:
         values: Of a delayed round: weights and float buffers.
@@ -38,9 +38,10 @@ class Traffic:
     @staticmethod
     def of(model: torch.nn.Module, bucket_bytes: int) -> Traffic:
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        buffers = sum(buffer.numel() for buffer in shared_buffers(model))
-        buckets = tuple(bucket.flat.numel() for bucket in make_buckets(weights, bucket_bytes))
-        return Traffic(travelling_values(model), buckets, len(weights) + buffers, buffers)
+        values, n_bytes = travelling_values(model), travelling_bytes(model)
+        buffers = sum(buffer.numel() for buffer in shared_buffers(model)) * n_bytes // max(1, 4 * values)
+        buckets = tuple(bucket.flat.nbytes // 4 for bucket in make_buckets(weights, bucket_bytes))
+        return Traffic(n_bytes // 4, buckets, len(weights) + buffers, buffers)
 
     @property
     def weights(self) -> int:

@@ -140,17 +140,17 @@ class Unruled:
             )
 
 
-def _columns(places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _columns(places: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     values = values.double()
-    high = values.float()
-    low = (values - high).float().nan_to_num(0.0, 0.0, 0.0)  # of infinities
-    return torch.stack([(places // PLACES).float(), (places % PLACES).float(), high, low])
+    high = values.to(dtype)
+    low = (values - high).to(dtype).nan_to_num(0.0, 0.0, 0.0)  # of infinities
+    return torch.stack([(places // PLACES).to(dtype), (places % PLACES).to(dtype), high, low])
 
 
 class Writes:
     """Synchronous mode's float buffers whose rule is rows, and `weights` that something but a step has written. A round
-    tells every value that a rank has written, as four float32: its place among all, in two parts, and itself, in two
-    parts that hold all of a float64 but its last digits."""
+    tells every value that a rank has written, as four numbers: its place among all, in two parts, and itself, in two
+    parts, which in float32 hold all of a float64 but its last digits."""
 
     PARTS = 4
 
@@ -168,18 +168,18 @@ class Writes:
         self._shared = [buffer.clone(memory_format=torch.contiguous_format) for buffer in self._buffers]
 
     @torch.no_grad()
-    def find(self, device: torch.device) -> torch.Tensor:
+    def find(self, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """This rank's since then: a column each."""
-        found, first = [torch.zeros(self.PARTS, 0, device=device)], 0
+        found, first = [torch.zeros(self.PARTS, 0, dtype=dtype, device=device)], 0
         for buffer, shared in zip(self._buffers, self._shared, strict=True):
             places = (buffer != shared).flatten().nonzero().flatten()
-            found.append(_columns(places + first, buffer.flatten()[places]))
+            found.append(_columns(places + first, buffer.flatten()[places], dtype))
             first += buffer.numel()
         told = set(self.weights)
         for weight in self._all_weights:
             values = reals(weight.detach()).flatten()
             if weight in told:
-                found.append(_columns(torch.arange(first, first + len(values), device=values.device), values))
+                found.append(_columns(torch.arange(first, first + len(values), device=values.device), values, dtype))
             first += len(values)
         return torch.cat([each.to(device) for each in found], dim=1)
 

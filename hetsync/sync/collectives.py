@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from hetsync.plane.base import Handle, Plane, Residual, Sums, WireFormat
-from hetsync.plane.wire import encoded_bytes
+from hetsync.plane.wire import bytes_of
 from hetsync.sync.tail import Tail
 
 
@@ -51,11 +51,11 @@ class PendingCollectives:
         in_norms: bool = True,
         sums: Sums | None = None,
     ) -> None:
-        """Sum a flat float32 tensor over all ranks, or by `sums`, in place, in the order of posting."""
+        """Sum a flat tensor of float32 or float64 over all ranks, or by `sums`, in place, in the order of posting."""
         if self._measure_norms and in_norms:
             self.addends_norm += squared_norm(tensor)
             self._measured.append(tensor)
-        self.bytes_sent += encoded_bytes(tensor.numel(), wire)
+        self.bytes_sent += bytes_of(tensor, wire)
         self._under_way.append((sums or self._plane).allreduce(tensor, wire, residual))
 
     @property

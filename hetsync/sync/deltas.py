@@ -1,12 +1,12 @@
 """Delayed mode's tensors: local weights run ahead of an anchor that is bit-identical on every rank.
 
-Four parameter-sized buffers beside the local weights u, all float32 and flat (weights, of whatever precision, then
-float buffers such as batch-norm statistics):
+Four parameter-sized buffers beside the local weights u, all flat (weights, of whatever precision, then float buffers
+such as batch-norm statistics), and float32, or float64 where one of these tensors is:
 
     anchor      w, as of the last round that landed here
     pending     P, finished progress: waiting, or on its way until its round lands
     flight      the sum under way
-    correction  X, what rounds have changed and u has not taken over yet (16-bit weights: nor been able to)
+    correction  X, what rounds have changed and u has not taken over yet (lower precision: nor been able to)
 
 After every call, at a task's boundary:  u + X = w + P.  So progress that a finish has to report is u + X − w,
 whatever was rounded away or quantised before: nothing is ever lost, and error feedback needs no buffer.
@@ -37,7 +37,7 @@ from hetsync.config.schema import SyncConfig
 from hetsync.errors import UserError
 from hetsync.plane.base import Allocate, Residual, Sums, WireFormat, allocate_anywhere
 from hetsync.plane.wire import round_trip
-from hetsync.sync.reals import count_reals, reals
+from hetsync.sync.reals import allocated, count_reals, reals, summed_in
 from hetsync.sync.tail import Tail
 
 CPU_SEGMENT = 1 << 18  # values: a few such fit into the cache, and calls cost little beside work on them
@@ -76,8 +76,8 @@ def runs(tensors: Sequence[torch.Tensor], most: int) -> list[list[torch.Tensor]]
 
 
 class Buffer:
-    """Flat float32 `values` for all local tensors, and views of them, made once: hundreds of them would take a tenth of
-    a millisecond and more at every call."""
+    """Flat `values` for all local tensors, in float32 or float64 (`summed_in`), and views of them, made once: hundreds
+    of them would take a tenth of a millisecond and more at every call."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Buffer:
     ) -> None:
         """`memory` holds the values, and `room` for so many more behind them."""
         sizes = [sum(piece.numel() for piece in run) for run in local_runs]
-        self.memory = allocate(sum(sizes) + room, local[0].device)
+        self.memory = allocated(allocate, sum(sizes) + room, local, local[0].device)
         self.values = self.memory[: sum(sizes)]
         self.empty = True  # it stands for zeros, whatever is in its memory
         self.tensors = views(self.values, local)
@@ -99,9 +99,9 @@ class Buffer:
 class Scratch:
     """A segment's memory with each segment's views: what is written there and used at once never leaves the cache."""
 
-    def __init__(self, local_runs: Sequence[Sequence[torch.Tensor]], device: torch.device) -> None:
+    def __init__(self, local_runs: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype, device: torch.device) -> None:
         sizes = [sum(piece.numel() for piece in run) for run in local_runs]
-        values = torch.empty(max(sizes), dtype=torch.float32, device=device)
+        values = torch.empty(max(sizes), dtype=dtype, device=device)
         self.segments = [values[:size] for size in sizes]
         self.pieces = [views(segment, run) for segment, run in zip(self.segments, local_runs, strict=True)]
 
@@ -133,7 +133,8 @@ class Deltas:
         progress together, one `speaks`: the others add zeros where it adds what they have made, too. With `one_sum`
         what `pack` returns holds the tail, too, where that can be. `allocate` gives what is summed."""
         self._local = [reals(tensor.detach()) for tensor in [*weights, *buffers]]
-        self.exact = all(tensor.dtype is torch.float32 for tensor in self._local)
+        dtype = summed_in(self._local)
+        self.exact = all(tensor.dtype is dtype for tensor in self._local)
         self._outer, self._speaks = outer, speaks
         self._weights = sum(map(count_reals, weights))  # values
         self._added = sum(map(torch.Tensor.numel, [*weights, *buffers][len(weights) + len(buffers) - added :]))
@@ -147,10 +148,10 @@ class Deltas:
         self._flight, self._correction = (Buffer(self._local, self._runs, counts, allocate) for _ in range(2))
         # Where a segment is all of the model, as on a GPU, it would be a fifth buffer.
         cached = device.type == "cpu" and len(self._runs) > 1
-        self._scratch = Scratch(self._runs, device) if self.exact and cached else None
+        self._scratch = Scratch(self._runs, dtype, device) if self.exact and cached else None
         # The outer optimizer wants to know the samples of a round, and a recovery whose they are.
         self._own_count = slice(rank, rank + 1) if ranks_counted else slice(None)
-        self.tail = Tail(counts, self._flight.tensors[len(weights) :], device)
+        self.tail = Tail(counts, self._flight.tensors[len(weights) :], device, dtype=dtype)
         self._one_sum = one_sum
         self.residual = Residual()  # what rounding took from the sums of weights
         self._steps = 0
@@ -269,7 +270,8 @@ class Deltas:
             if not self.exact:  # what u cannot hold stays in X
                 if correction.empty:
                     torch._foreach_zero_(x)
-                torch._foreach_add_(x, torch._foreach_sub(values, [piece.float() for piece in run]))
+                torch._foreach_sub_(values, run)
+                torch._foreach_add_(x, values)
         correction.empty &= self.exact
 
     @torch.no_grad()
@@ -287,7 +289,8 @@ class Deltas:
         return True
 
     def _add(self, index: int, change: Buffer | Scratch) -> None:
-        """u ← u + change. What 16-bit weights cannot hold stays in it, or the next P would take it back from all."""
+        """u ← u + change. What weights of lower precision cannot hold stays there, or the next P would take it back
+        from all."""
         self.has_moved = True
         run, pieces = self._runs[index], change.pieces[index]
         if self.exact:

@@ -540,7 +540,7 @@ class Engine:
     # At rest, and the end.
 
     def allreduce(self, tensor: torch.Tensor) -> None:
-        """Sum a flat float32 tensor over all ranks, which must all be at rest at the same drain."""
+        """Sum a flat tensor of float32 or float64 over all ranks, which must all be at rest at the same drain."""
         done = threading.Event()
         shared = self._shared
         shared.order.leave()

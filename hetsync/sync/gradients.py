@@ -34,7 +34,7 @@ from hetsync.plane.base import Allocate, Residual, WireFormat, allocate_anywhere
 from hetsync.plane.wire import round_trip
 from hetsync.sync.buffers import Writes
 from hetsync.sync.model_tensors import all_trained
-from hetsync.sync.reals import as_of, count_reals, reals
+from hetsync.sync.reals import allocated, as_of, count_reals, reals, summed_in
 from hetsync.sync.tail import Tail, added_buffers, shared_buffers
 from hetsync.sync.units import TaskUnits
 
@@ -58,12 +58,12 @@ WATCHED_SLICES = 8  # a loop that changes gradients where it must not does so fr
 
 
 class Bucket:
-    """Some parameters' gradient sums in one flat float32 buffer."""
+    """Some parameters' gradient sums in one flat buffer of the highest precision of theirs."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], allocate: Allocate) -> None:
         self.parameters = list(parameters)
         sizes = [count_reals(parameter) for parameter in parameters]
-        self.flat = allocate(sum(sizes), parameters[0].device).zero_()
+        self.flat = allocated(allocate, sum(sizes), parameters, parameters[0].device).zero_()
         self.views = [part.view_as(reals(p)) for part, p in zip(self.flat.split(sizes), parameters, strict=True)]
         self.used = [0] * len(parameters)  # slices of this round in which each parameter got a gradient
         self.missing = len(parameters)  # in the last slice
@@ -95,11 +95,12 @@ def make_buckets(
     group: list[torch.nn.Parameter] = []
     size = 0
     for parameter in reversed(parameters):
-        if group and size + 4 * count_reals(parameter) > bucket_bytes:
+        n_bytes = count_reals(parameter) * summed_in([parameter]).itemsize
+        if group and size + n_bytes > bucket_bytes:
             buckets.append(Bucket(group, allocate))
             group, size = [], 0
         group.append(parameter)
-        size += 4 * count_reals(parameter)
+        size += n_bytes
     return [*buckets, Bucket(group, allocate)] if group else buckets
 
 
@@ -257,10 +258,10 @@ class Gradients:
         self._buffers = shared_buffers(model)
         self._writes = Writes(model, [parameter for parameter in model.parameters() if parameter.requires_grad])
         self._ranks = ranks
-        device = next(model.parameters()).device
+        device, dtype = next(model.parameters()).device, summed_in([*model.parameters(), *model.buffers()])
         count = sum(buffer.numel() for buffer in self._buffers)
         self._means = count - sum(buffer.numel() for buffer in added_buffers(model))  # values, before those that add up
-        self._shared, self._changes = (torch.zeros(count, dtype=torch.float32, device=device) for _ in range(2))
+        self._shared, self._changes = (torch.zeros(count, dtype=dtype, device=device) for _ in range(2))
         self._make_stages(model, partial(make_buckets, bucket_bytes=bucket_bytes, allocate=allocate), groups, device)
         self.samples = 0  # of the task whose buckets were all released last
         self._pace = pace
@@ -306,7 +307,7 @@ class Gradients:
             changes = self._buffer_views(self._changes) if number == last else []
             counted = self._ranks_counted if number == last else 0
             writers = self._ranks if number == last and self._ranks > 1 else 0
-            tail = Tail(len(mine) + counted + COUNTS, changes, device, self._rank, writers)
+            tail = Tail(len(mine) + counted + COUNTS, changes, device, self._rank, writers, self._changes.dtype)
             self.stages.append(Stage(buckets, len(self.buckets), tail))
             self.buckets += buckets
         self._where = {
@@ -470,7 +471,7 @@ class Gradients:
             units = self._units.given(place), self._units.counted(place)
             says = unstepped.skipped, unstepped.clips_unknown
             counts = [*used, *given, self._units.sums, *units, steps, skips, *says, spoiled, samples]
-            stage.tail.counts.copy_(torch.tensor(counts))
+            stage.tail.counts.copy_(torch.tensor(counts, dtype=stage.tail.counts.dtype))
             stage.tail.pack()
             self._flushed += 1
             self._leave()
@@ -488,7 +489,7 @@ class Gradients:
 
     def _find_changes(self, samples: int) -> None:
         """Of buffers, and in the first rounds of weights, for the last tail."""
-        self.tail.writes = self._writes.find(self._changes.device)
+        self.tail.writes = self._writes.find(self._changes.device, self._changes.dtype)
         self._writes.weights = []
         if self._buffers:
             torch._foreach_copy_(self._buffer_views(self._changes), self._buffers)

@@ -20,7 +20,7 @@ from hetsync.sync.deltas import Snapshot
 from hetsync.sync.gradients import STEPPED, WATCHED_SLICES, Arrivals, Bucket, Stage, Unstepped, stage_places
 from hetsync.sync.messages import StartRound
 from hetsync.sync.model_tensors import all_trained
-from hetsync.sync.reals import as_of, reals
+from hetsync.sync.reals import as_of, reals, summed_in
 from hetsync.sync.tail import Tail, shared_buffers
 from hetsync.sync.units import TaskUnits
 
@@ -42,7 +42,7 @@ class FiniteCheck:
 
 def total_of(tensors: Iterable[torch.Tensor]) -> float:
     """A sum over all: finite where they are."""
-    sums = [reals(tensor.detach()).sum(dtype=torch.float32) for tensor in tensors]
+    sums = [reals(tensor.detach()).sum(dtype=summed_in([tensor])).double() for tensor in tensors]
     return float(torch.stack(sums).sum()) if sums else 0.0
 
 
@@ -157,7 +157,7 @@ class LoneGradients:
     def _put_aside(self, number: int) -> None:
         for parameter in self._parameters[number]:
             if parameter.grad is not None:
-                addend = reals(parameter.grad).float() * self._units.of_slice(number)
+                addend = reals(parameter.grad).to(summed_in([parameter])) * self._units.of_slice(number)
                 before = self._sums.get(parameter)
                 self._sums[parameter] = addend if before is None else before.add_(addend)
                 parameter.grad = None
@@ -291,8 +291,8 @@ class LoneDeltas:
 
     @property
     def anchor(self) -> torch.Tensor:
-        """Flat, in float32."""
-        return torch.cat([tensor.flatten().float() for tensor in self._local])
+        """Flat."""
+        return torch.cat([tensor.flatten().to(summed_in(self._local)) for tensor in self._local])
 
     def snapshot(self, number: int) -> Snapshot:
         return Snapshot(number, time.monotonic(), None)

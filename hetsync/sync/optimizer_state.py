@@ -6,12 +6,12 @@ So a resume, which finds one state on disk, equals going on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hetsync.errors import UserError
-from hetsync.sync.reals import reals
+from hetsync.sync.reals import reals, summed_in
 
 Key = tuple[int, str, tuple[int, ...]]  # parameter's place, name in the state, shape
 NUMBERS = ("step", "mu_product", "eta", "mu")  # that torch's optimizers keep of a weight, whatever its type and shape
@@ -110,6 +110,17 @@ def set_state(optimizers: Sequence[torch.optim.Optimizer], place: int, name: str
         optimizer.state[weight][name] = value.clone() if value.ndim == 0 else value.to(weight.device)
 
 
+class Told(NamedTuple):
+    """Of a rank's optimizer: what it averages, on how many samples, what else it holds, its weights, and in what it is
+    summed."""
+
+    keys: Sequence[Key]
+    samples: int
+    others: dict[tuple[int, str], Any]
+    weights: int
+    dtype: torch.dtype
+
+
 @torch.no_grad()
 def average_optimizer_state(
     optimizer: torch.optim.Optimizer,
@@ -120,21 +131,21 @@ def average_optimizer_state(
     """Collective. `samples` were used by this rank since the last drain; a rank that has no state counts for 0."""
     keys = _keys(optimizer)
     count = len(_parameters(optimizer))
-    told: list[tuple[list[Key], int, dict[tuple[int, str], Any], int]] = gather(
-        (keys, samples if keys else 0, _others(optimizer), count)
-    )
-    if any(theirs != count for _, _, _, theirs in told):
+    mine = Told(keys, samples if keys else 0, _others(optimizer), count, summed_in(_tensor(optimizer, k) for k in keys))
+    told: list[Told] = gather(mine)
+    if any(each.weights != count for each in told):
         raise UserError(
-            f"ranks' optimizers have {[theirs for _, _, _, theirs in told]} weights: add parameter groups where all"
+            f"ranks' optimizers have {[each.weights for each in told]} weights: add parameter groups where all"
             " ranks are at rest (at_rest of session.slices), not after so many slices of one"
         )
-    _adopt_others(optimizer, [others for _, _, others, _ in told])
-    union = sorted({key for theirs, _, _, _ in told for key in theirs})
-    total = sum(used for _, used, _, _ in told)
+    _adopt_others(optimizer, [each.others for each in told])
+    union = sorted({key for each in told for key in each.keys})
+    total = sum(each.samples for each in told)
     if not union or not total:
         return
-    weight = (samples if keys else 0) / total
-    _average([_tensor(optimizer, key) for key in union], weight, allreduce)
+    weight = mine.samples / total
+    dtype = torch.float64 if any(each.dtype is torch.float64 for each in told) else torch.float32
+    _average([_tensor(optimizer, key) for key in union], dtype, weight, allreduce)
 
 
 @torch.no_grad()
@@ -147,12 +158,14 @@ def average_tensors(
     """Collective: the ranks' mean, weighted by the samples that each has used since the last drain."""
     total = sum(gather(samples))
     if tensors and total:
-        _average(tensors, samples / total, allreduce)
+        _average(tensors, summed_in(tensors), samples / total, allreduce)
 
 
-def _average(tensors: Sequence[torch.Tensor], weight: float, allreduce: Callable[[torch.Tensor], None]) -> None:
+def _average(
+    tensors: Sequence[torch.Tensor], dtype: torch.dtype, weight: float, allreduce: Callable[[torch.Tensor], None]
+) -> None:
     values = [reals(tensor.detach()) for tensor in tensors]
-    flat = torch.cat([each.float().flatten().cpu() for each in values]).mul_(weight)
+    flat = torch.cat([each.to(dtype).flatten().cpu() for each in values]).mul_(weight)
     allreduce(flat)
     for each, part in zip(values, flat.split([each.numel() for each in values]), strict=True):
         each.copy_(part.view_as(each))

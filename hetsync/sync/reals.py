@@ -1,9 +1,13 @@
-"""Complex tensors (weights of Fourier layers) as pairs of real values: all that is summed is real."""
+"""Tensors as they are summed: complex ones (weights of Fourier layers) as pairs of real values, in float32, or in
+float64 where that is a tensor's own precision."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
+from hetsync.plane.base import Allocate
 from hetsync.sync.layout import laid_out_like
 
 
@@ -15,6 +19,18 @@ def reals(tensor: torch.Tensor) -> torch.Tensor:
 
 def count_reals(tensor: torch.Tensor) -> int:
     return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def summed_in(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """The type of flat memory that holds all of them, and their sums."""
+    double = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)
+    return torch.float64 if double else torch.float32
+
+
+def allocated(allocate: Allocate, count: int, tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """So many values of that type, flat and not cleared."""
+    dtype = summed_in(tensors)
+    return allocate(count * dtype.itemsize // 4, device).view(dtype)
 
 
 def as_of(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

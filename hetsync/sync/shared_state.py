@@ -96,7 +96,7 @@ class NoBell(Bell):
 
 
 class SumRequest(NamedTuple):
-    """A flat float32 tensor that the main thread wants summed over all ranks, in place."""
+    """A flat tensor of float32 or float64 that the main thread wants summed over all ranks, in place."""
 
     tensor: torch.Tensor
     done: threading.Event

@@ -1,4 +1,4 @@
-"""What a round sums in float32 beside its weights or gradients: a few counts, and the changes of float buffers.
+"""What a round sums, never rounded, beside its weights or gradients: a few counts, and the changes of float buffers.
 
 A buffer (batch-norm statistics) travels from the round on in which some rank has changed it. Until then ranks tell only
 whether they have. A round that brings such news sums once more, just the buffers that it is about: no round ends with
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from hetsync.sync.buffers import Rule, Writes, buffers_of, saved_buffers
-from hetsync.sync.reals import count_reals
+from hetsync.sync.reals import count_reals, summed_in
 
 
 def shared_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -38,25 +38,37 @@ def saved_floats(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def trained_values(model: torch.nn.Module) -> int:
-    """Float32 values of the weights that are trained."""
+    """Values of the weights that are trained."""
     return sum(count_reals(weight) for weight in model.parameters() if weight.requires_grad)
 
 
 def travelling_values(model: torch.nn.Module) -> int:
-    """Float32 values that a round sums at most: weights that are trained, and shared buffers."""
+    """Values that a round sums at most: weights that are trained, and shared buffers."""
     return trained_values(model) + sum(buffer.numel() for buffer in shared_buffers(model))
+
+
+def travelling_bytes(model: torch.nn.Module) -> int:
+    """Of these values, where nothing is rounded."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    return travelling_values(model) * summed_in([*weights, *shared_buffers(model)]).itemsize
 
 
 class Tail:
     """Communication thread: sum `flat` over all ranks, then `unpack`, and again while that says so."""
 
     def __init__(
-        self, counts: int, changes: Sequence[torch.Tensor], device: torch.device, rank: int = 0, writers: int = 0
+        self,
+        counts: int,
+        changes: Sequence[torch.Tensor],
+        device: torch.device,
+        rank: int = 0,
+        writers: int = 0,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`changes`, one float32 tensor a buffer: what this rank adds to it, and after `unpack` what all do. Of several
-        `writers`, this `rank` among them, each tells the others its `writes`."""
+        """`changes`, one tensor of `dtype` a buffer: what this rank adds to it, and after `unpack` what all do. Of
+        several `writers`, this `rank` among them, each tells the others its `writes`."""
         # This rank's, and after `unpack` their sums.
-        self.counts = torch.zeros(counts, dtype=torch.float32, device=device)
+        self.counts = torch.zeros(counts, dtype=dtype, device=device)
         self.flat = self.counts
         self.changes = list(changes)  # of the round to come, and while it is under way
         self.travel: list[int] = []  # buffers that some rank has changed before
@@ -64,7 +76,7 @@ class Tail:
         self._asked: list[int] = []  # those that `flat` asks about
         self._lies_behind = False  # counts are where they are summed with all else
         self._rank = rank
-        self.writes = torch.zeros(Writes.PARTS, 0, device=device)  # of this rank
+        self.writes = torch.zeros(Writes.PARTS, 0, dtype=dtype, device=device)  # of this rank
         self.told: Sequence[torch.Tensor] = ()  # after `unpack`, by rank: those of all
         self._written = [0] * writers  # by rank, columns in `flat`
 
@@ -72,7 +84,7 @@ class Tail:
         """Put `counts` and `changes` into `flat`."""
         self._lies_behind = False  # whatever a void round has left
         self._asked = [index for index in range(len(self.changes)) if index not in self.travel]
-        news = [self.changes[index].any().float().view(1) for index in self._asked]
+        news = [self.changes[index].any().to(self.counts).view(1) for index in self._asked]
         columns = self.counts.new_zeros(len(self._written))
         columns[self._rank : self._rank + 1] = self.writes.shape[1]
         self._written = [0] * len(self._written)

@@ -24,7 +24,7 @@ from hetsync.plane.base import CutOffError, LateError, LostError, Newcomer, Plan
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.messages import NO_BOUND
 from hetsync.sync.milestones import CHECKPOINT, EPOCH, JOIN, ROLLBACK, Marks, marks_every, rests_for
-from hetsync.sync.tail import trained_values, travelling_values
+from hetsync.sync.tail import trained_values, travelling_bytes
 from hetsync.telemetry import Telemetry
 from hetsync.train import checkpoint, ranks
 from hetsync.train.alike import Description, settings_described
@@ -290,7 +290,7 @@ class Running:
         injection = self._injection
         plane: Plane = self.plane if injection is None else injection.plane
         session = Session(
-            plane=behind_link(plane, at.cluster, 4 * travelling_values(self.model), slice_seconds),
+            plane=behind_link(plane, at.cluster, travelling_bytes(self.model), slice_seconds),
             trained=Trained(
                 model=self.model,
                 optimizers=self.prepared.parts.optimizers,

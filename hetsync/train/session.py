@@ -48,6 +48,7 @@ from hetsync.sync.messages import (
 from hetsync.sync.milestones import ROLLBACK, STOP, TOO_FEW, Evaluation
 from hetsync.sync.model_tensors import ModelTensors, all_trained
 from hetsync.sync.rates import require_same_schedulers
+from hetsync.sync.reals import reals, summed_in
 from hetsync.sync.recovery import Books, Damage, Death, Decision, Report, first_standing, keepers, rebuilt
 from hetsync.sync.rounds import Around
 from hetsync.sync.rounds_rule import RoundsChange, rule_for
@@ -180,12 +181,13 @@ class Session:
                 f" {self._sync.delay_bound} the loop has {len(self.optimizers)} optimizers, of which one has stepped"
                 " before the other's gradients are known: use stop, or a delay bound of 1 or more"
             )
-        kinds = {weight.dtype for weight in self.model.parameters()} - {torch.float32}
+        weights = list(self.model.parameters())
+        kinds = {weight.dtype for weight in weights if reals(weight.detach()).dtype is not summed_in(weights)}
         if self._skips and self._sync.delay_bound != 0 and kinds:
             raise UserError(
                 f"fault.not_finite is {self._fault.not_finite}, but weights are {', '.join(map(str, kinds))}, which"
-                " with a delay bound of 1 or more cannot be put back exactly: use stop, float32 weights, or"
-                " sync.delay_bound 0"
+                " with a delay bound of 1 or more cannot be put back exactly: use stop, weights that are all of"
+                " float32 or all of float64, or sync.delay_bound 0"
             )
 
     @property

@@ -100,10 +100,10 @@ def test_scratch_memory_is_used_again(finish: Finish, algorithm: Algorithm) -> N
     plane = mpi_plane_that_sums_by(algorithm)
     lane = plane.sums._first
     n = (3 * algorithm.in_flight + 1) * algorithm.segment_values + 7
-    for _ in range(2):
-        tensor = torch.arange(n, dtype=torch.float32) % 1009 + plane.rank
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        tensor = torch.arange(n, dtype=dtype) % 1009 + plane.rank
         finish(plane.allreduce(tensor), name=f"sum {algorithm.kind}")
-        assert torch.equal(tensor, plane.size * (torch.arange(n) % 1009).float() + sum(range(plane.size)))
+        assert torch.equal(tensor, plane.size * (torch.arange(n) % 1009).to(dtype) + sum(range(plane.size)))
         assert (0 if algorithm.kind == "in place" else 1) <= len(lane._spare) <= algorithm.in_flight
         assert not lane._direct
     plane.close()

@@ -98,6 +98,35 @@ def test_large_tensor(plane: Plane, finish: Finish, wire: WireFormat) -> None:
     torch.testing.assert_close(tensor, expected, rtol=1e-2 if wire != "float32" else 0, atol=0)
 
 
+@pytest.mark.parametrize("n", [1, 7, 100_003, 2_000_003])
+def test_float64_is_summed_in_its_own_precision(plane: Plane, finish: Finish, n: int) -> None:
+    """With others under way, of which some are in float32; from any place in memory, that of sums among them."""
+    memory = plane.allocate(2 * n + 2, torch.device("cpu")).view(torch.float64)
+    everyones = [each.double() / 3 for each in addends(plane, n)]
+    there, elsewhere, single = memory[1:], everyones[plane.rank].clone(), addend(plane.rank, n)
+    there[:] = everyones[plane.rank]
+    finish(*map(plane.allreduce, (there, single, elsewhere)), name=f"float64 sum of {n}")
+    expected = torch.stack(everyones).sum(0)
+    scale = torch.stack(everyones).abs().sum(0)
+    assert float(((there - expected).abs() / scale).max()) < 1e-15
+    assert float(((elsewhere - expected).abs() / scale).max()) < 1e-15
+    torch.testing.assert_close(single, torch.stack(addends(plane, n)).sum(0))
+    assert_same_bits(plane, there, elsewhere, single)
+
+
+@pytest.mark.parametrize("wire", LOW_PRECISION)
+def test_low_precision_rounds_float64_as_it_does_float32(plane: Plane, finish: Finish, wire: WireFormat) -> None:
+    n, residual = 3 * BLOCK + 5, Residual()
+    tensor = addend(plane.rank, n).double()
+    finish(plane.allreduce(tensor, wire, residual), name=f"{wire} sum of float64")
+    seen = torch.stack([round_trip(x.double(), wire) for x in addends(plane, n)]).sum(0)
+    torch.testing.assert_close(tensor, round_trip(seen, wire))
+    rest = torch.zeros(n, dtype=torch.float64)
+    finish(plane.allreduce(rest, residual=residual), name="float64 sum")
+    torch.testing.assert_close(tensor + rest, seen, rtol=1e-5, atol=1e-5)
+    assert_same_bits(plane, tensor, rest)
+
+
 @pytest.mark.parametrize("whose", ["everybody's", "the first's", "nobody's"])
 def test_tensors_in_the_memory_of_sums(plane: Plane, finish: Finish, whose: str) -> None:
     """They are their ranks' own again afterwards."""
@@ -153,9 +182,9 @@ def test_parameters_are_summed_outside_autograd(plane: Plane, finish: Finish) ->
     assert torch.equal(parameter.detach(), torch.full((10,), float(plane.size)))
 
 
-@pytest.mark.parametrize("tensor", [torch.zeros(2, 2), torch.zeros(4, dtype=torch.float64)])
+@pytest.mark.parametrize("tensor", [torch.zeros(2, 2), torch.zeros(4, dtype=torch.float16)])
 def test_unfit_tensors_are_refused_and_harm_nothing(plane: Plane, finish: Finish, tensor: torch.Tensor) -> None:
-    with pytest.raises(PlaneError, match="flat, contiguous float32"):
+    with pytest.raises(PlaneError, match="flat, contiguous tensors of float32 or float64"):
         plane.allreduce(tensor)
     with pytest.raises(PlaneError, match="float16"):
         plane.allreduce(torch.zeros(4), "float16")  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from hetsync.emulation.link import EmulatedLink, EmulatedSums, LinkTimes, Way, b
 from hetsync.plane.base import Handle, Residual, WireFormat
 from hetsync.plane.faulty import Corrupt, Delay, Drop, FaultyPlane, Stall
 from hetsync.plane.local import LocalPlane
+from hetsync.plane.wire import encoded_bytes
 from hetsync.simulate.scenario import Scenario, Traffic
 
 
@@ -61,7 +62,7 @@ def link(latency_seconds: float = 1.0, bytes_per_second: float = 6.0) -> tuple[E
 # Over four ranks 1024 values are 6144 bytes a link in float32: 2 · 3/4 · 4096.
 @pytest.mark.parametrize(("wire", "n_bytes"), [("float32", 6144), ("bfloat16", 3072), ("int8", 1542)])
 def test_transfer_takes_latency_once_and_the_bytes_of_a_ring(wire: WireFormat, n_bytes: int) -> None:
-    assert link(0.5, 6.0)[0].transfer_seconds(1024, wire) == pytest.approx(0.5 + n_bytes / 6)
+    assert link(0.5, 6.0)[0].transfer_seconds(encoded_bytes(1024, wire)) == pytest.approx(0.5 + n_bytes / 6)
 
 
 def test_a_wrapped_plane_tells_how_its_collectives_move() -> None:
@@ -142,7 +143,7 @@ def test_a_simulated_collective_takes_what_an_emulated_one_does(values: int) -> 
     link, plane = Link(latency_seconds=0.5, bytes_per_second=1e4), _FourRanks()
     times = LinkTimes.of(link, plane.size, round_bytes=4000, slice_seconds=0.1)
     emulated = EmulatedLink(plane, times.latency_seconds, times.bytes_per_second)
-    assert times.seconds(values, "float32") == pytest.approx(emulated.transfer_seconds(values, "float32"))
+    assert times.seconds(values, "float32") == pytest.approx(emulated.transfer_seconds(4 * values))
     assert times.seconds(values, "float32") == pytest.approx(0.5 + 2 * 3 / 4 * 4 * values / 1e4)
 
 
@@ -151,10 +152,10 @@ def test_emulated_and_simulated_jobs_heed_links_by_pair() -> None:
     cluster = Cluster("x", "s", devices, links=(PairLink(("a", "b"), 0.5, 1e4),))
     emulated = behind_link(_FourRanks(), cluster, round_bytes=4000, slice_seconds=0.1)
     assert isinstance(emulated, EmulatedLink)
-    assert emulated.transfer_seconds(1000, "float32") == pytest.approx(0.5 + 2 * 3 / 4 * 4000 / 1e4)
+    assert emulated.transfer_seconds(4000) == pytest.approx(0.5 + 2 * 3 / 4 * 4000 / 1e4)
     ranks = [RankProfile("", "", StepTime(0, 1))] * 4
     scenario = Scenario(cluster, ranks, SyncConfig(), 8, 80, traffic=Traffic(1000))
-    assert scenario.link_seconds(1000) == pytest.approx(emulated.transfer_seconds(1000, "float32"))
+    assert scenario.link_seconds(1000) == pytest.approx(emulated.transfer_seconds(4000))
 
 
 def test_a_cluster_without_links_slows_nothing() -> None:

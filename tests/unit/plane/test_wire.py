@@ -109,13 +109,21 @@ def test_error_feedback_loses_nothing_in_the_long_run() -> None:
     assert torch.allclose(seen / 200, meant, atol=1e-3)
 
 
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_float64_is_rounded_as_float32_is(wire: WireFormat) -> None:
+    tensor = torch.randn(3 * BLOCK + 5)
+    found = round_trip(tensor.double(), wire)
+    assert found.dtype is torch.float64
+    assert torch.equal(found, round_trip(tensor, wire).double())
+
+
 @pytest.mark.parametrize(
     "tensor",
-    [torch.zeros(2, 2), torch.zeros(4)[::2], torch.zeros(4, dtype=torch.float64)],
-    ids=["matrix", "strided", "float64"],
+    [torch.zeros(2, 2), torch.zeros(4)[::2], torch.zeros(4, dtype=torch.float16)],
+    ids=["matrix", "strided", "float16"],
 )
 def test_other_tensors_are_refused(tensor: torch.Tensor) -> None:
-    with pytest.raises(PlaneError, match="flat, contiguous float32"):
+    with pytest.raises(PlaneError, match="flat, contiguous tensors of float32 or float64"):
         encode(tensor, "float32")
 
 
