@@ -62,7 +62,7 @@ ARGUMENTS = {
     ),
     "text for a number": (
         ["--sync.delay_bound", "soon"],
-        "sync.delay_bound is soon: it must be a whole number or null",
+        "sync.delay_bound is soon: it must be a whole number or auto or null",
     ),
     "fraction": (["--sync.accumulation", "1.5"], "sync.accumulation is 1.5: it must be a whole number or auto"),
     "no such choice": (["--sync.wire", "float16"], "sync.wire is float16: it must be float32, bfloat16 or int8"),
@@ -114,7 +114,10 @@ def test_mistakes_on_the_command_line(name: str, tmp_path: Path, capsys: pytest.
 RECIPES = {
     "unknown key": ("sync:\n  quorun: 1\n", "there is no key sync.quorun (did you mean quorum?); remove it"),
     "unknown section": ("sink:\n  quorum: 1\n", "there is no key sink"),
-    "wrong type": ("sync:\n  delay_bound: soon\n", "sync.delay_bound is soon: it must be a whole number or null"),
+    "wrong type": (
+        "sync:\n  delay_bound: soon\n",
+        "sync.delay_bound is soon: it must be a whole number or auto or null",
+    ),
     "bad value": ("sync:\n  quorum: 0\n", "sync.quorum is 0.0"),
     "null": (
         "sync:\n  accumulation: null\n",

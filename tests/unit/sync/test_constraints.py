@@ -171,3 +171,16 @@ def test_changes_after_steps_are_found_in_some_slices():
             found.append(number)
         assert not changes.found()
     assert found == [1, 2, 4, 8]
+
+
+def test_what_rounds_have_changed_since_the_slice_before_is_no_change_of_the_loop() -> None:
+    """Its step was made as it was closed."""
+    weight, changes = torch.nn.Parameter(torch.zeros(3)), ChangesAfterSteps()
+    changes.begin_slice()
+    changes.note_step([weight])
+    weight.data += 1  # taken over
+    changes.begin_slice()
+    assert not changes.found()
+    changes.note_step([weight])
+    weight.data += 1
+    assert changes.found()
