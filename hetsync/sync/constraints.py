@@ -135,8 +135,10 @@ class ChangesAfterSteps:
         self._stepped: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights, and what the newest step has left
 
     def begin_slice(self) -> None:
-        """Rounds may have been taken over since a step that was made as the slice before was closed."""
         self._slices += 1
+
+    def end_slice(self) -> None:
+        """From here on rounds may be taken over."""
         self._stepped = []
 
     def note_step(self, weights: Iterable[torch.Tensor]) -> None:

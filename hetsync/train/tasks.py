@@ -517,6 +517,8 @@ class TaskRunner:
 
     def close_slice(self, work: TaskInWork) -> None:
         work.out = False
+        if self._changes is not None:
+            self._changes.end_slice()
         if not work.weighted and not work.told > work.idle:
             work.miss_units(len(self._units_told))
         if not work.skipped:

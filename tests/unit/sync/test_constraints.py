@@ -174,12 +174,12 @@ def test_changes_after_steps_are_found_in_some_slices():
 
 
 def test_what_rounds_have_changed_since_the_slice_before_is_no_change_of_the_loop() -> None:
-    """Its step was made as it was closed."""
+    """Which has ended with its step."""
     weight, changes = torch.nn.Parameter(torch.zeros(3)), ChangesAfterSteps()
     changes.begin_slice()
     changes.note_step([weight])
+    changes.end_slice()
     weight.data += 1  # taken over
-    changes.begin_slice()
     assert not changes.found()
     changes.note_step([weight])
     weight.data += 1
