@@ -102,7 +102,7 @@ class Twins:
 
     def _weight(self, own: torch.nn.Parameter) -> torch.nn.Parameter:
         if own not in self._twin_of:
-            kind = torch.complex64 if own.is_complex() else torch.float32  # as the anchor is
+            kind = torch.promote_types(own.dtype, torch.float32)  # as precise as the anchor
             self._twin_of[own] = torch.nn.Parameter(own.detach().to(kind, copy=True), own.requires_grad)
         return self._twin_of[own]
 
@@ -148,4 +148,4 @@ class ChangesAfterSteps:
     def found(self) -> bool:
         """Since the newest step, which is then forgotten."""
         stepped, self._stepped = self._stepped, []
-        return not all(torch.equal(weight, values) for weight, values in stepped)
+        return not all(bool(((weight == values) | weight.isnan()).all()) for weight, values in stepped)

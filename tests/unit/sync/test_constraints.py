@@ -184,3 +184,13 @@ def test_what_rounds_have_changed_since_the_slice_before_is_no_change_of_the_loo
     changes.note_step([weight])
     weight.data += 1
     assert changes.found()
+    weight.data.fill_(torch.nan)
+    changes.note_step([weight])
+    assert not changes.found(), "it is lost, and as the step has left it"
+
+
+def test_twins_are_as_precise_as_weights() -> None:
+    module = nn.Linear(2, 2).double()
+    values = torch.full((6,), 1 + 1e-12, dtype=torch.float64)
+    Constraints([(module, lambda module: None)]).twins(trained(module)).constrain(values)
+    assert torch.equal(values, torch.full_like(values, 1 + 1e-12))
