@@ -48,7 +48,8 @@ def gain_of(config: Config, cluster: Cluster, ranks: Sequence[RankProfile], traf
         """As the rule decides on the delay bound in the end: in so few slices it would not come to it."""
         if sync.delay_bound != "auto":
             return rate(sync)
-        without, with_delay = (rate(replace(sync, delay_bound=bound)) for bound in (0, sync.most_delay_bound))
+        without = rate(replace(sync, delay_bound=0, grace=0))
+        with_delay = rate(replace(sync, delay_bound=sync.most_delay_bound))
         return with_delay if with_delay > (1 + DELAY_COSTS) * without else without
 
     in_step = replace(config.sync, delay_bound=0, accumulation=1, grace=0, pins={})

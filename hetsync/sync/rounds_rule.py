@@ -234,7 +234,8 @@ class RoundsRule:
         for trials in self._trials.values():
             trials.retry_in -= 1
         if self._looks_back(settings):
-            return replace(settings, delay_bound=0), ", to see what they take without delay"
+            # K slices of one contribution would be as many times the batch.
+            return replace(settings, delay_bound=0, accumulation=1), ", to see what they take without delay"
         for rise, trials in self._trials.items():
             saving = rise.saving(work, waits)
             if rise.is_next(settings) and saving > rise.costs and trials.retry_in <= 0:
@@ -277,6 +278,6 @@ def found_before(sync: SyncConfig, settings: Settings) -> Settings:
     """What a job goes on with whose rule had come to these."""
     found = settings_of(sync)
     for rise in rises_of(sync):
-        if rise.is_made(settings):
+        if rise.is_made(settings) and (rise.delays or not found.synchronous):
             found = rise.made(found)
     return found

@@ -63,3 +63,7 @@ def test_delay_by_rule_gains_what_it_comes_to(cluster: dict[str, object], bound:
     """In the long run: the rule takes a second of every device to decide."""
     auto, settled = (gain([400.0, 100.0], SyncConfig(delay_bound=given), **cluster) for given in ("auto", bound))
     assert auto == settled
+
+
+def test_grace_that_is_given_has_no_room_without_delay() -> None:
+    assert gain([400.0, 100.0], SyncConfig(delay_bound="auto", grace=1)).recipe > 0

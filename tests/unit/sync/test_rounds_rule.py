@@ -477,3 +477,14 @@ def test_no_bound_is_told_as_such():
         round=1, delay_bound=NO_BOUND, accumulation=2, quorum=0.5, grace=0, fragments=1, work=0, waits=0, reason=""
     )
     assert change.told["delay_bound"] is None
+
+
+def test_a_look_back_and_a_resume_without_delay_have_no_larger_batch():
+    sync = SyncConfig(delay_bound="auto", quorum=0.25, accumulation="auto", grace=0, fragments=1)
+    job = Job(sync=sync)
+    job.window(lambda k: (0.0, WAITS))
+    job.settings = replace(job.settings, accumulation=2)
+    while not job.settings.synchronous:
+        job.window(lambda k: (0.1, 0.0))
+    assert job.accumulation == 1
+    assert found_before(sync, replace(job.settings, accumulation=2)) == settings_of(sync)
