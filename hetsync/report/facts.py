@@ -20,7 +20,7 @@ def facts_of(run: Run, course: Course) -> Facts:
         ranks=[_rank_time(rank, lines, seconds, runtime.get(rank)) for rank, lines in run.ranks.items()],
         slowdowns=_slowdowns(run, course),
         round_in_slices=_round_in_slices(run),
-        delay_bound=run.settings[-1].delay_bound if run.settings else run.delay_bound,
+        delay_bound=_delay_bound(run, float(course.edges[-1])),
         accumulation=run.accumulation,
         taken_back=_taken_back(run),
         resting=_resting(run),
@@ -28,6 +28,18 @@ def facts_of(run: Run, course: Course) -> Facts:
         efficiency=efficiency_of(run, course),
         failed=_failure(run) if summary.get("status") not in ("finished", "stopped") else None,
     )
+
+
+def _delay_bound(run: Run, end: float) -> int | None:
+    """That was in force for longest since the last start."""
+    settings = run.settings
+    if not settings:
+        return run.delay_bound
+    starts = [place for place, setting in enumerate(settings) if setting.kind == "profile"]
+    settings = settings[starts[-1] if starts else 0 :]
+    ends = [*(setting.at for setting in settings[1:]), end]
+    seconds = [last - setting.at for setting, last in zip(settings, ends, strict=True)]
+    return settings[seconds.index(max(seconds))].delay_bound
 
 
 def _failure(run: Run) -> str | None:

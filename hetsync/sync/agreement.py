@@ -37,8 +37,8 @@ def weights_sha256(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def processor(device: torch.device) -> str:
-    """Devices that are called the same compute the same bits. Threads count: LAPACK cuts its work by them (a QR that a
-    constraint makes)."""
+    """Devices that are called the same compute the same bits. Threads count: libraries cut their work by them (a QR
+    that a constraint makes)."""
     if device.type == "cuda":
         return gpu_name(device)
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"

@@ -46,25 +46,28 @@ class Constraints:
                     weight.data = place
 
     @torch.no_grad()
-    def check(self) -> None:
-        """UserError where a function changes other weights than those of the module that it is given."""
-        found = (weight for module, _ in self._given for weight in module.parameters() if weight.requires_grad)
-        weights = list(dict.fromkeys(found))
+    def check(self, model: torch.nn.Module) -> None:
+        """UserError where a function changes anything of the `model`, which has all that ranks share, but weights of
+        the module that it is given."""
+        if not self:
+            return
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
         before, twins = [weight.clone() for weight in weights], self.twins(weights)
         for weight in weights:
             weight.fill_(FAR)
-        versions = [weight._version for weight in weights]
-        twins.project()
-        changed = any(
-            weight._version != version or not bool((weight == FAR).all())
-            for weight, version in zip(weights, versions, strict=True)
-        )
-        for weight, values in zip(weights, before, strict=True):
-            weight.copy_(values)
+        all_tensors = [*model.parameters(), *model.buffers()]
+        versions = [tensor._version for tensor in all_tensors]
+        try:
+            twins.project()
+            changed = [tensor._version for tensor in all_tensors] != versions
+            changed |= not all(bool((weight == FAR).all()) for weight in weights)  # by .data
+        finally:
+            for weight, values in zip(weights, before, strict=True):
+                weight.copy_(values)
         if changed:
             raise UserError(
-                "the function of job.constrain has changed weights of the script's model, but ranks project a copy of"
-                " it, too: change those of the module that it is given, and no others"
+                "the function of job.constrain has changed weights or buffers of the script's model, but ranks project"
+                " a copy of it, too: change weights of the module that it is given, and nothing else"
             )
 
     def twins(self, weights: Sequence[torch.Tensor]) -> Twins:

@@ -190,14 +190,19 @@ class RoundsRule:
         window.wait_seconds += wait_seconds
 
     def restart(self, version: int) -> None:
-        """Ranks have changed: what was seen before is of no use, nor what was promised."""
-        self.forget_promise()
+        """Ranks have changed: what was seen before is of no use, nor what was promised. Others may wait less, or more:
+        whether they need delay is looked at soon."""
+        self._promised = None
+        self._delayed = 0
+        self._trials.update((rise, Trials()) for rise in self._trials if rise.delays)
         self._settle(version)
 
     def forget_promise(self) -> None:
-        """Shares have changed: what follows does not tell the last rise's effect alone. What rounds take of a slice has
-        hardly changed: shares that are often moved would keep a window that began anew from ever being full."""
-        self._promised = None
+        """Shares have changed: what follows does not tell the last rise's effect alone, but for delay, with which they
+        are cut otherwise. What rounds take of a slice has hardly changed: shares that are often moved would keep a
+        window that began anew from ever being full."""
+        if self._promised is not None and not self._promised[0].delays:
+            self._promised = None
 
     def _settle(self, version: int) -> None:
         self._settling.clear()

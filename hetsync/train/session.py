@@ -418,7 +418,7 @@ class Session:
             return
         self.meet("the first batch")
         self._seed_ranks()
-        self._constraints.check()
+        self._constraints.check(self.model)
         self._share_weights(lambda make: self.plane.broadcast_object(make()))
         self._stacks = Stacks()
         told = self.plane.gather_objects(self._stacks.process)

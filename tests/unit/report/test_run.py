@@ -207,3 +207,12 @@ def test_a_job_that_has_only_begun_has_a_course(tmp_path: Path) -> None:
     write_lines(tmp_path, 0, start())
     run = read_run(tmp_path)
     assert limits_of(facts_of(run, course_of(run))) == ["Nothing that takes 5 % of a rank's time was found."]
+
+
+def test_limits_go_by_the_delay_that_was_in_force_for_longest(tmp_path: Path) -> None:
+    """By rule a run begins without, and may end in a look back."""
+    delay, back = ({**by_rule(at, 1), "delay_bound": bound} for at, bound in ((1.0, 4), (9.5, 0)))
+    write_lines(tmp_path, 0, [*start(delay_bound=0), *tasks(100), delay, back])
+    run = read_run(tmp_path)
+    assert [setting.delay_bound for setting in run.settings][-2:] == [4, 0]
+    assert facts_of(run, course_of(run)).delay_bound == 4

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from hetsync.errors import UserError
-from hetsync.sync.constraints import ChangesAfterSteps, Constraints
+from hetsync.sync.constraints import ChangesAfterSteps, Constraints, Projection
 from hetsync.sync.fragments import FragmentedDeltas
 from hetsync.sync.lone import LoneDeltas
 from hetsync.sync.messages import StartRound
@@ -96,11 +96,28 @@ def test_weights_stay_in_their_memory():
 def test_a_function_that_goes_by_the_scripts_own_model_is_refused():
     module = nn.Linear(2, 2)
     before = flat(module)
-    Constraints([(module, lambda it: it.weight.data.clamp_(-0.1, 0.1))]).check()
+    other = nn.BatchNorm1d(2)
+    model = nn.ModuleList([module, other])
+    Constraints([(module, lambda it: it.weight.data.clamp_(-0.1, 0.1))]).check(model)
     assert flat(module).equal(before)
-    for function in (lambda _: module.weight.clamp_(-9, 9), lambda _: module.weight.data.clamp_(-9, 9)):
-        with pytest.raises(UserError, match="changed weights of the script's model"):
-            Constraints([(module, function)]).check()
+    by_name: list[Projection] = [
+        lambda _: module.weight.clamp_(-9, 9),
+        lambda _: module.weight.data.clamp_(-9, 9),
+        lambda _: other.weight.data.clamp_(-9, 9),
+        lambda _: other.running_mean.mul_(2),
+    ]
+    for function in by_name:
+        with pytest.raises(UserError, match="changed weights or buffers of the script's model"):
+            Constraints([(module, function)]).check(model)
+    assert flat(module).equal(before)
+
+
+def test_a_function_that_fails_leaves_weights_as_they_were():
+    module = nn.Linear(2, 2)
+    before = flat(module)
+    with pytest.raises(ZeroDivisionError):
+        Constraints([(module, lambda _: 1 / 0)]).check(module)
+    assert flat(module).equal(before)
 
 
 class Rank:

@@ -488,3 +488,19 @@ def test_a_look_back_and_a_resume_without_delay_have_no_larger_batch():
         job.window(lambda k: (0.1, 0.0))
     assert job.accumulation == 1
     assert found_before(sync, replace(job.settings, accumulation=2)) == settings_of(sync)
+
+
+def test_delay_keeps_its_promise_over_other_shares():
+    """With delay ranks are cut otherwise, so shares move at once."""
+    job = Job(sync=AUTO)
+    job.window(lambda k: (0.0, WAITS))
+    job.rule.forget_promise()
+    assert job.window(lambda k: (0.0, WAITS)).delay_bound == 0
+
+
+def test_where_ranks_have_changed_it_looks_back_soon():
+    job = Job(sync=AUTO)
+    job.window(no_waits_with_delay(job, WAITS))
+    job.rule.restart(job.version)
+    found = [job.window(no_waits_with_delay(job, 0.0)) for _ in range(CALM_WINDOWS)]
+    assert [change and change.delay_bound for change in found] == [None] * (CALM_WINDOWS - 1) + [0]

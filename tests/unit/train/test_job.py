@@ -306,7 +306,7 @@ PREPARES: dict[str, tuple[Act, str]] = {
     ),
     "constrain by name": (
         after(lambda script: script.job.constrain(script.model, lambda _: script.model.weight.data.clamp_(-9, 9))),
-        "job.constrain has changed weights of the script's model",
+        "job.constrain has changed weights or buffers of the script's model",
     ),
     "a batch": (after(lambda script: script.job.step()), "no batch is out"),
     "no epochs": (after(lambda script: next(iter(script.loader))), "does not know how long to train"),
