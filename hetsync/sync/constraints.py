@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hetsync.errors import UserError
-from hetsync.sync.reals import count_reals, reals
+from hetsync.sync.reals import count_reals, reals, summed_in
 
 FAR = 1024.0  # from what is allowed: a function that projects such weights changes them
 
@@ -48,17 +48,20 @@ class Constraints:
     @torch.no_grad()
     def check(self, model: torch.nn.Module) -> None:
         """UserError where a function changes anything of the `model`, which has all that ranks share, but weights of
-        the module that it is given."""
+        the module that it is given, or not always in the same way."""
         if not self:
             return
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         before, twins = [weight.clone() for weight in weights], self.twins(weights)
+        once = torch.cat([reals(weight).flatten().to(summed_in(weights)) for weight in before])
+        twice = once.clone()
         for weight in weights:
             weight.fill_(FAR)
         all_tensors = [*model.parameters(), *model.buffers()]
         versions = [tensor._version for tensor in all_tensors]
         try:
-            twins.project()
+            twins.constrain(once)
+            twins.constrain(twice)
             changed = [tensor._version for tensor in all_tensors] != versions
             changed |= not all(bool((weight == FAR).all()) for weight in weights)  # by .data
         finally:
@@ -68,6 +71,11 @@ class Constraints:
             raise UserError(
                 "the function of job.constrain has changed weights or buffers of the script's model, but ranks project"
                 " a copy of it, too: change weights of the module that it is given, and nothing else"
+            )
+        if not torch.equal(once, twice):
+            raise UserError(
+                "the function of job.constrain has made other weights of the same ones when it was called again, and"
+                " ranks would differ: let it go by the module alone, and draw nothing at random"
             )
 
     def twins(self, weights: Sequence[torch.Tensor]) -> Twins:

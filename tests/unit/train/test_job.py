@@ -308,6 +308,10 @@ PREPARES: dict[str, tuple[Act, str]] = {
         after(lambda script: script.job.constrain(script.model, lambda _: script.model.weight.data.clamp_(-9, 9))),
         "job.constrain has changed weights or buffers of the script's model",
     ),
+    "constrain at random": (
+        after(lambda script: script.job.constrain(script.model, lambda it: it.weight.add_(torch.randn(1)))),
+        "job.constrain has made other weights of the same ones",
+    ),
     "a batch": (after(lambda script: script.job.step()), "no batch is out"),
     "no epochs": (after(lambda script: next(iter(script.loader))), "does not know how long to train"),
 }
