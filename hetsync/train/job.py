@@ -56,6 +56,7 @@ from hetsync.train.trackers import Tracked, check_trackers
 from hetsync.train.unprepared import digests_of, names_in, require_same_unprepared
 from hetsync.train.workplace import take_place
 
+EVALUATIONS_CHECKED = 3
 ASKED_ON = (
     "the loop asked by next for another batch after an epoch's last: write 'for batch in loader', since at"
     " sync.delay_bound above 0 each rank has as many batches as it has time for, and not len(loader)"
@@ -123,6 +124,7 @@ class Job:
             self._best = Best(self.folder) if self.folder is not None else None
             self._at = take_place(config, plane, self.folder, loaded, seeded)
             self._held = held.pop_all()  # until the end
+        self._looks_at_unprepared = EVALUATIONS_CHECKED
         self.device, self.local_rank = self._at.device, self._at.place.local_rank
         self._prepared = Preparation(self.rank, self.size, self.device)
         self._loop = Loop(self._prepared, self._begin, stop)
@@ -511,8 +513,11 @@ class Job:
             )
 
     def _check_unprepared(self, who: str, models: Iterable[tuple[str, Any]]) -> None:
+        """In the first evaluations, as a digest of large models takes seconds."""
         running = self._begin()
-        require_same_unprepared(running.session.meet(who, digests_of(models, running.evaluations.model)), who)
+        self._looks_at_unprepared -= 1
+        mine = digests_of(models, running.evaluations.model) if self._looks_at_unprepared >= 0 else {}
+        require_same_unprepared(running.session.meet(who, mine), who)
 
     def _evaluated(self, function: Callable[[], Any], combine: Combine | None) -> Any:
         """On all ranks: once more where one has died before its part was known."""
