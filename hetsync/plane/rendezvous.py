@@ -113,6 +113,11 @@ def reached(hosts: Sequence[str], port: int, rank: int, seconds: float) -> tuple
     )
 
 
+def hello_key(rank: int) -> str:
+    """Of its first word, which stays."""
+    return f"hello/{rank}"
+
+
 class StorePost(Post):
     """The first words by keys of the store."""
 
@@ -120,19 +125,32 @@ class StorePost(Post):
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self._store = rendezvous.connect()
         self._heard: dict[int, str] = {}
+        self._arrivals = 0  # seen so far
+        self._unread: list[int] = []  # of these
         self._answer: str | None = None
 
     def tell(self, hello: str) -> None:
-        self._store.set(f"hello/{self.rank}", hello)
-        self._store.add("hellos", 1)
+        self._store.set(hello_key(self.rank), hello)
+        self._store.set(f"arrival/{self._store.add('arrivals', 1)}", str(self.rank))
 
     def heard(self) -> Mapping[int, str]:
-        if self._store.add("hellos", 0) > len(self._heard):
-            self._heard |= {rank: self._store.get(f"hello/{rank}").decode() for rank in self.here() - set(self._heard)}
+        """Each arrival is looked at once, but where its rank is about to be written."""
+        arrivals = self._store.add("arrivals", 0)
+        self._unread += range(self._arrivals + 1, arrivals + 1)
+        self._arrivals = arrivals
+        for number in list(self._unread):
+            if self._store.check([f"arrival/{number}"]):
+                rank = int(self._store.get(f"arrival/{number}"))
+                self._heard[rank] = self._store.get(hello_key(rank)).decode()
+                self._unread.remove(number)
         return self._heard
 
     def here(self) -> set[int]:
-        return {rank for rank in range(self.size) if self._store.check([f"hello/{rank}"])}
+        if self.rank == 0:
+            return {0, *self._heard}
+        if self._store.check([hello_key(0)]):  # which speaks for all
+            return {0, self.rank}
+        return {rank for rank in range(self.size) if self._store.check([hello_key(rank)])}
 
     def answer(self, word: str) -> None:
         self._store.set("answer", word)

@@ -6,13 +6,15 @@ import json
 import socket
 import threading
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
 from hetsync.errors import UserError
 from hetsync.plane import rendezvous
-from hetsync.plane.rendezvous import WORD, first_connection
+from hetsync.plane.rendezvous import WORD, Rendezvous, StorePost, first_connection
 
 
 @pytest.fixture
@@ -20,6 +22,49 @@ def server(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ask(monkeypatch, store.port)
     return store
+
+
+class CountingStore:
+    """Of this process; `looks` are what others would go over the network for."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.looks = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.looks += name in ("check", "get")
+        return getattr(self._store, name)
+
+
+def posts_of(store: Any, size: int) -> list[StorePost]:
+    told = [SimpleNamespace(rank=rank, size=size, connect=lambda: store) for rank in range(size)]
+    return [StorePost(cast(Rendezvous, each)) for each in told]
+
+
+def test_the_first_rank_looks_once_at_each_that_has_come() -> None:
+    """However many looks it takes until all are there."""
+    size, store = 50, CountingStore()
+    posts = posts_of(store, size)
+    for number, post in enumerate(reversed(posts)):
+        post.tell(f"rank {post.rank}")
+        assert len(posts[0].heard()) == number + 1
+        posts[0].heard()
+    assert posts[0].heard() == {rank: f"rank {rank}" for rank in range(size)}
+    assert store.looks == 3 * size
+    assert posts[0].here() == set(range(size))
+    assert posts[7].here() == {0, 7}
+
+
+def test_one_that_has_yet_to_say_who_it_is_holds_up_nobody() -> None:
+    store = dist.HashStore()
+    posts = posts_of(store, 3)
+    store.add("arrivals", 1)  # and then it has died
+    posts[2].tell("here")
+    assert posts[0].heard() == {2: "here"}
+    assert posts[1].here() == {2}
+    store.set("hello/1", "late")
+    store.set("arrival/1", "1")
+    assert posts[0].heard() == {1: "late", 2: "here"}
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
