@@ -195,11 +195,13 @@ def _newcomer(timeout_seconds: float) -> Plane:
             " ranks from the start: start that anew, with resume='auto' for the first"
         )
     from hetsync.plane.choice import ChosenPlane
-    from hetsync.plane.rendezvous import first_connection, placed_in_job, rendezvous_with_job
+    from hetsync.plane.greeting import require_versions_of_job
+    from hetsync.plane.rendezvous import first_connection, hello_key, placed_in_job, rendezvous_with_job
     from hetsync.plane.store import StoreMessages, StoreSums
     from hetsync.plane.store_places import StoreNewcomer
 
     store = first_connection()
+    require_versions_of_job(store.get(hello_key(0)).decode())
     newcomer = StoreNewcomer(store)
     rendezvous = placed_in_job(rendezvous_with_job(timeout_seconds, newcomer.rank, newcomer.ranks_at_start), store)
     messages = StoreMessages(rendezvous, tolerant=True, newcomer=newcomer)

@@ -1,5 +1,6 @@
 """The first word of ranks, before there is a plane: is everybody there, of the same versions and settings, and without
-a mistake? It is JSON whose keys only ever grow in number, so that ranks of other versions understand it.
+a mistake? It is JSON whose keys only ever grow in number, so that ranks of other versions understand it. Who joins the
+job later compares its own with that of one of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hetsync.errors import CommonMistakeError, announce, brief
+from hetsync.errors import CommonMistakeError, UserError, announce, brief
 from hetsync.plane.base import named, wait_limit
 from hetsync.threads import LivedSeconds
 from hetsync.version import version_with_commit
@@ -78,16 +79,30 @@ def refusal(hellos: Mapping[int, Hello]) -> str | None:
         if (mistake := hello.get("mistake")) is not None:
             alone = any(other.get("mistake") != mistake for other in hellos.values())
             return f"rank {rank}: {mistake}" if alone and rank > 0 else str(mistake)
-        for key, program in VERSIONS.items():
-            if not _alike(hello.get(key), first.get(key)):
-                return (
-                    f"rank {rank} on {hello.get('host')} has {program} {hello.get(key)}, but rank 0 on"
-                    f" {first.get('host')} has {first.get(key)}: install the same on all hosts"
-                )
+        if (differs := _versions_differ(f"rank {rank}", hello, "rank 0", first)) is not None:
+            return differs
         for key in SETTINGS:
             other, own = (each.get("settings", {}).get(key) for each in (hello, first))
             if other != own:
                 return f"{key} is {brief(other)} on rank {rank}, but {brief(own)} on rank 0: give all ranks the same"
+    return None
+
+
+def require_versions_of_job(first: str) -> None:
+    """On a process that joins a job under way. `first`: the word of one of its ranks. UserError where versions differ:
+    before it takes a place, and reads anything that is written otherwise."""
+    mine = own_hello({}, None)
+    if (differs := _versions_differ("this process", mine, "the job", json.loads(first))) is not None:
+        raise UserError(differs)
+
+
+def _versions_differ(who: str, hello: Hello, whom: str, first: Hello) -> str | None:
+    for key, program in VERSIONS.items():
+        if not _alike(hello.get(key), first.get(key)):
+            return (
+                f"{who} on {hello.get('host')} has {program} {hello.get(key)}, but {whom} on {first.get('host')} has"
+                f" {first.get(key)}: install the same on all hosts"
+            )
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import json
 import math
 import os
 import signal
@@ -24,6 +25,7 @@ from hetsync.plane import codec
 from hetsync.plane.base import Invitation, LateError, LostError, Newcomer, Summoned
 from hetsync.plane.blocking import wait_until
 from hetsync.plane.ending import leave
+from hetsync.plane.greeting import own_hello, require_versions_of_job
 from hetsync.plane.mpi_members import MPI
 from hetsync.processes import Process, own_process
 from hetsync.start import STARTED_IN
@@ -86,6 +88,7 @@ class MpiSummoned(Summoned):
             info = MPI.Info.Create()
             info.Set("wdir", STARTED_IN)
             self._link = _Link(MPI.COMM_SELF.Spawn(sys.executable, sys.orig_argv[1:], 1, info))
+            self._link.send(json.dumps(own_hello({}, None)))
             self._link.send(first)
             if self._dismissed:
                 return
@@ -128,6 +131,7 @@ class MpiNewcomer(Newcomer):
         self._heard = threading.Condition()
         self._starter: Process | None = None
         threading.Thread(None, self._listen, "hetsync-newcomer", daemon=True).start()
+        require_versions_of_job(codec.loads(self._next(SECONDS_TO_BE_TOLD)))
         first: _First = codec.loads(self._next(SECONDS_TO_BE_TOLD))
         self._starter, self._told = first.starter, first.told
         self.rank, self.ranks_at_start = first.rank, first.ranks_at_start
@@ -135,7 +139,7 @@ class MpiNewcomer(Newcomer):
     def _listen(self) -> None:
         """Until it is invited: it ends at once where it is not needed any more, whatever it does."""
         try:
-            for _ in ("first words", "an invitation"):
+            for _ in ("versions", "first words", "an invitation"):
                 while (heard := self._link.receive()) is None:
                     time.sleep(POLL_SECONDS)
                     if self._starter is not None and self._starter.has_gone:  # MPI does not tell of an exit

@@ -153,7 +153,7 @@ def test_who_waits_leaves_at_a_signal_and_one_that_is_killed_gives_its_place_awa
             assert finished(newcomer).status == 0
 
 
-def test_who_keeps_no_run_is_not_let_in(tmp_path: Path) -> None:
+def test_who_keeps_no_run_or_has_other_versions_is_not_let_in(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     env = {"RUN": "run"}
@@ -165,6 +165,13 @@ def test_who_keeps_no_run_is_not_let_in(tmp_path: Path) -> None:
             done = finished(newcomer)
         assert done.status == 2, done.story
         assert "in the process that joins" in done.err
+        assert ranks[0].poll() is None
+        script.write_text("import torch\ntorch.__version__ = '1.0.0'\n" + SCRIPT)
+        with join(tmp_path) as newcomer:
+            done = finished(newcomer)
+        assert done.status == 2, done.story
+        assert "has torch 1.0.0, but the job on" in done.err
+        assert "takes the place" not in done.err
         assert ranks[0].poll() is None
 
 

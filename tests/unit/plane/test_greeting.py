@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hetsync.errors import CommonMistakeError
+from hetsync.errors import CommonMistakeError, UserError
 from hetsync.plane import greeting
-from hetsync.plane.greeting import Post, first_address, greet, own_hello, refusal
+from hetsync.plane.greeting import Post, first_address, greet, own_hello, refusal, require_versions_of_job
 
 SECONDS = 20.0
 SETTINGS = {"run.plane": "auto", "run.timeout_seconds": 600.0, "fault.tolerate": True}
@@ -163,3 +164,10 @@ def test_commits_are_compared_where_both_are_known() -> None:
     assert refusal({0: one, 1: plain}) is None
     assert "0.1.0+gbbb, but rank 0" in str(refusal({0: one, 1: other}))
     assert "has HetSync 0.2.0" in str(refusal({0: one, 1: hello(hetsync="0.2.0")}))
+
+
+@pytest.mark.parametrize(("key", "program"), [("hetsync", "HetSync"), ("torch", "torch"), ("python", "Python")])
+def test_who_joins_later_has_the_jobs_versions(key: str, program: str) -> None:
+    require_versions_of_job(json.dumps(hello()))
+    with pytest.raises(UserError, match=rf"this process on .* has {program} .*, but the job on here has 0\.0: install"):
+        require_versions_of_job(json.dumps(hello(**{key: "0.0"})))
