@@ -122,6 +122,7 @@ class Engine:
             tally=tally,
             succeed=succeed,
         )
+        self.look: Callable[[int], None] = lambda stage: None  # called before a loop looks at a stage's gradients
         self._missed_seconds = 0.0  # without a poll, while the main thread waited
         self._overhead = Overhead(self.timer, self.cpu_seconds, options.on_host)  # since a rest
 
@@ -210,6 +211,7 @@ class Engine:
                 options.skips,
                 allocate=self._plane.allocate,
             )
+        self._gradients.look = lambda stage: self.look(stage)
         self._gradients.adopt_buffers()
         self._communicator.use(self._gradients)
 
@@ -309,6 +311,16 @@ class Engine:
         """Synchronous mode, once a stage's sums are in: is some rank to step that does not know how loops clip?"""
         return self._gradients.clips_unknown
 
+    @property
+    def looks_differ(self) -> bool:
+        """Synchronous mode, once a stage's sums are in: do some ranks look at gradients before a step, and others not,
+        as they have none of their own?"""
+        return self._gradients.looks_differ
+
+    def hold(self, stage: int, held: bool) -> None:
+        """Synchronous mode: the loop has been given this stage's gradients to look at, or steps on them now."""
+        self._gradients.hold(stage, held)
+
     def is_stepped(self, stage: int) -> bool:
         """Synchronous mode, once the stage's sums are in: does some rank step on them?"""
         return self._gradients.is_stepped(stage)
@@ -330,9 +342,17 @@ class Engine:
             self._apply()
             self._shared.followers.tell(Closed())
 
-    def reduce(self, task: Task, stage: int | None = None, scaled: bool = False, unstepped: Unstepped = STEPPED) -> int:
+    def reduce(
+        self,
+        task: Task,
+        stage: int | None = None,
+        scaled: bool = False,
+        unstepped: Unstepped = STEPPED,
+        looks: bool = False,
+    ) -> int:
         """Synchronous mode, in the task's last slice: gradients up to this stage's, which the loop steps next, become
-        the mean over the round's samples (None: all, and it steps none). What is `scaled` may be infinite.
+        the mean over the round's samples (None: all, and it steps none). What is `scaled` may be infinite. `looks`: the
+        loop looks at them before its step.
 
         Returns the number of samples: 0 where all have withdrawn, or the task is void, and there are no gradients.
         There are none, either, where the round is spoiled.
@@ -342,7 +362,7 @@ class Engine:
         if self.is_void:
             return 0
         last = len(gradients.stages) - 1
-        total = gradients.flush(task.samples, stage, scaled, unstepped)
+        total = gradients.flush(task.samples, stage, scaled, unstepped, looks)
         stage = last if stage is None else stage
         if not scaled and not math.isfinite(total):
             if not self._options.skips:

@@ -4,9 +4,10 @@ Each slice adds units · (mean gradient) into its buckets: its samples, or what 
 (`units.py`). Sums are divided by the units of the round, never by the number of ranks. A slice without a gradient has
 none, and a rank that has skipped it makes the others' step all the same.
 
-A slice may have several backward calls: gradients stay in `.grad` until its step, and only then is it known that they
-are whole. Once slices have shown one gradient a parameter, those of a task's last slice go as soon as their bucket is
-full; a second one that comes after its bucket has left is an error, never lost.
+A slice may have several backward calls: gradients stay in `.grad` until its step, or until the loop looks at one
+(`slice_gradient.py`), and only then is it known that they are whole. Once slices have shown one gradient a parameter,
+those of a task's last slice go as soon as their bucket is full; a second one that comes after its bucket has left is an
+error, never lost.
 
 Each optimizer's parameters are a stage of the round, with buckets and a tail of their own. So where two networks take
 turns within a slice, the first steps on its sums before the second is run:
@@ -35,26 +36,29 @@ from hetsync.plane.wire import round_trip
 from hetsync.sync.buffers import Writes
 from hetsync.sync.model_tensors import all_trained
 from hetsync.sync.reals import allocated, as_of, count_reals, reals, summed_in
+from hetsync.sync.slice_gradient import SliceGradient, plain_of
 from hetsync.sync.tail import Tail, added_buffers, shared_buffers
 from hetsync.sync.units import TaskUnits
 
-SAMPLE_VALUES = 64
 ROUNDS_WATCHED = 2  # in which forward may initialise weights
 # Ranks whose losses are sums; units that gradients are means over, and those of them whose loss is a number; ranks that
-# step, that could and do not, that have skipped the slice, that do not know how loops clip, whose gradients are not
-# finite; samples.
-COUNTS = 9
-CHANGED = (
-    "gradients were changed between backward and step (clipped, unscaled or set to zero), but with sync.delay_bound 0"
-    " they are summed over ranks only then: clip by job.clip_grad_norm_ (or max_grad_norm of hetsync.join,"
-    " optimizer.max_grad_norm of a recipe), give a GradScaler to job.prepare, and change them in no other way"
-)
+# step, those of them that look at gradients before, that could step and do not, that have skipped the slice, that do
+# not know how loops clip, whose gradients are not finite; samples.
+COUNTS = 10
 BY_HAND = (
     "gradients were written by hand (weight.grad = ..., as gradient surgery does) before step, but with"
     " sync.delay_bound 0 they are averaged over ranks only then, which is wrong unless they are linear in each rank's"
     " gradient: take a delay bound of 1 or more, or give those that are by torch.autograd.backward(weights, gradients)"
 )
-WATCHED_SLICES = 8  # a loop that changes gradients where it must not does so from the beginning
+DROPPED = (
+    "gradients were set to none after backward and before their step, but with sync.delay_bound 0 ranks are yet to sum"
+    " them: leave a batch out before its backward, by job.backward(loss, weight=0)"
+)
+AGAIN = (
+    "a weight got another gradient after gradients of this batch had been looked at or clipped, and before their step,"
+    " but with sync.delay_bound 0 ranks have summed them by then: call backward for all losses of a step first, or take"
+    " a delay bound of 1 or more"
+)
 
 
 class Bucket:
@@ -76,7 +80,7 @@ class Bucket:
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if parameter.grad is not None:
                 views.append(view)
-                grads.append(reals(parameter.grad))
+                grads.append(reals(plain_of(parameter.grad)))
                 self.used[index] += 1
         if grads:
             torch._foreach_add_(views, grads, alpha=units)
@@ -105,86 +109,57 @@ def make_buckets(
 
 
 class Arrivals:
-    """The gradients of one slice, as backward left them: how many, and whether somebody has changed them since."""
+    """The gradients of one slice, as backward has left them: how many, and whether a script has put others there."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter] = (), watched: bool = False) -> None:
-        """`parameters` may hold gradients of slices before. `watched`: every gradient's norm is kept."""
+    def __init__(self, parameters: Iterable[torch.nn.Parameter] = ()) -> None:
+        """`parameters` may hold gradients of slices before."""
         self._before = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
-        self._norms: dict[torch.nn.Parameter, torch.Tensor] | None = {} if watched else None
         self.several = False  # for one parameter
-        self._counted = False
-        self._seen: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
-        self._sample: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.any = False
+        self._seen: set[torch.nn.Parameter] = set()
+        self._given: dict[torch.nn.Parameter, torch.Tensor] = {}  # to the loop
+        self._versions: dict[torch.nn.Parameter, int] = {}  # of sparse ones, which have no subclass
 
-    @property
-    def any(self) -> bool:
-        return self._counted
-
-    def add(self, parameter: torch.nn.Parameter) -> bool:
-        """Is this the parameter's first?"""
+    def add(self, parameter: torch.nn.Parameter, look: Callable[[], None]) -> bool:
+        """Is this the parameter's first? Whoever calls a torch function with what is in `.grad` from now on calls
+        `look` before."""
         assert parameter.grad is not None
         first = parameter not in self._seen
         self.several |= not first
-        self._counted = True
-        self._seen[parameter] = parameter.grad, parameter.grad._version
-        self._keep_sample(parameter.grad)
-        if self._norms is not None and parameter.grad.layout is torch.strided:
-            self._norms[parameter] = torch.linalg.vector_norm(parameter.grad)
+        self.any = True
+        self._seen.add(parameter)
+        if parameter.grad.layout is not torch.strided:
+            self._given[parameter], self._versions[parameter] = parameter.grad, parameter.grad._version
+        elif parameter.grad is not self._given.get(parameter):
+            self._given[parameter] = parameter.grad = SliceGradient.of(parameter.grad, look)
         return first
 
-    def _keep_sample(self, grad: torch.Tensor) -> None:
-        """GradScaler.unscale_ and `.data` do not count versions: a few values of one small gradient show them, and what
-        they leave as it is (clamped by value) the norms of all in the first slices."""
-        if self._sample is not None and grad.numel() >= self._sample[0].numel() and grad is not self._sample[0]:
-            return
-        if grad.layout is torch.strided:
-            self._sample = grad, grad.flatten()[:SAMPLE_VALUES].clone()
-
-    def forget(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """They have been taken over; what comes for them now is no matter of this slice."""
-        for parameter in parameters:
-            self._seen.pop(parameter, None)
-            if self._norms is not None:
-                self._norms.pop(parameter, None)
-        if self._sample is not None and all(grad is not self._sample[0] for grad, _ in self._seen.values()):
-            self._sample = None
-
-    def changed(self) -> bool:
-        """Since backward."""
-        if any(p.grad is not grad or grad._version != version for p, (grad, version) in self._seen.items()):
-            return True
-        if self._sample is None:
-            return False
-        now, before = self._sample
-        return not _same(now.flatten()[:SAMPLE_VALUES], before) or self._norms_differ()
-
-    def _norms_differ(self) -> bool:
-        return any(
-            p.grad is not None and not _same(torch.linalg.vector_norm(p.grad), norm)
-            for p, norm in (self._norms or {}).items()
-        )
-
     @torch.no_grad()
-    def require_untouched(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """UserError where what these hold is not what backward has left."""
-        if self.changed():
-            raise UserError(CHANGED)
-        if self._written(parameters):
-            raise UserError(BY_HAND)
+    def take(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """They are whole, as far as this slice goes; what comes for them now is no matter of it.
 
-    def _written(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """Does one of these hold a gradient that neither backward has brought nor was there before the slice?"""
+        Raises UserError where what these hold is not what backward has left.
+        """
         for parameter in parameters:
             grad = parameter.grad
-            if grad is not None and parameter not in self._seen:
+            if parameter in self._seen:
+                self._seen.discard(parameter)
+                if grad is None:
+                    raise UserError(DROPPED)
+                of_sparse = self._versions.get(parameter)
+                if grad is not self._given[parameter] or (of_sparse is not None and of_sparse != grad._version):
+                    raise UserError(BY_HAND)
+                parameter.grad = plain_of(grad)
+            elif grad is not None:
                 before, version = self._before.get(parameter, (None, 0))
                 if (before is not grad or version != grad._version) and bool(grad.count_nonzero()):
-                    return True
-        return False
+                    raise UserError(BY_HAND)
 
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.nan_to_num(), other.nan_to_num())
+    def make_whole(self, parameter: torch.nn.Parameter) -> None:
+        """What is in `.grad` is what the loop's own names for it mean, too."""
+        given = self._given.pop(parameter, None)
+        if parameter.grad is not None and isinstance(given, SliceGradient):
+            given.plain = parameter.grad
 
 
 def stage_places(groups: Sequence[Sequence[torch.nn.Parameter]]) -> dict[torch.nn.Parameter, int]:
@@ -254,6 +229,7 @@ class Gradients:
         tells who has given how many samples; this is `rank` of `ranks`. `skips`: a round with gradients that are not
         finite completes, and brings nothing. `allocate` gives what is summed.
         """
+        self.look: Callable[[int], None] = lambda stage: None  # the loop is about to look at this stage's gradients
         self._rank, self._ranks_counted = rank, ranks_counted
         self._buffers = shared_buffers(model)
         self._writes = Writes(model, [parameter for parameter in model.parameters() if parameter.requires_grad])
@@ -274,7 +250,6 @@ class Gradients:
         self._rounds_watched = 0
         self._versions: dict[torch.nn.Parameter, int] = {}  # of weights, when the task began
         self._arrivals = Arrivals()  # in this slice
-        self._slices = 0  # so far
         self._totals: list[torch.Tensor] = []  # of released buckets, finite if all of the bucket is
         self._released = threading.Semaphore(0)
         self._next = 0  # bucket to be released
@@ -282,7 +257,9 @@ class Gradients:
         self._collected = 0  # stages whose sums are in `.grad`
         self._taken: set[int] = set()  # stages whose gradients of this slice are in the buckets
         self._units = TaskUnits()
+        self._held: set[int] = set()  # stages whose gradients the loop has been given before its step
         self._stepped: set[int] = set()  # stages that some rank steps on, in this round
+        self.looks_differ = False  # are there ranks that look at gradients before a step, and others that do not?
         self.skipped = False  # has some rank skipped its slice, in this round?
         self.clips_unknown = False  # does some rank not know how loops clip, in this round?
         self._last_slice = False
@@ -339,8 +316,8 @@ class Gradients:
     def open_slice(self, samples: int, last: bool) -> None:
         """The backward calls from now on are of a slice of `samples`, the task's last or not."""
         self._units.open_slice(samples)
-        self._slices += 1
-        self._arrivals = Arrivals(self._where, watched=self._slices <= WATCHED_SLICES)
+        self._held.clear()
+        self._arrivals = Arrivals(self._where)
         self._last_slice = last
         self._listening = True
 
@@ -352,6 +329,10 @@ class Gradients:
     def arrived(self) -> bool:
         """Has the slice that is out brought any gradient?"""
         return self._arrivals.any
+
+    def hold(self, number: int, held: bool) -> None:
+        """The loop has been given this stage's gradients to look at, or steps on them now."""
+        (self._held.add if held else self._held.discard)(number)
 
     def is_stepped(self, number: int) -> bool:
         """Once this stage's sums are in: do other ranks, or this one, step on them?"""
@@ -368,6 +349,8 @@ class Gradients:
         assert isinstance(parameter, torch.nn.Parameter)
         stage = self._stage_of[parameter]
         if not self._listening or stage < self._collected or stage in self._taken:
+            if self._listening and stage in self._held:
+                raise UserError(AGAIN)
             if self._listening and parameter in self._of_several:
                 raise UserError(
                     "a weight that two optimizers step got a gradient after the first of its steps in a batch, which"
@@ -380,7 +363,7 @@ class Gradients:
                 " with several backward calls a slice, set sync.overlap to false"
             )
         self._units.arrived(stage)
-        first = self._arrivals.add(parameter)
+        first = self._arrivals.add(parameter, partial(self.look, stage))
         if first and self._last_slice and self._overlap and self._shown:
             self.buckets[self._where[parameter]].missing -= 1
             self._release_full()
@@ -408,17 +391,16 @@ class Gradients:
         """A stage's gradients of this slice are whole: into the buckets with them. Where it is not the task's last,
         `.grad` is empty afterwards.
 
-        Raises UserError where they were changed since backward.
+        Raises UserError where others were put there since backward.
         """
         if number in self._taken or number < self._collected:
             return
         stage = self.stages[number]
-        self._arrivals.require_untouched(stage.parameters)
+        self._arrivals.take(stage.parameters)
         for bucket in self.buckets[max(self._next, stage.first) : stage.stop]:
             bucket.add(self._units.of_slice(number))
         self._units.take(number)
         self._taken.add(number)
-        self._arrivals.forget(stage.parameters)
         if not self._last_slice:
             self._drop(stage.parameters)
 
@@ -438,10 +420,15 @@ class Gradients:
 
     @torch.no_grad()
     def flush(
-        self, samples: int, number: int | None = None, scaled: bool = False, unstepped: Unstepped = STEPPED
+        self,
+        samples: int,
+        number: int | None = None,
+        scaled: bool = False,
+        unstepped: Unstepped = STEPPED,
+        looks: bool = False,
     ) -> float:
         """In the last slice: release all stages up to this one, which the loop steps next (None: all, and it steps
-        none, see `unstepped`), whose gradients have been taken.
+        none, see `unstepped`), whose gradients have been taken. `looks`: it looks at them before.
 
         Returns a sum over them. If it is not finite, nor are they, and the tail stays, so that the round cannot
         complete anywhere; unless they are `scaled`, whose infinities make all ranks skip the step, or the tail tells
@@ -470,7 +457,7 @@ class Gradients:
                 given[self._rank] = samples
             units = self._units.given(place), self._units.counted(place)
             says = unstepped.skipped, unstepped.clips_unknown
-            counts = [*used, *given, self._units.sums, *units, steps, skips, *says, spoiled, samples]
+            counts = [*used, *given, self._units.sums, *units, steps, steps and looks, skips, *says, spoiled, samples]
             stage.tail.counts.copy_(torch.tensor(counts, dtype=stage.tail.counts.dtype))
             stage.tail.pack()
             self._flushed += 1
@@ -604,15 +591,17 @@ class Gradients:
         """
         samples = 0
         for stage in self.stages[self._collected : len(self.stages) if number is None else number + 1]:
-            *used, sums, given, units, step, skip, skipped, unknown, spoiled, count = stage.tail.counts.tolist()
+            *used, sums, given, units, step, look, skip, skipped, unknown, spoiled, count = stage.tail.counts.tolist()
             samples = int(count)
             divisor = count if sums else units or given
             self.spoiled |= spoiled > 0
             self.skipped |= skipped > 0
+            self.looks_differ |= 0 < look < step
             self.clips_unknown |= unknown > 0
             if step and skip:
                 raise UserError(
-                    f"the loops of {step:.0f} ranks step an optimizer and those of {skip:.0f} do not, with gradients of"
+                    f"the loops of {step:.0f} ranks step an optimizer (or look at its gradients) and those of"
+                    f" {skip:.0f} do not, with gradients of"
                     " this batch, but at sync.delay_bound 0 all ranks make the same steps: skip a batch before its"
                     " backward (or multiply its loss by 0), or take a delay bound of 1 or more"
                 )
@@ -622,6 +611,7 @@ class Gradients:
                     means = torch._foreach_div(bucket.views, divisor) if any(any_used) else bucket.views
                     for parameter, mean, is_used in zip(bucket.parameters, means, any_used, strict=True):
                         parameter.grad = as_of(mean, parameter) if is_used else None
+                        self._arrivals.make_whole(parameter)
                 bucket.clear()
                 if self.spoiled:  # so is what rounding has taken from it
                     bucket.lost, bucket.residual = None, Residual()
@@ -643,7 +633,7 @@ class Gradients:
         self._collected = 0
         self._units.clear()
         self._stepped.clear()
-        self.spoiled = self.skipped = self.clips_unknown = False
+        self.spoiled = self.skipped = self.clips_unknown = self.looks_differ = False
         if not self._hooks:
             self._hooks = self._listen()
 

@@ -11,13 +11,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
+from hetsync.errors import UserError
 from hetsync.plane.base import Residual, Sums, WireFormat
 from hetsync.sync.constraints import NO_CONSTRAINTS, Constraints
 from hetsync.sync.deltas import Snapshot
-from hetsync.sync.gradients import STEPPED, WATCHED_SLICES, Arrivals, Bucket, Stage, Unstepped, stage_places
+from hetsync.sync.gradients import AGAIN, STEPPED, Arrivals, Bucket, Stage, Unstepped, stage_places
 from hetsync.sync.messages import StartRound
 from hetsync.sync.model_tensors import all_trained
 from hetsync.sync.reals import as_of, reals, summed_in
@@ -25,6 +27,7 @@ from hetsync.sync.tail import Tail, shared_buffers
 from hetsync.sync.units import TaskUnits
 
 CHECKED_TASKS = 16  # the first, and one in so many: weights that are not finite stay so
+WATCHED_SLICES = 8  # a loop that puts gradients of its own where it must not does so from the beginning
 
 
 class FiniteCheck:
@@ -47,7 +50,7 @@ def total_of(tensors: Iterable[torch.Tensor]) -> float:
 
 
 class LoneGradients:
-    skipped = clips_unknown = False  # nobody makes a step in the place of others
+    skipped = clips_unknown = looks_differ = False  # nobody makes a step in the place of others
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class LoneGradients:
         skips: bool = False,
     ) -> None:
         """Arguments as those of `Gradients`."""
+        self.look: Callable[[int], None] = lambda stage: None
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         place = stage_places(groups)
         count = max(1, len(groups))
@@ -78,6 +82,7 @@ class LoneGradients:
         self.spoiled = False  # is the task?
         self._flushed = self._collected = 0  # stages
         self._taken: set[int] = set()
+        self._held: set[int] = set()
         self._units = TaskUnits()
         self._stepped: set[int] = set()  # stages that are stepped on without the loop
         self._stage_of = {p: number for number, stage in enumerate(self._parameters) for p in stage}
@@ -90,9 +95,13 @@ class LoneGradients:
     def _watch(self) -> None:
         def arrive(parameter: torch.Tensor) -> None:
             assert isinstance(parameter, torch.nn.Parameter)
-            if self._stage_of[parameter] >= self._collected:
-                self._units.arrived(self._stage_of[parameter])
-            self._arrivals.add(parameter)
+            stage = self._stage_of[parameter]
+            if stage < self._collected or stage in self._taken:
+                if stage in self._held and not self._is_whole:
+                    raise UserError(AGAIN)
+                return
+            self._units.arrived(stage)
+            self._arrivals.add(parameter, partial(self.look, stage))
 
         with all_trained(self._trained):
             self._hooks = [parameter.register_post_accumulate_grad_hook(arrive) for parameter in self._trained]
@@ -119,19 +128,27 @@ class LoneGradients:
     def open_slice(self, samples: int, last: bool) -> None:
         self._units.open_slice(samples)
         self._last_slice = last
-        if not (last and self._single) and not self._hooks:  # slices of several count by units
+        self._held.clear()
+        if not self._is_whole and not self._hooks:  # slices of several count by units
             self._watch()
         if self._hooks:
-            self._arrivals = Arrivals(self._trained, watched=self._slices_left > 0)
+            self._arrivals = Arrivals(self._trained)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Is the slice that is out the whole task?"""
+        return self._single and self._last_slice
 
     def tell_units(self, units: float | None, loss: torch.Tensor | None, is_sum: bool = False) -> None:
         """A slice that is the whole task is weighed against no other: losses may be means over whatever they are."""
-        whole = self._single and self._last_slice
-        self._units.tell(None if whole else units, loss, is_sum)
+        self._units.tell(None if self._is_whole else units, loss, is_sum)
 
     @property
     def arrived(self) -> bool:
         return self._arrivals.any if self._hooks else any(weight.grad is not None for weight in self._trained)
+
+    def hold(self, number: int, held: bool) -> None:
+        (self._held.add if held else self._held.discard)(number)
 
     def is_stepped(self, number: int) -> bool:
         return number in self._stepped
@@ -142,14 +159,13 @@ class LoneGradients:
         self._hooks = []
 
     def take(self, number: int) -> None:
-        """Raises UserError where gradients were changed since backward, as they must not be on several ranks."""
+        """Raises UserError where others were put there since backward, as they must not be on several ranks."""
         if number in self._taken or number < self._collected:
             return
         if self._hooks:
-            self._arrivals.require_untouched(self._parameters[number])
+            self._arrivals.take(self._parameters[number])
         self._taken.add(number)
-        self._arrivals.forget(self._parameters[number])
-        if not (self._single and self._last_slice):
+        if not self._is_whole:
             self._put_aside(number)
         self._units.take(number)
 
@@ -174,7 +190,12 @@ class LoneGradients:
                 self.close()
 
     def flush(
-        self, samples: int, number: int | None = None, scaled: bool = False, unstepped: Unstepped = STEPPED
+        self,
+        samples: int,
+        number: int | None = None,
+        scaled: bool = False,
+        unstepped: Unstepped = STEPPED,
+        looks: bool = False,
     ) -> float:
         """Returns something finite where all gradients up to this stage are."""
         self.samples = samples
@@ -216,6 +237,7 @@ class LoneGradients:
         for parameter in self._parameters[place]:
             if (total := self._sums.pop(parameter, None)) is not None:
                 parameter.grad = as_of(total.div_(divisor), parameter)
+                self._arrivals.make_whole(parameter)
 
     @property
     def has_released(self) -> bool:

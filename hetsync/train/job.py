@@ -418,7 +418,7 @@ class Job:
     def collect(self, optimizer: torch.optim.Optimizer) -> bool:
         """Before anything but the job's methods and the optimizer's step touches its gradients: they are now those of
         its step, at delay bound 0 summed over ranks. False where no step is due, and they are put aside."""
-        due = self._loop.collect(optimizer)
+        due = self._loop.collect(optimizer, holds=True)
         if due:
             self._loop.hand_over(optimizer)
         return due
@@ -437,7 +437,7 @@ class Job:
         if not numbers:
             raise UserError("job.clip_grad_norm_ got weights that no prepared optimizer steps: prepare their optimizer")
         for number in numbers:
-            if not self.session.tasks.collect(number):
+            if not self.session.tasks.collect(number, holds=True):
                 return weights[0].new_zeros(()) if self.session.tasks.is_void else None
             if self._prepared.parts.scaler is not None:
                 self._prepared.parts.scaler.unscale_once(self._prepared.parts.optimizers[number])

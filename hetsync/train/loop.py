@@ -69,12 +69,12 @@ class Loop:
                 self._lines_at = self._began.session.applied
         return self._began
 
-    def collect(self, optimizer: torch.optim.Optimizer) -> bool:
+    def collect(self, optimizer: torch.optim.Optimizer, *, holds: bool = False) -> bool:
         if self._began is None:
             raise UserError("no batch is out: call this within the loop over the job's batches")
         tasks = self._began.session.tasks
         tasks.was_stepped = True
-        return tasks.collect(self._prepared.parts.number_of(optimizer))
+        return tasks.collect(self._prepared.parts.number_of(optimizer), holds=holds)
 
     def hand_over(self, optimizer: torch.optim.Optimizer) -> None:
         self._begin().session.tasks.hand_over(self._prepared.parts.number_of(optimizer))

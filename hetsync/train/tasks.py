@@ -39,6 +39,11 @@ SKIPPED = (
     " in a batch that another rank has skipped, which makes the step without that: with sync.delay_bound 0 skip no"
     " batch, but call job.backward(loss, weight=0), and go on as with any"
 )
+LOOKED_AT_BY_SOME = (
+    "gradients were changed between backward and step in a batch in which a rank had none of its own, of a weight or of"
+    " all, and so could not do the same: with sync.delay_bound 0 call job.collect(optimizer) before, after which all"
+    " ranks have them, or clip by job.clip_grad_norm_"
+)
 CHANGES = (
     "the loop changes weights after optimizer.step, and what ranks merge with a sync.delay_bound of 1 or more need not"
     " keep to that: if it is a constraint (clamped, of bounded norm, orthogonal), give job.constrain the model and the"
@@ -126,6 +131,7 @@ class TaskRunner:
         self._device = device
         self._loader = loader
         self._engine = engine
+        engine.look = self.look
         self._totals = totals
         self._record = record
         self._memory = memory
@@ -277,16 +283,19 @@ class TaskRunner:
         work = self.slice_out("step")
         return not work.void and (work.last or not work.synchronous)
 
-    def collect(self, number: int) -> bool:
+    def collect(self, number: int, *, holds: bool = False, looks: bool = False) -> bool:
         """Before anything is done with an optimizer's gradients: now they are those of its step, in synchronous mode
-        the means over all ranks. False where no step is due: there they have been put aside.
+        the means over all ranks. False where no step is due: there they have been put aside. `holds`: something is done
+        before the step. `looks`: by the loop itself, on a rank that has gradients of its own.
 
-        Raises UserError in synchronous mode where gradients were changed before: they were not summed over ranks yet.
+        Raises UserError in synchronous mode where others were put there before: ranks had not summed them yet.
         """
         work = self.slice_out("step")
         if self._is_void(work):
             self.steps[number].optimizer.zero_grad(set_to_none=True)  # of this rank's slice, and of no sum
             return False
+        if work.synchronous:
+            self._engine.hold(number, holds)
         due = work.last or not work.synchronous
         if number in work.collected:
             return due
@@ -308,7 +317,7 @@ class TaskRunner:
             self._pause(work)
             for stage in range(number + 1):
                 self._engine.take(work.task, stage)
-            self._engine.reduce(work.task, number, self._scaled)
+            self._engine.reduce(work.task, number, self._scaled, looks=looks)
             if self._engine.is_void:
                 self._give_up(work)
                 return False
@@ -391,16 +400,35 @@ class TaskRunner:
         if self._is_skipped_elsewhere(work):
             work.before_step[number] = Tensors(self._gradients_of(number))
 
+    def look(self, number: int) -> None:
+        """The loop is about to look at gradients of an optimizer in synchronous mode, or to change them, and gets those
+        of the step."""
+        work = self.work
+        if work is None or not work.out or self.left or number in work.collected:
+            return
+        for place in range(number + 1):  # in the order of their steps
+            weights = self.steps[place].weights
+            without = [weight for weight in weights if weight.grad is None]
+            if place in work.collected or self._engine.is_collected(place) or len(without) == len(weights):
+                continue
+            if self.collect(place, holds=True, looks=True):
+                others_alone = any(weight.grad is not None for weight in without)
+                if others_alone or self._engine.looks_differ or self._is_skipped_elsewhere(work):
+                    work.before_step[place] = Tensors(self._gradients_of(place))
+
     def _is_skipped_elsewhere(self, work: TaskInWork) -> bool:
         return work.synchronous and not work.void and self._engine.is_skipped
 
     def _check_gradients_kept(self, number: int, work: TaskInWork) -> None:
         given = work.before_step.pop(number, None)
-        if given is not None and not given.are(self._gradients_of(number)):
-            raise UserError(
-                f"gradients were changed between unscale_ (or job.collect) and step{SKIPPED}; what"
-                " job.clip_grad_norm_ clips all ranks clip alike"
-            )
+        if given is None or given.are(self._gradients_of(number)):
+            return
+        if not self._is_skipped_elsewhere(work):
+            raise UserError(LOOKED_AT_BY_SOME)
+        raise UserError(
+            f"gradients were changed between backward (or unscale_, job.collect) and step{SKIPPED}; what"
+            " job.clip_grad_norm_ clips all ranks clip alike"
+        )
 
     def _check_steps_kept(self, work: TaskInWork) -> None:
         made, work.after_step = work.after_step, None

@@ -7,6 +7,7 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_loops_numbers.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,94 @@ def own_scaler_skips(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> 
     if loop.number != 3:
         loop.scaler.step(loop.optimizer)
     loop.scaler.update()
+    loop.optimizer.zero_grad()
+
+
+# What a loop does with gradients between backward and step, by torch alone.
+
+
+def changes(change: Callable[[nn.Module], object]) -> Body:
+    def body(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+        cross_entropy(loop.model(points), labels).backward()
+        change(loop.model)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+    return body
+
+
+def clips(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+
+
+def clips_values(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+def clips_through_data(model: nn.Module) -> None:
+    for weight in model.parameters():
+        if weight.grad is not None:
+            weight.grad.data.clamp_(-0.01, 0.01)
+
+
+def clips_by_names_of_before(model: nn.Module) -> None:
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    torch._foreach_mul_(gradients, 0.3 / max(0.3, float(norm)))
+
+
+def centralizes(model: nn.Module) -> None:
+    """Gradients of matrices have a mean of zero."""
+    for weight in model.parameters():
+        if weight.grad is not None and weight.grad.dim() > 1:
+            weight.grad = weight.grad - weight.grad.mean(1, keepdim=True)
+
+
+def takes_signs(model: nn.Module) -> None:
+    for weight in model.parameters():
+        if weight.grad is not None:
+            torch.sign(weight.grad, out=weight.grad)
+
+
+def zeros(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def clips_twice_back(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    """After two backward calls."""
+    half = len(points) // 2
+    for part in (slice(half), slice(half, None)):
+        if len(points[part]):
+            share = len(points[part]) / len(points)
+            (cross_entropy(loop.model(points[part]), labels[part]) * share).backward()
+    clips(loop.model)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def clips_every_third(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    """Gradients that have been added up over batches."""
+    (cross_entropy(loop.model(points), labels) / 3).backward()
+    if loop.number % 3 == 2:
+        clips(loop.model)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def looks_every_time(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    """At gradients that are added up over batches."""
+    (cross_entropy(loop.model(points), labels) / 3).backward()
+    assert all(float(weight.grad.norm()) >= 0 for weight in loop.model.parameters() if weight.grad is not None)
+    if loop.number % 3 == 2:
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def one_rank_looks(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    cross_entropy(loop.model(points), labels).backward()
+    if loop.job.rank == 0:
+        assert float(next(loop.model.parameters()).grad.norm()) >= 0  # type: ignore[union-attr]
+    loop.optimizer.step()
     loop.optimizer.zero_grad()
 
 
@@ -267,6 +356,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def small_steps(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.001)
+
+
 ROWS = {
     "plain": Row(body=plain),
     "zero_grad first": Row(body=zero_grad_first),
@@ -306,6 +399,19 @@ ROWS = {
     "K = 2": Row(body=plain, accumulation=2),
     "K = 3 by job": Row(body=clipped, accumulation=3),
     "skips": Row(body=skips_a_batch),
+    "clips by itself": Row(body=changes(clips)),
+    "clips by itself, AdamW": Row(body=changes(clips), optimizer=adamw),
+    "clips by itself, K = 3": Row(body=changes(clips), accumulation=3),
+    "clips by itself, two backwards": Row(body=clips_twice_back, falls_to=0.7),
+    "clips by itself, own accumulation": Row(body=clips_every_third, falls_to=0.8),
+    "clips values": Row(body=changes(clips_values), falls_to=0.95),
+    "clips values through data": Row(body=changes(clips_through_data), falls_to=0.95),
+    "clips by names of before": Row(body=changes(clips_by_names_of_before)),
+    "centralizes": Row(body=changes(centralizes), falls_to=0.7),
+    "takes signs": Row(body=changes(takes_signs), optimizer=small_steps, falls_to=0.95),
+    "zeros between": Row(body=changes(zeros), falls_to=1.001),
+    "looks every time": Row(body=looks_every_time, falls_to=0.8),
+    "one rank looks": Row(body=one_rank_looks),
 }
 EACH = pytest.mark.parametrize("name", ROWS)
 
@@ -335,17 +441,6 @@ def test_float64_may_be_the_default(plane: Plane, dtype: torch.dtype, bound: int
     loop = in_a_job(plane, row, bound)
     assert_used_once_an_epoch(plane, loop)
     assert_learned(loop, row.falls_to)
-
-
-def test_clipping_of_the_loops_own_is_of_a_rank_s_slice_in_delayed_mode(plane: Plane) -> None:
-    def clips(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
-        cross_entropy(loop.model(points), labels).backward()
-        nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-
-    row = Row(body=clips)
-    assert_learned(in_a_job(plane, row, 4), row.falls_to)
 
 
 @pytest.mark.parametrize("bound", [0, 4])
@@ -500,25 +595,6 @@ def zero_grad_between(loop: Loop, points: torch.Tensor, labels: torch.Tensor) ->
     loop.optimizer.step()
 
 
-def zeros_between(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
-    cross_entropy(loop.model(points), labels).backward()
-    loop.optimizer.zero_grad(set_to_none=False)
-    loop.optimizer.step()
-
-
-def clips_by_itself(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
-    cross_entropy(loop.model(points), labels).backward()
-    nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
-    loop.optimizer.step()
-
-
-def clips_values_by_itself(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
-    cross_entropy(loop.model(points), labels).backward()
-    nn.utils.clip_grad_value_(loop.model.parameters(), 0.01)
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
-
-
 def unprepared_scaler(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
     scaler = make_scaler()
     scaler.scale(cross_entropy(loop.model(points), labels)).backward()
@@ -539,16 +615,21 @@ def scales_twice(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None
     loop.job.backward(loop.scaler.scale(cross_entropy(loop.model(points), labels)))
 
 
+def drops_its_gradients(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    cross_entropy(loop.model(points), labels).backward()
+    if loop.number != 2:
+        loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
 REFUSED = {
     "no step": (no_step, {}, [0, 4], "no optimizer has made a step"),
     "no backward": (no_backward, {}, [0, 4], "step found no gradient"),
     "no backward, by job": (no_backward_by_job, {}, [0, 4], "step found no gradient"),
     "two steps": (two_steps, {}, [0], "stepped twice in one slice"),
     "zero_grad between": (zero_grad_between, {}, [0, 4], "step found no gradient"),
-    "zeros between": (zeros_between, {}, [0], "gradients were changed between backward and step"),
-    "clips by itself": (clips_by_itself, {}, [0], "clip by job.clip_grad_norm_"),
-    "clips values by itself": (clips_values_by_itself, {}, [0], "clip by job.clip_grad_norm_"),
-    "unprepared scaler": (unprepared_scaler, {}, [0], "give a GradScaler to job.prepare"),
+    "zero_grad between, no step": (drops_its_gradients, {}, [0], "were set to none after backward"),
+    "unprepared scaler": (unprepared_scaler, {}, [0], "give the GradScaler to job.prepare"),
     "steps on scaled gradients": (steps_on_scaled, {"precision": "float16"}, [0, 4], "call job.step"),
     "steps on unscaled gradients": (
         steps_on_unscaled,
@@ -589,21 +670,7 @@ def test_delayed_ranks_skip_batches_for_themselves(plane: Plane) -> None:
     assert_used_once_an_epoch(plane, loop)
 
 
-def test_values_of_gradients_are_clipped_of_a_rank_s_slice_in_delayed_mode(plane: Plane) -> None:
-    loop = in_a_job(plane, Row(body=clips_values_by_itself), 4)
-    assert_learned(loop, 0.95)
-    assert_used_once_an_epoch(plane, loop)
-
-
 def test_both_accumulations_work_together_in_delayed_mode(plane: Plane) -> None:
     loop = in_a_job(plane, Row(body=every_third, accumulation=2), 4)
     assert_learned(loop, 0.8)
-    assert_used_once_an_epoch(plane, loop)
-
-
-def test_zeros_between_are_a_gradient_in_delayed_mode(plane: Plane) -> None:
-    """Steps are made, of nothing."""
-    row = Row(body=zeros_between, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
-    loop = in_a_job(plane, row, 4)
-    assert loop.losses == pytest.approx([loop.losses[0]] * len(loop.losses))
     assert_used_once_an_epoch(plane, loop)

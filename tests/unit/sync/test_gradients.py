@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hetsync.errors import UserError
 from hetsync.plane.wire import round_trip
 from hetsync.sync.gradients import COUNTS, Gradients, Unstepped, make_buckets
+from hetsync.sync.slice_gradient import SliceGradient
 
 FEATURES = 6
 
@@ -320,7 +321,7 @@ def test_ranks_of_which_some_step_and_others_do_not_are_refused():
         gradients.flush(4, step)
     allreduce(everyones)
     for gradients in everyones:
-        with pytest.raises(UserError, match="the loops of 1 ranks step an optimizer and those of 1 do not"):
+        with pytest.raises(UserError, match=r"the loops of 1 ranks step an optimizer .* and those of 1 do not"):
             gradients.collect()
 
 
@@ -456,32 +457,160 @@ def test_a_second_gradient_after_the_first_has_left_is_refused(overlap):
         assert not gradients.released()
 
 
-@pytest.mark.parametrize("where", ["in the first slices", "later"])
-def test_gradients_changed_before_the_step_are_refused(where):
-    def clip(model):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+def unscale(model):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
 
-    def unscale(model):
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        scaler.scale(torch.ones(()))
-        scaler.unscale_(optimizer)
 
-    def quietly(model):
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.data /= 2
+def set_to_none(model):
+    model.zero_grad()
 
-    for change in (clip, unscale, quietly, torch.nn.Module.zero_grad):
-        model = net()
-        gradients = gradients_of(model)
-        if where == "later":
-            slice_of_one(gradients, loss_of(model, *batch(4)), last=False)
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (set_to_none, r"were set to none.*job\.backward\(loss, weight=0\)"),
+        (unscale, "give the GradScaler to job.prepare"),
+    ],
+)
+def test_what_a_loop_cannot_do_with_its_gradients_is_refused(change, sentence):
+    model = net()
+    gradients = gradients_of(model)
+    gradients.open_slice(4, last=True)
+    loss_of(model, *batch(4)).backward()
+
+    def change_and_go_on():
+        change(model)
+        gradients.close_slice()
+
+    with pytest.raises(UserError, match=sentence):
+        change_and_go_on()
+
+
+def clip(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def clip_values(model):
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+def of(model):
+    return [parameter for parameter in model.parameters() if parameter.grad is not None]
+
+
+def clip_through_data(model):
+    for parameter in of(model):
+        parameter.grad.data.clamp_(-1e-3, 1e-3)
+
+
+def project(model):
+    for parameter in of(model):
+        parameter.grad -= parameter.grad.mean()
+
+
+def replace(model):
+    for parameter in of(model):
+        parameter.grad = parameter.grad.sign()
+
+
+def by_a_name_of_its_own(model):
+    """Which it has had since backward."""
+    gradients = [parameter.grad for parameter in of(model)]
+    norm = sum(gradient.square().sum() for gradient in gradients).sqrt()
+    torch._foreach_div_(gradients, norm)
+
+
+def set_to_zero(model):
+    model.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize(
+    "change", [clip, clip_values, clip_through_data, project, replace, by_a_name_of_its_own, set_to_zero]
+)
+def test_what_a_loop_does_with_gradients_it_does_with_the_whole_ones(change):
+    """Two ranks with a few samples each, and one process with all."""
+    single, models = net(), [net(), net()]
+    inputs, labels = batch(8)
+    loss_of(single, inputs, labels).backward()
+    change(single)
+    everyones = [gradients_of(model) for model in models]
+    looks = []
+
+    def look(stage):
+        """All ranks have come there."""
+        looks.append(stage)
+        if len(looks) == 1:
+            for gradients, samples in zip(everyones, (5, 3), strict=True):
+                gradients.take(0)
+                gradients.flush(samples, 0, looks=True)
+            allreduce(everyones)
+            for gradients in everyones:
+                gradients.collect(0)
+
+    for model, gradients, part in zip(models, everyones, (slice(0, 5), slice(5, 8)), strict=True):
+        gradients.look = look
+        gradients.open_task()
+        gradients.open_slice(part.stop - part.start, last=True)
+        loss_of(model, inputs[part], labels[part]).backward()
+    assert not looks
+    for model in models:
+        change(model)
+        for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            assert ours.grad is None or torch.allclose(ours.grad, theirs.grad, atol=1e-6)
+            assert not isinstance(ours.grad, SliceGradient)
+    assert looks
+
+
+def test_what_tells_no_value_is_no_look():
+    model = net()
+    gradients, looks = gradients_of(model), []
+    gradients.look = looks.append
+    gradients.open_slice(4, last=True)
+    loss_of(model, *batch(4)).backward()
+    grad = model.first.weight.grad
+    assert (grad.shape, grad.dtype, len(grad), grad.numel(), grad.device.type) == ((5, 6), torch.float32, 5, 30, "cpu")
+    assert not (grad.is_sparse)
+    assert not (grad.requires_grad)
+    assert not looks
+    assert float(grad.norm()) > 0
+    assert looks == [0]
+
+
+def test_a_gradient_that_comes_after_a_look_is_refused():
+    model = net()
+    gradients = gradients_of(model)
+    for stepped in (True, False):
+        gradients.open_task()
         gradients.open_slice(4, last=True)
         loss_of(model, *batch(4)).backward()
-        change(model)
-        with pytest.raises(UserError, match=r"changed between backward and step.*max_grad_norm of hetsync\.join"):
-            gradients.close_slice()
+        gradients.hold(0, True)
+        gradients.take(0)
+        gradients.hold(0, not stepped)
+        if stepped:
+            loss_of(model, *batch(4)).backward()  # of no matter to the step that was made
+        else:
+            with pytest.raises(UserError, match="a weight got another gradient after gradients of this batch"):
+                loss_of(model, *batch(4)).backward()
+
+
+@pytest.mark.parametrize("looks", [(True, True), (True, False), (False, False)])
+def test_ranks_of_which_some_look_at_gradients_know_it(looks):
+    models = [net(), net()]
+    everyones = [gradients_of(model) for model in models]
+    for model, gradients, looked in zip(models, everyones, looks, strict=True):
+        gradients.open_task()
+        gradients.open_slice(4, last=True)
+        loss_of(model, *batch(4)).backward()
+        gradients.take(0)
+        gradients.flush(4, 0, looks=looked)
+    allreduce(everyones)
+    for gradients in everyones:
+        gradients.collect(0)
+        assert gradients.looks_differ == (len(set(looks)) == 2)
 
 
 # What cannot be summed.

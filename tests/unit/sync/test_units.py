@@ -110,40 +110,21 @@ def test_a_task_that_is_given_up_leaves_no_units_behind():
             assert gradients.tail.counts[-COUNTS:][1:3].tolist() == [3.0, 3.0]
 
 
-def moved_in_place(model):
-    for weight in model.parameters():
-        weight.grad.data.clamp_(-1e-3, 1e-3)
-
-
 def written_by_hand(model):
     for weight in model.parameters():
         weight.grad = torch.ones_like(weight)
 
 
-def projected(model):
-    """Gradient surgery, in place."""
-    for weight in model.parameters():
-        weight.grad.sub_(weight.grad.mean())
-
-
-@pytest.mark.parametrize(
-    ("change", "backward", "sentence"),
-    [
-        (moved_in_place, True, "were changed between backward and step"),
-        (projected, True, "were changed between backward and step"),
-        (written_by_hand, True, "were changed between backward and step"),
-        (written_by_hand, False, "were written by hand"),
-    ],
-)
-def test_what_a_loop_makes_of_its_gradients_is_refused(change, backward, sentence):
+@pytest.mark.parametrize("backward", [True, False])
+def test_gradients_written_by_hand_are_refused(backward):
     torch.manual_seed(0)
     model = torch.nn.Linear(100, 3)
     gradients = Gradients(model, 10**6, lambda fraction: None, lambda: None)
     gradients.open_slice(4, last=True)
-    if backward:  # the bias has the smallest gradient, and too small a one to be clamped
-        ((torch.ones(4, 100) @ model.weight.T).square().sum() + 1e-4 * model.bias.sum()).backward()
-    change(model)
-    with pytest.raises(UserError, match=sentence):
+    if backward:
+        model(torch.ones(4, 100)).square().sum().backward()
+    written_by_hand(model)
+    with pytest.raises(UserError, match="were written by hand"):
         gradients.take(0)
 
 
