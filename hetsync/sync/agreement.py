@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from hetsync.balance.gpu import gpu_name
-from hetsync.errors import complain
+from hetsync.errors import UserError, complain
 from hetsync.plane.base import Plane
 from hetsync.sync.buffers import Change, Rule, merged, merged_at_rest
 from hetsync.sync.group_state import GroupState, Held
@@ -23,8 +23,8 @@ AVERAGE = "average."  # begins the names of what averages hold
 GROUPS = "groups "  # begin the names of what optimizers hold beside the state of weights
 
 
-class AnchorMismatchError(RuntimeError):
-    """Ranks that must hold the same values do not: an internal error."""
+class AnchorMismatchError(UserError):
+    """Ranks that must hold the same values do not: most often by what a loop or a model does beside its steps."""
 
 
 def weights_sha256(tensors: Iterable[torch.Tensor]) -> str:
@@ -230,7 +230,8 @@ class Agreement:
         ranks = [members[place] for place in odd]
         return (
             f"ranks {ranks} hold other weights than rank {members[0]} at version {version}: {first} differs (what the"
-            " loop or a forward changes beside the optimizer's step must change alike on all ranks)"
+            " loop or a forward changes beside the optimizer's step, and of gradients before it, must change alike on"
+            " all ranks: let random numbers come from a torch.Generator of one seed)"
         )
 
     @torch.no_grad()

@@ -317,6 +317,10 @@ class Engine:
         as they have none of their own?"""
         return self._gradients.looks_differ
 
+    def fill(self, idle: bool) -> None:
+        """Synchronous mode: a backward pass of the job's is over, or is left out, as there is nothing to learn."""
+        self._gradients.fill(idle)
+
     def hold(self, stage: int, held: bool) -> None:
         """Synchronous mode: the loop has been given this stage's gradients to look at, or steps on them now."""
         self._gradients.hold(stage, held)

@@ -119,6 +119,7 @@ class Arrivals:
         self._seen: set[torch.nn.Parameter] = set()
         self._given: dict[torch.nn.Parameter, torch.Tensor] = {}  # to the loop
         self._versions: dict[torch.nn.Parameter, int] = {}  # of sparse ones, which have no subclass
+        self._empty: set[torch.nn.Parameter] = set()  # whose gradient holds nothing, and is only there to be looked at
 
     def add(self, parameter: torch.nn.Parameter, look: Callable[[], None]) -> bool:
         """Is this the parameter's first? Whoever calls a torch function with what is in `.grad` from now on calls
@@ -128,11 +129,22 @@ class Arrivals:
         self.several |= not first
         self.any = True
         self._seen.add(parameter)
+        self._empty.discard(parameter)
         if parameter.grad.layout is not torch.strided:
             self._given[parameter], self._versions[parameter] = parameter.grad, parameter.grad._version
         elif parameter.grad is not self._given.get(parameter):
             self._given[parameter] = parameter.grad = SliceGradient.of(parameter.grad, look)
         return first
+
+    def has_any_of(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        return not self._seen.isdisjoint(parameters)
+
+    def fill(self, parameters: Iterable[torch.nn.Parameter], look: Callable[[], None]) -> None:
+        """Those that have got no gradient here may have one from other ranks: whoever looks finds that, too."""
+        for parameter in parameters:
+            if parameter.grad is None:
+                self._given[parameter] = parameter.grad = SliceGradient.of(torch.zeros_like(parameter), look)
+                self._empty.add(parameter)
 
     @torch.no_grad()
     def take(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -150,6 +162,8 @@ class Arrivals:
                 if grad is not self._given[parameter] or (of_sparse is not None and of_sparse != grad._version):
                     raise UserError(BY_HAND)
                 parameter.grad = plain_of(grad)
+            elif parameter in self._empty and grad is self._given[parameter]:
+                parameter.grad = None
             elif grad is not None:
                 before, version = self._before.get(parameter, (None, 0))
                 if (before is not grad or version != grad._version) and bool(grad.count_nonzero()):
@@ -329,6 +343,14 @@ class Gradients:
     def arrived(self) -> bool:
         """Has the slice that is out brought any gradient?"""
         return self._arrivals.any
+
+    @torch.no_grad()
+    def fill(self, idle: bool) -> None:
+        """A backward pass of the job's is over, or is left out, as there is nothing to learn (`idle`)."""
+        for number, stage in enumerate(self.stages):
+            comes = number not in self._taken and number >= self._collected
+            if comes and (idle or self._arrivals.has_any_of(stage.parameters)):
+                self._arrivals.fill(stage.parameters, partial(self.look, number))
 
     def hold(self, number: int, held: bool) -> None:
         """The loop has been given this stage's gradients to look at, or steps on them now."""

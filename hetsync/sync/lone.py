@@ -147,6 +147,9 @@ class LoneGradients:
     def arrived(self) -> bool:
         return self._arrivals.any if self._hooks else any(weight.grad is not None for weight in self._trained)
 
+    def fill(self, idle: bool) -> None:
+        """What has come is all that there is."""
+
     def hold(self, number: int, held: bool) -> None:
         (self._held.add if held else self._held.discard)(number)
 

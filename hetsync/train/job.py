@@ -407,7 +407,7 @@ class Job:
         scaled = loss if scaler is None else scaler.scale(loss)
         if factor:
             (scaled if factor == 1.0 else scaled * factor).backward(**options)
-            tasks.end_backward()
+        tasks.end_backward(idle=not factor)
 
     def record_loss(self, loss: torch.Tensor) -> None:
         """What `backward` does beside its backward pass: the records keep this mean over the batch that is out. The

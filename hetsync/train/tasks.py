@@ -40,9 +40,9 @@ SKIPPED = (
     " batch, but call job.backward(loss, weight=0), and go on as with any"
 )
 LOOKED_AT_BY_SOME = (
-    "gradients were changed between backward and step in a batch in which a rank had none of its own, of a weight or of"
-    " all, and so could not do the same: with sync.delay_bound 0 call job.collect(optimizer) before, after which all"
-    " ranks have them, or clip by job.clip_grad_norm_"
+    "gradients were changed between backward and step in a batch in which a rank had none of a weight, and so could not"
+    " do the same: with sync.delay_bound 0 call job.backward(loss) in place of loss.backward(), which gives all"
+    " ranks all gradients"
 )
 CHANGES = (
     "the loop changes weights after optimizer.step, and what ranks merge with a sync.delay_bound of 1 or more need not"
@@ -327,9 +327,10 @@ class TaskRunner:
         return due
 
     def _check_gradients(self, number: int) -> None:
+        work = self.slice_out("step")
         if any(weight.grad is not None for weight in self.steps[number].weights):
-            self.has_learned = True
-        elif not self.slice_out("step").idle:
+            self.has_learned |= not work.synchronous or self._engine.arrived
+        elif not work.idle:
             raise UserError("step found no gradient: call loss.backward() on a loss of this model before it")
 
     def _leave_out(self, number: int, work: TaskInWork) -> None:
@@ -525,10 +526,11 @@ class TaskRunner:
             told = own.per_sample[place]
         return told * work.slice_samples
 
-    def end_backward(self) -> None:
-        """That pass is over: what others are to come are of means over the slice's samples."""
+    def end_backward(self, *, idle: bool) -> None:
+        """That pass is over, or left out (`idle`): what others are to come are of means over the slice's samples."""
         if self.slice_out("backward").synchronous:
             self._engine.tell_units(None)
+            self._engine.fill(idle)
 
     def note_clip(self, clip: Callable[[], object]) -> None:
         """The loop has clipped the gradients of the slice that is out, as `clip` does."""

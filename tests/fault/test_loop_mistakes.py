@@ -39,8 +39,42 @@ optimizer.zero_grad()
 """
 EACH_SKIPS_ANOTHER = SKIPS_ONE.replace("number == 3 and job.rank == 1", "number == 3 + job.rank")
 CLIPS = """
+if number == 3 and job.rank == 1:
+    continue
 loss.backward()
-torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+optimizer.step()
+optimizer.zero_grad()
+"""
+CLIPS_WHAT_ONE_LACKS = """
+if job.rank == 1:
+    loss = torch.nn.functional.cross_entropy(inputs @ model.weight.T, labels)
+loss.backward()
+torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+optimizer.step()
+optimizer.zero_grad()
+"""
+SHARPNESS_AWARE = """
+loss.backward()
+with torch.no_grad():
+    moves = [0.01 * weight.grad / weight.grad.norm() for weight in model.parameters()]
+    torch._foreach_add_(list(model.parameters()), moves)
+torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+optimizer.step()
+"""
+SURGERY = """
+gradients = []
+for each in (loss, model(inputs).square().mean()):
+    each.backward(retain_graph=True)
+    gradients.append(model.weight.grad.clone())
+    optimizer.zero_grad()
+model.weight.grad = sum(gradients)
+optimizer.step()
+"""
+NOISE = """
+loss.backward()
+for weight in model.parameters():
+    weight.grad += 0.01 * torch.randn_like(weight)
 optimizer.step()
 optimizer.zero_grad()
 """
@@ -101,12 +135,16 @@ def run(folder: Path, ranks: int, body: str, bound: int) -> Done:
 @pytest.mark.parametrize(
     ("ranks", "body", "bound", "sentence"),
     [
-        (3, SKIPS_ONE, 0, "the loops of 2 ranks step an optimizer and those of 1 do not"),
-        (3, EACH_SKIPS_ANOTHER, 0, "the loops of 2 ranks step an optimizer and those of 1 do not"),
-        (2, CLIPS, 0, "clip by job.clip_grad_norm_"),
-        (2, CLIPS_UNSCALED, 0, "gradients were changed between unscale_ (or job.collect) and step in a batch that"),
+        (3, SKIPS_ONE, 0, "the loops of 2 ranks step an optimizer (or look at its gradients) and those of 1"),
+        (3, EACH_SKIPS_ANOTHER, 0, "the loops of 2 ranks step an optimizer (or look at its gradients) and those of 1"),
+        (2, CLIPS, 0, "gradients were changed between backward (or unscale_, job.collect) and step in a batch that"),
+        (2, CLIPS_WHAT_ONE_LACKS, 0, "call job.backward(loss) in place of loss.backward()"),
+        (2, SHARPNESS_AWARE, 0, "a weight got another gradient after gradients of this batch had been looked at"),
+        (2, SURGERY, 0, "a weight got another gradient after gradients of this batch had been looked at"),
+        (2, NOISE, 0, "let random numbers come from a torch.Generator of one seed"),
+        (2, CLIPS_UNSCALED, 0, "gradients were changed between backward (or unscale_, job.collect) and step in a"),
         (4, CLIPS_UNSCALED, 0, "call job.backward(loss, weight=0), and go on as with any; what job.clip_grad_norm_"),
-        (2, CLIPS_COLLECTED, 0, "gradients were changed between unscale_"),
+        (2, CLIPS_COLLECTED, 0, "gradients were changed between backward (or unscale_"),
         (2, CLAMPS, 0, "weights, or averages of them, were changed after their step in a batch that another rank has"),
         (2, AVERAGES_BY_HAND, 0, "weights, or averages of them, were changed after their step"),
         (2, AVERAGES, 0, "weights, or averages of them, were changed after their step"),

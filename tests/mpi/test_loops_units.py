@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
-from training import CLASSES, Blobs, Net, loss_on_all
+from training import CLASSES, FEATURES, Blobs, Net, loss_on_all
 
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane
@@ -61,6 +61,37 @@ def clipped(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
         loss, count = over_labelled(loop, points, labels)
     loop.job.backward(loss, weight=count)
     loop.job.clip_grad_norm_(loop.model.parameters(), 0.3)
+    loop.job.step()
+
+
+def clipped_by_torch(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    """Also of slices in which nothing is labelled, which have no gradient of their own to be clipped."""
+    loss, count = over_labelled(loop, points, labels)
+    loop.job.backward(loss, weight=count)
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 0.3)
+    loop.job.step()
+
+
+class Branches(nn.Module):
+    """A weight a branch, by where a point is; in a small slice some have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(FEATURES, CLASSES)
+        self.branches = nn.ModuleList(nn.Linear(FEATURES, CLASSES) for _ in range(8))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        scores = self.last(points)
+        number = (points[:, 0] * 100).long() % len(self.branches)
+        for place, branch in enumerate(self.branches):
+            if (here := number == place).any():
+                scores = scores.index_add(0, here.nonzero()[:, 0], branch(points[here]))
+        return scores
+
+
+def branches_clipped_by_torch(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    loop.job.backward(cross_entropy(loop.model(points), labels))
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
     loop.job.step()
 
 
@@ -194,6 +225,9 @@ ROWS = {
     "tokens, without overlap": Row(body=tokens, settings={"overlap": False}),
     "tokens, small buckets": Row(body=tokens, settings={"bucket_bytes": 64}),
     "tokens, clipped": Row(body=clipped, falls_to=0.7),
+    "tokens, clipped by torch": Row(body=clipped_by_torch, falls_to=0.7),
+    "tokens, clipped by torch, K = 2": Row(body=clipped_by_torch, accumulation=2, falls_to=0.8),
+    "branches, clipped by torch": Row(body=branches_clipped_by_torch, model=Branches, falls_to=0.9),
     "tokens, bfloat16 weights of the wire": Row(body=tokens, settings={"wire": "bfloat16"}, tolerance=0.02),
     "tokens, bfloat16": Row(body=clipped, precision="bfloat16", tolerance=0.05, falls_to=0.7),
     "tokens, own scaler": Row(body=own_scaler, scaler=True, falls_to=0.7),
