@@ -7,7 +7,8 @@ the GPU's multiprocessors; without it, processes take turns.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -30,6 +31,31 @@ def gpu_identity(device: torch.device) -> str:
     """The same on all ranks of a host that share this GPU, whatever index each knows it by."""
     properties = torch.cuda.get_device_properties(device)
     return str(getattr(properties, "uuid", device.index))
+
+
+def has_kernels(capability: tuple[int, int], built_for: Iterable[str]) -> bool:
+    """Has a torch that was built for these (`torch.cuda.get_arch_list()`) kernels for a GPU of this compute capability?
+    Binary code (sm_80) runs within its major version from its own minor one on, PTX (compute_80) on all that are
+    newer; code of one architecture with a letter (sm_90a) on that one. CUDA 13 has none for Volta and Pascal. True
+    where it does not say so (ROCm)."""
+    told = re.findall(r"\b(sm|compute)_(\d+)(\d)([a-z]?)\b", " ".join(built_for))
+    for kind, major, minor, only in told:
+        built = int(major), int(minor)
+        newer = not only and capability > built and (kind == "compute" or capability[0] == built[0])
+        if capability == built or newer:
+            return True
+    return not told
+
+
+def check_kernels(device: torch.device) -> None:
+    """UserError where this torch has no code for the device, which its first kernel would tell with a traceback."""
+    capability, built_for = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+    if not has_kernels(capability, built_for):
+        raise UserError(
+            f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)} (compute capability"
+            f" {capability[0]}.{capability[1]}; it was built for {', '.join(built_for)}): install a build of torch that"
+            " has (for Volta and Pascal one for CUDA 12), or leave that device out by CUDA_VISIBLE_DEVICES"
+        )
 
 
 def check_percentage(environment: Mapping[str, str] = os.environ) -> None:

@@ -133,6 +133,10 @@ def check_torch(facts: Facts) -> Finding:
 
 def check_gpus(facts: Facts) -> Finding:
     seen, there = facts.torch.gpus, facts.nvidia_gpus
+    if facts.torch.without_kernels:
+        found = f"this torch, for CUDA {facts.torch.cuda}, has no kernels for {', '.join(facts.torch.without_kernels)}"
+        remedy = "install a build of torch that has (for Volta and Pascal one for CUDA 12), or CUDA_VISIBLE_DEVICES"
+        return Finding("GPUs", Verdict.PROBLEM, found, remedy)
     if seen:
         return Finding("GPUs", Verdict.OK, ", ".join(seen))
     if not there:

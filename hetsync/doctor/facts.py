@@ -42,11 +42,13 @@ class Mpi:
 
 @dataclass(frozen=True)
 class Torch:
-    """With a `failure` it does not load. `cuda` and `nccl` are versions that it was built with."""
+    """With a `failure` it does not load. `cuda` and `nccl` are versions that it was built with. `without_kernels`:
+    those of the `gpus` for which it was not built."""
 
     failure: str | None = None
     cuda: str | None = None
     gpus: tuple[str, ...] = ()
+    without_kernels: tuple[str, ...] = ()
     nccl: str | None = None
     gloo: bool = False
 

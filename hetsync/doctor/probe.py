@@ -42,12 +42,20 @@ def torch() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from hetsync.balance.gpu import has_kernels
+
+    built_for = torch.cuda.get_arch_list()
     there = dist.is_available()
     nccl = there and dist.is_nccl_available()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(index) for index in range(gpus)],
+        "without_kernels": [
+            torch.cuda.get_device_name(index)
+            for index in range(gpus)
+            if not has_kernels(torch.cuda.get_device_capability(index), built_for)
+        ],
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
         "gloo": there and dist.is_gloo_available(),
     }

@@ -19,14 +19,18 @@ from hetsync.balance.profile import StepTime, fit
 from hetsync.cgroups import CGROUPS, PROC, groups_of
 from hetsync.config.schema import Config, SyncConfig
 from hetsync.data.random_state import untouched
+from hetsync.sync.reals import count_reals, summed_in
 from hetsync.sync.sparse import dense_parts
 
 # Backward needs gradients of activations beside the saved ones. Peak resident memory over saved bytes was
 # 1.23 for a batch-norm CNN and 1.34 for a deep MLP (torch 2.13, CPU).
 BACKWARD_OVERHEAD = 1.4
 
-# Flat float32 copies of the model that delayed training keeps: anchor, contribution, and its staging buffer.
+# Copies of what is trained, in the precision of sums, that delayed training keeps (`sync/deltas.py`).
 ENGINE_BUFFERS = 4
+EVALUATION_BUFFERS = (
+    2  # the anchor that is evaluated while training goes on, and the weights that it takes the place of
+)
 
 # Left to everything that no model of memory knows: fragmentation, workspaces, the data loader.
 USABLE_FRACTION = 0.9
@@ -157,9 +161,12 @@ def state_buffers(optimizer: torch.optim.Optimizer) -> int:
 
 
 def engine_buffers(config: Config) -> int:
-    """Copies of the model that a job of these settings keeps: with a controller it may be delayed later."""
-    delayed = config.sync.delay_bound != 0 or config.control.name != "fixed"
-    return ENGINE_BUFFERS if delayed else buckets_of(config.sync)
+    """Copies of what is trained that a job of these settings keeps, in the precision of sums: with a controller it may
+    be delayed later."""
+    if config.sync.delay_bound == 0 and config.control.name == "fixed":
+        return buckets_of(config.sync)
+    evaluates = EVALUATION_BUFFERS if config.run.evaluate_every is not None else 0
+    return ENGINE_BUFFERS + evaluates + (config.sync.outer.name != "identity")
 
 
 def buckets_of(sync: SyncConfig) -> int:
@@ -180,16 +187,20 @@ def memory_cap(
 
     `make_loss(b)` runs forward on b samples. Memory is a line through two small batches (on CPU the bytes
     that autograd saves, on CUDA the allocator's peak), plus gradients, `optimizer_state_buffers` values a
-    parameter and the trainer's own `engine_buffers` copies of the model. The limit is `limit_bytes` (an emulated
-    device's memory), else an equal part for each of the ranks that are `sharing` it: on CPU of the host's available
-    memory, within its cgroup, on CUDA of the device's; a tenth of it stays free. The model is left as it was.
+    weight that is trained, and the trainer's own `engine_buffers` copies of these, in float32 or more. The limit
+    is `limit_bytes` (an emulated device's memory), else an equal part for each of the ranks that are `sharing` it:
+    on CPU of the host's available memory, within its cgroup, on CUDA of the device's; a tenth of it stays free. The
+    model is left as it was.
     """
     cuda = device.type == "cuda"
-    parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    model_copies = optimizer_state_buffers + engine_buffers
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained_bytes = sum(parameter.nbytes for parameter in trained)
+    kept = optimizer_state_buffers * trained_bytes
+    kept += engine_buffers * sum(map(count_reals, trained)) * summed_in(trained).itemsize
     if not cuda:
         # CUDA's peak holds parameters and gradients; of the host's available memory the parameters are gone.
-        model_copies += 1 if limit_bytes is None else 2
+        kept += trained_bytes
+        kept += 0 if limit_bytes is None else sum(parameter.nbytes for parameter in model.parameters())
     limit = limit_bytes if limit_bytes is not None else _own_memory(device, sharing)
     if limit is None:
         return None
@@ -199,7 +210,7 @@ def memory_cap(
         return max(measured, default=0)
     (small, low), (large, high) = sorted(measured.items())
     per_sample = (high - low) / (large - small)
-    free = USABLE_FRACTION * limit - model_copies * parameter_bytes - (low - small * per_sample)
+    free = USABLE_FRACTION * limit - kept - (low - small * per_sample)
     if per_sample <= 0:
         return None if free >= 0 else 0
     return max(0, int(free / per_sample))

@@ -16,6 +16,7 @@ from hetsync.plane.base import Plane, PlaneError
 SIZES_BYTES = (16, 64 * 1024, 1024 * 1024, 16 * 1024 * 1024)
 
 MOST_REPETITIONS = 7
+CPU = torch.device("cpu")
 WAIT_SECONDS = 50e-6
 
 
@@ -23,10 +24,12 @@ def measure_interconnect(
     plane: Plane,
     budget_seconds: float = 2.0,
     timeout_seconds: float = 60.0,
+    device: torch.device = CPU,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Link:
-    """Latency and bandwidth of float32 allreduces over all ranks; collective, the same result everywhere.
+    """Latency and bandwidth of float32 allreduces over all ranks, of tensors on their `device`; collective, the same
+    result everywhere.
 
     Every size is warmed up once and timed up to seven times; its time is the slowest rank's median. A size
     that would not fit into what is left of the budget ends the measurement. The bandwidth is that of each
@@ -39,7 +42,7 @@ def measure_interconnect(
     sizes: list[int] = []
     seconds: list[float] = []
     for size in SIZES_BYTES:
-        values = torch.zeros(size // 4, dtype=torch.float32)
+        values = torch.zeros(size // 4, dtype=torch.float32, device=device)
         first = _timed(plane, values, timeout_seconds, clock, sleep)
         left = budget_seconds - (clock() - started)
         # Rank 0 decides for all: ranks that count differently would post different collectives and hang.

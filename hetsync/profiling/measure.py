@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hetsync.balance.device import cuda_mark
-from hetsync.balance.gpu import check_percentage, gpu_identity, gpu_name
+from hetsync.balance.gpu import check_kernels, check_percentage, gpu_identity, gpu_name
 from hetsync.balance.profile import RankProfile
 from hetsync.config.schema import Config
 from hetsync.data import Data
@@ -104,6 +104,7 @@ def make_current(device: torch.device) -> None:
     """What is told "cuda" without an index, and threads that are started by this one, take this device."""
     if device.type == "cuda":
         check_percentage()
+        check_kernels(device)
         torch.cuda.set_device(device)
 
 

@@ -83,7 +83,7 @@ def profile_cluster(plane: Plane, config: Config) -> ProfiledCluster:
         f" batch {config.data.batch_size} in slices of {', '.join(map(str, shares))}"
     )
     links = measure_links(plane, [profile.host for profile in profiles])
-    cluster = Cluster(config.run.name, source, groups, measure_interconnect(plane), links=links)
+    cluster = Cluster(config.run.name, source, groups, measure_interconnect(plane, device=device), links=links)
     return ProfiledCluster(cluster, profiles, model)
 
 

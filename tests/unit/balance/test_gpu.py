@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetsync.balance.gpu import PERCENTAGE, PIPES, check_percentage, gpu_name
+from hetsync.balance.gpu import PERCENTAGE, PIPES, check_percentage, gpu_name, has_kernels
 from hetsync.errors import UserError
 
 
@@ -32,3 +32,24 @@ def test_a_percentage_that_nobody_heeds_is_refused(tmp_path: Path) -> None:
 def test_a_percentage_is_one(percentage: str) -> None:
     with pytest.raises(UserError, match="give more than 0, up to 100"):
         check_percentage({PERCENTAGE: percentage})
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "has"),
+    [
+        ((8, 0), ["sm_75", "sm_80", "sm_90"], True),
+        ((8, 6), ["sm_75", "sm_80"], True),  # of the same major version
+        ((8, 0), ["sm_75", "sm_86"], False),
+        ((7, 0), ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"], False),  # a V100, and CUDA 13
+        ((6, 0), ["sm_75"], False),
+        ((9, 0), ["sm_80", "compute_80"], True),  # compiled when it is loaded
+        ((9, 0), ["sm_80"], False),
+        ((9, 0), ["sm_90a"], True),
+        ((12, 1), ["sm_120a"], False),
+        ((12, 1), ["sm_120"], True),
+        ((9, 4), ["gfx90a"], True),  # ROCm tells it otherwise
+        ((9, 0), [], True),  # and a torch for CPUs not at all
+    ],
+)
+def test_kernels_are_there_or_not(capability: tuple[int, int], built_for: list[str], has: bool) -> None:
+    assert has_kernels(capability, built_for) == has

@@ -88,6 +88,13 @@ def test_what_is_ok_too(case: str) -> None:
 
 NOTE, PROBLEM = Verdict.NOTE, Verdict.PROBLEM
 WRONG = {
+    "GPUs that torch was not built for": (
+        "GPUs",
+        {"torch": replace(SOUND.torch, without_kernels=("Tesla V100",))},
+        PROBLEM,
+        "this torch, for CUDA 13.0, has no kernels for Tesla V100",
+        "install a build of torch that has",
+    ),
     "old torch": (
         "packages", {"packages": {**SOUND.packages, "torch": "2.3.1"}}, PROBLEM, "torch 2.3.1", "install torch>=2.4: "
     ),

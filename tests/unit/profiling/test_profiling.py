@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 from hetsync.balance.profile import fit
-from hetsync.config.schema import Config, ControlConfig, DataConfig, EmulationConfig, RunConfig, SyncConfig
+from hetsync.config.schema import Config, ControlConfig, DataConfig, EmulationConfig, OuterConfig, RunConfig, SyncConfig
 from hetsync.data import Data
 from hetsync.data.random_state import untouched
 from hetsync.data.stream import Stream
@@ -348,25 +348,46 @@ def test_the_cap_follows_the_memory_that_is_left_for_activations():
     ("sync", "control", "copies"),
     [
         (SyncConfig(4), "fixed", 4),
+        (SyncConfig(4, outer=OuterConfig("nesterov")), "fixed", 5),
         (SyncConfig(None), "fixed", 4),
         (SyncConfig(0), "fixed", 1),
         (SyncConfig(0, wire="bfloat16"), "fixed", 2),
         (SyncConfig(0), "random", 4),
     ],
 )
-def test_the_cap_counts_what_these_settings_keep(sync, control, copies):
+@pytest.mark.parametrize("every", [None, 100])
+def test_the_cap_counts_what_these_settings_keep(sync, control, copies, every):
     """And what the optimizer does."""
     model, limit = small_model(), 2 * 10**5
     samples = TensorDataset(torch.randn(32, 8))
-    config = Config(data=DataConfig(batch_size=8), sync=sync, control=ControlConfig(control, min_delay_bound=0))
+    control = ControlConfig(control, min_delay_bound=0)
+    config = Config(data=DataConfig(batch_size=8), sync=sync, control=control, run=RunConfig(evaluate_every=every))
     material = Data(samples, samples, lambda model, batch: model(batch[0]).sum())
     plain, momentum = (partial(torch.optim.SGD, momentum=momentum) for momentum in (0.0, 0.9))
     for make, state in ((plain, 0), (momentum, 1), (torch.optim.Adam, 2)):
         optimizer = make(model.parameters(), lr=0.1)
         subject = Subject(LocalPlane(), config, model, material, Place("here", 0, 1), [optimizer])
         assert subject.cap(1, limit) == cap(
-            model, limit_bytes=limit, optimizer_state_buffers=state, engine_buffers=copies
+            model,
+            limit_bytes=limit,
+            optimizer_state_buffers=state,
+            engine_buffers=copies + (2 if every and copies > 2 else 0),
         )
+
+
+def test_the_cap_counts_copies_in_the_precision_of_sums_and_of_what_is_trained():
+    """The engine's are float32 though weights have 16 bits; a frozen base has none, nor a state."""
+    model = small_model().bfloat16()
+    loss = lambda n: model(torch.randn(n, 8, dtype=torch.bfloat16)).sum()  # noqa: E731
+    caps = {copies: memory_cap(model, loss, CPU, 1, limit_bytes=10**5, engine_buffers=copies) for copies in (0, 4)}
+    saved = activation_bytes(lambda: loss(100)) / 100 * profiling.BACKWARD_OVERHEAD
+    values = sum(parameter.numel() for parameter in model.parameters())
+    assert caps[0] - caps[4] == pytest.approx(4 * 4 * values / saved, abs=2)
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    fewer = [memory_cap(model, loss, CPU, 1, limit_bytes=10**5, engine_buffers=copies) for copies in (0, 4)]
+    frozen = sum(parameter.numel() for parameter in model[0].parameters())
+    assert fewer[0] - fewer[1] < (caps[0] - caps[4]) * (1 - 0.5 * frozen / values)
 
 
 def test_the_cap_of_an_unlimited_host_is_none(monkeypatch):
@@ -482,6 +503,15 @@ def test_a_dead_interconnect_is_an_error_in_bounded_time():
         measure_interconnect(plane, clock=time.clock, sleep=lambda s: time.sleep(1.0))
 
 
+def test_the_interconnect_is_measured_where_sums_are_made():
+    time = Time()
+    plane = RingPlane(time, 0.01, 1e9)
+    seen, allreduce = set(), plane.allreduce
+    plane.allreduce = lambda values: seen.add(values.device.type) or allreduce(values)
+    measure_interconnect(plane, 10.0, device=torch.device("meta"), clock=time.clock, sleep=time.sleep)
+    assert seen == {"meta"}
+
+
 def test_one_rank_has_a_free_link():
     assert measure_interconnect(LocalPlane()) == Link()
 
@@ -494,6 +524,15 @@ def test_a_rank_takes_its_own_gpu_before_anything_else_does(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "compute_120"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    with pytest.raises(
+        UserError, match=r"no kernels for Some GPU \(compute capability 8.0; it was built for sm_75, comp"
+    ):
+        take_device(name, Place("here", 3, 4))
+    assert current == []
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80"])
     assert take_device(name, Place("here", 3, 4)) == torch.device("cuda", taken)
     assert current == [torch.device("cuda", taken)]
 
