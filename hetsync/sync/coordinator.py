@@ -20,6 +20,7 @@ from hetsync.sync.messages import (
     DrainRequested,
     Event,
     Instruction,
+    LoopCounts,
     Notice,
     RankWithdrew,
     Settings,
@@ -111,6 +112,7 @@ class Coordinator:
         self._goes_back = goes_back
         self._batch = batch or machine.batch  # B
         machine.caps = speeds.caps
+        self._all_take_part = False  # in each batch, where all wait in each round
         self._looks: dict[int, tuple[int, int]] = {}  # at ranks without samples: the version of the next, and its wait
         self._reconsider_from = machine.version + LEAST_OBSERVATIONS  # the version that shares are reconsidered at
 
@@ -149,6 +151,8 @@ class Coordinator:
                 self._observe(event)
             elif isinstance(event, CapFound):
                 self.speeds.caps = self.machine.caps = {**self.speeds.caps, event.rank: event.samples}
+            elif isinstance(event, LoopCounts):
+                out += self._let_all_take_part()
             elif isinstance(event, SettingsChanged):
                 before, event = self._rule_of_slices, self._tuned(event)
                 if self._rule_of_slices.in_step != before.in_step:
@@ -195,7 +199,17 @@ class Coordinator:
 
     @property
     def _rule_of_slices(self) -> SliceRule:
-        return SliceRule.of(self.machine.least_slice, self.settings.delay_bound, self.settings.quorum)
+        rule = SliceRule.of(self.machine.least_slice, self.settings.delay_bound, self.settings.quorum)
+        return replace(rule, patience=math.inf) if rule.in_step and self._all_take_part else rule
+
+    def _let_all_take_part(self) -> list[Instruction]:
+        """Slow ranks, too, as far as the batch has room for their least slices."""
+        self._all_take_part = True
+        working = {rank: member.share for rank, member in self.machine.members.items() if not member.withdrawn}
+        if all(working.values()) or not self._rule_of_slices.in_step:
+            return []
+        shares = self._sliced_anew(working, anyway=True)
+        return [] if shares == working else self.machine.handle(SharesChanged(shares))
 
     def _sliced_for_mode(self) -> list[Instruction]:
         """Where all wait in each round, slices make up B, and the slowest may have none; elsewhere they are ranks' own.

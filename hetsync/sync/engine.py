@@ -317,6 +317,11 @@ class Engine:
         as they have none of their own?"""
         return self._gradients.looks_differ
 
+    @property
+    def is_made_up(self) -> bool:
+        """Synchronous mode, once a stage's sums are in: does some rank make this step without its loop?"""
+        return self._gradients.skipped or self._gradients.apart
+
     def fill(self, idle: bool) -> None:
         """Synchronous mode: a backward pass of the job's is over, or is left out, as there is nothing to learn."""
         self._gradients.fill(idle)
@@ -361,8 +366,7 @@ class Engine:
         Returns the number of samples: 0 where all have withdrawn, or the task is void, and there are no gradients.
         There are none, either, where the round is spoiled.
         """
-        assert task.synchronous_round is not None
-        gradients, shared = self._gradients, self._shared
+        gradients = self._gradients
         if self.is_void:
             return 0
         last = len(gradients.stages) - 1
@@ -372,17 +376,28 @@ class Engine:
             if not self._options.skips:
                 require_finite(total, self._plane.rank, task)
             self._tell_spoiled(task)
-        if not shared.alone:  # or they are whole
-            with shared.changed, self.timer.waiting:
-                while shared.landed <= task.synchronous_round and (stage == last or shared.stages_summed <= stage):
-                    self._raise_failure()
-                    if shared.void:
-                        return 0
-                    self._wait(shared.changed.wait)
-        if self.is_void:
-            return 0
-        with shared.order:
-            return gradients.collect(stage)
+        samples = 0
+        for each in [place for place in range(stage) if not gradients.is_collected(place)] + [stage]:
+            self._wait_for_stage(task, each, each == last)
+            if self.is_void:
+                return 0
+            with self._shared.order:
+                samples = gradients.collect(each)
+        return samples
+
+    def _wait_for_stage(self, task: Task, stage: int, last: bool) -> None:
+        """Until its sums are there, or the task is void. What one stage tells of a mistake all ranks hear, also those
+        that wait for the next."""
+        assert task.synchronous_round is not None
+        shared = self._shared
+        if shared.alone:  # they are whole
+            return
+        with shared.changed, self.timer.waiting:
+            while shared.landed <= task.synchronous_round and (last or shared.stages_summed <= stage):
+                self._raise_failure()
+                if shared.void:
+                    return
+                self._wait(shared.changed.wait)
 
     def _tell_spoiled(self, task: Task) -> None:
         shared = self._shared

@@ -42,9 +42,10 @@ from hetsync.sync.units import TaskUnits
 
 ROUNDS_WATCHED = 2  # in which forward may initialise weights
 # Ranks whose losses are sums; units that gradients are means over, and those of them whose loss is a number; ranks that
-# step, those of them that look at gradients before, that could step and do not, that have skipped the slice, that do
-# not know how loops clip, whose gradients are not finite; samples.
-COUNTS = 10
+# step, those of them that look at gradients before, that could step and do not, that have computed the slice and have
+# nothing for this stage, and of all these those that have had no part of some batches before; that have skipped the
+# slice, that do not know how loops clip, that have no slice; whose gradients are not finite; samples.
+COUNTS = 13
 BY_HAND = (
     "gradients were written by hand (weight.grad = ..., as gradient surgery does) before step, but with"
     " sync.delay_bound 0 they are averaged over ranks only then, which is wrong unless they are linear in each rank's"
@@ -53,6 +54,11 @@ BY_HAND = (
 DROPPED = (
     "gradients were set to none after backward and before their step, but with sync.delay_bound 0 ranks are yet to sum"
     " them: leave a batch out before its backward, by job.backward(loss, weight=0)"
+)
+BEHIND = (
+    "the loops of {step:.0f} ranks step an optimizer in a batch and those of {others:.0f} do not, as {behind:.0f} ranks"
+    " have had no part of some batches before (they are slow, or an epoch's last batch is small), and a count of the"
+    " loop's own is behind there: with sync.delay_bound 0 go by job.step_count, which is the same on all ranks"
 )
 AGAIN = (
     "a weight got another gradient after gradients of this batch had been looked at or clipped, and before their step,"
@@ -202,12 +208,14 @@ class Unstepped:
 
     Attributes:
         computed: It has had a slice of the task, and not skipped it.
+        apart: It has had none, and goes on with the next task.
         skipped: It has had one, and skipped it.
         makes_up: What slices before have brought is stepped on in its place.
         clips_unknown: It has yet to clip.
     """
 
     computed: bool = True
+    apart: bool = False
     skipped: bool = False
     makes_up: bool = False
     clips_unknown: bool = False
@@ -273,6 +281,8 @@ class Gradients:
         self._units = TaskUnits()
         self._held: set[int] = set()  # stages whose gradients the loop has been given before its step
         self._stepped: set[int] = set()  # stages that some rank steps on, in this round
+        self._missed = 0  # rounds in which this rank, whose loop goes on, had no slice
+        self.apart = False  # has some rank had no slice in this round?
         self.looks_differ = False  # are there ranks that look at gradients before a step, and others that do not?
         self.skipped = False  # has some rank skipped its slice, in this round?
         self.clips_unknown = False  # does some rank not know how loops clip, in this round?
@@ -478,8 +488,11 @@ class Gradients:
             if given:
                 given[self._rank] = samples
             units = self._units.given(place), self._units.counted(place)
-            says = unstepped.skipped, unstepped.clips_unknown
-            counts = [*used, *given, self._units.sums, *units, steps, steps and looks, skips, *says, spoiled, samples]
+            absent = unstepped.computed and not steps and not skips
+            roles = steps, steps and looks, skips, absent, (steps or skips or absent) and self._missed > 0
+            says = unstepped.skipped, unstepped.clips_unknown, unstepped.apart
+            self._missed += unstepped.apart and stage is self.stages[-1]
+            counts = [*used, *given, self._units.sums, *units, *roles, *says, spoiled, samples]
             stage.tail.counts.copy_(torch.tensor(counts, dtype=stage.tail.counts.dtype))
             stage.tail.pack()
             self._flushed += 1
@@ -613,12 +626,17 @@ class Gradients:
         """
         samples = 0
         for stage in self.stages[self._collected : len(self.stages) if number is None else number + 1]:
-            *used, sums, given, units, step, look, skip, skipped, unknown, spoiled, count = stage.tail.counts.tolist()
+            *used, sums, given, units = stage.tail.counts[: 3 - COUNTS].tolist()
+            step, look, skip, absent, behind, *says, spoiled, count = stage.tail.counts[3 - COUNTS :].tolist()
+            skipped, unknown, apart = says
             samples = int(count)
             divisor = count if sums else units or given
             self.spoiled |= spoiled > 0
             self.skipped |= skipped > 0
             self.looks_differ |= 0 < look < step
+            self.apart |= apart > 0
+            if step and behind and (skip or absent):
+                raise UserError(BEHIND.format(step=step, others=skip + absent, behind=behind))
             self.clips_unknown |= unknown > 0
             if step and skip:
                 raise UserError(
@@ -655,7 +673,7 @@ class Gradients:
         self._collected = 0
         self._units.clear()
         self._stepped.clear()
-        self.spoiled = self.skipped = self.clips_unknown = self.looks_differ = False
+        self.spoiled = self.skipped = self.clips_unknown = self.looks_differ = self.apart = False
         if not self._hooks:
             self._hooks = self._listen()
 

@@ -50,7 +50,7 @@ def total_of(tensors: Iterable[torch.Tensor]) -> float:
 
 
 class LoneGradients:
-    skipped = clips_unknown = looks_differ = False  # nobody makes a step in the place of others
+    skipped = clips_unknown = looks_differ = apart = False  # nobody makes a step in the place of others
 
     def __init__(
         self,

@@ -173,6 +173,13 @@ class CapFound(NamedTuple):
     samples: int
 
 
+class LoopCounts(NamedTuple):
+    """Synchronous mode: the rank's loop steps some optimizers, or makes some of its steps, in some batches only, and so
+    counts batches: all ranks are to have a part of each, or their counts part."""
+
+    rank: int
+
+
 class NormMeasured(NamedTuple):
     """What the rank puts into a round's sum has this squared norm: progress of `samples` in so many inner steps, or,
     with 0 steps, the sum of their gradients."""
@@ -261,6 +268,7 @@ Event = (
     | TaskSpoiled
     | Contributed
     | CapFound
+    | LoopCounts
     | NormMeasured
     | RoundCompleted
     | Evaluated

@@ -360,6 +360,19 @@ class Job:
         work = self.session.tasks.work
         return self.session.applied if work is None else work.task.position
 
+    @property
+    def step_count(self) -> int:
+        """Batches of B that one process would have trained on before the batch that is out, and at rest in all: ⌈N / B⌉
+        an epoch. The same on all ranks at delay bound 0, whatever part of the batches a rank has had: what comes every
+        n-th step goes by it. At a bound of 1 and more it counts what was handed out, and may leave numbers out."""
+        if not (samples := self.samples) and self._running is None:
+            return 0
+        loader, work = self._prepared.training_data, None if self._running is None else self.session.tasks.work
+        every = self._prepared.interval_samples or loader.source.epoch_samples
+        epochs, samples = divmod(samples, every)
+        before = epochs * -(-every // loader.batch_size) + -(-samples // loader.batch_size)
+        return before + (len(work.task.slices) - work.slices_left if work is not None and work.synchronous else 0)
+
     def backward(
         self,
         loss: torch.Tensor,

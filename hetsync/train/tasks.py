@@ -20,7 +20,7 @@ from hetsync.sync.constraints import NO_CONSTRAINTS, ChangesAfterSteps, Constrai
 from hetsync.sync.engine import Engine
 from hetsync.sync.gradients import Unstepped
 from hetsync.sync.lone import total_of
-from hetsync.sync.messages import CapFound, Task
+from hetsync.sync.messages import CapFound, LoopCounts, Task
 from hetsync.sync.model_tensors import ModelTensors
 from hetsync.sync.rates import Rates
 from hetsync.sync.recovery import spans_of
@@ -38,6 +38,11 @@ SLICES_CHECKED = 2
 SKIPPED = (
     " in a batch that another rank has skipped, which makes the step without that: with sync.delay_bound 0 skip no"
     " batch, but call job.backward(loss, weight=0), and go on as with any"
+)
+UNSTEPPED = (
+    "the loop has clipped or looked at gradients and made no step on them, in a batch in which another rank had no"
+    " part, and so made the step: with sync.delay_bound 0 make the step in each batch, or decide by what is known"
+    " before backward (job.step_count), or take a delay bound of 1 or more"
 )
 LOOKED_AT_BY_SOME = (
     "gradients were changed between backward and step in a batch in which a rank had none of a weight, and so could not"
@@ -115,6 +120,7 @@ class TaskRunner:
         self._adds_up = False  # has the loop left a task without a step?
         self._losses_to_check = LOSSES_CHECKED
         self._steps_some = False  # or without that of some optimizer?
+        self._tells_counts = not self._alone  # is the coordinator to be told where the loop does so?
         self._tells = False  # does the loop tell its losses?
         self._units = AverageUnits()  # of this rank, until tasks tell those of all
         self._units_told: tuple[float, ...] = ()  # by the last task that knew
@@ -208,6 +214,7 @@ class TaskRunner:
                 " in some batches only: go on with --resume (in a script: resume='auto')"
             )
         work.void = True
+        self._tells_counts = True  # another one, perhaps
         for step in self._undo:
             step.put_back()
         if self._scaler is not None:
@@ -584,6 +591,7 @@ class TaskRunner:
             self._adds_up |= not work.collected
             self._steps_some |= len(work.collected) < len(self.steps)
         if work.synchronous:
+            self._watch_steps(work)
             if work.stepped and (not self.left or len(work.stepped) == len(self.steps)):
                 self._totals.loop_steps += 1
             if not self._engine.is_collected(len(self.steps) - 1):
@@ -622,11 +630,22 @@ class TaskRunner:
         )
         self._data_before, self._waited_before = totals.data_seconds, waited
 
+    def _watch_steps(self, work: TaskInWork) -> None:
+        """A loop that makes not all steps in each batch counts them: a rank that has no part of a batch lags."""
+        unstepped = not self.left and not work.void and not self._scaled and bool(work.collected - work.stepped)
+        unstepped &= not self._engine.is_spoiled(work.task)
+        if unstepped and self._engine.is_made_up:
+            raise UserError(UNSTEPPED)
+        if self._tells_counts and (unstepped or self._adds_up or self._steps_some):
+            self._tells_counts = False
+            self._engine.report(LoopCounts(self._engine.worker.rank))
+
     def _finish_round(self, work: TaskInWork) -> None:
         """The loop has left sums to be taken: it adds gradients up over slices, has skipped the task's last, or has
         been left."""
         unstepped = Unstepped(
             computed=bool(work.task.slices) and not self.left and not work.skipped,
+            apart=not work.task.slices and not self.left,
             skipped=work.skipped,
             makes_up=work.skipped and len(work.task.slices) > 1,  # or slices before it would get no step
             clips_unknown=work.skipped and self._clips is None,

@@ -115,9 +115,34 @@ average.update_parameters(model)
 AVERAGES_BY_HAND = AVERAGES.replace(
     "average.update_parameters(model)", "average[0] = 0.9 * average[0] + 0.1 * model.weight"
 )
+COUNTS_BY_ITSELF = """
+done = globals().get("done", 0) + 1
+(loss / 4).backward()
+if done % 4 == 0:
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+COUNTS_TURNS = """
+done = globals().get("done", 0) + 1
+if done % 3:
+    job.backward(loss)
+    job.step(optimizer)
+else:
+    job.backward(torch.nn.functional.cross_entropy(second(inputs), labels))
+    job.step(other)
+"""
+LEAVES_A_STEP_OUT = """
+job.backward(loss)
+norm = job.clip_grad_norm_(model.parameters(), 1.0)
+if number < 10:
+    optimizer.step()
+optimizer.zero_grad()
+"""
 BEFORE = {
     AVERAGES_BY_HAND: "job.keep_average(average := [model.weight.detach().clone()])",
     CLIPS_UNSCALED: "scaler = job.prepare(torch.amp.GradScaler('cpu', init_scale=1024.0))",
+    COUNTS_TURNS: "second = torch.nn.Linear(4, 3); other = torch.optim.SGD(second.parameters(), 0.1);"
+    " job.prepare(second, other)",
     AVERAGES: "average = job.prepare(torch.optim.swa_utils.AveragedModel(model))",
 }
 NO_STEP = """
@@ -125,9 +150,11 @@ loss.backward()
 """
 
 
-def run(folder: Path, ranks: int, body: str, bound: int) -> Done:
+def run(folder: Path, ranks: int, body: str, bound: int, samples: int = 240) -> Done:
     indented = "\n".join(f"            {line}" for line in body.strip().splitlines())
-    (folder / "script.py").write_text(SCRIPT.format(body=indented, bound=bound, before=BEFORE.get(body, "")))
+    before = next((lines for each, lines in BEFORE.items() if each.splitlines()[2:] == body.splitlines()[2:]), "")
+    script = SCRIPT.format(body=indented, bound=bound, before=before).replace("240", str(samples))
+    (folder / "script.py").write_text(script)
     with started([*mpirun(ranks), sys.executable, "script.py"], folder, {"PYTHONPATH": str(ROOT)}) as process:
         return finished(process)
 
@@ -159,6 +186,30 @@ def test_a_loop_that_cannot_work_ends_with_a_sentence(
     assert len(done.sentences) == 1, done.story
     assert sentence in done.sentences[0]
     assert "Traceback" not in done.err, done.story
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (COUNTS_BY_ITSELF, "go by job.step_count"),
+        (COUNTS_TURNS, "go by job.step_count"),
+        (LEAVES_A_STEP_OUT, "made no step on them, in a batch in which another rank had no part"),
+    ],
+)
+def test_a_count_of_the_loops_own_is_behind_where_a_rank_had_no_part_of_a_batch(
+    tmp_path: Path, body: str, sentence: str
+) -> None:
+    """The last batch of an epoch has one sample."""
+    done = run(tmp_path, 3, body, 0, samples=241)
+    assert done.status == 2, done.story
+    assert len(done.sentences) == 1, done.story
+    assert sentence in done.sentences[0]
+
+
+@pytest.mark.parametrize("body", [COUNTS_BY_ITSELF, COUNTS_TURNS])
+def test_the_job_s_count_of_steps_is_not(tmp_path: Path, body: str) -> None:
+    done = run(tmp_path, 3, body.replace('globals().get("done", 0) + 1', "job.step_count"), 0, samples=241)
+    assert done.status == 0, done.story
 
 
 @pytest.mark.parametrize(("ranks", "bound", "status"), [(2, 0, 0), (2, 4, 2), (1, 4, 0)])

@@ -1,4 +1,4 @@
-"""job.samples: what the whole job has trained on, as curricula need it."""
+"""job.samples and job.step_count: what the whole job has trained on, as curricula need it."""
 
 from __future__ import annotations
 
@@ -35,3 +35,26 @@ def test_the_jobs_samples_are_those_of_one_process(bound: int) -> None:
         if bound == 0:  # every rank has a slice of each batch
             assert seen == [BATCH * batch for batch in range(BATCHES * EPOCHS)]
         assert all(number < BATCH * BATCHES * EPOCHS for number in seen)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_jobs_step_count_is_that_of_one_process(accumulation: int) -> None:
+    """Also where the last batch of an epoch is small, and some ranks have no part of it."""
+    samples = BATCH * BATCHES + 1
+    with hetsync.join(delay_bound=0, accumulation=accumulation, rebalance=False, progress=False) as job:
+        assert job.step_count == 0
+        data = TensorDataset(torch.randn(samples, 3), torch.randn(samples, 1))
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer, loader = job.prepare(model, optimizer, DataLoader(data, BATCH, shuffle=True))
+        for epoch in job.epochs(EPOCHS):
+            counts = []
+            for points, targets in loader:
+                counts.append(job.step_count)
+                job.backward(nn.functional.mse_loss(model(points), targets))
+                job.step()
+            first = epoch * len(loader)
+            assert counts[:BATCHES] == list(range(first, first + BATCHES))
+            assert counts[BATCHES:] in ([], [first + BATCHES])
+            assert job.step_count == first + len(loader)
