@@ -30,6 +30,7 @@ from hetsync.sync.messages import (
     Contributed,
     Evaluated,
     Holding,
+    LoopCounts,
     RankLeft,
     RankWithdrew,
     RoundCompleted,
@@ -470,6 +471,20 @@ def test_a_cap_that_is_found_after_a_take_over_ends_no_job():
     office.coordinator._reconsider_from = 0
     office.coordinator.handle([])
     assert office.shares == [18, 25, 0]
+
+
+def test_all_ranks_take_part_in_each_batch_where_a_loop_counts_them():
+    """A rank that has no part of a batch does not count it. Where slices are ranks' own, all have some anyway."""
+    office = Office((16, 0, 16), Settings(0, 1.0))
+    office.coordinator.speeds.pins = {}
+    office.coordinator.handle([LoopCounts(0)])
+    assert sum(office.shares) == 32
+    assert min(office.shares) >= 2
+    office.coordinator.handle([LoopCounts(1)])
+    before = office.shares
+    office.coordinator.speeds.presume = lambda rank: None
+    assert office.coordinator._rule_of_slices.patience == float("inf")
+    assert office.shares == before
 
 
 def test_a_cap_that_is_found_while_training_limits_a_pin():
