@@ -9,9 +9,11 @@ import torch
 
 from hetsync.plane.base import Plane
 from hetsync.sync.agreement import Agreement, weights_sha256
+from hetsync.sync.buffers import saved_buffers
 from hetsync.sync.engine import Engine
 from hetsync.sync.group_state import GroupState, average_group_state
 from hetsync.sync.optimizer_state import average_optimizer_state, average_tensors
+from hetsync.sync.reals import reals
 from hetsync.sync.sparse import dense_parts
 from hetsync.sync.tail import saved_floats
 
@@ -121,6 +123,34 @@ class CommonState:
         elif self._agreement.reach(values, device, version):
             self._engine.adopt()
         return weights_sha256(self._engine.anchor)
+
+
+class HeldAtRest:
+    """Weights, and buffers that checkpoints hold, as all ranks have agreed on them at a rest, by figures that tell
+    whether a script's lines there have changed any."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._figures = self._told()
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self._model.parameters(), *(buffer for *_, buffer in saved_buffers(self._model))]
+
+    @torch.no_grad()
+    def _told(self) -> tuple[list[int], list[float]]:
+        """Versions, which changes through `.data` do not count, and norms and sums, which these change."""
+        tensors = self._tensors()
+        parts = [reals(part) for tensor in tensors for part in dense_parts(tensor)]
+        figures = [part.sum(dtype=torch.float64) for part in parts]
+        figures += [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts if part.is_floating_point()]
+        told = torch.stack(figures).nan_to_num().tolist() if figures else []
+        return [tensor._version for tensor in tensors], told
+
+    def changed(self) -> bool:
+        return self._told() != self._figures
+
+    def sha256(self) -> str:
+        return weights_sha256(self._tensors())
 
 
 def not_finite(model: torch.nn.Module, optimizer: Mapping[str, torch.Tensor]) -> str | None:

@@ -59,7 +59,7 @@ from hetsync.telemetry import Telemetry
 from hetsync.train.accounts import RankTotals, TaskInWork, TrainingClock
 from hetsync.train.meetings import Meetings
 from hetsync.train.memory import SliceMemory
-from hetsync.train.rest import CommonState, not_finite
+from hetsync.train.rest import CommonState, HeldAtRest, not_finite
 from hetsync.train.tasks import TaskRunner, Trained
 from hetsync.train.terms import ControlFactory, ControlledJob, Entry, JobControl, NoEvaluation, Scorer, Terms
 
@@ -75,10 +75,13 @@ class AtRest:
     evaluation_due: bool
 
 
+NO_RANK = -1  # but all
+
+
 class Ready(NamedTuple):
     """What a rank tells before it goes on after a rest. `ending`: its loop has ended. `current`: it trains the same
-    tensors as before. `settings`: of each optimizer. `schedulers`: settings of each. `weights`: a digest, where the
-    script has changed them."""
+    tensors as before. `settings`: of each optimizer. `schedulers`: settings of each. `changed`: the script has changed
+    weights or buffers. `seed`: one that it has set at the rest."""
 
     rank: int
     ending: bool
@@ -86,7 +89,8 @@ class Ready(NamedTuple):
     rates: list[list[float]]
     settings: list[OptimizerSettings]
     schedulers: list[dict[str, str]]
-    weights: str | None
+    changed: bool
+    seed: int | None
     process: Process
 
 
@@ -166,6 +170,8 @@ class Session:
             [steps.groups for steps in self.tasks.steps],
         )
         self._stacks: Stacks | None = None  # once slices have begun
+        self._held: HeldAtRest | None = None  # since the last rest
+        self._seed_at_rest: int | None = None
         self._snapshot_seconds = 0.0  # of training, when the newest snapshot was made
         self._under_way = False  # slices have begun, and the job has not come to its end
         self._rest_began: float | None = None  # the moment, while all ranks are at rest
@@ -513,7 +519,8 @@ class Session:
             rates,
             [steps.groups.settings() for steps in self.tasks.steps],
             [scheduler for steps in self.tasks.steps for scheduler in steps.rates.settings()],
-            self.engine.changed_weights(),
+            self._held is not None and self._held.changed(),
+            self._seed_of_the_script(),
             self._stacks.process,
         )
         told: list[Ready] = self.meet("the next batch or the end of training", mine)
@@ -530,26 +537,27 @@ class Session:
             )
         require_same_settings({theirs.rank: theirs.settings for theirs in told})
         require_same_schedulers({theirs.rank: theirs.schedulers for theirs in told})
-        self._take_over_weights({theirs.rank: theirs.weights for theirs in told})
+        if any(theirs.changed for theirs in told):
+            self._take_over_changes()
         self.engine.processes = {theirs.rank: theirs.process for theirs in told}
         self.tasks.tensors.begin()
         for steps in self.tasks.steps:
             steps.start()
-        self._seed_ranks()
+        self._seed_ranks(told[0].seed)
         self._clock.start()
         return True
 
-    def _take_over_weights(self, weights: Mapping[int, str | None]) -> None:
-        """What the script has made of them at rest is what all go on from."""
+    def _take_over_changes(self) -> None:
+        """What the script has made of weights and buffers at rest is what all go on from."""
+        told = self.meet("what was changed at rest", (self._held or HeldAtRest(self.model)).sha256())
         first, *_ = members = self.plane.members
-        odd = [rank for rank in members if weights[rank] != weights[first]]
+        odd = [rank for rank, digest in zip(members, told, strict=True) if digest != told[0]]
         if odd:
             raise UserError(
-                f"the weights were changed at rest, and ranks {odd} have others than rank {first} now: change them on"
-                " all ranks alike"
+                f"weights or buffers were changed at rest, and ranks {odd} have others than rank {first} now: change"
+                " them on all ranks alike"
             )
-        if weights[first] is not None:
-            self.engine.adopt_weights()
+        self.engine.adopt_weights()
 
     def _end_rest(self) -> None:
         if self._rest_began is not None:
@@ -695,6 +703,8 @@ class Session:
         velocity = self.outer.velocity if self.outer is not None else None
         totals = self.totals
         totals.anchor_sha256 = self._common.agree(velocity, self.version, totals.loop_steps, totals.since_rest)
+        self._held = HeldAtRest(self.model)
+        self.seed_lines()
 
     def _booked(self) -> tuple[int, Settings, tuple[int, ...]] | None:
         """Samples applied, settings and shares, on the first rank."""
@@ -708,9 +718,22 @@ class Session:
             shares = tuple(machine.members[n].share if n in machine.members else 0 for n in range(len(self.shares)))
         return machine.ledger.applied, machine.settings, shares
 
-    def _seed_ranks(self) -> None:
-        """Dropout and augmentation draw alike after a resume and in the uninterrupted run."""
-        seed_all(hash((self.terms.seed, self.plane.rank, self.applied)) & (2**63 - 1))
+    def _seed_ranks(self, by_script: int | None = None) -> None:
+        """Dropout and augmentation draw alike after a resume and in the uninterrupted run, and otherwise on each rank.
+        `by_script`: a seed that rank 0's script has set at the rest; a rank alone draws on from there."""
+        if by_script is None or self.plane.size > 1:
+            seed = self.terms.seed if by_script is None else by_script
+            seed_all(hash((seed, self.plane.rank, self.applied)) & (2**63 - 1))
+
+    def seed_lines(self) -> None:
+        """At rest the script's lines draw the same on all ranks: what they make of weights must be the same."""
+        self._seed_at_rest = hash((self.terms.seed, NO_RANK, self.applied)) & (2**63 - 1)
+        seed_all(self._seed_at_rest)
+
+    def _seed_of_the_script(self) -> int | None:
+        """That its lines have set."""
+        seed = torch.initial_seed()
+        return None if self._seed_at_rest is None or seed == self._seed_at_rest else seed
 
     def close(self) -> None:
         """Collective at a regular end; where the loop was left early, once all ranks are at their end."""

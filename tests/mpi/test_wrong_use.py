@@ -264,16 +264,30 @@ def test_an_average_that_is_each_ranks_own_is_named(plane: Plane, folder: Path, 
     job.session.release()
 
 
-def test_weights_that_one_rank_changes_at_rest_are_named(plane: Plane) -> None:
+def clamps_by_rank(model: nn.Module, odd: bool) -> None:
+    for weight in model.parameters():
+        weight.data.clamp_(-0.1 if odd else -0.2, 0.1)
+
+
+def sets_statistics_by_rank(model: nn.Module, odd: bool) -> None:
+    next(model.buffers()).fill_(odd)
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+@pytest.mark.parametrize("change", [clamps_by_rank, sets_statistics_by_rank])
+def test_weights_that_one_rank_changes_at_rest_are_named(
+    plane: Plane, change: Callable[[nn.Module, bool], None], bound: int
+) -> None:
     odd = is_odd(plane)
-    job = make_job(plane, delay_bound=4)
-    model, optimizer, loader = prepared(job, Net())
+    job = make_job(plane, delay_bound=bound)
+    model, optimizer, loader = prepared(job, Net(batch_norm=True))
 
     def act(epoch: int) -> None:
-        for weight in model.parameters():
-            weight.data.clamp_(-0.1 if odd else -0.2, 0.1)
+        change(model, odd)
 
-    with pytest.raises(UserError, match=r"weights were changed at rest, and ranks \[1\] have others than rank 0"):
+    with pytest.raises(
+        UserError, match=r"buffers were changed at rest, and ranks \[1\] have others than rank 0"
+    ):
         train(job, act, loader, model, optimizer)
     job.session.release()
 
