@@ -16,7 +16,7 @@ from hetsync.errors import UserError
 from hetsync.plan.graph import BlockGraph
 from hetsync.plan.placement import Placement
 from hetsync.plane.base import Channels
-from hetsync.sync.buffers import Unruled, buffers_of
+from hetsync.sync.buffers import WRITTEN, Unruled, buffers_of
 from hetsync.sync.reals import summed_in
 from hetsync.sync.tail import added_buffers, shared_buffers
 
@@ -66,10 +66,10 @@ class SegmentSums:
         }
         self._added = {id(buffer) for buffer in added_buffers(model)}
         self._unruled = Unruled(model)
-        if rows := [name for name, buffer in buffers_of(model, "rows").items() if buffer.is_floating_point()]:
+        if told := [name for name, buffer in buffers_of(model, *WRITTEN).items() if buffer.is_floating_point()]:
             raise UserError(
-                f"buffer {rows[0]} has rows that ranks write, which ranks that hold a part of the model together do not"
-                " tell each other: leave the plan out"
+                f"buffer {told[0]} has values that ranks write, which ranks that hold a part of the model together do"
+                " not tell each other: leave the plan out"
             )
         self._before: dict[torch.Tensor, torch.Tensor] = {}
         self._rank, self._channels = rank, channels

@@ -3,6 +3,8 @@
     mean   of what ranks have made of it, by samples (batch norm's statistics)
     sum    what each rank has added to it adds up (counts)
     rows   what a rank has written holds (a memory bank); of two that have written the same, the lower rank's
+    min    the least of what ranks have written, and
+    max    the greatest (ranges)
 
 A module tells by an attribute, `buffer_rules = {"counts": "sum"}`, which `job.prepare` sets, too. Batch norm and its
 kin, spectral norm, and flags need no word. A buffer without a rule stays as it was: one that changes is refused.
@@ -23,10 +25,11 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from hetsync.errors import UserError
 from hetsync.sync.reals import reals
 
-Rule = Literal["mean", "sum", "rows"]
+Rule = Literal["mean", "sum", "rows", "min", "max"]
 Holder = dict[str, torch.Tensor | None]  # a module's buffers, or its parameters, by name
 
 SAID = "buffer_rules"
+WRITTEN: tuple[Rule, ...] = ("rows", "min", "max")  # that go by what ranks have written, infinities too
 STATISTICS: Mapping[str, Rule] = {"running_mean": "mean", "running_var": "mean", "num_batches_tracked": "rows"}
 PLACES = 1 << 24  # float32 knows each whole number up to it
 
@@ -75,11 +78,15 @@ def say(model: nn.Module, said: Mapping[str, Rule], where: str) -> set[str]:
     is no rule."""
     for pattern, rule in said.items():
         if rule not in get_args(Rule):
-            raise UserError(f"{where} got {rule!r} for {pattern}: use mean, sum or rows")
+            raise UserError(f"{where} got {rule!r} for {pattern}: use mean, sum, rows, min or max")
     used = set()
-    for module, key, name, _ in saved_buffers(model):
+    for module, key, name, buffer in saved_buffers(model):
         for pattern, rule in said.items():
             if fnmatch.fnmatchcase(name, pattern):
+                if buffer.is_complex() and rule in ("min", "max"):
+                    raise UserError(
+                        f"{where} got {rule!r} for {name}, whose numbers are complex: use mean, sum or rows"
+                    )
                 used.add(pattern)
                 module.__dict__[SAID] = {**getattr(module, SAID, {}), key: rule}
     return used
@@ -95,11 +102,8 @@ class Change:
 
 def merged(rule: Rule, before: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
     """What all ranks take over at a rest; `changes` are by rank, of those that have changed it."""
-    if rule == "rows":
-        found = before.clone()
-        for change in reversed(changes):
-            found = torch.where(change.now != before, change.now, found)
-        return found
+    if rule in WRITTEN:
+        return _merged_writes(rule, before, changes)
     if rule == "sum":
         return before + torch.stack([change.now - before for change in changes]).sum(0)
     whole = max(1, sum(change.samples for change in changes))
@@ -107,12 +111,22 @@ def merged(rule: Rule, before: torch.Tensor, changes: Sequence[Change]) -> torch
     return before + (mean if before.is_complex() else mean.round()).to(before.dtype)
 
 
+def _merged_writes(rule: Rule, before: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
+    choose = {"min": torch.minimum, "max": torch.maximum}.get(rule)
+    found, written = before.clone(), torch.zeros_like(before, dtype=torch.bool)
+    for change in reversed(changes):
+        mine = change.now != before
+        now = change.now if choose is None else torch.where(written, choose(found, change.now), change.now)
+        found, written = torch.where(mine, now, found), written | mine
+    return found
+
+
 def merged_at_rest(model: nn.Module) -> dict[str, tuple[torch.Tensor, Rule]]:
     """Those buffers, by name: what no round of delayed mode sums."""
     return {
         name: (buffer, rule)
         for module, key, name, buffer in saved_buffers(model)
-        if (rule := rule_of(module, key)) is not None and (rule == "rows" or not buffer.is_floating_point())
+        if (rule := rule_of(module, key)) is not None and (rule in WRITTEN or not buffer.is_floating_point())
     }
 
 
@@ -136,7 +150,8 @@ class Unruled:
             raise UserError(
                 f"{', '.join(changed)} changed while training runs, on each rank by its own samples: tell what becomes"
                 f" of such buffers by job.prepare(model, buffers={{{changed[0]!r}: rule}}), or by a module's {SAID}:"
-                " 'mean' (of statistics), 'sum' (of what each adds, as to counts) or 'rows' (what each writes)"
+                " 'mean' (of statistics), 'sum' (of what each adds, as to counts), 'rows' (what each writes), 'min' or"
+                " 'max' (of what each writes)"
             )
 
 
@@ -147,17 +162,35 @@ def _columns(places: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> 
     return torch.stack([(places // PLACES).to(dtype), (places % PLACES).to(dtype), high, low])
 
 
+def _read(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    high, low, *parts = columns.double()
+    return (high * PLACES + low).long(), torch.stack(parts).sum(0)
+
+
+def _put(into: torch.Tensor, rule: Rule, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Ranks' values at places: the last one's hold, or the least or greatest of them."""
+    if rule == "rows":
+        for places, values in parts:
+            into.put_(places, values.to(into))
+    else:
+        places, values = map(torch.cat, zip(*parts, strict=True))
+        found = into.double().flatten().scatter_reduce(0, places, values, f"a{rule}", include_self=False)
+        into.copy_(found.view_as(into))
+
+
 class Writes:
-    """Synchronous mode's float buffers whose rule is rows, and `weights` that something but a step has written. A round
-    tells every value that a rank has written, as four numbers: its place among all, in two parts, and itself, in two
-    parts, which in float32 hold all of a float64 but its last digits."""
+    """Synchronous mode's float buffers that go by what is written, and `weights` that something but a step has written.
+    A round tells every value that a rank has written, as four numbers: its place among all, in two parts, and itself,
+    in two parts, which in float32 hold all of a float64 but its last digits."""
 
     PARTS = 4
 
     def __init__(self, model: nn.Module, weights: Sequence[nn.Parameter] = ()) -> None:
         """`weights`: all that ranks share."""
         self.weights: list[nn.Parameter] = []  # of these, what is to be told
-        self._buffers = [buffer for buffer in buffers_of(model, "rows").values() if buffer.is_floating_point()]
+        found = [(buffer, rule) for rule in WRITTEN for buffer in buffers_of(model, rule).values()]
+        self._buffers = [buffer for buffer, _ in found if buffer.is_floating_point()]
+        self._rules = [rule for buffer, rule in found if buffer.is_floating_point()]
         self._shared: list[torch.Tensor] = []
         self._all_weights = list(weights)
         self.adopt()
@@ -186,15 +219,17 @@ class Writes:
     @torch.no_grad()
     def take(self, told: Sequence[torch.Tensor]) -> None:
         """What ranks have told, the lowest first, holds."""
-        for writes in reversed([each for each in told if each.numel()]):
-            high, low, *parts = writes.double()
-            places, values = (high * PLACES + low).long(), sum(parts)
-            first = 0
-            for shared in [*self._shared, *(reals(weight.detach()) for weight in self._all_weights)]:
-                mine = (places >= first) & (places < first + shared.numel())
-                if mine.any():
-                    shared.put_(places[mine] - first, values[mine].to(shared))
-                first += shared.numel()
+        written = [(places, values) for places, values in map(_read, reversed(told)) if len(places)]
+        first = 0
+        weights = [reals(weight.detach()) for weight in self._all_weights] if written else []
+        rules: list[Rule] = ["rows"] * len(weights)
+        for shared, rule in zip([*self._shared, *weights], [*self._rules, *rules], strict=True):
+            stop = first + shared.numel()
+            mine = [(places - first, values, (places >= first) & (places < stop)) for places, values in written]
+            parts = [(places[here], values[here]) for places, values, here in mine if here.any()]
+            if parts:
+                _put(shared, rule, parts)
+            first = stop
         self.put_back()
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import torch
 
 from hetsync.errors import UserError
-from hetsync.sync.buffers import Holder, Unruled, rule_of, saved_buffers
+from hetsync.sync.buffers import Holder, Unruled, buffers_of, saved_buffers
 from hetsync.sync.sparse import dense_parts, equal
 
 
@@ -51,9 +51,9 @@ class ModelTensors:
         self._addresses = _addresses(self._weights)
         self._frozen = [(name, weight) for name, weight in self._weights.items() if not weight.requires_grad]
         self._buffers = list(_buffers(model))
-        kept = {name for module, key, name, _ in saved_buffers(model) if rule_of(module, key) == "rows"}
-        unshared = [(name, buffer) for _, _, name, buffer in self._buffers if name not in kept and _not_finite(buffer)]
-        self._unshared = _versions([*self._frozen, *unshared])
+        summed = {} if alone else buffers_of(model, "mean", "sum")
+        self._unshared = _versions(self._frozen)
+        self._infinite = _versions((name, buffer) for name, buffer in summed.items() if _not_finite(buffer))
         self._unruled = Unruled(torch.nn.Module() if alone else model)
         self._known = {id(weight) for weight in self._weights.values()}
         self._groups = 0
@@ -76,8 +76,14 @@ class ModelTensors:
             if tensor._version != version:
                 raise UserError(
                     f"{name} was changed while training runs, and ranks do not share it: weights that require no"
-                    " gradient and buffers with infinities stay as they were (an average of weights goes to"
+                    " gradient stay as they were (an average of weights goes to"
                     " job.keep_average)"
+                )
+        for name, buffer, version in self._infinite:
+            if buffer._version != version:
+                raise UserError(
+                    f"{name} was changed while training runs, and had infinities, which have no mean or sum: the"
+                    f" least of what ranks write is job.prepare(model, buffers={{{name!r}: 'min'}}), the greatest 'max'"
                 )
         self._unruled.check()
         if self._count_groups() != self._groups:
@@ -86,6 +92,7 @@ class ModelTensors:
     def begin(self) -> None:
         """Training goes on after a rest: what the script has done there to what ranks do not share holds."""
         self._unshared = _versions((name, tensor) for name, tensor, _ in self._unshared)
+        self._infinite = _versions((name, buffer) for name, buffer, _ in self._infinite)
         self._unruled.begin()
 
     def check(self) -> None:

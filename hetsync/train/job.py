@@ -155,7 +155,8 @@ class Job:
         evaluates its part. UserError for anything else.
 
         `buffers`: what becomes of those of the models that each rank changes on its own samples, by name or pattern:
-        `"mean"`, `"sum"` of what each has added, or `"rows"`, which each has written. Batch norm's are known.
+        `"mean"`, `"sum"` of what each has added, `"rows"`, which each has written, or the `"min"` or `"max"` of these.
+        Batch norm's are known.
         """
         self._check_before("prepare")
         found = [self._prepared.prepare(thing, self._loop) for thing in things]

@@ -67,8 +67,8 @@ class Remembering(nn.Module):
         return loss
 
 
-def loop(job: Any, **more: Any) -> Remembering:
-    model = Remembering()
+def loop(job: Any, model: Any = None, **more: Any) -> Any:
+    model = model or Remembering()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loader = DataLoader(Numbered(), BATCH, shuffle=True)
     model, optimizer, loader = job.prepare(model, optimizer, loader, **more)
@@ -91,6 +91,42 @@ def test_at_0_buffers_are_those_of_one_process(plane: Plane) -> None:
     plain = loop(PlainJob())
     for (name, mine), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Observing(nn.Module):
+    """Ranges from infinity on, of whole numbers, of the last batch, and a running average of batches' least."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.head = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("low", torch.full((FEATURES,), torch.inf))
+        self.register_buffer("high", torch.tensor(-torch.inf))
+        self.register_buffer("longest", torch.tensor(0))
+        self.register_buffer("last", torch.tensor(0.0))
+        self.register_buffer("slow", torch.tensor(0.0))
+
+    def loss(self, places: torch.Tensor, points: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.low = torch.minimum(self.low, points.amin(0))
+            self.high.copy_(torch.maximum(self.high, points.max()))
+            self.longest = torch.maximum(self.longest, places.max())
+            self.last = points.max()
+            self.slow.lerp_(points.min(), 0.1)
+        return nn.functional.cross_entropy(self.head(points), labels)
+
+
+RANGES = {"low": "min", "high": "max", "longest": "max", "last": "max", "slow": "min"}
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_ranges_are_those_of_one_process(plane: Plane, bound: int) -> None:
+    with join(plane, bound) as job:
+        mine = loop(job, Observing(), buffers=RANGES).state_dict()
+    theirs = loop(PlainJob(), Observing()).state_dict()
+    for name in RANGES if bound == 0 else ("low", "high", "longest"):
+        assert torch.equal(mine[name], theirs[name]), name
+    assert len(set(plane.gather_objects(str(mine)))) == 1
 
 
 def test_delayed_every_increment_counts_once_and_rows_are_whole(plane: Plane) -> None:

@@ -46,8 +46,15 @@ def test_a_script_tells_by_names_and_patterns() -> None:
     assert "0.bank" in buffers_of(model, "rows")
     assert "1.bank" not in buffers_of(model, "rows")
     assert list(buffers_of(model, "sum")) == ["0.seen", "1.seen"]
-    with pytest.raises(UserError, match="here got 'last' for seen: use mean, sum or rows"):
+    with pytest.raises(UserError, match="here got 'last' for seen: use mean, sum, rows, min or max"):
         say(model, {"seen": "last"}, "here")  # type: ignore[dict-item]
+
+
+def test_complex_numbers_have_no_least() -> None:
+    model = nn.Module()
+    model.register_buffer("wave", torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(UserError, match="here got 'min' for wave, whose numbers are complex: use mean, sum or rows"):
+        say(model, {"*": "min"}, "here")
 
 
 @pytest.mark.parametrize("name", ["bank", "seen"])
@@ -74,6 +81,46 @@ def test_what_ranks_have_made_of_a_buffer_becomes_one(kind: torch.dtype) -> None
     assert merged("mean", before, changes).tolist() == [4, 10]
     assert merged("rows", before, changes).tolist() == [7, 9]
     assert merged("rows", before, changes).dtype is kind
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.float32, torch.bfloat16])
+def test_of_ranges_the_least_and_the_greatest_that_was_written_hold(kind: torch.dtype) -> None:
+    """Where all ranks begin anew with a range, or follow a batch's, what it was before is no bound."""
+    before = torch.tensor([3, 5, 4]).to(kind)
+    changes = [Change(torch.tensor(now).to(kind), 1) for now in ([3, 9, 4], [7, 8, 4], [6, 7, 4])]
+    assert merged("min", before, changes).tolist() == [6, 7, 4]
+    assert merged("max", before, changes).tolist() == [7, 9, 4]
+    assert merged("min", before, changes).dtype is kind
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_round_tells_the_least_and_the_greatest_that_was_written(kind: torch.dtype) -> None:
+    models = [nn.Module() for _ in range(3)]
+    for model in models:
+        model.register_buffer("low", torch.full((2, 2), torch.inf, dtype=kind).T)
+        model.register_buffer("high", torch.tensor(-torch.inf, dtype=kind))
+        model.register_buffer("bank", torch.zeros(2, dtype=kind))
+        say(model, {"low": "min", "high": "max", "bank": "rows"}, "here")
+    ranks = [Writes(model) for model in models]
+    for model, value in zip(models[1:], (1 / 3, -0.3), strict=True):
+        model.low[1] = value
+        model.high.fill_(value)
+        model.bank[1] = value
+    models[2].low[0, 0] = 5
+    told = [rank.find(torch.device("cpu"), torch.promote_types(kind, torch.float32)) for rank in ranks]
+    for rank in ranks:
+        rank.take(told)
+    least, greatest = (float(torch.tensor(value, dtype=kind)) for value in (-0.3, 1 / 3))
+    for model in models:
+        assert model.low.tolist() == [[5, torch.inf], [least, least]]
+        assert float(model.high) == greatest
+        assert model.bank.tolist() == [0, greatest]
+    with torch.no_grad():  # a range that begins anew
+        models[0].high.fill_(-7.0)
+    told = [rank.find(torch.device("cpu"), torch.promote_types(kind, torch.float32)) for rank in ranks]
+    for rank in ranks:
+        rank.take(told)
+    assert [float(model.high) for model in models] == [-7, -7, -7]
 
 
 def test_counters_hold_more_than_floats_can() -> None:

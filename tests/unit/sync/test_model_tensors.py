@@ -98,16 +98,38 @@ REFUSED: dict[str, tuple[Callable[[Net], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["highest", "first.weight"])
-def test_what_ranks_do_not_share_must_stay(model: Net, name: str) -> None:
-    """A frozen average of weights, or a range that begins at infinity, would differ on each rank."""
-    model.register_buffer("highest", torch.full((2,), -torch.inf))
-    tensors = ModelTensors(model, [torch.optim.SGD(model.second.parameters(), 0.1)])
+def test_what_ranks_do_not_share_must_stay(model: Net, tensors: ModelTensors) -> None:
+    """A frozen average of weights would differ on each rank."""
     tensors.check()
     with torch.no_grad():
-        dict([*model.named_parameters(), *model.named_buffers()])[name].fill_(1.0)
-    with pytest.raises(UserError, match=f"{name} was changed while training runs"):
+        model.first.weight.fill_(1.0)
+    with pytest.raises(UserError, match=r"first\.weight was changed while training runs"):
         tensors.restore()
+
+
+SENTENCES = {
+    None: "highest changed while training runs.*'min'",
+    "mean": "highest was changed .* had infinities.*'min'",
+    "sum": "highest was changed .* had infinities.*'min'",
+    "min": "",
+    "max": "",
+    "rows": "",
+}
+
+
+@pytest.mark.parametrize("rule", SENTENCES)
+def test_a_range_that_begins_at_infinity_has_a_rule_without_sums(model: Net, rule: str | None) -> None:
+    model.register_buffer("highest", torch.full((2,), -torch.inf))
+    model.buffer_rules = {} if rule is None else {"highest": rule}
+    alone, several = (ModelTensors(model, [torch.optim.SGD(model.parameters(), 0.1)], each) for each in (True, False))
+    model.highest = torch.ones(2)
+    alone.restore()
+    if not SENTENCES[rule]:
+        return several.restore()
+    with pytest.raises(UserError, match=SENTENCES[rule]):
+        several.restore()
+    several.begin()  # it has been at a rest
+    several.restore()
 
 
 @pytest.mark.parametrize("name", REFUSED)
