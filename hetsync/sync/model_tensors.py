@@ -3,7 +3,7 @@
 Ranks synchronise the tensors that were there when the job began. Modules may put others in their place:
 
     self.mean = 0.9 * self.mean + 0.1 * x.mean()      a buffer assigned anew
-    weight.data = ...                                 other memory behind a weight
+    weight.data = ...                                 other memory behind a weight or a buffer
     backbone.requires_grad_(True)                     a weight unfrozen
     optimizer.add_param_group(...)                    weights that nobody knew
 
@@ -47,10 +47,12 @@ class ModelTensors:
         self._optimizers = optimizers
         self._names = list(_names(model))
         self._weights = dict(model.named_parameters())
-        self._storage = {name: weight.detach() for name, weight in self._weights.items()}
-        self._addresses = _addresses(self._weights)
         self._frozen = [(name, weight) for name, weight in self._weights.items() if not weight.requires_grad]
         self._buffers = list(_buffers(model))
+        dense = [(name, buffer) for _, _, name, buffer in self._buffers if buffer.layout is torch.strided]
+        tensors = [*(("weight", *each) for each in self._weights.items()), *(("buffer", *each) for each in dense)]
+        self._storage = [(what, name, tensor, tensor.detach()) for what, name, tensor in tensors]
+        self._addresses = self._addresses_now()
         summed = {} if alone else buffers_of(model, "mean", "sum")
         self._unshared = _versions(self._frozen)
         self._infinite = _versions((name, buffer) for name, buffer in summed.items() if _not_finite(buffer))
@@ -61,8 +63,8 @@ class ModelTensors:
 
     def restore(self) -> None:
         """After each step, before anything is synchronised. UserError where that cannot be done."""
-        if _addresses(self._weights) != self._addresses:
-            self._restore_weights()
+        if self._addresses_now() != self._addresses:
+            self._restore_memory()
         for holder, key, name, tensor in self._buffers:
             if (now := holder.get(key)) is not tensor:
                 self._restore_buffer(holder, key, name, tensor, now)
@@ -75,9 +77,10 @@ class ModelTensors:
         for name, tensor, version in self._unshared:
             if tensor._version != version:
                 raise UserError(
-                    f"{name} was changed while training runs, and ranks do not share it: weights that require no"
-                    " gradient stay as they were (an average of weights goes to"
-                    " job.keep_average)"
+                    f"{name} was changed while training runs, and ranks do not share weights that require no gradient:"
+                    f" make it a buffer (register_buffer) and say job.prepare(model, buffers={{{name!r}: 'mean'}});"
+                    " or, as an average of weights, a module beside the prepared model that the loop updates after its"
+                    " step, and that job.keep_average is given"
                 )
         for name, buffer, version in self._infinite:
             if buffer._version != version:
@@ -136,9 +139,12 @@ class ModelTensors:
             same_weights
             and not any(weight.requires_grad for _, weight in self._frozen)  # others may be frozen, and stay shared
             and buffers == [(name, id(buffer)) for _, _, name, buffer in self._buffers]
-            and _addresses(weights) == self._addresses
+            and self._addresses_now() == self._addresses
             and self._count_groups() == self._groups
         )
+
+    def _addresses_now(self) -> list[int]:
+        return [tensor.data_ptr() for _, _, tensor, _ in self._storage]
 
     def _count_groups(self) -> int:
         count = 0
@@ -147,13 +153,12 @@ class ModelTensors:
         return count
 
     @torch.no_grad()
-    def _restore_weights(self) -> None:
-        for name, weight in self._weights.items():
-            own = self._storage[name]
-            if weight.data_ptr() != own.data_ptr():
-                _require_alike("weight", name, own, weight)
-                own.copy_(weight.detach())
-                weight.data = own
+    def _restore_memory(self) -> None:
+        for what, name, tensor, own in self._storage:
+            if tensor.data_ptr() != own.data_ptr():
+                _require_alike(what, name, own, tensor)
+                own.copy_(tensor.detach())
+                tensor.data = own
 
     @torch.no_grad()
     def _restore_buffer(
@@ -192,10 +197,6 @@ def _versions(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, to
 
 def _not_finite(buffer: torch.Tensor) -> bool:
     return buffer.is_floating_point() and not all(bool(part.isfinite().all()) for part in dense_parts(buffer))
-
-
-def _addresses(weights: dict[str, torch.nn.Parameter]) -> list[int]:
-    return list(map(torch.Tensor.data_ptr, weights.values()))
 
 
 def _require_alike(what: str, name: str, old: torch.Tensor, new: torch.Tensor) -> None:

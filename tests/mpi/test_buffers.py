@@ -5,6 +5,7 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_buffers.py
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -91,6 +92,62 @@ def test_at_0_buffers_are_those_of_one_process(plane: Plane) -> None:
     plain = loop(PlainJob())
     for (name, mine), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Centred(nn.Module):
+    """Centres that forward follows, by assignment to their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.head = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("centre", torch.zeros(FEATURES))
+
+    def loss(self, places: torch.Tensor, points: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(self.head(points - self.centre.clone()), labels)
+        self.centre.data = 0.9 * self.centre.data + 0.1 * points.mean(0)
+        return loss
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_centres_that_forward_writes_are_a_buffer(plane: Plane, bound: int) -> None:
+    with join(plane, bound) as job:
+        mine = loop(job, Centred(), buffers={"centre": "mean"})
+    theirs = loop(PlainJob(), Centred())
+    near = 0.5 if bound else 1e-5
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(mine.state_dict()[name], value, rtol=1e-4, atol=near)
+    assert len(set(plane.gather_objects(str(mine.state_dict())))) == 1
+
+
+def with_key(job: Any) -> list[nn.Module]:
+    """MoCo's key encoder, which follows the query's, beside the prepared model."""
+    torch.manual_seed(5)
+    query = nn.Linear(FEATURES, CLASSES)
+    key = copy.deepcopy(query).requires_grad_(False)
+    job.keep_average(key)
+    optimizer = torch.optim.SGD(query.parameters(), 0.1)
+    query, optimizer, loader = job.prepare(query, optimizer, DataLoader(Numbered(), BATCH, shuffle=True))
+    for _ in job.epochs(EPOCHS):
+        for _, points, labels in loader:
+            job.backward(nn.functional.cross_entropy(query(points) - 0.3 * key(points), labels))
+            job.step(optimizer)
+            with torch.no_grad():
+                for mine, theirs in zip(key.parameters(), query.parameters(), strict=True):
+                    mine.lerp_(theirs, 0.1)
+    return [query, key]
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_a_key_encoder_stands_beside_the_prepared_model(plane: Plane, bound: int) -> None:
+    with join(plane, bound) as job:
+        found = with_key(job)
+    plain = with_key(PlainJob())
+    near = 0.5 if bound else 1e-5
+    for mine, theirs in zip(found, plain, strict=True):
+        for name, value in theirs.state_dict().items():
+            torch.testing.assert_close(mine.state_dict()[name], value, rtol=1e-4, atol=near)
+        assert len(set(plane.gather_objects(str(mine.state_dict())))) == 1
 
 
 class Observing(nn.Module):

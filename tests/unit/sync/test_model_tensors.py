@@ -71,6 +71,14 @@ def test_memory_put_behind_a_weight_is_put_back(model: Net, tensors: ModelTensor
     assert shared.unique().tolist() == [7]
 
 
+def test_memory_put_behind_a_buffer_is_put_back(model: Net, tensors: ModelTensors) -> None:
+    shared = model.mean.detach()
+    model.mean.data = 0.5 * model.mean + 1
+    tensors.restore()
+    assert model.mean.data_ptr() == shared.data_ptr()
+    assert shared.tolist() == [1, 1]
+
+
 def test_caches_may_do_as_they_like(model: Net, tensors: ModelTensors) -> None:
     model.cache = torch.ones(9)
     tensors.check()
@@ -103,7 +111,9 @@ def test_what_ranks_do_not_share_must_stay(model: Net, tensors: ModelTensors) ->
     tensors.check()
     with torch.no_grad():
         model.first.weight.fill_(1.0)
-    with pytest.raises(UserError, match=r"first\.weight was changed while training runs"):
+    with pytest.raises(
+        UserError, match=r"first\.weight was changed .*buffers=\{'first.weight': 'mean'\}.*keep_average"
+    ):
         tensors.restore()
 
 
