@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
-from training import CLASSES, FEATURES, Blobs, Net, loss_on_all
+from training import BATCH, CLASSES, FEATURES, Blobs, Net, loss_on_all
 
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane
@@ -219,6 +219,24 @@ def skipping_plain(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> No
         loop.optimizer.zero_grad()
 
 
+def decay(loop: Loop) -> torch.Tensor:
+    """By hand: a sum over weights, and over no samples."""
+    return 0.01 * torch.stack([weight.pow(2).sum() for weight in loop.model.parameters()]).sum()
+
+
+def sum_and_penalty(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    loop.job.backward(cross_entropy(loop.model(points), labels, reduction="sum") / BATCH, reduction="sum")
+    loop.job.backward(decay(loop))
+    loop.job.step()
+
+
+def scaled_mean_and_penalty(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    loop.job.backward(
+        BATCH * (cross_entropy(loop.model(points), labels, reduction="none") / BATCH).mean() + decay(loop)
+    )
+    loop.job.step()
+
+
 ROWS = {
     "tokens": Row(body=tokens),
     "tokens, K = 3": Row(body=tokens, accumulation=3, falls_to=0.9),
@@ -238,6 +256,8 @@ ROWS = {
     "micro-batches": Row(body=micro_batches, settings={"overlap": False}, falls_to=0.9),
     "micro-batches, K = 2": Row(body=micro_batches, accumulation=2, falls_to=0.9, settings={"overlap": False}),
     "class weights": Row(body=classes, falls_to=0.9),
+    "a sum, and a penalty by itself": Row(body=sum_and_penalty),
+    "a sum as a mean, with a penalty": Row(body=scaled_mean_and_penalty),
     "masked": Row(body=masked),
     "chosen": Row(body=chosen),
     "skipping": Row(body=skipping),
