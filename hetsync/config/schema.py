@@ -68,7 +68,8 @@ class RunConfig:
         samples: Samples to train on, over all ranks; null trains for `epochs`.
         epochs: Passes over the training data, where `samples` is null.
         evaluate_every: Samples between evaluations on the test data; null evaluates at the end only.
-        checkpoint_every: Samples between checkpoints; null saves by `checkpoint_seconds` and at the end only.
+        checkpoint_every: Samples between checkpoints, each at the first end of a batch at or after its mark; null
+            saves by `checkpoint_seconds` and at the end only.
         checkpoint_seconds: Longest training without a checkpoint, in seconds; null saves by `checkpoint_every` only.
         keep_checkpoints: Newest checkpoints to keep.
         plane: What carries sums and messages: mpi; torch (sums by NCCL for CUDA devices, else by Gloo); horovod (sums
@@ -518,6 +519,11 @@ class Config:
     emulation: EmulationConfig = field(default_factory=EmulationConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
+
+    @property
+    def step_samples(self) -> int:
+        """Of a batch, or of the several that make one step in synchronous mode."""
+        return self.data.batch_size * (self.sync.first_accumulation if self.sync.delay_bound == 0 else 1)
 
     @property
     def rests_to_evaluate(self) -> bool:

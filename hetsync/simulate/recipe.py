@@ -17,7 +17,7 @@ from hetsync.models import build_for
 from hetsync.profiling.device import engine_buffers, memory_cap, state_buffers
 from hetsync.profiling.measure import loss_on
 from hetsync.simulate.scenario import Scenario, Traffic
-from hetsync.sync.milestones import CHECKPOINT, EPOCH, marks_every, no_marks, rests_for
+from hetsync.sync.milestones import CHECKPOINT, EPOCH, checkpoints_every, marks_every, no_marks, rests_for
 from hetsync.sync.optimizers import build_optimizer
 
 
@@ -36,13 +36,15 @@ def scenario_of(config: Config, cluster: Cluster, ranks: int | None, built: Data
     total = total_samples(run.samples, run.epochs, len(built.train))  # type: ignore[arg-type]
     evaluations = marks_every(run.evaluate_every, total)
     judged = evaluations if config.rests_to_evaluate else no_marks
+    interval = (run.evaluate_every or total) if config.rests_to_evaluate else None
+    saves = checkpoints_every(run.checkpoint_every, config.step_samples, interval, total)
     return Scenario(
         cluster,
         profiles(config, cluster, ranks, model, built),
         config.sync,
         config.data.batch_size,
         total,
-        rests_for({CHECKPOINT: marks_every(run.checkpoint_every, total), EPOCH: judged}, total),
+        rests_for({CHECKPOINT: saves, EPOCH: judged}, total),
         seed=run.seed,
         traffic=Traffic.of(model, config.sync.bucket_bytes),
         evaluations=no_marks if config.rests_to_evaluate else evaluations,

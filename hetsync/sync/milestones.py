@@ -50,6 +50,31 @@ def marks_every(samples: int | None, total: int) -> Marks:
     return following
 
 
+def at_ends_of_batches(marks: Marks, batch: int, interval: int | None, total: int) -> Marks:
+    """Each mark at the first end of a batch at or after it, so that no rest cuts one; several that fall into one batch
+    are one. Batches of `batch` samples are cut anew in each interval, or, without intervals, from the stream's
+    beginning."""
+    interval = interval or max(1, total)
+
+    def begin(position: int) -> int:
+        return position // interval * interval + position % interval // batch * batch
+
+    def end(position: int) -> int:
+        first = position // interval * interval
+        return first + min(interval, -(-(position - first) // batch) * batch)
+
+    def following(position: int) -> int | None:
+        due = marks(begin(position))
+        return None if due is None or end(due) >= total else end(due)
+
+    return following
+
+
+def checkpoints_every(samples: int | None, batch: int, interval: int | None, total: int) -> Marks:
+    """Marks of checkpoints that are due after so many samples each."""
+    return at_ends_of_batches(marks_every(samples, total), batch, interval, total)
+
+
 def rests_at(marks: Marks, reason: str, total: int) -> Milestones:
     """Rests at the marks, and a final one at the end."""
     return rests_for({reason: marks}, total)

@@ -35,7 +35,7 @@ from hetsync.stop_signal import STATUSES, StopSignal
 from hetsync.sync.agreement import Agreement, weights_sha256
 from hetsync.sync.group_state import GroupState
 from hetsync.sync.messages import settings_of
-from hetsync.sync.milestones import CHECKPOINT, EPOCH, Milestones, marks_every, rests_for
+from hetsync.sync.milestones import CHECKPOINT, EPOCH, Marks, Milestones, checkpoints_every, marks_every, rests_for
 from hetsync.sync.optimizer_state import state_by_place
 from hetsync.sync.optimizers import build_optimizer
 from hetsync.sync.steps import set_rates
@@ -212,12 +212,21 @@ class PlannedJob:
         return run.keep_best.metric is not None or run.early_stop.metric is not None
 
     def _milestones(self) -> Milestones:
-        run = self.config.run
         rests = {}
-        if self._judges or self._delayed:  # where they meet, checkpoints are due by their own mark, too
-            rests[EPOCH] = marks_every(run.evaluate_every or self.total, self.total)
-        rests[CHECKPOINT] = marks_every(run.checkpoint_every, self.total)
+        if self._interval is not None:  # where they meet, checkpoints are due by their own mark, too
+            rests[EPOCH] = marks_every(self._interval, self.total)
+        rests[CHECKPOINT] = self._checkpoints
         return rests_for(rests, self.total)
+
+    @property
+    def _interval(self) -> int | None:
+        """Samples after which all rest, again and again, whatever is saved."""
+        return self.config.run.evaluate_every or self.total if self._judges or self._delayed else None
+
+    @property
+    def _checkpoints(self) -> Marks:
+        every, batch = self.config.run.checkpoint_every, self.config.data.batch_size
+        return checkpoints_every(every, batch, self._interval, self.total)
 
     def _evaluations(self, before: int) -> int | None:
         """The next mark after so many samples; none where it is a milestone already, since something is decided."""
@@ -295,8 +304,8 @@ class PlannedJob:
         """Save and evaluate where that is due; whether training ends here."""
         final, caught = rest.applied == self.total, rest.caught
         ending = final or caught is not None
-        every, mark = self.config.run.checkpoint_every, self._evaluations(rest.before)
-        save = ending or rest.save or (every is not None and rest.applied % every == 0)
+        mark = self._evaluations(rest.before)
+        save = ending or rest.save or self._checkpoints(rest.applied - 1) == rest.applied
         judge = self._judges and (final or rest.reason == EPOCH)
         evaluate = final or judge or (mark is not None and rest.applied >= mark)
         began = self.books.clock.stop()

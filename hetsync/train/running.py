@@ -23,7 +23,7 @@ from hetsync.launchers import write_status
 from hetsync.plane.base import CutOffError, LateError, LostError, Newcomer, Plane, StalledError
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.messages import NO_BOUND
-from hetsync.sync.milestones import CHECKPOINT, EPOCH, JOIN, ROLLBACK, Marks, marks_every, rests_for
+from hetsync.sync.milestones import CHECKPOINT, EPOCH, JOIN, ROLLBACK, Marks, checkpoints_every, marks_every, rests_for
 from hetsync.sync.tail import trained_values, travelling_bytes
 from hetsync.telemetry import Telemetry
 from hetsync.train import checkpoint, ranks
@@ -319,9 +319,14 @@ class Running:
         session.deaths += [] if self._welcome is None else self._welcome.deaths
         return session
 
+    @property
+    def _checkpoints(self) -> Marks:
+        every, step = self.config.run.checkpoint_every, self.config.step_samples
+        return checkpoints_every(every, step, self.prepared.interval_samples, self.total)
+
     def _make_terms(self, shares: tuple[int, ...]) -> Terms:
         run, progress = self.config.run, self._progress
-        rests: dict[str, Marks] = {CHECKPOINT: marks_every(run.checkpoint_every, self.total)}
+        rests: dict[str, Marks] = {CHECKPOINT: self._checkpoints}
         if self.prepared.interval_samples is not None:
             rests[EPOCH] = marks_every(self.prepared.interval_samples, self.total)
         return Terms(
@@ -457,7 +462,7 @@ class Running:
 
     def rest(self, rest: AtRest, standing: Standing) -> None:
         """Collective: save and evaluate where that is due."""
-        session, every = self.session, self.config.run.checkpoint_every
+        session = self.session
         self._resting = True
         self._succeed()
         if rest.reason == ROLLBACK:
@@ -466,7 +471,8 @@ class Running:
         self._share_scale()
         self._take_evaluations()
         self.over |= rest.final or session.stopping
-        if self.over or rest.reason in (CHECKPOINT, JOIN) or (every is not None and session.applied % every == 0):
+        marked = self._checkpoints(session.applied - 1) == session.applied
+        if self.over or marked or rest.reason in (CHECKPOINT, JOIN):
             self._save(standing, last=self.over)  # before an evaluation, which may fail
             self._saved_last = self.over
         if rest.evaluation_due and self.prepared.evaluation is not None:

@@ -52,8 +52,8 @@ def go_back(folder: Path, samples: int) -> None:
 
 def test_an_epoch_that_goes_on_has_each_sample_once(tmp_path: Path) -> None:
     used = train(tmp_path)
-    go_back(tmp_path, 72)
-    assert train(tmp_path) == used[72:]
+    go_back(tmp_path, 80)
+    assert train(tmp_path) == used[80:]
 
 
 def test_drawn_epochs_go_on_as_they_were_drawn(tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_drawn_epochs_go_on_as_they_were_drawn(tmp_path: Path) -> None:
     used = train(tmp_path, weights=weights)
     assert len(used) == 2 * EPOCH
     assert all(index % 3 for index in used)
-    go_back(tmp_path, 72)
-    assert train(tmp_path, weights=weights) == used[72:]
+    go_back(tmp_path, 80)
+    assert train(tmp_path, weights=weights) == used[80:]
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_another_order_is_refused_in_mid_epoch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], sentence: str
 ) -> None:
     train(tmp_path)
-    go_back(tmp_path, 72)
+    go_back(tmp_path, 80)
     with pytest.raises(SystemExit) as end:
         train(tmp_path, **changed)
     assert end.value.code == 2
     assert (
-        f"the run stands at sample 72 of an order that these data do not have ({sentence})" in capsys.readouterr().err
+        f"the run stands at sample 80 of an order that these data do not have ({sentence})" in capsys.readouterr().err
     )
 
 
