@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Number
 
 import torch
 
@@ -170,10 +171,12 @@ class Agreement:
         return {id(weights[place]): state for place, state in self._optimizer_state().items()}
 
     def _optimizer_state(self) -> dict[int, dict[str, torch.Tensor]]:
-        """By the place of a weight among all, with names of their own."""
+        """By the place of a weight among all, with names of their own: tensors and numbers. What else it keeps (lists
+        of tensors, words) is made by steps, alike on all ranks, or after local steps the lowest rank's."""
         found: dict[int, dict[str, torch.Tensor]] = {}
         for place, state in state_by_place(self._optimizers).items():
-            kept = {name: torch.as_tensor(value) for name, value in state.items() if value is not None}
+            told = {name: value for name, value in state.items() if isinstance(value, torch.Tensor | Number)}
+            kept = {name: torch.as_tensor(value) for name, value in told.items()}
             found[place] = {f"optimizer.{place}.{name}": value for name, value in kept.items()}
         return found
 

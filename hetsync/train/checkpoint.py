@@ -99,7 +99,7 @@ def save(
     """
     target = folder / f"{PREFIX}{progress.samples_applied:012d}"
     tensors, plain = _flatten_optimizers(optimizers)
-    tree, more = state_tree.flatten(state or {})
+    trees, more = state_tree.flatten({"optimizer": plain, "state": state or {}})
     tensors |= more
     if outer is not None:
         tensors["outer"] = outer
@@ -115,7 +115,7 @@ def save(
         for name, content in ((MODEL, model.state_dict()), (OPTIMIZER, tensors)):
             save_file(storable(content), building / name)
             pairs[name], parts[name] = paired(content), parted(content)
-        books = {"progress": asdict(progress), "optimizer_kind": _kind(optimizers), "optimizer": plain, "state": tree}
+        books = {"progress": asdict(progress), "optimizer_kind": _kind(optimizers), **trees}
         _write_state(building, {**books, "pairs": pairs, "parts": parts})
         for file in building.iterdir():
             flush_to_disk(file)
@@ -226,7 +226,8 @@ def load(path: Path) -> Loaded:
         )
         outer = tensors.pop("outer", None)
         tree = state_tree.unflatten(state.get("state", {}), tensors)
-        optimizer = _unflatten_optimizer(tensors, state["optimizer"])
+        plain = state_tree.unflatten(state["optimizer"], tensors)
+        optimizer = _unflatten_optimizer(tensors, plain)
         return Loaded(path, progress, model, optimizer, state["optimizer_kind"], outer, tree)
     except UserError:
         raise

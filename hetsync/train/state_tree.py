@@ -7,7 +7,7 @@ Counter({"a": 1})    ->   {"items": {"Counter": {"a": 1}}}
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -18,7 +18,13 @@ import torch
 from hetsync.errors import UserError
 
 PREFIX = "state."
-MARKS = ("tensor", "array", "tuple", "items")  # a dictionary with one of these keys and no other stands for a value
+MARKS = (
+    "tensor",
+    "array",
+    "tuple",
+    "items",
+    "deque",
+)  # a dictionary with one of these keys and no other stands for a value
 FACTORIES = (int, float, list, dict)  # of what a defaultdict has where it has nothing
 
 
@@ -39,6 +45,8 @@ def _plain(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         return value.item()
     if isinstance(value, tuple):
         return {"tuple": [_plain(part, f"{where}[{place}]", tensors) for place, part in enumerate(value)]}
+    if isinstance(value, deque):
+        return {"deque": [value.maxlen, _plain(list(value), where, tensors)]}
     if isinstance(value, list):
         return [_plain(part, f"{where}[{place}]", tensors) for place, part in enumerate(value)]
     if isinstance(value, Mapping):
@@ -81,6 +89,9 @@ def unflatten(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
             return tensors.pop(value).numpy()
         if mark == "tuple":
             return tuple(unflatten(part, tensors) for part in value)
+        if mark == "deque":
+            most, parts = value
+            return deque(unflatten(parts, tensors), most)
         if mark == "items" and isinstance(value, dict):
             ((kind, parts),) = value.items()
             return _maker(kind)(unflatten(parts, tensors))

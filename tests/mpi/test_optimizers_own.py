@@ -27,7 +27,7 @@ from loops import (
     on_ranks,
     settled,
 )
-from own_state import Adapting, Averaging, Elsewhere
+from own_state import Adapting, Averaging, Elsewhere, Listing
 from plain_job import PlainJob
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -39,7 +39,7 @@ from hetsync.sync.group_state import alike, beside, kept, settings_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
 
-KINDS = [Adapting, Averaging, Elsewhere]
+KINDS = [Adapting, Averaging, Elsewhere, Listing]
 Make = Callable[[Iterable[Any]], Optimizer]
 
 

@@ -285,9 +285,7 @@ def test_weights_that_one_rank_changes_at_rest_are_named(
     def act(epoch: int) -> None:
         change(model, odd)
 
-    with pytest.raises(
-        UserError, match=r"buffers were changed at rest, and ranks \[1\] have others than rank 0"
-    ):
+    with pytest.raises(UserError, match=r"buffers were changed at rest, and ranks \[1\] have others than rank 0"):
         train(job, act, loader, model, optimizer)
     job.session.release()
 

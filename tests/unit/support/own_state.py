@@ -75,6 +75,23 @@ class Averaging(Optimizer):
             group["k"] += 1
 
 
+class Listing(torch.optim.Optimizer):
+    """Keeps lists of tensors, and nothing, of each weight, as SOAP and its kin do."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    state = self.state[weight]
+                    last = [weight.grad.clone(), *state.get("last", [])][:3]
+                    state |= {"last": last, "deep": {"of": [None, last[0]]}}
+                    weight -= group["lr"] * sum(last)
+
+
 class Elsewhere(torch.optim.SGD):
     """What it makes is in the state of no weight, and in its `state_dict` alone."""
 
