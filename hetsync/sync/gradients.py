@@ -175,6 +175,12 @@ class Arrivals:
                 if (before is not grad or version != grad._version) and bool(grad.count_nonzero()):
                     raise UserError(BY_HAND)
 
+    def give_back(self) -> None:
+        """What is in `.grad` is what it was before it was given to the loop: nobody makes it whole any more."""
+        for parameter, given in self._given.items():
+            if parameter.grad is given:
+                parameter.grad = None if parameter in self._empty else plain_of(given)
+
     def make_whole(self, parameter: torch.nn.Parameter) -> None:
         """What is in `.grad` is what the loop's own names for it mean, too."""
         given = self._given.pop(parameter, None)
@@ -375,6 +381,7 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._arrivals.give_back()
 
     @torch.no_grad()
     def _arrive(self, parameter: torch.Tensor) -> None:

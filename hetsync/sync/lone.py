@@ -160,6 +160,7 @@ class LoneGradients:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._arrivals.give_back()
 
     def take(self, number: int) -> None:
         """Raises UserError where others were put there since backward, as they must not be on several ranks."""

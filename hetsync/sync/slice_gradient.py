@@ -50,6 +50,7 @@ class SliceGradient(torch.Tensor):
     @classmethod
     def of(cls, gradient: torch.Tensor, look: Callable[[], None]) -> SliceGradient:
         """Of the same memory."""
+        gradient = plain_of(gradient)  # one that another job has left, which ended before its step
         made = gradient.as_subclass(cls)
         made.plain, made.look = gradient, look
         return made

@@ -143,7 +143,7 @@ class HeldAtRest:
         parts = [reals(part) for tensor in tensors for part in dense_parts(tensor)]
         figures = [part.sum(dtype=torch.float64) for part in parts]
         figures += [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts if part.is_floating_point()]
-        told = torch.stack(figures).nan_to_num().tolist() if figures else []
+        told = torch.stack([each.to(figures[0].device) for each in figures]).nan_to_num().tolist() if figures else []
         return [tensor._version for tensor in tensors], told
 
     def changed(self) -> bool:

@@ -402,6 +402,7 @@ def test_after_a_failure_the_model_may_be_trained_again() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
+    assert {type(weight.grad) for weight in model.parameters()} == {torch.Tensor}
     train(join(model, SGD(model.parameters(), 0.1), 0), model)
 
 
