@@ -15,6 +15,7 @@ from torch import nn
 
 _DRAWN_SEED = torch.initial_seed()  # by PyTorch itself, at random, unless a script had set one by then
 _LEAST_DRAWN = 2**32  # nearly all that it draws are above
+NO_RANK = -1  # but all
 
 
 def torch_seed() -> int | None:
@@ -60,6 +61,34 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+class RankSeeds:
+    """What a rank of a job draws: in its loop over batches its own, and between loops, where ranks rest and what they
+    make of weights must be the same, what all draw. Both go by the samples applied so far, so that a resumed run draws
+    as the uninterrupted one."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self._seed, self._rank = seed, rank
+        self._at_rest: int | None = None  # seed of the newest rest
+
+    def begin_loop(self, applied: int, by_script: int | None = None, alone: bool = False) -> None:
+        """`by_script`: a seed that the script has set at the rest; a rank `alone` draws on from there."""
+        if by_script is None or not alone:
+            seed_all(_mixed(self._seed if by_script is None else by_script, self._rank, applied))
+
+    def begin_rest(self, applied: int) -> None:
+        self._at_rest = _mixed(self._seed, NO_RANK, applied)
+        seed_all(self._at_rest)
+
+    def by_script(self) -> int | None:
+        """The seed that it has set at the rest."""
+        seed = torch.initial_seed()
+        return None if self._at_rest is None or seed == self._at_rest else seed
+
+
+def _mixed(*numbers: int) -> int:
+    return hash(numbers) & (2**63 - 1)
 
 
 @contextmanager

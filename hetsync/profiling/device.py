@@ -28,9 +28,8 @@ BACKWARD_OVERHEAD = 1.4
 
 # Copies of what is trained, in the precision of sums, that delayed training keeps (`sync/deltas.py`).
 ENGINE_BUFFERS = 4
-EVALUATION_BUFFERS = (
-    2  # the anchor that is evaluated while training goes on, and the weights that it takes the place of
-)
+# More, while an anchor is evaluated: itself, and the weights whose place it takes.
+EVALUATION_BUFFERS = 2
 
 # Left to everything that no model of memory knows: fragmentation, workspaces, the data loader.
 USABLE_FRACTION = 0.9

@@ -19,16 +19,16 @@ import torch
 from hetsync.data.ledger import Span
 from hetsync.plane.base import MembersLost, Plane, StalledError
 from hetsync.processes import Process
-from hetsync.sync.agreement import weights_sha256
 from hetsync.sync.communicator import Communicator
 from hetsync.sync.constraints import NO_CONSTRAINTS, Constraints
 from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Nesterov, Snapshot
 from hetsync.sync.device_order import device_order
 from hetsync.sync.fragments import FragmentedDeltas
-from hetsync.sync.gradients import STEPPED, Gradients, Unstepped
+from hetsync.sync.gradients import Gradients
 from hetsync.sync.log import Applied, Began, Closed, Finished, Followers
 from hetsync.sync.lone import LoneGradients
+from hetsync.sync.loop_report import STEPS, LoopReport
 from hetsync.sync.lost_books import Tally
 from hetsync.sync.messages import CapFound, Evaluated, Event, StartRound, Task, TaskSpoiled, WentBack
 from hetsync.sync.overhead import MainThreadTimer, Overhead
@@ -320,7 +320,7 @@ class Engine:
     @property
     def is_made_up(self) -> bool:
         """Synchronous mode, once a stage's sums are in: does some rank make this step without its loop?"""
-        return self._gradients.skipped or self._gradients.apart
+        return self._gradients.made_up
 
     def fill(self, idle: bool) -> None:
         """Synchronous mode: a backward pass of the job's is over, or is left out, as there is nothing to learn."""
@@ -351,17 +351,10 @@ class Engine:
             self._apply()
             self._shared.followers.tell(Closed())
 
-    def reduce(
-        self,
-        task: Task,
-        stage: int | None = None,
-        scaled: bool = False,
-        unstepped: Unstepped = STEPPED,
-        looks: bool = False,
-    ) -> int:
+    def reduce(self, task: Task, stage: int | None = None, scaled: bool = False, report: LoopReport = STEPS) -> int:
         """Synchronous mode, in the task's last slice: gradients up to this stage's, which the loop steps next, become
-        the mean over the round's samples (None: all, and it steps none). What is `scaled` may be infinite. `looks`: the
-        loop looks at them before its step.
+        the mean over the round's samples (None: all, and it steps none). What is `scaled` may be infinite.
+        `report`: what else the loop says.
 
         Returns the number of samples: 0 where all have withdrawn, or the task is void, and there are no gradients.
         There are none, either, where the round is spoiled.
@@ -370,7 +363,7 @@ class Engine:
         if self.is_void:
             return 0
         last = len(gradients.stages) - 1
-        total = gradients.flush(task.samples, stage, scaled, unstepped, looks)
+        total = gradients.flush(task.samples, stage, scaled, report)
         stage = last if stage is None else stage
         if not scaled and not math.isfinite(total):
             if not self._options.skips:
@@ -597,10 +590,11 @@ class Engine:
             with self._shared.order:
                 self._shared.deltas.adopt()
 
-    def changed_weights(self) -> str | None:
-        """At rest, in delayed mode: a digest of the weights, where they are not the anchor's any more."""
+    @property
+    def holds_anchor(self) -> bool:
+        """At rest: are the weights still what all ranks hold? Always in synchronous mode, which has no anchor."""
         deltas = self._shared.deltas
-        return None if deltas is None or deltas.holds_anchor else weights_sha256(self._shared.weights)
+        return deltas is None or deltas.holds_anchor
 
     def adopt_weights(self) -> None:
         """At rest: they have been changed, on all ranks alike. Buffers are what rounds make of them."""

@@ -24,9 +24,9 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -34,32 +34,14 @@ from hetsync.errors import UserError
 from hetsync.plane.base import Allocate, Residual, WireFormat, allocate_anywhere
 from hetsync.plane.wire import round_trip
 from hetsync.sync.buffers import Writes
+from hetsync.sync.loop_report import STEPS, LoopReport, Roles
 from hetsync.sync.model_tensors import all_trained
 from hetsync.sync.reals import allocated, as_of, count_reals, reals, summed_in
-from hetsync.sync.slice_gradient import SliceGradient, plain_of
+from hetsync.sync.slice_gradient import Arrivals, plain_of
 from hetsync.sync.tail import Tail, added_buffers, shared_buffers
 from hetsync.sync.units import TaskUnits
 
 ROUNDS_WATCHED = 2  # in which forward may initialise weights
-# Ranks whose losses are sums; units that gradients are means over, and those of them whose loss is a number; ranks that
-# step, those of them that look at gradients before, that could step and do not, that have computed the slice and have
-# nothing for this stage, and of all these those that have had no part of some batches before; that have skipped the
-# slice, that do not know how loops clip, that have no slice; whose gradients are not finite; samples.
-COUNTS = 13
-BY_HAND = (
-    "gradients were written by hand (weight.grad = ..., as gradient surgery does) before step, but with"
-    " sync.delay_bound 0 they are averaged over ranks only then, which is wrong unless they are linear in each rank's"
-    " gradient: take a delay bound of 1 or more, or give those that are by torch.autograd.backward(weights, gradients)"
-)
-DROPPED = (
-    "gradients were set to none after backward and before their step, but with sync.delay_bound 0 ranks are yet to sum"
-    " them: leave a batch out before its backward, by job.backward(loss, weight=0)"
-)
-BEHIND = (
-    "the loops of {step:.0f} ranks step an optimizer in a batch and those of {others:.0f} do not, as {behind:.0f} ranks"
-    " have had no part of some batches before (they are slow, or an epoch's last batch is small), and a count of the"
-    " loop's own is behind there: with sync.delay_bound 0 go by job.step_count, which is the same on all ranks"
-)
 AGAIN = (
     "a weight got another gradient after gradients of this batch had been looked at or clipped, and before their step,"
     " but with sync.delay_bound 0 ranks have summed them by then: call backward for all losses of a step first, or take"
@@ -114,80 +96,6 @@ def make_buckets(
     return [*buckets, Bucket(group, allocate)] if group else buckets
 
 
-class Arrivals:
-    """The gradients of one slice, as backward has left them: how many, and whether a script has put others there."""
-
-    def __init__(self, parameters: Iterable[torch.nn.Parameter] = ()) -> None:
-        """`parameters` may hold gradients of slices before."""
-        self._before = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
-        self.several = False  # for one parameter
-        self.any = False
-        self._seen: set[torch.nn.Parameter] = set()
-        self._given: dict[torch.nn.Parameter, torch.Tensor] = {}  # to the loop
-        self._versions: dict[torch.nn.Parameter, int] = {}  # of sparse ones, which have no subclass
-        self._empty: set[torch.nn.Parameter] = set()  # whose gradient holds nothing, and is only there to be looked at
-
-    def add(self, parameter: torch.nn.Parameter, look: Callable[[], None]) -> bool:
-        """Is this the parameter's first? Whoever calls a torch function with what is in `.grad` from now on calls
-        `look` before."""
-        assert parameter.grad is not None
-        first = parameter not in self._seen
-        self.several |= not first
-        self.any = True
-        self._seen.add(parameter)
-        self._empty.discard(parameter)
-        if parameter.grad.layout is not torch.strided:
-            self._given[parameter], self._versions[parameter] = parameter.grad, parameter.grad._version
-        elif parameter.grad is not self._given.get(parameter):
-            self._given[parameter] = parameter.grad = SliceGradient.of(parameter.grad, look)
-        return first
-
-    def has_any_of(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        return not self._seen.isdisjoint(parameters)
-
-    def fill(self, parameters: Iterable[torch.nn.Parameter], look: Callable[[], None]) -> None:
-        """Those that have got no gradient here may have one from other ranks: whoever looks finds that, too."""
-        for parameter in parameters:
-            if parameter.grad is None:
-                self._given[parameter] = parameter.grad = SliceGradient.of(torch.zeros_like(parameter), look)
-                self._empty.add(parameter)
-
-    @torch.no_grad()
-    def take(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """They are whole, as far as this slice goes; what comes for them now is no matter of it.
-
-        Raises UserError where what these hold is not what backward has left.
-        """
-        for parameter in parameters:
-            grad = parameter.grad
-            if parameter in self._seen:
-                self._seen.discard(parameter)
-                if grad is None:
-                    raise UserError(DROPPED)
-                of_sparse = self._versions.get(parameter)
-                if grad is not self._given[parameter] or (of_sparse is not None and of_sparse != grad._version):
-                    raise UserError(BY_HAND)
-                parameter.grad = plain_of(grad)
-            elif parameter in self._empty and grad is self._given[parameter]:
-                parameter.grad = None
-            elif grad is not None:
-                before, version = self._before.get(parameter, (None, 0))
-                if (before is not grad or version != grad._version) and bool(grad.count_nonzero()):
-                    raise UserError(BY_HAND)
-
-    def give_back(self) -> None:
-        """What is in `.grad` is what it was before it was given to the loop: nobody makes it whole any more."""
-        for parameter, given in self._given.items():
-            if parameter.grad is given:
-                parameter.grad = None if parameter in self._empty else plain_of(given)
-
-    def make_whole(self, parameter: torch.nn.Parameter) -> None:
-        """What is in `.grad` is what the loop's own names for it mean, too."""
-        given = self._given.pop(parameter, None)
-        if parameter.grad is not None and isinstance(given, SliceGradient):
-            given.plain = parameter.grad
-
-
 def stage_places(groups: Sequence[Sequence[torch.nn.Parameter]]) -> dict[torch.nn.Parameter, int]:
     """A weight's sum is there at its first step: one that several optimizers step is of the first of them."""
     place: dict[torch.nn.Parameter, int] = {}
@@ -207,27 +115,36 @@ class Stage:
         self.tail = tail
 
 
-@dataclass(frozen=True)
-class Unstepped:
-    """What a loop says of a task in whose last slice it makes no step: it adds gradients up, has skipped the slice, or
-    has been left.
+class Counts(NamedTuple):
+    """Behind the uses of each parameter in a stage's tail, summed over ranks.
 
     Attributes:
-        computed: It has had a slice of the task, and not skipped it.
-        apart: It has had none, and goes on with the next task.
-        skipped: It has had one, and skipped it.
-        makes_up: What slices before have brought is stepped on in its place.
-        clips_unknown: It has yet to clip.
+        sums: Ranks whose losses are sums.
+        given: Units that gradients are means over.
+        counted: Those of them whose loss is a number.
+        roles: As in `Roles`, one after the other.
+        spoiled: Ranks whose gradients are not finite.
+        samples: Of the round.
     """
 
-    computed: bool = True
-    apart: bool = False
-    skipped: bool = False
-    makes_up: bool = False
-    clips_unknown: bool = False
+    sums: float
+    given: float
+    counted: float
+    roles: Roles
+    spoiled: float
+    samples: float
+
+    @classmethod
+    def read(cls, told: Sequence[float]) -> Counts:
+        """Out of the last `COUNTS` of a tail."""
+        sums, given, counted, *roles, spoiled, samples = told
+        return cls(sums, given, counted, Roles(*roles), spoiled, samples)
+
+    def written(self) -> list[float]:
+        return [self.sums, self.given, self.counted, *self.roles, self.spoiled, self.samples]
 
 
-STEPPED = Unstepped()  # says nothing else
+COUNTS = len(Counts._fields) - 1 + len(Roles._fields)
 
 
 class Gradients:
@@ -272,7 +189,6 @@ class Gradients:
         self._wake = wake
         self._leave = leave
         self._skips = skips
-        self.spoiled = False  # has the round of this task brought nothing?
         self._overlap = overlap  # no more, once a slice has had several gradients for a parameter
         self._shown = False  # that a slice has one gradient a parameter
         self._rounds_watched = 0
@@ -286,12 +202,8 @@ class Gradients:
         self._taken: set[int] = set()  # stages whose gradients of this slice are in the buckets
         self._units = TaskUnits()
         self._held: set[int] = set()  # stages whose gradients the loop has been given before its step
-        self._stepped: set[int] = set()  # stages that some rank steps on, in this round
-        self._missed = 0  # rounds in which this rank, whose loop goes on, had no slice
-        self.apart = False  # has some rank had no slice in this round?
-        self.looks_differ = False  # are there ranks that look at gradients before a step, and others that do not?
-        self.skipped = False  # has some rank skipped its slice, in this round?
-        self.clips_unknown = False  # does some rank not know how loops clip, in this round?
+        self._told: dict[int, Counts] = {}  # by stage, whose sums are in: what ranks say of this round
+        self._missed = False  # has this rank, whose loop goes on, had no part of some round?
         self._last_slice = False
         self._listening = False
         self._hooks = self._listen()
@@ -372,9 +284,36 @@ class Gradients:
         """The loop has been given this stage's gradients to look at, or steps on them now."""
         (self._held.add if held else self._held.discard)(number)
 
+    # Of the stages whose sums are in:
+
     def is_stepped(self, number: int) -> bool:
-        """Once this stage's sums are in: do other ranks, or this one, step on them?"""
-        return number in self._stepped
+        """Do other ranks, or this one, step on this one?"""
+        return number in self._told and self._told[number].roles.step > 0
+
+    @property
+    def spoiled(self) -> bool:
+        """Does the round bring nothing?"""
+        return any(told.spoiled for told in self._told.values())
+
+    @property
+    def skipped(self) -> bool:
+        """Has some rank skipped its slice?"""
+        return any(told.roles.skipped for told in self._told.values())
+
+    @property
+    def made_up(self) -> bool:
+        """Does some rank make these steps without its loop, as it has skipped its slice, or has none?"""
+        return self.skipped or any(told.roles.apart for told in self._told.values())
+
+    @property
+    def clips_unknown(self) -> bool:
+        """Does some rank not know how loops clip?"""
+        return any(told.roles.clips_unknown for told in self._told.values())
+
+    @property
+    def looks_differ(self) -> bool:
+        """Do some ranks look at gradients before a step, and others not, as they have none of their own?"""
+        return any(0 < told.roles.look < told.roles.step for told in self._told.values())
 
     def close(self) -> None:
         """Leave gradients alone, until the next task is opened: the job is over, or goes on in delayed mode."""
@@ -458,16 +397,9 @@ class Gradients:
             parameter.grad = None
 
     @torch.no_grad()
-    def flush(
-        self,
-        samples: int,
-        number: int | None = None,
-        scaled: bool = False,
-        unstepped: Unstepped = STEPPED,
-        looks: bool = False,
-    ) -> float:
+    def flush(self, samples: int, number: int | None = None, scaled: bool = False, report: LoopReport = STEPS) -> float:
         """In the last slice: release all stages up to this one, which the loop steps next (None: all, and it steps
-        none, see `unstepped`), whose gradients have been taken. `looks`: it looks at them before.
+        none), whose gradients have been taken. `report`: what else the loop says.
 
         Returns a sum over them. If it is not finite, nor are they, and the tail stays, so that the round cannot
         complete anywhere; unless they are `scaled`, whose infinities make all ranks skip the step, or the tail tells
@@ -489,17 +421,14 @@ class Gradients:
                 break
             used = [count for bucket in self.buckets[stage.first : stage.stop] for count in bucket.used]
             place = self._flushed
-            steps = place == number or (unstepped.makes_up and self._units.has_any(place))
-            skips = unstepped.computed and not steps and self._units.has_any(place)
             given = [0] * self._ranks_counted if stage is self.stages[-1] else []
             if given:
                 given[self._rank] = samples
-            units = self._units.given(place), self._units.counted(place)
-            absent = unstepped.computed and not steps and not skips
-            roles = steps, steps and looks, skips, absent, (steps or skips or absent) and self._missed > 0
-            says = unstepped.skipped, unstepped.clips_unknown, unstepped.apart
-            self._missed += unstepped.apart and stage is self.stages[-1]
-            counts = [*used, *given, self._units.sums, *units, *roles, *says, spoiled, samples]
+            units = self._units.sums, self._units.given(place), self._units.counted(place)
+            has_any = self._units.has_any(place)
+            roles = Roles.of(report, chosen=place == number, has_any=has_any, missed=self._missed)
+            self._missed |= report.apart and stage is self.stages[-1]
+            counts = [*used, *given, *Counts(*units, roles, spoiled, samples).written()]
             stage.tail.counts.copy_(torch.tensor(counts, dtype=stage.tail.counts.dtype))
             stage.tail.pack()
             self._flushed += 1
@@ -633,37 +562,22 @@ class Gradients:
         """
         samples = 0
         for stage in self.stages[self._collected : len(self.stages) if number is None else number + 1]:
-            *used, sums, given, units = stage.tail.counts[: 3 - COUNTS].tolist()
-            step, look, skip, absent, behind, *says, spoiled, count = stage.tail.counts[3 - COUNTS :].tolist()
-            skipped, unknown, apart = says
-            samples = int(count)
-            divisor = count if sums else units or given
-            self.spoiled |= spoiled > 0
-            self.skipped |= skipped > 0
-            self.looks_differ |= 0 < look < step
-            self.apart |= apart > 0
-            if step and behind and (skip or absent):
-                raise UserError(BEHIND.format(step=step, others=skip + absent, behind=behind))
-            self.clips_unknown |= unknown > 0
-            if step and skip:
-                raise UserError(
-                    f"the loops of {step:.0f} ranks step an optimizer (or look at its gradients) and those of"
-                    f" {skip:.0f} do not, with gradients of"
-                    " this batch, but at sync.delay_bound 0 all ranks make the same steps: skip a batch before its"
-                    " backward (or multiply its loss by 0), or take a delay bound of 1 or more"
-                )
+            numbers = stage.tail.counts.tolist()
+            used, told = numbers[:-COUNTS], Counts.read(numbers[-COUNTS:])
+            self._told[self._collected] = told
+            told.roles.require_alike()
+            samples, spoiled = int(told.samples), self.spoiled
+            divisor = told.samples if told.sums else told.counted or told.given
             for bucket in self.buckets[stage.first : stage.stop]:
-                any_used = [used.pop(0) and not self.spoiled for _ in bucket.parameters]
-                if given or self.spoiled:  # or what was there before stays as it is
+                any_used = [used.pop(0) and not spoiled for _ in bucket.parameters]
+                if told.given or spoiled:  # or what was there before stays as it is
                     means = torch._foreach_div(bucket.views, divisor) if any(any_used) else bucket.views
                     for parameter, mean, is_used in zip(bucket.parameters, means, any_used, strict=True):
                         parameter.grad = as_of(mean, parameter) if is_used else None
                         self._arrivals.make_whole(parameter)
                 bucket.clear()
-                if self.spoiled:  # so is what rounding has taken from it
+                if spoiled:  # so is what rounding has taken from it
                     bucket.lost, bucket.residual = None, Residual()
-            if step:
-                self._stepped.add(self._collected)
             self._collected += 1
         if self._collected == len(self.stages):
             if samples:
@@ -679,8 +593,7 @@ class Gradients:
             self._versions = {parameter: parameter._version for parameter in self._where}
         self._collected = 0
         self._units.clear()
-        self._stepped.clear()
-        self.spoiled = self.skipped = self.clips_unknown = self.looks_differ = self.apart = False
+        self._told.clear()
         if not self._hooks:
             self._hooks = self._listen()
 

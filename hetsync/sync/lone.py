@@ -19,10 +19,12 @@ from hetsync.errors import UserError
 from hetsync.plane.base import Residual, Sums, WireFormat
 from hetsync.sync.constraints import NO_CONSTRAINTS, Constraints
 from hetsync.sync.deltas import Snapshot
-from hetsync.sync.gradients import AGAIN, STEPPED, Arrivals, Bucket, Stage, Unstepped, stage_places
+from hetsync.sync.gradients import AGAIN, Bucket, Stage, stage_places
+from hetsync.sync.loop_report import STEPS, LoopReport
 from hetsync.sync.messages import StartRound
 from hetsync.sync.model_tensors import all_trained
 from hetsync.sync.reals import as_of, reals, summed_in
+from hetsync.sync.slice_gradient import Arrivals
 from hetsync.sync.tail import Tail, shared_buffers
 from hetsync.sync.units import TaskUnits
 
@@ -50,7 +52,7 @@ def total_of(tensors: Iterable[torch.Tensor]) -> float:
 
 
 class LoneGradients:
-    skipped = clips_unknown = looks_differ = apart = False  # nobody makes a step in the place of others
+    skipped = made_up = clips_unknown = looks_differ = False  # nobody makes a step in the place of others
 
     def __init__(
         self,
@@ -193,14 +195,7 @@ class LoneGradients:
             if not self._slices_left and self._last_slice:
                 self.close()
 
-    def flush(
-        self,
-        samples: int,
-        number: int | None = None,
-        scaled: bool = False,
-        unstepped: Unstepped = STEPPED,
-        looks: bool = False,
-    ) -> float:
+    def flush(self, samples: int, number: int | None = None, scaled: bool = False, report: LoopReport = STEPS) -> float:
         """Returns something finite where all gradients up to this stage are."""
         self.samples = samples
         total = 0.0
@@ -213,7 +208,7 @@ class LoneGradients:
                         break
                     self.spoiled = True
             self._flushed += 1
-            if unstepped.makes_up and self._units.has_any(place):
+            if report.makes_up and self._units.has_any(place):
                 self._stepped.add(place)
             self._released.append((samples, self.spoiled))
             self._wake()

@@ -10,7 +10,7 @@ calls; and where nobody looks, sums are made when the step begins, as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,15 @@ from hetsync.errors import UserError
 UNSCALED = (
     "a GradScaler that was not prepared has unscaled gradients, but with sync.delay_bound 0 all ranks have to skip"
     " the same steps: give the GradScaler to job.prepare"
+)
+BY_HAND = (
+    "gradients were written by hand (weight.grad = ..., as gradient surgery does) before step, but with"
+    " sync.delay_bound 0 they are averaged over ranks only then, which is wrong unless they are linear in each rank's"
+    " gradient: take a delay bound of 1 or more, or give those that are by torch.autograd.backward(weights, gradients)"
+)
+DROPPED = (
+    "gradients were set to none after backward and before their step, but with sync.delay_bound 0 ranks are yet to sum"
+    " them: leave a batch out before its backward, by job.backward(loss, weight=0)"
 )
 # What a tensor is, whatever it holds.
 _PROPERTIES = (
@@ -59,6 +68,8 @@ class SliceGradient(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()  # a look waits for other ranks: it is no part of a graph
         given, named = list(args), dict(kwargs or {})
         if func not in _TELLS_NO_VALUE:
             if getattr(func, "__name__", "") == "_amp_foreach_non_finite_check_and_unscale_":
@@ -89,3 +100,77 @@ def _plain(thing: Any) -> Any:
     if isinstance(thing, tuple) and not hasattr(thing, "_fields"):
         return tuple(_plain(each) for each in thing)
     return plain_of(thing)
+
+
+class Arrivals:
+    """The gradients of one slice, as backward has left them: how many, and whether a script has put others there."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter] = ()) -> None:
+        """`parameters` may hold gradients of slices before."""
+        self._before = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
+        self.several = False  # for one parameter
+        self.any = False
+        self._seen: set[torch.nn.Parameter] = set()
+        self._given: dict[torch.nn.Parameter, torch.Tensor] = {}  # to the loop
+        self._versions: dict[torch.nn.Parameter, int] = {}  # of sparse ones, which have no subclass
+        self._empty: set[torch.nn.Parameter] = set()  # whose gradient holds nothing, and is only there to be looked at
+
+    def add(self, parameter: torch.nn.Parameter, look: Callable[[], None]) -> bool:
+        """Is this the parameter's first? Whoever calls a torch function with what is in `.grad` from now on calls
+        `look` before."""
+        assert parameter.grad is not None
+        first = parameter not in self._seen
+        self.several |= not first
+        self.any = True
+        self._seen.add(parameter)
+        self._empty.discard(parameter)
+        if parameter.grad.layout is not torch.strided:
+            self._given[parameter], self._versions[parameter] = parameter.grad, parameter.grad._version
+        elif parameter.grad is not self._given.get(parameter):
+            self._given[parameter] = parameter.grad = SliceGradient.of(parameter.grad, look)
+        return first
+
+    def has_any_of(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        return not self._seen.isdisjoint(parameters)
+
+    def fill(self, parameters: Iterable[torch.nn.Parameter], look: Callable[[], None]) -> None:
+        """Those that have got no gradient here may have one from other ranks: whoever looks finds that, too."""
+        for parameter in parameters:
+            if parameter.grad is None:
+                self._given[parameter] = parameter.grad = SliceGradient.of(torch.zeros_like(parameter), look)
+                self._empty.add(parameter)
+
+    @torch.no_grad()
+    def take(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """They are whole, as far as this slice goes; what comes for them now is no matter of it.
+
+        Raises UserError where what these hold is not what backward has left.
+        """
+        for parameter in parameters:
+            grad = parameter.grad
+            if parameter in self._seen:
+                self._seen.discard(parameter)
+                if grad is None:
+                    raise UserError(DROPPED)
+                of_sparse = self._versions.get(parameter)
+                if grad is not self._given[parameter] or (of_sparse is not None and of_sparse != grad._version):
+                    raise UserError(BY_HAND)
+                parameter.grad = plain_of(grad)
+            elif parameter in self._empty and grad is self._given[parameter]:
+                parameter.grad = None
+            elif grad is not None:
+                before, version = self._before.get(parameter, (None, 0))
+                if (before is not grad or version != grad._version) and bool(grad.count_nonzero()):
+                    raise UserError(BY_HAND)
+
+    def give_back(self) -> None:
+        """What is in `.grad` is what it was before it was given to the loop: nobody makes it whole any more."""
+        for parameter, given in self._given.items():
+            if parameter.grad is given:
+                parameter.grad = None if parameter in self._empty else plain_of(given)
+
+    def make_whole(self, parameter: torch.nn.Parameter) -> None:
+        """What is in `.grad` is what the loop's own names for it mean, too."""
+        given = self._given.pop(parameter, None)
+        if parameter.grad is not None and isinstance(given, SliceGradient):
+            given.plain = parameter.grad

@@ -35,7 +35,8 @@ WHAT_TO_RETURN = (
 
 
 class RankParts:
-    """Which part of the test data this rank evaluates: as large as its share, or equal ones."""
+    """Which part of the test data this rank evaluates: about as large as its share, or about as large as the others'.
+    Parts are never all of one size: a count that is the same on all ranks is then seen not to be of them."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank = rank
@@ -43,6 +44,10 @@ class RankParts:
 
     def of(self, samples: int) -> range:
         parts = apportion(samples, dict(enumerate(self.shares)))
+        having = [rank for rank, part in parts.items() if part]
+        if len(having) > 1 and {parts[rank] for rank in having} == {parts[having[0]]} != {1}:
+            parts[having[0]] += 1
+            parts[having[-1]] -= 1
         first = sum(parts[lower] for lower in range(self.rank))
         return range(first, first + parts[self.rank])
 
@@ -147,12 +152,17 @@ class Evaluations:
             held.enter_context(torch.no_grad())
             held.enter_context(set_aside(*devices, seed=0))
             found = function()
-        part, self._names = codec.dumps_own(on_cpu(found))
+            sizes = [(len(loader.part), len(loader.whole)) for loader in self._loaders]  # type: ignore[arg-type]
+        part, self._names = codec.dumps_own((sizes, on_cpu(found)))
         return part
 
     def result_of(self, parts: Sequence[bytes | None], combine: Combine | None) -> Any:
         """Of all ranks, which are in order. UserError where these have not found what becomes one."""
-        return combined([codec.loads(part, self._names) for part in parts if part is not None], combine)
+        told = [codec.loads(part, self._names) for part in parts if part is not None]
+        found = [each for _, each in told]
+        if combine is None:
+            require_own_counts([sizes for sizes, _ in told], found)
+        return combined(found, combine)
 
     def agreed_result(
         self,
@@ -219,6 +229,33 @@ def by_rank(members: Sequence[int], found: Sequence[Any]) -> list[Any]:
     """What these have found, in the order of the ranks' numbers, as data is cut: members are in that in which they
     came."""
     return [part for _, part in sorted(zip(members, found, strict=True), key=lambda each: each[0])]
+
+
+def require_own_counts(sizes: Sequence[Sequence[tuple[int, int]]], found: Sequence[Any]) -> None:
+    """UserError where all ranks have counted a whole set of test data, of which each has seen a part. `sizes`: of each
+    rank's parts, and of the sets."""
+    wholes = {whole for each in zip(*sizes, strict=True) for part, whole in each if len({part for part, _ in each}) > 1}
+    counts = [dict(_counts_in("its result", each)) for each in found if each is not None]
+    for name, count in counts[0].items() if len(counts) > 1 else ():
+        if count in wholes and all(each.get(name) == count for each in counts):
+            raise UserError(
+                f"the evaluation returned {count} as the count of {name} on each rank, which is that of all of the test"
+                " data: each has a part of it, so count what the function has seen, such as len(labels) added up over"
+                " batches, or len(loader.dataset) of the prepared loader"
+            )
+
+
+def _counts_in(name: str, found: Any) -> Iterator[tuple[str, int]]:
+    """Whole ones, with their names."""
+    if _is_pair(found):
+        if _is_whole(found[1]):
+            yield name, int(found[1])
+    elif isinstance(found, Mapping):
+        for key, value in found.items():
+            yield from _counts_in(str(key), value)
+    elif isinstance(found, tuple):
+        for place, value in enumerate(found):
+            yield from _counts_in(f"{name}[{place}]", value)
 
 
 def combined(found: Sequence[Any], combine: Combine | None) -> Any:

@@ -143,7 +143,7 @@ class Loop:
             return
         if running.lines_due:
             running.lines_due, self._lines_at = False, running.session.applied
-            running.session.seed_lines()
+            running.session.begin_lines()
             return
         if self._course is None:
             self._course = running.session.course()

@@ -24,7 +24,7 @@ from hetsync.balance.speed_tracker import Speeds
 from hetsync.config.schema import FaultConfig, SyncConfig
 from hetsync.data.ledger import Ledger, Span, common
 from hetsync.data.loader import Loader, Source
-from hetsync.data.random_state import seed_all
+from hetsync.data.random_state import RankSeeds, seed_all
 from hetsync.errors import UserError
 from hetsync.plane.base import MembersLost, Plane
 from hetsync.plane.numbered import NumberedPlane
@@ -73,9 +73,6 @@ class AtRest:
     reason: str
     final: bool
     evaluation_due: bool
-
-
-NO_RANK = -1  # but all
 
 
 class Ready(NamedTuple):
@@ -171,7 +168,7 @@ class Session:
         )
         self._stacks: Stacks | None = None  # once slices have begun
         self._held: HeldAtRest | None = None  # since the last rest
-        self._seed_at_rest: int | None = None
+        self._seeds = RankSeeds(terms.seed, plane.rank)
         self._snapshot_seconds = 0.0  # of training, when the newest snapshot was made
         self._under_way = False  # slices have begun, and the job has not come to its end
         self._rest_began: float | None = None  # the moment, while all ranks are at rest
@@ -423,7 +420,7 @@ class Session:
             self._join(self.terms.entry)
             return
         self.meet("the first batch")
-        self._seed_ranks()
+        self._seeds.begin_loop(self.applied)
         self._constraints.check(self.model)
         self._share_weights(lambda make: self.plane.broadcast_object(make()))
         self._stacks = Stacks()
@@ -510,7 +507,9 @@ class Session:
         `ending` it."""
         assert self._stacks is not None
         rates = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
-        if self._constraints and self.engine.changed_weights() is not None:
+        moved = not self.engine.holds_anchor
+        changed = moved or (self._held is not None and self._held.changed())
+        if self._constraints and moved:
             self._constraints.project()
         mine = Ready(
             self.plane.rank,
@@ -519,8 +518,8 @@ class Session:
             rates,
             [steps.groups.settings() for steps in self.tasks.steps],
             [scheduler for steps in self.tasks.steps for scheduler in steps.rates.settings()],
-            self._held is not None and self._held.changed(),
-            self._seed_of_the_script(),
+            changed,
+            self._seeds.by_script(),
             self._stacks.process,
         )
         told: list[Ready] = self.meet("the next batch or the end of training", mine)
@@ -543,7 +542,7 @@ class Session:
         self.tasks.tensors.begin()
         for steps in self.tasks.steps:
             steps.start()
-        self._seed_ranks(told[0].seed)
+        self._seeds.begin_loop(self.applied, told[0].seed, self.plane.size == 1)
         self._clock.start()
         return True
 
@@ -704,7 +703,7 @@ class Session:
         totals = self.totals
         totals.anchor_sha256 = self._common.agree(velocity, self.version, totals.loop_steps, totals.since_rest)
         self._held = HeldAtRest(self.model)
-        self.seed_lines()
+        self.begin_lines()
 
     def _booked(self) -> tuple[int, Settings, tuple[int, ...]] | None:
         """Samples applied, settings and shares, on the first rank."""
@@ -718,22 +717,9 @@ class Session:
             shares = tuple(machine.members[n].share if n in machine.members else 0 for n in range(len(self.shares)))
         return machine.ledger.applied, machine.settings, shares
 
-    def _seed_ranks(self, by_script: int | None = None) -> None:
-        """Dropout and augmentation draw alike after a resume and in the uninterrupted run, and otherwise on each rank.
-        `by_script`: a seed that rank 0's script has set at the rest; a rank alone draws on from there."""
-        if by_script is None or self.plane.size > 1:
-            seed = self.terms.seed if by_script is None else by_script
-            seed_all(hash((seed, self.plane.rank, self.applied)) & (2**63 - 1))
-
-    def seed_lines(self) -> None:
-        """At rest the script's lines draw the same on all ranks: what they make of weights must be the same."""
-        self._seed_at_rest = hash((self.terms.seed, NO_RANK, self.applied)) & (2**63 - 1)
-        seed_all(self._seed_at_rest)
-
-    def _seed_of_the_script(self) -> int | None:
-        """That its lines have set."""
-        seed = torch.initial_seed()
-        return None if self._seed_at_rest is None or seed == self._seed_at_rest else seed
+    def begin_lines(self) -> None:
+        """The script's lines come, at a rest."""
+        self._seeds.begin_rest(self.applied)
 
     def close(self) -> None:
         """Collective at a regular end; where the loop was left early, once all ranks are at their end."""

@@ -18,13 +18,8 @@ import torch
 from hetsync.errors import UserError
 
 PREFIX = "state."
-MARKS = (
-    "tensor",
-    "array",
-    "tuple",
-    "items",
-    "deque",
-)  # a dictionary with one of these keys and no other stands for a value
+# A dictionary with one of these keys and no other stands for a value.
+MARKS = ("tensor", "array", "tuple", "items", "deque")
 FACTORIES = (int, float, list, dict)  # of what a defaultdict has where it has nothing
 
 

@@ -18,8 +18,8 @@ from hetsync.errors import UserError, complain
 from hetsync.plane.base import LostError
 from hetsync.sync.constraints import NO_CONSTRAINTS, ChangesAfterSteps, Constraints
 from hetsync.sync.engine import Engine
-from hetsync.sync.gradients import Unstepped
 from hetsync.sync.lone import total_of
+from hetsync.sync.loop_report import LoopReport
 from hetsync.sync.messages import CapFound, LoopCounts, Task
 from hetsync.sync.model_tensors import ModelTensors
 from hetsync.sync.rates import Rates
@@ -324,7 +324,7 @@ class TaskRunner:
             self._pause(work)
             for stage in range(number + 1):
                 self._engine.take(work.task, stage)
-            self._engine.reduce(work.task, number, self._scaled, looks=looks)
+            self._engine.reduce(work.task, number, self._scaled, LoopReport(looks=looks))
             if self._engine.is_void:
                 self._give_up(work)
                 return False
@@ -643,14 +643,14 @@ class TaskRunner:
     def _finish_round(self, work: TaskInWork) -> None:
         """The loop has left sums to be taken: it adds gradients up over slices, has skipped the task's last, or has
         been left."""
-        unstepped = Unstepped(
+        report = LoopReport(
             computed=bool(work.task.slices) and not self.left and not work.skipped,
             apart=not work.task.slices and not self.left,
             skipped=work.skipped,
             makes_up=work.skipped and len(work.task.slices) > 1,  # or slices before it would get no step
             clips_unknown=work.skipped and self._clips is None,
         )
-        samples = self._engine.reduce(work.task, None, self._scaled, unstepped)
+        samples = self._engine.reduce(work.task, None, self._scaled, report)
         if self._engine.is_void:
             self._give_up(work)
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -58,3 +60,21 @@ def test_the_jobs_step_count_is_that_of_one_process(accumulation: int) -> None:
             assert counts[:BATCHES] == list(range(first, first + BATCHES))
             assert counts[BATCHES:] in ([], [first + BATCHES])
             assert job.step_count == first + len(loader)
+
+
+@pytest.mark.mpi
+def test_a_slow_rank_has_a_part_of_each_batch_that_a_loop_counts() -> None:
+    """Where each batch makes a step it would have none."""
+    with hetsync.join(delay_bound=0, progress=False) as job:
+        data = TensorDataset(torch.randn(BATCH * 100, 3), torch.randn(BATCH * 100, 1))
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer, loader = job.prepare(model, optimizer, DataLoader(data, BATCH, shuffle=True))
+        for _ in job.epochs(2):
+            for number, (points, targets) in enumerate(loader):
+                time.sleep(0.01 if job.rank == 1 else 0.001)
+                job.backward(nn.functional.mse_loss(model(points), targets) / 4)
+                if number % 4 == 3:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert job.gather(number) == [99] * job.size

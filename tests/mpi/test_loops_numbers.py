@@ -424,6 +424,25 @@ def test_synchronous_loops_are_one_process(plane: Plane, name: str) -> None:
     assert_used_once_an_epoch(plane, loop)
 
 
+def test_norms_that_a_loop_looks_at_are_those_of_one_process(plane: Plane) -> None:
+    """On the rank that looks, whatever the others do."""
+
+    def looking(norms: list[float], who: Callable[[Loop], bool]) -> Body:
+        def body(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+            cross_entropy(loop.model(points), labels).backward()
+            if who(loop):
+                norms.append(float(nn.utils.get_total_norm([weight.grad for weight in loop.model.parameters()])))
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+
+        return body
+
+    last, alone = [], []
+    in_a_job(plane, Row(body=looking(last, lambda loop: loop.job.rank == plane.size - 1)), 0)
+    in_one_process(Row(body=looking(alone, lambda loop: True)))
+    assert last == (pytest.approx(alone, rel=1e-4) if plane.rank == plane.size - 1 else [])
+
+
 @EACH
 def test_delayed_loops_learn(plane: Plane, name: str) -> None:
     row = ROWS[name]

@@ -476,15 +476,14 @@ def test_a_cap_that_is_found_after_a_take_over_ends_no_job():
 def test_all_ranks_take_part_in_each_batch_where_a_loop_counts_them():
     """A rank that has no part of a batch does not count it. Where slices are ranks' own, all have some anyway."""
     office = Office((16, 0, 16), Settings(0, 1.0))
-    office.coordinator.speeds.pins = {}
     office.coordinator.handle([LoopCounts(0)])
     assert sum(office.shares) == 32
     assert min(office.shares) >= 2
+    for rank in (0, 1, 2):  # slow as it may be found to be
+        office.coordinator.speeds.presume(rank)
+    office.coordinator._reconsider_from = 0
     office.coordinator.handle([LoopCounts(1)])
-    before = office.shares
-    office.coordinator.speeds.presume = lambda rank: None
-    assert office.coordinator._rule_of_slices.patience == float("inf")
-    assert office.shares == before
+    assert min(office.shares) >= 2
 
 
 def test_a_cap_that_is_found_while_training_limits_a_pin():

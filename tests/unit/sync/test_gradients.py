@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from hetsync.errors import UserError
 from hetsync.plane.wire import round_trip
-from hetsync.sync.gradients import COUNTS, Gradients, Unstepped, make_buckets
+from hetsync.sync.gradients import COUNTS, Gradients, make_buckets
+from hetsync.sync.loop_report import LoopReport
 from hetsync.sync.slice_gradient import SliceGradient
 
 FEATURES = 6
@@ -334,7 +335,7 @@ def test_a_rank_without_samples_need_not_step():
     loss_of(models[0], *batch(4)).backward()
     everyones[0].close_slice()
     everyones[0].flush(4, 0)
-    everyones[1].flush(0, unstepped=Unstepped(computed=False))
+    everyones[1].flush(0, report=LoopReport(computed=False))
     allreduce(everyones)
     assert [gradients.collect() for gradients in everyones] == [4, 4]
 
@@ -545,7 +546,7 @@ def test_what_a_loop_does_with_gradients_it_does_with_the_whole_ones(change):
         if len(looks) == 1:
             for gradients, samples in zip(everyones, (5, 3), strict=True):
                 gradients.take(0)
-                gradients.flush(samples, 0, looks=True)
+                gradients.flush(samples, 0, report=LoopReport(looks=True))
             allreduce(everyones)
             for gradients in everyones:
                 gradients.collect(0)
@@ -606,7 +607,7 @@ def test_ranks_of_which_some_look_at_gradients_know_it(looks):
         gradients.open_slice(4, last=True)
         loss_of(model, *batch(4)).backward()
         gradients.take(0)
-        gradients.flush(4, 0, looks=looked)
+        gradients.flush(4, 0, report=LoopReport(looks=looked))
     allreduce(everyones)
     for gradients in everyones:
         gradients.collect(0)
@@ -692,7 +693,7 @@ def test_a_task_that_is_given_up_leaves_nothing_behind(released):
 def test_a_round_tells_who_has_given_how_many_samples():
     everyones = [Gradients(net(), 64, lambda fraction: None, lambda: None, rank=n, ranks_counted=4) for n in (0, 2)]
     for gradients, samples in zip(everyones, (5, 7), strict=True):
-        gradients.flush(samples, unstepped=Unstepped(computed=False))
+        gradients.flush(samples, report=LoopReport(computed=False))
     allreduce(everyones)
     assert [gradients.samples_given() for gradients in everyones] == [{0: 5, 2: 7}] * 2
     assert everyones[0].summed_samples == 12

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hetsync import metrics
 from hetsync.errors import UserError
-from hetsync.train.evaluation import Evaluations, RankParts, combined, on_cpu
+from hetsync.train.evaluation import Evaluations, RankParts, combined, on_cpu, require_own_counts
 
 Pair = namedtuple("Pair", "loss accuracy")
 
@@ -174,3 +176,47 @@ def test_what_other_ranks_get_is_no_more_the_scripts_own() -> None:
     mean.update(1.0)
     combined([on_cpu(mean), on_cpu(mean)], None)
     assert float(mean.count) == 1
+
+
+@given(st.integers(0, 60), st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any))
+def test_parts_are_all_of_the_data_and_not_of_one_size(samples: int, shares: list[int]) -> None:
+    found = []
+    for rank in range(len(shares)):
+        parts = RankParts(rank, len(shares))
+        parts.shares = shares
+        found.append(parts.of(samples))
+    assert [index for part in found for index in part] == list(range(samples))
+    sizes = [len(part) for part in found if part]
+    assert len(set(sizes)) > 1 or len(sizes) < 2 or sizes[0] == 1
+
+
+WHOLE = [[(51, 100)], [(49, 100)]]
+
+
+@pytest.mark.parametrize(
+    ("found", "name"),
+    [
+        ([(40, 100), (38, 100)], "its result"),
+        ([{"a": (1, 51), "b": (40.5, 100)}, {"a": (1, 49), "b": (38.5, np.int64(100))}], "b"),
+        ([((1, 51), (2, torch.tensor(100))), ((1, 49), (2, 100))], r"its result\[1\]"),
+    ],
+)
+def test_a_count_of_all_data_on_each_rank_is_refused(found: list[Any], name: str) -> None:
+    with pytest.raises(UserError, match=rf"returned 100 as the count of {name} on each rank.* len\(labels\)"):
+        require_own_counts(WHOLE, found)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "found"),
+    [
+        (WHOLE, [(40, 51), (38, 49)]),
+        (WHOLE, [(40, 100), (38, 98)]),  # of two a sample
+        (WHOLE, [(40, 7), (38, 7)]),  # of something else
+        ([[(100, 100)], [(100, 100)]], [(40, 100), (38, 100)]),  # each has all
+        ([[(100, 100)]], [(78, 100)]),
+        ([[]], [(78, 100)]),
+        (WHOLE, [None, (78, 100)]),
+    ],
+)
+def test_counts_that_may_be_right_are_not(sizes: list[list[tuple[int, int]]], found: list[Any]) -> None:
+    require_own_counts(sizes, found)
