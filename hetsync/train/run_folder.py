@@ -65,7 +65,7 @@ def _resumed(run: RunConfig, resume: Resume) -> Path | None:
         raise UserError(f"resume is {resume!r}: give True, False or 'auto'")
     if run.dir is None:
         raise UserError("resume needs the folder of the run: give hetsync.join a run")
-    there = _has_checkpoint(Path(run.dir))
+    there = has_checkpoint(Path(run.dir))
     if resume is True and not there:
         raise UserError(
             f"{run.dir}: there is no complete checkpoint to go on from; start afresh, or give resume='auto'"
@@ -73,7 +73,7 @@ def _resumed(run: RunConfig, resume: Resume) -> Path | None:
     return Path(run.dir) if there else None
 
 
-def _has_checkpoint(folder: Path) -> bool:
+def has_checkpoint(folder: Path) -> bool:
     """A complete one: a job that died in its first leaves only a part of it."""
     return any((folder / "checkpoints").glob("samples-*/state.json"))
 
@@ -226,7 +226,7 @@ def _made(run: RunConfig) -> Path:
 
 def _check_unused(folder: Path) -> None:
     """A job that has failed or died before it saved anything leaves nothing to go on with."""
-    if _has_checkpoint(folder) or status_of(folder) not in (None, Status.RUNNING, Status.FAILED):
+    if has_checkpoint(folder) or status_of(folder) not in (None, Status.RUNNING, Status.FAILED):
         raise UserError(
             f"run folder {folder} holds a run already: choose another, or go on with --resume {folder} (in a script:"
             " resume='auto')"

@@ -17,7 +17,7 @@ from hetsync.balance.shares import makespan, solo_rates
 from hetsync.config.faults import InjectedFault, When
 from hetsync.control.process import ControlProcess
 from hetsync.emulation.link import behind_link
-from hetsync.errors import UserError, one_sentence
+from hetsync.errors import UserError, complain, one_sentence
 from hetsync.files import SUMMARY, write_atomically
 from hetsync.launchers import write_status
 from hetsync.plane.base import CutOffError, LateError, LostError, Newcomer, Plane, StalledError
@@ -34,6 +34,7 @@ from hetsync.train.display import Shows
 from hetsync.train.evaluation import Evaluations, by_rank, named
 from hetsync.train.figures import Figures
 from hetsync.train.injection import InjectedDevice, Injection, require_struck
+from hetsync.train.last_words import of_a_death
 from hetsync.train.memory import slice_memory
 from hetsync.train.notice import posted
 from hetsync.train.plan_figures import compared, predicted
@@ -60,7 +61,6 @@ if TYPE_CHECKING:  # it loads what only plans need
     from hetsync.plan.assignment import Assignment
 
 THE_END = "the end of the job"
-
 
 LOWEST_SCALE = 1e-6  # of gradients: infinities in float16 have ended long before
 
@@ -362,13 +362,22 @@ class Running:
         parts = self.prepared.parts
         return control_factory(lambda: begun or process(), self.profiles, parts.optimizers[0], parts.factor(0))
 
+    def _asked_to_stop(self) -> None:
+        """In a signal handler."""
+        session, folder = self.session, self.at.folder
+        if session.under_way:
+            words = of_a_death(session.engine.processes, self.plane.rank, folder, self._shown.resume_by)
+            if words is not None:
+                complain(words)
+        session.request_stop()
+
     def open(self, stop: StopSignal | None) -> None:
         """Training is about to begin: from now on signals save and stop, and there is something on disk."""
         at, self.is_open = self.at, True
         if self.assignment is not None and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)  # from now on it is training's
         if stop is not None:
-            stop.listen(self.session.request_stop)
+            stop.listen(self._asked_to_stop)
         if at.folder is not None:
             before = (lambda: None) if self._injection is None else self._injection.checkpoint
             self._saver = Saver(self.session, at.folder, self.config.run, self._seconds_before, before)

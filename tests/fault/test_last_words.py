@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, SECONDS, Done, finished, local_launcher, program, ranks_alone, started
+from jobs import ROOT, SECONDS, Done, finished, local_launcher, mpirun, program, ranks_alone, started
 from test_kill_and_resume import process_of_rank
 
 from hetsync.cgroups import groups_of
@@ -156,6 +156,29 @@ def test_a_scripts_rank_is_killed(tmp_path: Path, saves: bool, how: str) -> None
     assert done.status == 128 + signal.SIGKILL, done.story
     assert how in done.err.splitlines()[-1], done.story
     assert "--tolerate 2" in done.err.splitlines()[-1], done.story
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_the_others_tell_how_to_go_on_while_mpirun_ends_them(tmp_path: Path, dies: int) -> None:
+    """mpirun's "signal 9 (Killed)" was all. Who is left of that host says it once, whichever has died."""
+    words = script(tmp_path, "blow", tolerate=False)
+    text = SCRIPT.replace("while job.rank == 1", f"while job.rank == {dies}")
+    (tmp_path / "script.py").write_text(text)
+    with started([*mpirun(3), *words], tmp_path, {"PYTHONPATH": str(ROOT), **PATH}) as job:
+        done = finished(job)
+    assert done.status == 128 + signal.SIGKILL, done.story
+    (told,) = [line for line in done.err.splitlines() if f"rank {dies} was killed or crashed" in line]
+    assert f"go on with: the same command, where resume is 'auto' (the run: {tmp_path}/run)" in told, done.story
+    assert "with-ft ulfm" in told, done.story
+
+
+def test_of_whom_the_launcher_ends_for_no_death_nothing_is_said(tmp_path: Path) -> None:
+    words = script(tmp_path, "blow", tolerate=False)
+    (tmp_path / "script.py").write_text(SCRIPT.replace("os.getpid(), signal.SIGKILL", "os.getppid(), signal.SIGTERM"))
+    with started([*mpirun(3), *words], tmp_path, {"PYTHONPATH": str(ROOT), **PATH}) as job:
+        done = finished(job)
+    assert done.status != 0, done.story
+    assert "was killed or crashed" not in done.err, done.story
 
 
 def test_of_other_programs_nothing_is_said(tmp_path: Path) -> None:
