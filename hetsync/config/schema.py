@@ -245,7 +245,9 @@ class SyncConfig:
     Args:
         delay_bound: Greatest staleness in rounds (D). 0 is synchronous training; null has no bound (asynchronous). auto
             begins at 0, and is 4 where ranks would wait for each other or for rounds for more than delay costs, which
-            it looks at again from time to time; by a plan that cuts the model it is 4. Not with a controller.
+            it looks at again from time to time. Where delay has lost training all go back to what they had before it,
+            and on at 0. It is 4 with a controller, by a plan that cuts the model, with an outer optimizer, and where
+            `accumulation` is a number above 1.
         quorum: Part of a full contribution set, in samples, that may start a round when D > 0;
             1 waits for a contribution of every rank (stale synchronous parallel with bound D). auto is 0.25, and 0.5
             where the work of rounds is a notable part of a slice and grace is 0 or auto, but not with a controller, or
@@ -277,7 +279,7 @@ class SyncConfig:
         outer: What a round's sum does to the anchor (delayed mode).
     """
 
-    delay_bound: int | Literal["auto"] | None = 4
+    delay_bound: int | Literal["auto"] | None = "auto"
     quorum: float | Literal["auto"] = "auto"
     accumulation: int | Literal["auto"] = 1
     grace: int | Literal["auto"] = "auto"
@@ -292,9 +294,9 @@ class SyncConfig:
     outer: OuterConfig = field(default_factory=OuterConfig)
 
     def __post_init__(self) -> None:
-        if self.delay_bound == "auto":
-            self._check_unsettled()
-        else:
+        if self.delay_bound == "auto" and self._delayed_only:
+            object.__setattr__(self, "delay_bound", RULED_DELAY_BOUND)
+        if self.delay_bound != "auto":
             at_least("sync.delay_bound", self.delay_bound, 0)
         if self.accumulation != "auto":
             at_least("sync.accumulation", self.accumulation, 1)
@@ -336,19 +338,10 @@ class SyncConfig:
                 f"sync.grace is {grace}, but with sync.quorum 1 rounds wait for all anyway: leave one of them out"
             )
 
-    def _check_unsettled(self) -> None:
-        """What means something else at D = 0 than in delayed mode cannot be given for both."""
-        if self.first_accumulation > 1:
-            raise UserError(
-                f"sync.accumulation is {self.accumulation}: at sync.delay_bound 0 a step's batch is so many times as"
-                " large, above it is not, and sync.delay_bound is auto: give sync.accumulation 1 or auto, or a number"
-                " for sync.delay_bound"
-            )
-        if self.outer.name != "identity":
-            raise UserError(
-                f"sync.outer.name is {self.outer.name}, which synchronous training does not know: give identity, or a"
-                " number for sync.delay_bound"
-            )
+    @property
+    def _delayed_only(self) -> bool:
+        """Does something ask for what synchronous training does not know, or takes for another thing?"""
+        return self.first_accumulation > 1 or self.outer.name != "identity"
 
     @property
     def first_delay_bound(self) -> int | None:
@@ -532,6 +525,8 @@ class Config:
         return self.ema.decay is not None or any(metric is not None for metric in deciding)
 
     def __post_init__(self) -> None:
+        if self.control.name != "fixed" and self.sync.delay_bound == "auto":  # it sets D itself
+            object.__setattr__(self, "sync", replace(self.sync, delay_bound=self.sync.most_delay_bound))
         self.control.check_start(self.sync)
         if self.fault.not_finite != "stop" and self.control.name != "fixed":
             raise UserError(

@@ -20,7 +20,6 @@ LASTING_BINS = 5  # that a change must last, and that must have been before
 USUAL = 0.05  # quantile of the speeds before, below which jitter seldom goes
 MOST_SLOWDOWNS = 3  # told one by one
 
-DELAYED = RULED_DELAY_BOUND  # what is advised to those in lockstep
 SHORTER_STEPS = "a faster link or sync.wire bfloat16"  # at D = 0
 SHORTER = "a faster link, sync.fragments or sync.wire bfloat16"
 
@@ -138,7 +137,7 @@ def _waiting(facts: Facts) -> Iterator[tuple[float, str]]:
     most = max(rank.waiting for rank in late)
     told = f"{_who(late, 'waits', 'wait')} {_up_to(late, most)} of the time for other ranks"
     if facts.delay_bound == 0:
-        yield most, f"{told}, in lockstep (D = 0): sync.delay_bound {DELAYED} lets them go on meanwhile."
+        yield most, f"{told}, in lockstep (D = 0): sync.delay_bound auto lets them go on meanwhile where that pays."
     elif facts.delay_bound is None:
         yield most, f"{told}: at rests and at the end, as there is no delay bound."
     elif (facts.round_in_slices or 0.0) >= 1:
@@ -156,7 +155,7 @@ def _rounds(facts: Facts) -> Iterator[tuple[float, str]]:
         return
     length = f"{part:.0%} of a slice" if part < 2 else f"{part:.1f} slices"
     if facts.delay_bound == 0:
-        remedy = f"sync.delay_bound {DELAYED} hides them behind computing, {SHORTER_STEPS} shorter ones."
+        remedy = f"sync.delay_bound auto hides them behind computing, {SHORTER_STEPS} shorter ones."
     elif facts.doubled in facts.taken_back:
         remedy = f"{SHORTER} makes them shorter. {_refused(facts, 'for fewer')}"
     else:

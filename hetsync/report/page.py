@@ -365,6 +365,8 @@ def _befallen(record: Record) -> str | None:
 def _cause(rollback: Record) -> str:
     if rollback.get("cause") == "books_lost":
         return "all ranks that kept the books had died"
+    if rollback.get("told"):
+        return str(rollback["told"])
     return f"gradients of rank {rollback['rank']} were not finite in round {rollback['round']}"
 
 

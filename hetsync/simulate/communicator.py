@@ -297,7 +297,7 @@ def _coordinator(
         deliver,
         rebalance=rebalance,
         on_evaluation=evaluations.report,
-        rule=rule_for(sync) if len(scenario.ranks) > 1 else None,
+        rule=rule_for(sync, adaptive=scenario.adaptive) if len(scenario.ranks) > 1 else None,
         on_rounds_change=on_rounds_change,
         batch=scenario.batch_size,
     )

@@ -69,6 +69,7 @@ class Scenario:
         traffic: What travels.
         runtime: What HetSync itself takes.
         evaluations: Where the anchor is evaluated while ranks go on.
+        adaptive: Not all optimizers are known to lose little by delay (`sync/rounds_rule.py`).
         judged: Milestones at which all ranks evaluate what they share.
     """
 
@@ -83,6 +84,7 @@ class Scenario:
     runtime: Runtime = field(default_factory=Runtime)
     evaluations: Marks = no_marks
     judged: Marks = no_marks
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sync", self.sync.for_model(self.traffic.weights))

@@ -14,6 +14,7 @@ from typing import Protocol
 from hetsync.balance.shares import SliceRule, rebalanced
 from hetsync.balance.speed_tracker import LEAST_OBSERVATIONS, Speeds
 from hetsync.errors import UserError
+from hetsync.sync.delay_guard import DelayGuard, Lost
 from hetsync.sync.messages import (
     STANDS_MORE,
     CapFound,
@@ -82,6 +83,7 @@ class Coordinator:
         rebuild: Rebuild | None = None,
         on_left_out: Callable[[TaskLeftOut], None] = lambda left: None,
         goes_back: bool = False,
+        guard: DelayGuard | None = None,
         batch: int | None = None,
     ) -> None:
         """`rebalance`: shares follow the smoothed speeds. `rule`: K, q, grace and fragments follow what rounds cost,
@@ -90,6 +92,8 @@ class Coordinator:
         `on_evaluation` is called with what all ranks together have found at a snapshot, `on_rounds_change` with what
         the rule has changed. `rebuild` makes the machine anew after a death. `on_left_out` is told what is about to be,
         and ends the job where that is too much. `goes_back`: then all come to rest, to go back to a checkpoint.
+        `guard`, where there is a `rule`: they do so as well where it finds that delay has lost training, and go on
+        without.
         `batch` is B where shares do not add up to it.
         """
         self.machine = machine
@@ -110,6 +114,8 @@ class Coordinator:
         self.lost_at: int | None = None  # the version at which nobody was left who kept the books, the last time
         self._on_left_out = on_left_out
         self._goes_back = goes_back
+        self._guard = guard
+        self.lost: list[Lost] = []  # each time that delay had lost training
         self._batch = batch or machine.batch  # B
         machine.caps = speeds.caps
         self._all_take_part = False  # in each batch, where all wait in each round
@@ -148,7 +154,7 @@ class Coordinator:
         out: list[Instruction] = []
         for event in events:
             if isinstance(event, TaskFinished):
-                self._observe(event)
+                out += self._observe(event)
             elif isinstance(event, CapFound):
                 self.speeds.caps = self.machine.caps = {**self.speeds.caps, event.rank: event.samples}
             elif isinstance(event, LoopCounts):
@@ -181,7 +187,7 @@ class Coordinator:
 
     def _tuned(self, event: SettingsChanged) -> SettingsChanged:
         """Somebody sets K, D and q: grace and fragments stay as asked for last, and the rule ends."""
-        self._rule, kept = None, self.settings
+        self._rule, self._guard, kept = None, None, self.settings
         self.settings = replace(event.settings, fragments=kept.fragments, grace=kept.grace)
         return SettingsChanged(self.settings)
 
@@ -232,7 +238,12 @@ class Coordinator:
         rates = [samples.get(rank, 0) / seconds for rank, seconds in self.device_seconds.copy().items() if seconds]
         return sum(rates) if rates else None
 
-    def _observe(self, event: TaskFinished) -> None:
+    def _observe(self, event: TaskFinished) -> list[Instruction]:
+        if self._guard is not None:
+            delayed = not self.machine.settings.synchronous
+            loss = self._guard.observe(event.loss_sum, event.samples - event.lossless, delayed)
+            if loss is not None:
+                return self._give_up_delay(event.rank, loss)
         if not math.isfinite(event.loss_sum):
             raise UserError(
                 f"the training loss became {event.loss_sum} on rank {event.rank} after "
@@ -245,6 +256,21 @@ class Coordinator:
         self.machine.units.add(event.units, self._batch)
         total, samples = self.losses
         self.losses = total + event.loss_sum, samples + event.samples - event.lossless
+        return []
+
+    def _give_up_delay(self, rank: int, loss: float) -> list[Instruction]:
+        """All go back to where training was good, and on at D = 0."""
+        assert self._guard is not None
+        assert self._rule is not None
+        if self.machine.rests.going_back:  # several ranks tell of it
+            return []
+        self.lost.append(Lost(rank, self.machine.version, loss, self._guard.best))
+        self._guard.went_back()
+        change = self._rule.give_up_delay(self.settings, self.machine.version, str(self.lost[-1]))
+        self.settings = change.applied_to(self.settings)
+        self._on_rounds_change(change)
+        drained = self.machine.handle(DrainRequested(ROLLBACK))
+        return [*drained, *self.machine.handle(SettingsChanged(self.settings))]
 
     def _watch_task(self, event: TaskFinished) -> None:
         state = self.machine.members[event.rank].current

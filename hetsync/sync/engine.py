@@ -450,7 +450,10 @@ class Engine:
                 with shared.order:
                     total = shared.deltas.finish(task.samples, len(task.slices), lift)
                 shared.followers.tell(Finished(task.number))
-                require_finite(total, self._plane.rank, task)
+                if not self._options.guarded:
+                    require_finite(total, self._plane.rank, task)
+                elif not math.isfinite(total):
+                    loss_sum = math.nan
             else:
                 self.worker.version = task.synchronous_round + 1
             work, waits = self._overhead.since(seconds)

@@ -27,6 +27,7 @@ from hetsync.sync.messages import NO_BOUND, Settings, settings_of
 RULED = ("delay_bound", "accumulation", "quorum", "grace", "fragments")
 SAVED_BY_DELAY = 0.5  # of rounds' work; all of waits
 DELAY_COSTS = 0.1  # of the time to a target, where nobody waits (docs/results/stability.md)
+ADAPTIVE_DELAY_COSTS = 0.5  # of Adam and its kin, and of any optimizer that is not known
 GREATER_QUORUM = 0.5
 SAVED_BY_QUORUM = 0.44  # of rounds and their work, by the greater quorum
 QUORUM_COSTS = 0.03  # of the time to a target
@@ -109,11 +110,13 @@ class Rise(NamedTuple):
         return self.work_saved * work + self.waits_saved * waits
 
 
-def rises_of(sync: SyncConfig) -> tuple[Rise, ...]:
-    """What a rule may do, in the order in which it tries it."""
+def rises_of(sync: SyncConfig, adaptive: bool = False) -> tuple[Rise, ...]:
+    """What a rule may do, in the order in which it tries it. `adaptive`: not all optimizers are known to lose little
+    by delay."""
     first, rises = settings_of(sync), []
     if sync.delay_bound == "auto":
-        rises.append(Rise("delay_bound", 0, RULED_DELAY_BOUND, SAVED_BY_DELAY, 1.0, DELAY_COSTS))
+        costs = ADAPTIVE_DELAY_COSTS if adaptive else DELAY_COSTS
+        rises.append(Rise("delay_bound", 0, RULED_DELAY_BOUND, SAVED_BY_DELAY, 1.0, costs))
         first = replace(first, delay_bound=RULED_DELAY_BOUND)
     if sync.quorum == "auto" and not first.grace:
         saves = (SAVED_BY_QUORUM, 0.0, QUORUM_COSTS)
@@ -188,6 +191,15 @@ class RoundsRule:
         window.seconds += seconds
         window.work_seconds += work_seconds
         window.wait_seconds += wait_seconds
+
+    def give_up_delay(self, settings: Settings, version: int, reason: str) -> RoundsChange:
+        """For good."""
+        self._trials = {rise: trials for rise, trials in self._trials.items() if not rise.delays}
+        self._promised, self._delayed = None, 0
+        self._settle(version)
+        new = replace(settings, delay_bound=0, accumulation=1)
+        ruled = {key: getattr(new, key) for key in RULED}
+        return RoundsChange(round=version, work=0.0, waits=0.0, reason=f"{reason}: {called(new)}", **ruled)
 
     def restart(self, version: int) -> None:
         """Ranks have changed: what was seen before is of no use, nor what was promised. Others may wait less, or more:
@@ -273,9 +285,9 @@ class RoundsRule:
         return last.taken_back(settings)
 
 
-def rule_for(sync: SyncConfig, version: int = 0) -> RoundsRule | None:
-    """None where the recipe leaves it nothing to set."""
-    rises = rises_of(sync)
+def rule_for(sync: SyncConfig, version: int = 0, adaptive: bool = False) -> RoundsRule | None:
+    """None where the recipe leaves it nothing to set. See `rises_of`."""
+    rises = rises_of(sync, adaptive)
     return RoundsRule(rises, version) if rises else None
 
 

@@ -36,8 +36,9 @@ class EngineOptions:
     `fragments_for`: into how many fragments the weights are cut, by their values, for delayed mode
     (`FragmentedDeltas`). With `measure_norms` the norms of what ranks put into sums are told (`NormMeasured`,
     `RoundCompleted`). `on_host`: the model is computed by the cores that the communication thread takes, too.
-    `least_ranks`: see `fault.least_ranks`. `skips`: what is not finite is left out of rounds. A rank that gives no sign
-    of life for `silent_seconds`, or (`slow_factor`) takes so many times as long as it did, is excluded, where the
+    `least_ranks`: see `fault.least_ranks`. `skips`: what is not finite is left out of rounds. `guarded`: delayed
+    progress that is not finite is told as a loss, and goes into none (`delay_guard.py`). A rank that gives no sign of
+    life for `silent_seconds`, or (`slow_factor`) takes so many times as long as it did, is excluded, where the
     others outlive that; None: never."""
 
     batch: int
@@ -50,6 +51,7 @@ class EngineOptions:
     on_host: bool = False
     least_ranks: int | None = None
     skips: bool = False
+    guarded: bool = False
     silent_seconds: float | None = None
     slow_factor: float | None = None
 

@@ -115,7 +115,7 @@ def save(
         for name, content in ((MODEL, model.state_dict()), (OPTIMIZER, tensors)):
             save_file(storable(content), building / name)
             pairs[name], parts[name] = paired(content), parted(content)
-        books = {"progress": asdict(progress), "optimizer_kind": _kind(optimizers), **trees}
+        books = {"progress": asdict(progress), "optimizer_kind": kind_of(optimizers), **trees}
         _write_state(building, {**books, "pairs": pairs, "parts": parts})
         for file in building.iterdir():
             flush_to_disk(file)
@@ -294,7 +294,7 @@ def _is_count(value: Any, least: int = 0) -> bool:
     return type(value) is int and least <= value < 2**63
 
 
-def _kind(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+def kind_of(optimizers: Sequence[torch.optim.Optimizer]) -> str:
     return "+".join(type(optimizer).__name__ for optimizer in optimizers)
 
 
@@ -327,7 +327,7 @@ def check_model(loaded: Loaded, model: torch.nn.Module) -> None:
 def restore(loaded: Loaded, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Put a checkpoint's weights and optimizer state in place. UserError: they do not fit, and nothing is changed."""
     check_model(loaded, model)
-    kind, states = _kind(optimizers), [optimizer.state_dict() for optimizer in optimizers]
+    kind, states = kind_of(optimizers), [optimizer.state_dict() for optimizer in optimizers]
     sizes = [sum(len(group["params"]) for group in state["param_groups"]) for state in states]
     if kind != loaded.optimizer_kind or not loaded.optimizer.keys() <= set(range(sum(sizes))):
         raise UserError(

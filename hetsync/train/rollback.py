@@ -1,24 +1,31 @@
-"""Where all ranks go back to, once what one has brought was not finite (`fault.not_finite: rollback`), or nobody is
-left who kept the books."""
+"""Where all ranks go back to, once what one has brought was not finite (`fault.not_finite: rollback`), nobody is left
+who kept the books, or delay has lost training (`sync/delay_guard.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from hetsync.config.faults import FaultConfig
 from hetsync.errors import UserError
 from hetsync.plane.base import LostError, Messages, decided_by_first
+from hetsync.sync.delay_guard import Lost
 from hetsync.sync.lost_books import BOOKS_LOST
-from hetsync.sync.messages import TaskLeftOut
+from hetsync.sync.messages import STANDS_MORE, TaskLeftOut
 from hetsync.sync.recovery import Death
 from hetsync.train import checkpoint
 from hetsync.train.session import Session
 from hetsync.train.summary import Rollback
 
+_KINDS: dict[type, Literal["not_finite", "books_lost", "delay"]] = {
+    TaskLeftOut: "not_finite",
+    Death: "books_lost",
+    Lost: "delay",
+}
 MOST_TIMES = 2  # to the same checkpoint, by what was not finite
 
-Cause = TaskLeftOut | Death
+Cause = TaskLeftOut | Death | Lost
 
 
 class Rollbacks:
@@ -35,15 +42,29 @@ class Rollbacks:
         self._folder = folder
 
     def decide(
-        self, messages: Messages, session: Session, hosts: Sequence[str], epoch_from: int
+        self,
+        messages: Messages,
+        session: Session,
+        hosts: Sequence[str],
+        epoch_from: int,
+        copy: checkpoint.Loaded | None,
     ) -> tuple[checkpoint.Loaded, Rollback | None]:
-        """Collective, at rest: the checkpoint that all go back to, and what there is to tell, once. Known from here on:
-        where a rank dies on the way, all go back once more for the same failure. See `destination`."""
+        """Collective, at rest: the checkpoint that all go back to, or the `copy` that this rank has in memory, and what
+        there is to tell, once. Known from here on: where a rank dies on the way, all go back once more for the same
+        failure. See `destination`."""
         folder, self.known = self._folder, agreed(messages, self.known)
-        assert folder is not None
-        path, newest = decided_by_first(messages, lambda: destination(folder, session, hosts, self.known, epoch_from))
+        held = messages.gather_objects(None if copy is None else copy.progress.samples_applied)
+        in_memory = held[0] if all(samples == held[0] for samples in held) else None
+
+        def decide() -> tuple[Path | None, Rollback | None]:
+            return destination(folder, session, hosts, self.known, epoch_from, in_memory)
+
+        path, newest = decided_by_first(messages, decide)
         self.known += [] if newest is None else [newest]
-        return checkpoint.load(path), newest
+        if path is not None:
+            return checkpoint.load(path), newest
+        assert copy is not None
+        return copy, newest
 
 
 def agreed(messages: Messages, known: Sequence[Rollback]) -> list[Rollback]:
@@ -54,22 +75,31 @@ def agreed(messages: Messages, known: Sequence[Rollback]) -> list[Rollback]:
 
 
 def destination(
-    folder: Path, session: Session, hosts: Sequence[str], before: Sequence[Rollback], epoch_from: int
-) -> tuple[Path, Rollback | None]:
-    """On the first rank, at rest: the newest sound checkpoint of the run `folder`, and what there is to tell, once.
+    folder: Path | None,
+    session: Session,
+    hosts: Sequence[str],
+    before: Sequence[Rollback],
+    epoch_from: int,
+    in_memory: int | None = None,
+) -> tuple[Path | None, Rollback | None]:
+    """On the first rank, at rest: the newest sound checkpoint of the run `folder`, or None for what all ranks have in
+    memory, and what there is to tell, once.
 
     Args:
+        in_memory: samples that the weights had been trained on which all ranks have there; None where there are none.
         hosts: of the ranks, by number.
         before: times that all have gone back so far.
         epoch_from: where the epoch began that a script is in: its lines before that are not run again.
 
     Raises UserError where nothing is gained by going back, or nothing is there; LostError where that is no mistake.
     """
-    known: list[Cause] = [*session.left_out, *session.books_lost]
+    known: list[Cause] = [*session.left_out, *session.books_lost, *session.lost]
     causes = [cause for cause in known if not before or cause.round >= before[-1].next_round]
     cause = causes[0] if causes else known[-1]
-    if not checkpoint.complete(folder / "checkpoints"):
-        look = "" if isinstance(cause, Death) else "look at the samples, lower optimizer.learning_rate, or "
+    if isinstance(cause, Lost) and in_memory is not None:
+        return None, _told(cause, session, hosts, in_memory) if causes else None
+    if folder is None or not checkpoint.complete(folder / "checkpoints"):
+        look = "" if isinstance(cause, Death | Lost) else "look at the samples, lower optimizer.learning_rate, or "
         raise _nowhere(
             cause,
             session,
@@ -91,16 +121,20 @@ def destination(
         )
     if not causes:
         return loaded.path, None
-    rollback = Rollback(
-        cause="books_lost" if isinstance(cause, Death) else "not_finite",
+    return loaded.path, _told(cause, session, hosts, applied)
+
+
+def _told(cause: Cause, session: Session, hosts: Sequence[str], applied: int) -> Rollback:
+    return Rollback(
+        cause=_KINDS[type(cause)],
         rank=cause.rank,
         host=hosts[cause.rank],
         round=cause.round,
         next_round=session.version,
         samples=session.applied - applied,
         checkpoint_samples=applied,
+        told=str(cause) if isinstance(cause, Lost) else None,
     )
-    return loaded.path, rollback
 
 
 def _times(before: Sequence[Rollback], applied: int) -> int:
@@ -117,6 +151,8 @@ def _nowhere(cause: Cause, session: Session, why: str) -> Exception:
 def _failure(cause: Cause, session: Session) -> str:
     if isinstance(cause, Death):
         return BOOKS_LOST
+    if isinstance(cause, Lost):
+        return f"{cause}{STANDS_MORE}"
     return (
         f"gradients were not finite on rank {cause.rank} in round {cause.round}, with these samples of the data set:"
         f" {session.named(cause.spans)}"

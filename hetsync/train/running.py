@@ -34,6 +34,7 @@ from hetsync.train.display import Shows
 from hetsync.train.evaluation import Evaluations, by_rank, named
 from hetsync.train.figures import Figures
 from hetsync.train.injection import InjectedDevice, Injection, require_struck
+from hetsync.train.last_good import last_good
 from hetsync.train.last_words import of_a_death
 from hetsync.train.memory import slice_memory
 from hetsync.train.notice import posted
@@ -43,7 +44,7 @@ from hetsync.train.replacing import Replacements, Summons, Welcome
 from hetsync.train.resumption import Standing, first_settings
 from hetsync.train.rollback import Rollbacks
 from hetsync.train.run_folder import mark_failed, taken_over
-from hetsync.train.saving import Saver
+from hetsync.train.saving import Saver, progress_of
 from hetsync.train.session import AtRest, Session
 from hetsync.train.summary import (
     Join,
@@ -105,6 +106,7 @@ class Running:
         self.plane = at.plane
         self.config = replace(at.config, data=replace(at.config.data, batch_size=loader.batch_size))
         self._rollbacks = Rollbacks(self.config.fault, at.folder)
+        self._copy: checkpoint.Loaded | None = None  # of the last rest before delayed training
         self.model = prepared.parts.model
         self.source = loader.source
         self.total = prepared.total
@@ -311,6 +313,7 @@ class Running:
             memory=self._memory,
             fault=config.fault,
             goes_back=at.folder is not None and config.control.name == "fixed",  # no controller knows of steps back
+            keep_copy=self._keep_copy,
             around=injection.around if injection is not None else lambda start, steps: steps,
         )
         loaded = at.loaded
@@ -497,7 +500,7 @@ class Running:
         every = self.prepared.interval_samples
         epoch_from = 0 if every is None else self.looped_from // every * every
         hosts = [profile.host for profile in self.profiles]
-        loaded, rollback = self._rollbacks.decide(self.plane, self.session, hosts, epoch_from)
+        loaded, rollback = self._rollbacks.decide(self.plane, self.session, hosts, epoch_from, self._copy)
         if rollback is not None and self.plane.leads:
             self.telemetry.record("rollback", **asdict(rollback))
             self.telling.rollback(rollback)
@@ -505,6 +508,16 @@ class Running:
         self.prepared.parts.restore(loaded.state, loaded.progress.samples_applied)
         velocity = None if loaded.outer is None else loaded.outer.to(self._device)
         self.session.go_back(loaded.progress.samples_applied, velocity)
+
+    def _keep_copy(self) -> None:
+        """Delayed training goes on from here: where it is lost, all go back to what they hold now."""
+        session, parts = self.session, self.prepared.parts
+        progress, state = progress_of(session, self._seconds_before), parts.state(session.tasks.tensors.frozen)
+        velocity = None if session.outer is None else session.outer.velocity
+        hosts = [process.host for process in session.engine.processes.values()]
+        ranks_here = hosts.count(session.engine.processes[self.plane.rank].host)
+        self._copy = None  # its memory goes first
+        self._copy = last_good(progress, self.model, parts.optimizers, velocity, state, ranks_here)
 
     def break_off_rest(self) -> None:
         """A rank has died, and the rest begins anew."""

@@ -16,6 +16,18 @@ from hetsync.train import checkpoint
 from hetsync.train.session import Session
 
 
+def progress_of(session: Session, seconds_before: float) -> checkpoint.Progress:
+    """Of a job at rest, which goes on from one that has trained for so many seconds."""
+    return checkpoint.Progress(
+        samples_applied=session.applied,
+        version=session.version,
+        ranks=session.plane.size,
+        shares=tuple(session.shares[rank] for rank in sorted(session.plane.members)),
+        train_seconds=seconds_before + session.totals.train_seconds,
+        **asdict(session.settings),
+    )
+
+
 class Saver:
     """Every rank has one; the first writes. `saved`: there is a checkpoint by this process; `newest` was written last.
 
@@ -86,15 +98,8 @@ class Saver:
             self.start_timer()
 
     def _write(self, state: Mapping[str, Any], agree: Callable[[], None]) -> None:
-        session, settings = self._session, self._session.settings
-        progress = checkpoint.Progress(
-            samples_applied=session.applied,
-            version=session.version,
-            ranks=session.plane.size,
-            shares=tuple(session.shares[rank] for rank in sorted(session.plane.members)),
-            train_seconds=self._seconds_before + session.totals.train_seconds,
-            **asdict(settings),
-        )
+        session = self._session
+        progress = progress_of(session, self._seconds_before)
         outer = session.outer.velocity if session.outer is not None else None
         before = checkpoint.complete(self._folder)
         written = checkpoint.save(

@@ -30,6 +30,7 @@ from hetsync.plane.base import MembersLost, Plane
 from hetsync.plane.numbered import NumberedPlane
 from hetsync.processes import Process, Stacks
 from hetsync.sync.coordinator import Coordinator, Deliver, Send, as_messages
+from hetsync.sync.delay_guard import DelayGuard, Lost
 from hetsync.sync.deltas import Snapshot, make_outer
 from hetsync.sync.engine import Engine
 from hetsync.sync.group_state import Settings as OptimizerSettings
@@ -47,6 +48,7 @@ from hetsync.sync.messages import (
 )
 from hetsync.sync.milestones import ROLLBACK, STOP, TOO_FEW, Evaluation
 from hetsync.sync.model_tensors import ModelTensors, all_trained
+from hetsync.sync.optimizers import BY_GRADIENT
 from hetsync.sync.rates import require_same_schedulers
 from hetsync.sync.reals import reals, summed_in
 from hetsync.sync.recovery import Books, Damage, Death, Decision, Report, first_standing, keepers, rebuilt
@@ -110,6 +112,7 @@ class Session:
         around: Around = lambda start, steps: steps,
         fault: FaultConfig | None = None,
         goes_back: bool = False,
+        keep_copy: Callable[[], None] | None = None,
     ) -> None:
         """Collective. The model's weights may differ between ranks: all start from rank 0's.
 
@@ -118,6 +121,8 @@ class Session:
         is given the steps of each round. `fault`: what becomes of deaths, of gradients that are not finite, and of
         ranks that are silent or slow; None ends the job. `goes_back`: where nobody is left who kept the books, all come
         to a rest for that, and `go_back` to a checkpoint is called there; otherwise the job ends.
+        `keep_copy`: called on every rank before delayed training goes on after a rest, where the delay bound is by
+        rule; where delay has lost training all come to a rest to go back to what was kept. Without it the job ends.
         """
         self.plane = plane = NumberedPlane(plane)
         self.model = trained.model
@@ -132,6 +137,7 @@ class Session:
         self.damages: list[Damage] = []  # of messages, that all have gone on after
         self.outer = make_outer(sync, terms.batch_size)
         self._sync = sync
+        self._keep_copy = keep_copy if sync.delay_bound == "auto" else None
         self._begin_at()
         self._device = device
         self._make_control = make_control
@@ -225,6 +231,7 @@ class Session:
                 least_ranks=self._fault.least_ranks,
                 fragments_for=lambda values: sync.for_model(values).most_fragments,
                 skips=self._skips,
+                guarded=self._keep_copy is not None,
                 silent_seconds=self._fault.silent_seconds,
                 slow_factor=self._fault.slow_factor if self._fault.slow == "exclude" else None,
             ),
@@ -274,6 +281,7 @@ class Session:
         several = self.plane.ranks_at_start > 1  # or there will be again, by replacement
         ruled = self.control is None and several
         tolerant = self.plane.tolerant and several
+        adaptive = not all(isinstance(optimizer, BY_GRADIENT) for optimizer in self.optimizers)
 
         def deliver_for(machine: RoundStateMachine) -> Deliver:
             return as_messages(machine, send, keepers(self.plane.members) if tolerant else ())
@@ -292,11 +300,12 @@ class Session:
             rebalance=rebalance,
             control=self.control,
             on_evaluation=self._report,
-            rule=rule_for(self._sync_of_model, terms.version) if ruled else None,
+            rule=rule_for(self._sync_of_model, terms.version, adaptive) if ruled else None,
             on_rounds_change=self._on_rounds_change,
             rebuild=rebuild,
             on_left_out=self._on_left_out,
             goes_back=self._fault.goes_back,
+            guard=DelayGuard(terms.batch_size) if ruled and self._keep_copy is not None else None,
             batch=terms.batch_size,
         )
 
@@ -308,6 +317,11 @@ class Session:
     def left_out(self) -> Sequence[TaskLeftOut]:
         """So far, on the first rank."""
         return () if self.coordinator is None else self.coordinator.left_out
+
+    @property
+    def lost(self) -> Sequence[Lost]:
+        """On the first rank: each time that delay had lost training."""
+        return () if self.coordinator is None else self.coordinator.lost
 
     @property
     def books_lost(self) -> Sequence[Death]:
@@ -542,6 +556,8 @@ class Session:
         self.tasks.tensors.begin()
         for steps in self.tasks.steps:
             steps.start()
+        if self._keep_copy is not None and not self.settings.synchronous:
+            self._keep_copy()
         self._seeds.begin_loop(self.applied, told[0].seed, self.plane.size == 1)
         self._clock.start()
         return True

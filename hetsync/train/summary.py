@@ -210,17 +210,19 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback:
-    """All ranks have gone back to the checkpoint of `checkpoint_samples`, as what a rank brought in `round` was not
-    finite, or as with it the last of those had died who kept the books (`cause`). They went on with round `next_round`;
+    """All ranks have gone back to the checkpoint of `checkpoint_samples`, or to what they had kept in memory, as what a
+    rank brought in `round` was not finite, as with it the last of those had died who kept the books, or as delay had
+    lost training (`cause`), which is `told`. They went on with round `next_round`;
     so many `samples` that had been applied are trained on again."""
 
-    cause: Literal["not_finite", "books_lost"]
+    cause: Literal["not_finite", "books_lost", "delay"]
     rank: int
     host: str
     round: int
     next_round: int
     samples: int
     checkpoint_samples: int
+    told: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

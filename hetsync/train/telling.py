@@ -154,10 +154,13 @@ class Telling:
 
     def rollback(self, rollback: Rollback) -> None:
         self.left_out()
-        self.say(
-            f"all ranks go back to the checkpoint of {rollback.checkpoint_samples} samples:"
-            f" {rollback.samples} are trained on again"
-        )
+        again = f"{rollback.samples} are trained on again"
+        if rollback.told is not None:
+            self.say(
+                f"{rollback.told}: all ranks go back to {rollback.checkpoint_samples} samples, without delay; {again}"
+            )
+        else:
+            self.say(f"all ranks go back to the checkpoint of {rollback.checkpoint_samples} samples: {again}")
 
     def call_back(self, event: str, value: Any) -> None:
         if self._session.plane.leads:

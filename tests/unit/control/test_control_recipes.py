@@ -71,10 +71,10 @@ def test_a_resumed_run_goes_on_with_the_k_and_q_that_its_rule_had_found() -> Non
         accumulation=2,
         train_seconds=1.0,
     )
-    ruled = Config(sync=SyncConfig(accumulation="auto"))
+    ruled = Config(sync=SyncConfig(delay_bound=4, accumulation="auto"))
     assert first_settings(ruled, None, 0) == Settings(4, 0.25, 1)
     assert first_settings(ruled, progress, 0) == Settings(4, 0.5, 2)
-    assert first_settings(Config(), progress, 0) == Settings(4, 0.5, 1)
+    assert first_settings(Config(sync=SyncConfig(delay_bound=4)), progress, 0) == Settings(4, 0.5, 1)
     assert first_settings(ruled, replace(progress, accumulation=8), 0).accumulation == 4  # its greatest
     assert first_settings(ruled, replace(progress, grace=1), 0) == Settings(4, 0.5, 2, grace=1)
     assert first_settings(ruled, replace(progress, fragments=4), 10**6).fragments == 4

@@ -317,7 +317,7 @@ def test_shares_follow_a_lasting_slow_down() -> None:
 
 def test_ranks_leave_and_come_back() -> None:
     script = [Change(10.0, 2, "leave"), Change(12.0, 1, "leave"), Change(60.0, 2, "join")]
-    simulation = Simulation(scenario([40.0, 20.0, 20.0]), script=script)
+    simulation = Simulation(scenario([40.0, 20.0, 20.0], delay_bound=4), script=script)
     simulation.advance(seconds=30)
     assert set(simulation.machine.members) == {0}
     assert set(simulation.away) == {1, 2}
@@ -325,7 +325,7 @@ def test_ranks_leave_and_come_back() -> None:
     assert set(simulation.ranks) == {0, 2}
     assert simulation.machine.ledger.applied == 4000
     assert simulation.machine.samples_by_rank[0] > 10 * 80
-    assert simulation.now > finished([40.0, 20.0, 20.0]).now
+    assert simulation.now > finished([40.0, 20.0, 20.0], delay_bound=4).now
 
 
 @pytest.mark.parametrize(
@@ -358,16 +358,17 @@ def changes(simulation: Simulation) -> list[tuple[int, float, int]]:
 
 
 def test_rounds_become_fewer_where_their_work_is_dear() -> None:
-    ruled = finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS, accumulation="auto")
-    default = finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS)
-    fixed = finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS, quorum=0.25, grace=0)
+    delayed = {"total": 16_000, "runtime": DEAR_ROUNDS, "delay_bound": 4}
+    ruled = finished([40.0, 20.0, 10.0], accumulation="auto", **delayed)
+    default = finished([40.0, 20.0, 10.0], **delayed)
+    fixed = finished([40.0, 20.0, 10.0], quorum=0.25, grace=0, **delayed)
     in_vain = [(1, 0.5, 1), (1, 0.5, 0)]  # as the first rank's part is a quorum, a round has all of a slice already
     assert changes(ruled) == [(1, 0.5, 0), *in_vain, (2, 0.5, 0)]
     assert changes(default) == [(1, 0.5, 0), *in_vain]
     assert ruled.machine.settings.accumulation == 2
     assert ruled.now < 0.9 * default.now < 0.9 * fixed.now
     assert ruled.rounds_changes[0].work > 0.4
-    again = finished([40.0, 20.0, 10.0], total=16_000, runtime=DEAR_ROUNDS, accumulation="auto")
+    again = finished([40.0, 20.0, 10.0], accumulation="auto", **delayed)
     assert again.rounds_changes == ruled.rounds_changes
 
 
@@ -382,8 +383,8 @@ def test_rounds_become_fewer_behind_a_link_that_ranks_wait_for() -> None:
 @pytest.mark.parametrize(
     ("runtime", "sync"),
     [
-        (FREE, {"accumulation": "auto"}),
-        (DEAR_ROUNDS, {"quorum": 0.25, "grace": 0}),
+        (FREE, {"delay_bound": 4, "accumulation": "auto"}),
+        (DEAR_ROUNDS, {"delay_bound": 4, "quorum": 0.25, "grace": 0}),
         (DEAR_ROUNDS, {"delay_bound": 0, "accumulation": "auto"}),
     ],
     ids=["cheap rounds", "by hand", "synchronous"],

@@ -167,7 +167,7 @@ def test_controllers_see_the_schedule(gradients: bool) -> None:
 
 def test_ranks_that_leave_and_join_do_not_disturb_the_anchor() -> None:
     script = [Change(2.0, 2, "leave"), Change(3.0, 1, "leave"), Change(5.0, 2, "join")]
-    simulation, learner = trained(recipe(), *regression(), script=script)
+    simulation, learner = trained(recipe(delay_bound=4), *regression(), script=script)
     assert set(simulation.ranks) == {0, 2}
     first, last = (learner._replicas[rank].model for rank in (0, 2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), last.parameters(), strict=True))

@@ -214,7 +214,9 @@ def test_a_jump_in_speed_moves_shares_after_three_tasks():
 
 def test_shares_that_move_often_do_not_keep_the_rule_from_making_rounds_fewer():
     changes = []
-    office = Office(settings=Settings(8, 0.25), rule=rule_for(SyncConfig(grace=0)), on_rounds_change=changes.append)
+    office = Office(
+        settings=Settings(8, 0.25), rule=rule_for(SyncConfig(delay_bound=4, grace=0)), on_rounds_change=changes.append
+    )
     tasks = SETTLING_TASKS + WINDOW_TASKS - 2  # of each rank, from one speed to the next
     moves, shares = 0, (8, 8)
     for turn in range(4):
@@ -228,7 +230,7 @@ def test_shares_that_move_often_do_not_keep_the_rule_from_making_rounds_fewer():
 
 
 def test_a_rules_fragments_are_told_by_rounds():
-    sync = SyncConfig(quorum=0.25, grace=0)
+    sync = SyncConfig(delay_bound=4, quorum=0.25, grace=0)
     office = Office(settings=settings_of(sync), rule=rule_for(sync))
     for _ in range(SETTLING_TASKS + WINDOW_TASKS + 2):
         for rank in (0, 1):
@@ -614,7 +616,7 @@ def test_nobody_idles_beside_a_quick_newcomer_for_having_been_slow(later, works)
 
 
 def test_who_tunes_k_and_d_leaves_what_a_rule_has_found_besides():
-    office = Office(settings=Settings(4, 0.25, fragments=2), rule=rule_for(SyncConfig()))
+    office = Office(settings=Settings(4, 0.25, fragments=2), rule=rule_for(SyncConfig(delay_bound=4)))
     office.coordinator.settings = replace(office.coordinator.settings, grace=1, fragments=4)
     office.coordinator.handle([SettingsChanged(Settings(8, 0.25, 2))])
     assert office.machine.settings == office.coordinator.settings == Settings(8, 0.25, 2, fragments=4, grace=1)

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from hetsync.config.schema import OuterConfig, SyncConfig
-from hetsync.errors import UserError
 from hetsync.sync.messages import NO_BOUND, Settings, settings_of
 from hetsync.sync.rounds_rule import (
+    ADAPTIVE_DELAY_COSTS,
     CALM_WINDOWS,
     DELAY_COSTS,
     GREATER_QUORUM,
@@ -25,15 +25,15 @@ from hetsync.sync.rounds_rule import (
 )
 
 SHARES = {0: 30, 1: 10}
-K_BY_RULE = SyncConfig(quorum=0.25, accumulation="auto", grace=0, fragments=1)
-BY_RULE = SyncConfig(grace=0, fragments=1)
+K_BY_RULE = SyncConfig(delay_bound=4, quorum=0.25, accumulation="auto", grace=0, fragments=1)
+BY_RULE = SyncConfig(delay_bound=4, grace=0, fragments=1)
 
 
 class Job:
     """Feeds a rule with windows; `costs` tells the work and the waits at a K, over a second of computing."""
 
-    def __init__(self, accumulation=1, sync=K_BY_RULE):
-        self.rule, self.version = rule_for(sync), 0
+    def __init__(self, accumulation=1, sync=K_BY_RULE, adaptive=False):
+        self.rule, self.version = rule_for(sync, adaptive=adaptive), 0
         self.settings = replace(settings_of(sync), accumulation=accumulation)
 
     @property
@@ -189,7 +189,7 @@ def test_by_default_the_quorum_grows_where_a_rounds_work_is_a_notable_part_of_a_
 
 
 def test_the_quorum_grows_before_k_does():
-    both = SyncConfig(accumulation="auto", grace=0, fragments=1)
+    both = SyncConfig(delay_bound=4, accumulation="auto", grace=0, fragments=1)
     assert windows(Job(sync=both), rounds_work(0.2), 5) == [(1, 0.5)] * 5
     assert windows(Job(sync=both), rounds_work(0.9), 3) == [(1, 0.5), (2, 0.5), (2, 0.5)]
     assert Job(sync=both).window(lambda k: (0.0, 0.5)).accumulation == 2  # waits, which a quorum does not end
@@ -208,7 +208,14 @@ def test_a_quorum_that_saves_too_little_is_taken_back():
 
 
 @pytest.mark.parametrize(
-    "sync", [SyncConfig(1), SyncConfig(2), SyncConfig(quorum=1.0), SyncConfig(quorum=0.7), SyncConfig(grace=1)]
+    "sync",
+    [
+        SyncConfig(1),
+        SyncConfig(2),
+        SyncConfig(delay_bound=4, quorum=1.0),
+        SyncConfig(delay_bound=4, quorum=0.7),
+        SyncConfig(delay_bound=4, grace=1),
+    ],
 )
 def test_a_rule_gives_no_grace_where_it_would_change_nothing(sync):
     assert "grace" not in {rise.key for rise in rises_of(sync)}
@@ -226,14 +233,14 @@ def test_grace_comes_where_a_greater_quorum_leaves_work_that_is_a_notable_part()
             found.append((job.settings.accumulation, job.settings.quorum, job.settings.grace))
         return found
 
-    default = SyncConfig(fragments=1)
+    default = SyncConfig(delay_bound=4, fragments=1)
     assert course(default, 0.1) == [(1, 0.5, 0)] * 4
     assert course(default, 0.2) == [(1, 0.5, 0), *[(1, 0.5, 1)] * 3]
     assert course(replace(default, accumulation="auto"), 1.2) == [(1, 0.5, 0), (1, 0.5, 1), (2, 0.5, 1), (2, 0.5, 1)]
 
 
 def test_beside_fragments_grace_must_save_more():
-    job = Job(sync=SyncConfig(quorum=0.5))
+    job = Job(sync=SyncConfig(delay_bound=4, quorum=0.5))
     assert job.window(lambda k: (0.16, 0.0)) is None
     change = job.window(lambda k: (0.21, 0.0))
     assert change.grace == 1
@@ -241,13 +248,13 @@ def test_beside_fragments_grace_must_save_more():
 
 
 def test_without_fragments_seven_hundredths_are_enough():
-    job = Job(sync=SyncConfig(quorum=0.5, fragments=1))
+    job = Job(sync=SyncConfig(delay_bound=4, quorum=0.5, fragments=1))
     assert job.window(lambda k: (0.066, 0.0)) is None
     assert job.window(lambda k: (0.068, 0.0)).grace == 1
 
 
 def test_what_came_last_goes_first():
-    job = Job(sync=SyncConfig(fragments=1))
+    job = Job(sync=SyncConfig(delay_bound=4, fragments=1))
     job.settings = replace(job.settings, quorum=0.5, grace=1)  # as a resumed job may have it
     for expected in ((0.5, 0), (0.25, 0)):
         for _ in range(CALM_WINDOWS - 1):
@@ -258,7 +265,7 @@ def test_what_came_last_goes_first():
 
 def test_it_goes_below_an_eighth_of_the_work_at_which_it_came():
     for work, last in ((0.0095, 0.5), (0.0075, 0.25)):  # q comes at 0.068
-        job = Job(sync=SyncConfig(grace=0, fragments=1))
+        job = Job(sync=SyncConfig(delay_bound=4, grace=0, fragments=1))
         job.settings = replace(job.settings, quorum=0.5)
         for _ in range(CALM_WINDOWS):
             job.window(lambda k, work=work: (work, 0.0))
@@ -276,7 +283,7 @@ def test_what_was_refused_once_falls_as_if_it_had_not_been_tried():
 
 def test_fewer_rounds_that_save_nothing_are_no_reason_against_a_greater_k():
     """As behind a link that carries one round after the other: all are ready when the next may start."""
-    job = Job(sync=SyncConfig(accumulation="auto", fragments=1))
+    job = Job(sync=SyncConfig(delay_bound=4, accumulation="auto", fragments=1))
     found = []
     for _ in range(6):
         job.window(work(0.6))
@@ -285,7 +292,7 @@ def test_fewer_rounds_that_save_nothing_are_no_reason_against_a_greater_k():
 
 
 def test_what_was_refused_does_not_come_back_with_something_else():
-    job = Job(sync=SyncConfig())
+    job = Job(sync=SyncConfig(delay_bound=4))
     assert job.window(lambda k: (0.5, 0.0)).quorum == 0.5
     assert job.window(lambda k: (0.25, 0.0)).grace == 1
     assert job.window(lambda k: (0.25, 0.0)).grace == 0  # it has saved nothing
@@ -294,7 +301,7 @@ def test_what_was_refused_does_not_come_back_with_something_else():
 
 
 def test_each_refusal_has_a_time_of_its_own():
-    job = Job(sync=SyncConfig(quorum=0.25, accumulation="auto", fragments=1))
+    job = Job(sync=SyncConfig(delay_bound=4, quorum=0.25, accumulation="auto", fragments=1))
     assert [job.window(lambda k: (0.1, 0.0)).grace for _ in range(2)] == [1, 0]
     for _ in range(RETRY_WINDOWS - 2):
         assert job.window(lambda k: (0.1, 0.0)) is None
@@ -306,22 +313,26 @@ def test_each_refusal_has_a_time_of_its_own():
 
 
 def test_nothing_is_by_rule_where_the_recipe_sets_both():
-    assert rule_for(SyncConfig(quorum=0.25, grace=0, fragments=1)) is None
+    assert rule_for(SyncConfig(delay_bound=4, quorum=0.25, grace=0, fragments=1)) is None
 
 
 @pytest.mark.parametrize(
     ("sync", "found", "expected"),
     [
-        (SyncConfig(fragments=1), Settings(4, 0.5, 1), (0.5, 0, 1)),
-        (SyncConfig(fragments=1), Settings(4, 0.5, 1, grace=1), (0.5, 1, 1)),
-        (SyncConfig(fragments=1), Settings(4, 0.25, 1), (0.25, 0, 1)),
-        (SyncConfig(fragments=1), Settings(4, 1.0, 4), (0.5, 0, 1)),  # of another recipe
-        (SyncConfig(quorum=0.4, fragments=1), Settings(4, 0.5, 4, grace=2), (0.4, 1, 1)),
-        (SyncConfig(grace=1, fragments=1), Settings(4, 0.5), (0.25, 1, 1)),  # with grace a greater q saves nothing
-        (SyncConfig(quorum=0.7, grace=0, fragments=1), Settings(4, 0.5, 4), (0.7, 0, 1)),
-        (SyncConfig(quorum=0.7, accumulation="auto", fragments=1), Settings(4, 0.7, 8), (0.7, 0, 4)),
-        (SyncConfig(accumulation="auto", fragments=1), Settings(4, 0.5, 2), (0.5, 0, 2)),
-        (SyncConfig(accumulation="auto", fragments=1), Settings(4, 0.25, 2), (0.25, 0, 2)),
+        (SyncConfig(delay_bound=4, fragments=1), Settings(4, 0.5, 1), (0.5, 0, 1)),
+        (SyncConfig(delay_bound=4, fragments=1), Settings(4, 0.5, 1, grace=1), (0.5, 1, 1)),
+        (SyncConfig(delay_bound=4, fragments=1), Settings(4, 0.25, 1), (0.25, 0, 1)),
+        (SyncConfig(delay_bound=4, fragments=1), Settings(4, 1.0, 4), (0.5, 0, 1)),  # of another recipe
+        (SyncConfig(delay_bound=4, quorum=0.4, fragments=1), Settings(4, 0.5, 4, grace=2), (0.4, 1, 1)),
+        (
+            SyncConfig(delay_bound=4, grace=1, fragments=1),
+            Settings(4, 0.5),
+            (0.25, 1, 1),
+        ),  # with grace a greater q saves nothing
+        (SyncConfig(delay_bound=4, quorum=0.7, grace=0, fragments=1), Settings(4, 0.5, 4), (0.7, 0, 1)),
+        (SyncConfig(delay_bound=4, quorum=0.7, accumulation="auto", fragments=1), Settings(4, 0.7, 8), (0.7, 0, 4)),
+        (SyncConfig(delay_bound=4, accumulation="auto", fragments=1), Settings(4, 0.5, 2), (0.5, 0, 2)),
+        (SyncConfig(delay_bound=4, accumulation="auto", fragments=1), Settings(4, 0.25, 2), (0.25, 0, 2)),
     ],
 )
 def test_a_resumed_job_goes_on_with_what_the_rule_had_come_to(sync, found, expected):
@@ -330,7 +341,7 @@ def test_a_resumed_job_goes_on_with_what_the_rule_had_come_to(sync, found, expec
 
 
 def test_a_step_takes_nothing_along_that_was_not_worth_its_cost():
-    job = Job(sync=SyncConfig(accumulation="auto", grace=0, fragments=1))
+    job = Job(sync=SyncConfig(delay_bound=4, accumulation="auto", grace=0, fragments=1))
     raised = job.window(lambda k: (0.05, 0.3))
     assert (raised.accumulation, raised.quorum) == (2, 0.25)
     back = job.window(lambda k: (0.05, 0.3))
@@ -346,7 +357,7 @@ def test_what_was_promised_to_other_ranks_or_shares_is_forgotten(change):
 
 
 def test_settings_that_a_death_has_set_back_are_not_taken_back_further():
-    sync = SyncConfig(accumulation="auto", grace=0, fragments=1)
+    sync = SyncConfig(delay_bound=4, accumulation="auto", grace=0, fragments=1)
     job = Job(sync=sync)
     assert job.window(lambda k: (0.1, 0.0)).quorum == GREATER_QUORUM
     job.settings = settings_of(sync)
@@ -354,7 +365,7 @@ def test_settings_that_a_death_has_set_back_are_not_taken_back_further():
 
 
 def test_a_greater_quorum_is_not_tried_again_where_rounds_have_grace():
-    job = Job(sync=SyncConfig(fragments=1))
+    job = Job(sync=SyncConfig(delay_bound=4, fragments=1))
     assert [job.window(lambda k: (0.1, 0.0)).quorum for _ in range(2)] == [0.5, 0.25]
     assert job.window(lambda k: (0.1, 0.0)).grace == 1
     for _ in range(2 * RETRY_WINDOWS):
@@ -365,9 +376,9 @@ def test_a_greater_quorum_is_not_tried_again_where_rounds_have_grace():
 
 
 def test_they_become_more_where_ranks_wait_for_the_link():
-    rises = [(rise.key, rise.before, rise.value) for rise in rises_of(SyncConfig())]
+    rises = [(rise.key, rise.before, rise.value) for rise in rises_of(SyncConfig(delay_bound=4))]
     assert rises == [("quorum", 0.25, 0.5), ("grace", 0, 1), ("fragments", 2, 4)]
-    sync = SyncConfig(quorum=0.5, grace=0)
+    sync = SyncConfig(delay_bound=4, quorum=0.5, grace=0)
     job = Job(sync=sync)
     change = job.window(lambda k: (0.0, 0.2))
     assert job.settings == replace(settings_of(sync), fragments=4)
@@ -376,7 +387,7 @@ def test_they_become_more_where_ranks_wait_for_the_link():
 
 def test_more_of_them_that_save_nothing_do_not_keep_rounds_from_being_fewer():
     """As where ranks wait for stragglers, or for a link's latency."""
-    job, found = Job(sync=SyncConfig(quorum=0.5, accumulation="auto", grace=0)), []
+    job, found = Job(sync=SyncConfig(delay_bound=4, quorum=0.5, accumulation="auto", grace=0)), []
     for _ in range(3):
         job.window(lambda k: (0.0, 0.3 if k == 1 else 0.0))
         found.append((job.accumulation, job.settings.fragments))
@@ -385,9 +396,14 @@ def test_more_of_them_that_save_nothing_do_not_keep_rounds_from_being_fewer():
 
 @pytest.mark.parametrize("fragments", [1, 2, 4])
 def test_a_resumed_job_has_what_the_rule_had_found_whatever_fragments_it_had(fragments):
-    found = found_before(SyncConfig(), replace(settings_of(SyncConfig()), quorum=0.5, fragments=fragments))
+    found = found_before(
+        SyncConfig(delay_bound=4), replace(settings_of(SyncConfig(delay_bound=4)), quorum=0.5, fragments=fragments)
+    )
     assert (found.quorum, found.fragments) == (0.5, max(2, fragments))
-    larger = found_before(SyncConfig(fragments=8), replace(settings_of(SyncConfig()), quorum=0.5, fragments=fragments))
+    larger = found_before(
+        SyncConfig(delay_bound=4, fragments=8),
+        replace(settings_of(SyncConfig(delay_bound=4)), quorum=0.5, fragments=fragments),
+    )
     assert (larger.quorum, larger.fragments) == (0.5, 8)
 
 
@@ -463,13 +479,28 @@ def test_a_resumed_job_has_the_delay_that_it_had_come_to(delay_bound):
     assert found_before(AUTO, replace(settings_of(AUTO), delay_bound=delay_bound)).delay_bound == delay_bound
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [({"accumulation": 4}, "sync.accumulation"), ({"outer": OuterConfig("nesterov")}, "sync.outer.name")],
-)
-def test_what_means_another_thing_without_delay_must_be_settled(words, named):
-    with pytest.raises(UserError, match=f"^{named} .*sync.delay_bound"):
-        SyncConfig(delay_bound="auto", **words)
+@pytest.mark.parametrize("words", [{"accumulation": 4}, {"outer": OuterConfig("nesterov")}])
+def test_what_means_another_thing_without_delay_asks_for_it(words):
+    assert SyncConfig(**words).delay_bound == 4
+    assert SyncConfig(0, **words).delay_bound == 0
+
+
+def test_optimizers_that_lose_by_delay_must_wait_for_longer():
+    for waits, changes in [(0.9 * ADAPTIVE_DELAY_COSTS, False), (1.1 * ADAPTIVE_DELAY_COSTS, True)]:
+        job = Job(sync=AUTO, adaptive=True)
+        assert (job.window(no_waits_with_delay(job, waits)) is not None) == changes
+
+
+def test_delay_that_has_lost_training_does_not_come_again():
+    job = Job(sync=AUTO)
+    job.window(no_waits_with_delay(job, WAITS))
+    change = job.rule.give_up_delay(job.settings, job.version, "delay has lost training")
+    assert change.reason == "delay has lost training: D = 0"
+    job.settings = change.applied_to(job.settings)
+    assert job.settings.synchronous
+    assert [job.window(lambda k: (0.0, 5.0)) for _ in range(2 * RETRY_WINDOWS)] == [None] * 2 * RETRY_WINDOWS
+    job.rule.restart(job.version)
+    assert job.window(lambda k: (0.0, 5.0)) is None
 
 
 def test_no_bound_is_told_as_such():

@@ -197,6 +197,7 @@ def test_what_only_some_have_been_told_of_counts_once(monkeypatch: pytest.Monkey
     session: Any = SimpleNamespace(
         left_out=[TaskLeftOut(0, 3, 16, ()), TaskLeftOut(0, 6, 16, ())],
         books_lost=[],
+        lost=[],
         applied=64,
         version=8,
         named=lambda spans: "7",

@@ -1,0 +1,71 @@
+"""Is training lost in delayed mode? Where the delay bound is by rule, all then go back to the last good weights, and on
+without delay: what synchronous training survives does not end because of delay.
+
+Two signs, which cost nothing: a loss, or a sum over a rank's progress (told as its loss), that is not finite; and
+losses that have climbed half of the way back up to where training began. Losses that have no trend to speak of, such
+as those of a GAN, are not judged.
+
+Pure: no clock, no tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import NamedTuple
+
+WINDOW_BATCHES = 8
+CLIMBED = 0.5  # of the way back
+LOST_WINDOWS = 2  # in a row
+LEAST_TREND = 8.0  # of what losses have fallen by, over what they change by from window to window
+
+
+class Lost(NamedTuple):
+    """Training, as `rank` told in round `round` of the anchor. `loss` is not finite, or a mean that is far above the
+    `best` one."""
+
+    rank: int
+    round: int
+    loss: float
+    best: float
+
+    def __str__(self) -> str:
+        if math.isfinite(self.loss):
+            return f"delay has lost training: the loss is {self.loss:.3g}, and was {self.best:.3g}"
+        return f"delay has lost training: the loss, or a step, became {self.loss} on rank {self.rank}"
+
+
+class DelayGuard:
+    def __init__(self, batch: int) -> None:
+        self._window = WINDOW_BATCHES * batch
+        self._sum, self._samples = 0.0, 0
+        self._means: list[float] = []  # of windows with a good end
+        self._above = 0  # windows in a row
+
+    @property
+    def best(self) -> float:
+        return min(self._means, default=math.nan)
+
+    def observe(self, loss_sum: float, samples: int, delayed: bool) -> float | None:
+        """A task's losses, over so many samples, in the order in which tasks end. The loss by which training is lost,
+        if it is."""
+        if not math.isfinite(loss_sum):
+            return loss_sum if delayed else None
+        self._sum, self._samples = self._sum + loss_sum, self._samples + samples
+        if self._samples < self._window:
+            return None
+        mean, self._sum, self._samples = self._sum / self._samples, 0.0, 0
+        self._above = self._above + 1 if delayed and self._is_above(mean) else 0
+        if not self._above:
+            self._means.append(mean)
+        return mean if self._above >= LOST_WINDOWS else None
+
+    def _is_above(self, mean: float) -> bool:
+        if len(self._means) < 2:
+            return False
+        fallen = self._means[0] - self.best
+        changes = [abs(after - before) for before, after in zip(self._means, self._means[1:], strict=False)]
+        return fallen > LEAST_TREND * statistics.median(changes) and mean > self.best + CLIMBED * fallen
+
+    def went_back(self) -> None:
+        self._sum, self._samples, self._above = 0.0, 0, 0
