@@ -25,6 +25,7 @@ from hetsync.simulate.scenario import Scenario
 from hetsync.simulate.telemetry import Telemetry
 from hetsync.simulate.virtual_rank import VirtualRank, VirtualRanks
 from hetsync.sync.coordinator import Coordinator
+from hetsync.sync.delay_guard import DelayGuard
 from hetsync.sync.messages import AssignTask, Event, Instruction, RoundCompleted, StartRound, Task
 from hetsync.sync.rounds_rule import RoundsChange, rule_for
 from hetsync.sync.state_machine import RoundStateMachine
@@ -55,7 +56,9 @@ class Communicator:
         self._evaluations = evaluations
         self._on_rest = on_rest
         self._router = Router(scenario.runtime, clock, polling, ranks, self.handle_events, self._poll_interval)
-        self._coordinator = _coordinator(scenario, machine, self._deliver, evaluations, self._on_rounds_change)
+        self._coordinator = _coordinator(
+            scenario, machine, self._deliver, evaluations, self._on_rounds_change, learner.learns
+        )
         self._heard_at = 0.0  # when rank 0's thread last heard of anything
         self._drained: StartRound | None = None  # waits for its books to be closed
         self._delayed: DelayedRound | None = None  # under way, without its sum
@@ -285,19 +288,22 @@ def _coordinator(
     deliver: Callable[[Sequence[Instruction]], None],
     evaluations: Evaluations,
     on_rounds_change: Callable[[RoundsChange], None],
+    learns: bool,
 ) -> Coordinator:
-    """As `train.session` makes it."""
+    """As `train.session` makes it. Where nothing `learns` no losses tell that delay has lost it."""
     sync, profiles = scenario.sync, dict(enumerate(scenario.ranks))
     times, caps = ({r: p.time for r, p in profiles.items()}, {r: p.cap for r, p in profiles.items()})
     rebalance = sync.rebalance and sync.shares == "speed"
     speeds = Speeds(times, caps, sync.pins)
+    rule = rule_for(sync, adaptive=scenario.adaptive) if len(scenario.ranks) > 1 else None
     return Coordinator(
         machine,
         speeds,
         deliver,
         rebalance=rebalance,
         on_evaluation=evaluations.report,
-        rule=rule_for(sync, adaptive=scenario.adaptive) if len(scenario.ranks) > 1 else None,
+        rule=rule,
         on_rounds_change=on_rounds_change,
+        guard=DelayGuard(scenario.batch_size) if learns and rule is not None and sync.delay_bound == "auto" else None,
         batch=scenario.batch_size,
     )

@@ -12,8 +12,8 @@ from hetsync.simulate.evaluations import Evaluations
 from hetsync.simulate.learner import Learner
 from hetsync.simulate.script import Change, check_script
 from hetsync.simulate.virtual_rank import VirtualRanks
-from hetsync.sync.messages import DrainRequested, RankJoined, RankLeft, StartRound
-from hetsync.sync.milestones import STOP
+from hetsync.sync.messages import DrainRequested, RankJoined, RankLeft, StartRound, WentBack
+from hetsync.sync.milestones import ROLLBACK, STOP
 
 
 class Drains:
@@ -29,6 +29,7 @@ class Drains:
         main_threads: MainThreads,
     ) -> None:
         self.ended = False
+        self._kept = 0  # samples applied, where all go back to
         self.stopped = False  # before its time, on request
         self._clock = clock
         self._ranks = ranks
@@ -43,7 +44,11 @@ class Drains:
 
     def at_rest(self, start: StartRound) -> None:
         """The drain has brought all ranks to rest."""
-        ranks, applied = self._ranks.present, self._communicator.machine.ledger.applied
+        ranks, machine = self._ranks.present, self._communicator.machine
+        if start.drain == ROLLBACK:
+            self._go_back()
+            return
+        applied = machine.ledger.applied
         samples = {number: rank.samples_since_rest for number, rank in ranks.items()}
         self._learner.at_rest(samples, applied, start.synchronous)
         for rank in ranks.values():
@@ -53,8 +58,19 @@ class Drains:
         self._evaluations.at_rest(start, applied)
         if not self.ended:
             self._change_members()
+            if not machine.settings.synchronous:
+                self._kept = applied
+                self._learner.keep()
             for rank in list(ranks.values()):
                 self._main_threads.go_on(rank)
+
+    def _go_back(self) -> None:
+        self._learner.go_back(self._kept)
+        for rank in self._ranks.present.values():
+            rank.samples_since_rest = 0
+        self._communicator.handle_events([WentBack(self._kept)])
+        for rank in list(self._ranks.present.values()):
+            self._main_threads.go_on(rank)
 
     # The script.
 

@@ -52,6 +52,12 @@ class Learner:
     def at_rest(self, samples: Mapping[int, int], applied: int, synchronous: bool) -> None:
         """All ranks are at rest; `samples` is what each has used since the last time, `applied` what all have."""
 
+    def keep(self) -> None:
+        """At rest, before delayed training: what `go_back` goes back to."""
+
+    def go_back(self, applied: int) -> None:
+        """At a rest for that: all ranks are as they were at the last `keep`, after so many samples."""
+
     def remove_rank(self, rank: int) -> None:
         """At rest: the rank is gone."""
 

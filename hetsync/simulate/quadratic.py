@@ -110,6 +110,7 @@ class NoisyQuadratic(Learner):
         self._step = np.zeros(self._h.size)  # the round's sum, as far as it is packed
         self._step_samples = 0  # in it
         self._gradient = np.zeros(self._h.size)  # summed over the samples of a synchronous round
+        self.keep()
         self._random = np.random.default_rng(config.run.seed)
         self._noise: Iterator[Row] = iter(())
 
@@ -209,6 +210,15 @@ class NoisyQuadratic(Learner):
             ranks = list(samples)
             weights = np.array([samples[rank] for rank in ranks]) / total
             self._velocity_RJ[:] = weights @ self._velocity_RJ[ranks]
+
+    def keep(self) -> None:
+        self._kept = self.anchor.copy(), self._velocity_RJ.copy(), self._outer_velocity.copy()
+
+    def go_back(self, applied: int) -> None:
+        anchor, velocity_RJ, outer = self._kept
+        self._move(self._newest, anchor.copy())
+        self._velocity_RJ[:], self._outer_velocity = velocity_RJ, outer.copy()
+        self.reset_to_anchor()
 
     @property
     def squares(self) -> Row:

@@ -103,6 +103,8 @@ class ReplicaLearner(Learner):
             rank: Replica(config, mine, self._seeded(rank, 0), total_samples, rank, ranks)
             for rank, mine in enumerate(models)
         }
+        self._guarded = config.sync.delay_bound == "auto" and ranks > 1
+        self._kept: tuple[Any, ...] = ()  # state of the first replica, as all have it at rest
         momentum = momentum_of(self._replicas[0].optimizer)
         self._noise_of = {synchronous: NoiseScale(momentum) for synchronous in (False, True)}
         self._noise = self._noise_of[config.sync.first_delay_bound == 0]
@@ -152,7 +154,9 @@ class ReplicaLearner(Learner):
             total = replica.delayed().finish(task.samples, len(task.slices), replica.local.lift(task))
         else:
             total = replica.gradients.flush(task.samples)
-        require_finite(total, rank, task)
+        # In a guarded job the losses that follow are not finite, and this is in no round.
+        if not (self._guarded and task.synchronous_round is None):
+            require_finite(total, rank, task)
 
     # Delayed rounds.
 
@@ -240,6 +244,20 @@ class ReplicaLearner(Learner):
             average_states(optimizers, used)
             average_groups([replica.steps.groups for replica in self._replicas.values()], used)
         for rank, replica in self._replicas.items():
+            replica.random_state = self._seeded(rank, applied)
+
+    def keep(self) -> None:
+        first = self._replicas[0]
+        self._kept = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict(), first.outer))
+
+    def go_back(self, applied: int) -> None:
+        for rank, replica in self._replicas.items():
+            weights, state, outer = copy.deepcopy(self._kept)
+            replica.model.load_state_dict(weights)
+            replica.optimizer.load_state_dict(state)
+            replica.steps.show_owner(applied)
+            replica.outer, replica.deltas = outer, None
+            replica.addends, replica.arriving = (), False
             replica.random_state = self._seeded(rank, applied)
 
     def remove_rank(self, rank: int) -> None:

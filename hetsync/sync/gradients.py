@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import torch
 
-from hetsync.errors import UserError
+from hetsync.errors import UserError, complain
 from hetsync.plane.base import Allocate, Residual, WireFormat, allocate_anywhere
 from hetsync.plane.wire import round_trip
 from hetsync.sync.buffers import Writes
@@ -41,6 +41,10 @@ from hetsync.sync.slice_gradient import Arrivals, plain_of
 from hetsync.sync.tail import Tail, added_buffers, shared_buffers
 from hetsync.sync.units import TaskUnits
 
+WRITTEN = (
+    "{} were written in the first batch by something else than a step, and each rank has made them of its own part: all"
+    " go on with rank 0's; for those of a whole batch call the model on one, the same on all ranks, before job.prepare"
+)
 ROUNDS_WATCHED = 2  # in which forward may initialise weights
 AGAIN = (
     "a weight got another gradient after gradients of this batch had been looked at or clipped, and before their step,"
@@ -193,6 +197,8 @@ class Gradients:
         self._shown = False  # that a slice has one gradient a parameter
         self._rounds_watched = 0
         self._versions: dict[torch.nn.Parameter, int] = {}  # of weights, when the task began
+        self._names = {weight: name for name, weight in model.named_parameters()}
+        self._told_written = False
         self._arrivals = Arrivals()  # in this slice
         self._totals: list[torch.Tensor] = []  # of released buckets, finite if all of the bucket is
         self._released = threading.Semaphore(0)
@@ -442,8 +448,11 @@ class Gradients:
         Where that is all weights, the loop did it, on all ranks alike."""
         mine = [weight for weight in stage.parameters if weight in self._versions]
         changed = [weight for weight in mine if weight._version != self._versions[weight]]
-        if len(changed) < len(mine):
+        if changed and len(changed) < len(mine):
             self._writes.weights += changed
+            if self._rank == 0 and not self._told_written:
+                self._told_written = True
+                complain(WRITTEN.format(", ".join(sorted(self._names[weight] for weight in changed))))
 
     def _find_changes(self, samples: int) -> None:
         """Of buffers, and in the first rounds of weights, for the last tail."""

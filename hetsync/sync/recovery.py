@@ -318,7 +318,10 @@ def too_few(ranks: int, last_ranks: int, least_ranks: int | None) -> str | None:
     if ranks >= least:
         return None
     why = f"fault.least_ranks is {least}" if least_ranks is not None else f"more than half of {last_ranks} must be"
-    return f"{ranks} of {last_ranks} ranks are left, and {why}: the job ends; go on with --resume"
+    return (
+        f"{ranks} of {last_ranks} ranks are left, and {why}: the job ends; go on with --resume (in a script:"
+        " resume='auto')"
+    )
 
 
 def unseen(last: Iterable[int], survivors: Iterable[int], hosts: Mapping[int, str]) -> tuple[int, ...]:

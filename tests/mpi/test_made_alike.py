@@ -116,7 +116,9 @@ class FromTheFirstBatch(nn.Module):
 
 
 @pytest.mark.parametrize("bound", [0, 2])
-def test_weights_that_the_first_batch_makes_are_shared(plane: Plane, bound: int) -> None:
+def test_weights_that_the_first_batch_makes_are_shared(
+    plane: Plane, bound: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     model, first = FromTheFirstBatch(), torch.zeros(0)
     optimizer = torch.optim.SGD([*model.body.parameters(), model.shift, model.scale], 1e-3)
     with join(plane, delay_bound=bound) as job:
@@ -129,6 +131,9 @@ def test_weights_that_the_first_batch_makes_are_shared(plane: Plane, bound: int)
     assert alike(plane, model)
     if bound == 0:  # rank 0's, and a few small steps
         torch.testing.assert_close(model.shift.detach(), plane.gather_objects(first)[0], rtol=0, atol=0.05)
+        err = capfd.readouterr().err
+        told = err.count("scale, shift were written in the first batch")
+        assert told == (plane.size > 1 and plane.rank == 0), err
 
 
 def test_averages_of_statistics_of_slices_are_evened_out(plane: Plane) -> None:

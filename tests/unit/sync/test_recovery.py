@@ -228,7 +228,8 @@ def test_too_few_survivors_save_and_end():
     assert too_few(3, 4, None) is None
     assert too_few(1, 4, 1) is None
     assert too_few(2, 4, None) == (
-        "2 of 4 ranks are left, and more than half of 4 must be: the job ends; go on with --resume"
+        "2 of 4 ranks are left, and more than half of 4 must be: the job ends; go on with --resume (in a script:"
+        " resume='auto')"
     )
     books = Books([standing()], [(0, 20)], version=3)
     reports = {0: report(0, books=books), 1: report(1)}
