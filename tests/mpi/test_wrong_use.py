@@ -148,7 +148,7 @@ def test_other_numbers_of_epochs_are_named(plane: Plane) -> None:
         ({"delay_bound": 0}, "sync.delay_bound is 0 on rank"),
         ({"seed": 3}, "run.seed"),
         ({"seeded": False}, "run.seed is the script's on rank"),
-        ({"quorum": 0.7}, "sync.quorum"),
+        ({"rebalance": False}, "sync.rebalance"),
         ({"precision": "bfloat16"}, "run.precision"),
         ({"keep": True}, "the run folder is given on rank"),
         ({"resume": "auto"}, "resume is auto"),
