@@ -138,7 +138,7 @@ class GroupLane(Lane):
 
 class GatedLane(GroupLane):
     """For libraries that spin on the device until all ranks have come, as NCCL does: each collective is posted once
-    all ranks have come to it, which a small collective of `gate`'s, a Gloo group, tells.
+    all ranks have come to it and are ready, which a small collective of `gate`'s, a Gloo group, tells.
 
     `context`: entered to post; on CUDA, a stream that waits for nothing else.
     """
@@ -181,7 +181,8 @@ class NcclLane(GatedLane):
         timeout_seconds: float,
         address: str = "",
     ) -> None:
-        options = dist.ProcessGroupNCCL.Options()
+        # Before the blocks of a slice that wait for multiprocessors.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = ENDLESS
         group = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
         stream = torch.cuda.Stream(device)

@@ -103,7 +103,6 @@ class Queue:
         """Post all when it is this ticket's turn, then wait."""
         while self._posted != ticket:
             yield
-        yield from self.all_here()
         tests: deque[Test] = deque()
         self._pending[ticket] = (tests, buffers)
         for place, step in enumerate(steps):
@@ -112,6 +111,7 @@ class Queue:
             if len(tests) == self.in_flight:
                 yield from self._first_of(tests)
             yield from until(step.ready)
+            yield from self.all_here()  # ready, too: what spins until all have come would spin for one that is not
             tests.append(step.post())
         self._posted += 1
         while tests:
@@ -124,7 +124,7 @@ class Queue:
         self.completed += 1
 
     def all_here(self) -> Waiting[None]:
-        """Waits for the other ranks, where collectives must not be posted before these have come."""
+        """Waits until the other ranks can post this one, too, where collectives must not be posted before."""
         yield from ()
 
 
