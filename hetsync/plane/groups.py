@@ -111,7 +111,7 @@ def completion_of(work: dist.Work, watch: Watch = UNWATCHED) -> Test:
 class GroupLane(Lane):
     """The collectives of one group of torch.distributed."""
 
-    reads_cuda = False
+    reads: torch.device | None = None  # as in `PolledSums`
 
     def __init__(self, group: Any, watch: Watch = UNWATCHED) -> None:
         super().__init__()
@@ -180,8 +180,6 @@ class NcclLane(GatedLane):
     One for all: two groups' kernels on one device could each wait for what the other holds.
     """
 
-    reads_cuda = True
-
     def __init__(
         self,
         store: dist.Store,
@@ -199,6 +197,7 @@ class NcclLane(GatedLane):
         stream = torch.cuda.Stream(device)
         gate = open_gloo(store, f"{name} gate", rank, size, timeout_seconds, address)
         super().__init__(group, gate, lambda: torch.cuda.stream(stream))
+        self.reads = device
 
     def close(self) -> None:
         self.group.shutdown()
@@ -208,7 +207,7 @@ def sum_one(lane: GroupLane, device: torch.device, seconds: float) -> None:
     """Collective, in the main thread: one value. RuntimeError where the lane does not sum it within `seconds`; where
     its library does not come back for twice as long this process ends."""
     size = lane.group.size()
-    sums, value = PolledSums("a trial", 0, size, lane, lane, lane.reads_cuda), torch.ones(1, device=device)
+    sums, value = PolledSums("a trial", 0, size, lane, lane, lane.reads), torch.ones(1, device=device)
     late = (
         f"{device} of {socket.gethostname()} has waited {2 * seconds:.0f} s to be joined to others: NCCL_DEBUG=INFO"
         " tells more, and NCCL_P2P_DISABLE=1 or NCCL_SHM_DISABLE=1 may help"
@@ -256,7 +255,7 @@ class TorchSums(Sums):
         """Sums of CUDA tensors by NCCL from now on."""
         self.tolerant = False  # its kernels cannot be given up
         self._nccl = lane
-        self._by_device["cuda"] = PolledSums("NCCL", self._rank, self._size, lane, lane, lane.reads_cuda)
+        self._by_device["cuda"] = PolledSums("NCCL", self._rank, self._size, lane, lane, lane.reads)
 
     @property
     def sums_by(self) -> str:
