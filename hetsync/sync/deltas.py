@@ -354,7 +354,6 @@ class Deltas:
 
     def apply_sum(self) -> None:
         """w and X are to take over the sum; X loses our own part of it, which u holds already."""
-        self.tail.take_from(self._flight.memory)
         self._arrived = True
 
     def _land(self, taken_over: bool = False) -> bool:

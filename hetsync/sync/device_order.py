@@ -18,6 +18,8 @@ from contextlib import contextmanager
 
 import torch
 
+from hetsync.plane.staging import Test, at_once
+
 
 class DeviceOrder:
     """On a processor: operations are done when they return."""
@@ -41,6 +43,11 @@ class DeviceOrder:
 
     def keep(self, tensor: torch.Tensor) -> None:
         """This thread uses another's tensor: its memory is not used anew before what is queued here is done."""
+
+    def read(self, values: torch.Tensor) -> tuple[torch.Tensor, Test]:
+        """Begin to bring values to the host's memory, after what this thread has queued; there once it tests. `item`,
+        `tolist` and `float` would wait."""
+        return values, at_once
 
 
 class StreamOrder(DeviceOrder):
@@ -74,6 +81,10 @@ class StreamOrder(DeviceOrder):
 
     def keep(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._stream)
+
+    def read(self, values: torch.Tensor) -> tuple[torch.Tensor, Test]:
+        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        return pinned.copy_(values, non_blocking=True), self._stream.record_event().query
 
 
 def device_order(device: torch.device) -> DeviceOrder:

@@ -250,7 +250,7 @@ class Follower:
         order.follow()
         self._pending.begin_round()
         self._pending.post_addends(parts, addends, "float32")
-        yield from self._pending.sum_tails([(part.tail, part.sums) for part in parts])
+        yield from self._pending.sum_tails([(part.tail, part.sums) for part in parts], order)
         order.leave()
         self._plane.send(Summed(start.number), self._leader)
         seconds = round(time.monotonic() - began, 6)
