@@ -147,7 +147,7 @@ class Rounds:
             if contribute:
                 contributed, staleness = shared.worker.contribute(start.number)
                 shared.outbox.append(contributed)
-            with shared.order:
+            with shared.order.passing(deltas.packs_apart(start)):
                 addends = deltas.pack(start, contribute, self._options.batch, wire)
             shared.followers.tell(Joined(start, contribute))
         parts = deltas.summed
@@ -157,7 +157,7 @@ class Rounds:
         yield from self._report_norm(start, *deltas.packed)
         while not shared.followers.have_summed(start.number):
             yield
-        with shared.changed, shared.order:
+        with shared.changed, shared.order.passing(deltas.lands_apart(start)):
             deltas.apply_sum()
             shared.followers.tell(Landed(start))
             self._listener.landed(start, deltas)
@@ -200,6 +200,7 @@ class Rounds:
                 addend = gradients.pack(index, wire)
             self._pending.post(addend, wire, gradients.buckets[index].residual)
         yield from self._until_released()
+        self._shared.order.follow()  # who has packed the tail
         samples = gradients.samples  # while the main thread waits
         yield from self._sum_tails((stage.tail, None))
         if stage is gradients.stages[-1]:
@@ -216,7 +217,6 @@ class Rounds:
 
     def _sum_tails(self, *tails: tuple[Tail, Sums | None]) -> Iterator[None]:
         """Until the round's sums are all in."""
-        self._shared.order.follow()  # whoever packed them
         yield from self._pending.sum_tails(tails, self._shared.order)
         self._shared.order.leave()
 
