@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from hetsync.errors import UserError
-from hetsync.plane.base import Messages, Plane, Sums, made_by_all, named
-from hetsync.plane.groups import GroupLane, NcclLane, TorchSums, gloo_sums, open_gloo
+from hetsync.errors import UserError, one_sentence
+from hetsync.plane.base import LateError, Messages, Plane, Sums, made_by_all, named
+from hetsync.plane.groups import GroupLane, NcclLane, TorchSums, gloo_sums, open_gloo, sum_one
 from hetsync.plane.hierarchical import HierarchicalSums
 from hetsync.plane.rendezvous import Rendezvous, rendezvous_by_messages
 from hetsync.processes import boot_id
+
+MOST_TOLD = 200  # characters of a library's words
+
+Lane = TypeVar("Lane", bound=GroupLane)
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,38 @@ def torch_sums(messages: Messages, rendezvous: Rendezvous) -> TorchSums:
     return made_by_all(messages, made)
 
 
+@contextmanager
+def joining(device: torch.device) -> Iterator[None]:
+    """What a library says inside is a mistake that a job can do without."""
+    try:
+        yield
+    except RuntimeError as error:
+        told = one_sentence(str(error.__cause__ or error).rpartition("Last error:")[2])  # NCCL's, after many others
+        raise UserError(f"{device} of {socket.gethostname()} is not joined ({told[:MOST_TOLD]})") from error
+
+
+def joined(messages: Messages, open_lane: Callable[[], Lane], device: torch.device, timeout_seconds: float) -> Lane:
+    """Collective: the lane of this rank's group, once it has summed a value on this rank's `device`: only there some
+    libraries connect ranks. UserError, on every rank, where that fails on one."""
+
+    def opened() -> Lane:
+        with joining(device):
+            return open_lane()
+
+    lane, own, late = made_by_all(messages, opened), None, False
+    try:
+        with joining(device):
+            sum_one(lane, device, timeout_seconds / 3)  # before others, who have failed, wait too long
+    except UserError as mistake:
+        own, late = mistake, isinstance(mistake.__cause__, LateError)
+    told: list[tuple[bool, UserError | None]] = messages.gather_objects((late, own))
+    for _, failed in sorted(told, key=itemgetter(0)):  # who has waited in vain knows least
+        if failed is not None:
+            lane.abort()
+            raise failed
+    return lane
+
+
 def hierarchical_sums(
     by: str,
     messages: Messages,
@@ -97,7 +136,7 @@ def hierarchical_sums(
     (group,) = (group for group in groups if rank in group)
     leaders = [group[0] for group in groups]
 
-    def lane_within() -> GroupLane:
+    def open_lane() -> GroupLane:
         name, place = f"group of {group[0]}", group.index(rank)
         if len(group) > 1 and device.type == "cuda":
             return NcclLane(store, name, place, len(group), device, timeout_seconds, address)
@@ -114,7 +153,8 @@ def hierarchical_sums(
         assert isinstance(messages, MpiMessages)
         return MpiSums(messages.mpi, timeout_seconds, ranks=leaders)
 
-    within = made_by_all(messages, lane_within)  # before what leaders make, who would wait for one that cannot
+    # Before what leaders make, who would wait for one that cannot.
+    within = joined(messages, open_lane, device, timeout_seconds)
     between = made_by_all(messages, sums_between)
     return HierarchicalSums(by, rank, messages.size, flat, within, between, rendezvous.server)
 
@@ -157,11 +197,15 @@ class ChosenPlane(Plane):
         self.why += f"; {why}"
 
     def _use_nccl(self, device: torch.device) -> None:
-        if not isinstance(self.sums, TorchSums):
+        sums = self.sums
+        if not isinstance(sums, TorchSums):
             sums = torch_sums(self.messages, rendezvous_by_messages(self.messages, self._timeout_seconds))
+        elif sums.by_nccl:  # a second job on the same plane
+            return
+        sums.use_nccl(joined(self.messages, lambda: sums.open_nccl(device), device, self._timeout_seconds))
+        if sums is not self.sums:
             self.sums.close()
             self.sums = sums
-        self.sums.use_nccl(device)
 
     def _use_groups(self, groups: Sequence[Sequence[int]], device: torch.device) -> None:
         if isinstance(self.sums, HierarchicalSums):  # a second job on the same plane

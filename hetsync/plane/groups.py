@@ -5,6 +5,7 @@ Groups are made here, not by `init_process_group`: a script may have a default g
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetsync.errors import OwnMistakeError, cause
-from hetsync.plane.base import Handle, LostError, Residual, Sums, WireFormat, wait_limit
+from hetsync.errors import INTERNAL_ERROR, OwnMistakeError, cause
+from hetsync.plane.base import Handle, LostError, PlaneError, Residual, Sums, WireFormat, wait_limit
 from hetsync.plane.blocking import wait_until
+from hetsync.plane.ending import leave, within
 from hetsync.plane.polled import Lane, PolledSums, Post, Waiting
 from hetsync.plane.rendezvous import ENDLESS
 from hetsync.plane.shared_memory import SharedMemory
@@ -109,7 +111,7 @@ def completion_of(work: dist.Work, watch: Watch = UNWATCHED) -> Test:
 class GroupLane(Lane):
     """The collectives of one group of torch.distributed."""
 
-    reads_cuda = False
+    reads: torch.device | None = None  # as in `PolledSums`
 
     def __init__(self, group: Any, watch: Watch = UNWATCHED) -> None:
         super().__init__()
@@ -132,13 +134,18 @@ class GroupLane(Lane):
     def close(self) -> None:
         """Only after everything has come to its end."""
 
+    def abort(self) -> None:
+        """In place of `close`, where something will not."""
+        with suppress(RuntimeError):
+            self.group.abort()
+
     def _post(self, begin: Callable[[], dist.Work]) -> Post:
         return lambda: completion_of(begin(), self._watch)
 
 
 class GatedLane(GroupLane):
     """For libraries that spin on the device until all ranks have come, as NCCL does: each collective is posted once
-    all ranks have come to it, which a small collective of `gate`'s, a Gloo group, tells.
+    all ranks have come to it and are ready, which a small collective of `gate`'s, a Gloo group, tells.
 
     `context`: entered to post; on CUDA, a stream that waits for nothing else.
     """
@@ -155,6 +162,10 @@ class GatedLane(GroupLane):
         while not come():
             yield
 
+    def abort(self) -> None:
+        super().abort()
+        self._gate.abort()
+
     def _post(self, begin: Callable[[], dist.Work]) -> Post:
         def post() -> Test:
             with self._context():
@@ -169,8 +180,6 @@ class NcclLane(GatedLane):
     One for all: two groups' kernels on one device could each wait for what the other holds.
     """
 
-    reads_cuda = True
-
     def __init__(
         self,
         store: dist.Store,
@@ -181,15 +190,33 @@ class NcclLane(GatedLane):
         timeout_seconds: float,
         address: str = "",
     ) -> None:
-        options = dist.ProcessGroupNCCL.Options()
+        # Before the blocks of a slice that wait for multiprocessors.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = ENDLESS
         group = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
         stream = torch.cuda.Stream(device)
         gate = open_gloo(store, f"{name} gate", rank, size, timeout_seconds, address)
         super().__init__(group, gate, lambda: torch.cuda.stream(stream))
+        self.reads = device
 
     def close(self) -> None:
         self.group.shutdown()
+
+
+def sum_one(lane: GroupLane, device: torch.device, seconds: float) -> None:
+    """Collective, in the main thread: one value. RuntimeError where the lane does not sum it within `seconds`; where
+    its library does not come back for twice as long this process ends."""
+    size = lane.group.size()
+    sums, value = PolledSums("a trial", 0, size, lane, lane, lane.reads), torch.ones(1, device=device)
+    late = (
+        f"{device} of {socket.gethostname()} has waited {2 * seconds:.0f} s to be joined to others: NCCL_DEBUG=INFO"
+        " tells more, and NCCL_P2P_DISABLE=1 or NCCL_SHM_DISABLE=1 may help"
+    )
+    with within(2 * seconds, lambda: leave(INTERNAL_ERROR, late)):
+        wait_until(sums.allreduce(value).done, seconds, lambda: "its first sum")
+        total = float(value)
+    if total != size:
+        raise PlaneError(f"its first sum is {total:g} in place of {size}")
 
 
 class TorchSums(Sums):
@@ -215,14 +242,20 @@ class TorchSums(Sums):
         self._nccl: NcclLane | None = None
         self._by_device: dict[str, PolledSums] = {"cpu": gloo, "cuda": gloo}
 
-    def use_nccl(self, device: torch.device) -> None:
-        """Collective: sums of CUDA tensors by NCCL from now on. Every rank has a `device` of its own."""
-        if self._nccl is not None:  # a second job on the same plane
-            return
-        self.tolerant = False  # its kernels cannot be given up
+    @property
+    def by_nccl(self) -> bool:
+        return self._nccl is not None
+
+    def open_nccl(self, device: torch.device) -> NcclLane:
+        """Collective: a lane for `use_nccl`. Every rank has a `device` of its own."""
         place = self._rank, self._size, device, self._timeout_seconds, self._address
-        self._nccl = lane = NcclLane(self._store, "nccl", *place)
-        self._by_device["cuda"] = PolledSums("NCCL", self._rank, self._size, lane, lane, lane.reads_cuda)
+        return NcclLane(self._store, "nccl", *place)
+
+    def use_nccl(self, lane: NcclLane) -> None:
+        """Sums of CUDA tensors by NCCL from now on."""
+        self.tolerant = False  # its kernels cannot be given up
+        self._nccl = lane
+        self._by_device["cuda"] = PolledSums("NCCL", self._rank, self._size, lane, lane, lane.reads)
 
     @property
     def sums_by(self) -> str:

@@ -28,7 +28,7 @@ class HierarchicalSums(PolledSums):
     def __init__(
         self, by: str, rank: int, size: int, flat: Sums, within: GroupLane, between: Sums | None, server: Any = None
     ) -> None:
-        super().__init__(by, rank, size, within, within, within.reads_cuda)
+        super().__init__(by, rank, size, within, within, within.reads)
         self._flat, self._within, self._between = flat, within, between
         self._sums_between = Queue()
         self._server = server

@@ -103,7 +103,6 @@ class Queue:
         """Post all when it is this ticket's turn, then wait."""
         while self._posted != ticket:
             yield
-        yield from self.all_here()
         tests: deque[Test] = deque()
         self._pending[ticket] = (tests, buffers)
         for place, step in enumerate(steps):
@@ -112,6 +111,7 @@ class Queue:
             if len(tests) == self.in_flight:
                 yield from self._first_of(tests)
             yield from until(step.ready)
+            yield from self.all_here()  # ready, too: what spins until all have come would spin for one that is not
             tests.append(step.post())
         self._posted += 1
         while tests:
@@ -124,7 +124,7 @@ class Queue:
         self.completed += 1
 
     def all_here(self) -> Waiting[None]:
-        """Waits for the other ranks, where collectives must not be posted before these have come."""
+        """Waits until the other ranks can post this one, too, where collectives must not be posted before."""
         yield from ()
 
 
@@ -167,8 +167,9 @@ class _Collective(Handle):
 class PolledSums(Sums):
     """Sums on two lanes: one for what is not rounded and for first stages, one for second stages.
 
-    `by` names what carries them. With `reads_cuda` the lanes' library reads and writes CUDA memory itself. `shared`
-    sums what is not rounded in the ranks' own memory, but for what is small.
+    `by` names what carries them. `reads`: the CUDA device whose memory the lanes' library reads and writes, wherever
+    tensors are; None where it is the host's. `shared` sums what is not rounded in the ranks' own memory, but for what
+    is small.
     """
 
     def __init__(
@@ -178,13 +179,13 @@ class PolledSums(Sums):
         size: int,
         first: Lane,
         second: Lane,
-        reads_cuda: bool = False,
+        reads: torch.device | None = None,
         shared: SharedSums | None = None,
     ) -> None:
         self._rank, self._size = rank, size
         self._by = by if shared is None else f"{by} and shared memory"
         self._first, self._second = first, second
-        self._reads_cuda = reads_cuda
+        self._reads = reads
         self._shared = shared
         self._under_way: list[_Collective] = []
         self._staging: dict[torch.device, HostStaging] = {}
@@ -268,7 +269,9 @@ class PolledSums(Sums):
 
     def _staging_for(self, device: torch.device) -> HostStaging:
         if device not in self._staging:
-            self._staging[device] = CudaStaging(device, self._reads_cuda) if device.type == "cuda" else HostStaging()
+            cuda = self._reads or device
+            direct = self._reads is not None
+            self._staging[device] = CudaStaging(cuda, direct) if cuda.type == "cuda" else HostStaging()
         staging = self._staging[device]
         staging.begin()
         return staging

@@ -52,15 +52,16 @@ class HostStaging:
 
 
 class CudaStaging(HostStaging):
-    """CUDA tensors, through pinned host memory; or `in_place`, for libraries that read and write CUDA memory.
+    """CUDA tensors, through pinned host memory; or `direct`, for libraries that read and write the device's memory:
+    they find CUDA tensors in place, and of others a copy there.
 
     Buffers may be dropped as soon as the library is done with them: torch's pinned allocator reuses them only
     after the copies that were queued on the stream.
     """
 
-    def __init__(self, device: torch.device, in_place: bool) -> None:
+    def __init__(self, device: torch.device, direct: bool) -> None:
         self._device = device
-        self._in_place = in_place
+        self._direct = direct
         self._stream = torch.cuda.Stream(device)
 
     def begin(self) -> None:
@@ -70,16 +71,16 @@ class CudaStaging(HostStaging):
         return torch.cuda.stream(self._stream)
 
     def buffer(self, n_bytes: int) -> torch.Tensor:
-        if self._in_place:
+        if self._direct:
             with self.context():
                 return torch.empty(n_bytes, dtype=torch.uint8, device=self._device)
         return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
 
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Test]:
-        if not self._in_place:
+        if tensor.is_cuda != self._direct:
             with self.context():
-                pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                tensor = pinned.copy_(tensor, non_blocking=True)
+                there = self.buffer(tensor.nbytes).view(tensor.dtype)
+                tensor = there.copy_(tensor, non_blocking=True)
         return tensor, self._stream.record_event().query
 
     def load(self, buffer: torch.Tensor) -> torch.Tensor:

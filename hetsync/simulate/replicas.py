@@ -310,10 +310,10 @@ def sum_in_place(addends: Sequence[torch.Tensor], wire: WireFormat, residual: Re
     """All become their sum. The squared norms that they had, and the sum's."""
     total = sum_in_order(addends, wire, residual)
     assert total is not None
-    norms = [squared_norm(addend) for addend in addends]
+    norms = [float(squared_norm(addend)) for addend in addends]
     for addend in addends:
         addend.copy_(total)
-    return norms, squared_norm(total)
+    return norms, float(squared_norm(total))
 
 
 def sum_tails(tails: Sequence[Tail]) -> None:

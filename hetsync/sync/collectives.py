@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from hetsync.plane.base import Handle, Plane, Residual, Sums, WireFormat
 from hetsync.plane.wire import bytes_of
+from hetsync.sync.device_order import DeviceOrder
 from hetsync.sync.tail import Tail
 
 
@@ -22,9 +23,17 @@ class Part(Protocol):
     def sums(self) -> Sums | None: ...
 
 
-def squared_norm(tensor: torch.Tensor) -> float:
-    """Of a flat tensor."""
-    return float(tensor.dot(tensor))
+def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a flat tensor, on its device."""
+    return tensor.dot(tensor)
+
+
+def read(order: DeviceOrder, values: Sequence[torch.Tensor]) -> Generator[None, None, list[torch.Tensor]]:
+    """Yields until all are in the host's memory."""
+    coming = [order.read(each) for each in values]
+    while not all([there() for _, there in coming]):
+        yield
+    return [host for host, _ in coming]
 
 
 class PendingCollectives:
@@ -33,15 +42,15 @@ class PendingCollectives:
     def __init__(self, plane: Plane, measure_norms: bool = False) -> None:
         """With `measure_norms` the squared norms of addends are known, and on the first rank those of the sums."""
         self.bytes_sent = 0
-        self.addends_norm = 0.0  # of this round's addends so far, squared
-        self.sums_norm = 0.0  # of its sums that are in
+        self.addends_norms: list[torch.Tensor] = []  # of this round's addends so far, squared
+        self.sums_norm = 0.0  # of its sums that are in, squared
         self._plane = plane
         self._measure_norms = measure_norms
         self._under_way: list[Handle] = []
         self._measured: list[torch.Tensor] = []
 
     def begin_round(self) -> None:
-        self.addends_norm = self.sums_norm = 0.0
+        self.addends_norms, self.sums_norm = [], 0.0
 
     def post(
         self,
@@ -53,7 +62,7 @@ class PendingCollectives:
     ) -> None:
         """Sum a flat tensor of float32 or float64 over all ranks, or by `sums`, in place, in the order of posting."""
         if self._measure_norms and in_norms:
-            self.addends_norm += squared_norm(tensor)
+            self.addends_norms.append(squared_norm(tensor))
             self._measured.append(tensor)
         self.bytes_sent += bytes_of(tensor, wire)
         self._under_way.append((sums or self._plane).allreduce(tensor, wire, residual))
@@ -71,12 +80,13 @@ class PendingCollectives:
         """Are all complete? What was posted moves on only when it is polled."""
         return not self._under_way or all([handle.done() for handle in self._under_way])
 
-    def wait(self) -> Iterator[None]:
+    def wait(self, order: DeviceOrder) -> Iterator[None]:
         """Yields until all are complete."""
         while not self.poll():
             yield
         if self._plane.leads and self._measured:
-            self.sums_norm += sum(map(squared_norm, self._measured))
+            norms = yield from read(order, list(map(squared_norm, self._measured)))
+            self.sums_norm += sum(map(float, norms))
         self._measured.clear()
         self._under_way.clear()
 
@@ -85,11 +95,12 @@ class PendingCollectives:
             if addend.numel():
                 self.post(addend, wire, part.residual, sums=part.sums)
 
-    def sum_tails(self, tails: Sequence[tuple[Tail, Sums | None]]) -> Iterator[None]:
+    def sum_tails(self, tails: Sequence[tuple[Tail, Sums | None]], order: DeviceOrder) -> Iterator[None]:
         """Until all that a round sums is in."""
         while tails:
             for tail, sums in tails:
                 if tail.flat.numel():
                     self.post(tail.flat, "float32", in_norms=False, sums=sums)
-            yield from self.wait()
-            tails = [(tail, sums) for tail, sums in tails if tail.flat.numel() and tail.unpack()]
+            yield from self.wait(order)
+            heads = yield from read(order, [tail.head for tail, _ in tails])
+            tails = [each for each, head in zip(tails, heads, strict=True) if each[0].unpack(head)]

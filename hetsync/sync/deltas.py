@@ -152,6 +152,7 @@ class Deltas:
         # The outer optimizer wants to know the samples of a round, and a recovery whose they are.
         self._own_count = slice(rank, rank + 1) if ranks_counted else slice(None)
         self.tail = Tail(counts, self._flight.tensors[len(weights) :], device, dtype=dtype)
+        self._apply_used_flight = False  # the newest one, what is `flight` now
         self._one_sum = one_sum
         self.residual = Residual()  # what rounding took from the sums of weights
         self._steps = 0
@@ -277,6 +278,7 @@ class Deltas:
     @torch.no_grad()
     def apply(self) -> bool:
         """u ← u + X, between two inner steps; False while that would hide progress in flight."""
+        self._apply_used_flight = self._arrived and not self._correction.empty
         if self._land(taken_over=True):
             self._correction.empty = self.exact
             return True
@@ -307,6 +309,15 @@ class Deltas:
             return False
         self.finish(0, 0)
         return not self._pending.empty
+
+    @property
+    def packs_apart(self) -> bool:
+        """Does `pack`, but for a drain, touch nothing that the newest `apply` has, where the main thread has called
+        nothing since?
+
+        It packs into what was X before the last sum landed, of which that `apply` has read only if it held something;
+        and P holds nothing to be packed before another `finish`. A sum that has arrived would land first."""
+        return not (self._arrived or self._apply_used_flight)
 
     @property
     def holds_progress(self) -> bool:
@@ -354,7 +365,6 @@ class Deltas:
 
     def apply_sum(self) -> None:
         """w and X are to take over the sum; X loses our own part of it, which u holds already."""
-        self.tail.take_from(self._flight.memory)
         self._arrived = True
 
     def _land(self, taken_over: bool = False) -> bool:

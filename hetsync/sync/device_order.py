@@ -7,6 +7,9 @@ stream of its own, and where the two touch the same tensors, the second follows 
     main thread      with order: deltas.finish(...)      slice ................ with order: deltas.apply()
     communication                                with order: deltas.pack(...) ... copies, sums ... with order: ...
 
+What the main thread applies comes behind slices that are queued. Where a round needs nothing of that, it passes it; or
+the slowest GPU would hold every round back, though it joins with zeros only.
+
 Who may touch what, and when, is for locks and the protocol to say: this carries their order on to the device.
 """
 
@@ -14,9 +17,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
+
+from hetsync.plane.staging import Test, at_once
 
 
 class DeviceOrder:
@@ -34,6 +39,15 @@ class DeviceOrder:
     def __exit__(self, *failure: object) -> None:
         """As `leave`."""
 
+    def applying(self) -> AbstractContextManager[object]:
+        """As the order itself, of what another thread may pass."""
+        return self
+
+    def passing(self, apart: bool) -> AbstractContextManager[object]:
+        """As the order itself; but where what is inside is `apart` from what another thread has queued last, and that
+        was `applying`, it does not come after that, nor after what that waits for."""
+        return self
+
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Inside, this thread's operations do not queue behind those of others."""
@@ -42,20 +56,30 @@ class DeviceOrder:
     def keep(self, tensor: torch.Tensor) -> None:
         """This thread uses another's tensor: its memory is not used anew before what is queued here is done."""
 
+    def read(self, values: torch.Tensor) -> tuple[torch.Tensor, Test]:
+        """Begin to bring values to the host's memory, after what this thread has queued; there once it tests. `item`,
+        `tolist` and `float` would wait."""
+        return values, at_once
+
 
 class StreamOrder(DeviceOrder):
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._left: dict[int, torch.cuda.Event] = {}  # by thread; each writes its own in one step
+        # By thread, each of which writes its own in one step: what it has left last, and what others follow who pass.
+        self._left: dict[int, tuple[torch.cuda.Event, torch.cuda.Event | None]] = {}
 
     @property
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 
     def follow(self) -> None:
+        self._follow(passes=False)
+
+    def _follow(self, passes: bool) -> None:
         me, stream = threading.get_ident(), self._stream
-        for thread, event in self._left.copy().items():
-            if thread != me:
+        for thread, (newest, before) in self._left.copy().items():
+            event = before if passes else newest
+            if thread != me and event is not None:
                 stream.wait_event(event)
 
     def __enter__(self) -> None:
@@ -65,7 +89,26 @@ class StreamOrder(DeviceOrder):
         self.leave()
 
     def leave(self) -> None:
-        self._left[threading.get_ident()] = self._stream.record_event()
+        event = self._stream.record_event()
+        self._left[threading.get_ident()] = event, event
+
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        me = threading.get_ident()
+        self.follow()
+        try:
+            yield
+        finally:
+            before, _ = self._left.get(me, (None, None))
+            self._left[me] = self._stream.record_event(), before
+
+    @contextmanager
+    def passing(self, apart: bool) -> Iterator[None]:
+        self._follow(passes=apart)
+        try:
+            yield
+        finally:
+            self.leave()
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -74,6 +117,10 @@ class StreamOrder(DeviceOrder):
 
     def keep(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._stream)
+
+    def read(self, values: torch.Tensor) -> tuple[torch.Tensor, Test]:
+        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        return pinned.copy_(values, non_blocking=True), self._stream.record_event().query
 
 
 def device_order(device: torch.device) -> DeviceOrder:

@@ -500,7 +500,7 @@ class Engine:
         shared = self._shared
         if shared.deltas is None or self.worker.version >= shared.landed:
             return
-        with shared.order:
+        with shared.order.applying():
             if shared.deltas.apply():
                 self.worker.version = shared.landed
                 shared.followers.tell(Applied(shared.landed))

@@ -148,7 +148,7 @@ class Follower:
         """The next entry, if it is of this kind. What comes before it of the main thread's is done."""
         while self._log and isinstance(entry := self._log[0], Applied):
             self._log.popleft()
-            with self._shared.order:
+            with self._shared.order.applying():
                 applied = self._deltas.apply()
             assert applied, "the leader could apply it"
             self.worker.version = entry.version
@@ -241,16 +241,15 @@ class Follower:
 
     def _join(self, joined: Joined) -> Iterator[None]:
         """Under the lock. Returns what sums this rank's part, and tells the leader."""
-        with self._shared.order:
+        with self._shared.order.passing(self._deltas.packs_apart(joined.start)):
             addends = self._deltas.pack(joined.start, joined.contributes, self._options.batch, "float32")
         return self._sum(joined.start, addends)
 
     def _sum(self, start: StartRound, addends: Sequence[torch.Tensor]) -> Iterator[None]:
         began, order, parts = time.monotonic(), self._shared.order, self._deltas.summed
-        order.follow()
         self._pending.begin_round()
         self._pending.post_addends(parts, addends, "float32")
-        yield from self._pending.sum_tails([(part.tail, part.sums) for part in parts])
+        yield from self._pending.sum_tails([(part.tail, part.sums) for part in parts], order)
         order.leave()
         self._plane.send(Summed(start.number), self._leader)
         seconds = round(time.monotonic() - began, 6)
@@ -258,7 +257,7 @@ class Follower:
 
     def _land(self, start: StartRound) -> None:
         """Under the lock."""
-        with self._shared.order:
+        with self._shared.order.passing(self._deltas.lands_apart(start)):
             self._deltas.apply_sum()
             if start.drain is not None:
                 self._deltas.reset_to_anchor()

@@ -164,6 +164,9 @@ class FragmentedDeltas(PartedDeltas):
         """See `Deltas.samples_given`: by contributions, whose other fragments may be still to come."""
         return self.summed[0].samples_given()
 
+    def lands_apart(self, start: StartRound) -> bool:
+        return super().lands_apart(start) and self._twins is None
+
     def take_back(self) -> None:
         """See `Deltas.take_back`."""
         for part in self.parts:

@@ -346,6 +346,11 @@ class LoneDeltas:
     def apply(self) -> bool:
         return True
 
+    def packs_apart(self, start: StartRound) -> bool:
+        return False  # there is one thread
+
+    lands_apart = packs_apart
+
     def pack(self, start: StartRound, contribute: bool, batch: int, wire: WireFormat) -> list[torch.Tensor]:
         return [self.tail.flat]
 

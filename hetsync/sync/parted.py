@@ -66,6 +66,14 @@ class PartedDeltas:
         """False while progress in flight keeps a part from it; the others have taken theirs over."""
         return all([part.apply() for part in self.parts])
 
+    def packs_apart(self, start: StartRound) -> bool:
+        """Does `pack` touch nothing that the newest `apply` has? See `Deltas.packs_apart`."""
+        return start.drain is None and all([part.packs_apart for part in self._due(start)])
+
+    def lands_apart(self, start: StartRound) -> bool:
+        """The same of what is done once the round's sum is in."""
+        return start.drain is None and not start.evaluate
+
     def pack(self, start: StartRound, contribute: bool, batch: int, wire: WireFormat) -> list[torch.Tensor]:
         """The addends of this rank to a round, one for each part that is `summed` by it."""
         self.summed = self._due(start)

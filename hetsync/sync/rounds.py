@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from hetsync.plane.base import Plane, Sums, WireFormat
-from hetsync.sync.collectives import PendingCollectives
+from hetsync.sync.collectives import PendingCollectives, read
 from hetsync.sync.deltas import Snapshot
 from hetsync.sync.fragments import FragmentedDeltas
 from hetsync.sync.gradients import Gradients, Stage
@@ -147,17 +147,17 @@ class Rounds:
             if contribute:
                 contributed, staleness = shared.worker.contribute(start.number)
                 shared.outbox.append(contributed)
-            with shared.order:
+            with shared.order.passing(deltas.packs_apart(start)):
                 addends = deltas.pack(start, contribute, self._options.batch, wire)
             shared.followers.tell(Joined(start, contribute))
         parts = deltas.summed
         self._pending.post_addends(parts, addends, wire)
-        self._report_norm(start, *deltas.packed)
         self._listener.flush()
         yield from self._sum_tails(*((part.tail, part.sums) for part in parts))
+        yield from self._report_norm(start, *deltas.packed)
         while not shared.followers.have_summed(start.number):
             yield
-        with shared.changed, shared.order:
+        with shared.changed, shared.order.passing(deltas.lands_apart(start)):
             deltas.apply_sum()
             shared.followers.tell(Landed(start))
             self._listener.landed(start, deltas)
@@ -175,7 +175,7 @@ class Rounds:
         if start.drain:
             if self._listener.keeps_going:  # nobody has landed this one, either, before all have landed that before
                 self._pending.post(torch.zeros(1, dtype=torch.float32), "float32", in_norms=False)
-                yield from self._pending.wait()
+                yield from self._pending.wait(shared.order)
             with shared.changed:
                 shared.deltas = None
                 shared.worker.version = start.number + 1
@@ -200,11 +200,12 @@ class Rounds:
                 addend = gradients.pack(index, wire)
             self._pending.post(addend, wire, gradients.buckets[index].residual)
         yield from self._until_released()
-        last = stage is gradients.stages[-1]
-        if last:
-            self._report_norm(start, gradients.samples, 0)
+        self._shared.order.follow()  # who has packed the tail
+        samples = gradients.samples  # while the main thread waits
         yield from self._sum_tails((stage.tail, None))
-        if not last:
+        if stage is gradients.stages[-1]:
+            yield from self._report_norm(start, samples, 0)
+        else:
             with self._shared.changed:
                 self._shared.stages_summed += 1
                 self._shared.changed.notify_all()
@@ -216,19 +217,19 @@ class Rounds:
 
     def _sum_tails(self, *tails: tuple[Tail, Sums | None]) -> Iterator[None]:
         """Until the round's sums are all in."""
-        self._shared.order.follow()  # whoever packed them
-        yield from self._pending.sum_tails(tails)
+        yield from self._pending.sum_tails(tails, self._shared.order)
         self._shared.order.leave()
 
-    def _report_norm(self, start: StartRound, samples: int, steps: int) -> None:
+    def _report_norm(self, start: StartRound, samples: int, steps: int) -> Iterator[None]:
         if self._options.measure_norms and samples:
-            norm = self._pending.addends_norm
+            norms = yield from read(self._shared.order, self._pending.addends_norms)
+            norm = sum(map(float, norms))
             self._shared.outbox.append(NormMeasured(self._plane.rank, start.number, samples, steps, norm))
 
     def _serve(self, request: SumRequest) -> Iterator[None]:
         self._shared.order.follow()
         self._pending.post(request.tensor, "float32")
-        yield from self._pending.wait()
+        yield from self._pending.wait(self._shared.order)
         request.done.set()
 
     def _complete_round(

@@ -54,7 +54,11 @@ def travelling_bytes(model: torch.nn.Module) -> int:
 
 
 class Tail:
-    """Communication thread: sum `flat` over all ranks, then `unpack`, and again while that says so."""
+    """Communication thread: sum `flat` over all ranks, then `unpack`, and again while that says so.
+
+    Counts live in the host's memory, all else on the `device`. To read it there is to wait for all that is queued on it
+    before: of what is summed the host needs `head`, which may be brought there while nobody waits.
+    """
 
     def __init__(
         self,
@@ -68,13 +72,14 @@ class Tail:
         """`changes`, one tensor of `dtype` a buffer: what this rank adds to it, and after `unpack` what all do. Of
         several `writers`, this `rank` among them, each tells the others its `writes`."""
         # This rank's, and after `unpack` their sums.
-        self.counts = torch.zeros(counts, dtype=dtype, device=device)
-        self.flat = self.counts
+        self.counts = torch.zeros(counts, dtype=dtype)
+        self.flat = torch.zeros(0, dtype=dtype, device=device)
         self.changes = list(changes)  # of the round to come, and while it is under way
         self.travel: list[int] = []  # buffers that some rank has changed before
         self._carried: list[int] = []  # those in `flat`
         self._asked: list[int] = []  # those that `flat` asks about
-        self._lies_behind = False  # counts are where they are summed with all else
+        self._head_values = 0  # of `flat`
+        self._behind: torch.Tensor | None = None  # where counts are summed with all else
         self._rank = rank
         self.writes = torch.zeros(Writes.PARTS, 0, dtype=dtype, device=device)  # of this rank
         self.told: Sequence[torch.Tensor] = ()  # after `unpack`, by rank: those of all
@@ -82,54 +87,56 @@ class Tail:
 
     def pack(self) -> None:
         """Put `counts` and `changes` into `flat`."""
-        self._lies_behind = False  # whatever a void round has left
+        self._behind = None  # whatever a void round has left
         self._asked = [index for index in range(len(self.changes)) if index not in self.travel]
-        news = [self.changes[index].any().to(self.counts).view(1) for index in self._asked]
+        news = [self.changes[index].any().to(self.flat).view(1) for index in self._asked]
         columns = self.counts.new_zeros(len(self._written))
         columns[self._rank : self._rank + 1] = self.writes.shape[1]
         self._written = [0] * len(self._written)
-        self._carry(torch.cat([self.counts, *news, columns]), self.travel)
+        # From pageable memory: what is to travel has left it at once, and nobody waits for the device.
+        known = [values.to(self.flat.device, non_blocking=True) for values in (self.counts, columns)]
+        self._carry(torch.cat([known[0], *news, known[1]]), self.travel)
 
     def lie_behind(self, memory: torch.Tensor) -> bool:
         """In place of `pack`, where `changes` are the last values of this memory but for room for the counts: put these
         behind, so that what is summed is all in one piece. False where some buffers do not travel."""
         if len(self.travel) < len(self.changes):
             return False
-        self._room(memory).copy_(self.counts)
-        self.flat = self.counts[:0]
-        self._lies_behind = True
+        self._behind = memory[memory.numel() - self.counts.numel() :].copy_(self.counts, non_blocking=True)
+        self.flat = self.flat[:0]
         return True
 
-    def take_from(self, memory: torch.Tensor) -> None:
-        """In place of `unpack`, if they lie there."""
-        if self._lies_behind:
-            self.counts.copy_(self._room(memory))
-
-    def _room(self, memory: torch.Tensor) -> torch.Tensor:
-        return memory[memory.numel() - self.counts.numel() :]
+    @property
+    def head(self) -> torch.Tensor:
+        """Of the sums, once they are in: what `unpack` must know."""
+        return self.flat[: self._head_values] if self._behind is None else self._behind
 
     def _carry(self, head: torch.Tensor, buffers: Sequence[int]) -> None:
-        self._carried = list(buffers)
-        writes = [self.counts.new_zeros(Writes.PARTS * columns) for columns in self._written]
+        self._carried, self._head_values = list(buffers), head.numel()
+        writes = [self.flat.new_zeros(Writes.PARTS * columns) for columns in self._written]
         if writes and self._written[self._rank]:
             writes[self._rank] = self.writes.flatten()
         self.flat = torch.cat([head, *(self.changes[index].flatten() for index in buffers), *writes])
 
-    def unpack(self) -> bool:
-        """Take the sums out of `flat`. True if it now holds more to be summed: buffers that have changed for once, and
-        what ranks have written."""
+    def unpack(self, head: torch.Tensor | None = None) -> bool:
+        """Take the sums out of `flat`, of which the host has the `head`; None: it lies there. True if `flat` now holds
+        more to be summed: buffers that have changed for once, and what ranks have written."""
+        head = self.head if head is None else head
+        if self._behind is not None:
+            self.counts.copy_(head)
+            return False
         sizes = [self.changes[index].numel() for index in self._carried]
         sizes += [Writes.PARTS * columns for columns in self._written]
-        head, *sums = self.flat.split([self.flat.numel() - sum(sizes), *sizes])
+        _, *sums = self.flat.split([self._head_values, *sizes])
         self.told = [total.view(Writes.PARTS, -1) for total in sums[len(self._carried) :]]
         for index, total in zip(self._carried, sums, strict=False):
             self.changes[index].copy_(total.view_as(self.changes[index]))
-        if not head.numel():
+        if not self._head_values:
             return False
         counts, news, written = head.split([self.counts.numel(), len(self._asked), len(self._written)])
         self.counts.copy_(counts)
         first = [index for index, changed in zip(self._asked, news.tolist(), strict=True) if changed]
         self.travel = sorted([*self.travel, *first])
         self._written = list(map(int, written.tolist()))
-        self._carry(head[:0], first)
+        self._carry(self.flat[:0], first)
         return bool(first) or any(self._written)

@@ -70,6 +70,8 @@ def make_round(ranks: list[Rank], wire: str) -> int:
         rank.finished = rank.landed = False
     sums = 1
     more = bool(ranks[0].deltas.tail.flat.numel())
+    if not more:  # the counts were behind the weights
+        assert not any([rank.deltas.tail.unpack() for rank in ranks])
     while more:
         sums += 1
         tail = ranks[0].deltas.tail.flat + ranks[1].deltas.tail.flat

@@ -102,6 +102,8 @@ def test_each_task_moves_each_weight_once_whatever_becomes_of_rounds(
             case "lands":
                 summed(ranks, addends)
                 for rank in ranks:
+                    for part in rank.deltas.summed:
+                        part.tail.unpack()
                     rank.deltas.apply_sum()
                 counted = {n: SHARE * before[n] for n in range(2) if contribute[n]}
                 assert ranks[0].deltas.samples_given() == counted
