@@ -20,10 +20,10 @@ from hetsync.errors import UserError
 from hetsync.plane.base import Residual, WireFormat
 from hetsync.plane.wire import decode, deliver, encode_sum, round_trip
 from hetsync.simulate.learner import Learner
-from hetsync.sync.agreement import weights_sha256
 from hetsync.sync.buffers import Unruled
 from hetsync.sync.collectives import squared_norm
 from hetsync.sync.deltas import make_outer
+from hetsync.sync.digests import weights_sha256
 from hetsync.sync.fragments import FragmentedDeltas
 from hetsync.sync.gradients import Gradients
 from hetsync.sync.group_state import GroupState, averaged

@@ -32,7 +32,8 @@ from hetsync.plan.recipe import check_cut_settings, weight_refused
 from hetsync.plane.base import Plane
 from hetsync.replica.base import MicroBatches
 from hetsync.stop_signal import STATUSES, StopSignal
-from hetsync.sync.agreement import Agreement, weights_sha256
+from hetsync.sync.agreement import Agreement
+from hetsync.sync.digests import weights_sha256
 from hetsync.sync.group_state import GroupState
 from hetsync.sync.messages import settings_of
 from hetsync.sync.milestones import CHECKPOINT, EPOCH, Marks, Milestones, checkpoints_every, marks_every, rests_for
@@ -125,7 +126,6 @@ class PlannedJob:
         assert at.folder is not None
         self._best = Best(at.folder)
         self._whole: torch.nn.Module | None = None  # at rest, on rank 0
-        self._weights_sha256 = ""  # there, too
         self._unsaved = Trouble()
         self._agreement = Agreement(self.plane, self.model, [self.optimizer])
         self._groups = GroupState(self.optimizer)
@@ -339,8 +339,6 @@ class PlannedJob:
         }
         self._agreement.reach_by_name(held, self.at.device)
         self._whole = self.replica.whole({0})
-        if self._whole is not None:
-            self._weights_sha256 = weights_sha256([*self._whole.parameters(), *shared_buffers(self._whole)])
 
     def _save_due(self) -> bool:
         """By time; rank 0 knows."""
@@ -415,7 +413,9 @@ class PlannedJob:
         if self._channels is not None:
             self._channels.close()
         self.books.memory_bytes = self.replica.memory.bytes(self.optimizer)
-        self.books.close(Status.STOPPED if stopped else Status.FINISHED, self._weights_sha256)
+        whole = self._whole
+        digest = "" if whole is None else weights_sha256([*whole.parameters(), *shared_buffers(whole)])
+        self.books.close(Status.STOPPED if stopped else Status.FINISHED, digest)
         return STATUSES[caught] if caught is not None and stopped else 0
 
     def close(self) -> None:
