@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,11 +148,13 @@ class HeldAtRest:
         return digest_of(self._digests.of(tensors, [name for name in tensors if not tensors[name].requires_grad]))
 
 
-def not_finite(model: torch.nn.Module, optimizer: Mapping[str, torch.Tensor]) -> str | None:
+def not_finite(
+    model: torch.nn.Module, optimizer: Mapping[str, torch.Tensor], looked_at: Container[str] = ()
+) -> str | None:
     """The first tensor that may not be saved, nor be what training ends with. Buffers may hold infinities (masks), and
-    so may optimizers (extremes)."""
+    so may optimizers (extremes). `looked_at`: names of weights that have not changed since they were found finite."""
     for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter.detach()).all():
+        if name not in looked_at and not torch.isfinite(parameter.detach()).all():
             return f"the weight {name}"
     for name, buffer in model.named_buffers():
         if any(torch.isnan(part).any() for part in dense_parts(buffer)):
