@@ -20,10 +20,10 @@ from hetsync.errors import UserError
 from hetsync.plane.base import Residual, WireFormat
 from hetsync.plane.wire import decode, deliver, encode_sum, round_trip
 from hetsync.simulate.learner import Learner
-from hetsync.sync.agreement import weights_sha256
 from hetsync.sync.buffers import Unruled
 from hetsync.sync.collectives import squared_norm
 from hetsync.sync.deltas import make_outer
+from hetsync.sync.digests import weights_sha256
 from hetsync.sync.fragments import FragmentedDeltas
 from hetsync.sync.gradients import Gradients
 from hetsync.sync.group_state import GroupState, averaged
@@ -344,22 +344,24 @@ def average_states(optimizers: Sequence[torch.optim.Optimizer], samples: Sequenc
     once for what they add, and get their answers the third time; each call replaces the states of the one before.
     """
     gathered: list[Any] = []
-    addends: list[torch.Tensor] = []
+    addends: list[list[torch.Tensor]] = [[] for _ in optimizers]  # of each rank, chunk by chunk
 
-    def ask(gather: Callable[[Any], list[Any]], allreduce: Callable[[torch.Tensor], None]) -> None:
-        for optimizer, count in zip(optimizers, samples, strict=True):
-            average_optimizer_state(optimizer, count, gather, allreduce)
+    def ask(gather: Callable[[Any], list[Any]], allreduce: Callable[[int, torch.Tensor], None]) -> None:
+        for place, (optimizer, count) in enumerate(zip(optimizers, samples, strict=True)):
+            average_optimizer_state(optimizer, count, gather, partial(allreduce, place))
 
     def collect(value: Any) -> list[Any]:
         gathered.append(value)
         return [value._replace(keys=[], samples=0, others={})]  # nothing to average yet
 
-    ask(collect, lambda flat: None)
+    ask(collect, lambda place, flat: None)
     of_all = list(gathered)
-    ask(lambda value: of_all, lambda flat: addends.append(flat.clone()))
-    total = sum_in_order(addends, "float32")
+    ask(lambda value: of_all, lambda place, flat: addends[place].append(flat.clone()))
+    totals = [sum_in_order(chunk, "float32") for chunk in zip(*addends, strict=True)]
+    answers = [iter(totals) for _ in optimizers]
 
-    def answer(flat: torch.Tensor) -> None:
+    def answer(place: int, flat: torch.Tensor) -> None:
+        total = next(answers[place])
         assert total is not None
         flat.copy_(total)
 

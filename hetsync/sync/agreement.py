@@ -1,9 +1,8 @@
-"""At rest all ranks hold the same values of everything that a checkpoint holds; a hash of it is compared."""
+"""At rest all ranks hold the same values of everything that a checkpoint holds; digests of them are compared."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Number
 
 import torch
@@ -12,10 +11,11 @@ from hetsync.balance.gpu import gpu_name
 from hetsync.errors import UserError, complain
 from hetsync.plane.base import Plane
 from hetsync.sync.buffers import Change, Rule, merged, merged_at_rest
+from hetsync.sync.digests import Digests, digest_of
 from hetsync.sync.group_state import GroupState, Held
 from hetsync.sync.optimizer_state import set_state, state_by_place
 from hetsync.sync.reals import reals
-from hetsync.sync.sparse import dense_parts, equal, is_sparse
+from hetsync.sync.sparse import equal, is_sparse
 
 # Processors of other instruction sets round an optimizer's step in the last bit, and some thousand steps on the same
 # sums of gradients add that up to a hundred-thousandth of a tensor's largest value.
@@ -26,15 +26,6 @@ GROUPS = "groups "  # begin the names of what optimizers hold beside the state o
 
 class AnchorMismatchError(UserError):
     """Ranks that must hold the same values do not: most often by what a loop or a model does beside its steps."""
-
-
-def weights_sha256(tensors: Iterable[torch.Tensor]) -> str:
-    """Digest of the tensors' bytes, in order."""
-    digest = hashlib.sha256()
-    for part in (part for tensor in tensors for part in dense_parts(tensor)):
-        # Not every dtype has one of numpy's; a view as bytes needs at least one dimension.
-        digest.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def processor(device: torch.device) -> str:
@@ -62,6 +53,7 @@ class Agreement:
         self._optimizers = optimizers
         self._averages = averages
         self.groups = groups
+        self.digests = Digests()
         self._counters: dict[str, torch.Tensor] = {}
         self._told = False
 
@@ -99,14 +91,13 @@ class Agreement:
             now.copy_(merged(rule, self._counters[name].cpu(), changes))
         self.remember_counters()
 
-    def values(self, outer: torch.Tensor | None, anchor: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Everything that a checkpoint holds, and the anchor."""
+    def values(self, outer: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Everything that a checkpoint holds. The anchor, at rest, is what weights are (`Deltas.reset_to_anchor`)."""
         found = self._state()
         for state in self._optimizer_state().values():
             found |= state
         for number, groups in enumerate(self.groups):
             found |= {f"{GROUPS}{number} {name}": value for name, value in groups.values().items()}
-        found |= {f"anchor.{place}": tensor for place, tensor in enumerate(anchor)}
         return found if outer is None else {**found, "outer": outer}
 
     def reach(self, values: Mapping[str, torch.Tensor], device: torch.device, version: int) -> bool:
@@ -114,22 +105,41 @@ class Agreement:
 
         Raises AnchorMismatchError, naming the ranks and the first of the values.
         """
-        mine = weights_sha256(values[name] for name in sorted(values)), processor(device)
-        everyones = self._plane.gather_objects(mine)
-        if all(digest == everyones[0][0] for digest, _ in everyones):
+        if len(self._plane.members) == 1:
+            return False
+        everyones, differing = self._compared(values, device)
+        if not differing:
             return False
         odd = [place for place, (digest, _) in enumerate(everyones) if digest != everyones[0][0]]
         if any(everyones[place][1] == everyones[0][1] for place in odd):
-            raise AnchorMismatchError(self._difference(values, odd, version))
-        self._take_over(values, odd, version)
+            raise AnchorMismatchError(self._difference(differing, odd, version))
+        self._take_over(values, differing, odd, version)
         return True
+
+    def _compared(
+        self, values: Mapping[str, torch.Tensor], device: torch.device
+    ) -> tuple[list[tuple[str, str]], list[str]]:
+        """Collective: by the places of members a digest of all and the processor; and the names of what is not the
+        same on all ranks, the model's first."""
+        digests = self.digests.of(values, self._untrained() & values.keys())
+        everyones: list[tuple[str, str]] = self._plane.gather_objects((digest_of(digests), processor(device)))
+        if len({digest for digest, _ in everyones}) == 1:
+            return everyones, []
+        told: list[dict[str, str]] = self._plane.gather_objects(digests)
+        names = {name: None for theirs in told for name in theirs}
+        return everyones, [name for name in names if len({theirs.get(name) for theirs in told}) > 1]
+
+    def _untrained(self) -> set[str]:
+        """Names of what no step changes, or not each: frozen weights, buffers, averages."""
+        weights = self._model.named_parameters(remove_duplicate=False)
+        return self._state().keys() - {name for name, weight in weights if weight.requires_grad}
 
     @torch.no_grad()
     def reach_by_name(self, held: Mapping[str, torch.Tensor], device: torch.device) -> None:
         """Collective: as `reach`, where ranks hold parts of the model: ranks of other processors than a tensor's lowest
         holder take over its values, and what its optimizer has of them. AnchorMismatchError."""
         members = self._plane.members
-        mine = {name: weights_sha256([tensor]) for name, tensor in held.items()}, processor(device)
+        mine = self.digests.of(held, self._untrained() & held.keys()), processor(device)
         everyones: list[tuple[dict[str, str], str]] = self._plane.gather_objects(mine)
         lowest: dict[str, int] = {}
         odd = set()
@@ -186,14 +196,13 @@ class Agreement:
     ) -> None:
         """Collective: the values of the ranks at these places among the members, which hold the same.
         AnchorMismatchError where they do not."""
-        mine = weights_sha256(values[name] for name in sorted(values)), processor(device)
-        everyones = self._plane.gather_objects(mine)
+        everyones, differing = self._compared(values, device)
         digest, kind = everyones[places[0]]
         odd = [place for place in places if everyones[place][0] != digest]
         if any(everyones[place][1] == kind for place in odd):
-            raise AnchorMismatchError(self._difference(values, odd, version))
+            raise AnchorMismatchError(self._difference(differing, odd, version))
         gives = self._plane.members[places[0]] == self._plane.rank
-        told = ({name: value.cpu() for name, value in values.items()}, self.held()) if gives else None
+        told = (_sent(values, differing), self.held()) if gives else None
         taken = self._plane.gather_objects(told)[places[0]]
         assert taken is not None
         theirs, held = taken
@@ -225,12 +234,9 @@ class Agreement:
             else:
                 values[name].copy_(value)
 
-    def _difference(self, values: Mapping[str, torch.Tensor], odd: list[int], version: int) -> str:
-        digests = self._plane.gather_objects({name: weights_sha256([value]) for name, value in values.items()})
-        names = {name: None for theirs in digests for name in theirs}  # the model's first
-        first = next(name for name in names if len({theirs.get(name) for theirs in digests}) > 1)
+    def _difference(self, differing: Sequence[str], odd: list[int], version: int) -> str:
         members = self._plane.members
-        ranks = [members[place] for place in odd]
+        ranks, first = [members[place] for place in odd], differing[0]
         return (
             f"ranks {ranks} hold other weights than rank {members[0]} at version {version}: {first} differs (what the"
             " loop or a forward changes beside the optimizer's step, and of gradients before it, must change alike on"
@@ -238,14 +244,17 @@ class Agreement:
         )
 
     @torch.no_grad()
-    def _take_over(self, values: Mapping[str, torch.Tensor], odd: list[int], version: int) -> None:
+    def _take_over(
+        self, values: Mapping[str, torch.Tensor], differing: Sequence[str], odd: list[int], version: int
+    ) -> None:
         first = self._plane.leads
-        told = ({name: value.cpu() for name, value in values.items()}, self.held()) if first else None
+        told = (_sent(values, differing), self.held()) if first else None
         theirs, held = self._plane.broadcast_object(told)
-        differences = self._plane.gather_objects(_greatest_difference(values, theirs))
+        mine = {name: values[name] for name in differing if name in values}
+        differences = self._plane.gather_objects(_greatest_difference(mine, theirs))
         if max(differences) > TOLERANCE:
-            raise AnchorMismatchError(f"{self._difference(values, odd, version)}, {_by_more(max(differences))}")
-        for name, value in values.items():
+            raise AnchorMismatchError(f"{self._difference(differing, odd, version)}, {_by_more(max(differences))}")
+        for name, value in mine.items():
             if not name.startswith(GROUPS) and not equal(value.cpu(), theirs[name]):
                 value.copy_(theirs[name])
         self.take_held(held)
@@ -257,6 +266,11 @@ class Agreement:
                 f"ranks {ranks} have other processors than rank {members[0]}, which round otherwise (by"
                 f" {max(differences):.1e} at most so far): at each rest all take over rank {members[0]}'s weights"
             )
+
+
+def _sent(values: Mapping[str, torch.Tensor], names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Those of these names, in the host's memory."""
+    return {name: values[name].cpu() for name in names if name in values}
 
 
 def _by_more(difference: float) -> str:

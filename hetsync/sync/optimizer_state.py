@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from hetsync.errors import UserError
+from hetsync.sync.deltas import runs
 from hetsync.sync.reals import reals, summed_in
 
 Key = tuple[int, str, tuple[int, ...]]  # parameter's place, name in the state, shape
+CHUNK_VALUES = 1 << 24  # that are summed at once: 64 MiB of float32 beside the state
 NUMBERS = ("step", "mu_product", "eta", "mu")  # that torch's optimizers keep of a weight, whatever its type and shape
 
 
@@ -164,8 +166,8 @@ def average_tensors(
 def _average(
     tensors: Sequence[torch.Tensor], dtype: torch.dtype, weight: float, allreduce: Callable[[torch.Tensor], None]
 ) -> None:
-    values = [reals(tensor.detach()) for tensor in tensors]
-    flat = torch.cat([each.to(dtype).flatten().cpu() for each in values]).mul_(weight)
-    allreduce(flat)
-    for each, part in zip(values, flat.split([each.numel() for each in values]), strict=True):
-        each.copy_(part.view_as(each))
+    for chunk in runs([reals(tensor.detach()) for tensor in tensors if tensor.numel()], CHUNK_VALUES):
+        flat = torch.cat([each.to(dtype).flatten().cpu() for each in chunk]).mul_(weight)
+        allreduce(flat)
+        for each, part in zip(chunk, flat.split([each.numel() for each in chunk]), strict=True):
+            each.copy_(part.view_as(each))

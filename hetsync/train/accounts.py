@@ -50,7 +50,6 @@ class RankTotals:
     samples: int = 0
     since_rest: int = 0
     loop_steps: int = 0  # synchronous rounds since the last rest whose step the loop has made
-    anchor_sha256: str = ""
 
 
 @dataclass(eq=False)

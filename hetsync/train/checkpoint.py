@@ -2,10 +2,11 @@
 
 checkpoints/samples-000000024000/
     model.safetensors       weights and buffers
+    frozen.safetensors      where there are weights that are not trained: these; one file of all of a job's checkpoints
     optimizer.safetensors   the optimizer's tensors, averaged over ranks, and the outer optimizer's
-    state.json              where the run stands, the optimizer's plain values, and the digests of all three files
+    state.json              where the run stands, the optimizer's plain values, and the digests of all files
 
-Format 1 was without digests, and is still read.
+Format 1 was without digests, format 2 had frozen weights beside the others; both are still read.
 """
 
 from __future__ import annotations
@@ -27,17 +28,21 @@ from safetensors.torch import load_file, save_file
 from hetsync.errors import UserError, complain
 from hetsync.files import DiskError, flush_to_disk, sha256_of
 from hetsync.plane.base import Plane, decided_by_first
+from hetsync.sync.digests import Digests
 from hetsync.sync.layout import laid_out_like
 from hetsync.sync.messages import Settings
 from hetsync.sync.optimizer_state import state_by_place
 from hetsync.train import state_tree
+from hetsync.train.frozen_file import FrozenFile, frozen_weights
 from hetsync.train.rest import not_finite
 from hetsync.train.tensor_files import paired, parted, restored, storable
 
-FORMAT = 2
+FORMAT = 3
+WITH_ALL_WEIGHTS = 2  # in one file
 WITHOUT_DIGESTS = 1
 NEWER = "which a newer version of HetSync has written: go on with that one, or in another run folder"
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+FROZEN = "frozen.safetensors"
 PREFIX = "samples-"
 PARTIAL = ".partial-"  # being built, or being removed
 
@@ -86,10 +91,11 @@ def save(
     keep: int,
     state: Mapping[str, Any] | None = None,
     agree: Callable[[], None] = lambda: None,
+    frozen: FrozenFile | None = None,
 ) -> Path:
     """Write a checkpoint of a job at rest, from one rank; then remove all but the newest `keep`. `state`: what else
     there is to go on from, nested dictionaries and lists of tensors and plain values. `agree` is called before it
-    becomes one: where it raises, there is none.
+    becomes one: where it raises, there is none. `frozen`: of the job's checkpoints before.
 
     A sound one that is there already, of as many samples, stays: replacing it could not be done in one step.
 
@@ -103,7 +109,9 @@ def save(
     tensors |= more
     if outer is not None:
         tensors["outer"] = outer
-    if (culprit := not_finite(model, tensors)) is not None:
+    frozen, untrained = frozen or FrozenFile(Digests()), frozen_weights(model)
+    looked_at = untrained if frozen.look(untrained) else {}
+    if (culprit := not_finite(model, tensors, looked_at)) is not None:
         raise UserError(_refusal(culprit, folder, progress))
     if target in complete(folder) and _is_sound(target):
         return target
@@ -111,12 +119,12 @@ def save(
     try:
         _remove_partial(folder)  # what a crash left
         building.mkdir(parents=True)
-        pairs, parts = {}, {}
-        for name, content in ((MODEL, model.state_dict()), (OPTIMIZER, tensors)):
-            save_file(storable(content), building / name)
-            pairs[name], parts[name] = paired(content), parted(content)
+        weights = {name: tensor for name, tensor in model.state_dict().items() if name not in untrained}
+        files = {MODEL: weights, OPTIMIZER: tensors, **({FROZEN: untrained} if untrained else {})}
+        digests = _write_tensors(building, files, frozen)
         books = {"progress": asdict(progress), "optimizer_kind": kind_of(optimizers), **trees}
-        _write_state(building, {**books, "pairs": pairs, "parts": parts})
+        pairs, parts = ({name: of(content) for name, content in files.items()} for of in (paired, parted))
+        _write_state(building, {**books, "pairs": pairs, "parts": parts, "digests": digests})
         for file in building.iterdir():
             flush_to_disk(file)
         flush_to_disk(building)
@@ -124,6 +132,8 @@ def save(
         shutil.rmtree(target, ignore_errors=True)
         building.rename(target)
         flush_to_disk(folder)
+        if untrained:
+            frozen.keep(target / FROZEN, digests[FROZEN])
     except (OSError, SafetensorError) as error:
         shutil.rmtree(building, ignore_errors=True)
         raise DiskError(
@@ -137,10 +147,20 @@ def save(
     return target
 
 
+def _write_tensors(folder: Path, files: Mapping[str, Mapping[str, torch.Tensor]], frozen: FrozenFile) -> dict[str, str]:
+    """Digests of the files."""
+    digests = {}
+    for name, content in files.items():
+        linked = frozen.link(folder / name) if name == FROZEN else None
+        if linked is None:
+            save_file(storable(content), folder / name)
+        digests[name] = linked or sha256_of(folder / name)
+    return digests
+
+
 def _write_state(folder: Path, books: Mapping[str, Any]) -> None:
     """Last, since it holds the digests of the other files."""
-    digests = {name: sha256_of(folder / name) for name in (MODEL, OPTIMIZER)}
-    state = {"format": FORMAT, **books, "digests": digests}
+    state = {"format": FORMAT, **books}
     (folder / STATE).write_text(json.dumps({**state, "sha256": _digest_of(state)}, indent=1))
 
 
@@ -196,7 +216,7 @@ def _verdict(path: Path) -> tuple[bool, str]:
         version = json.loads((path / STATE).read_text())["format"]
     except UserError as error:
         return False, str(error).removeprefix(f"{path.name} ")
-    return True, "is as it was saved" if version == FORMAT else "can be read, but was saved without digests"
+    return True, "is as it was saved" if version != WITHOUT_DIGESTS else "can be read, but was saved without digests"
 
 
 def _is_sound(path: Path) -> bool:
@@ -220,15 +240,17 @@ def load(path: Path) -> Loaded:
     state = _read_state(path)
     try:
         progress = _checked_progress(path, state["progress"])
+        files = _files_of(state)
         pairs, parts = (state.get(key, {}) for key in ("pairs", "parts"))  # which older ones do not tell of
-        model, tensors = (
-            restored(load_file(path / name), pairs.get(name, ()), parts.get(name, {})) for name in (MODEL, OPTIMIZER)
+        model, tensors, frozen = (
+            restored(load_file(path / name), pairs.get(name, ()), parts.get(name, {})) if name in files else {}
+            for name in (MODEL, OPTIMIZER, FROZEN)
         )
         outer = tensors.pop("outer", None)
         tree = state_tree.unflatten(state.get("state", {}), tensors)
         plain = state_tree.unflatten(state["optimizer"], tensors)
         optimizer = _unflatten_optimizer(tensors, plain)
-        return Loaded(path, progress, model, optimizer, state["optimizer_kind"], outer, tree)
+        return Loaded(path, progress, {**frozen, **model}, optimizer, state["optimizer_kind"], outer, tree)
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
@@ -242,12 +264,13 @@ def _read_state(path: Path) -> dict[str, Any]:
         version = state["format"]
         if isinstance(version, int) and version > FORMAT:
             raise UserError(f"{path.name} has format {version}, {NEWER}")
-        if version not in (WITHOUT_DIGESTS, FORMAT):
+        if version not in (WITHOUT_DIGESTS, WITH_ALL_WEIGHTS, FORMAT):
             raise UnsoundError(f"{path.name} has format {version}, and this version of HetSync reads {FORMAT}")
-        if version == FORMAT:
+        if version != WITHOUT_DIGESTS:
             mine, digests = state.pop("sha256"), state["digests"]
             changed = [STATE] if mine != _digest_of(state) else []
-            changed += [name for name in (MODEL, OPTIMIZER) if not changed and sha256_of(path / name) != digests[name]]
+            files = () if changed else _files_of(state)
+            changed += [name for name in files if sha256_of(path / name) != digests[name]]
             if changed:
                 raise UnsoundError(f"{path.name} is damaged: {' and '.join(changed)} changed since it was saved")
         return state
@@ -255,6 +278,11 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UnsoundError(f"{path.name} cannot be read ({STATE}: {type(error).__name__} {error})") from error
+
+
+def _files_of(state: Mapping[str, Any]) -> tuple[str, ...]:
+    """The files of tensors."""
+    return (MODEL, OPTIMIZER, FROZEN) if FROZEN in state.get("digests", {}) else (MODEL, OPTIMIZER)
 
 
 def _digest_of(state: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from hetsync.balance.device import Device
 from hetsync.balance.profile import RankProfile
 from hetsync.config.schema import Config
 from hetsync.sync.coordinator import Coordinator
+from hetsync.sync.digests import weights_sha256
 from hetsync.train.evaluation import Evaluations
 from hetsync.train.plan_figures import plan_figures
 from hetsync.train.rollback import Rollbacks
@@ -113,7 +114,7 @@ class Figures:
                 session.settings.in_force, fragments=min(session.settings.fragments, session.engine.fragments)
             ),
             metrics=self._evaluations.metrics,
-            anchor_sha256=session.totals.anchor_sha256,
+            anchor_sha256=weights_sha256(session.engine.anchor),
             wall_seconds=time.monotonic() - self._at.began,
             control=session.control.summary() if session.control is not None else None,
             rounds_changes=session.rounds_changes,

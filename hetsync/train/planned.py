@@ -32,7 +32,8 @@ from hetsync.plan.recipe import check_cut_settings, weight_refused
 from hetsync.plane.base import Plane
 from hetsync.replica.base import MicroBatches
 from hetsync.stop_signal import STATUSES, StopSignal
-from hetsync.sync.agreement import Agreement, weights_sha256
+from hetsync.sync.agreement import Agreement
+from hetsync.sync.digests import Digests, weights_sha256
 from hetsync.sync.group_state import GroupState
 from hetsync.sync.messages import settings_of
 from hetsync.sync.milestones import CHECKPOINT, EPOCH, Marks, Milestones, checkpoints_every, marks_every, rests_for
@@ -44,6 +45,7 @@ from hetsync.train import checkpoint
 from hetsync.train.best import Best, Patience
 from hetsync.train.display import Shows
 from hetsync.train.evaluation import RankParts
+from hetsync.train.frozen_file import FrozenFile
 from hetsync.train.parts import Parts
 from hetsync.train.planned_books import IN_STEP, Books
 from hetsync.train.planned_delayed import DelayedReplicas
@@ -125,10 +127,10 @@ class PlannedJob:
         assert at.folder is not None
         self._best = Best(at.folder)
         self._whole: torch.nn.Module | None = None  # at rest, on rank 0
-        self._weights_sha256 = ""  # there, too
         self._unsaved = Trouble()
         self._agreement = Agreement(self.plane, self.model, [self.optimizer])
         self._groups = GroupState(self.optimizer)
+        self._frozen = FrozenFile(Digests())  # of the whole model, which is made anew at each rest
         self.saved = False
 
     # Making it.
@@ -339,8 +341,6 @@ class PlannedJob:
         }
         self._agreement.reach_by_name(held, self.at.device)
         self._whole = self.replica.whole({0})
-        if self._whole is not None:
-            self._weights_sha256 = weights_sha256([*self._whole.parameters(), *shared_buffers(self._whole)])
 
     def _save_due(self) -> bool:
         """By time; rank 0 knows."""
@@ -365,7 +365,7 @@ class PlannedJob:
     def _write(self, standing: Standing, optimizer_state: dict[int, dict[str, Any]]) -> None:
         assert self.at.folder is not None
         assert self._whole is not None
-        books, frozen = self.books, {id(weight) for weight in self.model.parameters() if not weight.requires_grad}
+        books, untrained = self.books, {id(weight) for weight in self.model.parameters() if not weight.requires_grad}
         progress = checkpoint.Progress(
             samples_applied=books.applied,
             version=books.steps,
@@ -376,9 +376,10 @@ class PlannedJob:
         )
         whole = build_optimizer(self.config.optimizer, self._whole)
         whole.load_state_dict({**self.optimizer.state_dict(), "state": optimizer_state})
-        state = {**self.parts.state(frozen), **standing.state(), "order": self._order()}
+        state = {**self.parts.state(untrained), **standing.state(), "order": self._order()}
         keep = self.config.run.keep_checkpoints
-        checkpoint.save(self.at.folder / "checkpoints", progress, self._whole, [whole], None, keep, state)
+        folder = self.at.folder / "checkpoints"
+        checkpoint.save(folder, progress, self._whole, [whole], None, keep, state, frozen=self._frozen)
 
     def _ends_by_evaluation(self, judge: bool, ending: bool) -> bool:
         """Evaluate; whether training ends here, as it does where it is `ending` anyway."""
@@ -415,7 +416,9 @@ class PlannedJob:
         if self._channels is not None:
             self._channels.close()
         self.books.memory_bytes = self.replica.memory.bytes(self.optimizer)
-        self.books.close(Status.STOPPED if stopped else Status.FINISHED, self._weights_sha256)
+        whole = self._whole
+        digest = "" if whole is None else weights_sha256([*whole.parameters(), *shared_buffers(whole)])
+        self.books.close(Status.STOPPED if stopped else Status.FINISHED, digest)
         return STATUSES[caught] if caught is not None and stopped else 0
 
     def close(self) -> None:

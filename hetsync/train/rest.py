@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hetsync.plane.base import Plane
-from hetsync.sync.agreement import Agreement, weights_sha256
+from hetsync.sync.agreement import AVERAGE, Agreement
 from hetsync.sync.buffers import saved_buffers
+from hetsync.sync.digests import Digests, digest_of, marks
 from hetsync.sync.engine import Engine
 from hetsync.sync.group_state import GroupState, average_group_state
 from hetsync.sync.optimizer_state import average_optimizer_state, average_tensors
-from hetsync.sync.reals import reals
 from hetsync.sync.sparse import dense_parts
 from hetsync.sync.tail import saved_floats
 
@@ -39,6 +39,7 @@ class CommonState:
         self._averages = averages
         self._engine = engine
         self._agreement = Agreement(plane, model, optimizers, averages, groups)
+        self.digests = self._agreement.digests
 
     @torch.no_grad()
     def share_first_weights(self, share: Callable[[Callable[[], Any]], Any]) -> None:
@@ -61,11 +62,11 @@ class CommonState:
 
     def given(self) -> dict[str, Any]:
         """In synchronous mode: all that steps have made, for a rank that is behind."""
-        values = self._agreement.values(None, ())
+        values = self._agreement.values(None)
         return {**{name: value.detach().cpu().clone() for name, value in values.items()}, HELD: self._agreement.held()}
 
     def take(self, given: Mapping[str, Any]) -> None:
-        values = self._agreement.values(None, ())
+        values = self._agreement.values(None)
         known = {name: value for name, value in given.items() if name in values or name.startswith("optimizer.")}
         self._agreement.adopt(values, known)
         self._agreement.take_held(given[HELD])
@@ -86,8 +87,9 @@ class CommonState:
         the step), and are then averaged as in delayed mode. Those of a rank whose loop has made fewer steps lack some,
         and do not count: it takes the others' over."""
         whole = loop_steps == max(self._plane.gather_objects(loop_steps))
-        for module in self._averages:
-            mine = weights_sha256(module.state_dict().values()) if whole else None
+        for number, module in enumerate(self._averages):
+            state = {f"{AVERAGE}{number}.{name}": tensor for name, tensor in module.state_dict().items()}
+            mine = digest_of(self.digests.of(state, state)) if whole else None
             if len(set(self._plane.gather_objects(mine)) - {None}) > 1:
                 self._average_module(module, samples if whole else 0)
 
@@ -101,8 +103,8 @@ class CommonState:
         told = self._plane.gather_objects([bool(buffer.isfinite().all()) for buffer in buffers])
         return [buffer for buffer, *finite in zip(buffers, *told, strict=True) if all(finite)]
 
-    def agree(self, velocity: torch.Tensor | None, version: int, loop_steps: int, samples: int) -> str:
-        """Ranks hold the same now, or the job ends: what follows is saved, and begun from. Digest of the anchor.
+    def agree(self, velocity: torch.Tensor | None, version: int, loop_steps: int, samples: int) -> None:
+        """Ranks hold the same now, or the job ends: what follows is saved, and begun from.
 
         `velocity` is the outer optimizer's. `loop_steps`: synchronous rounds since the last rest whose step this
         rank's loop has made; where one had no batch, or has been left, the rank takes over what others have made of
@@ -113,7 +115,7 @@ class CommonState:
         self._agreement.share_counters(samples, of_averages=loop_steps == most)
         for groups in self._agreement.groups:
             groups.share_names(self._plane.gather_objects)
-        values = self._agreement.values(velocity, self._engine.anchor)
+        values = self._agreement.values(velocity)
         if min(steps) != most:
             stepped = [place for place, count in enumerate(steps) if count == most]
             self._agreement.take_over(values, stepped, device, version)
@@ -122,42 +124,37 @@ class CommonState:
                 self._model.zero_grad(set_to_none=True)
         elif self._agreement.reach(values, device, version):
             self._engine.adopt()
-        return weights_sha256(self._engine.anchor)
 
 
 class HeldAtRest:
-    """Weights, and buffers that checkpoints hold, as all ranks have agreed on them at a rest, by figures that tell
+    """Weights, and buffers that checkpoints hold, as all ranks have agreed on them at a rest, by marks that tell
     whether a script's lines there have changed any."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, digests: Digests) -> None:
         self._model = model
-        self._figures = self._told()
+        self._digests = digests
+        self._marks = marks(list(self._tensors().values()))
 
-    def _tensors(self) -> list[torch.Tensor]:
-        return [*self._model.parameters(), *(buffer for *_, buffer in saved_buffers(self._model))]
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        buffers = {name: buffer for *_, name, buffer in saved_buffers(self._model)}
+        return {**dict(self._model.named_parameters()), **buffers}
 
     @torch.no_grad()
-    def _told(self) -> tuple[list[int], list[float]]:
-        """Versions, which changes through `.data` do not count, and norms and sums, which these change."""
-        tensors = self._tensors()
-        parts = [reals(part) for tensor in tensors for part in dense_parts(tensor)]
-        figures = [part.sum(dtype=torch.float64) for part in parts]
-        figures += [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts if part.is_floating_point()]
-        told = torch.stack([each.to(figures[0].device) for each in figures]).nan_to_num().tolist() if figures else []
-        return [tensor._version for tensor in tensors], told
-
     def changed(self) -> bool:
-        return self._told() != self._figures
+        return marks(list(self._tensors().values())) != self._marks
 
     def sha256(self) -> str:
-        return weights_sha256(self._tensors())
+        tensors = self._tensors()
+        return digest_of(self._digests.of(tensors, [name for name in tensors if not tensors[name].requires_grad]))
 
 
-def not_finite(model: torch.nn.Module, optimizer: Mapping[str, torch.Tensor]) -> str | None:
+def not_finite(
+    model: torch.nn.Module, optimizer: Mapping[str, torch.Tensor], looked_at: Container[str] = ()
+) -> str | None:
     """The first tensor that may not be saved, nor be what training ends with. Buffers may hold infinities (masks), and
-    so may optimizers (extremes)."""
+    so may optimizers (extremes). `looked_at`: names of weights that have not changed since they were found finite."""
     for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter.detach()).all():
+        if name not in looked_at and not torch.isfinite(parameter.detach()).all():
             return f"the weight {name}"
     for name, buffer in model.named_buffers():
         if any(torch.isnan(part).any() for part in dense_parts(buffer)):

@@ -13,6 +13,7 @@ from hetsync.errors import Trouble
 from hetsync.files import DiskError
 from hetsync.sync.milestones import CHECKPOINT
 from hetsync.train import checkpoint
+from hetsync.train.frozen_file import FrozenFile
 from hetsync.train.session import Session
 
 
@@ -51,6 +52,7 @@ class Saver:
         self._interval_seconds = run.checkpoint_seconds
         self._seconds_before = seconds_before
         self._before = before
+        self._frozen = FrozenFile(session.digests)
         self._unsaved = Trouble()
         self._alarm: threading.Timer | None = None
 
@@ -103,6 +105,6 @@ class Saver:
         outer = session.outer.velocity if session.outer is not None else None
         before = checkpoint.complete(self._folder)
         written = checkpoint.save(
-            self._folder, progress, session.model, session.optimizers, outer, self._keep, state, agree
+            self._folder, progress, session.model, session.optimizers, outer, self._keep, state, agree, self._frozen
         )
         self.newest = None if written in before else written

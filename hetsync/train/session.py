@@ -172,6 +172,7 @@ class Session:
             self.engine,
             [steps.groups for steps in self.tasks.steps],
         )
+        self.digests = self._common.digests
         self._stacks: Stacks | None = None  # once slices have begun
         self._held: HeldAtRest | None = None  # since the last rest
         self._seeds = RankSeeds(terms.seed, plane.rank)
@@ -564,7 +565,7 @@ class Session:
 
     def _take_over_changes(self) -> None:
         """What the script has made of weights and buffers at rest is what all go on from."""
-        told = self.meet("what was changed at rest", (self._held or HeldAtRest(self.model)).sha256())
+        told = self.meet("what was changed at rest", (self._held or self._held_now()).sha256())
         first, *_ = members = self.plane.members
         odd = [rank for rank, digest in zip(members, told, strict=True) if digest != told[0]]
         if odd:
@@ -717,9 +718,12 @@ class Session:
             steps.show_owner(self.applied)
         velocity = self.outer.velocity if self.outer is not None else None
         totals = self.totals
-        totals.anchor_sha256 = self._common.agree(velocity, self.version, totals.loop_steps, totals.since_rest)
-        self._held = HeldAtRest(self.model)
+        self._common.agree(velocity, self.version, totals.loop_steps, totals.since_rest)
+        self._held = self._held_now()
         self.begin_lines()
+
+    def _held_now(self) -> HeldAtRest:
+        return HeldAtRest(self.model, self.digests)
 
     def _booked(self) -> tuple[int, Settings, tuple[int, ...]] | None:
         """Samples applied, settings and shares, on the first rank."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hetsync.errors import UserError
-from hetsync.sync.agreement import weights_sha256
+from hetsync.sync.digests import weights_sha256
 
 Digests = Mapping[str, str]  # of weights, by what a sentence calls their model
 

@@ -18,7 +18,7 @@ from training import BATCH, SEED, Blobs, local_tensors, unequal_shares
 
 import hetsync
 from hetsync.plane.base import Plane
-from hetsync.sync.agreement import weights_sha256
+from hetsync.sync.digests import weights_sha256
 from hetsync.train import checkpoint
 
 SAMPLES, EPOCHS = 200, 3  # the last batch of an epoch is smaller

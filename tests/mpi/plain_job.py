@@ -18,7 +18,7 @@ from training import BATCH, SAMPLES, SEED, Blobs, Net, local_tensors, loss_on_al
 import hetsync
 from hetsync.plane.base import Plane
 from hetsync.profiling.measure import PRECISIONS
-from hetsync.sync.agreement import weights_sha256
+from hetsync.sync.digests import weights_sha256
 
 EPOCHS = 3
 

@@ -16,7 +16,8 @@ from training import CLASSES, FEATURES, SAMPLES, Net, Outcome, delayed, local_te
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane
 from hetsync.sync import agreement
-from hetsync.sync.agreement import AnchorMismatchError, weights_sha256
+from hetsync.sync.agreement import AnchorMismatchError
+from hetsync.sync.digests import weights_sha256
 from hetsync.train.session import Session
 
 pytestmark = pytest.mark.mpi
@@ -130,7 +131,7 @@ def test_what_processors_round_otherwise_is_evened_out(plane: Plane, optimizer: 
     hook = meddling(plane, 1e-6)
     outcome = train(plane, delayed(plane, delay_bound=0), model=model, optimizer=optimizer, rests=[72], on_slice=hook)
     assert everywhere_alike(plane, model.state_dict())
-    assert len(set(plane.gather_objects(outcome.session.totals.anchor_sha256))) == 1
+    assert len(set(plane.gather_objects(weights_sha256(outcome.session.engine.anchor)))) == 1
 
 
 @pytest.mark.usefixtures("processors")

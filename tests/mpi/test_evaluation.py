@@ -12,7 +12,7 @@ from training import BATCH, SAMPLES, Net, assert_invariants, local_tensors, of_u
 
 from hetsync.config.schema import OuterConfig, SyncConfig
 from hetsync.plane.base import Plane
-from hetsync.sync.agreement import weights_sha256
+from hetsync.sync.digests import weights_sha256
 from hetsync.sync.messages import Settings
 from hetsync.sync.milestones import Evaluation
 from hetsync.sync.watchdog import PROBE_SECONDS

@@ -20,7 +20,7 @@ from training import BATCH, SAMPLES, Blobs, Net, local_tensors
 from hetsync.config.parser import recipe_of
 from hetsync.plane.base import Plane
 from hetsync.plane.local import LocalPlane
-from hetsync.sync.agreement import weights_sha256
+from hetsync.sync.digests import weights_sha256
 from hetsync.train.job import Job
 
 pytestmark = pytest.mark.mpi

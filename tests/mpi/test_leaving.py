@@ -16,7 +16,7 @@ from training import BATCH, SAMPLES, Blobs, Net, local_tensors, unequal_shares
 import hetsync
 from hetsync.data.loader import Loader
 from hetsync.plane.base import Plane
-from hetsync.sync.agreement import weights_sha256
+from hetsync.sync.digests import weights_sha256
 from hetsync.train.session import Session
 
 pytestmark = pytest.mark.mpi

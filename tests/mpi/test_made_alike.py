@@ -21,7 +21,7 @@ import hetsync
 from hetsync.config.parser import recipe_of
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane
-from hetsync.sync.agreement import weights_sha256
+from hetsync.sync.digests import weights_sha256
 from hetsync.train.job import Job
 
 pytestmark = pytest.mark.mpi

@@ -273,14 +273,21 @@ def sets_statistics_by_rank(model: nn.Module, odd: bool) -> None:
     next(model.buffers()).fill_(odd)
 
 
+def sets_a_frozen_weight_by_rank(model: nn.Module, odd: bool) -> None:
+    """Which is hashed only where it is seen to change; `.data` counts no version."""
+    model.get_parameter("body.0.bias").data.fill_(odd)
+
+
 @pytest.mark.parametrize("bound", [0, 4])
-@pytest.mark.parametrize("change", [clamps_by_rank, sets_statistics_by_rank])
+@pytest.mark.parametrize("change", [clamps_by_rank, sets_statistics_by_rank, sets_a_frozen_weight_by_rank])
 def test_weights_that_one_rank_changes_at_rest_are_named(
     plane: Plane, change: Callable[[nn.Module, bool], None], bound: int
 ) -> None:
     odd = is_odd(plane)
     job = make_job(plane, delay_bound=bound)
-    model, optimizer, loader = prepared(job, Net(batch_norm=True))
+    net = Net(batch_norm=True)
+    net.get_parameter("body.0.bias").requires_grad_(change is not sets_a_frozen_weight_by_rank)
+    model, optimizer, loader = prepared(job, net)
 
     def act(epoch: int) -> None:
         change(model, odd)

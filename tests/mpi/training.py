@@ -19,7 +19,7 @@ from hetsync.control.process import ControlProcess
 from hetsync.data.loader import EpochOrder, Source
 from hetsync.emulation.device import EmulatedDevice
 from hetsync.plane.base import Plane
-from hetsync.sync.agreement import weights_sha256
+from hetsync.sync.digests import weights_sha256
 from hetsync.sync.messages import Contributed, Task, TaskStarted
 from hetsync.sync.milestones import Milestone, marks_every
 from hetsync.sync.rates import ScheduleRates

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from hetsync.sync import optimizer_state
 from hetsync.sync.optimizer_state import average_optimizer_state, set_state
 
 
@@ -16,6 +17,7 @@ class Ranks:
     def __init__(self, count):
         self.slots = [None] * count
         self.barrier = threading.Barrier(count, timeout=20)
+        self.summed = []  # values of each sum, as the ranks see it
 
     def exchange(self, rank, value):
         self.slots[rank] = value
@@ -25,6 +27,7 @@ class Ranks:
         return everyones
 
     def allreduce(self, rank, tensor):
+        self.summed.append(tensor.numel())
         total = sum(t.clone() for t in self.exchange(rank, tensor.clone()))
         tensor.copy_(total)
 
@@ -50,6 +53,7 @@ def average(optimizers, samples):
     for thread in threads:
         thread.join(30)
     assert not errors, errors
+    return ranks.summed
 
 
 KINDS = {
@@ -95,6 +99,17 @@ def test_the_average_is_weighted_by_samples(kind):
             assert torch.allclose(value, mean, atol=1e-6), key
             assert torch.equal(value, tensors(optimizers[0])[key]), "all alike, to the bit"
             assert value.shape == before[0][key].shape
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_beside_the_state_is_bounded(kind, monkeypatch):
+    whole, chunked = ([stepped(kind, rank, 2) for rank in range(2)] for _ in range(2))
+    average(whole, [10, 30])
+    monkeypatch.setattr(optimizer_state, "CHUNK_VALUES", 3)
+    assert max(average(chunked, [10, 30])) <= 3
+    for one, other in zip(whole, chunked, strict=True):
+        before, after = tensors(one), tensors(other)
+        assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hetsync.errors import UserError
-from hetsync.sync.agreement import weights_sha256
+from hetsync.sync.digests import weights_sha256
 from hetsync.train import checkpoint
 from hetsync.train.checkpoint import Progress, complete, load_newest, restore, save
 

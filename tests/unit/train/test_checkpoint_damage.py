@@ -108,6 +108,17 @@ def test_checkpoints_without_digests_are_read(run: Run) -> None:
     assert same(run.model, run.again().model)
 
 
+def test_checkpoints_of_the_second_format_are_read(run: Run) -> None:
+    """Nothing was kept apart there."""
+    path = run.save(10) / "state.json"
+    state = json.loads(path.read_text())
+    del state["sha256"]
+    state["format"] = 2
+    path.write_text(json.dumps({**state, "sha256": checkpoint._digest_of(state)}))
+    assert verify(run.folder) == [("samples-000000000010", True, "is as it was saved")]
+    assert same(run.model, run.again().model)
+
+
 def test_digests_may_not_be_missing_where_they_belong(run: Run) -> None:
     path = run.save(10)
     rewrite(path, 2)
