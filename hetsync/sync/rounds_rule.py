@@ -47,6 +47,7 @@ SETTLING_TASKS = 4  # of each rank, after the start or a change: rounds have yet
 WINDOW_ROUNDS = 4
 WINDOW_TASKS = 10  # of each rank
 WINDOW_SECONDS = 1.0  # of each rank's device: less shows the moment more than the job
+SYNCHRONOUS_WINDOW = 0.5  # of such a window: all have as many tasks, and what they wait for is told by each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +152,9 @@ class Window:
     work_seconds: float = 0.0
     wait_seconds: float = 0.0
 
-    @property
-    def full(self) -> bool:
-        return self.tasks >= WINDOW_TASKS and self.seconds >= WINDOW_SECONDS
+    def is_full(self, synchronous: bool) -> bool:
+        part = SYNCHRONOUS_WINDOW if synchronous else 1.0
+        return self.tasks >= part * WINDOW_TASKS and self.seconds >= part * WINDOW_SECONDS
 
 
 @dataclass
@@ -226,7 +227,9 @@ class RoundsRule:
 
     def decide(self, settings: Settings, version: int, shares: Mapping[int, int]) -> RoundsChange | None:
         """Other settings, once a window is over, if there is reason for them. `shares` of the ranks at work."""
-        if version < self._window_ends or not shares or not all(self._windows[rank].full for rank in shares):
+        if version < self._window_ends or not shares:
+            return None
+        if not all(self._windows[rank].is_full(settings.synchronous) for rank in shares):
             return None
         # Means over ranks, by their parts of a batch.
         parts = {rank: share / sum(shares.values()) / self._windows[rank].seconds for rank, share in shares.items()}
