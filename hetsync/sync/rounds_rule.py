@@ -48,6 +48,9 @@ WINDOW_ROUNDS = 4
 WINDOW_TASKS = 10  # of each rank
 WINDOW_SECONDS = 1.0  # of each rank's device: less shows the moment more than the job
 SYNCHRONOUS_WINDOW = 0.5  # of such a window: all have as many tasks, and what they wait for is told by each
+LASTING_WINDOWS = (
+    3  # in a row, in which ranks must wait once they have not: one moment's trouble is no reason for delay
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,8 @@ class RoundsChange:
 
 class Rise(NamedTuple):
     """Of one key of the settings, from a value to a greater one: the parts of work and of waits that it saves, and how
-    much of a slice it must save. `not_with_grace`: rounds that have it wait for more than that."""
+    much of a slice it must save. `not_with_grace`: rounds that have it wait for more than that. `warily`: the first
+    window of synchronous training does not suffice for it."""
 
     key: str
     before: Any
@@ -85,6 +89,7 @@ class Rise(NamedTuple):
     waits_saved: float
     costs: float
     not_with_grace: bool = False
+    warily: bool = False
 
     @property
     def delays(self) -> bool:
@@ -117,7 +122,8 @@ def rises_of(sync: SyncConfig, adaptive: bool = False) -> tuple[Rise, ...]:
     first, rises = settings_of(sync), []
     if sync.delay_bound == "auto":
         costs = ADAPTIVE_DELAY_COSTS if adaptive else DELAY_COSTS
-        rises.append(Rise("delay_bound", 0, RULED_DELAY_BOUND, SAVED_BY_DELAY, 1.0, costs))
+        saves = (SAVED_BY_DELAY, 1.0, costs)
+        rises.append(Rise("delay_bound", 0, RULED_DELAY_BOUND, *saves, warily=adaptive))
         first = replace(first, delay_bound=RULED_DELAY_BOUND)
     if sync.quorum == "auto" and not first.grace:
         saves = (SAVED_BY_QUORUM, 0.0, QUORUM_COSTS)
@@ -181,6 +187,8 @@ class RoundsRule:
         self._promised: tuple[Rise, float] | None = None  # a rise, and the overhead that the next window should show
         self._calm = 0  # windows in a row that would bear more rounds
         self._delayed = 0  # windows in a row in delayed mode, where that is by rule
+        self._synchronous = 0  # and in synchronous mode
+        self._called_for = 0  # windows in a row that have called for delay
 
     def observe(self, rank: int, seconds: float, work_seconds: float, wait_seconds: float) -> None:
         """A task took so much of its device's time, and synchronisation beside it."""
@@ -219,6 +227,7 @@ class RoundsRule:
 
     def _settle(self, version: int) -> None:
         self._settling.clear()
+        self._synchronous = self._called_for = 0
         self._begin_window(version)
 
     def _begin_window(self, version: int) -> None:
@@ -258,12 +267,21 @@ class RoundsRule:
             return replace(settings, delay_bound=0, accumulation=1), ", to see what they take without delay"
         for rise, trials in self._trials.items():
             saving = rise.saving(work, waits)
-            if rise.is_next(settings) and saving > rise.costs and trials.retry_in <= 0:
+            if rise.is_next(settings) and self._lasts(rise, saving) and trials.retry_in <= 0:
                 self._promised = rise, work + waits - KEPT * saving
                 self._calm = 0
                 trials.made += 1
                 return rise.made(settings), ""
+        self._synchronous += settings.synchronous
         return settings if settings.synchronous else self._calmed(settings, work + waits), ""
+
+    def _lasts(self, rise: Rise, saving: float) -> bool:
+        if saving <= rise.costs:
+            self._called_for = 0
+            return False
+        self._called_for += rise.delays
+        at_once = not rise.delays or (not self._synchronous and not rise.warily)
+        return at_once or self._called_for >= LASTING_WINDOWS
 
     def _looks_back(self, settings: Settings) -> bool:
         """Is it time to be synchronous for a window? With delay nobody sees what ranks would wait for."""

@@ -12,6 +12,7 @@ from hetsync.sync.rounds_rule import (
     CALM_WINDOWS,
     DELAY_COSTS,
     GREATER_QUORUM,
+    LASTING_WINDOWS,
     MOST_ACCUMULATION,
     RETRY_WINDOWS,
     SETTLING_TASKS,
@@ -485,10 +486,24 @@ def test_what_means_another_thing_without_delay_asks_for_it(words):
     assert SyncConfig(0, **words).delay_bound == 0
 
 
+def bounds(job, waits):
+    """After windows at D = 0 with these waits."""
+    for each in waits:
+        job.window(no_waits_with_delay(job, each))
+        yield job.settings.delay_bound
+
+
 def test_optimizers_that_lose_by_delay_must_wait_for_longer():
-    for waits, changes in [(0.9 * ADAPTIVE_DELAY_COSTS, False), (1.1 * ADAPTIVE_DELAY_COSTS, True)]:
-        job = Job(sync=AUTO, adaptive=True)
-        assert (job.window(no_waits_with_delay(job, waits)) is not None) == changes
+    little, enough = 0.9 * ADAPTIVE_DELAY_COSTS, 1.1 * ADAPTIVE_DELAY_COSTS
+    assert set(bounds(Job(sync=AUTO, adaptive=True), [little] * 20)) == {0}
+    assert list(bounds(Job(sync=AUTO, adaptive=True), [enough] * LASTING_WINDOWS)) == [0] * (LASTING_WINDOWS - 1) + [4]
+
+
+def test_one_moments_trouble_is_no_reason_for_delay():
+    """It is where ranks wait from the start."""
+    assert list(bounds(Job(sync=AUTO), [5.0])) == [4]
+    assert set(bounds(Job(sync=AUTO), [0.0, *[5.0, 5.0, 0.0] * 4])) == {0}
+    assert list(bounds(Job(sync=AUTO), [0.0, *[WAITS] * LASTING_WINDOWS]))[-2:] == [0, 4]
 
 
 def test_delay_that_has_lost_training_does_not_come_again():
