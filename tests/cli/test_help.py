@@ -60,7 +60,7 @@ def helped() -> str:
 
 def test_there_is_something_to_explain() -> None:
     assert len(KEYS) > 30
-    assert KEYS["sync.delay_bound"] == 4
+    assert KEYS["sync.delay_bound"] == "auto"
     assert KEYS["sync.outer.momentum"] == 0.9
 
 
@@ -201,6 +201,7 @@ CHECKPOINT = ["model.safetensors", "optimizer.safetensors", "state.json"]
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, Done]:
     folder = tmp_path_factory.mktemp("job")
     words = ["--run.samples", 1500, "--run.evaluate_every", 500, "--run.checkpoint_every", 600, "--run.dir", "run"]
+    words += ["--sync.delay_bound", 4]
     return request.param or 1, folder / "run", run(*words, folder=folder, ranks=request.param)
 
 

@@ -33,7 +33,7 @@ def test_a_real_rank_is_measured_shown_and_written(tmp_path: Path, capsys: pytes
     assert "link: free" in out
     for row in ("synchronous, equal shares", "synchronous, shares by speed", "this recipe  "):
         assert row in out
-    assert "\nthis recipe: D = 4, q = auto, grace auto, K = 1\n" in out
+    assert "\nthis recipe: D = auto, q = auto, grace auto, K = 1\n" in out
     # A few tens of milliseconds are simulated, of which a rank alone keeps the books of several steps at once.
     assert re.search(r"HetSync gains nothing \(a factor of (0\.9\d|1\.0\d)\) over equal shares and nothing", out)
 

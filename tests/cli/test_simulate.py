@@ -97,7 +97,7 @@ def test_ranks_rest_where_a_real_job_would(tmp_path: Path) -> None:
 
 
 def test_rests_cost_what_they_cost(tmp_path: Path) -> None:
-    words = ["--emulate", "v100-p100-k80", "--run.samples", "3200"]
+    words = ["--emulate", "v100-p100-k80", "--run.samples", "3200", "--sync.delay_bound", "4"]
     plain = simulated(tmp_path / "plain", *words)
     averaged = simulated(tmp_path / "averaged", *words, "--run.evaluate_every", "160", "--ema.decay", "0.9")
     assert len(kinds(tmp_path / "plain")["rest"]) == 1
@@ -139,8 +139,9 @@ def test_a_script_bends_the_run(tmp_path: Path) -> None:
         "- {at_seconds: 0.3, rank: 3, slow_by: 4}\n- {at_seconds: 0.7, rank: 3, recover: true}\n"
         "- {at_seconds: 0.2, rank: 7, leave: true}\n- {at_seconds: 0.6, rank: 7, join: true}\n"
     )
-    plain = simulated(tmp_path / "plain", "--emulate", "quickstart")
-    bent = simulated(tmp_path / "bent", "--emulate", "quickstart", "--script", script)
+    words = ["--emulate", "quickstart", "--sync.delay_bound", "4"]
+    plain = simulated(tmp_path / "plain", *words)
+    bent = simulated(tmp_path / "bent", *words, "--script", script)
     assert bent["train_seconds"] > plain["train_seconds"]
     assert bent["per_rank"][7]["samples"] < plain["per_rank"][7]["samples"]
     assert bent["samples_applied"] == 640
