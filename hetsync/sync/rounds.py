@@ -150,11 +150,11 @@ class Rounds:
             with shared.order.passing(deltas.packs_apart(start)):
                 addends = deltas.pack(start, contribute, self._options.batch, wire)
             shared.followers.tell(Joined(start, contribute))
-        parts = deltas.summed
+        parts, packed = deltas.summed, deltas.packed
         self._pending.post_addends(parts, addends, wire)
         self._listener.flush()
         yield from self._sum_tails(*((part.tail, part.sums) for part in parts))
-        yield from self._report_norm(start, *deltas.packed)
+        yield from self._report_norm(start, *packed)
         while not shared.followers.have_summed(start.number):
             yield
         with shared.changed, shared.order.passing(deltas.lands_apart(start)):
@@ -225,6 +225,7 @@ class Rounds:
             norms = yield from read(self._shared.order, self._pending.addends_norms)
             norm = sum(map(float, norms))
             self._shared.outbox.append(NormMeasured(self._plane.rank, start.number, samples, steps, norm))
+            self._listener.flush()  # before the round's end is told
 
     def _serve(self, request: SumRequest) -> Iterator[None]:
         self._shared.order.follow()

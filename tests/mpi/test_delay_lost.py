@@ -15,7 +15,7 @@ import hetsync
 from hetsync.plane.base import Plane
 from hetsync.sync import delay_guard, rounds_rule
 
-BATCH, BATCHES, EPOCHS = 8, 24, 6
+BATCH, BATCHES, EPOCHS = 8, 144, 1  # at each rest in delayed training another copy is kept
 RATES = {torch.optim.SGD: 0.05, torch.optim.AdamW: 0.2}
 SOON = {  # with delay, wherever ranks wait at all
     "DELAY_COSTS": 0.0,
