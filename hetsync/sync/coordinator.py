@@ -225,6 +225,11 @@ class Coordinator:
             return []
         return self.machine.handle(SharesChanged(self._sliced_anew(dict.fromkeys(working, 0))))
 
+    @property
+    def good(self) -> int:
+        """Samples applied as losses were good the last time, where delay is guarded."""
+        return 0 if self._guard is None else self._guard.good
+
     def take_loss(self) -> float | None:
         """Mean training loss of the samples reported since the last call."""
         (taken, taken_samples), (total, total_samples) = self._losses_taken, self.losses
@@ -240,8 +245,8 @@ class Coordinator:
 
     def _observe(self, event: TaskFinished) -> list[Instruction]:
         if self._guard is not None:
-            delayed = not self.machine.settings.synchronous
-            loss = self._guard.observe(event.loss_sum, event.samples - event.lossless, delayed)
+            delayed, applied = not self.machine.settings.synchronous, self.machine.ledger.applied
+            loss = self._guard.observe(event.loss_sum, event.samples - event.lossless, delayed, applied)
             if loss is not None:
                 return self._give_up_delay(event.rank, loss)
         if not math.isfinite(event.loss_sum):
@@ -264,13 +269,13 @@ class Coordinator:
         assert self._rule is not None
         if self.machine.rests.going_back:  # several ranks tell of it
             return []
-        self.lost.append(Lost(rank, self.machine.version, loss, self._guard.best))
+        self.lost.append(Lost(rank, self.machine.version, loss, self._guard.best, self._guard.good))
         self._guard.went_back()
         change = self._rule.give_up_delay(self.settings, self.machine.version, str(self.lost[-1]))
         self.settings = change.applied_to(self.settings)
         self._on_rounds_change(change)
         drained = self.machine.handle(DrainRequested(ROLLBACK))
-        return [*drained, *self.machine.handle(SettingsChanged(self.settings))]
+        return [*drained, *self._sliced_for_mode(), *self.machine.handle(SettingsChanged(self.settings))]
 
     def _watch_task(self, event: TaskFinished) -> None:
         state = self.machine.members[event.rank].current

@@ -12,22 +12,26 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
+from itertools import pairwise
 from typing import NamedTuple
 
 WINDOW_BATCHES = 8
 CLIMBED = 0.5  # of the way back
 LOST_WINDOWS = 2  # in a row
+RECENT_WINDOWS = 64
 LEAST_TREND = 8.0  # of what losses have fallen by, over what they change by from window to window
 
 
 class Lost(NamedTuple):
     """Training, as `rank` told in round `round` of the anchor. `loss` is not finite, or a mean that is far above the
-    `best` one."""
+    `best` one. After `good` samples all was well."""
 
     rank: int
     round: int
     loss: float
     best: float
+    good: int
 
     def __str__(self) -> str:
         if math.isfinite(self.loss):
@@ -39,16 +43,14 @@ class DelayGuard:
     def __init__(self, batch: int) -> None:
         self._window = WINDOW_BATCHES * batch
         self._sum, self._samples = 0.0, 0
-        self._means: list[float] = []  # of windows with a good end
+        self._first = self.best = math.nan  # means of windows
+        self._recent: deque[float] = deque(maxlen=RECENT_WINDOWS)  # with a good end
         self._above = 0  # windows in a row
+        self.good = 0  # samples applied as the last window with a good end was over
 
-    @property
-    def best(self) -> float:
-        return min(self._means, default=math.nan)
-
-    def observe(self, loss_sum: float, samples: int, delayed: bool) -> float | None:
-        """A task's losses, over so many samples, in the order in which tasks end. The loss by which training is lost,
-        if it is."""
+    def observe(self, loss_sum: float, samples: int, delayed: bool, applied: int) -> float | None:
+        """A task's losses, over so many samples, in the order in which tasks end, with so many samples `applied`. The
+        loss by which training is lost, if it is."""
         if not math.isfinite(loss_sum):
             return loss_sum if delayed else None
         self._sum, self._samples = self._sum + loss_sum, self._samples + samples
@@ -57,14 +59,21 @@ class DelayGuard:
         mean, self._sum, self._samples = self._sum / self._samples, 0.0, 0
         self._above = self._above + 1 if delayed and self._is_above(mean) else 0
         if not self._above:
-            self._means.append(mean)
+            self._take(mean)
+            self.good = applied
         return mean if self._above >= LOST_WINDOWS else None
 
+    def _take(self, mean: float) -> None:
+        if not self._recent:
+            self._first = self.best = mean
+        self.best = min(self.best, mean)
+        self._recent.append(mean)
+
     def _is_above(self, mean: float) -> bool:
-        if len(self._means) < 2:
+        if len(self._recent) < 2:
             return False
-        fallen = self._means[0] - self.best
-        changes = [abs(after - before) for before, after in zip(self._means, self._means[1:], strict=False)]
+        fallen = self._first - self.best
+        changes = [abs(after - before) for before, after in pairwise(self._recent)]
         return fallen > LEAST_TREND * statistics.median(changes) and mean > self.best + CLIMBED * fallen
 
     def went_back(self) -> None:

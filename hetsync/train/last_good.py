@@ -1,5 +1,5 @@
-"""A checkpoint in the host's memory, that every rank keeps of the last rest before delayed training: where delay loses
-training, all go back to it (`rollback.py`), though nothing may have been saved to disk.
+"""Checkpoints in the host's memory, that every rank keeps of rests before delayed training: where delay loses training,
+all go back to one (`rollback.py`), though nothing may have been saved to disk.
 """
 
 from __future__ import annotations
@@ -10,29 +10,73 @@ from typing import Any
 
 import torch
 
+from hetsync.errors import UserError
 from hetsync.profiling.device import available_host_bytes
 from hetsync.sync.optimizer_state import state_by_place
+from hetsync.sync.sparse import dense_parts
 from hetsync.train import state_tree
 from hetsync.train.checkpoint import Loaded, Progress, kind_of
 
 MOST_OF_MEMORY = 0.5  # of what the host has left, by all of its ranks
 
 
-def last_good(
+class LastGood:
+    """Two of them: the newest, which training may have been lost before, and the newest from when losses were good."""
+
+    def __init__(self) -> None:
+        self._copies: list[Loaded] = []
+
+    @property
+    def positions(self) -> list[int]:
+        """Samples applied, from the oldest on."""
+        return [each.progress.samples_applied for each in self._copies]
+
+    def at(self, applied: int) -> Loaded:
+        return next(each for each in self._copies if each.progress.samples_applied == applied)
+
+    def keep(self, copy: Loaded | None, good: int) -> None:
+        """Beside the newest of when losses were good: after `good` samples. None: there can be no more."""
+        if copy is None:
+            self._copies = []
+            return
+        before = [each for each in self._copies if each.progress.samples_applied < copy.progress.samples_applied]
+        proven = [each for each in before if each.progress.samples_applied <= good]
+        self._copies = [*(proven[-1:] or before[:1]), copy]
+
+
+def to_go_back_to(positions: Sequence[int], good: int) -> int:
+    """Of the samples applied that copies are of: the newest from when losses were good, after `good`; or the oldest."""
+    return max((each for each in positions if each <= good), default=min(positions))
+
+
+def fits(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], ranks_here: int) -> bool:
+    """Is there room for two copies and another, on a host with so many ranks?"""
+    states = [value for state in state_by_place(optimizers).values() for value in state.values()]
+    kept = [value for value in (*_trained(model).values(), *states) if isinstance(value, torch.Tensor)]
+    needed = sum(part.nbytes for value in kept for part in dense_parts(value))
+    free = available_host_bytes()
+    return free is None or 3 * needed * ranks_here <= MOST_OF_MEMORY * free
+
+
+def copied(
     progress: Progress,
     model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     outer: torch.Tensor | None,
     state: Mapping[str, Any],
-    ranks_here: int,
 ) -> Loaded | None:
-    """At rest; as `checkpoint.save`. None where memory is short, of a host with so many ranks."""
-    plain, tensors = state_tree.flatten(
-        {"model": model.state_dict(), "optimizer": state_by_place(optimizers), "outer": outer, "state": dict(state)}
-    )
-    free, needed = available_host_bytes(), sum(tensor.nbytes for tensor in tensors.values())
-    if free is not None and needed * ranks_here > MOST_OF_MEMORY * free:
+    """At rest; as `checkpoint.save`. What is frozen is not copied. None for a state that no checkpoint could keep."""
+    tree = {"model": _trained(model), "optimizer": state_by_place(optimizers), "outer": outer, "state": dict(state)}
+    try:
+        plain, tensors = state_tree.flatten(tree)
+    except UserError:
         return None
-    copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-    kept = state_tree.unflatten(plain, copies)
-    return Loaded(Path(), progress, kept["model"], kept["optimizer"], kind_of(optimizers), kept["outer"], kept["state"])
+    kept = state_tree.unflatten(plain, {name: each.detach().to("cpu", copy=True) for name, each in tensors.items()})
+    weights = {**model.state_dict(), **kept["model"]}
+    return Loaded(Path(), progress, weights, kept["optimizer"], kind_of(optimizers), kept["outer"], kept["state"])
+
+
+def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """And buffers."""
+    frozen = {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}
+    return {name: value for name, value in model.state_dict().items() if name not in frozen}

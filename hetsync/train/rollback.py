@@ -12,9 +12,10 @@ from hetsync.errors import UserError
 from hetsync.plane.base import LostError, Messages, decided_by_first
 from hetsync.sync.delay_guard import Lost
 from hetsync.sync.lost_books import BOOKS_LOST
-from hetsync.sync.messages import STANDS_MORE, TaskLeftOut
+from hetsync.sync.messages import TaskLeftOut
 from hetsync.sync.recovery import Death
 from hetsync.train import checkpoint
+from hetsync.train.last_good import LastGood, to_go_back_to
 from hetsync.train.session import Session
 from hetsync.train.summary import Rollback
 
@@ -47,24 +48,21 @@ class Rollbacks:
         session: Session,
         hosts: Sequence[str],
         epoch_from: int,
-        copy: checkpoint.Loaded | None,
+        kept: LastGood,
     ) -> tuple[checkpoint.Loaded, Rollback | None]:
-        """Collective, at rest: the checkpoint that all go back to, or the `copy` that this rank has in memory, and what
+        """Collective, at rest: the checkpoint that all go back to, or a copy that all have `kept` in memory, and what
         there is to tell, once. Known from here on: where a rank dies on the way, all go back once more for the same
         failure. See `destination`."""
         folder, self.known = self._folder, agreed(messages, self.known)
-        held = messages.gather_objects(None if copy is None else copy.progress.samples_applied)
-        in_memory = held[0] if all(samples == held[0] for samples in held) else None
+        held = messages.gather_objects(kept.positions)
+        in_memory = sorted(set.intersection(*map(set, held)))
 
-        def decide() -> tuple[Path | None, Rollback | None]:
+        def decide() -> tuple[Path | int, Rollback | None]:
             return destination(folder, session, hosts, self.known, epoch_from, in_memory)
 
-        path, newest = decided_by_first(messages, decide)
+        place, newest = decided_by_first(messages, decide)
         self.known += [] if newest is None else [newest]
-        if path is not None:
-            return checkpoint.load(path), newest
-        assert copy is not None
-        return copy, newest
+        return kept.at(place) if isinstance(place, int) else checkpoint.load(place), newest
 
 
 def agreed(messages: Messages, known: Sequence[Rollback]) -> list[Rollback]:
@@ -80,25 +78,32 @@ def destination(
     hosts: Sequence[str],
     before: Sequence[Rollback],
     epoch_from: int,
-    in_memory: int | None = None,
-) -> tuple[Path | None, Rollback | None]:
-    """On the first rank, at rest: the newest sound checkpoint of the run `folder`, or None for what all ranks have in
-    memory, and what there is to tell, once.
+    in_memory: Sequence[int] = (),
+) -> tuple[Path | int, Rollback | None]:
+    """On the first rank, at rest: the newest sound checkpoint of the run `folder`, or the samples that a copy is of
+    which all ranks have in memory; and what there is to tell, once.
 
     Args:
-        in_memory: samples that the weights had been trained on which all ranks have there; None where there are none.
+        in_memory: samples of each of these.
         hosts: of the ranks, by number.
         before: times that all have gone back so far.
         epoch_from: where the epoch began that a script is in: its lines before that are not run again.
 
     Raises UserError where nothing is gained by going back, or nothing is there; LostError where that is no mistake.
     """
+    lost = session.lost[-1] if session.lost else None
+    if lost is not None and in_memory and all(lost.round >= left.round for left in session.left_out):
+        there = to_go_back_to(in_memory, lost.good)
+        told = bool(before) and before[-1].cause == "delay" and before[-1].round == lost.round
+        return there, None if told else _told(lost, session, hosts, there)
     known: list[Cause] = [*session.left_out, *session.books_lost, *session.lost]
+    if not known:
+        raise LostError("who knew why all go back has died: go on with --resume (in a script: resume='auto')")
     causes = [cause for cause in known if not before or cause.round >= before[-1].next_round]
     cause = causes[0] if causes else known[-1]
-    if isinstance(cause, Lost) and in_memory is not None:
-        return None, _told(cause, session, hosts, in_memory) if causes else None
-    if folder is None or not checkpoint.complete(folder / "checkpoints"):
+    if folder is None:
+        raise _nowhere(cause, session, "there is no copy in memory, which was short, and no run folder to go back to")
+    if not checkpoint.complete(folder / "checkpoints"):
         look = "" if isinstance(cause, Death | Lost) else "look at the samples, lower optimizer.learning_rate, or "
         raise _nowhere(
             cause,
@@ -152,7 +157,7 @@ def _failure(cause: Cause, session: Session) -> str:
     if isinstance(cause, Death):
         return BOOKS_LOST
     if isinstance(cause, Lost):
-        return f"{cause}{STANDS_MORE}"
+        return f"{cause}; sync.delay_bound 0 stands higher rates"
     return (
         f"gradients were not finite on rank {cause.rank} in round {cause.round}, with these samples of the data set:"
         f" {session.named(cause.spans)}"

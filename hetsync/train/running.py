@@ -34,7 +34,7 @@ from hetsync.train.display import Shows
 from hetsync.train.evaluation import Evaluations, by_rank, named
 from hetsync.train.figures import Figures
 from hetsync.train.injection import InjectedDevice, Injection, require_struck
-from hetsync.train.last_good import last_good
+from hetsync.train.last_good import LastGood, copied, fits
 from hetsync.train.last_words import of_a_death
 from hetsync.train.memory import slice_memory
 from hetsync.train.notice import posted
@@ -106,7 +106,8 @@ class Running:
         self.plane = at.plane
         self.config = replace(at.config, data=replace(at.config.data, batch_size=loader.batch_size))
         self._rollbacks = Rollbacks(self.config.fault, at.folder)
-        self._copy: checkpoint.Loaded | None = None  # of the last rest before delayed training
+        self._kept = LastGood()
+        self._told_of_memory = False
         self.model = prepared.parts.model
         self.source = loader.source
         self.total = prepared.total
@@ -500,7 +501,7 @@ class Running:
         every = self.prepared.interval_samples
         epoch_from = 0 if every is None else self.looped_from // every * every
         hosts = [profile.host for profile in self.profiles]
-        loaded, rollback = self._rollbacks.decide(self.plane, self.session, hosts, epoch_from, self._copy)
+        loaded, rollback = self._rollbacks.decide(self.plane, self.session, hosts, epoch_from, self._kept)
         if rollback is not None and self.plane.leads:
             self.telemetry.record("rollback", **asdict(rollback))
             self.telling.rollback(rollback)
@@ -516,8 +517,17 @@ class Running:
         velocity = None if session.outer is None else session.outer.velocity
         hosts = [process.host for process in session.engine.processes.values()]
         ranks_here = hosts.count(session.engine.processes[self.plane.rank].host)
-        self._copy = None  # its memory goes first
-        self._copy = last_good(progress, self.model, parts.optimizers, velocity, state, ranks_here)
+        mine = fits(self.model, parts.optimizers, ranks_here)
+        if all(session.meet("whether memory has room for a copy", mine)):
+            self._kept.keep(copied(progress, self.model, parts.optimizers, velocity, state), session.good)
+            return
+        self._kept.keep(None, session.good)
+        if self.plane.leads and not self._told_of_memory:
+            self._told_of_memory = True
+            self.telling.say(
+                "memory is short for a copy of weights and optimizers: where delay loses training, all go back to the"
+                " newest checkpoint"
+            )
 
     def break_off_rest(self) -> None:
         """A rank has died, and the rest begins anew."""

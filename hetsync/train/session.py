@@ -214,6 +214,7 @@ class Session:
         self.version = terms.version
         self.stopping = False
         self.rest_reason = ""
+        self.good = 0  # samples applied as losses were good, where delay is guarded
         self.evaluation_due = False
 
     def _make_engine(self, timeout_seconds: float) -> Engine:
@@ -447,6 +448,8 @@ class Session:
         self._clock.start()
         for steps in self.tasks.steps:
             steps.start()
+        if self._keep_copy is not None and not self.settings.synchronous:  # a resumed job
+            self._keep_copy()
 
     def _share_weights(self, share: Callable[[Callable[[], Any]], Any]) -> None:
         """Those that all begin from. In delayed mode they are within the constraints, or each rank's first step would
@@ -701,7 +704,7 @@ class Session:
         self.rest_reason = drained.drain or ""
         self.evaluation_due = drained.evaluate or drained.final
         told = self.plane.broadcast_object(self._booked())
-        self.applied, self.settings, self.shares = told
+        self.applied, self.settings, self.shares, self.good = told
         if self._tally is not None:
             self._tally.settings = self.settings
         if drained.drain != ROLLBACK:  # or what they have is thrown away, and some may have done so
@@ -725,8 +728,8 @@ class Session:
     def _held_now(self) -> HeldAtRest:
         return HeldAtRest(self.model, self.digests)
 
-    def _booked(self) -> tuple[int, Settings, tuple[int, ...]] | None:
-        """Samples applied, settings and shares, on the first rank."""
+    def _booked(self) -> tuple[int, Settings, tuple[int, ...], int] | None:
+        """Samples applied, settings, shares, and samples applied as losses were good, on the first rank."""
         if self.coordinator is None:
             return None
         machine = self.coordinator.machine
@@ -735,7 +738,7 @@ class Session:
             shares = self.shares_left
         else:
             shares = tuple(machine.members[n].share if n in machine.members else 0 for n in range(len(self.shares)))
-        return machine.ledger.applied, machine.settings, shares
+        return machine.ledger.applied, machine.settings, shares, self.coordinator.good
 
     def begin_lines(self) -> None:
         """The script's lines come, at a rest."""

@@ -19,7 +19,7 @@ def told(losses, delayed=True):
     """By the guard, over windows with these mean losses: the first of them by which training is lost."""
     guard = DelayGuard(BATCH)
     for place, loss in enumerate(losses):
-        if guard.observe(loss * WINDOW, WINDOW, delayed) is not None:
+        if guard.observe(loss * WINDOW, WINDOW, delayed, place) is not None:
             return place
     return None
 
@@ -58,10 +58,17 @@ def test_losses_without_a_trend_are_not_judged():
 def test_tasks_of_any_size_add_up():
     guard = DelayGuard(BATCH)
     losses = [loss for mean in [*FALLING, 2.0, 2.0] for loss in [mean] * WINDOW]
-    found = [guard.observe(loss, 1, True) for loss in losses]
+    found = [guard.observe(loss, 1, True, 0) for loss in losses]
     assert [place for place, loss in enumerate(found) if loss is not None] == [len(losses) - 1]
 
 
+def test_it_knows_when_losses_were_good():
+    guard = DelayGuard(BATCH)
+    for place, loss in enumerate([*FALLING, 2.0, 2.0]):
+        guard.observe(loss * WINDOW, WINDOW, True, 100 * place)
+    assert guard.good == 100 * (len(FALLING) - 1)
+
+
 def test_the_sentence():
-    assert str(Lost(3, 7, 2.3, 0.0512)) == "delay has lost training: the loss is 2.3, and was 0.0512"
-    assert "on rank 3" in str(Lost(3, 7, math.nan, 0.1))
+    assert str(Lost(3, 7, 2.3, 0.0512, 0)) == "delay has lost training: the loss is 2.3, and was 0.0512"
+    assert "on rank 3" in str(Lost(3, 7, math.nan, 0.1, 0))

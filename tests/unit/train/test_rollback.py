@@ -19,6 +19,8 @@ import hetsync
 from hetsync.config.faults import FaultConfig
 from hetsync.config.schema import Config, ControlConfig, RunConfig
 from hetsync.errors import UserError
+from hetsync.plane.base import LostError
+from hetsync.sync.delay_guard import Lost
 from hetsync.sync.messages import TaskLeftOut
 from hetsync.train import checkpoint
 from hetsync.train.rollback import agreed, destination
@@ -223,3 +225,18 @@ def test_it_is_refused_without_a_run_folder(capfd: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         train_nowhere()
     assert "fault.not_finite is rollback, but there is no run folder" in capfd.readouterr().err
+
+
+def test_where_delay_has_lost_training_all_go_to_a_copy_in_memory(tmp_path: Path) -> None:
+    """Unless something worse has come since; who has died may have known alone."""
+    session: Any = SimpleNamespace(left_out=[], books_lost=[], lost=[], applied=64, version=8, named=lambda spans: "7")
+    with pytest.raises(LostError, match="has died"):
+        destination(tmp_path, session, ["a", "b"], [], 0, [16, 32])
+    session.lost.append(Lost(1, 7, float("nan"), 0.1, 20))
+    place, told = destination(None, session, ["a", "b"], [], 0, [16, 32])
+    assert (place, told.cause, told.host, told.samples, told.checkpoint_samples) == (16, "delay", "b", 48, 16)
+    assert destination(None, session, ["a", "b"], [told], 0, [16, 32]) == (16, None)
+    with pytest.raises(UserError, match="delay_bound 0 stands higher rates, and there is no copy in memory"):
+        destination(None, session, ["a", "b"], [], 0)
+    session.left_out.append(TaskLeftOut(0, 3, 16, ()))
+    assert destination(None, session, ["a", "b"], [], 0, [16, 32])[0] == 16
