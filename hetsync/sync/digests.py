@@ -10,6 +10,9 @@ import torch
 
 from hetsync.sync.sparse import dense_parts
 
+PIECE_WORDS = 1 << 16  # that stay in the cache beside their places
+MULTIPLIER = 6364136223846793005  # of a piece's sum by each that follows: odd, as in Knuth's generator
+
 
 class Mark(NamedTuple):
     """What tells cheaply whether a tensor has changed. Changes through `.data`, as loops make them to what no
@@ -56,12 +59,19 @@ def marks(tensors: Sequence[torch.Tensor]) -> list[Mark]:
 
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a dense tensor's memory as whole numbers, on its device: one pass, at the memory's speed."""
+    """Of a dense tensor's memory as whole numbers, each by its place, so that values that have changed places are seen;
+    on its device, in little more than a pass over memory."""
     memory = _bytes(tensor)
     if memory.storage_offset() % 8:  # whole numbers lie at multiples of eight
         memory = memory.clone()
     whole = len(memory) - len(memory) % 8
-    return memory[:whole].view(torch.int64).sum() + memory[whole:].sum()
+    total = torch.zeros((), dtype=torch.int64, device=memory.device)
+    for words in (memory[:whole].view(torch.int64), memory[whole:].to(torch.int64)):
+        most = min(len(words), PIECE_WORDS) if memory.device.type == "cpu" else len(words)  # a GPU has no such cache
+        places = 2 * torch.arange(most, device=memory.device) + 1  # odd: no change is lost
+        for piece in words.split(max(1, most)):
+            total = total * MULTIPLIER + (piece * places[: len(piece)]).sum()
+    return total
 
 
 def weights_sha256(tensors: Iterable[torch.Tensor]) -> str:

@@ -57,17 +57,33 @@ CHANGES: dict[str, Callable[[torch.nn.Parameter], object]] = {
     "through data": lambda weight: weight.data.mul_(2),
     "one bit": lambda weight: weight.data.view(torch.int32)[1].bitwise_xor_(1),
     "other memory": lambda weight: setattr(weight, "data", weight.data + 1),
-    "rows swapped": lambda weight: weight.detach().copy_(weight.detach().flip(0)),
+    "rows swapped": lambda weight: weight.data.copy_(weight.data.flip(0)),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen(change: str) -> None:
-    known, weight = Digests(), torch.nn.Parameter(torch.arange(9.0), requires_grad=False)
+    known, weight = Digests(), torch.nn.Parameter(torch.arange(18.0).view(9, 2), requires_grad=False)
     before = known.of({"base": weight}, ["base"])
     CHANGES[change](weight)
     after = known.of({"base": weight}, ["base"])
     assert after == {"base": weights_sha256([weight])} != before
+
+
+@pytest.mark.parametrize("piece", [1, 2, 1 << 16])
+def test_values_that_have_changed_places_are_seen(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    """Words in one piece, pieces, and the bytes behind the last word."""
+    monkeypatch.setattr(digests, "PIECE_WORDS", piece)
+    memory = torch.arange(1, 46, dtype=torch.uint8)
+    before = int(bit_sum(memory))
+    for one, other in [(0, 8), (8, 32), (3, 5), (40, 44), (0, 44)]:
+        swapped = memory.clone()
+        swapped[one], swapped[other] = memory[other], memory[one]
+        assert int(bit_sum(swapped)) != before
+    for one, other in [(0, 8), (8, 32)]:  # whole words
+        swapped = memory.clone()
+        swapped[one : one + 8], swapped[other : other + 8] = memory[other : other + 8], memory[one : one + 8]
+        assert int(bit_sum(swapped)) != before
 
 
 def test_sums_of_memory_are_of_all_of_it() -> None:
