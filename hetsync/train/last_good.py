@@ -16,7 +16,9 @@ from hetsync.sync.optimizer_state import state_by_place
 from hetsync.sync.sparse import dense_parts
 from hetsync.train import state_tree
 from hetsync.train.checkpoint import Loaded, Progress, kind_of
+from hetsync.train.frozen_file import frozen_weights
 
+COPIES = 3  # two that are kept, and one that is being made
 MOST_OF_MEMORY = 0.5  # of what the host has left, by all of its ranks
 
 
@@ -49,34 +51,26 @@ def to_go_back_to(positions: Sequence[int], good: int) -> int:
     return max((each for each in positions if each <= good), default=min(positions))
 
 
-def fits(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], ranks_here: int) -> bool:
-    """Is there room for two copies and another, on a host with so many ranks?"""
-    states = [value for state in state_by_place(optimizers).values() for value in state.values()]
-    kept = [value for value in (*_trained(model).values(), *states) if isinstance(value, torch.Tensor)]
-    needed = sum(part.nbytes for value in kept for part in dense_parts(value))
-    free = available_host_bytes()
-    return free is None or 3 * needed * ranks_here <= MOST_OF_MEMORY * free
-
-
 def copied(
     progress: Progress,
     model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     outer: torch.Tensor | None,
     state: Mapping[str, Any],
+    ranks_here: int,
 ) -> Loaded | None:
-    """At rest; as `checkpoint.save`. What is frozen is not copied. None for a state that no checkpoint could keep."""
-    tree = {"model": _trained(model), "optimizer": state_by_place(optimizers), "outer": outer, "state": dict(state)}
+    """At rest; as `checkpoint.save`. What is frozen is not copied. None for a state that no checkpoint could keep, and
+    where memory is too short for three of them, of a host with so many ranks."""
+    weights, frozen = model.state_dict(), frozen_weights(model)
+    trained = {name: value for name, value in weights.items() if name not in frozen}
+    tree = {"model": trained, "optimizer": state_by_place(optimizers), "outer": outer, "state": dict(state)}
     try:
         plain, tensors = state_tree.flatten(tree)
     except UserError:
         return None
+    needed, free = sum(part.nbytes for each in tensors.values() for part in dense_parts(each)), available_host_bytes()
+    if free is not None and COPIES * needed * ranks_here > MOST_OF_MEMORY * free:
+        return None
     kept = state_tree.unflatten(plain, {name: each.detach().to("cpu", copy=True) for name, each in tensors.items()})
-    weights = {**model.state_dict(), **kept["model"]}
+    weights.update(kept["model"])
     return Loaded(Path(), progress, weights, kept["optimizer"], kind_of(optimizers), kept["outer"], kept["state"])
-
-
-def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """And buffers."""
-    frozen = {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}
-    return {name: value for name, value in model.state_dict().items() if name not in frozen}

@@ -34,7 +34,7 @@ from hetsync.train.display import Shows
 from hetsync.train.evaluation import Evaluations, by_rank, named
 from hetsync.train.figures import Figures
 from hetsync.train.injection import InjectedDevice, Injection, require_struck
-from hetsync.train.last_good import LastGood, copied, fits
+from hetsync.train.last_good import LastGood, copied
 from hetsync.train.last_words import of_a_death
 from hetsync.train.memory import slice_memory
 from hetsync.train.notice import posted
@@ -63,6 +63,10 @@ if TYPE_CHECKING:  # it loads what only plans need
 
 THE_END = "the end of the job"
 
+NO_COPY = (
+    "no copy of weights and optimizers can be kept in memory, which is short, or they hold what no checkpoint can keep:"
+    " where delay loses training, all go back to the newest checkpoint"
+)
 LOWEST_SCALE = 1e-6  # of gradients: infinities in float16 have ended long before
 
 
@@ -107,7 +111,7 @@ class Running:
         self.config = replace(at.config, data=replace(at.config.data, batch_size=loader.batch_size))
         self._rollbacks = Rollbacks(self.config.fault, at.folder)
         self._kept = LastGood()
-        self._told_of_memory = False
+        self._told_of_no_copy = False
         self.model = prepared.parts.model
         self.source = loader.source
         self.total = prepared.total
@@ -517,17 +521,12 @@ class Running:
         velocity = None if session.outer is None else session.outer.velocity
         hosts = [process.host for process in session.engine.processes.values()]
         ranks_here = hosts.count(session.engine.processes[self.plane.rank].host)
-        mine = fits(self.model, parts.optimizers, ranks_here)
-        if all(session.meet("whether memory has room for a copy", mine)):
-            self._kept.keep(copied(progress, self.model, parts.optimizers, velocity, state), session.good)
-            return
-        self._kept.keep(None, session.good)
-        if self.plane.leads and not self._told_of_memory:
-            self._told_of_memory = True
-            self.telling.say(
-                "memory is short for a copy of weights and optimizers: where delay loses training, all go back to the"
-                " newest checkpoint"
-            )
+        copy = copied(progress, self.model, parts.optimizers, velocity, state, ranks_here)
+        on_all = all(session.meet("whether there is a copy in memory", copy is not None))
+        self._kept.keep(copy if on_all else None, session.good)
+        if not on_all and self.plane.leads and not self._told_of_no_copy:
+            self._told_of_no_copy = True
+            self.telling.say(NO_COPY)
 
     def break_off_rest(self) -> None:
         """A rank has died, and the rest begins anew."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from hetsync.train import last_good
 from hetsync.train.checkpoint import Loaded, Progress, restore
-from hetsync.train.last_good import LastGood, copied, fits, to_go_back_to
+from hetsync.train.last_good import COPIES, MOST_OF_MEMORY, LastGood, copied, to_go_back_to
 
 
 def progress(applied: int) -> Progress:
@@ -27,7 +27,7 @@ def progress(applied: int) -> Progress:
 
 
 def made(model: nn.Module, optimizer: torch.optim.Optimizer, applied: int = 8, **state: Any) -> Loaded | None:
-    return copied(progress(applied), model, [optimizer], None, state)
+    return copied(progress(applied), model, [optimizer], None, state, ranks_here=1)
 
 
 def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -65,10 +65,10 @@ def test_state_that_no_checkpoint_could_keep_is_not_kept() -> None:
 def test_short_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(1000, 1000)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    room = 6 * sum(weight.nbytes for weight in model.parameters())
+    room = int(COPIES / MOST_OF_MEMORY * sum(weight.nbytes for weight in model.parameters()))
     for free, ranks, enough in [(room, 1, True), (room, 2, False), (None, 8, True)]:
         monkeypatch.setattr(last_good, "available_host_bytes", lambda free=free: free)
-        assert fits(model, [optimizer], ranks) == enough
+        assert (copied(progress(8), model, [optimizer], None, {}, ranks) is not None) == enough
 
 
 def test_the_newest_and_the_newest_proven_are_kept() -> None:
