@@ -24,6 +24,7 @@ from hetsync.sync.coordinator import (
     as_messages,
     tasks_held,
 )
+from hetsync.sync.delay_guard import DelayGuard
 from hetsync.sync.messages import (
     AssignTask,
     CapFound,
@@ -650,3 +651,25 @@ def test_who_has_no_samples_is_looked_at_again_ever_more_rarely():
             if office.machine.members[rank].queued:
                 office.work(rank)
     assert office.shares == [4, 4]
+
+
+def test_where_delay_is_given_up_slices_make_up_the_batch_again():
+    """With delay each rank has the least slice, together more than B; the slow one has none where all wait for it."""
+    sync = SyncConfig(delay_bound="auto", quorum=0.25, grace=0, fragments=1)
+    changes = []
+    office = Office(
+        (2, 2, 2),
+        Settings(4, 0.25),
+        batch=4,
+        rule=rule_for(sync),
+        guard=DelayGuard(4),
+        on_rounds_change=changes.append,
+    )
+    office.work(0, loss_sum=math.nan)
+    assert [lost.rank for lost in office.coordinator.lost] == [0]
+    assert [change.delay_bound for change in changes] == [0]
+    assert office.coordinator.settings.synchronous
+    assert sum(member.share for member in office.machine.members.values()) == 4
+    assert office.machine.rests.going_back
+    office.work(1, loss_sum=math.nan)
+    assert len(office.coordinator.lost) == 1, "all ranks tell of it, once is enough"
