@@ -17,7 +17,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 WINDOW_BATCHES = 8
-CLIMBED = 0.5  # of the way back
+CLIMBED = 0.5  # of the way back up, by which training is lost
+WELL = 0.1  # of it, up to which losses are good
 LOST_WINDOWS = 2  # in a row
 RECENT_WINDOWS = 64
 LEAST_TREND = 8.0  # of what losses have fallen by, over what they change by from window to window
@@ -57,9 +58,11 @@ class DelayGuard:
         if self._samples < self._window:
             return None
         mean, self._sum, self._samples = self._sum / self._samples, 0.0, 0
-        self._above = self._above + 1 if delayed and self._is_above(mean) else 0
+        climbed = self._climbed(mean)
+        self._above = self._above + 1 if delayed and climbed > CLIMBED else 0
         if not self._above:
             self._take(mean)
+        if climbed <= WELL:
             self.good = applied
         return mean if self._above >= LOST_WINDOWS else None
 
@@ -69,12 +72,13 @@ class DelayGuard:
         self.best = min(self.best, mean)
         self._recent.append(mean)
 
-    def _is_above(self, mean: float) -> bool:
+    def _climbed(self, mean: float) -> float:
+        """What part of the way back up; 0 of losses without a trend."""
         if len(self._recent) < 2:
-            return False
+            return 0.0
         fallen = self._first - self.best
         changes = [abs(after - before) for before, after in pairwise(self._recent)]
-        return fallen > LEAST_TREND * statistics.median(changes) and mean > self.best + CLIMBED * fallen
+        return (mean - self.best) / fallen if fallen > LEAST_TREND * statistics.median(changes) else 0.0
 
     def went_back(self) -> None:
         self._sum, self._samples, self._above = 0.0, 0, 0

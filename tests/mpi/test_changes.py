@@ -113,6 +113,18 @@ def test_delay_comes_and_goes_by_rule(plane: Plane, monkeypatch: pytest.MonkeyPa
     assert outcome.rests[-1].loss < 0.6 * outcome.first_loss
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("optimizer", "goes"), [("momentum", True), ("adamw", False)])
+def test_optimizers_that_lose_by_delay_wait_for_longer(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, optimizer: str, goes: bool
+) -> None:
+    for name, value in {**ANY_REASON, "ADAPTIVE_DELAY_COSTS": 1e9}.items():
+        monkeypatch.setattr(rounds_rule, name, value)
+    sync = delayed(plane, delay_bound="auto", quorum=0.25, grace=0)
+    outcome = train(plane, sync, samples=4 * SAMPLES, optimizer=optimizer, device=of_unequal_speed(plane.rank))
+    assert (outcome.session.settings.delay_bound > 0) == goes
+
+
 def test_tuned_at_rest(plane: Plane) -> None:
     def tune(outcome: Outcome) -> None:
         if plane.rank == 0:

@@ -53,6 +53,7 @@ def trained(
     epochs: int = EPOCHS,
     batches: int = BATCHES,
     resume: bool = False,
+    look: Callable[[Any], None] = lambda running: None,
 ) -> tuple[list[torch.Tensor], dict[str, Any], bool]:
     """Weights in the end, the summary, and whether any rank was delayed."""
     kind = None  # of this batch
@@ -69,6 +70,7 @@ def trained(
         data = examples(batches)
         model, optimizer, loader = job.prepare(model, optimizer, DataLoader(data, BATCH, shuffle=True))
         for epoch in job.epochs(epochs):
+            look(job._running)
             for points, targets in loader:
                 time.sleep(0.001 * (job.rank + 1))
                 delayed = job._running.session.tasks.work.task.synchronous_round is None
@@ -120,7 +122,19 @@ def test_what_was_good_of_delayed_training_is_kept(plane: Plane, folder: Path) -
     def spoils(epoch: int, delayed: bool) -> str | None:
         return "away" if delayed and epoch >= first else None
 
-    _, summary, _ = trained(plane, folder / "run", "auto", spoils, epochs=first + 2, batches=24)
+    positions = []
+    _, summary, _ = trained(
+        plane,
+        folder / "run",
+        "auto",
+        spoils,
+        epochs=first + 2,
+        batches=24,
+        look=lambda running: positions.append(running and running._kept.positions),
+    )
+    before = plane.gather_objects(positions[first])
+    assert before == [before[0]] * 2
+    assert before[0][0] >= (first - 2) * each, "the one beside the newest is from when losses were good, too"
     (rollback,) = summary["rollbacks"]
     assert first * each - each <= rollback["checkpoint_samples"] <= first * each
     assert rollback["samples"] <= 2 * each

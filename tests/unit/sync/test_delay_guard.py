@@ -64,7 +64,7 @@ def test_tasks_of_any_size_add_up():
 
 def test_it_knows_when_losses_were_good():
     guard = DelayGuard(BATCH)
-    for place, loss in enumerate([*FALLING, 2.0, 2.0]):
+    for place, loss in enumerate([*FALLING, 0.5, 1.0, 2.0, 2.0]):  # from a fifth of the way up on
         guard.observe(loss * WINDOW, WINDOW, True, 100 * place)
     assert guard.good == 100 * (len(FALLING) - 1)
 
