@@ -172,10 +172,17 @@ def test_the_others_tell_how_to_go_on_while_mpirun_ends_them(tmp_path: Path, die
     assert "with-ft ulfm" in told, done.story
 
 
-def test_of_whom_the_launcher_ends_for_no_death_nothing_is_said(tmp_path: Path) -> None:
-    words = script(tmp_path, "blow", tolerate=False)
-    (tmp_path / "script.py").write_text(SCRIPT.replace("os.getpid(), signal.SIGKILL", "os.getppid(), signal.SIGTERM"))
+@pytest.mark.parametrize("whom", ["launcher", "rank"])
+def test_who_is_told_to_stop_is_not_taken_for_dead(tmp_path: Path, whom: str) -> None:
+    """All ranks then end within moments of each other."""
+    words = script(tmp_path, "never", tolerate=False)
+    (tmp_path / "script.py").write_text(SCRIPT.replace("while job.rank == 1", "while job.rank < 0"))
     with started([*mpirun(3), *words], tmp_path, {"PYTHONPATH": str(ROOT), **PATH}) as job:
+        deadline = time.monotonic() + SECONDS
+        while not list(tmp_path.glob("run/checkpoints/*/state.json")):
+            assert time.monotonic() < deadline, "nothing was saved in time"
+            time.sleep(0.01)
+        os.kill(job.pid if whom == "launcher" else process_of_rank(job, 1), signal.SIGTERM)
         done = finished(job)
     assert done.status != 0, done.story
     assert "was killed or crashed" not in done.err, done.story
