@@ -92,7 +92,7 @@ class RankJob:
         return measure_ranks(subject, self.cluster)
 
     def shares(self, kind: Any) -> tuple[int, ...]:
-        return choose_shares(SyncConfig(shares=kind), self.task.batch, self.profiles)
+        return choose_shares(SyncConfig(4, shares=kind), self.task.batch, self.profiles)
 
     def settle(self) -> None:
         """Collective: all that ranks have queued is done."""

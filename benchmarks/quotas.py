@@ -4,7 +4,7 @@
 
 Each rank is a process in a cgroup (version 1) with a quota of a core. Arms run in turn: `unsynchronised` ranks train
 on their part of the samples and exchange nothing, so they show what the machine gives to so many at once;
-`hetsync-delayed` is HetSync as it comes. Whatever HetSync does beside training counts against a rank's quota. Its
+`hetsync-delayed` is HetSync with D = 4. Whatever HetSync does beside training counts against a rank's quota. Its
 samples/s, from the first slice to the last rest, over those of the unsynchronised ranks while each of these had work,
 is the figure; that ranks without exchange end apart, since their shares were measured beforehand only, does not count
 against them.

@@ -81,7 +81,7 @@ def scenario(ranks: int) -> Scenario:
         for group in (groups[rank % len(groups)] for rank in range(ranks))
     ]
     batch = SAMPLES * ranks
-    return Scenario(cluster, profiles, SyncConfig(fragments=1), batch, 10**15, traffic=Traffic(WEIGHTS))
+    return Scenario(cluster, profiles, SyncConfig(4, fragments=1), batch, 10**15, traffic=Traffic(WEIGHTS))
 
 
 def simulated(ranks: int, rounds: int) -> Line:

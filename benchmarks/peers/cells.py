@@ -19,8 +19,8 @@ from hetsync.errors import UserError
 # What the recipe says of the peers that are HetSync itself.
 HETSYNC: Mapping[str, Mapping[str, Any]] = {
     "hetsync-sync": {"sync": {"delay_bound": 0}},
-    "hetsync-delayed": {},
-    "hetsync-k2": {"sync": {"accumulation": 2}},
+    "hetsync-delayed": {"sync": {"delay_bound": 4}},
+    "hetsync-k2": {"sync": {"accumulation": 2, "delay_bound": 4}},
     "hetsync-k8": {"sync": {"accumulation": 8, "delay_bound": 1}},
     "hetsync-goodput": {"control": {"name": "goodput"}},
     "hetsync-ppo": {"control": {"name": "ppo"}},

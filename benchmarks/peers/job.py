@@ -188,7 +188,7 @@ class Job:
 
     def shares(self, kind: str) -> tuple[int, ...]:
         """`speed` (or what the recipe sets by hand) or `equal`, as HetSync computes them, within the memory's caps."""
-        sync = SyncConfig(shares=cast(Any, kind), pins=self.config.sync.pins if kind == "speed" else {})
+        sync = SyncConfig(4, shares=cast(Any, kind), pins=self.config.sync.pins if kind == "speed" else {})
         return choose_shares(sync, self.config.data.batch_size, self.profiles)
 
     @property

@@ -154,7 +154,7 @@ SETTINGS = {
     "D = 4, q = 0.25, K = 1": SyncConfig(4, 0.25, 1, 0),
     "D = 4, q = 0.5, K = 1": SyncConfig(4, 0.5, 1, 0),
     "D = 4, q = 0.5, K = 1, grace 1": SyncConfig(4, 0.5, 1, 1),
-    "the defaults: D = 4, K = 1": SyncConfig(),
+    "D = 4, K = 1, the rest by rule": SyncConfig(4),
     "D = 16, q = 0.5, K = 1": SyncConfig(16, 0.5, 1, 0),
     "D = 16, q = 0.5, K = auto": SyncConfig(16, 0.5, "auto", 0),
     "the same, bfloat16": SyncConfig(16, 0.5, "auto", 0, wire="bfloat16"),

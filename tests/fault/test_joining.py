@@ -28,7 +28,7 @@ SCRIPT = """
 import os, time, torch, hetsync
 from hetsync.plane.shared_sums import SharedSums
 SharedSums.least_values = 1  # small sums, too
-with hetsync.join(run=os.environ.get("RUN"), fault={"replace": True}) as job:
+with hetsync.join(run=os.environ.get("RUN"), delay_bound=4, fault={"replace": True}) as job:
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

@@ -82,7 +82,7 @@ def test_speeds_are_measured_on_the_first_samples_of_a_stream(plane: Plane) -> N
         measured.extend(numbers.tolist())
         return model(points).square().mean()  # type: ignore[no-any-return]
 
-    with hetsync.join(plane=plane, progress=False, profile_seconds=0.1) as job:
+    with hetsync.join(plane=plane, delay_bound=4, progress=False, profile_seconds=0.1) as job:
         model, optimizer = prepared(job)
         loader = job.loader(Numbers(), BATCH, samples=SAMPLES)
         job.measure(loss)

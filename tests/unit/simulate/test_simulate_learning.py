@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset
 from hetsync.config.schema import (
     Config,
     DataConfig,
+    EmulationConfig,
     OptimizerConfig,
     OuterConfig,
     RunConfig,
@@ -25,12 +27,15 @@ from hetsync.config.schema import (
 )
 from hetsync.data import Data
 from hetsync.data.loader import EpochOrder
-from hetsync.emulation.cluster import Link
+from hetsync.emulation.cluster import Link, load_cluster
 from hetsync.errors import UserError
 from hetsync.simulate import Change, Learner, Runtime, Simulation, Traffic
 from hetsync.simulate.calibrate import Noise, fit, losses_of, measure_noise, noise_power, simulated_curve
 from hetsync.simulate.quadratic import Landscape, NoisyQuadratic
+from hetsync.simulate.recipe import scenario_of
 from hetsync.simulate.replicas import ReplicaLearner, average_states
+from hetsync.sync import rounds_rule
+from hetsync.sync.messages import Task
 
 RATES = [40.0, 20.0, 10.0]
 BATCH, TOTAL = 28, 560
@@ -431,3 +436,51 @@ def test_a_round_of_one_fragment_takes_a_part_of_the_links_time():
         simulation.advance()
         seconds[fragments] = simulation.totals.communication_seconds / simulation.machine.version
     assert seconds[4] == pytest.approx(seconds[1] / 4, rel=0.1)
+
+
+@pytest.mark.parametrize("optimizer", [OptimizerConfig("sgd", 0.05, 0.9), OptimizerConfig("adamw", 0.01)])
+def test_ranks_go_back_where_delay_has_lost_training(
+    optimizer: OptimizerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they have then is what synchronous training has, to rounding."""
+    for name in ("DELAY_COSTS", "ADAPTIVE_DELAY_COSTS"):
+        monkeypatch.setattr(rounds_rule, name, 0.0)
+    compute, spoiled = ReplicaLearner.compute_slice, []
+
+    def spoil(learner: ReplicaLearner, rank: int, task: Task, index: int) -> float:
+        loss = compute(learner, rank, task, index)
+        spoiled.append(task.synchronous_round is None)
+        return math.nan if spoiled[-1] else loss
+
+    data, model = regression()
+    _, plain = trained(recipe(optimizer, delay_bound=0), data, copy.deepcopy(model))
+    monkeypatch.setattr(ReplicaLearner, "compute_slice", spoil)
+    simulation, learner = trained(recipe(optimizer, delay_bound="auto"), data, model)
+    assert any(spoiled)
+    bounds = [change.delay_bound for change in simulation.rounds_changes]
+    assert bounds == [4, 0]
+    for ours, theirs in zip(
+        learner._replicas[2].model.parameters(), plain._replicas[2].model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_quadratic_goes_back_to_what_it_kept() -> None:
+    config = recipe(delay_bound=4)
+    learner = NoisyQuadratic(Landscape(3.0, 0.5, 1.0, 50.0), config, len(RATES), TOTAL)
+    simulation = Simulation(scenario(RATES, total=TOTAL, batch=BATCH, delay_bound=4), learner)
+    simulation.advance(rounds=5)
+    learner.reset_to_anchor()
+    kept = learner.anchor.copy()
+    learner.keep()
+    simulation.advance(rounds=5)
+    assert not np.array_equal(learner.anchor, kept)
+    learner.go_back(0)
+    assert np.array_equal(learner.anchor, kept)
+
+
+@pytest.mark.parametrize(("name", "adaptive"), [("sgd", False), ("adamw", True)])
+def test_the_rule_knows_the_optimizer(name: str, adaptive: bool) -> None:
+    config = dataclasses.replace(recipe(OptimizerConfig(name, 0.01)), emulation=EmulationConfig("quickstart", 400.0))
+    data, model = regression()
+    assert scenario_of(config, load_cluster("quickstart"), None, data, model).adaptive == adaptive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -18,6 +19,7 @@ from hetsync.simulate.simulation import Simulation
 DIGITS = Path(hetsync.models.__file__).parent / "recipes" / "digits.yaml"
 
 
+@pytest.mark.parametrize("bound", [4, "auto"])
 @pytest.mark.parametrize(
     ("optimizer", "rate", "cluster"),
     [
@@ -25,16 +27,18 @@ DIGITS = Path(hetsync.models.__file__).parent / "recipes" / "digits.yaml"
         ("adamw", 0.01, "homogeneous"),  # at chance, while local steps had √(B / n) times the rate
     ],
 )
-def test_delay_costs_no_rate_that_synchronous_training_survives(optimizer: str, rate: float, cluster: str) -> None:
+def test_delay_costs_no_rate_that_synchronous_training_survives(
+    optimizer: str, rate: float, cluster: str, bound: int | Literal["auto"]
+) -> None:
     read = read_recipe(DIGITS)
     config = replace(
         read,
         run=replace(read.run, seed=0, samples=7200),
         data=replace(read.data, batch_size=40),
         optimizer=replace(read.optimizer, name=optimizer, learning_rate=rate),
+        sync=replace(read.sync, delay_bound=bound),
         emulation=EmulationConfig(cluster, 400.0),
     )
-    assert config.sync.delay_bound != 0
     data, model = build(config)
     scenario = scenario_of(config, load_cluster(cluster), None, data, model)
     learner = ReplicaLearner(config, data, model, len(scenario.ranks), scenario.total_samples)
