@@ -32,11 +32,14 @@ from benchmarks.common.local_job import RECIPES
 from benchmarks.common.report import grouped, publish, spread, until_target
 from hetsync.config.parser import read_recipe
 from hetsync.config.schema import EmulationConfig
-from hetsync.emulation.cluster import load_cluster
+from hetsync.emulation.cluster import Cluster, load_cluster
 from hetsync.errors import UserError
 from hetsync.simulate.recipe import build, scenario_of
 from hetsync.simulate.replicas import ReplicaLearner
+from hetsync.simulate.script import Change
 from hetsync.simulate.simulation import Simulation
+from hetsync.simulate.telemetry import Telemetry
+from hetsync.sync.rounds_rule import RoundsChange
 
 CLUSTERS = ("homogeneous", "v100-p100-k80", "quickstart", "heavy-jitter")
 Bound = int | Literal["auto"]
@@ -68,6 +71,18 @@ class Cell:
     seed: int
 
 
+class BoundsTold(Telemetry):
+    """When the delay bound was set by rule, and to what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bounds: list[tuple[float, int]] = []
+
+    def rounds_changed(self, now: float, change: RoundsChange) -> None:
+        super().rounds_changed(now, change)
+        self.bounds.append((round(now, 3), change.delay_bound))
+
+
 def cells(seeds: int, clusters: Sequence[str], rungs: int) -> Iterator[Cell]:
     for seed in range(seeds):
         for cluster in clusters:
@@ -77,7 +92,11 @@ def cells(seeds: int, clusters: Sequence[str], rungs: int) -> Iterator[Cell]:
 
 
 def job(cell: Cell) -> dict[str, Any]:
-    """Its points over virtual seconds, and what ended it early, if anything did."""
+    return simulated(cell, load_cluster(cell.cluster))
+
+
+def simulated(cell: Cell, cluster: Cluster, script: Sequence[Change] = ()) -> dict[str, Any]:
+    """Its points over virtual seconds, when the delay bound has changed, and what ended it early, if anything did."""
     torch.set_num_threads(1)
     read, kind = read_recipe(RECIPES / "digits.yaml"), KINDS[cell.kind]
     config = replace(
@@ -87,21 +106,26 @@ def job(cell: Cell) -> dict[str, Any]:
         optimizer=replace(read.optimizer, name=kind.name, momentum=kind.momentum, learning_rate=cell.rate),
         schedule=replace(read.schedule, name="constant"),
         sync=replace(read.sync, delay_bound=cell.delay_bound),
-        emulation=EmulationConfig(cell.cluster, SAMPLES_PER_SECOND),
+        emulation=EmulationConfig(cluster.name, SAMPLES_PER_SECOND),
     )
     data, model = build(config)
-    scenario = scenario_of(config, load_cluster(cell.cluster), None, data, model)
+    scenario = scenario_of(config, cluster, None, data, model)
     learner = ReplicaLearner(config, data, model, len(scenario.ranks), scenario.total_samples)
     points: list[dict[str, float]] = []
+    telemetry = BoundsTold()
     simulation = Simulation(
-        scenario, learner, on_evaluation=lambda _, seconds, found: points.append({"seconds": seconds, **found})
+        scenario,
+        learner,
+        script=script,
+        on_evaluation=lambda _, seconds, found: points.append({"seconds": seconds, **found}),
+        telemetry=telemetry,
     )
     ended = None
     try:
         simulation.advance()
     except UserError as error:
         ended = str(error)
-    return {**asdict(cell), "points": points, "ended": ended}
+    return {**asdict(cell), "points": points, "bounds": telemetry.bounds, "ended": ended}
 
 
 def final(record: Mapping[str, Any]) -> float:

@@ -66,6 +66,7 @@ class Communicator:
         self._synchronous: dict[int, SynchronousRound] = {}  # under way, by number
         traffic = scenario.traffic
         self._scenario = scenario
+        self.link_slow_by = 1.0
         self._bucket_seconds = [scenario.link_seconds(values) for values in traffic.buckets]
         self._bucket_shares = traffic.bucket_shares if scenario.sync.overlap else [1.0] * len(traffic.buckets)
         self._tail_seconds = scenario.link_seconds(traffic.tail)
@@ -154,7 +155,7 @@ class Communicator:
         seconds = scenario.link_seconds(-(-traffic.weights * summed // parts))
         if traffic.buffers and start.sums(parts - 1, parts):
             seconds += scenario.link_seconds(traffic.buffers)
-        return seconds
+        return seconds * self.link_slow_by
 
     def _delayed_summed(self, delayed: DelayedRound, interval: float) -> None:
         clock, start = self._clock, delayed.start
@@ -234,7 +235,8 @@ class Communicator:
             return
         interval = self._polling.interval(now - under_way.first_at, waiting=True, collective=True)
         overhead = self._polling.sum_seconds(interval, len(self._ranks)) + self._step_seconds
-        summed = under_way.summed_at(now, self._bucket_seconds, self._tail_seconds) + overhead
+        buckets = [seconds * self.link_slow_by for seconds in self._bucket_seconds]
+        summed = under_way.summed_at(now, buckets, self._tail_seconds * self.link_slow_by) + overhead
         self._telemetry.totals.communication_seconds += summed - now
         self._clock.at(summed, self._synchronous_summed, under_way.start, task.round_samples, then)
 

@@ -75,6 +75,9 @@ class Drains:
     # The script.
 
     def _make(self, change: Change) -> None:
+        if change.rank is None:
+            self._communicator.link_slow_by = change.factor
+            return
         if change.kind in ("slow_by", "recover"):
             rank = self._ranks.present.get(change.rank) or self._ranks.away[change.rank]
             rank.device.slow_by = change.factor
@@ -90,6 +93,7 @@ class Drains:
     def _change_members(self) -> None:
         changes, self._waiting = self._waiting, []
         for change in changes:
+            assert change.rank is not None
             if change.kind == "leave":
                 self._leave(change.rank)
             else:

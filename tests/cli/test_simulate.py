@@ -206,7 +206,10 @@ def test_mistakes_are_one_sentence(mistake: str, tmp_path: Path, capsys: pytest.
     [
         ("rank: 1", "holds dict"),
         ("- {rank: 1, leave: true}", "entry 1 is"),
-        ("- {at_seconds: 1, rank: 1, leave: true, join: true}", "give at_seconds, rank, and one of"),
+        ("- {at_seconds: 1, rank: 1, leave: true, join: true}", "give at_seconds, rank or link, and one of"),
+        ("- {at_seconds: 1, rank: 1, link: true, slow_by: 2}", "give at_seconds, rank or link, and one of"),
+        ("- {at_seconds: 1, link: true, leave: true}", "write link: true, with slow_by or recover"),
+        ("- {at_seconds: 1, link: 3, slow_by: 2}", "write link: true, with slow_by or recover"),
         ("- {at_seconds: -1, rank: 1, leave: true}", "at_seconds -1"),
         ("- {at_seconds: 1, rank: one, leave: true}", "rank one"),
         ("- {at_seconds: 1, rank: 1, slow_by: 0}", "slow_by 0"),

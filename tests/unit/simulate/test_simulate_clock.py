@@ -307,6 +307,16 @@ def test_a_slow_rank_slows_synchronous_rounds_until_it_recovers() -> None:
     assert slowed == pytest.approx(plain + 4 * 8, rel=0.02)
 
 
+def test_a_slow_link_slows_rounds_until_it_recovers() -> None:
+    link = Link(compute_fraction=0.5)
+    script = [Change(61.0, None, "slow_by", 3.0), Change(121.0, None, "recover")]
+    plain, slowed = (finished([10.0, 10.0], link=link, delay_bound=0, script=each) for each in ((), script))
+    # Steps take 4 s and sums 2 s, then 6 s: of those that begin at 64, 74, 84, 94, 104 and 114 s.
+    assert slowed.now == pytest.approx(plain.now + 6 * 4, rel=0.01)
+    delayed = finished([10.0, 10.0], link=link, delay_bound=4, script=script)
+    assert delayed.now < plain.now
+
+
 def test_shares_follow_a_lasting_slow_down() -> None:
     script = [Change(60.0, 1, "slow_by", 3.0)]
     fixed = finished([10.0, 10.0], total=16_000, delay_bound=0, rebalance=False, script=script)
