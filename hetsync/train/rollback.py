@@ -84,7 +84,7 @@ def destination(
     which all ranks have in memory; and what there is to tell, once.
 
     Args:
-        in_memory: samples of each of these.
+        in_memory: samples of each of these. A script's lines at that rest had been run.
         hosts: of the ranks, by number.
         before: times that all have gone back so far.
         epoch_from: where the epoch began that a script is in: its lines before that are not run again.
@@ -92,8 +92,9 @@ def destination(
     Raises UserError where nothing is gained by going back, or nothing is there; LostError where that is no mistake.
     """
     lost = session.lost[-1] if session.lost else None
-    if lost is not None and in_memory and all(lost.round >= left.round for left in session.left_out):
-        there = to_go_back_to(in_memory, lost.good)
+    of_epoch = [each for each in in_memory if each >= epoch_from]  # that hold what lines before it have done
+    if lost is not None and of_epoch and all(lost.round >= left.round for left in session.left_out):
+        there = to_go_back_to(of_epoch, lost.good)
         told = bool(before) and before[-1].cause == "delay" and before[-1].round == lost.round
         return there, None if told else _told(lost, session, hosts, there)
     known: list[Cause] = [*session.left_out, *session.books_lost, *session.lost]
@@ -102,7 +103,8 @@ def destination(
     causes = [cause for cause in known if not before or cause.round >= before[-1].next_round]
     cause = causes[0] if causes else known[-1]
     if folder is None:
-        raise _nowhere(cause, session, "there is no copy in memory, which was short, and no run folder to go back to")
+        without = "in memory, which was short" if not in_memory else "of this epoch's beginning that is sound"
+        raise _nowhere(cause, session, f"there is no copy {without}, and no run folder to go back to")
     if not checkpoint.complete(folder / "checkpoints"):
         look = "" if isinstance(cause, Death | Lost) else "look at the samples, lower optimizer.learning_rate, or "
         raise _nowhere(

@@ -41,6 +41,7 @@ from hetsync.train.notice import posted
 from hetsync.train.plan_figures import compared, predicted
 from hetsync.train.preparation import Preparation
 from hetsync.train.replacing import Replacements, Summons, Welcome
+from hetsync.train.rest import not_finite
 from hetsync.train.resumption import Standing, first_settings
 from hetsync.train.rollback import Rollbacks
 from hetsync.train.run_folder import mark_failed, taken_over
@@ -515,8 +516,10 @@ class Running:
         self.session.go_back(loaded.progress.samples_applied, velocity)
 
     def _keep_copy(self) -> None:
-        """Delayed training goes on from here: where it is lost, all go back to what they hold now."""
+        """Delayed training goes on from here: where it is lost, all go back to what they hold now, if it is finite."""
         session, parts = self.session, self.prepared.parts
+        if not_finite(self.model, {}) is not None:
+            return
         progress, state = progress_of(session, self._seconds_before), parts.state(session.tasks.tensors.frozen)
         velocity = None if session.outer is None else session.outer.velocity
         hosts = [process.host for process in session.engine.processes.values()]

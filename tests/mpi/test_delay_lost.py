@@ -54,6 +54,7 @@ def trained(
     batches: int = BATCHES,
     resume: bool = False,
     look: Callable[[Any], None] = lambda running: None,
+    lines: Callable[[int, torch.optim.Optimizer], None] = lambda epoch, optimizer: None,
 ) -> tuple[list[torch.Tensor], dict[str, Any], bool]:
     """Weights in the end, the summary, and whether any rank was delayed."""
     kind = None  # of this batch
@@ -79,6 +80,7 @@ def trained(
                 loss = nn.functional.mse_loss(model(points), targets)
                 job.backward(loss * float("nan") if kind == "nan" and job.rank == job.size - 1 else loss)
                 job.step(optimizer)
+            lines(epoch, optimizer)
     read = json.loads((run / "summary.json").read_text()) if plane.rank == 0 else None
     summary = plane.broadcast_object(read)
     assert summary["samples_applied"] == BATCH * batches * epochs
@@ -155,3 +157,26 @@ def test_a_resumed_job_that_is_delayed_has_a_way_back(plane: Plane, folder: Path
     assert rollback["checkpoint_samples"] == each
     assert summary["delay_bound"] == 0
     assert all(weight.isfinite().all() for weight in found)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", ["nan", "away"])
+def test_what_the_script_does_between_epochs_is_not_undone(plane: Plane, folder: Path, how: str) -> None:
+    """Training is lost in the third epoch, soon after its beginning: the losses of the second were the last good ones.
+    Lines between epochs are run once each, so what they have done must stand."""
+    rates: list[float] = []  # with which epochs have ended
+
+    def lines(epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.param_groups[0]["lr"] = 0.5 * rates[-1]
+
+    def spoils(epoch: int, delayed: bool) -> str | None:
+        return how if delayed and epoch == 2 else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delay_guard, "WINDOW_BATCHES", 8)  # so that the third epoch has no window yet
+        *_, summary, _ = trained(plane, folder / "run", "auto", spoils, epochs=4, batches=48, lines=lines)
+    (rollback,) = summary["rollbacks"]
+    assert rollback["checkpoint_samples"] == 2 * 48 * BATCH
+    assert plane.gather_objects(rates) == [[0.05, 0.025, 0.0125, 0.00625]] * 2

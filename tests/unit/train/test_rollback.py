@@ -236,6 +236,9 @@ def test_where_delay_has_lost_training_all_go_to_a_copy_in_memory(tmp_path: Path
     place, told = destination(None, session, ["a", "b"], [], 0, [16, 32])
     assert (place, told.cause, told.host, told.samples, told.checkpoint_samples) == (16, "delay", "b", 48, 16)
     assert destination(None, session, ["a", "b"], [told], 0, [16, 32]) == (16, None)
+    assert destination(None, session, ["a", "b"], [], 24, [16, 32])[0] == 32  # lines of 24 are not run again
+    with pytest.raises(UserError, match="there is no copy of this epoch's beginning that is sound"):
+        destination(None, session, ["a", "b"], [], 40, [16, 32])
     with pytest.raises(UserError, match="delay_bound 0 stands higher rates, and there is no copy in memory"):
         destination(None, session, ["a", "b"], [], 0)
     session.left_out.append(TaskLeftOut(0, 3, 16, ()))
