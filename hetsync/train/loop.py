@@ -119,6 +119,7 @@ class Loop:
         self._end_batch(running)
         if next(self._until_lines(running, course), _OVER) is not _OVER:
             self.in_batch = False
+            running.session.counted_out = True
             running.leave()
 
     # Batches.
@@ -204,6 +205,8 @@ class Loop:
             nonlocal status
             if at_intervals_end or rest.final:
                 running.check_steps()
+            if ended and every is not None and applied // every * every + every < running.total:
+                running.check_counts()
             running.rest(rest, Standing(ended, lines_due=at_intervals_end))
             if running.session.stopping:
                 status = self._status(running)

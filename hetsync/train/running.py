@@ -46,7 +46,7 @@ from hetsync.train.resumption import Standing, first_settings
 from hetsync.train.rollback import Rollbacks
 from hetsync.train.run_folder import mark_failed, taken_over
 from hetsync.train.saving import Saver, progress_of
-from hetsync.train.session import AtRest, Session
+from hetsync.train.session import AtRest, Session, require_nobody_counted_out
 from hetsync.train.summary import (
     Join,
     first_summary,
@@ -84,6 +84,9 @@ class Shown:
     shows: Shows
     track: Tracked
     resume_by: str
+
+
+COUNTED = " (a loop that counts its batches leaves some: with delay a rank has as many as it has time for)"
 
 
 class Running:
@@ -478,6 +481,11 @@ class Running:
                 " torch.no_grad), or was a mean over a weight of 0 units: look at the model, and at labels and masks"
             )
 
+    def check_counts(self) -> None:
+        """Collective. UserError where loops have left more than an interval of batches by counting them."""
+        told = self.plane.gather_objects(self.session.counted_out)
+        require_nobody_counted_out(dict(zip(self.plane.members, told, strict=True)), self.session.applied)
+
     def rest(self, rest: AtRest, standing: Standing) -> None:
         """Collective: save and evaluate where that is due."""
         session = self.session
@@ -620,7 +628,7 @@ class Running:
         elif ended:
             self.telling.say(
                 f"training ended after {session.applied:,} of {self.total:,} samples, as all ranks left their loops or"
-                " called job.stop"
+                f" called job.stop{'' if session.settings.synchronous else COUNTED}"
             )
         if summary is not None:
             self.telling.call_back("end", summary)

@@ -77,13 +77,25 @@ class AtRest:
     evaluation_due: bool
 
 
+def require_nobody_counted_out(by_rank: Mapping[int, bool], applied: int) -> None:
+    """UserError where more is to be trained on."""
+    if out := [rank for rank, counted_out in by_rank.items() if counted_out]:
+        raise UserError(
+            f"after {applied:,} samples the loop on rank {out[0]} stopped at as many batches as len(loader) tells (by"
+            " next, zip, islice or a count), but with delay a rank has as many as it has time for: loop over the loader"
+            " itself (for batch in loader), or set sync.delay_bound to 0 (hetsync.join(delay_bound=0))"
+        )
+
+
 class Ready(NamedTuple):
     """What a rank tells before it goes on after a rest. `ending`: its loop has ended. `current`: it trains the same
     tensors as before. `settings`: of each optimizer. `schedulers`: settings of each. `changed`: the script has changed
-    weights or buffers. `seed`: one that it has set at the rest."""
+    weights or buffers. `seed`: one that it has set at the rest. `counted_out`: its loop has stopped at as many batches
+    as the loader's length tells, and had more."""
 
     rank: int
     ending: bool
+    counted_out: bool
     current: bool
     rates: list[list[float]]
     settings: list[OptimizerSettings]
@@ -181,6 +193,7 @@ class Session:
         self._rest_began: float | None = None  # the moment, while all ranks are at rest
         self._again = False  # a rank has died at the rest, and all come to it once more
         self._carrying_out = False  # what is to be done at a rest
+        self.counted_out = False  # the loop has stopped at as many batches as len(loader) tells, and had more
         self._meetings = Meetings(plane, None if terms.entry is None else terms.entry.held)
 
     def _check_skipping(self) -> None:
@@ -532,6 +545,7 @@ class Session:
         mine = Ready(
             self.plane.rank,
             ending,
+            self.counted_out,
             self.tasks.tensors.is_current(),
             rates,
             [steps.groups.settings() for steps in self.tasks.steps],
@@ -545,6 +559,7 @@ class Session:
         if all(theirs.ending for theirs in told):
             self._under_way = False
             return False
+        require_nobody_counted_out({theirs.rank: theirs.counted_out for theirs in told}, self.applied)
         if not all(theirs.current for theirs in told):
             self._renew()
         if any(theirs.rates != rates for theirs in told):

@@ -5,8 +5,10 @@ mpirun -np N python -m pytest --with-mpi tests/mpi/test_job_leaving.py
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader
 from training import BATCH, SAMPLES, Blobs, Net, local_tensors
 
 from hetsync.config.parser import recipe_of
+from hetsync.errors import UserError
 from hetsync.plane.base import Plane
 from hetsync.plane.local import LocalPlane
 from hetsync.sync.digests import weights_sha256
@@ -157,6 +160,37 @@ def test_batches_by_zip_as_often_as_the_loader_is_long(plane: Plane) -> None:
     trial.close()
     assert trial.counts() == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
     assert plane.size == 1 or same_as_alone(trial.model, EPOCHS * SAMPLES // BATCH)
+
+
+WAYS: dict[str, Callable[[Any], Iterable[Any]]] = {
+    "zip": lambda loader: (batch for _, batch in zip(range(len(loader)), loader, strict=False)),
+    "islice": lambda loader: islice(loader, len(loader)),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("epochs", [1, EPOCHS])
+def test_with_delay_who_has_more_batches_than_the_loader_is_long_is_told(plane: Plane, way: str, epochs: int) -> None:
+    """Or the job would go on without it, or end early. In the last epoch there is nothing to go on with."""
+    trial = Trial(plane, 4)
+    slow = plane.rank == 1
+
+    def train() -> None:
+        for _ in trial.job.epochs(epochs):
+            for batch in WAYS[way](trial.loader):
+                time.sleep(0.02 * slow)
+                trial.step(batch)
+
+    if epochs == 1:
+        train()
+        trial.close()
+        assert trial.applied == SAMPLES
+        return
+    with pytest.raises(UserError, match=r"rank 0 stopped at as many batches as len\(loader\) tells .*delay_bound=0"):
+        train()
+    assert SAMPLES <= trial.applied < 2 * SAMPLES
+    trial.job.session.release()
 
 
 @BOUNDS
