@@ -30,6 +30,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -112,6 +113,13 @@ def views(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
+class Stepped(NamedTuple):
+    """What a rank's inner steps in a task stand for, where its loop adds slices up: samples, and how many they are."""
+
+    samples: float
+    steps: int
+
+
 class Deltas:
     sums: Sums | None = None  # over those who hold these tensors, where these are not all ranks
 
@@ -156,10 +164,10 @@ class Deltas:
         self._one_sum = one_sum
         self.residual = Residual()  # what rounding took from the sums of weights
         self._steps = 0
-        self._merged_steps = 0.0  # each counts for one over its lift
+        self._worth, self._merged_steps = 0.0, 0.0  # samples that steps stand for; steps, each one over its lift
         self._samples = 0
         self._weight = self._buffer_weight = 0.0  # that our last contribution had
-        self._given_steps = 0.0  # what its steps counted for
+        self._given_worth = (0.0, 0.0)  # what its steps counted for
         self._rounded = False  # did the wire round our last contribution?
         self._dropped = False  # does u hold what belongs to no task?
         self.has_moved = False  # u, by `apply`; whoever looks sets it back
@@ -226,9 +234,10 @@ class Deltas:
         self._dropped = True
 
     @torch.no_grad()
-    def finish(self, samples: int, steps: int, lift: float = 1.0) -> float:
+    def finish(self, samples: int, steps: int, lift: float = 1.0, stepped: Stepped | None = None) -> float:
         """P ← all progress that no round has taken; it is worth `samples`, made in `steps` inner steps, which
-        merging lifts (see `sync/steps.py:LocalSteps`).
+        merging lifts (see `sync/steps.py:LocalSteps`). `stepped`: where a loop adds slices up, what its own steps stand
+        for.
 
         Returns a sum over P; if it is not finite, nothing of P will go out.
         """
@@ -248,7 +257,9 @@ class Deltas:
         self._folded |= self._in_flight
         self._samples += samples
         self._steps += steps
-        self._merged_steps += steps / lift
+        worth, made = stepped or (samples, steps)
+        self._worth += worth
+        self._merged_steps += made / lift
         pending.empty = not math.isfinite(total)
         return total
 
@@ -340,8 +351,9 @@ class Deltas:
             flight.zero_()
         else:
             if self._steps:
-                self._weight = self._samples / (self._merged_steps * batch)
                 self._buffer_weight = self._samples / (self._steps * batch)
+                no_step = not self._merged_steps
+                self._weight = self._buffer_weight if no_step else self._worth / (self._merged_steps * batch)
             torch.mul(pending.values[: self._weights], self._weight, out=addend)
             torch.mul(pending.values[self._weights :], self._buffer_weight, out=flight[self._weights :])
             first_added = flight.numel() - self._added
@@ -355,8 +367,8 @@ class Deltas:
         self.packed = (0, 0)
         if contribute:
             self.packed = (self._samples, self._steps)
-            self._given_steps = self._merged_steps
-            self._samples, self._steps, self._merged_steps = 0, 0, 0.0
+            self._given_worth = self._worth, self._merged_steps
+            self._samples, self._steps, self._worth, self._merged_steps = 0, 0, 0.0, 0.0
             self._in_flight = True
         if self._one_sum and wire == "float32" and self.tail.lie_behind(self._flight.memory):
             return self._flight.memory
@@ -430,7 +442,9 @@ class Deltas:
         samples, steps = self.packed
         self._samples += samples
         self._steps += steps
-        self._merged_steps += self._given_steps
+        worth, merged_steps = self._given_worth
+        self._worth += worth
+        self._merged_steps += merged_steps
         self._in_flight = self._folded = False
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ from hetsync.processes import Process
 from hetsync.sync.communicator import Communicator
 from hetsync.sync.constraints import NO_CONSTRAINTS, Constraints
 from hetsync.sync.coordinator import Coordinator, Send
-from hetsync.sync.deltas import Nesterov, Snapshot
+from hetsync.sync.deltas import Nesterov, Snapshot, Stepped
 from hetsync.sync.device_order import device_order
 from hetsync.sync.fragments import FragmentedDeltas
 from hetsync.sync.gradients import Gradients
@@ -436,9 +436,10 @@ class Engine:
         lift: float = 1.0,
         lossless: int = 0,
         units: tuple[Count, ...] = (),
+        stepped: Stepped | None = None,
     ) -> None:
         """The task is computed; `seconds` of device time, `loss_sum` over its samples, of which `lossless` told none,
-        `lift` of its progress; `units` as in `TaskFinished`."""
+        `lift` and `stepped` of its progress, as in `Deltas.finish`; `units` as in `TaskFinished`."""
         shared = self._shared
         shared.acted_at = time.monotonic()
         if self._options.on_host:
@@ -448,7 +449,7 @@ class Engine:
                 assert shared.deltas is not None
                 self._apply()
                 with shared.order:
-                    total = shared.deltas.finish(task.samples, len(task.slices), lift)
+                    total = shared.deltas.finish(task.samples, len(task.slices), lift, stepped)
                 shared.followers.tell(Finished(task.number))
                 if not self._options.guarded:
                     require_finite(total, self._plane.rank, task)

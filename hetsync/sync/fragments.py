@@ -21,7 +21,7 @@ import torch
 
 from hetsync.plane.base import Allocate, WireFormat, allocate_anywhere
 from hetsync.sync.constraints import NO_CONSTRAINTS, Constraints, Twins
-from hetsync.sync.deltas import Deltas, Nesterov, Snapshot
+from hetsync.sync.deltas import Deltas, Nesterov, Snapshot, Stepped
 from hetsync.sync.messages import StartRound
 from hetsync.sync.parted import PartedDeltas
 from hetsync.sync.tail import Tail
@@ -126,9 +126,9 @@ class FragmentedDeltas(PartedDeltas):
             part.has_moved = False
         return applied
 
-    def finish(self, samples: int, steps: int, lift: float = 1.0) -> float:
+    def finish(self, samples: int, steps: int, lift: float = 1.0, stepped: Stepped | None = None) -> float:
         self._samples += samples
-        return super().finish(samples, steps, lift)
+        return super().finish(samples, steps, lift, stepped)
 
     def pack(self, start: StartRound, contribute: bool, batch: int, wire: WireFormat) -> list[torch.Tensor]:
         addends = super().pack(start, contribute, batch, wire)

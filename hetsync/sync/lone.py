@@ -18,7 +18,7 @@ import torch
 from hetsync.errors import UserError
 from hetsync.plane.base import Residual, Sums, WireFormat
 from hetsync.sync.constraints import NO_CONSTRAINTS, Constraints
-from hetsync.sync.deltas import Snapshot
+from hetsync.sync.deltas import Snapshot, Stepped
 from hetsync.sync.gradients import AGAIN, Bucket, Stage, stage_places
 from hetsync.sync.loop_report import STEPS, LoopReport
 from hetsync.sync.messages import StartRound
@@ -332,10 +332,11 @@ class LoneDeltas:
         self._batch = batch
 
     @torch.no_grad()
-    def finish(self, samples: int, steps: int, lift: float = 1.0) -> float:
-        if self._before is not None and samples != steps * self._batch:
+    def finish(self, samples: int, steps: int, lift: float = 1.0, stepped: Stepped | None = None) -> float:
+        worth, made = stepped or (samples, steps)
+        if self._before is not None and worth != made * self._batch:
             for tensor, before in zip(self._local[: self._averaged], self._before, strict=False):
-                tensor.copy_(before.lerp(tensor, lift * samples / (steps * self._batch)))
+                tensor.copy_(before.lerp(tensor, lift * worth / (made * self._batch)))
             self._constraints.project()
         self._before = None
         return total_of(self._weights) if self._finite.due() else 0.0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from hetsync.plane.base import WireFormat
-from hetsync.sync.deltas import Deltas
+from hetsync.sync.deltas import Deltas, Stepped
 from hetsync.sync.messages import StartRound
 
 
@@ -55,8 +55,8 @@ class PartedDeltas:
         for part in self.parts:
             part.drop_task()
 
-    def finish(self, samples: int, steps: int, lift: float = 1.0) -> float:
-        total = sum(part.finish(samples, steps, lift) for part in self.parts)
+    def finish(self, samples: int, steps: int, lift: float = 1.0, stepped: Stepped | None = None) -> float:
+        total = sum(part.finish(samples, steps, lift, stepped) for part in self.parts)
         if not math.isfinite(total):
             for part in self.parts:
                 part.withhold()

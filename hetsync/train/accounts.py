@@ -11,6 +11,7 @@ import torch
 
 from hetsync.data.ledger import Span
 from hetsync.errors import UserError
+from hetsync.sync.deltas import Stepped
 from hetsync.sync.messages import Task
 from hetsync.sync.undo import Tensors
 from hetsync.sync.units import Count
@@ -50,6 +51,29 @@ class RankTotals:
     samples: int = 0
     since_rest: int = 0
     loop_steps: int = 0  # synchronous rounds since the last rest whose step the loop has made
+
+
+@dataclass
+class AddedUp:
+    """Slices of delayed mode that a loop adds up for one step of its own, over tasks. The step counts for the mean of
+    these slices, and not for the one that it falls into."""
+
+    samples: int = 0  # since the last step
+    slices: int = 0
+    worth: float = 0.0  # means over the slices of steps in the task that is computed
+    steps: int = 0
+
+    def close_slice(self, samples: int, stepped: bool) -> None:
+        self.samples, self.slices = self.samples + samples, self.slices + 1
+        if stepped:
+            self.worth, self.steps = self.worth + self.samples / self.slices, self.steps + 1
+            self.samples = self.slices = 0
+
+    def take(self) -> Stepped:
+        """Of the task that is over."""
+        taken = Stepped(self.worth, self.steps)
+        self.worth, self.steps = 0.0, 0
+        return taken
 
 
 @dataclass(eq=False)

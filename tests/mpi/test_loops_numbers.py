@@ -26,9 +26,12 @@ from plain_job import (
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 from training import BATCH, CLASSES, FEATURES, Blobs, Net
 
+from hetsync.config.parser import recipe_of
 from hetsync.plane.base import Plane
+from hetsync.train.job import Job
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
 
@@ -693,3 +696,39 @@ def test_both_accumulations_work_together_in_delayed_mode(plane: Plane) -> None:
     loop = in_a_job(plane, Row(body=every_third, accumulation=2), 4)
     assert_learned(loop, 0.8)
     assert_used_once_an_epoch(plane, loop)
+
+
+class Count(nn.Module):
+    """Weight i falls by the learning rate for each time that sample i counts, in whatever order."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.counts = nn.Parameter(torch.zeros(samples))
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.counts[numbers]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("adds_up", [1, 3, 4])
+def test_each_sample_counts_once_where_a_loop_adds_slices_up(plane: Plane, adds_up: int) -> None:
+    """Though slices differ: those before an epoch's end are short, and a step falls into one of them at times."""
+    samples, batch = 100, 24
+    found: list[tuple[float, float]] = []
+    with Job(recipe_of({"sync": {"delay_bound": 4}}), plane, keep=False, show="nothing") as job:
+        model = Count(samples)
+        optimizer = torch.optim.SGD(model.parameters(), lr=batch / adds_up)
+        data = DataLoader(range(samples), batch, shuffle=True)  # type: ignore[arg-type]
+        model, optimizer, loader = job.prepare(model, optimizer, data)
+        number = not_stepped = 0
+        for epoch in job.epochs(4):
+            for numbers in loader:
+                job.backward(model(numbers).mean())
+                number, not_stepped = number + 1, not_stepped + len(numbers)
+                if number % adds_up == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    not_stepped = 0
+            due = samples * (epoch + 1) - sum(plane.gather_objects(not_stepped))
+            found.append((-float(model.counts.detach().sum()) * adds_up, due))
+    assert [counted for counted, _ in found] == pytest.approx([due for _, due in found], rel=1e-4)
