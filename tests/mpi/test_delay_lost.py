@@ -163,8 +163,8 @@ def test_a_resumed_job_that_is_delayed_has_a_way_back(plane: Plane, folder: Path
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", ["nan", "away"])
 def test_what_the_script_does_between_epochs_is_not_undone(plane: Plane, folder: Path, how: str) -> None:
-    """Training is lost in the third epoch, soon after its beginning: the losses of the second were the last good ones.
-    Lines between epochs are run once each, so what they have done must stand."""
+    """Training is lost in the third epoch, mostly soon after its beginning: the losses of the second were the last good
+    ones. Lines between epochs are run once each, so what they have done must stand."""
     rates: list[float] = []  # with which epochs have ended
 
     def lines(epoch: int, optimizer: torch.optim.Optimizer) -> None:
@@ -178,5 +178,8 @@ def test_what_the_script_does_between_epochs_is_not_undone(plane: Plane, folder:
         patch.setattr(delay_guard, "WINDOW_BATCHES", 8)  # so that the third epoch has no window yet
         *_, summary, _ = trained(plane, folder / "run", "auto", spoils, epochs=4, batches=48, lines=lines)
     (rollback,) = summary["rollbacks"]
-    assert rollback["checkpoint_samples"] == 2 * 48 * BATCH
+    # Losses may climb for so long that the next epoch has begun.
+    epochs_before, rest = divmod(rollback["checkpoint_samples"], 48 * BATCH)
+    assert rest == 0
+    assert epochs_before in ((2, 3) if how == "away" else (2,))
     assert plane.gather_objects(rates) == [[0.05, 0.025, 0.0125, 0.00625]] * 2
