@@ -89,7 +89,7 @@ class NoisyQuadratic(Learner):
         self._outer = make_outer(config.sync, config.data.batch_size)
         self._schedule = config.schedule
         self._batch = config.data.batch_size
-        self._local = LocalSteps(self._batch, ranks)
+        self._local = LocalSteps(self._batch, ranks, adaptive=False)
         self._total = total_samples
         self._h = np.tile(landscape.curvatures, runs)
         self._first_deviations = np.tile(np.sqrt(landscape.variances), runs)
@@ -127,7 +127,7 @@ class NoisyQuadratic(Learner):
 
     def begin_task(self, rank: int, task: Task) -> None:
         rate = self._learning_rate * self._schedule.factor(task.position, self._total)
-        self._rates[rank] = rate * self._local.rate(task)
+        self._rates[rank] = rate * self._local.rate(task, adaptive=False)
 
     def compute_slice(self, rank: int, task: Task, index: int) -> float:
         samples = length(task.slices[index])

@@ -54,7 +54,7 @@ class Replica:
         """This is `rank`, of as many `ranks` as the job has begun with."""
         self.model = model
         self.optimizer = build_optimizer(config.optimizer, model)
-        self.local = LocalSteps(config.data.batch_size, ranks)
+        self.local = LocalSteps.of([self.optimizer], config.data.batch_size, ranks)
         rates = ScheduleRates(self.optimizer, partial(config.schedule.factor, total=total_samples))
         self.steps = Steps(self.optimizer, rates, config.optimizer.max_grad_norm, self.local)
         self.outer = make_outer(config.sync, config.data.batch_size)

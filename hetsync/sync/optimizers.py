@@ -12,6 +12,7 @@ from hetsync.errors import UserError
 
 BUILT_IN = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 BY_GRADIENT = (torch.optim.SGD, torch.optim.ASGD)  # steps are as long as that, or the mean of some
+ADAPTIVE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop)
 
 
 def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:

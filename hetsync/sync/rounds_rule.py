@@ -27,7 +27,7 @@ from hetsync.sync.messages import NO_BOUND, Settings, settings_of
 RULED = ("delay_bound", "accumulation", "quorum", "grace", "fragments")
 SAVED_BY_DELAY = 0.5  # of rounds' work; all of waits
 DELAY_COSTS = 0.1  # of the time to a target, where nobody waits (docs/results/stability.md)
-ADAPTIVE_DELAY_COSTS = 0.3  # of Adam and its kin, and of any optimizer that is not known
+ADAPTIVE_DELAY_COSTS = 0.5  # of Adam and its kin, and of any optimizer that is not known
 GREATER_QUORUM = 0.5
 SAVED_BY_QUORUM = 0.44  # of rounds and their work, by the greater quorum
 QUORUM_COSTS = 0.03  # of the time to a target
@@ -79,7 +79,8 @@ class RoundsChange:
 
 class Rise(NamedTuple):
     """Of one key of the settings, from a value to a greater one: the parts of work and of waits that it saves, and how
-    much of a slice it must save. `not_with_grace`: rounds that have it wait for more than that."""
+    much of a slice it must save. `not_with_grace`: rounds that have it wait for more than that. `warily`: the first
+    window of synchronous training does not suffice for it."""
 
     key: str
     before: Any
@@ -88,6 +89,7 @@ class Rise(NamedTuple):
     waits_saved: float
     costs: float
     not_with_grace: bool = False
+    warily: bool = False
 
     @property
     def delays(self) -> bool:
@@ -120,7 +122,8 @@ def rises_of(sync: SyncConfig, adaptive: bool = False) -> tuple[Rise, ...]:
     first, rises = settings_of(sync), []
     if sync.delay_bound == "auto":
         costs = ADAPTIVE_DELAY_COSTS if adaptive else DELAY_COSTS
-        rises.append(Rise("delay_bound", 0, RULED_DELAY_BOUND, SAVED_BY_DELAY, 1.0, costs))
+        saves = (SAVED_BY_DELAY, 1.0, costs)
+        rises.append(Rise("delay_bound", 0, RULED_DELAY_BOUND, *saves, warily=adaptive))
         first = replace(first, delay_bound=RULED_DELAY_BOUND)
     if sync.quorum == "auto" and not first.grace:
         saves = (SAVED_BY_QUORUM, 0.0, QUORUM_COSTS)
@@ -277,7 +280,7 @@ class RoundsRule:
             self._called_for = 0
             return False
         self._called_for += rise.delays
-        at_once = not rise.delays or not self._synchronous
+        at_once = not rise.delays or (not self._synchronous and not rise.warily)
         return at_once or self._called_for >= LASTING_WINDOWS
 
     def _looks_back(self, settings: Settings) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -12,7 +12,14 @@ import torch
 from hetsync.errors import UserError
 from hetsync.sync.group_state import GroupState
 from hetsync.sync.messages import STANDS_MORE, Task
+from hetsync.sync.optimizers import ADAPTIVE
 from hetsync.sync.rates import Rates, rates_of, set_rates
+
+
+def _decoupled_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float | None:
+    """The weight decay of a group, where it is scaled with the learning rate and decoupled from the gradient."""
+    decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+    return group["weight_decay"] if decoupled and isinstance(optimizer, ADAPTIVE) else None
 
 
 def require_finite(total: float, rank: int, task: Task) -> None:
@@ -34,19 +41,26 @@ class LocalSteps:
 
     In delayed mode one rank of R steps on n samples, where one process would step on a batch of B. Its learning rate
     is multiplied by `rate`, and the progress is merged with `lift` times the weight n / B. The product of the two is
-    what a sample does to the anchor. It is 1.
+    what a sample does to the anchor. It is 1; for adaptive optimizers, which divide by the root of the gradient's
+    second moment, it is `noise` = √(B / n) (square-root scaling rule, Malladi et al. 2022).
 
-    What is free is how far local weights go before the others' steps are in them. On the even share B / R and above
-    steps are whole, as in local SGD. Steps on fewer samples are too long, most of all with momentum: they are shorter,
-    by the root of n over the even share.
+    What is free is how far local weights go before the others' steps are in them. Steps that are meant for B samples
+    are too long on a few, most of all with momentum:
 
-    This holds for every optimizer. Those that divide by the root of the gradient's second moment, such as Adam, step as
-    far on a slice as on a batch, where its gradient is mostly noise. Lifting them by √(B / n), for which that noise
-    would allow (Malladi et al. 2022), made the anchor's steps too long wherever ranks agree: docs/results/stability.md.
+    - Adaptive optimizers step at the rate that is set, and merging makes up for the rest.
+    - Others take full steps on the even share B / R and above, so that equal ranks do as in local SGD. Below it steps
+      are shorter by the root of n over the even share.
+
+    Where not all of several optimizers are adaptive, all are lifted as those that are not.
     """
 
     batch_size: int
     ranks: int
+    adaptive: bool
+
+    @classmethod
+    def of(cls, optimizers: Iterable[torch.optim.Optimizer], batch_size: int, ranks: int) -> LocalSteps:
+        return cls(batch_size, ranks, all(isinstance(each, ADAPTIVE) for each in optimizers))
 
     def noise(self, task: Task) -> float:
         """Norm of a slice's gradient over that of the batch's, where noise rules it."""
@@ -54,11 +68,12 @@ class LocalSteps:
 
     def lift(self, task: Task) -> float:
         """Of the progress of the task's steps, when it is merged."""
-        return max(1.0, self.noise(task) / math.sqrt(self.ranks))
+        noise = self.noise(task)
+        return noise if self.adaptive else max(1.0, noise / math.sqrt(self.ranks))
 
-    def rate(self, task: Task) -> float:
-        """Of its steps."""
-        return 1.0 / self.lift(task)
+    def rate(self, task: Task, adaptive: bool) -> float:
+        """Of a step of an optimizer, which is `adaptive` or not."""
+        return (self.noise(task) if adaptive else 1.0) / self.lift(task)
 
 
 class Steps:
@@ -69,7 +84,11 @@ class Steps:
     - Learning rates are multiplied as `LocalSteps` says.
     - Clipping would cut slices to the norm that is meant for the batch: their bound is √(B / n) times as high.
 
-    Between `start` and the next rest, nobody else may set the
+    - Decoupled weight decay (AdamW) multiplies weights by 1 − learning rate · decay, whatever the gradients: it is
+      divided by `noise`, by which rate and lift multiply it. Decay inside the gradient (L2) is divided by the root of
+      the second moment with it, and needs nothing.
+
+    Drift and noise of the anchor are then the batch's. Between `start` and the next rest, nobody else may set the
     optimizer's learning rates or other settings: that would be lost, or a rank's own, and so is a UserError.
     """
 
@@ -89,8 +108,10 @@ class Steps:
         self._max_grad_norm = max_grad_norm
         self._local = local
         self._noise = 1.0
+        self._adaptive = isinstance(optimizer, ADAPTIVE)
         self._in_force = rates_of(optimizer)
         self.scheduled = list(self._in_force)  # learning rates of the task, as they are for a batch
+        self._decays = [_decoupled_decay(optimizer, group) for group in optimizer.param_groups]
         self.groups = GroupState(optimizer)
 
         self._before, self._after = before, after
@@ -127,23 +148,31 @@ class Steps:
         if found != self._in_force:
             self.rates.rebase(found)
         self._in_force = found
+        self._decays = [_decoupled_decay(self.optimizer, group) for group in self.optimizer.param_groups]
         self.groups.settle()
 
     def begin_task(self, task: Task) -> None:
         """The steps from now on are this task's."""
         self._check_rates()
         self._noise = self._local.noise(task)
-        factor = self._local.rate(task)
+        factor = self._local.rate(task, self._adaptive)
         self.scheduled = self.rates.at(task.position)
         self._in_force = set_rates(self.optimizer, [rate * factor for rate in self.scheduled])
+        self._set_decays(self._noise)
+
+    def _set_decays(self, noise: float) -> None:
+        for group, decay in zip(self.optimizer.param_groups, self._decays, strict=False):
+            if decay is not None:
+                group["weight_decay"] = decay / noise
         self.groups.settle()
 
     def _check_rates(self) -> None:
         """Nobody has set others, nor another setting; new groups are adopted."""
-        found = rates_of(self.optimizer)
-        for rate in found[len(self._in_force) :]:
+        groups, found = self.optimizer.param_groups, rates_of(self.optimizer)
+        for group, rate in zip(groups[len(self._in_force) :], found[len(self._in_force) :], strict=True):
             self.rates.adopt(rate)
             self._in_force.append(rate)
+            self._decays.append(_decoupled_decay(self.optimizer, group))
         if found != self._in_force:
             self._refuse_rates(found)
         self.groups.check()
@@ -175,9 +204,9 @@ class Steps:
         self.optimizer.zero_grad(set_to_none=True)
 
     def show_owner(self, position: int) -> None:
-        """Between tasks: the optimizer's rates are those for a batch, as its owner knows them."""
+        """Between tasks: the optimizer's rates and decays are those for a batch, as its owner knows them."""
         self._in_force = set_rates(self.optimizer, self.rates.owners(position))
-        self.groups.settle()
+        self._set_decays(1.0)
 
     def close(self, position: int) -> None:
         """The optimizer is its owner's again, after training up to `position`; rates set at the last rest hold."""

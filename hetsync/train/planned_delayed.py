@@ -52,7 +52,7 @@ class DelayedReplicas(Replicas):
         self._counters, self._unruled = Counters(self._replica.held, rules), Unruled(model)
         config = at.config
         norm, batch = config.optimizer.max_grad_norm, config.data.batch_size
-        self._local = LocalSteps(batch, len(self._leaders))
+        self._local = LocalSteps.of([terms.optimizer], batch, len(self._leaders))
         self._steps = Steps(terms.optimizer, terms.rates, norm, self._local)
         self._samples = 0  # of this replica, since the last rest
         self._rested_at = self._books.applied

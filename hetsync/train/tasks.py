@@ -106,7 +106,7 @@ class TaskRunner:
     ) -> None:
         """`totals` are kept, and `record` is told of each task. `memory` tells how many samples fit, where that is not
         known. `skips`: what is not finite is left out of rounds."""
-        self._local = LocalSteps(batch_size, ranks)
+        self._local = LocalSteps.of(trained.optimizers, batch_size, ranks)
         self.steps = [
             Steps(each, rates, max_grad_norm, self._local, partial(self._before, n), partial(self._after, n))
             for n, (each, rates) in enumerate(zip(trained.optimizers, trained.rates, strict=True))

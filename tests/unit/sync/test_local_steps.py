@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -23,24 +25,37 @@ def task_of(share: int, slices: int = 1, synchronous: bool = False) -> Task:
 
 @given(BATCHES, RANKS, st.data())
 def test_what_a_sample_does_to_the_anchor_is_that_of_the_batch(batch: int, ranks: int, data: st.DataObject) -> None:
-    task, local = task_of(data.draw(st.integers(1, batch))), LocalSteps(batch, ranks)
-    assert local.rate(task) * local.lift(task) == pytest.approx(1)
-    assert local.rate(task) <= 1
+    task = task_of(data.draw(st.integers(1, batch)))
+    for adaptive in (False, True):
+        local = LocalSteps(batch, ranks, adaptive)
+        for kind, total in ((False, 1.0), (True, math.sqrt(batch / task.share))):
+            assert local.rate(task, kind) * local.lift(task) == pytest.approx(total)
+        assert local.lift(task) >= 1
+        assert local.rate(task, adaptive) <= 1
 
 
-@given(BATCHES, RANKS, st.data())
-def test_steps_on_the_even_share_and_above_are_whole(share: int, ranks: int, data: st.DataObject) -> None:
-    local = LocalSteps(share * ranks, ranks)
-    task = task_of(data.draw(st.integers(share, share * ranks)))
-    assert local.rate(task) == pytest.approx(1)
-    assert local.lift(task) == pytest.approx(1)
+@given(BATCHES, RANKS)
+def test_equal_ranks_and_one_alone_take_whole_steps(share: int, ranks: int) -> None:
+    equal = LocalSteps(share * ranks, ranks, adaptive=False)
+    assert equal.rate(task_of(share), False) == pytest.approx(1)
+    for adaptive in (False, True):
+        alone = LocalSteps(share, 1, adaptive)
+        assert alone.rate(task_of(share), adaptive) == alone.lift(task_of(share)) == 1
 
 
-@given(BATCHES, RANKS, st.data())
-def test_synchronous_steps_are_the_optimizers_own(batch: int, ranks: int, data: st.DataObject) -> None:
+@given(BATCHES, RANKS, st.booleans(), st.data())
+def test_synchronous_steps_are_the_optimizers_own(batch: int, ranks: int, adaptive: bool, data: st.DataObject) -> None:
     task = task_of(data.draw(st.integers(1, batch)), synchronous=True)
-    local = LocalSteps(batch, ranks)
-    assert local.rate(task) == local.lift(task) == local.noise(task) == 1
+    local = LocalSteps(batch, ranks, adaptive)
+    assert local.rate(task, adaptive) == local.lift(task) == local.noise(task) == 1
+
+
+def test_one_optimizer_that_is_not_adaptive_rules_the_merging() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(1))]
+    adam, plain = torch.optim.AdamW(weights), torch.optim.SGD(weights, lr=0.1)
+    both, one = (LocalSteps.of(optimizers, 32, 4) for optimizers in ([adam, plain], [adam]))
+    assert (both.lift(task_of(8)), both.rate(task_of(8), True)) == (1, 2)
+    assert (one.lift(task_of(8)), one.rate(task_of(8), True)) == (2, 1)
 
 
 @given(
@@ -52,7 +67,7 @@ def test_each_sample_moves_the_anchor_once_however_tasks_merge(tasks: list[tuple
     batch, ranks, rate = 64, 8, 0.5
     weight, average = torch.nn.Parameter(torch.zeros(3, dtype=torch.float32)), torch.zeros(2)
     optimizer = torch.optim.SGD([weight], lr=rate)
-    local = LocalSteps(batch, ranks)
+    local = LocalSteps.of([optimizer], batch, ranks)
     steps = Steps(optimizer, ScheduleRates(optimizer), None, local)
     deltas = Deltas([weight], buffers=[average])
     deltas.tail.travel = [0]

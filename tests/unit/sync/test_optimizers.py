@@ -20,7 +20,7 @@ SYNCHRONOUS = DELAYED._replace(synchronous_round=0, round_samples=BATCH)
 
 
 def steps_of(optimizer: torch.optim.Optimizer, rates: Rates, max_norm: float | None, batch: int = BATCH) -> Steps:
-    return Steps(optimizer, rates, max_norm, LocalSteps(batch, BATCH // SHARE))
+    return Steps(optimizer, rates, max_norm, LocalSteps.of([optimizer], batch, BATCH // SHARE))
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,15 @@ def test_the_bound_of_clipping_is_meant_for_the_batch(task: Task, gradient: floa
     assert weight.grad is None
 
 
+def decayed(optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter, task: Task) -> float:
+    """What is left of an anchor of 1 once a step along a gradient of zero is merged."""
+    steps = steps_of(optimizer, ScheduleRates(optimizer), None, BATCH)
+    steps.begin_task(task)
+    weight.grad = torch.zeros_like(weight)
+    steps.step()
+    return 1 - LocalSteps.of([optimizer], BATCH, BATCH // SHARE).lift(task) * (1 - weight.item())
+
+
 KINDS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, weight_decay=0.5),
     "nadam": lambda weights: torch.optim.NAdam(weights, lr=0.1, weight_decay=0.5, decoupled_weight_decay=True),
@@ -53,29 +62,37 @@ KINDS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("share", [1, SHARE, 2 * SHARE])
-def test_decoupled_decay_is_that_of_the_batch_in_slices_too(kind: str, share: int) -> None:
-    """What is left of an anchor of 1 once a step along a gradient of zero is merged."""
-    weight, local = torch.nn.Parameter(torch.ones(1)), LocalSteps(BATCH, BATCH // SHARE)
-    optimizer = KINDS[kind]([weight])
-    steps, task = Steps(optimizer, ScheduleRates(optimizer), None, local), DELAYED._replace(share=share)
-    steps.begin_task(task)
-    weight.grad = torch.zeros_like(weight)
-    steps.step()
-    assert 1 - local.lift(task) * (1 - weight.item()) == pytest.approx(0.95)
+def test_decoupled_decay_is_that_of_the_batch_in_slices_too(kind: str) -> None:
+    left = []
+    for task in (SYNCHRONOUS, DELAYED):
+        weight = torch.nn.Parameter(torch.ones(1))
+        left.append(decayed(KINDS[kind]([weight]), weight, task))
+    assert left == pytest.approx([0.95, 0.95])
+
+
+def test_a_change_of_mode_brings_the_decay_back() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([{"params": [weight], "weight_decay": 0.5}], lr=0.1)
+    steps = steps_of(optimizer, ScheduleRates(optimizer), None, BATCH)
+    seen = []
+    for task in (DELAYED, SYNCHRONOUS, DELAYED):
+        steps.begin_task(task)
+        seen.append(optimizer.param_groups[0]["weight_decay"])
+    assert seen == [0.25, 0.5, 0.25]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
 def test_the_owner_gets_the_optimizer_back_as_it_was(kind: type[torch.optim.Optimizer]) -> None:
-    """Else the next job, or a saved state, would scale rates once more."""
-    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=0.5)  # type: ignore[call-arg]
-    steps, few = steps_of(optimizer, ScheduleRates(optimizer), None, BATCH), DELAYED._replace(share=1)
+    """Else the next job, or a saved state, would scale rates and decays once more."""
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=0.5, weight_decay=0.25)  # type: ignore[call-arg]
+    steps = steps_of(optimizer, ScheduleRates(optimizer), None, BATCH)
+    steps.begin_task(DELAYED)
+    steps.show_owner(SHARE)
     (group,) = optimizer.param_groups
-    for end in (steps.show_owner, steps.close):
-        steps.begin_task(few)
-        assert group["lr"] == 0.25
-        end(SHARE)
-        assert group["lr"] == 0.5
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
+    steps.begin_task(DELAYED)
+    steps.close(SHARE)
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
 
 
 def test_ranks_that_step_a_scheduler_at_different_times_are_refused() -> None:
