@@ -10,19 +10,16 @@ best rate, and what auto has done.
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 import random
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common.kept import results_of
 from benchmarks.common.report import grouped, publish, spread
-from benchmarks.studies.stability import BOUNDS, SAMPLES, SAMPLES_PER_SECOND, Cell, best_times, simulated
+from benchmarks.studies.stability import BOUNDS, SAMPLES, SAMPLES_PER_SECOND, Cell, best_times, parser_of, simulated
 from hetsync.emulation.cluster import Cluster, load_cluster
 from hetsync.emulation.link import Link
 from hetsync.simulate.script import Change
@@ -33,11 +30,30 @@ JITTER, JITTER_LASTS = 0.5, 0.4  # sigma of its logarithm; seconds
 RATES = {"momentum": (0.025, 0.035355, 0.05, 0.070711), "AdamW": (0.0035, 0.005, 0.007, 0.01)}
 
 
+def a_slow_link(seed: int, ranks: int) -> list[Change]:
+    return [Change(CHANGES_AT, None, "slow_by", 12.0)]
+
+
+def a_slow_rank(seed: int, ranks: int) -> list[Change]:
+    return [Change(CHANGES_AT, ranks - 1, "slow_by", 4.0)]
+
+
+def jitter(seed: int, ranks: int) -> list[Change]:
+    drawn = random.Random(seed)
+    moments = range(math.ceil((ENDS_AT - CHANGES_AT) / JITTER_LASTS))
+    return [
+        Change(CHANGES_AT + moment * JITTER_LASTS, rank, "slow_by", drawn.lognormvariate(-(JITTER**2) / 2, JITTER))
+        for moment in moments
+        for rank in range(ranks)
+    ]
+
+
 @dataclass(frozen=True)
 class Situation:
-    """What a cluster is like until it changes."""
+    """What a cluster is like until it changes, and how it does."""
 
     profile: str
+    changes: Callable[[int, int], list[Change]]  # by seed and number of ranks
     link: Link | None = None
 
     @property
@@ -47,24 +63,10 @@ class Situation:
 
 
 SITUATIONS = {
-    "a link 12 times as slow": Situation("homogeneous", Link(compute_fraction=0.05)),
-    "a rank 4 times as slow": Situation("homogeneous"),
-    "jitter that begins": Situation("quickstart"),
+    "a link 12 times as slow": Situation("homogeneous", a_slow_link, Link(compute_fraction=0.05)),
+    "a rank 4 times as slow": Situation("homogeneous", a_slow_rank),
+    "jitter that begins": Situation("quickstart", jitter),
 }
-
-
-def script_of(situation: str, seed: int, ranks: int) -> list[Change]:
-    if situation == "a link 12 times as slow":
-        return [Change(CHANGES_AT, None, "slow_by", 12.0)]
-    if situation == "a rank 4 times as slow":
-        return [Change(CHANGES_AT, ranks - 1, "slow_by", 4.0)]
-    drawn = random.Random(seed)
-    moments = range(math.ceil((ENDS_AT - CHANGES_AT) / JITTER_LASTS))
-    return [
-        Change(CHANGES_AT + moment * JITTER_LASTS, rank, "slow_by", drawn.lognormvariate(-(JITTER**2) / 2, JITTER))
-        for moment in moments
-        for rank in range(ranks)
-    ]
 
 
 def cells(seeds: int) -> Iterator[Cell]:
@@ -75,8 +77,9 @@ def cells(seeds: int) -> Iterator[Cell]:
 
 
 def job(cell: Cell) -> dict[str, Any]:
-    cluster = SITUATIONS[cell.cluster].cluster
-    return simulated(cell, cluster, script_of(cell.cluster, cell.seed, cluster.size))
+    situation = SITUATIONS[cell.cluster]
+    cluster = situation.cluster
+    return simulated(cell, cluster, situation.changes(cell.seed, cluster.size))
 
 
 def bounds_told(records: Sequence[Mapping[str, Any]]) -> str:
@@ -100,11 +103,7 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("results"), help="folder for JSON and Markdown")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="jobs side by side")
-    parser.add_argument("--seeds", type=int, default=3, help="jobs of each cell")
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     results = results_of(options.output, "changing", cells(options.seeds), job, options.processes)
     publish(options.output, "studies.changing", markdown(results))
 

@@ -174,11 +174,17 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser_of(doc: str) -> argparse.ArgumentParser:
+    """Of a study of such jobs."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("results"), help="folder for JSON and Markdown")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="jobs side by side")
     parser.add_argument("--seeds", type=int, default=3, help="jobs of each cell")
+    return parser
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed, two clusters, the three lowest rates")
     options = parser.parse_args()
     chosen = cells(1, CLUSTERS[:2], 3) if options.quick else cells(options.seeds, CLUSTERS, RUNGS)

@@ -17,6 +17,7 @@ EPOCH = "end of an epoch"
 JOIN = "a rank joins"
 ROLLBACK = "back to a checkpoint"
 TOO_FEW = "too few ranks are left"
+ALL_LEFT = "all ranks have left their loops"
 
 Marks = Callable[[int], int | None]
 """The next marked stream position after one, if any is left."""

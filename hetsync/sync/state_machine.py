@@ -63,7 +63,7 @@ from hetsync.sync.messages import (
     TaskStarted,
     WentBack,
 )
-from hetsync.sync.milestones import ROLLBACK, Marks, Milestone, Milestones, Rests, Snapshots, no_marks
+from hetsync.sync.milestones import ALL_LEFT, ROLLBACK, Marks, Milestone, Milestones, Rests, Snapshots, no_marks
 from hetsync.sync.units import AverageUnits
 
 LEAST_TASKS_HELD = 2  # the one that a rank computes and the next, which it goes on with before it is given more
@@ -536,7 +536,7 @@ class RoundStateMachine:
         if self._at_rest():
             rest, synchronous = self.rests.next, self.settings.synchronous
             if self._all_withdrawn:
-                rest = Milestone(self.ledger.applied, "all ranks have left their loops", final=True)
+                rest = Milestone(self.ledger.applied, ALL_LEFT, final=True)
             return [self._new_round(synchronous, frozenset(self._membership.ready), rest.reason, rest.final)]
         if self.settings.synchronous or not self._membership.ready:
             return []

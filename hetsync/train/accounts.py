@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -53,27 +54,15 @@ class RankTotals:
     loop_steps: int = 0  # synchronous rounds since the last rest whose step the loop has made
 
 
-@dataclass
-class AddedUp:
-    """Slices of delayed mode that a loop adds up for one step of its own, over tasks. The step counts for the mean of
-    these slices, and not for the one that it falls into."""
+class Unstepped(NamedTuple):
+    """Slices of delayed mode whose gradients wait for a step of the loop."""
 
-    samples: int = 0  # since the last step
+    samples: int = 0
     slices: int = 0
-    worth: float = 0.0  # means over the slices of steps in the task that is computed
-    steps: int = 0
 
-    def close_slice(self, samples: int, stepped: bool) -> None:
-        self.samples, self.slices = self.samples + samples, self.slices + 1
-        if stepped:
-            self.worth, self.steps = self.worth + self.samples / self.slices, self.steps + 1
-            self.samples = self.slices = 0
-
-    def take(self) -> Stepped:
-        """Of the task that is over."""
-        taken = Stepped(self.worth, self.steps)
-        self.worth, self.steps = 0.0, 0
-        return taken
+    @property
+    def mean(self) -> float:
+        return self.samples / self.slices
 
 
 @dataclass(eq=False)
@@ -82,6 +71,7 @@ class TaskInWork:
 
     `stepped` are the optimizers that have made their step in the slice that is out, by number, `collected` those whose
     gradients are ready for it. `spoiled` are spans of slices whose gradients were not finite, and have moved nothing.
+    `steps` is what the steps so far stand for, in delayed mode.
     """
 
     task: Task
@@ -103,6 +93,7 @@ class TaskInWork:
     after_step: Tensors | None = None  # what steps have made, where another rank has made them alone
     weighted: int = 0  # those of them with a weight
     units: list[Count] = field(default_factory=list)  # by weighted call, with the samples that had them
+    steps: Stepped = field(default_factory=lambda: Stepped(0.0, 0))
     synchronous: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -114,6 +105,17 @@ class TaskInWork:
         self.told = self.weighted = self.idle = 0
         self.skipped, self.clips = False, []
         self.before_step, self.after_step = {}, None
+
+    def close_slice(self, unstepped: Unstepped) -> Unstepped:
+        """What waits for the loop's next step, where `unstepped` did before this slice. A step counts for the mean of
+        the slices that it has added up, in whatever tasks, and not for the one that it falls into."""
+        if not (self.synchronous or self.skipped):
+            unstepped = Unstepped(unstepped.samples + self.slice_samples, unstepped.slices + 1)
+        if not self.stepped:
+            return unstepped
+        if unstepped.slices:
+            self.steps = Stepped(self.steps.samples + unstepped.mean, self.steps.steps + 1)
+        return Unstepped()
 
     def add_loss(self, mean: torch.Tensor | float) -> None:
         """Of the slice that is out. UserError unless it is one number."""

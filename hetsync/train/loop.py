@@ -11,11 +11,11 @@ import torch
 
 from hetsync.errors import STOPPED, TOO_FEW_LEFT, UserError
 from hetsync.stop_signal import STATUSES, StopSignal
-from hetsync.sync.milestones import ROLLBACK, TOO_FEW
+from hetsync.sync.milestones import ALL_LEFT, ROLLBACK, TOO_FEW
 from hetsync.train.preparation import Preparation
 from hetsync.train.resumption import Standing
 from hetsync.train.running import Running
-from hetsync.train.session import AtRest
+from hetsync.train.session import AtRest, counted_out
 
 _OVER = object()
 
@@ -52,6 +52,7 @@ class Loop:
         self._may_loop = True  # over batches: once in each interval, or once in all
         self._slices = 0  # that have come to this loop over batches
         self._asked = True  # has the newest loop asked for a batch after its last?
+        self._counted_out = False  # has it stopped at as many as the loader is long, and had more?
         self._lines_at = -1  # samples applied at the interval's end after which the script's lines came last
 
     @property
@@ -99,7 +100,16 @@ class Loop:
             if self.in_batch and (loop := self._newest()) is not None:
                 loop.close()  # a variable of the script holds it
             self.come_to_rest()
-            position = running.session.applied
+            before, position = position, running.session.applied
+            if self._counted_out and (before // samples + 1) * samples < running.total:
+                self._refuse_counting(running)
+
+    def _refuse_counting(self, running: Running) -> None:
+        """The script asks for another interval, and this rank has left the job in the last one."""
+        if not running.over:
+            running.session.counted_out = True  # the others go on, and all are told
+        elif running.session.rest_reason == ALL_LEFT:
+            raise counted_out(running.plane.rank, running.session.applied)
 
     def _took_all(self) -> bool:
         """Whether the newest loop has stepped on as many batches as an interval has on one device: by `next`, zip or
@@ -119,7 +129,7 @@ class Loop:
         self._end_batch(running)
         if next(self._until_lines(running, course), _OVER) is not _OVER:
             self.in_batch = False
-            running.session.counted_out = True
+            self._counted_out = True
             running.leave()
 
     # Batches.
@@ -205,8 +215,6 @@ class Loop:
             nonlocal status
             if at_intervals_end or rest.final:
                 running.check_steps()
-            if ended and every is not None and applied // every * every + every < running.total:
-                running.check_counts()
             running.rest(rest, Standing(ended, lines_due=at_intervals_end))
             if running.session.stopping:
                 status = self._status(running)

@@ -41,12 +41,11 @@ from hetsync.train.notice import posted
 from hetsync.train.plan_figures import compared, predicted
 from hetsync.train.preparation import Preparation
 from hetsync.train.replacing import Replacements, Summons, Welcome
-from hetsync.train.rest import not_finite
 from hetsync.train.resumption import Standing, first_settings
 from hetsync.train.rollback import Rollbacks
 from hetsync.train.run_folder import mark_failed, taken_over
 from hetsync.train.saving import Saver, progress_of
-from hetsync.train.session import AtRest, Session, require_nobody_counted_out
+from hetsync.train.session import AtRest, Session
 from hetsync.train.summary import (
     Join,
     first_summary,
@@ -68,6 +67,7 @@ NO_COPY = (
     "no copy of weights and optimizers can be kept in memory, which is short, or they hold what no checkpoint can keep:"
     " where delay loses training, all go back to the newest checkpoint"
 )
+COUNTED = " (a loop that counts its batches leaves some: with delay a rank has as many as it has time for)"
 LOWEST_SCALE = 1e-6  # of gradients: infinities in float16 have ended long before
 
 
@@ -84,9 +84,6 @@ class Shown:
     shows: Shows
     track: Tracked
     resume_by: str
-
-
-COUNTED = " (a loop that counts its batches leaves some: with delay a rank has as many as it has time for)"
 
 
 class Running:
@@ -481,11 +478,6 @@ class Running:
                 " torch.no_grad), or was a mean over a weight of 0 units: look at the model, and at labels and masks"
             )
 
-    def check_counts(self) -> None:
-        """Collective. UserError where loops have left more than an interval of batches by counting them."""
-        told = self.plane.gather_objects(self.session.counted_out)
-        require_nobody_counted_out(dict(zip(self.plane.members, told, strict=True)), self.session.applied)
-
     def rest(self, rest: AtRest, standing: Standing) -> None:
         """Collective: save and evaluate where that is due."""
         session = self.session
@@ -525,9 +517,9 @@ class Running:
 
     def _keep_copy(self) -> None:
         """Delayed training goes on from here: where it is lost, all go back to what they hold now, if it is finite."""
-        session, parts = self.session, self.prepared.parts
-        if not_finite(self.model, {}) is not None:
+        if not all(weight.isfinite().all() for weight in self.model.parameters() if weight.requires_grad):
             return
+        session, parts = self.session, self.prepared.parts
         progress, state = progress_of(session, self._seconds_before), parts.state(session.tasks.tensors.frozen)
         velocity = None if session.outer is None else session.outer.velocity
         hosts = [process.host for process in session.engine.processes.values()]

@@ -58,7 +58,7 @@ from hetsync.sync.shared_state import EngineOptions
 from hetsync.sync.state_machine import RoundStateMachine
 from hetsync.sync.tail import trained_values
 from hetsync.telemetry import Telemetry
-from hetsync.train.accounts import RankTotals, TaskInWork, TrainingClock
+from hetsync.train.accounts import RankTotals, TaskInWork, TrainingClock, Unstepped
 from hetsync.train.meetings import Meetings
 from hetsync.train.memory import SliceMemory
 from hetsync.train.rest import CommonState, HeldAtRest, not_finite
@@ -77,21 +77,20 @@ class AtRest:
     evaluation_due: bool
 
 
-def require_nobody_counted_out(by_rank: Mapping[int, bool], applied: int) -> None:
-    """UserError where more is to be trained on."""
-    if out := [rank for rank, counted_out in by_rank.items() if counted_out]:
-        raise UserError(
-            f"after {applied:,} samples the loop on rank {out[0]} stopped at as many batches as len(loader) tells (by"
-            " next, zip, islice or a count), but with delay a rank has as many as it has time for: loop over the loader"
-            " itself (for batch in loader), or set sync.delay_bound to 0 (hetsync.join(delay_bound=0))"
-        )
+def counted_out(rank: int, applied: int) -> UserError:
+    """Of a loop that has left the job so, and is not meant to."""
+    return UserError(
+        f"after {applied:,} samples the loop on rank {rank} stopped at as many batches as len(loader) tells (by"
+        " next, zip, islice or a count), but with delay a rank has as many as it has time for: loop over the loader"
+        " itself (for batch in loader), or set sync.delay_bound to 0 (hetsync.join(delay_bound=0))"
+    )
 
 
 class Ready(NamedTuple):
     """What a rank tells before it goes on after a rest. `ending`: its loop has ended. `current`: it trains the same
     tensors as before. `settings`: of each optimizer. `schedulers`: settings of each. `changed`: the script has changed
-    weights or buffers. `seed`: one that it has set at the rest. `counted_out`: its loop has stopped at as many batches
-    as the loader's length tells, and had more."""
+    weights or buffers. `seed`: one that it has set at the rest. `counted_out`: it asks for another epoch, and had more
+    batches in the last one than the loader's length, at which its loop has stopped."""
 
     rank: int
     ending: bool
@@ -193,7 +192,7 @@ class Session:
         self._rest_began: float | None = None  # the moment, while all ranks are at rest
         self._again = False  # a rank has died at the rest, and all come to it once more
         self._carrying_out = False  # what is to be done at a rest
-        self.counted_out = False  # the loop has stopped at as many batches as len(loader) tells, and had more
+        self.counted_out = False  # see `Ready`
         self._meetings = Meetings(plane, None if terms.entry is None else terms.entry.held)
 
     def _check_skipping(self) -> None:
@@ -559,7 +558,9 @@ class Session:
         if all(theirs.ending for theirs in told):
             self._under_way = False
             return False
-        require_nobody_counted_out({theirs.rank: theirs.counted_out for theirs in told}, self.applied)
+        for theirs in told:
+            if theirs.counted_out:
+                raise counted_out(theirs.rank, self.applied)
         if not all(theirs.current for theirs in told):
             self._renew()
         if any(theirs.rates != rates for theirs in told):
@@ -703,6 +704,7 @@ class Session:
         has died meanwhile."""
         self.applied = applied
         self.model.zero_grad(set_to_none=True)  # a loop may add to what it finds
+        self.tasks.unstepped = Unstepped()
         if self.outer is not None:
             self.outer.velocity = velocity
         self._common.remember_counters()

@@ -27,7 +27,7 @@ from hetsync.sync.recovery import spans_of
 from hetsync.sync.steps import LocalSteps, Steps
 from hetsync.sync.undo import BeforeStep, Tensors
 from hetsync.sync.units import AverageUnits
-from hetsync.train.accounts import AddedUp, RankTotals, TaskInWork
+from hetsync.train.accounts import RankTotals, TaskInWork, Unstepped
 from hetsync.train.memory import SliceMemory
 from hetsync.train.prepared import PreparedScaler
 from hetsync.train.reduction import check_is_mean, units_of
@@ -117,8 +117,8 @@ class TaskRunner:
         self.work: TaskInWork | None = None
         self.left = False
         self.was_stepped = self.has_learned = False
+        self.unstepped = Unstepped()
         self._adds_up = False  # has the loop left a task without a step?
-        self._added_up = AddedUp()
         self._losses_to_check = LOSSES_CHECKED
         self._steps_some = False  # or without that of some optimizer?
         self._tells_counts = not self._alone  # is the coordinator to be told where the loop does so?
@@ -564,8 +564,7 @@ class TaskRunner:
         if work.stepped and (work.last or not work.synchronous):
             self._clips = work.clips
         work.slices_left -= 1
-        if not work.synchronous and not work.skipped:
-            self._added_up.close_slice(work.slice_samples, bool(work.stepped))
+        self.unstepped = work.close_slice(self.unstepped)
         self._check_tensors()
         if work.void:
             return
@@ -611,8 +610,8 @@ class TaskRunner:
             self._put_back()
             self._engine.leave_out(task, work.spoiled)
             return
-        lift, stepped = self._local.lift(task), self._added_up.take()
-        self._engine.finish(task, seconds, loss_sum, lift, lossless, tuple(work.units), stepped)
+        lift = self._local.lift(task)
+        self._engine.finish(task, seconds, loss_sum, lift, lossless, tuple(work.units), work.steps)
         if self._engine.is_spoiled(task):
             self._check_whole()
             return

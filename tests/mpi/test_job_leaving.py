@@ -193,6 +193,27 @@ def test_with_delay_who_has_more_batches_than_the_loader_is_long_is_told(plane: 
     trial.job.session.release()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("ends", ["break", "stop"])
+def test_a_script_that_ends_after_its_own_number_of_batches_may(plane: Plane, ends: str) -> None:
+    """Though one rank comes there with more than an epoch's on one device."""
+    trial, taken = Trial(plane, 4), 0
+    most = len(trial.loader) + 1
+    for _ in trial.job.epochs(EPOCHS):
+        for batch in trial.loader:
+            time.sleep(0.02 * plane.rank)
+            trial.step(batch)
+            taken += 1
+            if taken == most:
+                break
+        if ends == "stop":
+            trial.job.stop()
+        elif taken == most:
+            break
+    trial.close()
+    assert trial.applied == sum(trial.counts().values()) < EPOCHS * SAMPLES
+
+
 @BOUNDS
 def test_fewer_batches_by_next_are_a_loop_that_is_left(plane: Plane, bound: int) -> None:
     trial, epochs = Trial(plane, bound), []

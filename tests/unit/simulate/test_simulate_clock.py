@@ -313,8 +313,9 @@ def test_a_slow_link_slows_rounds_until_it_recovers() -> None:
     plain, slowed = (finished([10.0, 10.0], link=link, delay_bound=0, script=each) for each in ((), script))
     # Steps take 4 s and sums 2 s, then 6 s: of those that begin at 64, 74, 84, 94, 104 and 114 s.
     assert slowed.now == pytest.approx(plain.now + 6 * 4, rel=0.01)
-    delayed = finished([10.0, 10.0], link=link, delay_bound=4, script=script)
+    calm, delayed = (finished([10.0, 10.0], link=link, delay_bound=4, script=each) for each in ((), script))
     assert delayed.now < plain.now
+    assert delayed.totals.communication_seconds > calm.totals.communication_seconds + 10
 
 
 def test_shares_follow_a_lasting_slow_down() -> None:

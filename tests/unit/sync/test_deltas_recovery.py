@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from hetsync.sync.deltas import Deltas, Nesterov
+from hetsync.sync.deltas import Deltas, Nesterov, Stepped
 
 SIZE, BATCH = 6, 4
 SHARE = 2  # of each of two ranks
@@ -175,3 +175,26 @@ def test_a_task_that_is_undone_leaves_no_trace(seed: int, dtype: torch.dtype) ->
             twin.deltas.apply()
             assert torch.equal(rank.weights, twin.weights)
             assert torch.equal(rank.deltas.anchor, twin.deltas.anchor)
+
+
+@pytest.mark.parametrize("void", [False, True])
+def test_a_step_counts_for_the_slices_that_it_has_added_up(void: bool) -> None:
+    """Whether tasks without a step went into rounds of their own, and also once a round does not count."""
+    weights = torch.zeros(SIZE)
+    deltas = Deltas([weights])
+
+    def land() -> None:
+        deltas.pack(True, BATCH, "float32")
+        if void:
+            deltas.take_back()
+            deltas.pack(True, BATCH, "float32")
+        deltas.apply_sum()
+        deltas.apply()
+
+    deltas.finish(SHARE, 1, stepped=Stepped(0.0, 0))
+    land()
+    deltas.finish(SHARE, 1, stepped=Stepped(0.0, 0))
+    weights += 1.0
+    deltas.finish(1, 1, stepped=Stepped((2 * SHARE + 1) / 3, 1))  # in the third slice, of one sample
+    land()
+    torch.testing.assert_close(deltas.anchor, torch.full((SIZE,), (2 * SHARE + 1) / 3 / BATCH))

@@ -11,6 +11,7 @@ from torch import nn
 from hetsync.train import last_good
 from hetsync.train.checkpoint import Loaded, Progress, restore
 from hetsync.train.last_good import COPIES, MOST_OF_MEMORY, LastGood, copied, to_go_back_to
+from hetsync.train.running import Running
 
 
 def progress(applied: int) -> Progress:
@@ -88,3 +89,19 @@ def test_where_to_go_back_to() -> None:
     assert to_go_back_to([24, 40], good=30) == 24
     assert to_go_back_to([24, 40], good=40) == 40
     assert to_go_back_to([24, 40], good=10) == 24
+
+
+def test_weights_that_are_not_finite_are_no_way_back() -> None:
+    """Though a buffer may be: it is what the model makes of it."""
+    running = Running.__new__(Running)
+    running.model = nn.BatchNorm1d(1)
+    running._kept = LastGood()
+    with torch.no_grad():
+        running.model.weight.fill_(torch.inf)
+    running._keep_copy()
+    assert running._kept.positions == []
+    with torch.no_grad():
+        running.model.weight.fill_(1.0)
+        running.model.running_mean.fill_(torch.nan)
+    with pytest.raises(AttributeError, match="session"):  # goes on to make one
+        running._keep_copy()
