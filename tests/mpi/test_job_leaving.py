@@ -25,6 +25,7 @@ from hetsync.plane.base import Plane
 from hetsync.plane.local import LocalPlane
 from hetsync.sync.digests import weights_sha256
 from hetsync.train.job import Job
+from hetsync.train.loop import Loop
 
 pytestmark = pytest.mark.mpi
 BOUNDS = pytest.mark.parametrize("bound", [0, 4])
@@ -191,6 +192,30 @@ def test_with_delay_who_has_more_batches_than_the_loader_is_long_is_told(plane: 
         train()
     assert SAMPLES <= trial.applied < 2 * SAMPLES
     trial.job.session.release()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("epochs", [1, EPOCHS])
+def test_where_all_stop_so_the_job_does_not_end_as_if_it_were_done(
+    plane: Plane, epochs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where slices before an epoch's end are short, and the loader's length comes before it on all ranks."""
+    monkeypatch.setattr(Loop, "_took_all", lambda loop: True)
+    trial = Trial(plane, 4)
+
+    def train() -> None:
+        for _ in trial.job.epochs(epochs):
+            for batch in islice(trial.loader, 2):
+                trial.step(batch)
+
+    if epochs == 1:
+        train()
+        trial.close()
+    else:
+        with pytest.raises(UserError, match=f"rank {plane.rank} stopped at as many batches"):
+            train()
+        trial.job.session.release()
+    assert trial.applied < SAMPLES
 
 
 @pytest.mark.ranks(2)
