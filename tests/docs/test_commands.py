@@ -154,6 +154,14 @@ def _known(words: list[str], folder: Path) -> str | None:
     return None if re.search(rf"(unrecognized arguments:|there is no option) {UNKNOWN}(;|$)", said) else said
 
 
+def _with_what_it_imports(script: Path, folder: Path) -> str:
+    """The source of a benchmark, and of the benchmarks whose functions it takes: one's parser may be another's."""
+    source = script.read_text(encoding="utf-8")
+    names = re.findall(r"^from (benchmarks[\w.]*) import", source, re.MULTILINE)
+    modules = [folder / (name.replace(".", "/") + ".py") for name in names]
+    return "\n".join([source, *(module.read_text(encoding="utf-8") for module in modules if module.is_file())])
+
+
 def _script(words: list[str], folder: Path) -> str | None:
     """A script is there, and its options are named in its source: starting it would load torch."""
     is_module = words[0] == "-m"
@@ -165,7 +173,7 @@ def _script(words: list[str], folder: Path) -> str | None:
         return None
     if not is_module:
         return f"{name} finds its package by python -m only"
-    options = re.findall(r'add_argument\(\s*f?"(--[^" ]+)"', script.read_text(encoding="utf-8"))
+    options = re.findall(r'add_argument\(\s*f?"(--[^" ]+)"', _with_what_it_imports(script, folder))
     known = [re.sub(r"\\{.*?\\}", ".+", re.escape(option)) for option in options]
     unknown = [word for word in words if word.startswith("--") and not any(re.fullmatch(k, word) for k in known)]
     return f"{unknown} are no options of {name}" if unknown else None
