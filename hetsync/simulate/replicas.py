@@ -238,6 +238,8 @@ class ReplicaLearner(Learner):
     # At rest.
 
     def at_rest(self, samples: Mapping[int, int], applied: int, synchronous: bool) -> None:
+        for replica in self._replicas.values():
+            replica.steps.show_owner(applied)
         if not synchronous:
             optimizers = [replica.optimizer for replica in self._replicas.values()]
             used = [samples[rank] for rank in self._replicas]
@@ -253,9 +255,9 @@ class ReplicaLearner(Learner):
     def go_back(self, applied: int) -> None:
         for rank, replica in self._replicas.items():
             weights, state, outer = copy.deepcopy(self._kept)
+            replica.steps.show_owner(applied)
             replica.model.load_state_dict(weights)
             replica.optimizer.load_state_dict(state)
-            replica.steps.show_owner(applied)
             replica.outer, replica.deltas = outer, None
             replica.addends, replica.arriving = (), False
             replica.random_state = self._seeded(rank, applied)

@@ -13,6 +13,7 @@ from hetsync.errors import UserError
 BUILT_IN = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 BY_GRADIENT = (torch.optim.SGD, torch.optim.ASGD)  # steps are as long as that, or the mean of some
 ADAPTIVE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop)
+SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")  # of gradients, in the state of these
 
 
 def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -51,3 +52,14 @@ def momentum_of(optimizer: torch.optim.Optimizer) -> float:
     """Weight of the past in a step: SGD's momentum, or the first beta of Adam and its kin."""
     group = optimizer.param_groups[0]
     return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+
+
+def scale_second_moments(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Multiply what an adaptive optimizer keeps of its gradients' squares, as if all their noise had been so many times
+    as strong. RMSprop's, where they are centred, are noise and the square of the mean, which stays."""
+    for state in optimizer.state.values():
+        for name in SECOND_MOMENTS:
+            if isinstance(squares := state.get(name), torch.Tensor):
+                squares.mul_(factor)
+        if isinstance(mean := state.get("grad_avg"), torch.Tensor):
+            state["square_avg"].addcmul_(mean, mean, value=1 - factor)

@@ -12,7 +12,7 @@ import torch
 from hetsync.errors import UserError
 from hetsync.sync.group_state import GroupState
 from hetsync.sync.messages import STANDS_MORE, Task
-from hetsync.sync.optimizers import ADAPTIVE
+from hetsync.sync.optimizers import ADAPTIVE, scale_second_moments
 from hetsync.sync.rates import Rates, rates_of, set_rates
 
 
@@ -83,7 +83,10 @@ class Steps:
 
     - Learning rates are multiplied as `LocalSteps` says.
     - Clipping would cut slices to the norm that is meant for the batch: their bound is √(B / n) times as high.
-
+    - The second moments of adaptive optimizers are B / n times those of the batch. They forget slowly (Adam's in 1,000
+      steps), so they are multiplied where a job goes on with delay or without it, and where a rank's share changes. At
+      rests they are the batch's, on all ranks, which have shares of their own: so they can be averaged, saved, and gone
+      on with by others.
     - Decoupled weight decay (AdamW) multiplies weights by 1 − learning rate · decay, whatever the gradients: it is
       divided by `noise`, by which rate and lift multiply it. Decay inside the gradient (L2) is divided by the root of
       the second moment with it, and needs nothing.
@@ -107,7 +110,8 @@ class Steps:
         self.rates = rates
         self._max_grad_norm = max_grad_norm
         self._local = local
-        self._noise = 1.0
+        self._noise = 1.0  # of the gradients that the task's steps are made on, over the batch's
+        self._moments = 1.0  # the noise of which the second moments are
         self._adaptive = isinstance(optimizer, ADAPTIVE)
         self._in_force = rates_of(optimizer)
         self.scheduled = list(self._in_force)  # learning rates of the task, as they are for a batch
@@ -159,6 +163,12 @@ class Steps:
         self.scheduled = self.rates.at(task.position)
         self._in_force = set_rates(self.optimizer, [rate * factor for rate in self.scheduled])
         self._set_decays(self._noise)
+        self._set_moments(self._noise)
+
+    def _set_moments(self, noise: float) -> None:
+        factor, self._moments = (noise / self._moments) ** 2, noise
+        if self._adaptive and factor != 1.0:
+            scale_second_moments(self.optimizer, factor)
 
     def _set_decays(self, noise: float) -> None:
         for group, decay in zip(self.optimizer.param_groups, self._decays, strict=False):
@@ -204,9 +214,10 @@ class Steps:
         self.optimizer.zero_grad(set_to_none=True)
 
     def show_owner(self, position: int) -> None:
-        """Between tasks: the optimizer's rates and decays are those for a batch, as its owner knows them."""
+        """Between tasks: the optimizer's rates, decays and second moments are a batch's, as its owner knows them."""
         self._in_force = set_rates(self.optimizer, self.rates.owners(position))
         self._set_decays(1.0)
+        self._set_moments(1.0)
 
     def close(self, position: int) -> None:
         """The optimizer is its owner's again, after training up to `position`; rates set at the last rest hold."""

@@ -198,8 +198,8 @@ class DelayedReplicas(Replicas):
             told = machine.ledger.applied, dict(machine.staleness)
         applied, staleness = plane.broadcast_object(told)
         books.come_to_rest(applied, drained.number + 1, staleness)
-        self._come_together()
         self._steps.show_owner(applied)
+        self._come_together()
         self._samples, self._save_asked, self._rested_at = 0, False, applied
         signals = plane.gather_objects(None if stop is None else stop.caught)
         caught = next((signal for signal in signals if signal is not None), None)

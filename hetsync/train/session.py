@@ -724,7 +724,12 @@ class Session:
         self.applied, self.settings, self.shares, self.good = told
         if self._tally is not None:
             self._tally.settings = self.settings
-        if drained.drain != ROLLBACK:  # or what they have is thrown away, and some may have done so
+        going_back = drained.drain == ROLLBACK  # what they have is thrown away, and some may have done so
+        for steps in self.tasks.steps:
+            if not going_back:
+                steps.rates.agree(self.plane.gather_objects)
+            steps.show_owner(self.applied)
+        if not going_back:
             self._agree(drained)
         self.totals.since_rest = self.totals.loop_steps = 0
 
@@ -733,9 +738,6 @@ class Session:
             self._common.average(self.totals.since_rest)
         else:
             self._common.even_averages_out(self.totals.since_rest, self.totals.loop_steps)
-        for steps in self.tasks.steps:
-            steps.rates.agree(self.plane.gather_objects)
-            steps.show_owner(self.applied)
         velocity = self.outer.velocity if self.outer is not None else None
         totals = self.totals
         self._common.agree(velocity, self.version, totals.loop_steps, totals.since_rest)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hetsync.errors import UserError
 from hetsync.sync.messages import Task
@@ -93,6 +95,60 @@ def test_the_owner_gets_the_optimizer_back_as_it_was(kind: type[torch.optim.Opti
     steps.begin_task(DELAYED)
     steps.close(SHARE)
     assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
+
+
+KEEPERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, betas=(0.0, 0.99), weight_decay=0.0),
+    "amsgrad": lambda weights: torch.optim.Adam(weights, lr=0.1, betas=(0.0, 0.99), amsgrad=True),
+    "nadam": lambda weights: torch.optim.NAdam(weights, lr=0.1, betas=(0.0, 0.99)),
+    "radam": lambda weights: torch.optim.RAdam(weights, lr=0.1, betas=(0.0, 0.99)),
+    "rmsprop": lambda weights: torch.optim.RMSprop(weights, lr=0.1),
+    "centred": lambda weights: torch.optim.RMSprop(weights, lr=0.1, centered=True),
+}
+
+
+def noise_of(task: Task, values: int) -> torch.Tensor:
+    """A gradient of which nothing is signal."""
+    return torch.randn(values) / (BATCH if task.synchronous_round is not None else SHARE) ** 0.5
+
+
+def stepped(steps: Steps, weight: torch.nn.Parameter, task: Task) -> float:
+    """How long a step is."""
+    before = weight.detach().clone()
+    steps.begin_task(task)
+    weight.grad = noise_of(task, weight.numel())
+    steps.step()
+    return float((weight.detach() - before).norm())
+
+
+@pytest.mark.parametrize("kind", KEEPERS)
+@pytest.mark.parametrize(("before", "after"), [(SYNCHRONOUS, DELAYED), (DELAYED, SYNCHRONOUS)])
+def test_a_change_of_mode_leaves_steps_as_long_as_they_were(kind: str, before: Task, after: Task) -> None:
+    """The optimizer has forgotten a hundredth of what it kept: by that alone, steps would be twice or half as long."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(20_000))
+    optimizer = KEEPERS[kind]([weight])
+    steps = steps_of(optimizer, ScheduleRates(optimizer), None)
+    first = [stepped(steps, weight, before) for _ in range(400)][-1]
+    assert stepped(steps, weight, after) == pytest.approx(first, rel=0.05)
+
+
+@given(
+    kind=st.sampled_from(list(KEEPERS)),
+    tasks=st.lists(st.tuples(st.integers(1, BATCH), st.booleans()), min_size=1, max_size=8),
+)
+def test_what_is_kept_of_squares_is_a_batchs_again_after_any_tasks(kind: str, tasks: list[tuple[int, bool]]) -> None:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = KEEPERS[kind]([weight])
+    steps = steps_of(optimizer, ScheduleRates(optimizer), None)
+    for _ in range(3):
+        stepped(steps, weight, SYNCHRONOUS)
+    before = {name: value.clone() for name, value in optimizer.state[weight].items()}
+    for share, synchronous in tasks:
+        steps.begin_task(DELAYED._replace(share=share, synchronous_round=0 if synchronous else None))
+    steps.show_owner(SHARE)
+    torch.testing.assert_close(optimizer.state[weight], before)
 
 
 def test_ranks_that_step_a_scheduler_at_different_times_are_refused() -> None:
