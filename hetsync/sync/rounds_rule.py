@@ -79,8 +79,7 @@ class RoundsChange:
 
 class Rise(NamedTuple):
     """Of one key of the settings, from a value to a greater one: the parts of work and of waits that it saves, and how
-    much of a slice it must save. `not_with_grace`: rounds that have it wait for more than that. `warily`: the first
-    window of synchronous training does not suffice for it."""
+    much of a slice it must save. `not_with_grace`: rounds that have it wait for more than that."""
 
     key: str
     before: Any
@@ -89,7 +88,6 @@ class Rise(NamedTuple):
     waits_saved: float
     costs: float
     not_with_grace: bool = False
-    warily: bool = False
 
     @property
     def delays(self) -> bool:
@@ -122,8 +120,7 @@ def rises_of(sync: SyncConfig, adaptive: bool = False) -> tuple[Rise, ...]:
     first, rises = settings_of(sync), []
     if sync.delay_bound == "auto":
         costs = ADAPTIVE_DELAY_COSTS if adaptive else DELAY_COSTS
-        saves = (SAVED_BY_DELAY, 1.0, costs)
-        rises.append(Rise("delay_bound", 0, RULED_DELAY_BOUND, *saves, warily=adaptive))
+        rises.append(Rise("delay_bound", 0, RULED_DELAY_BOUND, SAVED_BY_DELAY, 1.0, costs))
         first = replace(first, delay_bound=RULED_DELAY_BOUND)
     if sync.quorum == "auto" and not first.grace:
         saves = (SAVED_BY_QUORUM, 0.0, QUORUM_COSTS)
@@ -157,6 +154,7 @@ class Window:
     seconds: float = 0.0
     work_seconds: float = 0.0
     wait_seconds: float = 0.0
+    longest_wait: float = 0.0  # of one task
 
     def is_full(self, synchronous: bool) -> bool:
         part = SYNCHRONOUS_WINDOW if synchronous else 1.0
@@ -200,6 +198,7 @@ class RoundsRule:
         window.seconds += seconds
         window.work_seconds += work_seconds
         window.wait_seconds += wait_seconds
+        window.longest_wait = max(window.longest_wait, wait_seconds)
 
     def give_up_delay(self, settings: Settings, version: int, reason: str) -> RoundsChange:
         """For good."""
@@ -244,8 +243,9 @@ class RoundsRule:
         parts = {rank: share / sum(shares.values()) / self._windows[rank].seconds for rank, share in shares.items()}
         work = sum(part * self._windows[rank].work_seconds for rank, part in parts.items())
         waits = sum(part * self._windows[rank].wait_seconds for rank, part in parts.items())
+        longest = sum(part * self._windows[rank].longest_wait for rank, part in parts.items())
         self._begin_window(version)
-        new, besides = self._choose(settings, work, waits)
+        new, besides = self._choose(settings, work, waits, waits - longest)
         if new == settings:
             return None
         self._settle(version)
@@ -253,8 +253,8 @@ class RoundsRule:
         ruled = {key: getattr(new, key) for key in RULED}
         return RoundsChange(round=version, work=work, waits=waits, reason=reason, **ruled)
 
-    def _choose(self, settings: Settings, work: float, waits: float) -> tuple[Settings, str]:
-        """Settings, and what else is to be said of them."""
+    def _choose(self, settings: Settings, work: float, waits: float, steady: float) -> tuple[Settings, str]:
+        """Settings, and what else is to be said of them. `steady`: waits without each rank's longest."""
         promised, self._promised = self._promised, None
         if promised is not None and work + waits > promised[1]:
             rise, _ = promised
@@ -266,8 +266,8 @@ class RoundsRule:
             # K slices of one contribution would be as many times the batch.
             return replace(settings, delay_bound=0, accumulation=1), ", to see what they take without delay"
         for rise, trials in self._trials.items():
-            saving = rise.saving(work, waits)
-            if rise.is_next(settings) and self._lasts(rise, saving) and trials.retry_in <= 0:
+            saving, steadily = rise.saving(work, waits), rise.saving(work, steady)
+            if rise.is_next(settings) and self._lasts(rise, saving, steadily) and trials.retry_in <= 0:
                 self._promised = rise, work + waits - KEPT * saving
                 self._calm = 0
                 trials.made += 1
@@ -275,12 +275,14 @@ class RoundsRule:
         self._synchronous += settings.synchronous
         return settings if settings.synchronous else self._calmed(settings, work + waits), ""
 
-    def _lasts(self, rise: Rise, saving: float) -> bool:
+    def _lasts(self, rise: Rise, saving: float, steadily: float) -> bool:
+        """Is it worth its costs, and not for a moment only? Ranks that have waited from the start, in more than one
+        task, will go on to; later they must have waited for long."""
         if saving <= rise.costs:
             self._called_for = 0
             return False
         self._called_for += rise.delays
-        at_once = not rise.delays or (not self._synchronous and not rise.warily)
+        at_once = not rise.delays or (not self._synchronous and steadily > rise.costs)
         return at_once or self._called_for >= LASTING_WINDOWS
 
     def _looks_back(self, settings: Settings) -> bool:

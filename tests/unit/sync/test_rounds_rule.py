@@ -499,9 +499,24 @@ def test_optimizers_that_lose_by_delay_must_wait_for_longer():
     assert list(bounds(Job(sync=AUTO, adaptive=True), [enough] * LASTING_WINDOWS)) == [0] * (LASTING_WINDOWS - 1) + [4]
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_where_ranks_have_waited_from_the_start_the_first_window_suffices(adaptive):
+    assert list(bounds(Job(sync=AUTO, adaptive=adaptive), [1.2 * ADAPTIVE_DELAY_COSTS])) == [4]
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_unless_it_was_in_one_task(adaptive):
+    job = Job(sync=AUTO, adaptive=adaptive)
+    for rank in SHARES:
+        for task in range(SETTLING_TASKS + WINDOW_TASKS):
+            job.rule.observe(rank, 1.0, 0.0, 20.0 if task == SETTLING_TASKS + 2 else 0.0)
+    assert job.rule.decide(job.settings, WINDOW_ROUNDS, SHARES) is None
+    job.version = WINDOW_ROUNDS
+    assert set(bounds(job, [0.0, *[5.0, 5.0, 0.0] * 4])) == {0}
+
+
 def test_one_moments_trouble_is_no_reason_for_delay():
     """It is where ranks wait from the start."""
-    assert list(bounds(Job(sync=AUTO), [5.0])) == [4]
     assert set(bounds(Job(sync=AUTO), [0.0, *[5.0, 5.0, 0.0] * 4])) == {0}
     assert list(bounds(Job(sync=AUTO), [0.0, *[WAITS] * LASTING_WINDOWS]))[-2:] == [0, 4]
 
