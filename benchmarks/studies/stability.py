@@ -41,7 +41,7 @@ from hetsync.simulate.simulation import Simulation
 from hetsync.simulate.telemetry import Telemetry
 from hetsync.sync.rounds_rule import RoundsChange
 
-CLUSTERS = ("homogeneous", "v100-p100-k80", "quickstart", "heavy-jitter")
+CLUSTERS = ("homogeneous", "v100-p100-k80", "quickstart", "heavy-jitter", "slow-link")
 Bound = int | Literal["auto"]
 BOUNDS: tuple[Bound, ...] = (0, 4, "auto")
 BATCH, SAMPLES, SAMPLES_PER_SECOND = 40, 12_000, 400.0
