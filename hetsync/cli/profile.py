@@ -48,12 +48,14 @@ def profile(plane: Plane, config: Config, output: Path) -> int:
     from hetsync.profiling.report import profile_cluster
     from hetsync.simulate.gain import gain_of
     from hetsync.simulate.scenario import Traffic
+    from hetsync.sync.optimizers import build_optimizer, loses_by_delay
 
     found = profile_cluster(plane, config)
     if plane.rank == 0:
         save_cluster(found.cluster, output)
         traffic = Traffic.of(found.model, config.sync.bucket_bytes)
-        show(config, found.cluster, found.ranks, gain_of(config, found.cluster, found.ranks, traffic))
+        adaptive = loses_by_delay([build_optimizer(config.optimizer, found.model)])
+        show(config, found.cluster, found.ranks, gain_of(config, found.cluster, found.ranks, traffic, adaptive))
         print(f"wrote {output}: try it with hetsync-train --emulate {output}")
     return 0
 
@@ -67,5 +69,5 @@ def profile_given(plane: Plane, config: Config, name: str) -> int:
 
     if plane.rank == 0:
         job = scenario_of(config, load_cluster(name), None, *build(config))
-        show(config, job.cluster, job.ranks, gain_of(config, job.cluster, job.ranks, job.traffic))
+        show(config, job.cluster, job.ranks, gain_of(config, job.cluster, job.ranks, job.traffic, job.adaptive))
     return 0

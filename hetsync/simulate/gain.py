@@ -11,7 +11,7 @@ from hetsync.config.schema import Config, SyncConfig
 from hetsync.emulation.cluster import Cluster
 from hetsync.simulate.scenario import Scenario, Traffic
 from hetsync.simulate.simulation import Simulation, spare_the_collector
-from hetsync.sync.rounds_rule import DELAY_COSTS
+from hetsync.sync.rounds_rule import delay_costs
 
 MOST_SLICES = 200  # of every rank; rounds repeat long before
 LEAST_SLICES = 20
@@ -32,8 +32,10 @@ class Gain:
     slices: int
 
 
-def gain_of(config: Config, cluster: Cluster, ranks: Sequence[RankProfile], traffic: Traffic) -> Gain:
-    """Simulated. UserError where the recipe's shares cannot be given to these ranks."""
+def gain_of(
+    config: Config, cluster: Cluster, ranks: Sequence[RankProfile], traffic: Traffic, adaptive: bool = False
+) -> Gain:
+    """Simulated; `adaptive` as in `Scenario`. UserError where the recipe's shares cannot be given to these ranks."""
     batch = config.data.batch_size
     slices = max(LEAST_SLICES, min(MOST_SLICES, SIMULATED_SLICES // len(ranks)))
     spare_the_collector()
@@ -50,7 +52,7 @@ def gain_of(config: Config, cluster: Cluster, ranks: Sequence[RankProfile], traf
             return rate(sync)
         without = rate(replace(sync, delay_bound=0, grace=0))
         with_delay = rate(replace(sync, delay_bound=sync.most_delay_bound))
-        return with_delay if with_delay > (1 + DELAY_COSTS) * without else without
+        return with_delay if with_delay > (1 + delay_costs(adaptive)) * without else without
 
     in_step = replace(config.sync, delay_bound=0, accumulation=1, grace=0, pins={})
     equal = rate(replace(in_step, shares="equal", rebalance=False))

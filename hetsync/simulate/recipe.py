@@ -18,7 +18,7 @@ from hetsync.profiling.device import engine_buffers, memory_cap, state_buffers
 from hetsync.profiling.measure import loss_on
 from hetsync.simulate.scenario import Scenario, Traffic
 from hetsync.sync.milestones import CHECKPOINT, EPOCH, checkpoints_every, marks_every, no_marks, rests_for
-from hetsync.sync.optimizers import BY_GRADIENT, build_optimizer
+from hetsync.sync.optimizers import build_optimizer, loses_by_delay
 
 
 def build(config: Config) -> tuple[Data, torch.nn.Module]:
@@ -49,7 +49,7 @@ def scenario_of(config: Config, cluster: Cluster, ranks: int | None, built: Data
         traffic=Traffic.of(model, config.sync.bucket_bytes),
         evaluations=no_marks if config.rests_to_evaluate else evaluations,
         judged=judged,
-        adaptive=not isinstance(build_optimizer(config.optimizer, model), BY_GRADIENT),
+        adaptive=loses_by_delay([build_optimizer(config.optimizer, model)]),
     )
 
 

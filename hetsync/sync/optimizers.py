@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 
 import torch
 
@@ -46,6 +47,11 @@ def check_needs_no_closure(optimizer: torch.optim.Optimizer, what: str) -> None:
             f"{what}, whose step needs a closure, which ranks cannot share: take one without, such as SGD or AdamW, or"
             " train in one process without HetSync"
         ) from None
+
+
+def loses_by_delay(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+    """Is one of them Adam, its kin, or not known? Then delay must save more (`rounds_rule.py`)."""
+    return not all(isinstance(optimizer, BY_GRADIENT) for optimizer in optimizers)
 
 
 def momentum_of(optimizer: torch.optim.Optimizer) -> float:

@@ -114,13 +114,16 @@ class Rise(NamedTuple):
         return self.work_saved * work + self.waits_saved * waits
 
 
+def delay_costs(adaptive: bool) -> float:
+    return ADAPTIVE_DELAY_COSTS if adaptive else DELAY_COSTS
+
+
 def rises_of(sync: SyncConfig, adaptive: bool = False) -> tuple[Rise, ...]:
     """What a rule may do, in the order in which it tries it. `adaptive`: not all optimizers are known to lose little
     by delay."""
     first, rises = settings_of(sync), []
     if sync.delay_bound == "auto":
-        costs = ADAPTIVE_DELAY_COSTS if adaptive else DELAY_COSTS
-        rises.append(Rise("delay_bound", 0, RULED_DELAY_BOUND, SAVED_BY_DELAY, 1.0, costs))
+        rises.append(Rise("delay_bound", 0, RULED_DELAY_BOUND, SAVED_BY_DELAY, 1.0, delay_costs(adaptive)))
         first = replace(first, delay_bound=RULED_DELAY_BOUND)
     if sync.quorum == "auto" and not first.grace:
         saves = (SAVED_BY_QUORUM, 0.0, QUORUM_COSTS)

@@ -48,7 +48,7 @@ from hetsync.sync.messages import (
 )
 from hetsync.sync.milestones import ROLLBACK, STOP, TOO_FEW, Evaluation
 from hetsync.sync.model_tensors import ModelTensors, all_trained
-from hetsync.sync.optimizers import BY_GRADIENT
+from hetsync.sync.optimizers import loses_by_delay
 from hetsync.sync.rates import require_same_schedulers
 from hetsync.sync.reals import reals, summed_in
 from hetsync.sync.recovery import Books, Damage, Death, Decision, Report, first_standing, keepers, rebuilt
@@ -295,7 +295,7 @@ class Session:
         several = self.plane.ranks_at_start > 1  # or there will be again, by replacement
         ruled = self.control is None and several
         tolerant = self.plane.tolerant and several
-        adaptive = not all(isinstance(optimizer, BY_GRADIENT) for optimizer in self.optimizers)
+        adaptive = loses_by_delay(self.optimizers)
 
         def deliver_for(machine: RoundStateMachine) -> Deliver:
             return as_messages(machine, send, keepers(self.plane.members) if tolerant else ())

@@ -13,13 +13,13 @@ from hetsync.simulate.gain import MOST_SLICES, Gain, gain_of
 from hetsync.simulate.scenario import Traffic
 
 
-def gain(rates: list[float], sync: SyncConfig | None = None, **cluster: object) -> Gain:
+def gain(rates: list[float], sync: SyncConfig | None = None, adaptive: bool = False, **cluster: object) -> Gain:
     """On ranks of so many samples/s; slices of about 0.1 s."""
     batch = round(sum(rates) / 10)
     ranks = [RankProfile("d", "h", StepTime(0.0, 1 / rate)) for rate in rates]
     made = Cluster("c", "s", tuple(DeviceGroup("d") for _ in rates), **cluster)  # type: ignore[arg-type]
     config = Config(data=DataConfig(batch_size=batch), sync=sync or SyncConfig())
-    return gain_of(config, made, ranks, Traffic())
+    return gain_of(config, made, ranks, Traffic(), adaptive)
 
 
 def test_unequal_devices_gain_what_equal_shares_leave_idle() -> None:
@@ -67,3 +67,10 @@ def test_delay_by_rule_gains_what_it_comes_to(cluster: dict[str, object], bound:
 
 def test_grace_that_is_given_has_no_room_without_delay() -> None:
     assert gain([400.0, 100.0], SyncConfig(delay_bound="auto", grace=1)).recipe > 0
+
+
+def test_a_recipe_with_adam_is_not_said_to_gain_by_a_delay_that_its_rule_does_not_choose() -> None:
+    rates, trouble = [100.0, 100.0], {"jitter": LognormalJitter(0.2)}
+    plain, adaptive = gain(rates, **trouble), gain(rates, adaptive=True, **trouble)
+    assert plain.recipe > 1.1 * plain.by_speed
+    assert adaptive.recipe == adaptive.by_speed
