@@ -66,9 +66,10 @@ class Task(NamedTuple):
     """Work for one contribution of one rank: K slices, each a few spans of the sample stream.
 
     `synchronous_round` is the round that all ranks' tasks of a synchronous step share, None in delayed mode;
-    `round_samples` that step's samples over all ranks. `position`, in samples, drives the learning rate, as does
-    `share`, the samples of a full slice of this rank. `units` are those that a sample has on average, by weighted
-    backward call (`units.py`). A rank begins the task only once it has applied version `not_before`.
+    `round_samples` that step's samples over all ranks. `position`, in samples, drives the learning rate. `share` is the
+    samples of a full slice of this rank: before a rest slices are smaller. `units` are those that a sample has on
+    average, by weighted backward call (`units.py`). A rank begins the task only once it has applied version
+    `not_before`.
     """
 
     number: int

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -60,10 +61,17 @@ def momentum_of(optimizer: torch.optim.Optimizer) -> float:
     return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
 
 
-def scale_second_moments(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Multiply what an adaptive optimizer keeps of its gradients' squares, as if all their noise had been so many times
-    as strong. RMSprop's, where they are centred, are noise and the square of the mean, which stays."""
-    for state in optimizer.state.values():
+def copied_second_moments(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Of one weight: the same, with gradients' squares that may be written to."""
+    own = {name for name in SECOND_MOMENTS if isinstance(state.get(name), torch.Tensor)}
+    return {name: value.clone() if name in own else value for name, value in state.items()}
+
+
+def scale_second_moments(states: Iterable[Mapping[str, Any]], factor: float) -> None:
+    """Multiply what an adaptive optimizer keeps of its gradients' squares, of each weight, as if all their noise had
+    been so many times as strong. RMSprop's, where they are centred, are noise and the square of the mean, which
+    stays."""
+    for state in states:
         for name in SECOND_MOMENTS:
             if isinstance(squares := state.get(name), torch.Tensor):
                 squares.mul_(factor)

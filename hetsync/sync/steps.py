@@ -12,14 +12,18 @@ import torch
 from hetsync.errors import UserError
 from hetsync.sync.group_state import GroupState
 from hetsync.sync.messages import STANDS_MORE, Task
-from hetsync.sync.optimizers import ADAPTIVE, scale_second_moments
+from hetsync.sync.optimizers import ADAPTIVE, copied_second_moments, scale_second_moments
 from hetsync.sync.rates import Rates, rates_of, set_rates
 
 
-def _decoupled_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float | None:
-    """The weight decay of a group, where it is scaled with the learning rate and decoupled from the gradient."""
+def _batchs_own(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, float]:
+    """The settings of an adaptive optimizer's group that are others for slices: what is added to the root of the second
+    moment, and the weight decay, where it is scaled with the learning rate and decoupled from the gradient."""
+    if not isinstance(optimizer, ADAPTIVE):
+        return {}
     decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
-    return group["weight_decay"] if decoupled and isinstance(optimizer, ADAPTIVE) else None
+    names = ("eps", "weight_decay") if decoupled else ("eps",)
+    return {name: group[name] for name in names if name in group}
 
 
 def require_finite(total: float, rank: int, task: Task) -> None:
@@ -64,7 +68,9 @@ class LocalSteps:
 
     def noise(self, task: Task) -> float:
         """Norm of a slice's gradient over that of the batch's, where noise rules it."""
-        return math.sqrt(self.batch_size / (task.share or task.samples)) if task.synchronous_round is None else 1.0
+        if task.synchronous_round is not None:
+            return 1.0
+        return math.sqrt(self.batch_size * len(task.slices) / task.samples)
 
     def lift(self, task: Task) -> float:
         """Of the progress of the task's steps, when it is merged."""
@@ -84,9 +90,10 @@ class Steps:
     - Learning rates are multiplied as `LocalSteps` says.
     - Clipping would cut slices to the norm that is meant for the batch: their bound is √(B / n) times as high.
     - The second moments of adaptive optimizers are B / n times those of the batch. They forget slowly (Adam's in 1,000
-      steps), so they are multiplied where a job goes on with delay or without it, and where a rank's share changes. At
-      rests they are the batch's, on all ranks, which have shares of their own: so they can be averaged, saved, and gone
-      on with by others.
+      steps), so they are multiplied where a job goes on with delay or without it, and where slices are smaller or
+      larger than before. At rests they are the batch's, on all ranks, which have shares of their own: so they can be
+      averaged, and gone on with by others. So they are in a state that is saved meanwhile.
+    - Their eps is added to the root of that, and is √(B / n) times the batch's.
     - Decoupled weight decay (AdamW) multiplies weights by 1 − learning rate · decay, whatever the gradients: it is
       divided by `noise`, by which rate and lift multiply it. Decay inside the gradient (L2) is divided by the root of
       the second moment with it, and needs nothing.
@@ -115,7 +122,7 @@ class Steps:
         self._adaptive = isinstance(optimizer, ADAPTIVE)
         self._in_force = rates_of(optimizer)
         self.scheduled = list(self._in_force)  # learning rates of the task, as they are for a batch
-        self._decays = [_decoupled_decay(optimizer, group) for group in optimizer.param_groups]
+        self._own = [_batchs_own(optimizer, group) for group in optimizer.param_groups]
         self.groups = GroupState(optimizer)
 
         self._before, self._after = before, after
@@ -123,6 +130,8 @@ class Steps:
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_post_hook(self._as_of_a_batch),
+            optimizer.register_load_state_dict_pre_hook(self._refuse_state),
         ]
 
     def _before_step(self, _: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -152,7 +161,7 @@ class Steps:
         if found != self._in_force:
             self.rates.rebase(found)
         self._in_force = found
-        self._decays = [_decoupled_decay(self.optimizer, group) for group in self.optimizer.param_groups]
+        self._own = [_batchs_own(self.optimizer, group) for group in self.optimizer.param_groups]
         self.groups.settle()
 
     def begin_task(self, task: Task) -> None:
@@ -162,19 +171,35 @@ class Steps:
         factor = self._local.rate(task, self._adaptive)
         self.scheduled = self.rates.at(task.position)
         self._in_force = set_rates(self.optimizer, [rate * factor for rate in self.scheduled])
-        self._set_decays(self._noise)
-        self._set_moments(self._noise)
+        self._set_noise(self._noise)
 
-    def _set_moments(self, noise: float) -> None:
+    def _set_noise(self, noise: float) -> None:
+        """Settings and second moments are those for gradients with so many times the batch's."""
+        for group, own in zip(self.optimizer.param_groups, self._own, strict=False):
+            for name, value in own.items():
+                group[name] = value / noise if name == "weight_decay" else value * noise
+        self.groups.settle()
         factor, self._moments = (noise / self._moments) ** 2, noise
         if self._adaptive and factor != 1.0:
-            scale_second_moments(self.optimizer, factor)
+            scale_second_moments(self.optimizer.state.values(), factor)
 
-    def _set_decays(self, noise: float) -> None:
-        for group, decay in zip(self.optimizer.param_groups, self._decays, strict=False):
-            if decay is not None:
-                group["weight_decay"] = decay / noise
-        self.groups.settle()
+    def _as_of_a_batch(self, _: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """A state that is saved between two rests, as it would be at one."""
+        if self._moments == 1.0:
+            return saved
+        for group, rate, own in zip(saved["param_groups"], self.scheduled, self._own, strict=False):
+            held = group["lr"]
+            group.update(own, lr=torch.full_like(held, rate) if isinstance(held, torch.Tensor) else rate)
+        state = {place: copied_second_moments(values) for place, values in saved["state"].items()}
+        scale_second_moments(state.values(), self._moments**-2)
+        return {**saved, "state": state}
+
+    def _refuse_state(self, *_: Any) -> None:
+        if self._moments != 1.0:
+            raise UserError(
+                "the optimizer's state was loaded in the loop, which with delay each rank would do for itself: load it"
+                " between epochs, or train with delay_bound=0"
+            )
 
     def _check_rates(self) -> None:
         """Nobody has set others, nor another setting; new groups are adopted."""
@@ -182,7 +207,7 @@ class Steps:
         for group, rate in zip(groups[len(self._in_force) :], found[len(self._in_force) :], strict=True):
             self.rates.adopt(rate)
             self._in_force.append(rate)
-            self._decays.append(_decoupled_decay(self.optimizer, group))
+            self._own.append(_batchs_own(self.optimizer, group))
         if found != self._in_force:
             self._refuse_rates(found)
         self.groups.check()
@@ -214,10 +239,9 @@ class Steps:
         self.optimizer.zero_grad(set_to_none=True)
 
     def show_owner(self, position: int) -> None:
-        """Between tasks: the optimizer's rates, decays and second moments are a batch's, as its owner knows them."""
+        """Between tasks: the optimizer's rates, settings and second moments are a batch's, as its owner knows them."""
         self._in_force = set_rates(self.optimizer, self.rates.owners(position))
-        self._set_decays(1.0)
-        self._set_moments(1.0)
+        self._set_noise(1.0)
 
     def close(self, position: int) -> None:
         """The optimizer is its owner's again, after training up to `position`; rates set at the last rest hold."""

@@ -18,7 +18,7 @@ from hetsync.sync.optimizers import SECOND_MOMENTS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
 
-BATCHES, WEIGHTS = 100, 2000
+BATCHES, EPOCHS, WEIGHTS = 6, 25, 2000  # many rests, before which slices are smaller
 
 
 def kept(optimizer: torch.optim.Optimizer, forgets: float) -> float:
@@ -33,7 +33,7 @@ def kept(optimizer: torch.optim.Optimizer, forgets: float) -> float:
 def test_they_are_those_of_a_batch_on_every_rank(plane: Plane, bound: int, kind: type[torch.optim.Optimizer]) -> None:
     """Gradients are means of normal deviates, so that the squares of a batch's are 1 / B: those of a slice of n
     samples are 1 / n, by which they were kept before."""
-    forgets = 0.98
+    forgets = 0.95
     settings: dict[str, Any] = {"betas": (0.9, forgets)} if kind is torch.optim.AdamW else {"alpha": forgets}
 
     def script(job: Any, seen: Seen) -> Result:
@@ -42,7 +42,7 @@ def test_they_are_those_of_a_batch_on_every_rank(plane: Plane, bound: int, kind:
         loader = DataLoader(TensorDataset(deviates), BATCH, shuffle=True)
         optimizer = kind(model.parameters(), lr=1e-6, **settings)
         model, optimizer, loader = job.prepare(model, optimizer, loader)
-        for _ in job.epochs(2):
+        for _ in job.epochs(EPOCHS):
             for (batch,) in loader:
                 job.backward(model(batch).mean())
                 optimizer.step()
@@ -53,4 +53,4 @@ def test_they_are_those_of_a_batch_on_every_rank(plane: Plane, bound: int, kind:
     _, seen = on_ranks(plane, script, bound)
     everyones = plane.gather_objects(seen.values)
     assert everyones == [seen.values] * plane.size
-    assert seen.values == pytest.approx([1 / BATCH] * 2, rel=0.35)  # the last slices of an epoch are shorter
+    assert seen.values == pytest.approx([1 / BATCH] * EPOCHS, rel=0.2)

@@ -146,9 +146,67 @@ def test_what_is_kept_of_squares_is_a_batchs_again_after_any_tasks(kind: str, ta
         stepped(steps, weight, SYNCHRONOUS)
     before = {name: value.clone() for name, value in optimizer.state[weight].items()}
     for share, synchronous in tasks:
-        steps.begin_task(DELAYED._replace(share=share, synchronous_round=0 if synchronous else None))
+        task = DELAYED._replace(slices=(((0, share),),), synchronous_round=0 if synchronous else None)
+        steps.begin_task(task)
+    saved = optimizer.state_dict()
     steps.show_owner(SHARE)
     torch.testing.assert_close(optimizer.state[weight], before)
+    torch.testing.assert_close(saved["state"], optimizer.state_dict()["state"])  # in the midst, too
+    assert saved["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+def test_a_state_is_loaded_at_rest() -> None:
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+    steps, saved = steps_of(optimizer, ScheduleRates(optimizer), None), optimizer.state_dict()
+    steps.begin_task(DELAYED)
+    with pytest.raises(UserError, match=r"state was loaded in the loop, .*: load it between epochs, or train with"):
+        optimizer.load_state_dict(saved)
+    steps.show_owner(SHARE)
+    optimizer.load_state_dict(saved)
+    steps.begin_task(SYNCHRONOUS)
+    optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("kind", KEEPERS)
+def test_a_slice_that_is_smaller_than_a_ranks_share_counts_as_what_it_is(kind: str) -> None:
+    """As before a rest: by the squares of its gradients, and by its weight in the anchor."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(20_000))
+    optimizer = KEEPERS[kind]([weight])
+    steps = steps_of(optimizer, ScheduleRates(optimizer), None)
+    whole, small = DELAYED, DELAYED._replace(slices=(((0, 1),),))
+    for _ in range(400):
+        stepped(steps, weight, whole)
+    steps.begin_task(small)
+    for _ in range(400):
+        weight.grad = torch.randn(20_000)
+        steps.step()
+    steps.show_owner(SHARE)
+    state = optimizer.state[weight]
+    squares = next(state[name] for name in ("exp_avg_sq", "square_avg") if name in state)
+    squares = squares - state["grad_avg"] ** 2 if "grad_avg" in state else squares
+    assert float(squares.mean()) == pytest.approx(1 / BATCH, rel=0.05)
+
+
+@pytest.mark.parametrize("eps", [1e-8, 0.3, 100.0])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop])
+def test_eps_is_added_to_the_root_of_a_batchs_squares(kind: type[torch.optim.Optimizer], eps: float) -> None:
+    """Ranks whose gradients are noise alone move the anchor by a step as long as the batch's, whatever part of the
+    denominator is eps: by steps on slices it was up to √(B / n) times as long."""
+    lengths = []
+    for task in (SYNCHRONOUS, DELAYED):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.zeros(20_000))
+        optimizer = kind([weight], lr=0.1, eps=eps)  # type: ignore[call-arg]
+        steps = steps_of(optimizer, ScheduleRates(optimizer), None)
+        for _ in range(400):
+            length = stepped(steps, weight, task)
+        lift = LocalSteps.of([optimizer], BATCH, BATCH // SHARE).lift(task)
+        ranks = BATCH // SHARE if task is DELAYED else 1
+        lengths.append(length * lift * ranks**0.5 / ranks)  # of a sum of independent ones, each of n / B
+        steps.show_owner(SHARE)
+        assert optimizer.param_groups[0]["eps"] == eps
+    assert lengths[1] == pytest.approx(lengths[0], rel=0.05)
 
 
 def test_ranks_that_step_a_scheduler_at_different_times_are_refused() -> None:
