@@ -365,7 +365,11 @@ def test_local_steps_on_few_samples_are_short(plane: Plane, optimizer: str, boun
     )
     share = outcome.session.shares[plane.rank]
     factor = min(1.0, math.sqrt(share * plane.size / BATCH)) if optimizer == "momentum" else 1.0
-    assert seen == pytest.approx([rate * factor] * len(seen))
+    if optimizer == "momentum":  # and before the end, where slices are smaller still, shorter
+        right = max(seen) == pytest.approx(rate * factor) and seen.count(max(seen)) > len(seen) / 2
+    else:
+        right = seen == pytest.approx([rate] * len(seen))
+    assert all(plane.gather_objects(right))
     assert sum(plane.gather_objects(len(seen))) >= SAMPLES / BATCH
 
 
