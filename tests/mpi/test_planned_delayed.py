@@ -21,6 +21,7 @@ from hetsync.config.schema import Config, KeepBestConfig, SyncConfig
 from hetsync.errors import TERMINATED
 from hetsync.plane.base import Plane
 from hetsync.replica.passes import Passes
+from hetsync.train import planned_delayed
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
 
@@ -87,6 +88,18 @@ def test_each_step_is_timed_as_an_update(plane: Plane, folder: Path, monkeypatch
     steps = plane.broadcast_object(len(lines(folder / "run", plane.rank, "piece")) if plane.rank == 0 else None)
     if plane.rank == 0:
         assert len(seen) == steps > 2
+
+
+def test_what_replicas_average_at_rest_is_a_batchs(plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, averaged = [], planned_delayed.average_over_holders
+
+    def look(optimizer: torch.optim.Optimizer, *more: Any) -> None:
+        seen.extend(group["eps"] for group in optimizer.param_groups)
+        averaged(optimizer, *more)
+
+    monkeypatch.setattr(planned_delayed, "average_over_holders", look)
+    assert by_plan(plane, delayed(folder / "run"), "replicas") == 0
+    assert {eps for theirs in plane.gather_objects(seen) for eps in theirs} == {1e-8}
 
 
 def test_it_goes_on_under_another_plan_and_under_none(plane: Plane, folder: Path) -> None:

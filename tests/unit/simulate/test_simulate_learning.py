@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ from hetsync.data import Data
 from hetsync.data.loader import EpochOrder
 from hetsync.emulation.cluster import Link, load_cluster
 from hetsync.errors import UserError
-from hetsync.simulate import Change, Learner, Runtime, Simulation, Traffic
+from hetsync.simulate import Change, Learner, Runtime, Simulation, Traffic, replicas
 from hetsync.simulate.calibrate import Noise, fit, losses_of, measure_noise, noise_power, simulated_curve
 from hetsync.simulate.quadratic import Landscape, NoisyQuadratic
 from hetsync.simulate.recipe import scenario_of
@@ -463,6 +464,18 @@ def test_ranks_go_back_where_delay_has_lost_training(
         learner._replicas[2].model.parameters(), plain._replicas[2].model.parameters(), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_what_replicas_average_at_rest_is_a_batchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def look(optimizers: Sequence[torch.optim.Optimizer], samples: Sequence[int]) -> None:
+        seen.extend(group["eps"] for optimizer in optimizers for group in optimizer.param_groups)
+        average_states(optimizers, samples)
+
+    monkeypatch.setattr(replicas, "average_states", look)
+    trained(recipe(OptimizerConfig("adamw", 0.01), delay_bound=4), *regression())
+    assert seen == [1e-8] * len(RATES)
 
 
 def test_the_quadratic_goes_back_to_what_it_kept() -> None:
