@@ -16,7 +16,7 @@ from hetsync.sync.optimizers import ADAPTIVE, copied_second_moments, scale_secon
 from hetsync.sync.rates import Rates, rates_of, set_rates
 
 
-def _batchs_own(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, float]:
+def _settings_of_a_batch(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, float]:
     """The settings of an adaptive optimizer's group that are others for slices: what is added to the root of the second
     moment, and the weight decay, where it is scaled with the learning rate and decoupled from the gradient."""
     if not isinstance(optimizer, ADAPTIVE):
@@ -117,12 +117,11 @@ class Steps:
         self.rates = rates
         self._max_grad_norm = max_grad_norm
         self._local = local
-        self._noise = 1.0  # of the gradients that the task's steps are made on, over the batch's
-        self._moments = 1.0  # the noise of which the second moments are
+        self._noise = 1.0  # of the gradients that steps are made on, over the batch's; at rest 1
         self._adaptive = isinstance(optimizer, ADAPTIVE)
         self._in_force = rates_of(optimizer)
         self.scheduled = list(self._in_force)  # learning rates of the task, as they are for a batch
-        self._own = [_batchs_own(optimizer, group) for group in optimizer.param_groups]
+        self._settings = [_settings_of_a_batch(optimizer, group) for group in optimizer.param_groups]
         self.groups = GroupState(optimizer)
 
         self._before, self._after = before, after
@@ -161,41 +160,40 @@ class Steps:
         if found != self._in_force:
             self.rates.rebase(found)
         self._in_force = found
-        self._own = [_batchs_own(self.optimizer, group) for group in self.optimizer.param_groups]
+        self._settings = [_settings_of_a_batch(self.optimizer, group) for group in self.optimizer.param_groups]
         self.groups.settle()
 
     def begin_task(self, task: Task) -> None:
         """The steps from now on are this task's."""
         self._check_rates()
-        self._noise = self._local.noise(task)
         factor = self._local.rate(task, self._adaptive)
         self.scheduled = self.rates.at(task.position)
         self._in_force = set_rates(self.optimizer, [rate * factor for rate in self.scheduled])
-        self._set_noise(self._noise)
+        self._set_noise(self._local.noise(task))
 
     def _set_noise(self, noise: float) -> None:
         """Settings and second moments are those for gradients with so many times the batch's."""
-        for group, own in zip(self.optimizer.param_groups, self._own, strict=False):
-            for name, value in own.items():
+        for group, settings in zip(self.optimizer.param_groups, self._settings, strict=False):
+            for name, value in settings.items():
                 group[name] = value / noise if name == "weight_decay" else value * noise
         self.groups.settle()
-        factor, self._moments = (noise / self._moments) ** 2, noise
+        factor, self._noise = (noise / self._noise) ** 2, noise
         if self._adaptive and factor != 1.0:
             scale_second_moments(self.optimizer.state.values(), factor)
 
     def _as_of_a_batch(self, _: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """A state that is saved between two rests, as it would be at one."""
-        if self._moments == 1.0:
+        if self._noise == 1.0:
             return saved
-        for group, rate, own in zip(saved["param_groups"], self.scheduled, self._own, strict=False):
+        for group, rate, settings in zip(saved["param_groups"], self.scheduled, self._settings, strict=False):
             held = group["lr"]
-            group.update(own, lr=torch.full_like(held, rate) if isinstance(held, torch.Tensor) else rate)
+            group.update(settings, lr=torch.full_like(held, rate) if isinstance(held, torch.Tensor) else rate)
         state = {place: copied_second_moments(values) for place, values in saved["state"].items()}
-        scale_second_moments(state.values(), self._moments**-2)
+        scale_second_moments(state.values(), self._noise**-2)
         return {**saved, "state": state}
 
     def _refuse_state(self, *_: Any) -> None:
-        if self._moments != 1.0:
+        if self._noise != 1.0:
             raise UserError(
                 "the optimizer's state was loaded in the loop, which with delay each rank would do for itself: load it"
                 " between epochs, or train with delay_bound=0"
@@ -207,7 +205,7 @@ class Steps:
         for group, rate in zip(groups[len(self._in_force) :], found[len(self._in_force) :], strict=True):
             self.rates.adopt(rate)
             self._in_force.append(rate)
-            self._own.append(_batchs_own(self.optimizer, group))
+            self._settings.append(_settings_of_a_batch(self.optimizer, group))
         if found != self._in_force:
             self._refuse_rates(found)
         self.groups.check()
