@@ -6,20 +6,31 @@ Each ends with a line of JSON on rank 0. They run on processors, too, where what
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
+import random
+import signal
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.cuda import _sanitizer
 from torch.utils.data import TensorDataset
 
 import hetsync
 from hetsync.data.loader import EpochOrder
 from hetsync.plane import open_plane
-from hetsync.plane.base import Plane
+from hetsync.plane.base import Plane, Sums
+from hetsync.plane.groups import GatedLane, NcclLane, open_gloo
+from hetsync.plane.polled import PolledSums
+from hetsync.profiling.device import memory_cap
 from hetsync.profiling.measure import autocast
 
 SAMPLES, BATCH, EPOCHS, SEED = 240, 24, 8, 3
@@ -43,10 +54,10 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def busy(device: str) -> None:
+def busy(device: str, cycles: int = BUSY_CYCLES) -> None:
     """Work that keeps the calling thread's stream behind: what is not ordered runs ahead of it."""
     if device == "cuda":
-        torch.cuda._sleep(BUSY_CYCLES)
+        torch.cuda._sleep(cycles)
 
 
 @contextlib.contextmanager
@@ -62,15 +73,26 @@ def on_stream(own: bool) -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def train(plane: Plane, device: str, *, own_stream: bool = False, compiled: bool = False, **settings: Any) -> Script:
-    """A job with unequal shares; what came of it, on every rank."""
+def train(
+    plane: Plane,
+    device: str,
+    *,
+    stream: str = "default",
+    compiled: bool = False,
+    dawdles: bool = False,
+    dies_at: int | None = None,
+    **settings: Any,
+) -> Script:
+    """A job with unequal shares; what came of it, on every rank. `stream`: default, own (around the loop) or batch
+    (around each). `dawdles`: the device is kept busy for random times. The last rank `dies_at` a batch."""
     model = network(device)
     optimizer = optimizer_of(model)
     first = BATCH * 2 // 3 if plane.size > 1 else BATCH
     losses: list[float] = []
     summaries: list[dict[str, Any]] = []
+    drawn = random.Random(plane.rank)
     with (
-        on_stream(own_stream),
+        on_stream(stream == "own"),
         hetsync.join(
             plane=plane, device=device, seed=SEED, pins={0: first}, rebalance=False, progress=False, **settings
         ) as job,
@@ -78,13 +100,24 @@ def train(plane: Plane, device: str, *, own_stream: bool = False, compiled: bool
         model, optimizer = job.prepare(model, optimizer)
         compute = torch.compile(model) if compiled else model
         job.on("end", summaries.append)
-        for points, labels in job.loader(data(), BATCH, samples=EPOCHS * SAMPLES):
-            busy(device)
-            assert points.device.type == device
-            with job.autocast():
-                loss = nn.functional.cross_entropy(compute(points), labels)
-            job.backward(loss)
-            job.step(optimizer)
+
+        def pause() -> None:
+            busy(device, int(BUSY_CYCLES * drawn.random()) if dawdles else BUSY_CYCLES)
+
+        for number, (points, labels) in enumerate(job.loader(data(), BATCH, samples=EPOCHS * SAMPLES)):
+            if number == dies_at and plane.rank == plane.size - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with on_stream(stream == "batch"):
+                pause()
+                assert points.device.type == device
+                with job.autocast():
+                    loss = nn.functional.cross_entropy(compute(points), labels)
+                if dawdles:
+                    pause()
+                job.backward(loss)
+                if dawdles:
+                    pause()
+                job.step(optimizer)
             losses.append(float(loss.detach()))
     summary = plane.broadcast_object(summaries[0] if summaries else None)
     weights = [weight.detach().float().cpu() for weight in model.parameters()]
@@ -110,31 +143,55 @@ def furthest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
-def contract(plane: Plane, device: str) -> dict[str, Any]:
-    """Sums in every wire format, several under way, of tensors that the device is still working on."""
+def sums_in_every_wire(sums: Sums, rank: int, size: int, device: str) -> dict[str, float]:
+    """Several under way, of tensors that the device is still working on: the worst relative errors."""
     worst = {}
-    expected = plane.size * (plane.size + 1) / 2
+    expected = size * (size + 1) / 2
     for wire in WIRES:
         tensors = []
         for _ in range(4):
             busy(device)
-            tensors.append(torch.full((100_003,), float(plane.rank + 1), device=device))
-        handles = [plane.allreduce(tensor, wire) for tensor in tensors]
+            tensors.append(torch.full((100_003,), float(rank + 1), device=device))
+        handles = [sums.allreduce(tensor, wire) for tensor in tensors]
         while not all([handle.done() for handle in handles]):
             time.sleep(1e-4)
         worst[wire] = max(float((tensor - expected).abs().max()) / expected for tensor in tensors)
     return worst
 
 
+def contract(plane: Plane, device: str) -> dict[str, Any]:
+    return sums_in_every_wire(plane, plane.rank, plane.size, device)
+
+
+def through_lane(plane: Plane, device: str) -> dict[str, Any]:
+    """By NCCL, or Gloo in its place."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = plane.broadcast_object(f"{folder}/store" if plane.leads else None)
+        return _through_lane(plane, dist.FileStore(path, plane.size), device)
+
+
+def _through_lane(plane: Plane, store: dist.Store, device: str) -> dict[str, Any]:
+    rank, size = plane.rank, plane.size
+    if device == "cuda":
+        lane: GatedLane = NcclLane(store, "lane", rank, size, torch.device("cuda", 0), 60.0)
+    else:
+        lane = GatedLane(*(open_gloo(store, name, rank, size, 60.0) for name in ("sums", "gate")))
+    worst = sums_in_every_wire(PolledSums("this lane", rank, size, lane, lane, lane.reads), rank, size, device)
+    plane.barrier()
+    lane.close()
+    return worst
+
+
 def synchronous(plane: Plane, device: str, precision: str, stream: str) -> dict[str, Any]:
-    found = train(plane, device, delay_bound=0, precision=precision, own_stream=stream == "own")
+    found = train(plane, device, delay_bound=0, precision=precision, stream=stream)
     return {"furthest": furthest(found["weights"], plain(device, precision))}
 
 
 def delayed(plane: Plane, device: str, kind: str) -> dict[str, Any]:
     settings: dict[str, dict[str, Any]] = {
         "plain": {},
-        "own stream": {"own_stream": True},
+        "own stream": {"stream": "own"},
+        "stream a batch": {"stream": "batch"},
         "wire": {"wire": "bfloat16"},
         "scaler": {"precision": "float16"},
         "compile": {"compiled": True},
@@ -155,7 +212,87 @@ def mixed(plane: Plane, device: str, bound: str) -> dict[str, Any]:
     return {"applied": found["summary"]["samples_applied"]}
 
 
-JOBS = {job.__name__: job for job in (contract, synchronous, delayed, mixed)}
+def bits(plane: Plane, device: str, bound: str, stream: str) -> dict[str, Any]:
+    """Of the weights after training that is the same whatever the device is late with."""
+    found = train(plane, device, delay_bound=int(bound), stream=stream, dawdles=True)
+    digest = hashlib.sha256()
+    for weight in found["weights"]:
+        digest.update(weight.numpy().tobytes())
+    return {"sha256": digest.hexdigest()}
+
+
+class Sanitizer(_sanitizer.CUDASanitizerDispatchMode):
+    """Torch's own, for several threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.RLock()
+
+    def __torch_dispatch__(self, *call: Any, **named: Any) -> Any:
+        with self._lock:
+            return super().__torch_dispatch__(*call, **named)
+
+
+@contextlib.contextmanager
+def sanitizer_in_all_threads() -> Iterator[None]:
+    """Of Python's; autograd's take over that of who calls backward."""
+    mode, run = Sanitizer(), threading.Thread.run
+
+    def sanitized(thread: threading.Thread) -> None:
+        with mode:
+            run(thread)
+
+    threading.Thread.run = sanitized  # type: ignore[method-assign]
+    try:
+        with mode:
+            yield
+    finally:
+        threading.Thread.run = run  # type: ignore[method-assign]
+
+
+def sanitized(plane: Plane, device: str, bound: str, stream: str) -> dict[str, Any]:
+    """Torch's sanitizer ends a job in which two streams race."""
+    with sanitizer_in_all_threads():
+        found = train(plane, device, delay_bound=int(bound), stream=stream)
+    return {"applied": found["summary"]["samples_applied"]}
+
+
+def killed(plane: Plane, device: str, bound: str) -> dict[str, Any]:
+    """The last rank dies in mid-training."""
+    found = train(plane, device, delay_bound=int(bound), dies_at=9, tolerate=True, least_ranks=1)
+    summary = found["summary"]
+    return {"applied": summary["samples_applied"], "failures": [each["rank"] for each in summary["failures"]]}
+
+
+def full(plane: Plane, device: str) -> dict[str, Any]:
+    """Eight steps on 0.95 of the batch that is told to fit."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(64, 16384), nn.ReLU(), nn.Linear(16384, 4)).to(device)
+
+    def loss(samples: int) -> torch.Tensor:
+        made: torch.Tensor = model(torch.randn(samples, 64, device=device)).square().mean()
+        return made
+
+    cap = memory_cap(model, loss, torch.device(device), plane.size, optimizer_state_buffers=1)
+    own = int(0.95 * cap) if device == "cuda" and cap is not None else 64
+    batch = own * plane.size
+    summaries: list[dict[str, Any]] = []
+    # Equal shares of what is measured anew, so that they are of this size.
+    with hetsync.join(
+        plane=plane, device=device, seed=SEED, delay_bound=4, shares="equal", rebalance=False, progress=False
+    ) as job:
+        model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9))
+        job.on("end", summaries.append)
+        for (points,) in job.loader(TensorDataset(torch.randn(batch, 64)), batch, samples=8 * batch):
+            job.backward(model(points).square().mean())
+            job.step(optimizer)
+    summary = plane.broadcast_object(summaries[0] if summaries else None)
+    return {"cap": cap, "steps": summary["samples_applied"] / batch}
+
+
+JOBS = {
+    job.__name__: job for job in (contract, through_lane, synchronous, delayed, mixed, bits, sanitized, killed, full)
+}
 
 
 def main() -> None:

@@ -1,0 +1,166 @@
+"""One GPU, nine minutes: checks HetSync on it, and measures it, the most valuable first.
+
+    python -m benchmarks.gpu [--small] [--second]
+
+Each part is processes of its own, with a limit, a log and files of its own; whatever it does, the next begins. What is
+known is in OUTPUT/gpu.md and gpu.json after each. `--list` shows the parts. Two ranks share the GPU by MPS, with 60 and
+30 % of its multiprocessors (where MPS is not installed they take turns).
+
+`--second` is another visit, of what the first has no time for: more models, four ranks, a death under MPS, and NCCL
+among ranks of one GPU, which needs NCCL 2.30 or newer. `--small` runs all of its code on processors, where emulated
+speeds stand in for percentages: that shows that it runs, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import torch
+
+from benchmarks.common.local_job import ROOT
+from benchmarks.common.processes import environment, mpirun
+from benchmarks.common.report import command, machine, source
+from benchmarks.gpu.kept import table
+from benchmarks.gpu.parts import Outcome, Part, Verdict, run
+from benchmarks.gpu.speed import PERCENTAGES
+from hetsync.files import write_atomically
+
+MINUTES = 9.0
+SPARE_SECONDS = 5.0  # for the summary
+FOUR_PARTS = (50, 25, 15, 10)
+TOLERANT = "--with-ft ulfm"
+# Of the tests, those that `--small` starts.
+FEW = "lane or first_sum or plain or timed or nearly or (no_bit and batch) or (every_sample and 4)"
+
+
+class Visit:
+    """The parts of one."""
+
+    def __init__(self, small: bool, output: Path) -> None:
+        self._small, self._output = small, output
+        self.minutes = MINUTES if not small else 4 * MINUTES  # other tests may run beside
+
+    def parts(self, second: bool) -> list[Part]:
+        parts = self.second() if second else self.first()
+        return [replace(part, limit_seconds=part.limit_seconds * self.minutes / MINUTES) for part in parts]
+
+    def _module(self, name: str, *words: object) -> list[object]:
+        return [sys.executable, "-m", f"benchmarks.gpu.{name}", "--output", self._output, *words]
+
+    def _sharing(self, parts: Sequence[int], *words: object, flags: str = "") -> list[object]:
+        """Ranks that share the GPU: by MPS, where it is installed. `flags` of mpirun."""
+        if self._small or not which("nvidia-cuda-mps-control"):
+            return [*mpirun(len(parts)), *flags.split(), *words]
+        mps = [ROOT / "launch" / "mps", ",".join(map(str, parts)), "--"]
+        return ["env", f"MPIRUN_FLAGS={flags}", *mps, *words]
+
+    def _ranks(self, name: str, *words: object, parts: Sequence[int] = PERCENTAGES) -> list[object]:
+        return self._sharing(parts, *self._module(name, *words), *(["--small"] if self._small else []))
+
+    def _tests(self, file: str, side_by_side: int = 1) -> list[object]:
+        few = ["-k", FEW, "--device", "cpu"] if self._small else []
+        many = ["-n", side_by_side] if side_by_side > 1 and not self._small else []
+        words = ["-v", "--color=no", "-p", "no:cacheprovider", *many, *few]
+        return [sys.executable, "-m", "pytest", *words, ROOT / "tests" / "gpu" / file]
+
+    def first(self) -> list[Part]:
+        return [
+            Part("host", "versions, MPS, what `hetsync doctor` says", 30, self._module("host")),
+            Part("lane", "NCCL's lane in one process, all wires", 35, self._tests("test_lane.py")),
+            Part("jobs", "what jobs come to, beside one process", 90, self._tests("test_jobs.py", 3)),
+            Part("speed", "ResNet-50 beside DDP", 120, self._ranks("speed", "--tasks", "resnet50")),
+            Part("races", "the same bits, whatever is late; torch's sanitizer", 65, self._tests("test_races.py", 3)),
+            Part("rests", "where a rest's seconds go, 124 M weights", 50, self._ranks("rests")),
+            Part("waits", "who waits for the GPU, and where", 25, self._ranks("waits")),
+            Part("device", "time and copies of one device", 30, self._tests("test_device.py")),
+            Part("memory", "training on 0.95 of what is told to fit", 40, self._tests("test_memory.py")),
+            Part("death", "a rank is killed", 30, self._tests("test_death.py")),
+        ]
+
+    def second(self) -> list[Part]:
+        models = ["--tasks", "gpt", "cifar10_resnet18-like"]
+        killed = [sys.executable, ROOT / "tests" / "gpu" / "ranks.py", "killed", "cpu" if self._small else "cuda", 4]
+        return [
+            Part("nccl", "NCCL among ranks of one GPU", 60, self._tests("test_shared_nccl.py")),
+            Part("speed", "a GPT and ResNet-18 beside DDP", 200, self._ranks("speed", *models)),
+            Part("four", "four ranks", 110, self._ranks("speed", "--tasks", "resnet50", parts=FOUR_PARTS)),
+            Part("rests", "rests with a frozen base of 1 B weights", 90, self._ranks("rests", "--model", "adapter")),
+            Part(
+                "death", "a rank is killed under MPS", 50, self._sharing((40, 30, 30), *killed, flags="--with-ft ulfm")
+            ),
+        ]
+
+
+def markdown(kept: Mapping[str, Any], parts: Sequence[Part], output: Path) -> str:
+    heads = ["part", "shows", "verdict", "seconds, of at most", "its last line"]
+    rows = [[*map(str, row.values())] for row in kept["parts"]]
+    failed = [f"- `{name}`" for name in kept["failed_tests"]]
+    found = [(part.name, output / f"{part.name}.md") for part in parts]
+    texts = [f"## {name}\n\n{path.read_text().rstrip()}" for name, path in found if path.exists()]
+    return "\n\n".join([source("gpu"), table(heads, rows, words=5), *failed, *texts]) + "\n"
+
+
+def row(part: Part, outcome: Outcome) -> dict[str, Any]:
+    seconds = f"{outcome.seconds:.0f} of {part.limit_seconds:.0f}"
+    last = outcome.last_line.replace("|", "/")
+    return {"part": part.name, "shows": part.shows, "verdict": outcome.verdict.value, "seconds": seconds, "last": last}
+
+
+def failed_tests(log: Path) -> set[str]:
+    """As pytest names them while it goes on: what is late has no summary."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return {name for line in lines if "FAILED" in line for name in re.findall(r"tests/gpu/\S+::\S+", line)}
+
+
+def visit(parts: Sequence[Part], output: Path, minutes: float = MINUTES) -> bool:
+    """Did all parts pass?"""
+    deadline = time.monotonic() + 60 * minutes - SPARE_SECONDS
+    kept: dict[str, Any] = {"command": command("gpu"), "machine": machine(), "parts": [], "failed_tests": []}
+    passed = True
+    for part in parts:
+        for suffix in ("json", "md", "log"):  # of another visit
+            (output / f"{part.name}.{suffix}").unlink(missing_ok=True)
+        outcome = run(part, output, environment(), deadline)
+        passed &= outcome.verdict is Verdict.PASSED
+        kept["parts"].append(row(part, outcome))
+        kept["failed_tests"] += sorted(failed_tests(output / f"{part.name}.log"))
+        print(*list(row(part, outcome).values())[2:], f"({part.name})", flush=True)
+        write_atomically(output / "gpu.json", json.dumps(kept, indent=1) + "\n")
+        write_atomically(output / "gpu.md", markdown(kept, parts, output))
+    return passed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="all of its code on processors, with emulated speeds")
+    parser.add_argument("--second", action="store_true", help="what the first visit has no time for")
+    parser.add_argument("--list", action="store_true", help="show the parts and their limits, and do nothing")
+    parser.add_argument("--parts", nargs="+", metavar="PART", help="these alone")
+    parser.add_argument("--output", type=Path, default=Path("results/gpu"), help="folder for all that is found")
+    options = parser.parse_args()
+    planned = Visit(options.small, options.output.absolute())
+    parts = planned.parts(options.second)
+    if unknown := set(options.parts or ()) - {part.name for part in parts}:
+        parser.error(f"no part {min(unknown)}: there are {', '.join(part.name for part in parts)}")
+    parts = [part for part in parts if options.parts is None or part.name in options.parts]
+    if options.list:
+        rows = [[part.name, part.shows, f"{part.limit_seconds:.0f}"] for part in parts]
+        print(table(["part", "shows", "seconds, at most"], rows, words=2))
+        return
+    if not options.small and not torch.cuda.is_available():
+        parser.error("no CUDA device: start it on a machine with a GPU, or give --small")
+    options.output.mkdir(parents=True, exist_ok=True)
+    sys.exit(not visit(parts, options.output.absolute(), planned.minutes))
+
+
+if __name__ == "__main__":
+    main()
