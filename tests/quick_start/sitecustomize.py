@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -39,12 +39,12 @@ class ForCompiler:
         self._waiting: list[Callable[[], None]] = []
 
     def import_later(self, execute: Function, module: ModuleType) -> None:
-        if importlib.util.find_spec("torch._opaque_base") is None:  # an older torch
+        # A part of it, without which no generator of random numbers can be made.
+        tell = getattr(sys.modules["torch._C"], "_set_generator_metaclass", None)
+        if tell is None:  # in an older torch it is another
             execute(module)
             return
-        # A part of it, without which no generator of random numbers can be made.
-        base = importlib.import_module("torch._opaque_base").OpaqueBaseMeta
-        sys.modules["torch._C"]._set_generator_metaclass(base)
+        tell(importlib.import_module("torch._opaque_base").OpaqueBaseMeta)
         self._waiting.append(functools.partial(execute, module))
 
     def import_compiler(self, execute: Function, module: ModuleType) -> None:
