@@ -218,7 +218,7 @@ class PolledSums(Sums):
         deliver(residual, tensor)
         ticket = self._first.ticket()
         staging = self._staging_for(tensor.device)
-        most = self._first.segment_values if self._shared is None else self._shared.most_values
+        most = self._first.segment_values if self._shared is None else self._shared.segment_values(tensor.device)
         segments = tensor.split(most * 4 // tensor.itemsize if most else max(tensor.numel(), 1))
         # Before its turn, and beside the sums of segments before: a device copies while a library sums.
         steps = Ahead((self._segment(segment, staging) for segment in segments), self._first.in_flight)

@@ -26,7 +26,7 @@ OFFERED, ADDED, TAKEN = 0, 8, 16
 OFFSETS = 64  # from this word on: where in its area they lie
 MOST_OFFERED = 16  # that some rank has not taken; so a poll has no more to do
 LINE_VALUES = 16  # of a cache line
-MOST_VALUES_PER_RANK = 1 << 17  # of a sum: calls cost little beside adding up so many
+MOST_VALUES_PER_RANK = 1 << 17  # of a sum: calls cost little beside adding up so many, which stay in the cache
 MOST_VALUES = 1 << 20  # whatever the ranks: each has scratch memory for some
 MOST_SCRATCHES = 4
 
@@ -56,13 +56,13 @@ class SharedSums:
     least_values = 1 << 16  # for fewer, a library's sums are as fast
 
     def __init__(self, memory: SharedMemory, rank: int, scratch: torch.Tensor, look: Callable[[], object]) -> None:
-        """Of at most as many bytes as `scratch` has, which lies in this rank's area, for a tensor that does not.
-        `look` raises where another rank has gone: of that their memory says nothing."""
+        """A tensor that does not lie in this rank's area has at most as many bytes as `scratch`, which does. `look`
+        raises where another rank has gone: of that their memory says nothing."""
         self.memory, self._rank, self._look = memory, rank, look
         self._words = memory.own.words
         self._name = self._words[NAME]
-        self.most_values, self._to_come = scratch.numel(), MOST_SCRATCHES - 1
-        self._spare = [scratch]
+        self._to_come = MOST_SCRATCHES - 1
+        self._spare, self._scratch_values = [scratch], scratch.numel()
         self._to_offer: deque[torch.Tensor] = deque()
         self._under_way: deque[Offered] = deque()
         self._begun = self._ended = 0
@@ -79,9 +79,14 @@ class SharedSums:
         memory = SharedMemory.open(rank, ranks, gather, own)
         if memory is None:
             return None
-        scratch = memory.allocate(min(MOST_VALUES_PER_RANK * ranks, MOST_VALUES))
+        scratch = memory.allocate(MOST_VALUES)
         all_have = all(has for (has,) in gather((int(scratch is not None),)))
         return SharedSums(memory, rank, scratch, look) if scratch is not None and all_have else None
+
+    def segment_values(self, device: torch.device) -> int:
+        """Of float32, of a sum. What comes from a device is copied anyway, and each segment waits for a poll."""
+        scratch = self._scratch_values
+        return scratch if device.type != "cpu" else min(MOST_VALUES_PER_RANK * len(self.memory.areas), scratch)
 
     def begin(self, values: torch.Tensor) -> Test:
         """What tests it proceeds with all that are under way."""
@@ -139,7 +144,7 @@ class SharedSums:
     def _scratch(self) -> torch.Tensor | None:
         if not self._spare and self._to_come:
             self._to_come -= 1
-            more = self.memory.allocate(self.most_values)
+            more = self.memory.allocate(self._scratch_values)
             self._spare += [] if more is None else [more]
         return self._spare.pop() if self._spare else None
 

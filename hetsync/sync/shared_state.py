@@ -176,6 +176,11 @@ class SharedState:
         self._constraints = constraints
         self.followers = followers or Followers()
 
+    @property
+    def queues(self) -> bool:
+        """Does the main thread only queue slices, which a device computes apart from the host's cores?"""
+        return bool(self.weights) and self.weights[0].is_cuda
+
     def delayed_mode(self) -> FragmentedDeltas | LoneDeltas | SegmentedDeltas:
         """Under the lock. Deltas are made when delayed mode begins: until then all ranks' weights are the anchor."""
         if self.deltas is None and self._segments is not None:

@@ -169,11 +169,14 @@ class PlayedMemory:
 
 
 class PlayedShared:
-    least_values, most_values = 6, SEGMENT
+    least_values = 6
 
     def __init__(self) -> None:
         self.memory = PlayedMemory()
         self.begun: list[int] = []
+
+    def segment_values(self, device: torch.device) -> int:
+        return SEGMENT
 
     def begin(self, values: torch.Tensor) -> Test:
         self.begun.append(values.numel())

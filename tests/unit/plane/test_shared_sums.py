@@ -47,6 +47,20 @@ def test_parts_are_all_of_it_and_share_no_line(values: int, ranks: int) -> None:
     assert all(part.start % LINE_VALUES == 0 or part.start == values for part in parts)
 
 
+@pytest.mark.parametrize(("device", "megabytes"), [("cpu", 1), ("cuda", 4)])
+def test_what_a_device_copies_comes_in_large_segments(device: str, megabytes: int) -> None:
+    """Each waits for a poll; the host's own stay in the cache. Scratch memory holds either."""
+    sums = sums_of(2)[0]
+    values = sums.segment_values(torch.device(device))
+    assert values * 4 == megabytes << 20
+    first, second = torch.ones(values), torch.ones(values)
+    everyones = sums_of(2)
+    tests = [each.begin(tensor) for each, tensor in zip(everyones, (first, second), strict=True)]
+    while not all([test() for test in tests]):
+        pass
+    assert first.eq(2).all()
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     ranks=st.integers(2, 4),

@@ -113,6 +113,30 @@ def test_while_a_sum_moves_whoever_waits_does_not_sleep(
     assert made._sleep_seconds(quiet) == pytest.approx(expected)
 
 
+class OnGpu:
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("main_thread", "summing", "expected"),
+    [
+        (MainThread.COMPUTING, True, 0.5e-3),
+        (MainThread.COMPUTING, False, 4e-3),
+        (MainThread.WAITING, True, 0.0),
+    ],
+)
+def test_a_gpus_rank_polls_often_while_its_sums_go_through_the_host(
+    main_thread: MainThread, summing: bool, expected: float
+) -> None:
+    """Whatever its patience: that is of cores that compute."""
+    made = _communicator(main_thread, Phase.TRAINING, delayed=True)
+    made._shared.weights = [OnGpu()]  # type: ignore[list-item]
+    made._shared.patience_seconds = 0.1
+    if summing:
+        made._rounds._pending.post(torch.ones(3), "float32")
+    assert made._sleep_seconds(0.0) == pytest.approx(expected)
+
+
 def _communicator(main_thread: MainThread, phase: Phase, delayed: bool) -> communicator.Communicator:
     plane = LocalPlane()
     shared = SharedState(Worker(0), None, EngineOptions(1))
