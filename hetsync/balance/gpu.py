@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from hetsync.errors import UserError
 PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 DEFAULT_PIPES = "/tmp/nvidia-mps"
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def gpu_name(device: torch.device) -> str:
@@ -28,9 +30,30 @@ def gpu_name(device: torch.device) -> str:
 
 
 def gpu_identity(device: torch.device) -> str:
-    """The same on all ranks of a host that share this GPU, whatever index each knows it by."""
+    """The same on all ranks of a host that share this GPU's memory, whatever index each knows it by (each may see
+    devices of its own). A part of a GPU that MIG has cut out has memory of its own; builds of torch differ in whether
+    its uuid is the part's, so its name counts, too."""
     properties = torch.cuda.get_device_properties(device)
-    return str(getattr(properties, "uuid", device.index))
+    unit = getattr(properties, "uuid", None) or _place(properties) or _visible_name(device)
+    name = _visible_name(device)
+    return f"{unit} {name}" if name.startswith("MIG-") else str(unit)
+
+
+def _place(properties: Any) -> str | None:
+    """On the host's buses; None where this torch does not tell it."""
+    numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return None if None in numbers else ":".join(f"{number:02x}" for number in numbers)
+
+
+def _visible_name(device: torch.device, environment: Mapping[str, str] = os.environ) -> str:
+    """As whoever started this process calls it: a number, or a uuid."""
+    index, name = device.index or 0, ""
+    for variable in VISIBLE:  # each is of what the ones after it leave
+        shown = [each.strip() for each in environment.get(variable, "").split(",") if each.strip()]
+        if index < len(shown):
+            name = shown[index]
+            index = int(name) if name.isdigit() else 0
+    return name or str(index)
 
 
 def has_kernels(capability: tuple[int, int], built_for: Iterable[str]) -> bool:

@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from hetsync.balance.gpu import gpu_identity
 from hetsync.errors import UserError, one_sentence
 from hetsync.plane.base import LateError, Messages, Plane, Sums, made_by_all, named
 from hetsync.plane.groups import GroupLane, NcclLane, TorchSums, gloo_sums, open_gloo, sum_one
@@ -39,9 +40,8 @@ class DeviceOf:
         host = socket.gethostname()
         if device.type != "cuda":
             return DeviceOf(host, str(device), None)
-        # Its number says nothing where each rank sees devices of its own (CUDA_VISIBLE_DEVICES).
-        unit = getattr(torch.cuda.get_device_properties(device), "uuid", device)
-        return DeviceOf(host, str(device), f"{host} {boot_id()} {unit}", "AMD" if torch.version.hip else "NVIDIA")
+        unit = f"{host} {boot_id()} {gpu_identity(device)}"
+        return DeviceOf(host, str(device), unit, "AMD" if torch.version.hip else "NVIDIA")
 
 
 def reason_against_nccl(devices: Sequence[DeviceOf]) -> str | None:

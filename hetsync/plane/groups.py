@@ -5,10 +5,11 @@ Groups are made here, not by `init_process_group`: a script may have a default g
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -174,6 +175,28 @@ class GatedLane(GroupLane):
         return post
 
 
+# Torch's own threads end a process whose collective fails or hangs, with a dump of stacks and before a sentence is
+# said; whoever polls sees it, too.
+WATCHDOGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """A group of NCCL's that is made inside has no such threads, unless the environment asks for them. Others, of a
+    script's own, keep theirs."""
+    mine = {name: value for name, value in WATCHDOGS.items() if name not in os.environ}
+    os.environ.update(mine)
+    try:
+        yield
+    finally:
+        for name in mine:
+            os.environ.pop(name, None)
+
+
 class NcclLane(GatedLane):
     """The collectives of ranks that have a CUDA `device` each; building it is collective among them.
 
@@ -193,7 +216,8 @@ class NcclLane(GatedLane):
         # Before the blocks of a slice that wait for multiprocessors.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = ENDLESS
-        group = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
+        with _unwatched():
+            group = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
         stream = torch.cuda.Stream(device)
         gate = open_gloo(store, f"{name} gate", rank, size, timeout_seconds, address)
         super().__init__(group, gate, lambda: torch.cuda.stream(stream))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -34,8 +34,11 @@ EVALUATION_BUFFERS = 2
 # Left to everything that no model of memory knows: fragmentation, workspaces, the data loader.
 USABLE_FRACTION = 0.9
 
-# Batches whose memory is measured. Not 1: batch norm refuses to train on one value a channel.
+# Batches whose memory is measured. Not 1: batch norm refuses to train on one value a channel. On a GPU libraries choose
+# workspaces by size, which swamp small batches: so larger ones follow, until two differ by a part of the limit.
 MEMORY_SIZES = (2, 8)
+MEMORY_SIZES_ON_CUDA = (*MEMORY_SIZES, 32, 128, 512)
+TELLING_FRACTION = 0.1
 
 # A step's time is known when its 95 % interval is narrower than this part of it.
 INTERVAL = 0.02
@@ -204,21 +207,34 @@ def memory_cap(
     if limit is None:
         return None
     with untouched(model):
-        measured = _measured_memory(model, make_loss, device)
+        measured = _measured_memory(model, make_loss, device, limit)
     if len(measured) < len(MEMORY_SIZES):
         return max(measured, default=0)
-    (small, low), (large, high) = sorted(measured.items())
-    per_sample = (high - low) / (large - small)
-    free = USABLE_FRACTION * limit - kept - (low - small * per_sample)
+    fixed, per_sample = _line(measured)
+    free = USABLE_FRACTION * limit - kept - fixed
     if per_sample <= 0:
         return None if free >= 0 else 0
     return max(0, int(free / per_sample))
 
 
-def _measured_memory(model: nn.Module, make_loss: Callable[[int], Tensor], device: torch.device) -> dict[int, float]:
-    """Bytes needed by each size that could be run at all."""
+def _line(measured: Mapping[int, float]) -> tuple[float, float]:
+    """Bytes of no sample, and of each, by the two largest sizes."""
+    (small, low), (large, high) = sorted(measured.items())[-2:]
+    per_sample = (high - low) / (large - small)
+    return low - small * per_sample, per_sample
+
+
+def _measured_memory(
+    model: nn.Module, make_loss: Callable[[int], Tensor], device: torch.device, limit: float
+) -> dict[int, float]:
+    """Bytes needed by each size that could be run at all, within this rank's `limit`: others may have the rest."""
     measured: dict[int, float] = {}
-    for size in MEMORY_SIZES:
+    for size in MEMORY_SIZES_ON_CUDA if device.type == "cuda" else MEMORY_SIZES:
+        if len(measured) >= len(MEMORY_SIZES):
+            (_, low), (_, high) = sorted(measured.items())[-2:]
+            fixed, per_sample = _line(measured)
+            if high - low >= TELLING_FRACTION * limit or fixed + size * max(0.0, per_sample) > limit:
+                break
         try:
             if device.type == "cuda":
                 measured[size] = _cuda_peak_bytes(model, make_loss, size, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from hetsync.plane import choice, groups
 from hetsync.plane.base import LateError
 from hetsync.plane.choice import ChosenPlane, DeviceOf
-from hetsync.plane.groups import GatedLane, GlooGroup, GroupLane, TorchSums, open_gloo
+from hetsync.plane.groups import WATCHDOGS, GatedLane, GlooGroup, GroupLane, NcclLane, TorchSums, open_gloo
 from hetsync.plane.local import LocalMessages
 from hetsync.plane.polled import PolledSums
 
@@ -160,3 +161,30 @@ def test_who_waits_in_vain_ends_before_the_others_have_waited_for_it(monkeypatch
     planes = settled(monkeypatch, [as_it_is, as_it_is])
     assert all("is not joined (waited for its first sum)" in plane.why for plane in planes)
     assert max(limits) < TIMEOUT_SECONDS / 2
+
+
+class MadeGroup:
+    """What stands in its environment when NCCL's group is made."""
+
+    Options = staticmethod(lambda **given: type("Options", (), {})())
+
+    def __init__(self, *given: object) -> None:
+        self.environment = dict(os.environ)
+
+
+@pytest.mark.parametrize("asked", [None, "3"])
+def test_a_collective_that_fails_is_told_by_a_sentence_and_not_by_torchs_watchdog(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None
+) -> None:
+    """Unless the environment asks for the watchdog. A script's own groups are as it makes them."""
+    for name in WATCHDOGS:
+        monkeypatch.delenv(name, raising=False)
+    if asked is not None:
+        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", asked)
+    before = dict(os.environ)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", MadeGroup, raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    lane = NcclLane(dist.HashStore(), "lane", 0, 1, torch.device("cuda", 0), 10.0)
+    expected = {**WATCHDOGS, **({} if asked is None else {"TORCH_NCCL_ASYNC_ERROR_HANDLING": asked})}
+    assert {name: lane.group.environment[name] for name in WATCHDOGS} == expected
+    assert dict(os.environ) == before

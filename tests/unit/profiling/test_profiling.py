@@ -402,6 +402,27 @@ def test_ranks_share_the_hosts_memory(monkeypatch):
     assert caps[0] / caps[1] == pytest.approx(4, rel=0.01)
 
 
+WORKSPACES = {2: 900, 8: 500, 32: 800, 128: 600, 512: 700}  # MB, as a library chooses them
+
+
+@pytest.mark.parametrize(("sample", "last"), [(1, 512), (10, 512), (40, 128), (200, 32)])
+def test_workspaces_of_a_gpus_libraries_do_not_swamp_what_samples_need(monkeypatch, sample, last):
+    """Two small batches would say that a sample needs less than nothing. No size is tried that would not fit."""
+    tried = []
+
+    def peak(model, make_loss, size, device):
+        tried.append(size)
+        return (WORKSPACES[size] + sample * size) * 1e6
+
+    monkeypatch.setattr(profiling, "_cuda_peak_bytes", peak)
+    cuda, limit = torch.device("cuda", 0), 16e9
+    cap = memory_cap(small_model(), lambda n: torch.ones(1), cuda, 1, limit_bytes=int(limit))
+    most = 0.9 * limit / 1e6 / sample
+    assert 0.75 * most < cap < 1.05 * most
+    assert tried[-1] == last
+    assert sample * last * 1e6 < limit
+
+
 def test_a_batch_that_runs_out_of_memory_caps_at_the_one_that_ran():
     model = small_model()
 
