@@ -78,13 +78,14 @@ def train(
     device: str,
     *,
     stream: str = "default",
-    compiled: bool = False,
+    compiled: str | None = None,
     dawdles: bool = False,
     dies_at: int | None = None,
     **settings: Any,
 ) -> Script:
     """A job with unequal shares; what came of it, on every rank. `stream`: default, own (around the loop) or batch
-    (around each). `dawdles`: the device is kept busy for random times. The last rank `dies_at` a batch."""
+    (around each). `compiled`: torch's
+    mode. `dawdles`: the device is kept busy for random times. The last rank `dies_at` a batch."""
     model = network(device)
     optimizer = optimizer_of(model)
     first = BATCH * 2 // 3 if plane.size > 1 else BATCH
@@ -98,7 +99,7 @@ def train(
         ) as job,
     ):
         model, optimizer = job.prepare(model, optimizer)
-        compute = torch.compile(model) if compiled else model
+        compute = model if compiled is None else torch.compile(model, mode=compiled)
         job.on("end", summaries.append)
 
         def pause() -> None:
@@ -194,7 +195,8 @@ def delayed(plane: Plane, device: str, kind: str) -> dict[str, Any]:
         "stream a batch": {"stream": "batch"},
         "wire": {"wire": "bfloat16"},
         "scaler": {"precision": "float16"},
-        "compile": {"compiled": True},
+        "compile": {"compiled": "default"},
+        "graphs": {"compiled": "reduce-overhead"},
     }
     found = train(plane, device, delay_bound=4, **settings[kind])
     summary, losses = found["summary"], found["losses"]

@@ -27,9 +27,9 @@ def test_synchronous_training_equals_one_process(precision: str, most: float, st
     assert job("synchronous", device, precision, stream)["furthest"] < most
 
 
-@pytest.mark.parametrize("kind", ["plain", "own stream", "stream a batch", "wire", "scaler", "compile"])
+@pytest.mark.parametrize("kind", ["plain", "own stream", "stream a batch", "wire", "scaler", "compile", "graphs"])
 def test_delayed_training_learns_and_counts(kind: str, device: str) -> None:
-    if kind == "compile":
+    if kind in ("compile", "graphs"):
         pytest.importorskip("triton")
     found = job("delayed", device, kind)
     assert found == {"same": True, "applied": EPOCHS * SAMPLES, "booked": EPOCHS * SAMPLES, "learned": True}

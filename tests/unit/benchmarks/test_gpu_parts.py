@@ -9,8 +9,11 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.common.local_job import ROOT
 from benchmarks.gpu.__main__ import MINUTES, Visit, failed_tests, visit
+from benchmarks.gpu.kept import table
 from benchmarks.gpu.parts import GRACE_SECONDS, MARK, Part, Verdict, marked, run
 from benchmarks.gpu.rests import Meter
 from benchmarks.gpu.waits import Waits
@@ -69,6 +72,12 @@ def test_the_limits_of_all_parts_fit_the_visit(small: bool, tmp_path: Path) -> N
     assert MINUTES <= 9
 
 
+@pytest.mark.parametrize("second", [False, True])
+def test_the_page_shows_these_parts(second: bool, tmp_path: Path) -> None:
+    rows = [[one.name, one.shows, f"{one.limit_seconds:.0f}"] for one in Visit(False, tmp_path).parts(second)]
+    assert table(["part", "shows", "seconds, at most"], rows, words=2) in (ROOT / "benchmarks/README.md").read_text()
+
+
 def test_a_part_that_fails_takes_nothing_of_the_others(tmp_path: Path) -> None:
     tells = f"from pathlib import Path; Path({str(tmp_path)!r}, 'good.md').write_text('what it found')"
     says = "print('tests/gpu/test_a.py::test_b FAILED [ 5%]'); raise SystemExit(1)"
@@ -97,8 +106,6 @@ def test_waits_are_counted_by_thread_and_place() -> None:
 
 
 def test_seconds_and_bytes_of_a_rest_are_taken_where_they_are_spent() -> None:
-    import torch
-
     meter = Meter()
     with meter.watching():
         digests.Digests().of({"weight": torch.zeros(1000)}, [])
