@@ -204,6 +204,8 @@ class Writes:
     def find(self, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """This rank's since then: a column each."""
         found, first = [torch.zeros(self.PARTS, 0, dtype=dtype, device=device)], 0
+        if not (self._buffers or self.weights):
+            return found[0]
         for buffer, shared in zip(self._buffers, self._shared, strict=True):
             places = (buffer != shared).flatten().nonzero().flatten()
             found.append(_columns(places + first, buffer.flatten()[places], dtype))

@@ -53,6 +53,16 @@ AGAIN = (
 )
 
 
+class Place(NamedTuple):
+    """Of a parameter: its stage, its bucket among all, whether several optimizers step it, and who is told that the
+    loop looks at its gradient."""
+
+    stage: int
+    bucket: int
+    of_several: bool
+    look: Callable[[], None]
+
+
 class Bucket:
     """Some parameters' gradient sums in one flat buffer of the highest precision of theirs."""
 
@@ -235,12 +245,13 @@ class Gradients:
             tail = Tail(len(mine) + counted + COUNTS, changes, device, self._rank, writers, self._changes.dtype)
             self.stages.append(Stage(buckets, len(self.buckets), tail))
             self.buckets += buckets
-        self._where = {
-            parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket.parameters
-        }
         uses = Counter(parameter for group in groups for parameter in set(group))
-        self._of_several = {parameter for parameter, optimizers in uses.items() if optimizers > 1}
-        self._stage_of = {parameter: n for n, stage in enumerate(self.stages) for parameter in stage.parameters}
+        self._places = {
+            parameter: Place(number, place, uses[parameter] > 1, partial(self._look_at, number))
+            for number, stage in enumerate(self.stages)
+            for place in range(stage.first, stage.stop)
+            for parameter in self.buckets[place].parameters
+        }
         total = sum(bucket.flat.numel() for bucket in self.buckets)
         sums = accumulate(bucket.flat.numel() for bucket in self.buckets)
         self._backward_share = [done / total for done in sums]
@@ -265,7 +276,7 @@ class Gradients:
         """The backward calls from now on are of a slice of `samples`, the task's last or not."""
         self._units.open_slice(samples)
         self._held.clear()
-        self._arrivals = Arrivals(self._where)
+        self._arrivals = Arrivals(self._places)
         self._last_slice = last
         self._listening = True
 
@@ -328,30 +339,34 @@ class Gradients:
         self._hooks = []
         self._arrivals.give_back()
 
-    @torch.no_grad()
-    def _arrive(self, parameter: torch.Tensor) -> None:
+    def _look_at(self, stage: int) -> None:
+        self.look(stage)
+
+    def _arrive(self, place: Place, parameter: torch.Tensor) -> None:
+        """Once a parameter and backward pass, in Python: nothing is asked here that is known before."""
         assert isinstance(parameter, torch.nn.Parameter)
-        stage = self._stage_of[parameter]
+        stage = place.stage
         if not self._listening or stage < self._collected or stage in self._taken:
             if self._listening and stage in self._held:
                 raise UserError(AGAIN)
-            if self._listening and parameter in self._of_several:
+            if self._listening and place.of_several:
                 raise UserError(
                     "a weight that two optimizers step got a gradient after the first of its steps in a batch, which"
                     " ranks do not sum: call all backward before job.step(first, second), or take sync.delay_bound 1"
                 )
             return  # after the stage's step: the next one's
-        if self._where[parameter] < self._next:
+        if place.bucket < self._next:
             raise UserError(
                 "a weight got a second gradient in one slice, after its first had left for the other ranks:"
                 " with several backward calls a slice, set sync.overlap to false"
             )
         self._units.arrived(stage)
-        first = self._arrivals.add(parameter, partial(self.look, stage))
+        first = self._arrivals.add(parameter, place.look)
         if first and self._last_slice and self._overlap and self._shown:
-            self.buckets[self._where[parameter]].missing -= 1
+            self.buckets[place.bucket].missing -= 1
             self._release_full()
 
+    @torch.no_grad()
     def _release_full(self) -> None:
         """Release in the one order that all ranks share, whatever order backward took here."""
         while self._flushed < len(self.stages) and self._next < self.stages[self._flushed].stop:
@@ -492,7 +507,7 @@ class Gradients:
         """Forget the task's slices, of which nothing has been released."""
         for bucket in self.buckets:
             bucket.clear()
-        self._drop(self._where)
+        self._drop(self._places)
         self._taken.clear()
         self._units.clear()
         self._arrivals = Arrivals()
@@ -599,7 +614,7 @@ class Gradients:
         self._versions = {}
         if self._rounds_watched < ROUNDS_WATCHED:
             self._rounds_watched += 1
-            self._versions = {parameter: parameter._version for parameter in self._where}
+            self._versions = {parameter: parameter._version for parameter in self._places}
         self._collected = 0
         self._units.clear()
         self._told.clear()
@@ -607,5 +622,8 @@ class Gradients:
             self._hooks = self._listen()
 
     def _listen(self) -> list[torch.utils.hooks.RemovableHandle]:
-        with all_trained(self._where):
-            return [parameter.register_post_accumulate_grad_hook(self._arrive) for parameter in self._where]
+        with all_trained(self._places):
+            return [
+                parameter.register_post_accumulate_grad_hook(partial(self._arrive, place))
+                for parameter, place in self._places.items()
+            ]

@@ -103,42 +103,48 @@ def _plain(thing: Any) -> Any:
 
 
 class Arrivals:
-    """The gradients of one slice, as backward has left them: how many, and whether a script has put others there."""
+    """The gradients of one slice, as backward has left them: how many, and whether a script has put others there.
+
+    Parameters are known by their `id`: a tensor's own hash is a call in Python, of which a step would make thousands.
+    """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter] = ()) -> None:
         """`parameters` may hold gradients of slices before."""
-        self._before = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
+        self._before = {id(p): (p.grad, p.grad._version) for p in parameters if p.grad is not None}
         self.several = False  # for one parameter
         self.any = False
-        self._seen: set[torch.nn.Parameter] = set()
-        self._given: dict[torch.nn.Parameter, torch.Tensor] = {}  # to the loop
-        self._versions: dict[torch.nn.Parameter, int] = {}  # of sparse ones, which have no subclass
-        self._empty: set[torch.nn.Parameter] = set()  # whose gradient holds nothing, and is only there to be looked at
+        self._seen: set[int] = set()
+        self._given: dict[int, tuple[torch.nn.Parameter, torch.Tensor]] = {}  # to the loop
+        self._versions: dict[int, int] = {}  # of sparse ones, which have no subclass
+        self._empty: set[int] = set()  # whose gradient holds nothing, and is only there to be looked at
 
     def add(self, parameter: torch.nn.Parameter, look: Callable[[], None]) -> bool:
         """Is this the parameter's first? Whoever calls a torch function with what is in `.grad` from now on calls
         `look` before."""
-        assert parameter.grad is not None
-        first = parameter not in self._seen
+        grad, me = parameter.grad, id(parameter)
+        assert grad is not None
+        first = me not in self._seen
         self.several |= not first
         self.any = True
-        self._seen.add(parameter)
-        self._empty.discard(parameter)
-        if parameter.grad.layout is not torch.strided:
-            self._given[parameter], self._versions[parameter] = parameter.grad, parameter.grad._version
-        elif parameter.grad is not self._given.get(parameter):
-            self._given[parameter] = parameter.grad = SliceGradient.of(parameter.grad, look)
+        self._seen.add(me)
+        self._empty.discard(me)
+        if grad.layout is not torch.strided:
+            self._given[me], self._versions[me] = (parameter, grad), grad._version
+        elif me not in self._given or grad is not self._given[me][1]:
+            parameter.grad = given = SliceGradient.of(grad, look)
+            self._given[me] = parameter, given
         return first
 
     def has_any_of(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        return not self._seen.isdisjoint(parameters)
+        return not self._seen.isdisjoint(map(id, parameters))
 
     def fill(self, parameters: Iterable[torch.nn.Parameter], look: Callable[[], None]) -> None:
         """Those that have got no gradient here may have one from other ranks: whoever looks finds that, too."""
         for parameter in parameters:
             if parameter.grad is None:
-                self._given[parameter] = parameter.grad = SliceGradient.of(torch.zeros_like(parameter), look)
-                self._empty.add(parameter)
+                parameter.grad = given = SliceGradient.of(torch.zeros_like(parameter), look)
+                self._given[id(parameter)] = parameter, given
+                self._empty.add(id(parameter))
 
     @torch.no_grad()
     def take(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -147,30 +153,30 @@ class Arrivals:
         Raises UserError where what these hold is not what backward has left.
         """
         for parameter in parameters:
-            grad = parameter.grad
-            if parameter in self._seen:
-                self._seen.discard(parameter)
+            grad, me = parameter.grad, id(parameter)
+            if me in self._seen:
+                self._seen.discard(me)
                 if grad is None:
                     raise UserError(DROPPED)
-                of_sparse = self._versions.get(parameter)
-                if grad is not self._given[parameter] or (of_sparse is not None and of_sparse != grad._version):
+                of_sparse = self._versions.get(me)
+                if grad is not self._given[me][1] or (of_sparse is not None and of_sparse != grad._version):
                     raise UserError(BY_HAND)
                 parameter.grad = plain_of(grad)
-            elif parameter in self._empty and grad is self._given[parameter]:
+            elif me in self._empty and grad is self._given[me][1]:
                 parameter.grad = None
             elif grad is not None:
-                before, version = self._before.get(parameter, (None, 0))
+                before, version = self._before.get(me, (None, 0))
                 if (before is not grad or version != grad._version) and bool(grad.count_nonzero()):
                     raise UserError(BY_HAND)
 
     def give_back(self) -> None:
         """What is in `.grad` is what it was before it was given to the loop: nobody makes it whole any more."""
-        for parameter, given in self._given.items():
+        for me, (parameter, given) in self._given.items():
             if parameter.grad is given:
-                parameter.grad = None if parameter in self._empty else plain_of(given)
+                parameter.grad = None if me in self._empty else plain_of(given)
 
     def make_whole(self, parameter: torch.nn.Parameter) -> None:
         """What is in `.grad` is what the loop's own names for it mean, too."""
-        given = self._given.pop(parameter, None)
+        _, given = self._given.pop(id(parameter), (None, None))
         if parameter.grad is not None and isinstance(given, SliceGradient):
             given.plain = parameter.grad
