@@ -21,6 +21,8 @@ KILLED_BEFORE = memory_kills()  # as this process starts
 def shortage(error: BaseException) -> str | None:
     """A sentence with the remedy, where that is what the error says. Most libraries have nothing but words for it."""
     words, number = str(error), error.errno if isinstance(error, OSError) else None
+    if "unable to allocate shared memory" in words:  # torch 2.11 calls what is full by another name
+        return no_shared_memory()
     if "shared memory" in words and os.strerror(errno.ENOSPC) in words:
         return no_shared_memory()
     if number == errno.ENOSPC and str(getattr(error, "filename", None)).startswith(str(SHARED)):

@@ -34,6 +34,10 @@ OF_THREADS = (
     ("error", "says"),
     [
         (RuntimeError("unable to allocate shared memory(shm) for file </t>: No space left on device (28)"), "/dev/shm"),
+        (
+            RuntimeError("unable to allocate shared memory(shm) for file </t>: No such file or directory (2)"),
+            "/dev/shm",
+        ),
         (OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x"), "/dev/shm"),
         (RuntimeError("can't start new thread"), "no more threads"),
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "no more threads"),
