@@ -7,15 +7,13 @@ late as what it waits for.
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from sanitized_streams import CPU, PlayedEvent, PlayedStream, Sanitizer, sanitized_streams
 
 from hetsync.balance.device import MOST_SLICES_QUEUED
 from hetsync.plane.base import Handle
@@ -23,79 +21,45 @@ from hetsync.plane.local import LocalPlane
 from hetsync.sync.deltas import Nesterov
 from hetsync.sync.device_order import StreamOrder
 from hetsync.sync.engine import Engine
+from hetsync.sync.fragments import FragmentedDeltas
 from hetsync.sync.messages import StartRound
 from hetsync.sync.rounds import Rounds
 from hetsync.sync.shared_state import EngineOptions
 from hetsync.telemetry import Telemetry
 
 BATCH = 8
-CPU = torch.device("cpu")
+POLLS = 10  # in which whatever can be done is done
 
 
-class PlayedStream:
-    """At `done` it has worked off what is queued, which comes after what `behind` tells, by streams."""
+class TimedStream(PlayedStream):
+    """At `done` it has worked off what is queued."""
 
-    def __init__(self) -> None:
-        self.done, self.queued = 0.0, 0
-        self.behind: dict[PlayedStream, int] = {}
+    done = 0.0
 
-    def record_event(self) -> tuple[float, dict[PlayedStream, int]]:
-        return self.done, {**self.behind, self: self.queued}
+    def record_event(self) -> TimedEvent:
+        return TimedEvent(self)
 
-    def wait_event(self, event: tuple[float, dict[PlayedStream, int]]) -> None:
-        done, behind = event
-        self.done = max(self.done, done)
-        for stream, place in behind.items():
-            self.behind[stream] = max(place, self.behind.get(stream, 0))
+    def wait_event(self, event: Any) -> None:
+        self.done = max(self.done, event.done)
+        super().wait_event(event)
 
 
-class Accesses(TorchDispatchMode):
-    """Fails where a stream uses memory that another has written, or writes what another has used, and is not behind."""
-
-    def __init__(self, stream: Callable[[], PlayedStream]) -> None:
-        super().__init__()
-        self.stream = stream
-        self.on_host: set[int] = set()  # whose order is that of the lock
-        # The last place on each stream, by memory and whether it was written there.
-        self.uses: dict[tuple[int, bool], dict[PlayedStream, int]] = {}
-        self.kept: list[torch.Tensor] = []  # no memory is used anew
-
-    def __torch_dispatch__(self, operation: Any, types: Any, words: Any = (), named: Any = None) -> Any:
-        named = named or {}
-        stream = self.stream()
-        stream.queued += 1
-        for place, argument in enumerate(operation._schema.arguments):
-            value = words[place] if place < len(words) else named.get(argument.name)
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(tensor, torch.Tensor) and operation.__name__.split(".")[0] not in VIEWS:
-                    self._use(stream, tensor, written, str(operation))
-        return operation(*words, **named)
-
-    def _use(self, stream: PlayedStream, tensor: torch.Tensor, written: bool, operation: str) -> None:
-        memory = tensor.untyped_storage().data_ptr()
-        if memory in self.on_host:
-            return
-        self.kept.append(tensor)
-        for how in (True, False) if written else (True,):
-            for other, place in self.uses.get((memory, how), {}).items():
-                assert other is stream or stream.behind.get(other, 0) >= place, f"a race at {operation}"
-        self.uses.setdefault((memory, written), {})[stream] = stream.queued
-
-
-VIEWS = {"view", "detach", "slice", "split", "split_with_sizes", "as_strided", "alias", "select", "unbind"}
+class TimedEvent(PlayedEvent):
+    def __init__(self, stream: TimedStream) -> None:
+        super().__init__(stream)
+        self.done = stream.done
 
 
 class PlayedPlane(LocalPlane):
     """Notes at which moment of the device a sum can be posted; it comes once `comes`."""
 
-    def __init__(self, stream: Callable[[], PlayedStream]) -> None:
+    def __init__(self, stream: TimedStream) -> None:
         super().__init__()
         self.stream, self.comes = stream, True
         self.posted: list[float] = []
 
     def allreduce(self, tensor: torch.Tensor, wire: Any = "float32", residual: Any = None) -> Handle:
-        self.posted.append(self.stream().done)
+        self.posted.append(self.stream.done)
         return PlayedHandle(self)
 
 
@@ -128,16 +92,15 @@ class PlayedRank:
 
     def __init__(
         self,
-        monkeypatch: pytest.MonkeyPatch,
+        sanitizer: Sanitizer,
         worker: ThreadPoolExecutor,
         fragments: int = 1,
         dtype: Any = None,
         **more: Any,
     ) -> None:
-        self.streams: dict[int, PlayedStream] = {}
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.stream())
-        monkeypatch.setattr(StreamOrder, "read", lambda order, values: (values, lambda: True))
-        self.plane = PlayedPlane(self.stream)
+        self.sanitizer = sanitizer
+        self.main, self.beside = TimedStream(sanitizer, "the default stream"), TimedStream(sanitizer, "another stream")
+        self.plane = PlayedPlane(self.beside)
         options = EngineOptions(BATCH, more.pop("wire", "float32"), lambda values: fragments)
         model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).to(dtype)
         self.engine = Engine(self.plane, model, options, **more)
@@ -150,16 +113,12 @@ class PlayedRank:
         self.now = 0.0  # of the main thread's host
         self.ends: list[float] = []  # of slices
 
-    def stream(self) -> PlayedStream:
-        return self.streams.setdefault(threading.get_ident(), PlayedStream())
-
     def slice(self) -> None:
         """Queue one, as `QueueingDevice` lets the host; then take over what rounds have brought."""
         if len(self.ends) >= MOST_SLICES_QUEUED:
             self.now = max(self.now, self.ends[-MOST_SLICES_QUEUED])
-        stream = self.stream()
-        stream.done = max(stream.done, self.now) + 1.0
-        self.ends.append(stream.done)
+        self.main.done = max(self.main.done, self.now) + 1.0
+        self.ends.append(self.main.done)
         with torch.no_grad():
             for weight in self.shared.weights:
                 weight += 0.25
@@ -168,7 +127,7 @@ class PlayedRank:
 
     def finish(self, slices: int) -> None:
         """Once the device is done."""
-        self.now = self.stream().done
+        self.now = self.main.done
         with self.shared.changed:
             self.engine._apply()
             with self.shared.order:
@@ -180,14 +139,13 @@ class PlayedRank:
                 self.shared.worker.contribute = lambda number: ("contributed", 0)  # type: ignore[assignment,method-assign]
             self.rounds.announce(start)
 
-    def proceed(self, inside: AbstractContextManager[Any] | None = None) -> None:
+    def proceed(self) -> None:
         """The communication thread polls."""
 
         def run() -> None:
-            stream = self.stream()
-            stream.done = max(stream.done, self.now)
-            with inside or nullcontext():
-                for _ in range(5):
+            self.beside.done = max(self.beside.done, self.now)
+            with self.sanitizer.entered(self.beside):
+                for _ in range(POLLS):
                     self.rounds.proceed()
 
         self.worker.submit(run).result()
@@ -202,27 +160,69 @@ class PlayedRank:
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedRank]:
+def sanitizer() -> Iterator[Sanitizer]:
+    with sanitized_streams() as sanitizer:
+        yield sanitizer
+
+
+@pytest.fixture
+def worker() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(1) as worker:
-        yield PlayedRank(monkeypatch, worker)
+        yield worker
 
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
-def test_a_round_does_not_wait_for_slices(played: PlayedRank, slices: int) -> None:
+def test_a_round_does_not_wait_for_slices(sanitizer: Sanitizer, worker: ThreadPoolExecutor, slices: int) -> None:
     """One that comes while a task is computed sums zeros, one that comes at its end what it has brought."""
+    played = PlayedRank(sanitizer, worker)
     late, number = [], 0
-    with played.shared.changed:
-        played.shared.delayed_mode()
-    for _ in range(6):
-        for place in range(slices):
-            played.slice()
-            if place % 2 == 1:  # the main thread has applied the round before, behind this slice
-                late.append(played.round(number, contributes=False))
-                number += 1
-        played.finish(slices)
-        late.append(played.round(number, contributes=True))
-        number += 1
+    with sanitizer.entered(played.main):
+        with played.shared.changed:
+            played.shared.delayed_mode()
+        for _ in range(6):
+            for place in range(slices):
+                played.slice()
+                if place % 2 == 1:  # the main thread has applied the round before, behind this slice
+                    late.append(played.round(number, contributes=False))
+                    number += 1
+            played.finish(slices)
+            late.append(played.round(number, contributes=True))
+            number += 1
     assert max(late) == 0, late
+
+
+def compute(rank: PlayedRank, chance: random.Random) -> int:
+    """Some slices; returns how many tasks are finished then."""
+    finished = 0
+    for _ in range(chance.randrange(4)):
+        rank.slice()
+        if chance.random() < 0.3:
+            rank.finish(1)
+            finished += 1
+    return finished
+
+
+def run_rounds(rank: PlayedRank, fragments: int, seed: int) -> None:
+    """Whatever comes between a round's beginning and its end."""
+    chance, finished = random.Random(seed), 0
+    with rank.sanitizer.entered(rank.main):
+        with rank.shared.changed:
+            rank.shared.delayed_mode()
+        for number in range(40):
+            finished += compute(rank, chance)
+            gives = finished > 0 and chance.random() < 0.6
+            finished = 0 if gives else finished
+            rank.plane.comes = False
+            evaluate = chance.random() < 0.1
+            rank.announce(
+                StartRound(number, frozenset({0} if gives else ()), 0, evaluate=evaluate, fragments=fragments)
+            )
+            rank.proceed()
+            finished += compute(rank, chance)
+            rank.plane.comes = True
+            rank.proceed()
+            assert rank.shared.landed == number + 1
+            rank.shared.snapshot = None
 
 
 @pytest.mark.parametrize("wire", ["float32", "int8"])
@@ -230,38 +230,16 @@ def test_a_round_does_not_wait_for_slices(played: PlayedRank, slices: int) -> No
 @pytest.mark.parametrize(("fragments", "outer"), [(1, None), (1, Nesterov(0.7, 0.9, BATCH)), (2, None)])
 @pytest.mark.parametrize("seed", range(5))
 def test_what_a_round_passes_it_does_not_touch(
-    monkeypatch: pytest.MonkeyPatch, seed: int, fragments: int, outer: Any, dtype: Any, wire: Any
+    sanitizer: Sanitizer, worker: ThreadPoolExecutor, seed: int, fragments: int, outer: Any, dtype: Any, wire: Any
 ) -> None:
-    """Whatever comes between a round's beginning and its end."""
-    chance = random.Random(seed)
-    with ThreadPoolExecutor(1) as worker:
-        rank = PlayedRank(monkeypatch, worker, fragments, dtype, outer=outer, wire=wire)
-        accesses = Accesses(rank.stream)
-        deltas: Any = rank.shared.delayed_mode()
-        accesses.on_host |= {part.tail.counts.untyped_storage().data_ptr() for part in deltas.parts}
-        rank.shared.order.leave()
-        finished = 0
+    run_rounds(PlayedRank(sanitizer, worker, fragments, dtype, outer=outer, wire=wire), fragments, seed)
+    assert not sanitizer.told
 
-        def compute() -> None:
-            nonlocal finished
-            with accesses:
-                for _ in range(chance.randrange(4)):
-                    rank.slice()
-                    if chance.random() < 0.3:
-                        rank.finish(1)
-                        finished += 1
 
-        for number in range(40):
-            compute()
-            gives = finished > 0 and chance.random() < 0.6
-            finished = 0 if gives else finished
-            rank.plane.comes = False
-            evaluate = chance.random() < 0.1
-            start = StartRound(number, frozenset({0} if gives else ()), 0, evaluate=evaluate, fragments=fragments)
-            rank.announce(start)
-            rank.proceed(accesses)
-            compute()
-            rank.plane.comes = True
-            rank.proceed(accesses)
-            assert rank.shared.landed == number + 1
-            rank.shared.snapshot = None
+@pytest.mark.parametrize("passes", ["packs_apart", "lands_apart"])
+def test_a_round_that_passes_what_it_touches_is_told(
+    sanitizer: Sanitizer, worker: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, passes: str
+) -> None:
+    monkeypatch.setattr(FragmentedDeltas, passes, lambda deltas, start: True)
+    run_rounds(PlayedRank(sanitizer, worker), 1, seed=4)
+    assert "deltas" in sanitizer.told
