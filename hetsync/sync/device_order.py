@@ -7,6 +7,11 @@ stream of its own, and where the two touch the same tensors, the second follows 
     main thread      with order: deltas.finish(...)      slice ................ with order: deltas.apply()
     communication                                with order: deltas.pack(...) ... copies, sums ... with order: ...
 
+A script may have streams of its own around its batches: `with torch.cuda.stream(mine)`. What HetSync's calls queue in
+there is on these; between two batches the main thread is on its own stream again. So wherever the script has its turn
+each of its streams follows the main thread's, and afterwards that one follows them. Which they are shows when the
+script calls; until then the host waits.
+
 What the main thread applies comes behind slices that are queued. Where a round needs nothing of that, it passes it; or
 the slowest GPU would hold every round back, though it joins with zeros only.
 
@@ -48,6 +53,15 @@ class DeviceOrder:
         was `applying`, it does not come after that, nor after what that waits for."""
         return self
 
+    def lead_script(self) -> None:
+        """The script has its turn: what it queues, on whatever stream, comes after what this thread has queued."""
+
+    def note_script(self) -> None:
+        """The script calls in its turn, from the stream that it computes on."""
+
+    def follow_script(self) -> None:
+        """Its turn is over: what this thread queues from now on comes after what the script has queued."""
+
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Inside, this thread's operations do not queue behind those of others."""
@@ -67,6 +81,8 @@ class StreamOrder(DeviceOrder):
         self._device = device
         # By thread, each of which writes its own in one step: what it has left last, and what others follow who pass.
         self._left: dict[int, tuple[torch.cuda.Event, torch.cuda.Event | None]] = {}
+        self._scripts: set[torch.cuda.Stream] = set()  # streams that it has called from
+        self._leads: torch.cuda.Stream | None = None  # what these have followed last
 
     @property
     def _stream(self) -> torch.cuda.Stream:
@@ -109,6 +125,27 @@ class StreamOrder(DeviceOrder):
             yield
         finally:
             self.leave()
+
+    def lead_script(self) -> None:
+        self._leads = self._stream
+        if not self._scripts:
+            torch.cuda.synchronize(self._device)
+        for stream in self._scripts - {self._leads}:
+            stream.wait_stream(self._leads)
+
+    def note_script(self) -> None:
+        stream = self._stream
+        if stream not in self._scripts:
+            self._scripts.add(stream)
+            if self._leads is not None and stream != self._leads:
+                stream.wait_stream(self._leads)  # from here on: what it has read before may be too old, this once
+
+    def follow_script(self) -> None:
+        mine = self._stream
+        if not self._scripts:
+            torch.cuda.synchronize(self._device)
+        for stream in self._scripts - {mine}:
+            mine.wait_stream(stream)
 
     @contextmanager
     def beside(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +23,7 @@ from hetsync.sync.communicator import Communicator
 from hetsync.sync.constraints import NO_CONSTRAINTS, Constraints
 from hetsync.sync.coordinator import Coordinator, Send
 from hetsync.sync.deltas import Nesterov, Snapshot, Stepped
-from hetsync.sync.device_order import device_order
+from hetsync.sync.device_order import DeviceOrder, device_order
 from hetsync.sync.fragments import FragmentedDeltas
 from hetsync.sync.gradients import Gradients
 from hetsync.sync.log import Applied, Began, Closed, Finished, Followers
@@ -171,6 +171,11 @@ class Engine:
             if shared.rest_again or shared.recoveries > self._recoveries + 1:
                 raise MembersLost("another rank has gone")
             self._heed()
+
+    @property
+    def order(self) -> DeviceOrder:
+        """Of what this rank's threads, and the script, queue on its device."""
+        return self._shared.order
 
     @property
     def travel(self) -> Sequence[int]:
@@ -513,13 +518,14 @@ class Engine:
         shared = self._shared
         shared.main_thread, shared.acted_at = MainThread.EVALUATING, time.monotonic()
         try:
-            if snapshot.weights is None:
+            with ExitStack() as shown:
+                if snapshot.weights is not None:
+                    assert shared.deltas is not None
+                    shared.order.keep(snapshot.weights)
+                    shown.enter_context(shared.deltas.showing(snapshot.weights))
+                shared.order.lead_script()
                 yield
-            else:
-                assert shared.deltas is not None
-                shared.order.keep(snapshot.weights)
-                with shared.deltas.showing(snapshot.weights):
-                    yield
+                shared.order.follow_script()
         finally:
             shared.main_thread = MainThread.COMPUTING
 

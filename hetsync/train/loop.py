@@ -190,6 +190,7 @@ class Loop:
 
     def _end_batch(self, running: Running) -> None:
         self.in_batch = False
+        running.session.engine.order.follow_script()
         scaler = self._prepared.parts.scaler
         if scaler is not None:
             scaler.update()  # once a batch, however many optimizers have been stepped
@@ -227,6 +228,7 @@ class Loop:
             raise StoppedByRequest(status)
         if at_intervals_end:
             self._lines_at = applied
+        running.session.engine.order.lead_script()
         return running.over or at_intervals_end
 
     def _status(self, running: Running) -> int:
@@ -245,6 +247,7 @@ class Loop:
                 " batches (job.evaluate_every evaluates while training goes on)"
             )
         running = self._begin()
+        running.session.engine.order.follow_script()
         self._ask()
         while running.on_its_way and not self.rest(next(running.leaving)):
             running.go_on()

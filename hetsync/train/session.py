@@ -536,6 +536,7 @@ class Session:
         """Collective: training begins anew after a rest, with what was set meanwhile; False where all ranks are
         `ending` it."""
         assert self._stacks is not None
+        self.engine.order.follow_script()
         rates = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
         moved = not self.engine.holds_anchor
         changed = moved or (self._held is not None and self._held.changed())

@@ -156,6 +156,7 @@ class TaskRunner:
         self.left, work = True, self.work
         if work is None:
             return
+        self._engine.order.follow_script()
         if self._is_void(work):
             self._drop(work)
             return
@@ -186,7 +187,9 @@ class TaskRunner:
             self._device.begin_slice(work.slice_samples)
             if self._changes is not None:
                 self._changes.begin_slice()
+            self._engine.order.lead_script()
             yield batch
+            self._engine.order.follow_script()
             self._look_for_changes()
             if self._is_void(work):
                 self._drop(work)
@@ -278,6 +281,7 @@ class TaskRunner:
     def slice_out(self, what: str) -> TaskInWork:
         if self.work is None or not self.work.out:
             raise UserError(f"{what} was called while no batch is out: call it within the loop over the job's batches")
+        self._engine.order.note_script()
         return self.work
 
     @property

@@ -17,7 +17,7 @@ import hetsync
 from hetsync.plane.staging import CudaStaging
 from hetsync.sync.device_order import StreamOrder
 
-BATCH, SAMPLES = 12, 144
+BATCH, EPOCHS = 12, 2
 POINTS = torch.randn(48, 3, generator=torch.Generator().manual_seed(1))
 Settings = dict[str, Any]
 
@@ -29,8 +29,17 @@ def sanitizer() -> Iterator[Sanitizer]:
 
 
 def train(
-    sanitizer: Sanitizer, *, dtype: torch.dtype = torch.float32, evaluates: bool = False, **settings: Any
+    sanitizer: Sanitizer,
+    *,
+    dtype: torch.dtype = torch.float32,
+    evaluates: bool = False,
+    own_stream: bool = False,
+    steps_every: int = 1,
+    leaves_at: int | None = None,
+    **settings: Any,
 ) -> None:
+    """With an `own_stream` the script has one around each batch, around what it evaluates, and at rest."""
+
     def job(world: World, rank: int) -> None:
         plane = thread_plane(world, rank, sanitizer.library)
         model: nn.Module = nn.Sequential(nn.Linear(3, 20), nn.BatchNorm1d(20), nn.Linear(20, 5)).to(dtype)
@@ -38,18 +47,30 @@ def train(
         held = POINTS.to(dtype).clone()
 
         def score() -> Any:
-            return {"loss": (float(model(held).square().sum()), len(held))}
+            with torch.cuda.stream(stream):
+                return {"loss": (float(model(held).square().sum()), len(held))}
 
         with (
             sanitizer.rank(),
             hetsync.join(plane=plane, seed=1, profile_seconds=0.01, progress=False, **settings) as job,
         ):
+            stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
             model, optimizer = job.prepare(model, optimizer)
             if evaluates:
                 job.evaluate_every(60, score)
-            for (points,) in job.loader(TensorDataset(POINTS.to(dtype)), BATCH, samples=SAMPLES):
-                job.backward(model(points).square().mean())
-                job.step(optimizer)
+            batches = job.loader(TensorDataset(POINTS.to(dtype)), BATCH)
+            for _ in job.epochs(EPOCHS):
+                for number, (points,) in enumerate(batches):
+                    with torch.cuda.stream(stream):
+                        model(points).square().mean().backward()
+                        if (number + 1) % steps_every == 0:
+                            optimizer.step()
+                            optimizer.zero_grad()
+                    if number == leaves_at:
+                        break
+                with torch.cuda.stream(stream), torch.no_grad():
+                    for weight in model.parameters():
+                        weight *= 0.5
 
     run_ranks(2, job)
 
@@ -73,7 +94,23 @@ JOBS: dict[str, Settings] = {
 def test_no_stream_overtakes_another(sanitizer: Sanitizer, settings: Settings) -> None:
     settings = {"delay_bound": 4, **settings}
     train(sanitizer, **settings)
-    assert sanitizer.handler.seq_num > 500, "nothing was seen"
+    assert sanitizer.handler.seq_num > 300, "nothing was seen"
+    assert not sanitizer.told
+
+
+OWN_STREAM: dict[str, Settings] = {
+    **{name: JOBS[name] for name in ("delayed", "synchronous", "accumulation", "snapshots", "synchronous, evaluated")},
+    "adds up": {"steps_every": 3},
+    "synchronous, adds up": {"delay_bound": 0, "steps_every": 3},
+    "leaves": {"leaves_at": 1},
+    "synchronous, leaves": {"delay_bound": 0, "leaves_at": 1},
+}
+
+
+@pytest.mark.parametrize("settings", OWN_STREAM.values(), ids=OWN_STREAM)
+def test_a_script_may_have_a_stream_of_its_own_around_each_batch(sanitizer: Sanitizer, settings: Settings) -> None:
+    settings = {"delay_bound": 4, **settings}
+    train(sanitizer, own_stream=True, **settings)
     assert not sanitizer.told
 
 
@@ -81,13 +118,16 @@ def nothing(*_: Any) -> None:
     pass
 
 
-PLANTED: dict[str, tuple[type, str, Any, Settings, str]] = {
+PLANTED: dict[str, tuple[Any, str, Any, Settings, str]] = {
     "follow": (StreamOrder, "_follow", lambda order, passes: None, {}, "deltas"),
     "leave": (StreamOrder, "leave", nothing, {}, "deltas"),
     "synchronous follow": (StreamOrder, "_follow", lambda order, passes: None, {"delay_bound": 0}, "gradients"),
     "synchronous leave": (StreamOrder, "leave", nothing, {"delay_bound": 0}, "gradients"),
     "applying": (StreamOrder, "applying", lambda order: nullcontext(), {}, "deltas"),
     "staging": (CudaStaging, "begin", nothing, {}, "staging.fetch"),
+    "lead the script": (StreamOrder, "lead_script", nothing, {"own_stream": True}, "the script"),
+    "follow the script": (StreamOrder, "follow_script", nothing, {"own_stream": True}, "after the script"),
+    "unknown stream": (torch.cuda, "synchronize", nothing, {"own_stream": True}, "the script"),
     "transfer": (PlayedTransfer, "complete", lambda transfer, arriving: arriving[0], {}, "transfer.each_tensor"),
 }
 
@@ -96,7 +136,7 @@ PLANTED: dict[str, tuple[type, str, Any, Settings, str]] = {
 def test_a_planted_race_is_told(
     sanitizer: Sanitizer,
     monkeypatch: pytest.MonkeyPatch,
-    owner: type,
+    owner: Any,
     name: str,
     planted: Callable[..., Any],
     settings: Settings,
@@ -106,6 +146,36 @@ def test_a_planted_race_is_told(
     settings = {"delay_bound": 4, **settings}
     train(sanitizer, **settings)
     assert where in sanitizer.told
+
+
+def test_a_script_without_a_stream_of_its_own_costs_no_event(
+    sanitizer: Sanitizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = StreamOrder(CPU)
+    with sanitizer.rank():
+        order.lead_script()
+        order.note_script()
+        monkeypatch.setattr(PlayedStream, "record_event", lambda stream: pytest.fail("an event"))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("the host waits"))
+        for _ in range(3):
+            order.follow_script()
+            order.lead_script()
+            order.note_script()
+
+
+def test_a_stream_that_the_script_begins_to_use_later_is_followed(sanitizer: Sanitizer) -> None:
+    order, later = StreamOrder(CPU), PlayedStream(sanitizer, "a later stream")
+    with sanitizer.rank():
+        order.note_script()
+        weight = torch.ones(3)
+        for _ in range(2):
+            order.lead_script()
+            with torch.cuda.stream(later):  # type: ignore[arg-type]
+                order.note_script()
+                weight += 1
+            order.follow_script()
+            weight += 1
+    assert not sanitizer.told
 
 
 @pytest.mark.parametrize("kept", [False, True])
