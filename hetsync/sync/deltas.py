@@ -378,6 +378,7 @@ class Deltas:
     def apply_sum(self) -> None:
         """w and X are to take over the sum; X loses our own part of it, which u holds already."""
         self._arrived = True
+        self.tail.land()
 
     def _land(self, taken_over: bool = False) -> bool:
         """w ← w + S and X ← X + S − P, if a sum S has arrived, and True then. With `taken_over` u takes each run of the

@@ -604,6 +604,7 @@ class Gradients:
                     bucket.lost, bucket.residual = None, Residual()
             self._collected += 1
         if self._collected == len(self.stages):
+            self.tail.land()
             if samples:
                 self._take_changes(samples)
             self._next = self._flushed = 0

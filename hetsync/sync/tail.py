@@ -75,7 +75,8 @@ class Tail:
         self.counts = torch.zeros(counts, dtype=dtype)
         self.flat = torch.zeros(0, dtype=dtype, device=device)
         self.changes = list(changes)  # of the round to come, and while it is under way
-        self.travel: list[int] = []  # buffers that some rank has changed before
+        self.travel: list[int] = []  # buffers that some rank has changed before, in rounds that have landed
+        self._news: list[int] = []  # of the round that is under way: which it has found to be changed
         self._carried: list[int] = []  # those in `flat`
         self._asked: list[int] = []  # those that `flat` asks about
         self._head_values = 0  # of `flat`
@@ -87,7 +88,7 @@ class Tail:
 
     def pack(self) -> None:
         """Put `counts` and `changes` into `flat`."""
-        self._behind = None  # whatever a void round has left
+        self._behind, self._news = None, []  # whatever a void round has left
         self._asked = [index for index in range(len(self.changes)) if index not in self.travel]
         news = [self.changes[index].any().to(self.flat).view(1) for index in self._asked]
         columns = self.counts.new_zeros(len(self._written))
@@ -135,8 +136,13 @@ class Tail:
             return False
         counts, news, written = head.split([self.counts.numel(), len(self._asked), len(self._written)])
         self.counts.copy_(counts)
-        first = [index for index, changed in zip(self._asked, news.tolist(), strict=True) if changed]
-        self.travel = sorted([*self.travel, *first])
+        self._news = [index for index, changed in zip(self._asked, news.tolist(), strict=True) if changed]
         self._written = list(map(int, written.tolist()))
-        self._carry(self.flat[:0], first)
-        return bool(first) or any(self._written)
+        self._carry(self.flat[:0], self._news)
+        return bool(self._news) or any(self._written)
+
+    def land(self) -> None:
+        """The round counts: what it has found to be changed travels from now on. Not before, or where a rank's death
+        makes the round void, after some have unpacked it, these would sum other buffers than the rest."""
+        self.travel = sorted([*self.travel, *self._news])
+        self._news = []

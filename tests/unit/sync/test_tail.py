@@ -66,12 +66,25 @@ def test_a_buffer_travels_from_its_first_change_on():
             assert tail.counts.tolist() == [6.0]
             assert torch.equal(mine[1], torch.full((2, 2), float(sum(second))))
             assert not mine[0].any()
+            tail.land()
         return sent
 
     assert one_round(0, 0) == [3]  # a count and two questions
     assert one_round(0, 2) == [3, 4]  # rank 1's first change, in the same round
     assert one_round(1, 0) == [6]
     assert one_round(0, 0) == [6]
+
+
+def test_a_round_that_does_not_count_makes_no_buffer_travel():
+    """A rank has died, and of the others one had got further."""
+    tails = [Tail(1, [torch.full((2,), float(rank))], torch.device("cpu"), rank) for rank in range(2)]
+    for tail in tails:
+        tail.pack()
+    tails[0].flat.copy_(tails[0].flat + tails[1].flat)
+    assert tails[0].unpack(), "rank 1 has changed its buffer"
+    for tail in tails:
+        tail.pack()
+    assert tails[0].flat.numel() == tails[1].flat.numel()
 
 
 def test_deltas_of_constants_do_not_travel_and_those_of_statistics_do():
