@@ -53,6 +53,9 @@ class DeviceOrder:
         was `applying`, it does not come after that, nor after what that waits for."""
         return self
 
+    def wait(self) -> None:
+        """Return once all that anybody has queued on the device is done."""
+
     def lead_script(self) -> None:
         """The script has its turn: what it queues, on whatever stream, comes after what this thread has queued."""
 
@@ -126,10 +129,13 @@ class StreamOrder(DeviceOrder):
         finally:
             self.leave()
 
+    def wait(self) -> None:
+        torch.cuda.synchronize(self._device)
+
     def lead_script(self) -> None:
         self._leads = self._stream
         if not self._scripts:
-            torch.cuda.synchronize(self._device)
+            self.wait()
         for stream in self._scripts - {self._leads}:
             stream.wait_stream(self._leads)
 
@@ -143,7 +149,7 @@ class StreamOrder(DeviceOrder):
     def follow_script(self) -> None:
         mine = self._stream
         if not self._scripts:
-            torch.cuda.synchronize(self._device)
+            self.wait()
         for stream in self._scripts - {mine}:
             mine.wait_stream(stream)
 

@@ -93,7 +93,9 @@ class Rounds:
         self._starts.append(start)
 
     def drop(self) -> None:
-        """None of them will come to an end: a rank has gone."""
+        """None of them will come to an end: a rank has gone. Copies that they have begun are on streams that nobody
+        follows any more, and what they read and write is about to be used anew."""
+        self._shared.order.wait()
         self._starts.clear()
         self._collective = None
         self._pending.drop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,10 @@ from torch.utils.data import TensorDataset
 import hetsync
 from hetsync.plane.staging import CudaStaging
 from hetsync.sync.device_order import StreamOrder
+from hetsync.sync.rounds import Rounds
+from hetsync.sync.shared_state import EngineOptions, SharedState
+from hetsync.sync.worker import Worker
+from hetsync.telemetry import Telemetry
 
 BATCH, EPOCHS = 12, 2
 POINTS = torch.randn(48, 3, generator=torch.Generator().manual_seed(1))
@@ -36,9 +40,12 @@ def train(
     own_stream: bool = False,
     steps_every: int = 1,
     leaves_at: int | None = None,
+    ranks: int = 2,
+    dies_at: int | None = None,
     **settings: Any,
 ) -> None:
-    """With an `own_stream` the script has one around each batch, around what it evaluates, and at rest."""
+    """With an `own_stream` the script has one around each batch, around what it evaluates, and at rest. The
+    second rank dies with batch `dies_at`."""
 
     def job(world: World, rank: int) -> None:
         plane = thread_plane(world, rank, sanitizer.library)
@@ -68,11 +75,13 @@ def train(
                             optimizer.zero_grad()
                     if number == leaves_at:
                         break
+                    if rank == 1 and number == dies_at:
+                        world.die(rank)
                 with torch.cuda.stream(stream), torch.no_grad():
                     for weight in model.parameters():
                         weight *= 0.5
 
-    run_ranks(2, job)
+    run_ranks(ranks, job)
 
 
 JOBS: dict[str, Settings] = {
@@ -111,6 +120,37 @@ OWN_STREAM: dict[str, Settings] = {
 def test_a_script_may_have_a_stream_of_its_own_around_each_batch(sanitizer: Sanitizer, settings: Settings) -> None:
     settings = {"delay_bound": 4, **settings}
     train(sanitizer, own_stream=True, **settings)
+    assert not sanitizer.told
+
+
+DEATHS: dict[str, Settings] = {
+    "delayed": {},
+    "synchronous": {"delay_bound": 0},
+    "int8 on the wire": {"wire": "int8", "fragments": 3},
+    "outer optimizer": {"outer": {"name": "nesterov"}},
+    "16-bit weights": {"dtype": torch.bfloat16, "wire": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("settings", DEATHS.values(), ids=DEATHS)
+def test_no_stream_overtakes_another_after_a_death(sanitizer: Sanitizer, settings: Settings) -> None:
+    settings = {"delay_bound": 4, **settings}
+    train(sanitizer, ranks=3, dies_at=2, **settings)
+    assert not sanitizer.told
+
+
+def test_what_a_dropped_round_has_begun_is_done_when_another_begins(sanitizer: Sanitizer) -> None:
+    """Its copies are under way on the staging's stream."""
+    plane, shared = thread_plane(World(2), 0, sanitizer.library), SharedState(Worker(0, 0), None, EngineOptions(BATCH))
+    with sanitizer.rank():
+        shared.order = StreamOrder(CPU)
+        rounds: Any = Rounds(
+            plane, EngineOptions(BATCH), shared, cast(Any, None), Telemetry(None), lambda _, steps: steps
+        )
+        flight = torch.ones(300)
+        rounds._pending.post(flight, "float32")
+        rounds.drop()
+        flight.zero_()
     assert not sanitizer.told
 
 
