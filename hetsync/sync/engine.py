@@ -462,6 +462,7 @@ class Engine:
                     loss_sum = math.nan
             else:
                 self.worker.version = task.synchronous_round + 1
+                shared.order.leave()  # after a death the other thread may read what the step has made
             work, waits = self._overhead.since(seconds)
             finished = self.worker.finish_task(seconds, loss_sum, work, waits)
             finished = finished._replace(lossless=lossless, units=units)
