@@ -61,12 +61,11 @@ def busy(device: str, cycles: int = BUSY_CYCLES) -> None:
 
 
 @contextlib.contextmanager
-def on_stream(own: bool) -> Iterator[None]:
-    """A stream of the loop's own, as some scripts have it."""
-    if not own or not torch.cuda.is_available():
+def on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """A stream of the script's own, around all of it."""
+    if stream is None:
         yield
         return
-    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield
@@ -83,17 +82,18 @@ def train(
     dies_at: int | None = None,
     **settings: Any,
 ) -> Script:
-    """A job with unequal shares; what came of it, on every rank. `stream`: default, own (around the loop) or batch
-    (around each). `compiled`: torch's
-    mode. `dawdles`: the device is kept busy for random times. The last rank `dies_at` a batch."""
+    """A job with unequal shares; what came of it, on every rank. `stream`: default, or the script's own, around all of
+    it (own) or around each batch, which waits for nothing then (batch). `compiled`: torch's mode. `dawdles`: the device
+    is kept busy for random times. The last rank `dies_at` a batch."""
     model = network(device)
     optimizer = optimizer_of(model)
     first = BATCH * 2 // 3 if plane.size > 1 else BATCH
-    losses: list[float] = []
+    losses: list[torch.Tensor] = []  # to read one would wait for its stream
     summaries: list[dict[str, Any]] = []
     drawn = random.Random(plane.rank)
+    own = torch.cuda.Stream() if stream != "default" and torch.cuda.is_available() else None
     with (
-        on_stream(stream == "own"),
+        on(own if stream == "own" else None),
         hetsync.join(
             plane=plane, device=device, seed=SEED, pins={0: first}, rebalance=False, progress=False, **settings
         ) as job,
@@ -108,21 +108,18 @@ def train(
         for number, (points, labels) in enumerate(job.loader(data(), BATCH, samples=EPOCHS * SAMPLES)):
             if number == dies_at and plane.rank == plane.size - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            with on_stream(stream == "batch"):
+            with torch.cuda.stream(own if stream == "batch" else None):
                 pause()
                 assert points.device.type == device
                 with job.autocast():
                     loss = nn.functional.cross_entropy(compute(points), labels)
-                if dawdles:
-                    pause()
                 job.backward(loss)
-                if dawdles:
-                    pause()
+                pause()
                 job.step(optimizer)
-            losses.append(float(loss.detach()))
+                losses.append(loss.detach().clone())  # a graph writes there again
     summary = plane.broadcast_object(summaries[0] if summaries else None)
     weights = [weight.detach().float().cpu() for weight in model.parameters()]
-    return {"weights": weights, "losses": losses, "summary": summary}
+    return {"weights": weights, "losses": [float(loss) for loss in losses], "summary": summary}
 
 
 def plain(device: str, precision: str) -> list[torch.Tensor]:
