@@ -85,6 +85,7 @@ def _joined(own: Facts | None, run_dir: Path) -> tuple[list[Facts], list[Compari
     try:
         everyones = plane.gather_objects(own)
         seen = _seen(plane, run_dir)
+        sums = _sums(plane)
         plane.barrier()
         clocks = plane.gather_objects(time.time())
         plane.close()
@@ -95,10 +96,29 @@ def _joined(own: Facts | None, run_dir: Path) -> tuple[list[Facts], list[Compari
     first = {facts.host: rank for rank, facts in reversed(list(enumerate(everyones))) if facts is not None}
     hosts = sorted(first, key=first.__getitem__)
     together = Comparison(Finding("ranks", Verdict.OK, f"{plane.size} reach each other"))
-    found = [together, compare_clocks({host: clocks[first[host]] for host in hosts})]
+    found = [together, *sums, compare_clocks({host: clocks[first[host]] for host in hosts})]
     if None not in seen:
         found.append(compare_folders(str(run_dir), {host: seen[first[host]] for host in hosts}))
     return [everyones[first[host]] for host in hosts], found
+
+
+def _sums(plane: Plane) -> list[Comparison]:
+    """Collective: which ranks' gradients NCCL will sum, where any has a GPU."""
+    from hetsync.plane.base import named
+    from hetsync.plane.choice import DeviceOf, groups_of, reason_against_nccl
+    from hetsync.profiling.measure import choose_device, find_place
+
+    place, own = find_place(plane), DeviceOf("", "cpu", None)
+    with contextlib.suppress(UserError):  # what it says is a finding about this node
+        own = DeviceOf.here(choose_device("auto", place))
+    devices = plane.gather_objects(own)
+    if all(device.unit is None for device in devices):
+        return []
+    if (reason := reason_against_nccl(devices)) is None:
+        return [Comparison(Finding("sums", Verdict.OK, "by NCCL"))]
+    among = [f"among {named(ranks)}" for ranks in groups_of(devices) if len(ranks) > 1]
+    by = f"by NCCL {' and '.join(among)}, and between them" if among else "all"
+    return [Comparison(Finding("sums", Verdict.OK, f"{by} through host memory: {reason}"))]
 
 
 def _seen(plane: Plane, run_dir: Path) -> list[bool | None]:

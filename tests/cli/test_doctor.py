@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs import Done, finished, mpirun, needs_loadable_mpi, program, started
 
+from hetsync.cli import doctor
 from hetsync.cli.doctor import report
 from hetsync.doctor.checks import Finding, Verdict
 from hetsync.doctor.facts import Facts, Limits, Mpi, Storage, Torch
 from hetsync.doctor.nodes import Comparison
+from hetsync.plane.choice import DeviceOf
+from hetsync.plane.local import LocalPlane
 
 
 def examined(folder: Path, launcher: list[str], *words: str, **env: str) -> Done:
@@ -69,3 +73,34 @@ def test_the_table_of_several_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = Comparison(Finding("MPI", Verdict.PROBLEM, "none", "install one"))
     assert report(nodes, [odd, wrong], True) == 1
     assert json.loads(capsys.readouterr().out)["findings"][1]["remedy"] == "install one"
+
+
+class Ranks(LocalPlane):
+    """Others with devices of their own."""
+
+    def __init__(self, *devices: DeviceOf) -> None:
+        super().__init__()
+        self.devices = devices
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return list(self.devices) if isinstance(value, DeviceOf) else [value]
+
+
+CUDA = [DeviceOf("a", f"cuda:{number}", f"a {number}") for number in range(2)]
+CPU = DeviceOf("a", "cpu", None)
+
+
+@pytest.mark.parametrize(
+    ("devices", "says"),
+    [
+        ([CPU, CPU], None),
+        (CUDA, "by NCCL"),
+        ([CUDA[0], CUDA[0]], "all through host memory: rank 0, 1 share cuda:0 of a"),
+        ([*CUDA, CPU], "by NCCL among rank 0, 1, and between them through host memory: rank 2 has no CUDA device"),
+    ],
+)
+def test_it_says_which_ranks_nccl_will_join(
+    monkeypatch: pytest.MonkeyPatch, devices: list[DeviceOf], says: str | None
+) -> None:
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    assert [each.finding.found for each in doctor._sums(Ranks(*devices))] == ([] if says is None else [says])
