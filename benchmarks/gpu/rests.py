@@ -3,7 +3,7 @@
     mpirun -np 2 python -m benchmarks.gpu.rests --output results/gpu [--model adapter]
 
 `gpt`: 124 M weights, all trained by AdamW. `adapter`: low-rank adapters of float32 on a frozen base of 1.0 B weights in
-bfloat16, which are random. Two epochs of a few batches at D = 4 (or `--delay-bound`), with a rest and a checkpoint
+bfloat16, which are random. Three epochs of a few batches at D = 4 (or `--delay-bound`), with a rest and a checkpoint
 after each. Rank 0 writes rests.json and rests.md.
 """
 
@@ -38,7 +38,7 @@ from hetsync.sync.engine import Engine
 from hetsync.train import checkpoint
 from hetsync.train.rest import CommonState
 
-EPOCHS, BATCHES = 2, 3
+EPOCHS, BATCHES = 3, 3
 RANK_OF_ADAPTERS = 8
 
 
@@ -140,7 +140,14 @@ def train(plane: Plane, device: torch.device, shape: Shape, adapter: bool, bound
     with (
         times.watching(),
         hetsync.join(
-            plane=plane, device=device.type, run=run, delay_bound=bound, progress=False, shares="equal", rebalance=False
+            plane=plane,
+            device=device.type,
+            run=run,
+            delay_bound=bound,
+            progress=False,
+            shares="equal",
+            rebalance=False,
+            checkpoint_every=BATCHES * shape.batch,
         ) as job,
     ):
         optimizer = torch.optim.AdamW(trained, lr=1e-4)
