@@ -15,7 +15,7 @@ import torch
 from benchmarks.common.processes import environment
 from benchmarks.gpu.kept import keep, table
 
-DOCTOR_SECONDS = 20.0
+DOCTOR_SECONDS = 12.0
 FIELDS = "name,driver_version,memory.total,compute_mode,mig.mode.current,pstate"
 
 

@@ -1,13 +1,31 @@
-"""What a part of the visit has found, kept as soon as it is known."""
+"""What a part of the visit has found, kept as soon as it is known; and what it was at where it hangs."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import math
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import command, machine
 from hetsync.files import write_atomically
+
+LIMIT = "HETSYNC_GPU_PART_ENDS"  # of time.monotonic, in the environment of a part's processes
+LAST_SECONDS = 8.0  # in which they say what they are at
+
+
+def seconds_left() -> float:
+    """Before the part is ended."""
+    return float(os.environ.get(LIMIT, "inf")) - time.monotonic()
+
+
+def tell_where_it_hangs() -> None:
+    """By the stacks of all threads, shortly before."""
+    if math.isfinite(seconds_left()):
+        faulthandler.dump_traceback_later(max(1.0, seconds_left() - LAST_SECONDS))
 
 
 def keep(output: Path, part: str, markdown: str, **found: Any) -> None:

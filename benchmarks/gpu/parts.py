@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 
 from benchmarks.common.local_job import ROOT
+from benchmarks.gpu.kept import LIMIT
 
 MARK = "HETSYNC_GPU_PART"  # in the environment of all that a part starts
 GRACE_SECONDS = 4.0  # from TERM to KILL
@@ -46,11 +47,11 @@ class Outcome:
     last_line: str = ""
 
 
-def run(part: Part, folder: Path, env: Mapping[str, str], deadline: float) -> Outcome:
+def run(part: Part, folder: Path, env: Mapping[str, str], deadline: float, spare_seconds: float = 0.0) -> Outcome:
     """All that it says is in NAME.log. Nothing of it is left when this returns, which it does by the `deadline` of
-    time.monotonic, however the part behaves."""
+    time.monotonic, however the part behaves. It may have what parts before have spared of their time, too."""
     began = time.monotonic()
-    limit = min(part.limit_seconds, deadline - began - GRACE_SECONDS)
+    limit = min(part.limit_seconds + spare_seconds, deadline - began - GRACE_SECONDS)
     if limit < LEAST_SECONDS:
         return Outcome(part.name, Verdict.LEFT_OUT, 0.0)
     log, mark = folder / f"{part.name}.log", f"{os.getpid()} {part.name}"
@@ -58,7 +59,7 @@ def run(part: Part, folder: Path, env: Mapping[str, str], deadline: float) -> Ou
     with log.open("w") as said:
         process = subprocess.Popen(
             words,
-            env={**env, MARK: mark},
+            env={**env, MARK: mark, LIMIT: str(began + limit)},
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=said,

@@ -27,7 +27,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import hetsync
-from benchmarks.gpu.kept import keep, table
+from benchmarks.gpu.kept import keep, table, tell_where_it_hangs
 from benchmarks.gpu.rounds import STRETCHES, RoundTimes
 from benchmarks.gpu.tasks import Gpt, sentences
 from hetsync.plane import open_plane
@@ -131,12 +131,13 @@ class Meter:
         return counted
 
 
-def train(plane: Plane, device: torch.device, shape: Shape, adapter: bool, bound: int) -> dict[str, Any]:
-    """What each rest took on this rank, and its rounds; collective."""
+def train(plane: Plane, device: torch.device, shape: Shape, adapter: bool, bound: int) -> Iterator[dict[str, Any]]:
+    """What each rest so far took on this rank, and its rounds; collective."""
     model, meter, times = shape.model(adapter).to(device), Meter(), RoundTimes()
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     run = Path(plane.broadcast_object(tempfile.mkdtemp(prefix="hetsync-rests-") if plane.leads else None))
-    rests = []
+    rests = list[dict[str, Any]]()
+    counts = {"weights": sum(w.numel() for w in model.parameters()), "trained": sum(w.numel() for w in trained)}
     with (
         times.watching(),
         hetsync.join(
@@ -165,10 +166,9 @@ def train(plane: Plane, device: torch.device, shape: Shape, adapter: bool, bound
                     trained_until = time.monotonic()
                 seconds = {**(meter.seconds - before[0]), "in all": time.monotonic() - trained_until}
                 rests.append({"seconds": seconds, "bytes": dict(meter.bytes - before[1])})
+            yield {**counts, "rests": rests, "round_milliseconds": times.medians()}
     if plane.leads:
         shutil.rmtree(run, ignore_errors=True)
-    counts = {"weights": sum(w.numel() for w in model.parameters()), "trained": sum(w.numel() for w in trained)}
-    return {**counts, "rests": rests, "round_milliseconds": times.medians()}
 
 
 def markdown(found: dict[str, Any], ranks: int) -> str:
@@ -196,11 +196,12 @@ def main() -> None:
     plane = open_plane("mpi")
     device = take_device("cpu" if options.small else options.device, find_place(plane))
     shape = SMALL if options.small else SHAPES[options.model]
-    found = train(plane, device, shape, options.model == "adapter", options.delay_bound)
+    tell_where_it_hangs()
+    for found in train(plane, device, shape, options.model == "adapter", options.delay_bound):
+        if plane.rank == 0:
+            keep(options.output, "rests", markdown(found, plane.size), **found)
     if plane.rank == 0:
-        text = markdown(found, plane.size)
-        keep(options.output, "rests", text, **found)
-        print(text, flush=True)
+        print(markdown(found, plane.size), flush=True)
     plane.close()
 
 

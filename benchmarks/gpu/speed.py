@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hetsync
 from benchmarks.common.report import grouped, spread
-from benchmarks.gpu.kept import keep, table
+from benchmarks.gpu.kept import keep, seconds_left, table, tell_where_it_hangs
 from benchmarks.gpu.rounds import STRETCHES, RoundTimes
 from benchmarks.gpu.tasks import SMALL_TASKS, TASKS, Task
 from hetsync.balance.profile import RankProfile
@@ -49,6 +49,7 @@ DELAY_BOUND = 4
 DELAYED, OFTEN = f"HetSync, D = {DELAY_BOUND}, K = 4", f"HetSync, D = {DELAY_BOUND}"
 AHEAD = 2  # steps whose batches are loaded before they are needed
 TRACED_STEPS = 4
+TRACE_SECONDS = 25.0  # of the part's time, that it may take
 BRIEFLY = 0.1  # seconds of profiling, where kernels have been chosen
 WARM_UP_STEPS = 3  # at least: DDP orders its buckets anew before the second
 Interval = tuple[float, float]
@@ -345,6 +346,8 @@ def run_task(job: RankJob, name: str, output: Path) -> Iterator[dict[str, Any]]:
                 yield known
                 if job.device.type == "cuda":
                     torch.cuda.empty_cache()
+    if job.plane.broadcast_object(seconds_left() < TRACE_SECONDS):
+        return
     copies = job.traced(output / f"trace-{name}.json.gz")
     yield {**known, "copies": job.plane.gather_objects(copies)}
 
@@ -418,6 +421,7 @@ def main() -> None:
     place = find_place(plane)
     device = take_device("cpu" if options.small else "cuda", place)
     torch.set_num_threads(1)
+    tell_where_it_hangs()
     # NCCL refuses ranks that share a GPU.
     own = device.type == "cuda" and max(plane.gather_objects(ranks_sharing(plane, place, device))) == 1
     dist.init_process_group("nccl" if own else "gloo", rank=plane.rank, world_size=plane.size)

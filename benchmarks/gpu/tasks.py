@@ -72,13 +72,13 @@ class Gpt(nn.Module):
         return functional.linear(x, self.tokens.weight)
 
 
-def images(samples: int, pixels: int, classes: int) -> TensorDataset:
+def images(samples: int, pixels: int, classes: int, dtype: torch.dtype = torch.float32) -> TensorDataset:
     """Pictures of a class are alike, under noise: a few hundred steps learn them."""
     generator = torch.Generator().manual_seed(0)
     prototypes = torch.randn(classes, 3, pixels, pixels, generator=generator)
     labels = torch.randint(classes, (samples,), generator=generator)
     noise = torch.randn(samples, 3, pixels, pixels, generator=generator)
-    return TensorDataset(0.3 * prototypes[labels] + noise, labels)
+    return TensorDataset((0.3 * prototypes[labels] + noise).to(dtype), labels)
 
 
 def sentences(samples: int, length: int, vocabulary: int) -> TensorDataset:
@@ -96,7 +96,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 TASKS = {
-    "resnet50": Task(256, resnet50, lambda: images(512, 224, 1000), sgd),
+    # In half the bytes: a rank's loader gathers a batch by one thread.
+    "resnet50": Task(256, resnet50, lambda: images(512, 224, 1000, torch.bfloat16), sgd),
     "gpt": Task(128, Gpt, lambda: sentences(2048, 512, 50304), adamw, most_steps=12),
     "cifar10_resnet18-like": Task(512, lambda: resnet18(10, "cifar"), lambda: images(10240, 32, 10), sgd, True),
 }

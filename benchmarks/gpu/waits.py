@@ -14,16 +14,17 @@ import threading
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import hetsync
-from benchmarks.gpu.kept import keep, table
+from benchmarks.gpu.kept import keep, table, tell_where_it_hangs
 from benchmarks.gpu.tasks import SMALL_TASKS
 from hetsync.plane import open_plane
 from hetsync.plane.base import Plane
@@ -31,6 +32,8 @@ from hetsync.profiling.measure import find_place, take_device
 
 OURS = str(Path(hetsync.__file__).parent)
 WARMING, WATCHED = 8, 24  # batches
+# Waits that torch's warnings do not tell of.
+ASKED = ((torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"), (torch.cuda, "synchronize"))
 BATCH = 32
 
 
@@ -42,7 +45,9 @@ class Waits:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+            for owner, name in ASKED:
+                stack.enter_context(patch.object(owner, name, self._counted(getattr(owner, name))))
             warnings.simplefilter("always")
             warnings.showwarning = self._count
             if torch.cuda.is_available():
@@ -53,10 +58,19 @@ class Waits:
                 if torch.cuda.is_available():
                     torch.cuda.set_sync_debug_mode("default")
 
+    def _counted(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any, **named: Any) -> Any:
+            self._note()
+            return wait(*given, **named)
+
+        return counted
+
     def _count(self, message: Any, *_: Any, **__: Any) -> None:
-        if "synchronizing" not in str(message):
-            return
-        frames = [frame for frame in traceback.extract_stack()[:-1] if frame.filename.startswith(OURS)]
+        if "synchronizing" in str(message):
+            self._note()
+
+    def _note(self) -> None:
+        frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(OURS)]
         place = f"{Path(frames[-1].filename).relative_to(OURS)}:{frames[-1].lineno}" if frames else "the loop"
         self.counts[threading.current_thread().name, place] += 1
 
@@ -88,11 +102,15 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     plane = open_plane("mpi")
     device = take_device("cpu" if options.small else "cuda", find_place(plane))
-    found = {bound: train(plane, device, bound) for bound in (0, 4)}
+    tell_where_it_hangs()
+    found = {}
+    for bound in (0, 4):
+        found[bound] = train(plane, device, bound)
+        if plane.rank == 0:
+            rows = [[str(bound), *map(str, row)] for bound, waits in found.items() for row in waits]
+            text = f"Waits in {WATCHED // 2} batches:\n\n{table(['D', 'thread', 'place', 'waits'], rows, words=3)}"
+            keep(options.output, "waits", text, waits=found)
     if plane.rank == 0:
-        rows = [[str(bound), *map(str, row)] for bound, waits in found.items() for row in waits]
-        text = f"Waits in {WATCHED // 2} batches:\n\n{table(['D', 'thread', 'place', 'waits'], rows, words=3)}"
-        keep(options.output, "waits", text, waits=found)
         print(f"{sum(count for waits in found.values() for *_, count in waits)} waits")
     plane.close()
 

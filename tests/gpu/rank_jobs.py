@@ -10,7 +10,7 @@ from typing import Any
 
 from jobs import environment, mpirun
 
-SECONDS = 60  # of a job: a second attempt would not fit the kit's time either
+SECONDS = 60  # of a job, which says before what it is at
 HERE = Path(__file__).resolve().parent
 
 

@@ -6,6 +6,7 @@ Each ends with a line of JSON on rank 0. They run on processors, too, where what
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import hashlib
 import json
 import os
@@ -17,11 +18,11 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.cuda import _sanitizer
 from torch.utils.data import TensorDataset
 
 import hetsync
@@ -35,6 +36,8 @@ from hetsync.profiling.measure import autocast
 
 SAMPLES, BATCH, EPOCHS, SEED = 240, 24, 8, 3
 BUSY_CYCLES = 20_000_000  # of the GPU's clock: some ten milliseconds
+BRIEF_CYCLES = 4_000_000
+HANGING_SECONDS = 52.0  # before whoever has started a job ends it
 WIRES: tuple[Any, ...] = ("float32", "bfloat16", "int8")
 Script = dict[str, Any]
 
@@ -80,6 +83,7 @@ def train(
     compiled: str | None = None,
     dawdles: bool = False,
     dies_at: int | None = None,
+    epochs: int = EPOCHS,
     **settings: Any,
 ) -> Script:
     """A job with unequal shares; what came of it, on every rank. `stream`: default, or the script's own, around all of
@@ -103,9 +107,9 @@ def train(
         job.on("end", summaries.append)
 
         def pause() -> None:
-            busy(device, int(BUSY_CYCLES * drawn.random()) if dawdles else BUSY_CYCLES)
+            busy(device, int(2 * BRIEF_CYCLES * drawn.random()) if dawdles else BUSY_CYCLES)
 
-        for number, (points, labels) in enumerate(job.loader(data(), BATCH, samples=EPOCHS * SAMPLES)):
+        for number, (points, labels) in enumerate(job.loader(data(), BATCH, samples=epochs * SAMPLES)):
             if number == dies_at and plane.rank == plane.size - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             with torch.cuda.stream(own if stream == "batch" else None):
@@ -213,46 +217,52 @@ def mixed(plane: Plane, device: str, bound: str) -> dict[str, Any]:
 
 def bits(plane: Plane, device: str, bound: str, stream: str) -> dict[str, Any]:
     """Of the weights after training that is the same whatever the device is late with."""
-    found = train(plane, device, delay_bound=int(bound), stream=stream, dawdles=True)
+    found = train(plane, device, delay_bound=int(bound), stream=stream, dawdles=True, epochs=2)
     digest = hashlib.sha256()
     for weight in found["weights"]:
         digest.update(weight.numpy().tobytes())
     return {"sha256": digest.hexdigest()}
 
 
-class Sanitizer(_sanitizer.CUDASanitizerDispatchMode):
-    """Torch's own, for several threads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = threading.RLock()
-
-    def __torch_dispatch__(self, *call: Any, **named: Any) -> Any:
-        with self._lock:
-            return super().__torch_dispatch__(*call, **named)
-
-
 @contextlib.contextmanager
 def sanitizer_in_all_threads() -> Iterator[None]:
-    """Of Python's; autograd's take over that of who calls backward."""
-    mode, run = Sanitizer(), threading.Thread.run
+    """Torch's, in all threads of Python's; autograd's take over that of who calls backward. It is imported here alone:
+    it traces every event and allocation from then on. It is told of marks that the host has looked at and found
+    passed, as staged copies are, and is called by one thread at a time."""
+    from torch.cuda import _sanitizer
+
+    lock, run, query = threading.RLock(), threading.Thread.run, torch.cuda.Event.query
+
+    def one_at_a_time(handle: Any) -> Any:
+        def handled(*given: Any, **named: Any) -> Any:
+            with lock:
+                return handle(*given, **named)
+
+        return handled
+
+    for name, handle in list(vars(_sanitizer.EventHandler).items()):
+        if name.startswith("_handle_"):
+            setattr(_sanitizer.EventHandler, name, one_at_a_time(handle))
+    mode = _sanitizer.CUDASanitizerDispatchMode()
+
+    def queried(event: torch.cuda.Event) -> bool:
+        passed = query(event)
+        if passed:
+            mode.event_handler._handle_event_synchronization(event.cuda_event)
+        return passed
 
     def sanitized(thread: threading.Thread) -> None:
         with mode:
             run(thread)
 
-    threading.Thread.run = sanitized  # type: ignore[method-assign]
-    try:
-        with mode:
-            yield
-    finally:
-        threading.Thread.run = run  # type: ignore[method-assign]
+    with mode, patch.object(torch.cuda.Event, "query", queried), patch.object(threading.Thread, "run", sanitized):
+        yield
 
 
 def sanitized(plane: Plane, device: str, bound: str, stream: str) -> dict[str, Any]:
     """Torch's sanitizer ends a job in which two streams race."""
     with sanitizer_in_all_threads():
-        found = train(plane, device, delay_bound=int(bound), stream=stream)
+        found = train(plane, device, delay_bound=int(bound), stream=stream, epochs=2)
     return {"applied": found["summary"]["samples_applied"]}
 
 
@@ -296,6 +306,7 @@ JOBS = {
 
 def main() -> None:
     name, device, *words = sys.argv[1:]
+    faulthandler.dump_traceback_later(HANGING_SECONDS, exit=True)
     torch.backends.cuda.matmul.allow_tf32 = False
     plane = open_plane("mpi")
     found = JOBS[name](plane, device, *words)  # type: ignore[operator]

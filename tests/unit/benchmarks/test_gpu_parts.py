@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tarfile
 import time
 import warnings
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 import torch
 
 from benchmarks.common.local_job import ROOT
-from benchmarks.gpu.__main__ import MINUTES, Visit, failed_tests, visit
-from benchmarks.gpu.kept import table
+from benchmarks.gpu.__main__ import SECONDS, SMALL_FACTOR, Visit, failed_tests, visit
+from benchmarks.gpu.kept import LIMIT, table
 from benchmarks.gpu.parts import GRACE_SECONDS, MARK, Part, Verdict, marked, run
 from benchmarks.gpu.rests import Meter
 from benchmarks.gpu.waits import Waits
@@ -66,10 +67,10 @@ def test_nothing_is_begun_that_could_not_end_in_time(tmp_path: Path) -> None:
 def test_the_limits_of_all_parts_fit_the_visit(small: bool, tmp_path: Path) -> None:
     for second in (False, True):
         planned = Visit(small, tmp_path)
-        parts = planned.parts(second)
+        parts = [planned.mps(), *planned.parts(second)]
         assert len({one.name for one in parts}) == len(parts)
-        assert sum(one.limit_seconds for one in parts) + len(parts) < 60 * planned.minutes
-    assert MINUTES <= 9
+        assert sum(one.limit_seconds for one in parts) < SECONDS * (SMALL_FACTOR if small else 1)
+    assert SECONDS <= 9 * 60
 
 
 @pytest.mark.parametrize("second", [False, True])
@@ -81,12 +82,28 @@ def test_the_page_shows_these_parts(second: bool, tmp_path: Path) -> None:
 def test_a_part_that_fails_takes_nothing_of_the_others(tmp_path: Path) -> None:
     tells = f"from pathlib import Path; Path({str(tmp_path)!r}, 'good.md').write_text('what it found')"
     says = "print('tests/gpu/test_a.py::test_b FAILED [ 5%]'); raise SystemExit(1)"
-    assert not visit([part(says, name="bad"), part(tells, name="good")], tmp_path)
+    assert not visit([part(says, name="bad"), part(tells, name="good")], tmp_path, time.monotonic() + LONG)
+    with tarfile.open(tmp_path / "gpu.tgz") as packed:
+        assert {"gpu/gpu.md", "gpu/bad.log", "gpu/good.log"} <= set(packed.getnames())
     told = (tmp_path / "gpu.md").read_text()
     assert "| bad | a trial | FAILED |" in told
     assert "| good | a trial | passed |" in told
     assert "- `tests/gpu/test_a.py::test_b`" in told
     assert told.endswith("## good\n\nwhat it found\n")
+
+
+def test_what_parts_before_have_spared_is_a_late_parts(tmp_path: Path) -> None:
+    slow = part("import time; time.sleep(7)", limit=5, name="slow")
+    assert not visit([slow], tmp_path, time.monotonic() + LONG)
+    assert visit([part("", limit=20, name="quick"), slow], tmp_path, time.monotonic() + LONG)
+
+
+def test_a_part_that_hangs_says_where(tmp_path: Path) -> None:
+    told = f"import os; os.environ['{LIMIT}'] = str(float(os.environ['{LIMIT}']) - 2)"  # it has little time here
+    hangs = f"{told}\nfrom benchmarks.gpu.kept import tell_where_it_hangs\ntell_where_it_hangs()"
+    verdict, _ = started(part(f"{hangs}\ndef stuck():\n    import time; time.sleep(600)\nstuck()", limit=8), tmp_path)
+    assert verdict is Verdict.LATE
+    assert "in stuck" in (tmp_path / "tried.log").read_text()
 
 
 def test_failed_tests_are_named_by_what_is_said_before_the_end(tmp_path: Path) -> None:
