@@ -33,7 +33,7 @@ from benchmarks.common.report import command, machine, source
 from benchmarks.gpu.kept import table
 from benchmarks.gpu.parts import Outcome, Part, Verdict, run
 from benchmarks.gpu.speed import PERCENTAGES
-from hetsync.files import write_atomically
+from hetsync.files import DiskError, write_atomically
 
 SECONDS = 540.0
 SUMMARY_SECONDS = 4.0
@@ -189,11 +189,20 @@ def main() -> None:
         return
     if not options.small and not torch.cuda.is_available():
         parser.error("no CUDA device: start it on a machine with a GPU, or give --small")
+    deadline = time.monotonic() + options.seconds * (SMALL_FACTOR if options.small else 1) - SUMMARY_SECONDS
     try:
         output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--output {options.output}: {error.strerror}")
-    deadline = time.monotonic() + options.seconds * (SMALL_FACTOR if options.small else 1) - SUMMARY_SECONDS
+        sys.exit(not begun(parser, options, output, parts, deadline))
+    except (OSError, DiskError) as error:
+        parser.error(f"--output {options.output}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def begun(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, output: Path, parts: Sequence[Part], deadline: float
+) -> bool:
+    """As `visit`, once it is known how ranks share the GPU."""
     kept, spare = Kept(output), 0.0
     if not options.small and which("nvidia-cuda-mps-control"):
         probe = Visit(False, output).mps()
@@ -203,7 +212,7 @@ def main() -> None:
         spare = probe.limit_seconds - outcome.seconds
     elif not options.small:
         parts = chosen(parser, options, by_mps=False)
-    sys.exit(not visit(parts, output, deadline, spare, kept))
+    return visit(parts, output, deadline, spare, kept)
 
 
 def chosen(parser: argparse.ArgumentParser, options: argparse.Namespace, by_mps: bool) -> list[Part]:

@@ -343,6 +343,11 @@ class Engine:
         """Synchronous mode: what the slice has brought this stage is whole."""
         self._gradients.take(stage)
 
+    def drop_absent(self, weights: Sequence[torch.nn.Parameter]) -> None:
+        """Synchronous mode, before their step: gradients that no rank has."""
+        if isinstance(self._gradients, Gradients):
+            self._gradients.drop_absent(weights)
+
     def is_collected(self, stage: int) -> bool:
         """Synchronous mode: have this stage's gradients become the mean over the round's samples?"""
         return self._gradients.is_collected(stage)

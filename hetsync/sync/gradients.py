@@ -53,6 +53,14 @@ AGAIN = (
 )
 
 
+WITH_GRAPH = (
+    "gradients that backward has made with create_graph=True were computed with before their step, but with"
+    " sync.delay_bound 0 ranks sum them, and sums have no graph: take torch.autograd.grad(loss, weights,"
+    " create_graph=True) for what is differentiated once more, torch.no_grad() for a mere look, or a delay bound of 1"
+    " or more"
+)
+
+
 class Place(NamedTuple):
     """Of a parameter: its stage, its bucket among all, whether several optimizers step it, and who is told that the
     loop looks at its gradient."""
@@ -91,6 +99,15 @@ class Bucket:
         self.flat.zero_()
         self.used = [0] * len(self.parameters)
         self.missing = len(self.parameters)
+
+
+def is_plain(gradient: torch.Tensor) -> bool:
+    """Has it memory of its own that may be written?"""
+    return gradient.layout is torch.strided and not gradient.requires_grad
+
+
+def any_with_graph(parameters: Iterable[torch.nn.Parameter]) -> bool:
+    return any(parameter.grad is not None and parameter.grad.requires_grad for parameter in parameters)
 
 
 def make_buckets(
@@ -218,6 +235,7 @@ class Gradients:
         self._taken: set[int] = set()  # stages whose gradients of this slice are in the buckets
         self._units = TaskUnits()
         self._held: set[int] = set()  # stages whose gradients the loop has been given before its step
+        self._absent: set[int] = set()  # ids of weights that no rank has a gradient for, and the loop was shown one
         self._told: dict[int, Counts] = {}  # by stage, whose sums are in: what ranks say of this round
         self._missed = False  # has this rank, whose loop goes on, had no part of some round?
         self._last_slice = False
@@ -340,6 +358,8 @@ class Gradients:
         self._arrivals.give_back()
 
     def _look_at(self, stage: int) -> None:
+        if torch.is_grad_enabled() and any_with_graph(self.stages[stage].parameters):
+            raise UserError(WITH_GRAPH)
         self.look(stage)
 
     def _arrive(self, place: Place, parameter: torch.Tensor) -> None:
@@ -596,9 +616,8 @@ class Gradients:
                 any_used = [used.pop(0) and not spoiled for _ in bucket.parameters]
                 if told.given or spoiled:  # or what was there before stays as it is
                     means = torch._foreach_div(bucket.views, divisor) if any(any_used) else bucket.views
-                    for parameter, mean, is_used in zip(bucket.parameters, means, any_used, strict=True):
-                        parameter.grad = as_of(mean, parameter) if is_used else None
-                        self._arrivals.make_whole(parameter)
+                    found = zip(means, bucket.parameters, any_used, strict=True)
+                    self._put(bucket.parameters, [as_of(mean, p) if is_used else None for mean, p, is_used in found])
                 bucket.clear()
                 if spoiled:  # so is what rounding has taken from it
                     bucket.lost, bucket.residual = None, Residual()
@@ -610,8 +629,34 @@ class Gradients:
             self._next = self._flushed = 0
         return samples
 
+    def _put(self, parameters: Sequence[torch.nn.Parameter], means: Sequence[torch.Tensor | None]) -> None:
+        """What ranks have summed, where any has a gradient: in the memory of this rank's own, for which a script may
+        have other names. What the loop has been shown of one that is nobody's stays zeros until its step."""
+        own, values = [], []
+        for parameter, mean in zip(parameters, means, strict=True):
+            shown, there = self._arrivals.shown(parameter), parameter.grad
+            if mean is None and shown is not None and self._held:
+                self._absent.add(id(parameter))
+                mean = shown
+            elif mean is not None and there is not None and is_plain(there) and there.dtype == mean.dtype:
+                own.append(there)
+                values.append(mean)
+                mean = there
+            parameter.grad = mean
+            self._arrivals.make_whole(parameter)
+        if own:
+            torch._foreach_copy_(own, values)
+
+    @torch.no_grad()
+    def drop_absent(self, weights: Iterable[torch.nn.Parameter]) -> None:
+        """Before their step: who has no gradient on any rank has none, unless the loop has made one of its own."""
+        for weight in weights if self._absent else ():
+            if id(weight) in self._absent and weight.grad is not None and not weight.grad.count_nonzero():
+                weight.grad = None
+
     def open_task(self) -> None:
         """The next slices are another round's."""
+        self._absent = set()
         self._versions = {}
         if self._rounds_watched < ROUNDS_WATCHED:
             self._rounds_watched += 1

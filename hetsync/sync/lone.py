@@ -169,7 +169,7 @@ class LoneGradients:
         if number in self._taken or number < self._collected:
             return
         if self._hooks:
-            self._arrivals.take(self._parameters[number])
+            self._arrivals.take(self._parameters[number], sums=False)
         self._taken.add(number)
         if not self._is_whole:
             self._put_aside(number)

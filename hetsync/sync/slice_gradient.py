@@ -115,7 +115,7 @@ class Arrivals:
         self.any = False
         self._seen: set[int] = set()
         self._given: dict[int, tuple[torch.nn.Parameter, torch.Tensor]] = {}  # to the loop
-        self._versions: dict[int, int] = {}  # of sparse ones, which have no subclass
+        self._versions: dict[int, int] = {}  # of what backward has left
         self._empty: set[int] = set()  # whose gradient holds nothing, and is only there to be looked at
 
     def add(self, parameter: torch.nn.Parameter, look: Callable[[], None]) -> bool:
@@ -128,8 +128,9 @@ class Arrivals:
         self.any = True
         self._seen.add(me)
         self._empty.discard(me)
+        self._versions[me] = grad._version
         if grad.layout is not torch.strided:
-            self._given[me], self._versions[me] = (parameter, grad), grad._version
+            self._given[me] = parameter, grad
         elif me not in self._given or grad is not self._given[me][1]:
             parameter.grad = given = SliceGradient.of(grad, look)
             self._given[me] = parameter, given
@@ -147,8 +148,9 @@ class Arrivals:
                 self._empty.add(id(parameter))
 
     @torch.no_grad()
-    def take(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """They are whole, as far as this slice goes; what comes for them now is no matter of it.
+    def take(self, parameters: Iterable[torch.nn.Parameter], sums: bool = True) -> None:
+        """They are whole, as far as this slice goes; what comes for them now is no matter of it. `sums`: of ranks come
+        in their place.
 
         Raises UserError where what these hold is not what backward has left.
         """
@@ -158,8 +160,9 @@ class Arrivals:
                 self._seen.discard(me)
                 if grad is None:
                     raise UserError(DROPPED)
-                of_sparse = self._versions.get(me)
-                if grad is not self._given[me][1] or (of_sparse is not None and of_sparse != grad._version):
+                # By another name of the same memory, of which nobody is told; sparse ones have no subclass, either.
+                unseen = (sums or grad.layout is not torch.strided) and grad._version != self._versions[me]
+                if unseen or grad is not self._given[me][1]:
                     raise UserError(BY_HAND)
                 parameter.grad = plain_of(grad)
             elif me in self._empty and grad is self._given[me][1]:
@@ -168,6 +171,11 @@ class Arrivals:
                 before, version = self._before.get(me, (None, 0))
                 if (before is not grad or version != grad._version) and bool(grad.count_nonzero()):
                     raise UserError(BY_HAND)
+
+    def shown(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """What the loop has been given for a gradient that this rank has none of."""
+        me = id(parameter)
+        return plain_of(self._given[me][1]) if me in self._empty else None
 
     def give_back(self) -> None:
         """What is in `.grad` is what it was before it was given to the loop: nobody makes it whole any more."""

@@ -380,6 +380,8 @@ class TaskRunner:
             )
         self.collect(number)
         self._check_gradients_kept(number, work)
+        if work.synchronous:
+            self._engine.drop_absent(self.steps[number].weights)
         self._check_steps_kept(work)
         if work.synchronous and not work.void and number < len(self.steps) - 1 and self._engine.keeps_going:
             if self._scaler is not None and not self._undo:

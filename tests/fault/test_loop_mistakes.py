@@ -54,6 +54,20 @@ torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 optimizer.step()
 optimizer.zero_grad()
 """
+PENALTY_ON_GRADIENTS = """
+job.backward(loss, create_graph=True)
+job.backward(sum(weight.grad.square().sum() for weight in model.parameters()))
+optimizer.step()
+optimizer.zero_grad()
+"""
+WRITES_BY_ANOTHER_NAME = """
+optimizer.zero_grad(set_to_none=False)
+name = model.weight.grad
+loss.backward()
+if name is not None:
+    name.zero_()
+optimizer.step()
+"""
 SHARPNESS_AWARE = """
 loss.backward()
 with torch.no_grad():
@@ -168,6 +182,8 @@ def run(folder: Path, ranks: int, body: str, bound: int, samples: int = 240) -> 
         (2, CLIPS_WHAT_ONE_LACKS, 0, "call job.backward(loss) in place of loss.backward()"),
         (2, SHARPNESS_AWARE, 0, "a weight got another gradient after gradients of this batch had been looked at"),
         (2, SURGERY, 0, "a weight got another gradient after gradients of this batch had been looked at"),
+        (2, PENALTY_ON_GRADIENTS, 0, "take torch.autograd.grad(loss, weights, create_graph=True)"),
+        (2, WRITES_BY_ANOTHER_NAME, 0, "gradients were written by hand"),
         (2, NOISE, 0, "let random numbers come from a torch.Generator of one seed"),
         (2, CLIPS_UNSCALED, 0, "gradients were changed between backward (or unscale_, job.collect) and step in a"),
         (4, CLIPS_UNSCALED, 0, "call job.backward(loss, weight=0), and go on as with any; what job.clip_grad_norm_"),

@@ -107,9 +107,10 @@ def own_scaler_skips(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> 
 # What a loop does with gradients between backward and step, by torch alone.
 
 
-def changes(change: Callable[[nn.Module], object]) -> Body:
+def changes(change: Callable[[nn.Module], object], by_job: bool = False) -> Body:
     def body(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
-        cross_entropy(loop.model(points), labels).backward()
+        loss = cross_entropy(loop.model(points), labels)
+        loop.job.backward(loss) if by_job else loss.backward()
         change(loop.model)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
@@ -152,6 +153,36 @@ def takes_signs(model: nn.Module) -> None:
 
 def zeros(model: nn.Module) -> None:
     model.zero_grad(set_to_none=False)
+
+
+def normalizes(model: nn.Module) -> None:
+    for weight in model.parameters():
+        if weight.grad is not None:
+            weight.grad = weight.grad / (1 + weight.grad.norm())
+
+
+def mends_all_in_one(model: nn.Module) -> None:
+    weights = [weight for weight in model.parameters() if weight.grad is not None]
+    flat = torch.cat([weight.grad.flatten() for weight in weights]).nan_to_num(0.0, 1e5, -1e5)  # type: ignore[union-attr]
+    for weight, part in zip(weights, flat.split([weight.numel() for weight in weights]), strict=True):
+        weight.grad = part.view_as(weight)
+
+
+def halves_by_names_of_another_batch(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    loop.optimizer.zero_grad(set_to_none=False)
+    cross_entropy(loop.model(points), labels).backward()
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 0.3)
+    found = [weight.grad for weight in loop.model.parameters() if weight.grad is not None]
+    names = loop.__dict__.setdefault("names", found)
+    torch._foreach_mul_(names, 0.5)
+    loop.optimizer.step()
+
+
+def clips_with_graph(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    cross_entropy(loop.model(points), labels).backward(create_graph=True)
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 0.3)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
 
 
 def clips_twice_back(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
@@ -317,6 +348,15 @@ class Pictures(nn.Module):
         return scores
 
 
+class PartlyUnused(Net):
+    """Its first weight never gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self._parameters = {"unused": nn.Parameter(torch.ones(3, 2)), **self._parameters}
+
+
 class Recomputed(Net):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -343,6 +383,10 @@ def compiled(model: nn.Module) -> nn.Module:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def decaying(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
 
 
 def fused(model: nn.Module) -> torch.optim.Optimizer:
@@ -413,6 +457,10 @@ ROWS = {
     "centralizes": Row(body=changes(centralizes), falls_to=0.7),
     "takes signs": Row(body=changes(takes_signs), optimizer=small_steps, falls_to=0.95),
     "zeros between": Row(body=changes(zeros), falls_to=1.001),
+    "no gradient, normalized": Row(body=changes(normalizes, True), model=PartlyUnused, optimizer=decaying),
+    "no gradient, mended in one": Row(body=changes(mends_all_in_one, True), model=PartlyUnused, optimizer=decaying),
+    "names of another batch": Row(body=halves_by_names_of_another_batch, falls_to=0.8),
+    "a graph, clipped": Row(body=clips_with_graph),
     "looks every time": Row(body=looks_every_time, falls_to=0.8),
     "one rank looks": Row(body=one_rank_looks),
 }
