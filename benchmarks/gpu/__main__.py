@@ -160,12 +160,17 @@ class Kept:
                     packed.add(path, f"gpu/{path.name}")
 
 
+def own_environment() -> dict[str, str]:
+    """Parts install nothing, and their tests go by no options of tests around them."""
+    return {name: value for name, value in environment().items() if name != "PYTEST_ADDOPTS"} | {"extras": ""}
+
+
 def visit(parts: Sequence[Part], output: Path, deadline: float, spare: float = 0.0, kept: Kept | None = None) -> bool:
     """Did all parts pass? `deadline` of time.monotonic, `spare` seconds that are left of parts before."""
     kept, passed = kept or Kept(output), True
     for part in parts:
         kept.forget(part)
-        outcome = run(part, output, {**environment(), "extras": ""}, deadline, spare)
+        outcome = run(part, output, own_environment(), deadline, spare)
         spare = max(0.0, spare + part.limit_seconds - outcome.seconds)
         passed &= outcome.verdict is Verdict.PASSED
         kept.add(part, outcome)
@@ -206,7 +211,7 @@ def begun(
     kept, spare = Kept(output), 0.0
     if not options.small and which("nvidia-cuda-mps-control"):
         probe = Visit(False, output).mps()
-        outcome = run(probe, output, {**environment(), "extras": ""}, deadline)
+        outcome = run(probe, output, own_environment(), deadline)
         kept.add(probe, outcome)
         parts = chosen(parser, options, by_mps=outcome.verdict is Verdict.PASSED)
         spare = probe.limit_seconds - outcome.seconds

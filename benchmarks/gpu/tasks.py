@@ -101,8 +101,9 @@ TASKS = {
     "gpt": Task(128, Gpt, lambda: sentences(2048, 512, 50304), adamw, most_steps=12),
     "cifar10_resnet18-like": Task(512, lambda: resnet18(10, "cifar"), lambda: images(10240, 32, 10), sgd, True),
 }
+# Emulated speeds of 60 to 30 divide batches, and batches epochs.
 SMALL_TASKS = {
-    "resnet50": Task(32, lambda: resnet50(4, "cifar", 4), lambda: images(64, 16, 4), sgd),
-    "gpt": Task(32, lambda: Gpt(64, 8, 16, 2, 2), lambda: sentences(64, 8, 64), adamw),
-    "cifar10_resnet18-like": Task(32, lambda: resnet18(4, "cifar", 4), lambda: images(256, 16, 4), sgd, True),
+    "resnet50": Task(30, lambda: resnet50(4, "cifar", 4), lambda: images(60, 16, 4), sgd),
+    "gpt": Task(30, lambda: Gpt(64, 8, 16, 2, 2), lambda: sentences(60, 8, 64), adamw),
+    "cifar10_resnet18-like": Task(30, lambda: resnet18(4, "cifar", 4), lambda: images(240, 16, 4), sgd, True),
 }
