@@ -81,10 +81,14 @@ def run(part: Part, folder: Path, env: Mapping[str, str], deadline: float, spare
 
 
 def end_all(mark: str) -> None:
-    """Processes with this in their environment, whoever started them, daemons among them."""
-    for process in marked(mark):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+    """Processes with this in their environment, whoever started them, daemons among them; and those that they start
+    meanwhile. Returns once they are gone."""
+    until = time.monotonic() + GRACE_SECONDS
+    while (found := list(marked(mark))) and time.monotonic() < until:
+        for process in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def marked(mark: str) -> Iterator[int]:
