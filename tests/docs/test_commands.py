@@ -167,6 +167,8 @@ def _script(words: list[str], folder: Path) -> str | None:
     is_module = words[0] == "-m"
     name = words[1] if is_module else words[0]
     script = folder / (name.replace(".", "/") + ".py" if is_module else name)
+    if is_module and not script.is_file():
+        script = script.with_suffix("") / "__main__.py"
     if not script.is_file():
         return f"{name} is not there"
     if "benchmarks" not in script.relative_to(folder).parts:

@@ -95,6 +95,7 @@ def train(
     losses: list[torch.Tensor] = []  # to read one would wait for its stream
     summaries: list[dict[str, Any]] = []
     drawn = random.Random(plane.rank)
+    last = plane.rank == plane.size - 1  # before one has died
     own = torch.cuda.Stream() if stream != "default" and torch.cuda.is_available() else None
     with (
         on(own if stream == "own" else None),
@@ -110,7 +111,7 @@ def train(
             busy(device, int(2 * BRIEF_CYCLES * drawn.random()) if dawdles else BUSY_CYCLES)
 
         for number, (points, labels) in enumerate(job.loader(data(), BATCH, samples=epochs * SAMPLES)):
-            if number == dies_at and plane.rank == plane.size - 1:
+            if number == dies_at and last:
                 os.kill(os.getpid(), signal.SIGKILL)
             with torch.cuda.stream(own if stream == "batch" else None):
                 pause()
