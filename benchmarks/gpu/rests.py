@@ -14,7 +14,7 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,9 @@ def adapted(model: Gpt) -> Gpt:
     """All is frozen, in bfloat16, but for adapters of attention."""
     model.requires_grad_(False).to(torch.bfloat16)
     for block in model.blocks:
-        block.queries_keys_values = Adapted(block.queries_keys_values)
+        base = block.queries_keys_values
+        assert isinstance(base, nn.Linear)
+        block.queries_keys_values = Adapted(base)
     return model
 
 
@@ -93,23 +95,25 @@ class Meter:
     """Seconds inside some functions, and bytes that pass them."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self.bytes: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for name, owner, function in (
+            places: list[tuple[str, Any, str]] = [
                 ("average", CommonState, "average"),
                 ("agree", CommonState, "agree"),
                 ("hash", digests.Digests, "of"),
                 ("save", checkpoint, "save"),
-            ):
+            ]
+            for name, owner, function in places:
                 stack.enter_context(patch.object(owner, function, self._timed(name, getattr(owner, function))))
-            for name, owner, function, size in (
+            sizes: list[tuple[str, Any, str, Callable[[Any], int]]] = [
                 ("hashed", digests, "weights_sha256", lambda given: sum(tensor.nbytes for tensor in given[0])),
                 ("summed", Engine, "allreduce", lambda given: given[1].nbytes),
-            ):
+            ]
+            for name, owner, function, size in sizes:
                 stack.enter_context(patch.object(owner, function, self._counted(name, size, getattr(owner, function))))
             yield
 
@@ -156,7 +160,7 @@ def train(plane: Plane, device: torch.device, shape: Shape, adapter: bool, bound
         loader = job.loader(shape.data(), shape.batch)
         for _ in job.epochs(EPOCHS):
             with meter.watching():
-                before = Counter(meter.seconds), Counter(meter.bytes), time.monotonic()
+                seconds_before, bytes_before = dict(meter.seconds), Counter(meter.bytes)
                 for tokens, following in loader:
                     with job.autocast():
                         scores = model(tokens).float()
@@ -164,8 +168,9 @@ def train(plane: Plane, device: torch.device, shape: Shape, adapter: bool, bound
                     job.backward(loss)
                     job.step(optimizer)
                     trained_until = time.monotonic()
-                seconds = {**(meter.seconds - before[0]), "in all": time.monotonic() - trained_until}
-                rests.append({"seconds": seconds, "bytes": dict(meter.bytes - before[1])})
+                seconds = {name: value - seconds_before.get(name, 0.0) for name, value in meter.seconds.items()}
+                seconds["in all"] = time.monotonic() - trained_until
+                rests.append({"seconds": seconds, "bytes": dict(meter.bytes - bytes_before)})
             yield {**counts, "rests": rests, "round_milliseconds": times.medians()}
     if plane.leads:
         shutil.rmtree(run, ignore_errors=True)

@@ -235,7 +235,7 @@ class Gradients:
         self._taken: set[int] = set()  # stages whose gradients of this slice are in the buckets
         self._units = TaskUnits()
         self._held: set[int] = set()  # stages whose gradients the loop has been given before its step
-        self._absent: set[int] = set()  # ids of weights that no rank has a gradient for, and the loop was shown one
+        self._absent: dict[int, torch.nn.Parameter] = {}  # no rank has a gradient, and the loop was shown one
         self._told: dict[int, Counts] = {}  # by stage, whose sums are in: what ranks say of this round
         self._missed = False  # has this rank, whose loop goes on, had no part of some round?
         self._last_slice = False
@@ -636,7 +636,7 @@ class Gradients:
         for parameter, mean in zip(parameters, means, strict=True):
             shown, there = self._arrivals.shown(parameter), parameter.grad
             if mean is None and shown is not None and self._held:
-                self._absent.add(id(parameter))
+                self._absent[id(parameter)] = parameter
                 mean = shown
             elif mean is not None and there is not None and is_plain(there) and there.dtype == mean.dtype:
                 own.append(there)
@@ -651,12 +651,13 @@ class Gradients:
     def drop_absent(self, weights: Iterable[torch.nn.Parameter]) -> None:
         """Before their step: who has no gradient on any rank has none, unless the loop has made one of its own."""
         for weight in weights if self._absent else ():
-            if id(weight) in self._absent and weight.grad is not None and not weight.grad.count_nonzero():
+            absent = self._absent.pop(id(weight), None) is not None
+            if absent and weight.grad is not None and not weight.grad.count_nonzero():
                 weight.grad = None
 
     def open_task(self) -> None:
         """The next slices are another round's."""
-        self._absent = set()
+        self.drop_absent(list(self._absent.values()))  # no step came
         self._versions = {}
         if self._rounds_watched < ROUNDS_WATCHED:
             self._rounds_watched += 1

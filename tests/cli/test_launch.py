@@ -72,6 +72,46 @@ def test_an_active_environment_keeps_what_is_in_it(tmp_path: Path, installed_fro
     assert f"at {root} {active} " in (active / ".hetsync-installed").read_text()
 
 
+# Notes the versions that pip is held to, and is Python in all else.
+HELD = """#!/bin/bash
+if [[ $1 == -m && $2 == pip ]]; then
+    while (($#)); do
+        if [[ $1 == --constraint ]]; then cat "$2" >>"${{BASH_SOURCE[0]}}.held"; fi
+        shift
+    done
+    exit
+fi
+exec {python} "$@"
+"""
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_torch_that_is_in_the_users_environment_stays(tmp_path: Path, own: bool) -> None:
+    """One of its own has the versions that were tried."""
+    root = clone(tmp_path / "clone")
+    venv = root / ".venv" if own else tmp_path / "active"
+    python = environment(venv, f"mpi wheel\nat {root} {venv} python\n") / "bin" / "python"
+    python.write_text(HELD.format(python=sys.executable))
+    done = prepare(root, **({} if own else {"VIRTUAL_ENV": str(venv)}))
+    assert done.returncode == 0, done.stderr
+    held = (venv / "bin" / "python.held").read_text().splitlines()
+    tried = (root / "launch" / "constraints.txt").read_text().splitlines()
+    assert any(line.startswith("torch==") for line in held) == own
+    assert held == tried if own else set(held) < set(tried)
+
+
+@pytest.mark.parametrize(("extras", "asked"), [(None, ".[mpi,digits,report]"), ("", ".[mpi]")])
+def test_whoever_starts_a_program_of_its_own_may_say_what_it_needs(
+    tmp_path: Path, extras: str | None, asked: str
+) -> None:
+    root, active = clone(tmp_path / "clone"), environment(tmp_path / "active", "")
+    words = ["bash", str(root / "launch" / "local"), "1", "--", "true"]
+    env = {name: value for name, value in os.environ.items() if name != "extras"}
+    env |= {"MPICC": "", "VIRTUAL_ENV": str(active)} | ({} if extras is None else {"extras": extras})
+    subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert f" {asked}\n" in (active / "bin" / "calls").read_text()
+
+
 def test_the_quick_start_waits_for_a_job_that_saves_as_the_terminal_is_lost(tmp_path: Path) -> None:
     root, active = clone(tmp_path / "clone"), environment(tmp_path / "active", "")
     (root / "launch" / "local").write_text(HANGS_UP)
@@ -302,3 +342,21 @@ def test_the_image_is_clean() -> None:
         [tool("hadolint"), "Dockerfile"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "benchmarks/gpu/carry pack FOLDER"),
+        (["pack"], "benchmarks/gpu/carry pack FOLDER"),
+        (["run", "{folder}/nowhere"], "carry: there is no folder"),
+    ],
+)
+def test_what_carries_the_gpu_kit_says_how_it_is_called(tmp_path: Path, words: list[str], says: str) -> None:
+    called = [word.format(folder=tmp_path) for word in words]
+    done = subprocess.run(
+        ["bash", str(ROOT / "benchmarks" / "gpu" / "carry"), *called], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert not list(tmp_path.iterdir())

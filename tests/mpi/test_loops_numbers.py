@@ -185,6 +185,14 @@ def clips_with_graph(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> 
     loop.optimizer.zero_grad()
 
 
+def looks_and_steps_every_second(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+    loop.job.backward(cross_entropy(loop.model(points), labels) / 2)
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 0.3)
+    if loop.number % 2:
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
 def clips_twice_back(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
     """After two backward calls."""
     half = len(points) // 2
@@ -459,6 +467,9 @@ ROWS = {
     "zeros between": Row(body=changes(zeros), falls_to=1.001),
     "no gradient, normalized": Row(body=changes(normalizes, True), model=PartlyUnused, optimizer=decaying),
     "no gradient, mended in one": Row(body=changes(mends_all_in_one, True), model=PartlyUnused, optimizer=decaying),
+    "no gradient, every second": Row(
+        body=looks_and_steps_every_second, model=PartlyUnused, optimizer=decaying, falls_to=0.8
+    ),
     "names of another batch": Row(body=halves_by_names_of_another_batch, falls_to=0.8),
     "a graph, clipped": Row(body=clips_with_graph),
     "looks every time": Row(body=looks_every_time, falls_to=0.8),
