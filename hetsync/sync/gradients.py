@@ -101,11 +101,6 @@ class Bucket:
         self.missing = len(self.parameters)
 
 
-def is_plain(gradient: torch.Tensor) -> bool:
-    """Has it memory of its own that may be written?"""
-    return gradient.layout is torch.strided and not gradient.requires_grad
-
-
 def any_with_graph(parameters: Iterable[torch.nn.Parameter]) -> bool:
     return any(parameter.grad is not None and parameter.grad.requires_grad for parameter in parameters)
 
@@ -638,7 +633,7 @@ class Gradients:
             if mean is None and shown is not None and self._held:
                 self._absent[id(parameter)] = parameter
                 mean = shown
-            elif mean is not None and there is not None and is_plain(there) and there.dtype == mean.dtype:
+            elif mean is not None and there is not None and (there.layout, there.dtype) == (mean.layout, mean.dtype):
                 own.append(there)
                 values.append(mean)
                 mean = there
