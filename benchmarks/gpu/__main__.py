@@ -38,7 +38,6 @@ from hetsync.files import DiskError, write_atomically
 SECONDS = 540.0
 SUMMARY_SECONDS = 4.0
 SMALL_FACTOR = 4  # other tests may run beside
-FOUR_PARTS = (50, 25, 15, 10)
 TOLERANT = "--with-ft ulfm"
 # Of the tests, those that `--small` starts.
 FEW = "lane or first_sum or plain or timed or nearly or (no_bit and batch) or (every_sample and 4)"
@@ -58,7 +57,7 @@ class Visit:
     def mps(self) -> Part:
         """Which need not be served where it is installed."""
         sums = [sys.executable, "-c", "import torch; print(torch.ones(9, device='cuda').sum().item())"]
-        return Part("mps", "two ranks are served by MPS", 25, self._sharing(PERCENTAGES, *sums))
+        return Part("mps", "two ranks are served by MPS", 25, self._sharing(PERCENTAGES[2], *sums))
 
     def _module(self, name: str, *words: object) -> list[object]:
         return [sys.executable, "-m", f"benchmarks.gpu.{name}", "--output", self._output, *words]
@@ -70,8 +69,8 @@ class Visit:
         mps = [ROOT / "launch" / "mps", ",".join(map(str, parts)), "--"]
         return ["env", f"MPIRUN_FLAGS={flags}", *mps, *words]
 
-    def _ranks(self, name: str, *words: object, parts: Sequence[int] = PERCENTAGES) -> list[object]:
-        return self._sharing(parts, *self._module(name, *words), *(["--small"] if self._small else []))
+    def _ranks(self, name: str, *words: object, ranks: int = 2) -> list[object]:
+        return self._sharing(PERCENTAGES[ranks], *self._module(name, *words), *(["--small"] if self._small else []))
 
     def _tests(self, file: str, side_by_side: int = 1) -> list[object]:
         few = ["-k", FEW, "--device", "cpu"] if self._small else []
@@ -99,7 +98,7 @@ class Visit:
         return [
             Part("nccl", "NCCL among ranks of one GPU", 60, self._tests("test_shared_nccl.py")),
             Part("speed", "a GPT and ResNet-18 beside DDP", 200, self._ranks("speed", *models)),
-            Part("four", "four ranks", 110, self._ranks("speed", "--tasks", "resnet50", parts=FOUR_PARTS)),
+            Part("four", "four ranks", 110, self._ranks("speed", "--name", "four", "--tasks", "resnet50", ranks=4)),
             Part("rests", "rests with a frozen base of 1 B weights", 90, self._ranks("rests", "--model", "adapter")),
             Part(
                 "death", "a rank is killed under MPS", 50, self._sharing((40, 30, 30), *killed, flags="--with-ft ulfm")

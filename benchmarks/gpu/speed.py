@@ -5,7 +5,7 @@
 Every task is trained in ways that take turns: DDP with equal shares, DDP with shares by speed, HetSync at D = 0,
 HetSync delayed, with K = 1 and 4. All have the same model, data, order of samples, loader and precision, and train off
 the clock before. Ranks of one GPU cannot sum by NCCL: DDP's sums go by Gloo, HetSync's by MPI. What that makes of a
-difference D = 0 shows. Rank 0 writes speed.json and speed.md after each way, and a trace of a few batches.
+difference D = 0 shows. Rank 0 writes NAME.json and NAME.md after each way, and a trace of a few batches.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from hetsync.plane.base import Plane
 from hetsync.profiling.measure import Subject, autocast, batch_of, find_place, measure_ranks, ranks_sharing, take_device
 from hetsync.sync.deltas import Deltas
 
-PERCENTAGES = (60, 30)  # of the multiprocessors: with 100 in all, a rank that waits speeds nobody up
+# Of the multiprocessors, by the number of ranks. With 100 in all, of two a rank that waits speeds nobody up.
+PERCENTAGES = {2: (60, 30), 4: (50, 25, 15, 10)}
 DELAY_BOUND = 4
 DELAYED, OFTEN = f"HetSync, D = {DELAY_BOUND}, K = 4", f"HetSync, D = {DELAY_BOUND}"
 AHEAD = 2  # steps whose batches are loaded before they are needed
@@ -402,7 +403,7 @@ def setting_of(options: argparse.Namespace, plane: Plane) -> Setting:
         return Setting(0, seconds or 5.0, repetitions, 2.0)
     profile = options.output / "parts.yaml"
     if plane.rank == 0:
-        groups = tuple(DeviceGroup(f"{part} %", 1, float(part)) for part in PERCENTAGES)
+        groups = tuple(DeviceGroup(f"{part} %", 1, float(part)) for part in PERCENTAGES[plane.size])
         save_cluster(Cluster("parts", "made up: parts of one device", groups), profile)
     plane.barrier()
     return Setting(0, seconds or 0.5, repetitions, BRIEFLY, str(profile), 256.0)
@@ -414,6 +415,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("results/gpu"), help="folder for figures and traces")
     parser.add_argument("--seconds", type=float, help="of each training at full speed (default: 5, small: 0.5)")
     parser.add_argument("--repetitions", type=int, default=1, help="of every way")
+    parser.add_argument("--name", default="speed", help="of the files")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
@@ -430,7 +432,7 @@ def main() -> None:
     for name in options.tasks:
         for task in run_task(RankJob(plane, device, known[name], setting), name, options.output):
             if plane.rank == 0:
-                keep(options.output, "speed", markdown([*done, task]), tasks=[*done, task])
+                keep(options.output, options.name, markdown([*done, task]), tasks=[*done, task])
         done.append(task)
     if plane.rank == 0:
         best = {run["way"]: f"{run['efficiency']:.3f}" for task in done for run in task["runs"]}

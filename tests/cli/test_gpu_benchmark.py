@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from jobs import environment
 
+from benchmarks.gpu.__main__ import Visit
 from benchmarks.gpu.speed import DELAYED, OFTEN, in_turn, length, merged, overlap
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,35 +24,45 @@ def test_copies_beside_kernels_are_measured_in_unions() -> None:
     assert overlap([(0, 1)], []) == 0
 
 
-@pytest.mark.parametrize(
-    "second", [[], pytest.param(["--second"], marks=pytest.mark.thorough)], ids=["first", "second"]
-)
-def test_the_small_form_goes_through_all_parts(second: list[str], tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "benchmarks.gpu", "--small", "--output", str(tmp_path), *second]
+FIRST = [part.name for part in Visit(True, Path()).parts(False)]
+SECOND = [part.name for part in Visit(True, Path()).parts(True)]
+VISITS = [pytest.param(name, [], id=name) for name in FIRST]
+VISITS += [pytest.param(name, ["--second"], id=f"second-{name}", marks=pytest.mark.thorough) for name in SECOND]
+
+
+@pytest.mark.parametrize(("part", "second"), VISITS)
+def test_the_small_form_of_a_part_passes(part: str, second: list[str], tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "benchmarks.gpu", "--small", "--output", str(tmp_path), *second, "--parts", part]
     done = subprocess.run(
         words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False
     )
     said = "\n".join(log.read_text()[-3000:] for log in tmp_path.glob("*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + said
     kept = json.loads((tmp_path / "gpu.json").read_text())
-    assert {row["verdict"] for row in kept["parts"]} == {"passed"}
-    tasks = json.loads((tmp_path / "speed.json").read_text())["tasks"]
+    assert [row["verdict"] for row in kept["parts"]] == ["passed"]
+    if part in ("speed", "four"):
+        check_speeds(tmp_path, part, [15, 8, 4, 3] if part == "four" else [20, 10])
+    elif part == "rests":
+        rests = json.loads((tmp_path / "rests.json").read_text())
+        assert all(rest["seconds"]["agree"] > 0 and rest["bytes"]["hashed"] > 0 for rest in rests["rests"])
+
+
+def check_speeds(folder: Path, part: str, shares: list[int]) -> None:
+    tasks = json.loads((folder / f"{part}.json").read_text())["tasks"]
     assert tasks
     for task in tasks:
         ways = {run["way"]: run for run in task["runs"]}
         assert set(ways) == {"DDP, equal shares", "DDP, shares by speed", "HetSync, D = 0", OFTEN, DELAYED}
-        assert task["shares_by_speed"] == [20, 10]
+        assert task["shares_by_speed"] == shares
         assert ways[OFTEN]["summary"]["samples_applied"] == task["samples"]
         assert all(len(stretches) == 3 for stretches in ways[OFTEN]["round_milliseconds"])
         # The same steps on the same samples, whatever was trained off the clock before. Fifty layers with batch norm of
-        # ten samples make much of the order of sums.
-        same = 5e-3 if task["task"] == "resnet50" else 1e-4
+        # ten samples make much of the order of sums, and of three samples ten times as much at each step.
+        same = {"gpt": 1e-4, "cifar10_resnet18-like": 1e-4, "resnet50": 5e-3 if part == "speed" else 0.1}[task["task"]]
         assert ways["HetSync, D = 0"]["loss"] == pytest.approx(ways["DDP, shares by speed"]["loss"], rel=same)
         assert task["bytes"]["delayed_mode"] >= 3 * task["bytes"]["weights"]
-        assert (tmp_path / f"trace-{task['task']}.json.gz").exists()
-    rests = json.loads((tmp_path / "rests.json").read_text())
-    assert all(rest["seconds"]["agree"] > 0 and rest["bytes"]["hashed"] > 0 for rest in rests["rests"])
-    table = (tmp_path / "gpu.md").read_text()
+        assert (folder / f"trace-{task['task']}.json.gz").exists()
+    table = (folder / "gpu.md").read_text()
     assert f"| {tasks[0]['task']} | {OFTEN} |" in table
     assert "DDP sums by gloo, HetSync by MPI" in table
 
