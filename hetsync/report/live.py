@@ -242,9 +242,8 @@ class LiveRun:
             status = "failed" if self._failed else "has died, as it seems"
         expected = self.summary.get("samples_expected")
         latest = _latest_metrics(self.folder / "metrics.csv")
-        if self._closed or latest is None or not expected:
-            return f"{status}: {self.summary.get('samples_applied', 0):,} of {expected or 0:,} samples"
-        return f"{status}: {latest:,.0f} of {expected:,} samples"
+        applied = self.summary.get("samples_applied", 0) if self._closed or latest is None else latest
+        return f"{status}: {applied:,.0f}{f' of {expected:,}' if expected else ''} samples"
 
 
 def _latest_metrics(path: Path) -> float | None:

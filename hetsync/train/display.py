@@ -10,8 +10,8 @@ from hetsync.train.terminal import Display, Silence, Terminal
 Shows = Literal["text", "json", "nothing"]
 
 
-def make_display(shows: Shows, total: int, already: int) -> Display:
-    """`total` and `already`: samples to train on, and those applied by earlier parts of the run."""
+def make_display(shows: Shows, total: int | None, already: int) -> Display:
+    """`total` and `already`: samples to train on, if that is known, and those applied by earlier parts of the run."""
     match shows:
         case "text":
             return Terminal(total, already)

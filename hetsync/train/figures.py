@@ -42,7 +42,7 @@ class Figures:
         *,
         at: Workplace,
         config: Config,
-        total: int,
+        total: int | None,
         session: Session,
         device: Device,
         profiles: Sequence[RankProfile],
@@ -53,8 +53,8 @@ class Figures:
         joined: bool,
         assignment: Assignment | None,
     ) -> None:
-        """`total` samples to train on. `profiles` and `joins` may change while the job runs. `joined`: this rank did,
-        while the job ran. `assignment`: of a data-parallel plan that it follows."""
+        """`total` samples to train on, if that is known. `profiles` and `joins` may change while the job runs.
+        `joined`: this rank did, while the job ran. `assignment`: of a data-parallel plan that it follows."""
         self._at = at
         self._config = config
         self._total = total
@@ -69,6 +69,7 @@ class Figures:
         self._assignment = assignment
 
     def job(self, status: Status = Status.RUNNING) -> JobFigures:
+        ended_by_script = self._total is None and status is Status.FINISHED
         return JobFigures(
             status=status,
             ranks=self._at.plane.size,
@@ -77,7 +78,7 @@ class Figures:
             emulated=self._at.cluster is not None,
             emulate=self._config.emulation.profile,
             samples_applied=self._session.applied,
-            samples_expected=self._total,
+            samples_expected=self._session.applied if ended_by_script else self._total,
             shares=self._session.shares,
             seed=self._config.run.seed,
         )

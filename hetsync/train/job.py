@@ -104,6 +104,7 @@ class Job:
         self.plane = plane
         self.rank, self.size = plane.rank, plane.ranks_at_start
         self.epoch = 0
+        self._resume = resume
         self._running: Running | None = None
         self._stop = stop
         self._owns_plane = owns_plane
@@ -193,7 +194,8 @@ class Job:
         Args:
             data: The same on every rank.
             batch_size: Samples of a batch of all ranks together.
-            epochs: Passes over the data, for a loop that is not inside `epochs`.
+            epochs: Passes over the data, for one loop over all of them. Where nobody tells, here or by `epochs`, each
+                loop over the batches is an epoch, and the job ends with the script.
             samples: Samples in all, instead of epochs. Of an iterable data set: those of an epoch, in its own order;
                 each is used once, and each rank reads all of them, unless the data set has `read(start, stop)`.
             collate_fn: Samples to a batch.
@@ -287,6 +289,8 @@ class Job:
             return self._running
         prepared, parts, loaded = self._prepared, self._prepared.parts, self._at.loaded
         parts.check(self.device)
+        self._check_told()
+        prepared.rest_after_loops()
         data = data_described(prepared.training_data, prepared.test_loaders, prepared.total)
         described = {**parts_described(parts), **data}
         require_alike(self.plane, "the first loop or evaluation", described)
@@ -309,6 +313,18 @@ class Job:
             require_order(loaded, prepared.training_data.source.order(self._at.config.run.seed))
         self._running = Running(self._at, prepared, self._shown, finished is not None, described)
         return self._running
+
+    def _check_told(self) -> None:
+        """UserError where loops of its own number go on with a run, whose epochs only the job can count."""
+        if self._prepared.told is not None:
+            return
+        goes_on = "fault.replace is true" if self.config.fault.replace else "resume was asked for"
+        if self.config.fault.replace or self._resume is not False:
+            raise UserError(
+                f"{goes_on}, and nobody has told how long to train, so in which epoch a run stands is not known: loop"
+                " within 'for epoch in job.epochs(N)', which goes on from there (called before a first evaluation and a"
+                " first look at a batch), or give job.loader epochs or samples"
+            )
 
     def _seed_of_script(self) -> int:
         """Collective: of the run that is gone on with, or what rank 0's script has set last."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Generator, Iterator
@@ -22,7 +23,7 @@ _OVER = object()
 SECOND_LOOP = (
     "a second loop over the job's batches, which come once an epoch, to be trained on: loop over them once in each turn"
     " of 'for epoch in job.epochs(N)', and over a plain DataLoader of the training data for anything else (accuracy,"
-    " update_bn, a first look)"
+    " update_bn)"
 )
 
 
@@ -49,7 +50,10 @@ class Loop:
         self._stop = stop
         self._course: Iterator[Any] | None = None
         self._newest: Callable[[], Generator[Any] | None] = lambda: None  # loop over batches
+        self._counts = False  # does the script loop over intervals that the job counts?
         self._may_loop = True  # over batches: once in each interval, or once in all
+        self._item: Any = None  # the newest batch
+        self._looked_at: list[Any] = []  # a batch at which a loop has ended that has only looked at it
         self._slices = 0  # that have come to this loop over batches
         self._asked = True  # has the newest loop asked for a batch after its last?
         self._counted_out = False  # has it stopped at as many as the loader is long, and had more?
@@ -84,14 +88,17 @@ class Loop:
 
     def intervals(self, samples: int) -> Iterator[int]:
         """Numbers of intervals of so many samples, from where the run stands; all ranks rest at the end of each."""
-        running = self._begin()
-        self._may_loop = False
+        running, total = self._begin(), self._prepared.total
+        self._may_loop, self._counts = False, True
         if running.finished:
             return
         position = running.session.applied - running.lines_due
-        while position < running.total and not running.over:
+        while position < total and not running.over:
             self._may_loop = True
             yield position // samples
+            if self._looked_at:
+                self._looked_at, self._may_loop = [], False
+                running.leave()
             if self._may_loop:
                 raise UserError(
                     f"epoch {position // samples} used none of the job's batches: loop over the loader that job.prepare"
@@ -101,11 +108,14 @@ class Loop:
                 loop.close()  # a variable of the script holds it
             self.come_to_rest()
             before, position = position, running.session.applied
-            if self._counted_out and (before // samples + 1) * samples < running.total:
+            if (before // samples + 1) * samples < total:
                 self._refuse_counting(running)
 
     def _refuse_counting(self, running: Running) -> None:
-        """The script asks for another interval, and this rank has left the job in the last one."""
+        """The script asks for another interval: UserError where this rank has left the job in the last one, by as many
+        batches as the loader is long."""
+        if not self._counted_out:
+            return
         if not running.over:
             running.session.counted_out = True  # the others go on, and all are told
         elif running.session.rest_reason == ALL_LEFT:
@@ -142,12 +152,14 @@ class Loop:
 
     def _over_batches(self) -> Generator[Any]:
         running = self._begin()
+        if running.told is None and not self._counts:
+            self._begin_epoch(running)
         if self.in_batch:
             raise UserError("two loops over the job's batches at once: begin the second when the first is over")
         if not self._may_loop:
             raise UserError(SECOND_LOOP)
         self._may_loop = False
-        if running.finished:
+        if running.finished or running.over:
             return
         if running.left:
             running.go_on()
@@ -167,22 +179,39 @@ class Loop:
             yield from self._until_lines(running, self._course)
         except GeneratorExit:
             self._asked = not self._took_all()
-            if self._asked:
+            if self._has_looked(running):
+                self._looked_at, self._may_loop = [self._item], True
+            elif self._asked:
                 running.leave()  # by break: the other ranks do the rest of this one's samples
             raise
         finally:
-            self.in_batch = False
+            self.in_batch, self._item = False, None
+
+    def _begin_epoch(self, running: Running) -> None:
+        """Where each loop over batches is one, and is what ends the one before."""
+        if self.in_batch and self._took_all() and (loop := self._newest()) is not None:
+            loop.close()  # a variable of the script holds it
+        if not self.in_batch and not self._looked_at:
+            self.come_to_rest()
+            self._refuse_counting(running)
+            self._may_loop = True
+
+    def _has_looked(self, running: Running) -> bool:
+        """Whether the newest loop has ended at its first batch, and done nothing with it: the next begins with it."""
+        work = running.session.tasks.work
+        return self._slices == 1 and work is not None and running.session.tasks.is_untouched(work)
 
     def _until_lines(self, running: Running, course: Iterator[Any]) -> Generator[Any]:
         """Batches up to the rest at which the script's own lines come."""
-        for item in course:
+        looked_at, self._looked_at = self._looked_at, []
+        for item in itertools.chain(looked_at, course):
             if isinstance(item, AtRest):
                 if self.rest(item):
                     if not running.over:
                         self._prepared.parts.end_loop(self._slices)
                     return
                 continue
-            self.in_batch = True
+            self.in_batch, self._item = True, item
             self._slices += 1
             running.carried.begin_batch()
             yield item
@@ -241,10 +270,10 @@ class Loop:
 
     def come_to_rest(self) -> None:
         """After a loop over batches: at the rest that ended it, or on the way there where the loop was left."""
-        if self.in_batch:
+        if self.in_batch or self._looked_at:
             raise UserError(
-                "a batch is out, and what was called needs all ranks at rest: call it after the loop over an epoch's"
-                " batches (job.evaluate_every evaluates while training goes on)"
+                "a batch is out, and what was called needs all ranks at rest: call it before the first look at a batch,"
+                " or after the loop over an epoch's batches (job.evaluate_every evaluates while training goes on)"
             )
         running = self._begin()
         running.session.engine.order.follow_script()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # it loads what only plans need
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 Assigns = Callable[[Sequence[RankProfile], Cluster | None], "Assignment"]
 EVENTS = ("evaluation", "checkpoint", "round", "end")
+MOST_POSITIONS = 2**62  # in a stream
 
 
 class ScriptLoop(Protocol):
@@ -201,15 +202,17 @@ class Preparation:
         raise UserError("the job has no training data: give a DataLoader to job.prepare, or a data set to job.loader")
 
     @property
+    def told(self) -> int | None:
+        """Samples to train on; None where nobody has told: until the script ends."""
+        return self._total
+
+    @property
     def total(self) -> int:
-        """Samples to train on. UserError where nobody has told."""
-        loader = self.training_data
-        if self._total is not None:
-            return self._total
-        if isinstance(loader.dataset, Stream):
-            return loader.source.epoch_samples
-        raise UserError(
-            "the job does not know how long to train: loop within 'for epoch in job.epochs(N)', or give"
-            " job.loader epochs or samples (take a first look at a plain DataLoader, and call job.epochs before a first"
-            " job.evaluate)"
-        )
+        """Whole epochs, and more than anybody trains on, where nobody has told."""
+        epoch = self.training_data.source.epoch_samples
+        return MOST_POSITIONS // epoch * epoch if self._total is None else self._total
+
+    def rest_after_loops(self) -> None:
+        """Where nobody has told how long to train each loop over batches is an epoch, after which all ranks rest."""
+        if self._total is None and self.interval_samples is None:
+            self.interval_samples = self.training_data.source.epoch_samples

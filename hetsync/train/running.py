@@ -90,7 +90,8 @@ class Running:
     """Attributes:
     config: The job's, with the batch size of its loader.
     model: All that is trained.
-    total: Samples to train on.
+    told: Samples to train on, if anybody has told before the first loop or evaluation.
+    total: As many, or more than anybody trains on.
     finished: The run that was to be gone on with is at its end already.
     assignment: Of a data-parallel plan that it follows.
     lines_due: It stands at an interval's end, whose last lines in the script have not been run.
@@ -115,7 +116,7 @@ class Running:
         self._told_of_no_copy = False
         self.model = prepared.parts.model
         self.source = loader.source
-        self.total = prepared.total
+        self.told, self.total = prepared.told, prepared.total
         self.finished = finished
         self.lines_due = False
         self._shown = shown
@@ -126,7 +127,7 @@ class Running:
         self.over = False
         self.is_open = False
         self.left = False
-        self.looped_from = 0
+        self.looped_from = self._samples_checked = 0
         self._saved_last = False
         self._resting = False  # at a rest where the script's own lines run
         self._saver: Saver | None = None
@@ -163,13 +164,13 @@ class Running:
         self.session = self._make_session()
         if self.at.loaded is not None:
             prepared.parts.freeze_again(self.at.loaded.state)  # the session counts what ranks share
-        told = (self.session, self.profiles, self.telemetry, prepared.callbacks, self.total)
+        told = (self.session, self.profiles, self.telemetry, prepared.callbacks, self.told)
         self.telling = Telling(*told, self.config.fault.goes_back)
         self.telling.solo = self._solo_rates()
         self._figures = Figures(
             at=self.at,
             config=self.config,
-            total=self.total,
+            total=self.told,
             session=self.session,
             device=self.timer,
             profiles=self.profiles,
@@ -464,14 +465,18 @@ class Running:
     # At rest.
 
     def check_steps(self) -> None:
-        """Collective. UserError where batches have come, and nobody has stepped on any."""
-        tasks = self.session.tasks
-        told = self.plane.gather_objects((self.session.totals.samples, tasks.was_stepped, tasks.has_learned))
+        """Collective, after each loop over batches. UserError where batches have come, and nobody has stepped on
+        any."""
+        tasks, seen = self.session.tasks, self.session.totals.samples
+        told = self.plane.gather_objects((seen - self._samples_checked, tasks.was_stepped, tasks.has_learned))
         samples, stepped, learned = map(sum, zip(*told, strict=True))
         if samples and not stepped:
             raise UserError(
-                f"no optimizer has made a step on {samples} samples: call job.step (or optimizer.step) after backward"
+                f"no optimizer has made a step on {samples} samples of a loop over the job's batches: call job.step (or"
+                " optimizer.step) after backward, and loop over a plain DataLoader for anything but training (accuracy,"
+                " update_bn)"
             )
+        tasks.was_stepped, self._samples_checked = False, seen
         if samples and not learned:
             raise UserError(
                 f"no loss of {samples} samples had anything to learn: each needed no gradient (as of a model under"
@@ -618,9 +623,10 @@ class Running:
         if session.stopping and at.folder is not None:
             self.telling.say(f"stopped and saved; go on with: {self._shown.resume_by.format(at.folder)}")
         elif ended:
+            of_all = "" if self.told is None else f" of {self.told:,}"
             self.telling.say(
-                f"training ended after {session.applied:,} of {self.total:,} samples, as all ranks left their loops or"
-                f" called job.stop{'' if session.settings.synchronous else COUNTED}"
+                f"training ended after {session.applied:,}{of_all} samples, as all ranks left their loops or called"
+                f" job.stop{'' if session.settings.synchronous else COUNTED}"
             )
         if summary is not None:
             self.telling.call_back("end", summary)

@@ -30,7 +30,7 @@ class JobFigures:
     emulated: bool
     emulate: str | None
     samples_applied: int
-    samples_expected: int
+    samples_expected: int | None
     shares: Sequence[int]
     seed: int
 

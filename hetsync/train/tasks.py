@@ -85,8 +85,8 @@ class TaskRunner:
     tensors: The model's, as the engine knows them.
     work: The task that is computed.
     left: The loop has ended; nobody computes slices, and optimizers step without it.
-    was_stepped: Has the loop ever stepped an optimizer?
-    has_learned: Has it ever done so with a gradient of its own?
+    was_stepped: Has this loop over batches stepped an optimizer?
+    has_learned: Has any done so with a gradient of its own?
     """
 
     def __init__(
@@ -283,6 +283,11 @@ class TaskRunner:
             raise UserError(f"{what} was called while no batch is out: call it within the loop over the job's batches")
         self._engine.order.note_script()
         return self.work
+
+    def is_untouched(self, work: TaskInWork) -> bool:
+        """Has the loop done nothing yet with the slice that is out?"""
+        done = work.stepped or work.collected or work.told or (work.synchronous and self._engine.arrived)
+        return work.out and not done
 
     @property
     def is_void(self) -> bool:

@@ -34,11 +34,11 @@ class Telling:
         profiles: Sequence[RankProfile],
         telemetry: Telemetry,
         callbacks: Callbacks,
-        total: int,
+        total: int | None,
         goes_back: bool,
     ) -> None:
-        """`total`: samples to train on. `goes_back`: to a checkpoint, where something is not finite. A rank that joins
-        later has its place in `profiles`, too."""
+        """`total`: samples to train on, if that is known. `goes_back`: to a checkpoint, where something is not finite.
+        A rank that joins later has its place in `profiles`, too."""
         self.display: Display = Silence()
         self.tracking: Tracking | None = None
         self.solo: Sequence[float] | None = None

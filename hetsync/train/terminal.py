@@ -41,7 +41,7 @@ class Progress:
     """A moment of training.
 
     Args:
-        samples_applied, samples_expected: By now and in all, earlier parts of the run included.
+        samples_applied, samples_expected: By now and in all, if that is known, earlier parts of the run included.
         already: Of these, applied by earlier parts.
         seconds: Of training, by this process.
         loss: Mean since the last moment; None where no task was finished.
@@ -51,7 +51,7 @@ class Progress:
     """
 
     samples_applied: int
-    samples_expected: int
+    samples_expected: int | None
     already: int
     seconds: float
     loss: float | None
@@ -70,7 +70,9 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        return (self.samples_expected - self.samples_applied) / self.rate if self.rate else None
+        if self.samples_expected is None or not self.rate:
+            return None
+        return (self.samples_expected - self.samples_applied) / self.rate
 
 
 class Display(Protocol):
@@ -139,7 +141,7 @@ class Forgiving:
 
 
 class Terminal:
-    def __init__(self, total_samples: int, already_applied: int = 0, console: Console | None = None) -> None:
+    def __init__(self, total_samples: int | None, already_applied: int = 0, console: Console | None = None) -> None:
         self._console = console or plain_console(
             file=cast(IO[str], Forgiving(sys.stdout)), soft_wrap=True, force_terminal=watched()
         )
@@ -168,7 +170,7 @@ class Terminal:
         applied, left = progress.samples_applied, progress.seconds_left
         rank, speed = progress.slowest or (0, 1.0)
         told = [
-            f"{applied:,}/{progress.samples_expected:,}",
+            f"{applied:,}" + (" samples" if self._total is None else f"/{self._total:,}"),
             f"{progress.rate:,.0f}/s",
             f"efficiency {progress.efficiency:.3f}" if progress.efficiency is not None else "",
             f"loss {self._loss:.4f}" if self._loss is not None else "",
@@ -192,7 +194,7 @@ class Terminal:
         self._bar.update(self._task, completed=applied, description=text)
 
     def evaluated(self, sentence: str, applied: int, metrics: Mapping[str, float]) -> None:
-        if applied < self._total:  # the closing lines have the last one
+        if self._total is None or applied < self._total:  # the closing lines have the last one
             self._console.print(sentence)
 
     def say(self, text: str) -> None:
@@ -215,7 +217,7 @@ class Terminal:
         staleness, control = summary["staleness"], summary.get("control")
         bound = _range(control["delay_bound"]) if control else summary["delay_bound"]
         lines = [
-            f"{summary['status']}: {summary['samples_applied']:,} of {summary['samples_expected']:,} samples"
+            f"{summary['status']}: {_of_expected(summary)} samples"
             f" in {summary['train_seconds']:.1f} s on {summary['ranks']} ranks  {metrics}",
             efficiency.sentence(summary),
             *(
@@ -243,6 +245,12 @@ class Terminal:
                 " measured, not the program; lower --emulation.samples_per_second"
             )
         self._console.print("\n".join(lines))
+
+
+def _of_expected(summary: Mapping[str, Any]) -> str:
+    """Samples that were trained on, and of how many, if that is known."""
+    applied, expected = summary.get("samples_applied", 0), summary.get("samples_expected")
+    return f"{applied:,}" if expected is None else f"{applied:,} of {expected:,}"
 
 
 def _duration(seconds: float) -> str:

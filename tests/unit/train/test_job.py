@@ -313,7 +313,6 @@ PREPARES: dict[str, tuple[Act, str]] = {
         "job.constrain has made other weights of the same ones",
     ),
     "a batch": (after(lambda script: script.job.step()), "no batch is out"),
-    "no epochs": (after(lambda script: next(iter(script.loader))), "does not know how long to train"),
 }
 
 

@@ -288,12 +288,6 @@ def after_the_last(script: Script) -> None:
     again(script)
 
 
-def after_a_first_look(script: Script) -> None:
-    for _ in script.job.epochs(2):
-        next(iter(script.loader))
-        script.train()
-
-
 def without_epochs(script: Script) -> None:
     script.loader = script.job.loader(script.data, batch_size=8, epochs=2)
     for _ in range(2):
@@ -301,7 +295,7 @@ def without_epochs(script: Script) -> None:
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
-@pytest.mark.parametrize("loops", [in_each_epoch, after_the_last, after_a_first_look, without_epochs])
+@pytest.mark.parametrize("loops", [in_each_epoch, after_the_last, without_epochs])
 def test_batches_come_once(capsys: pytest.CaptureFixture[str], bound: int, loops: Callable[[Script], None]) -> None:
     with pytest.raises(SystemExit) as ended, hetsync.join(plane=LocalPlane(), delay_bound=bound, progress=False) as job:
         loops(Script(job, loops is not without_epochs))
