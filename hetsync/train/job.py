@@ -589,10 +589,7 @@ class Job:
 
     def stop(self) -> None:
         """At rest, on all ranks: training is over, as if all its samples had been used."""
-        self._loop.come_to_rest()
-        running = self._begin()
-        running.session.meet("job.stop")
-        running.stop_here()
+        self._loop.stop()
 
     # Begin and end.
 
@@ -641,7 +638,7 @@ class Job:
 
     def _is_over(self) -> bool:
         """Training, if it has begun: a script may only evaluate."""
-        return self._running is None or not self._running.is_open or self._running.over or not self._loop.has_begun
+        return self._running is None or not self._running.is_open or self._loop.is_over or not self._loop.has_begun
 
     def _give_up(self, failure: BaseException) -> None:
         if self._running is not None:
@@ -653,7 +650,7 @@ class Job:
         running = self._running
         if running is not None and running.is_open:
             self._loop.come_to_an_end()
-            running.close()
+            running.close(self._loop.stage, self._loop.has_left)
         else:
             meet(self.plane, THE_END)
         self._held.close()

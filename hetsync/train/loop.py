@@ -17,6 +17,7 @@ from hetsync.train.preparation import Preparation
 from hetsync.train.resumption import Standing
 from hetsync.train.running import Running
 from hetsync.train.session import AtRest, counted_out
+from hetsync.train.stage import MAY_LOOP, TRANSITIONS, Cause, Stage
 
 _OVER = object()
 
@@ -38,12 +39,14 @@ class StoppedByRequest(SystemExit):
 
 class Loop:
     """Attributes:
-    in_batch: A batch is out.
+    stage: Where the script stands.
+    has_left: A loop was left early: this rank takes part in rounds and rests only.
     """
 
     def __init__(self, prepared: Preparation, begin: Callable[[], Running], stop: StopSignal | None) -> None:
         """`begin` is collective, and does anything once only."""
-        self.in_batch = False
+        self.stage = Stage.BEFORE_LOOP
+        self.has_left = False
         self._prepared = prepared
         self._begin_job = begin
         self._began: Running | None = None
@@ -51,11 +54,8 @@ class Loop:
         self._course: Iterator[Any] | None = None
         self._newest: Callable[[], Generator[Any] | None] = lambda: None  # loop over batches
         self._counts = False  # does the script loop over intervals that the job counts?
-        self._may_loop = True  # over batches: once in each interval, or once in all
-        self._item: Any = None  # the newest batch
-        self._looked_at: list[Any] = []  # a batch at which a loop has ended that has only looked at it
+        self._item: Any = None  # the batch that is out, or has been looked at
         self._slices = 0  # that have come to this loop over batches
-        self._asked = True  # has the newest loop asked for a batch after its last?
         self._counted_out = False  # has it stopped at as many as the loader is long, and had more?
         self._lines_at = -1  # samples applied at the interval's end after which the script's lines came last
 
@@ -63,6 +63,22 @@ class Loop:
     def has_begun(self) -> bool:
         """Has a batch been asked for?"""
         return self._course is not None
+
+    @property
+    def in_batch(self) -> bool:
+        return self.stage is Stage.IN_BATCH
+
+    @property
+    def is_over(self) -> bool:
+        return self.stage is Stage.OVER
+
+    def _come(self, cause: Cause) -> None:
+        self.stage = TRANSITIONS[self.stage, cause]
+
+    def _leave(self) -> None:
+        """The script wants no more batches: the other ranks do the rest of this one's samples."""
+        self.has_left = True
+        self._come(Cause.BROKE_OFF)
 
     def slices_so_far(self) -> int | None:
         return self._slices if self.in_batch else None
@@ -72,6 +88,8 @@ class Loop:
             self._began = self._begin_job()
             if self._began.has_joined:
                 self._lines_at = self._began.session.applied
+            elif self._began.lines_due:
+                self.stage = Stage.LINES_DUE
         return self._began
 
     def collect(self, optimizer: torch.optim.Optimizer, *, holds: bool = False) -> bool:
@@ -88,18 +106,18 @@ class Loop:
 
     def intervals(self, samples: int) -> Iterator[int]:
         """Numbers of intervals of so many samples, from where the run stands; all ranks rest at the end of each."""
-        running, total = self._begin(), self._prepared.total
-        self._may_loop, self._counts = False, True
+        running, total, self._counts = self._begin(), self._prepared.total, True
         if running.finished:
+            self._come(Cause.BEGAN_EMPTY)
             return
-        position = running.session.applied - running.lines_due
-        while position < total and not running.over:
-            self._may_loop = True
+        self.settle()
+        position = running.session.applied - (self.stage is Stage.LINES_DUE)
+        while position < total and not self.is_over:
+            self._come(Cause.TURNED)
             yield position // samples
-            if self._looked_at:
-                self._looked_at, self._may_loop = [], False
-                running.leave()
-            if self._may_loop:
+            if self.stage is Stage.LOOKED:
+                self._leave()
+            if self.stage in MAY_LOOP:
                 raise UserError(
                     f"epoch {position // samples} used none of the job's batches: loop over the loader that job.prepare"
                     " or job.loader returned"
@@ -116,7 +134,7 @@ class Loop:
         batches as the loader is long."""
         if not self._counted_out:
             return
-        if not running.over:
+        if not self.is_over:
             running.session.counted_out = True  # the others go on, and all are told
         elif running.session.rest_reason == ALL_LEFT:
             raise counted_out(running.plane.rank, running.session.applied)
@@ -131,16 +149,14 @@ class Loop:
 
     def _ask(self) -> None:
         """In place of such a loop."""
-        if self._asked:
+        if self.stage is not Stage.UNASKED:
             return
-        self._asked = True
         running, course = self._begin(), self._course
         assert course is not None
         self._end_batch(running)
         if next(self._until_lines(running, course), _OVER) is not _OVER:
-            self.in_batch = False
             self._counted_out = True
-            running.leave()
+            self._leave()
 
     # Batches.
 
@@ -153,21 +169,24 @@ class Loop:
     def _over_batches(self) -> Generator[Any]:
         running = self._begin()
         if running.told is None and not self._counts:
-            self._begin_epoch(running)
+            if self.is_over:
+                return
+            self._turn(running)
         if self.in_batch:
             raise UserError("two loops over the job's batches at once: begin the second when the first is over")
-        if not self._may_loop:
+        if self.stage not in MAY_LOOP:
             raise UserError(SECOND_LOOP)
-        self._may_loop = False
-        if running.finished or running.over:
+        if self.has_left:
+            self._come(Cause.BEGAN_OUTSIDE)
             return
-        if running.left:
-            running.go_on()
+        if running.finished or self.stage is Stage.LINES_DUE:
+            self._come(Cause.BEGAN_EMPTY)
+            if not running.finished:
+                self._lines_at = running.session.applied
+                running.session.begin_lines()
             return
-        if running.lines_due:
-            running.lines_due, self._lines_at = False, running.session.applied
-            running.session.begin_lines()
-            return
+        looked_at = self.stage is Stage.LOOKED
+        self._come(Cause.BEGAN)
         if self._course is None:
             self._course = running.session.course()
         self._slices = 0
@@ -175,26 +194,29 @@ class Loop:
         running.session.begin_loop(math.inf if every is None else (applied // every + 1) * every)
         self._prepared.parts.begin_loop(applied)
         running.looped_from = applied
+        course = itertools.chain([self._item], self._course) if looked_at else self._course
         try:
-            yield from self._until_lines(running, self._course)
+            yield from self._until_lines(running, course)
         except GeneratorExit:
-            self._asked = not self._took_all()
-            if self._has_looked(running):
-                self._looked_at, self._may_loop = [self._item], True
-            elif self._asked:
-                running.leave()  # by break: the other ranks do the rest of this one's samples
+            if not self.in_batch:
+                pass  # the job has ended before the iterator
+            elif self._has_looked(running):
+                self._come(Cause.LOOKED)
+            elif self._took_all():
+                self._come(Cause.TOOK_ALL)
+            else:
+                self._leave()
             raise
-        finally:
-            self.in_batch, self._item = False, None
 
-    def _begin_epoch(self, running: Running) -> None:
-        """Where each loop over batches is one, and is what ends the one before."""
+    def _turn(self, running: Running) -> None:
+        """To the next interval, where each loop over batches is one, and is what ends the one before."""
         if self.in_batch and self._took_all() and (loop := self._newest()) is not None:
             loop.close()  # a variable of the script holds it
-        if not self.in_batch and not self._looked_at:
+        if self.stage not in (Stage.IN_BATCH, Stage.LOOKED):
             self.come_to_rest()
             self._refuse_counting(running)
-            self._may_loop = True
+            if not self.is_over:
+                self._come(Cause.TURNED)
 
     def _has_looked(self, running: Running) -> bool:
         """Whether the newest loop has ended at its first batch, and done nothing with it: the next begins with it."""
@@ -203,22 +225,23 @@ class Loop:
 
     def _until_lines(self, running: Running, course: Iterator[Any]) -> Generator[Any]:
         """Batches up to the rest at which the script's own lines come."""
-        looked_at, self._looked_at = self._looked_at, []
-        for item in itertools.chain(looked_at, course):
+        for item in course:
             if isinstance(item, AtRest):
                 if self.rest(item):
-                    if not running.over:
+                    if not self.is_over:
                         self._prepared.parts.end_loop(self._slices)
                     return
                 continue
-            self.in_batch, self._item = True, item
+            self._come(Cause.GOT_BATCH)
+            self._item = item
             self._slices += 1
             running.carried.begin_batch()
             yield item
             self._end_batch(running)
 
     def _end_batch(self, running: Running) -> None:
-        self.in_batch = False
+        self._come(Cause.ASKED)
+        self._item = None
         running.session.engine.order.follow_script()
         scaler = self._prepared.parts.scaler
         if scaler is not None:
@@ -252,13 +275,17 @@ class Loop:
         if not running.session.at_rest(work):
             running.break_off_rest()
             return False
+        if rest.final or running.session.stopping:
+            self._come(Cause.ENDED)
+        elif at_intervals_end:
+            self._come(Cause.RESTED)
         if running.session.stopping:
             running.status = status
             raise StoppedByRequest(status)
         if at_intervals_end:
             self._lines_at = applied
         running.session.engine.order.lead_script()
-        return running.over or at_intervals_end
+        return self.is_over or at_intervals_end
 
     def _status(self, running: Running) -> int:
         """Collective: the exit status of a job that was asked to stop, by a signal to any of its ranks or otherwise."""
@@ -270,7 +297,7 @@ class Loop:
 
     def come_to_rest(self) -> None:
         """After a loop over batches: at the rest that ended it, or on the way there where the loop was left."""
-        if self.in_batch or self._looked_at:
+        if self.stage in (Stage.IN_BATCH, Stage.LOOKED):
             raise UserError(
                 "a batch is out, and what was called needs all ranks at rest: call it before the first look at a batch,"
                 " or after the loop over an epoch's batches (job.evaluate_every evaluates while training goes on)"
@@ -278,13 +305,20 @@ class Loop:
         running = self._begin()
         running.session.engine.order.follow_script()
         self._ask()
-        while running.on_its_way and not self.rest(next(running.leaving)):
-            running.go_on()
+        while self.stage is Stage.LEAVING:
+            self.rest(next(running.leaving))
 
     def settle(self) -> None:
         """Where the loop has been left, what the script does next is done at the rest to come."""
-        if self._began is not None and (self._began.on_its_way or not self._asked):
+        if self.stage in (Stage.LEAVING, Stage.UNASKED):
             self.come_to_rest()
+
+    def stop(self) -> None:
+        """Collective: training is over at the rest to come, as if all its samples had been used."""
+        self.come_to_rest()
+        self._begin().session.meet("job.stop")
+        self.has_left = True
+        self._come(Cause.ENDED)
 
     def come_to_an_end(self) -> None:
         """Collective: through all rests, where the loop has not come there."""

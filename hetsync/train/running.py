@@ -46,6 +46,7 @@ from hetsync.train.rollback import Rollbacks
 from hetsync.train.run_folder import mark_failed, taken_over
 from hetsync.train.saving import Saver, progress_of
 from hetsync.train.session import AtRest, Session
+from hetsync.train.stage import Stage
 from hetsync.train.summary import (
     Join,
     first_summary,
@@ -94,9 +95,7 @@ class Running:
     total: As many, or more than anybody trains on.
     finished: The run that was to be gone on with is at its end already.
     assignment: Of a data-parallel plan that it follows.
-    lines_due: It stands at an interval's end, whose last lines in the script have not been run.
-    over: Training is, at rest.
-    left: The loop has been left: this rank takes part in rounds and rests only.
+    lines_due: The run that is gone on with stood at an interval's end, whose last lines in the script had not been run.
     looped_from: Samples applied when the loop over batches began.
     """
 
@@ -124,12 +123,9 @@ class Running:
         self.joins: list[Join] = []
         if self._newcomer is None:
             self._restore()
-        self.over = False
         self.is_open = False
-        self.left = False
         self.looped_from = self._samples_checked = 0
         self._saved_last = False
-        self._resting = False  # at a rest where the script's own lines run
         self._saver: Saver | None = None
         self._leading = False
         self._held = ExitStack()  # the run folder, where the rank that did has died
@@ -486,24 +482,23 @@ class Running:
     def rest(self, rest: AtRest, standing: Standing) -> None:
         """Collective: save and evaluate where that is due."""
         session = self.session
-        self._resting = True
         self._succeed()
         if rest.reason == ROLLBACK:
             self._go_back()
             return
         self._share_scale()
         self._take_evaluations()
-        self.over |= rest.final or session.stopping
+        over = rest.final or session.stopping
         marked = self._checkpoints(session.applied - 1) == session.applied
-        if self.over or marked or rest.reason in (CHECKPOINT, JOIN):
-            self._save(standing, last=self.over)  # before an evaluation, which may fail
-            self._saved_last = self.over
+        if over or marked or rest.reason in (CHECKPOINT, JOIN):
+            self._save(standing, last=over)  # before an evaluation, which may fail
+            self._saved_last = over
         if rest.evaluation_due and self.prepared.evaluation is not None:
             mine, gather = self.evaluations.score(session.shares), self.plane.gather_objects
             parts = by_rank(self.plane.members, gather(mine))
             (result,) = self.evaluations.agreed_result(parts, self.prepared.evaluation[2], mine, gather)
             self.evaluated(named(result))
-        if rest.reason == JOIN and not self.over and self._replacements is not None:
+        if rest.reason == JOIN and not over and self._replacements is not None:
             self._admit()
 
     def _go_back(self) -> None:
@@ -538,7 +533,7 @@ class Running:
 
     def break_off_rest(self) -> None:
         """A rank has died, and the rest begins anew."""
-        self._resting = self.over = self._saved_last = False
+        self._saved_last = False
 
     def _share_scale(self) -> None:
         """Collective. Ranks that have stepped on their own, or have missed a step for want of samples, have scales of
@@ -572,33 +567,17 @@ class Running:
 
     # Leaving, and the end.
 
-    def leave(self) -> None:
-        """The loop wants no more batches."""
-        self.left, self._resting = True, False
-
-    def go_on(self) -> None:
-        """A loop that was left before begins anew, and is empty: on to the next rest."""
-        self._resting = False
-
-    @property
-    def on_its_way(self) -> bool:
-        """Has the loop been left between two rests?"""
-        return self.left and not self._resting and not self.over
-
     def _leaving(self) -> Iterator[AtRest]:
         yield from self.session.leave()
 
-    def stop_here(self) -> None:
-        """At rest: as if all samples had been used."""
-        self.left = self.over = True
-
-    def close(self) -> None:
-        """Collective, at rest or after `leave`: the end of training, and its summary."""
+    def close(self, stage: Stage, has_left: bool) -> None:
+        """Collective, at rest: the end of training, and its summary."""
         session, at = self.session, self.at
         before_all = session.applied < self.total and not session.stopping
-        ended = before_all and (self.left or self.over)  # by all ranks, at a rest; or the script has only evaluated
+        # By all ranks, at a rest; or the script has only evaluated.
+        ended = before_all and (has_left or stage is Stage.OVER)
         if before_all and not self._saved_last:
-            self._save(Standing(ended, self.lines_due), last=True)
+            self._save(Standing(ended, stage is Stage.LINES_DUE), last=True)
         session.meet(THE_END)
         waiting = []
         if self.config.fault.inject:  # a rank that has joined may have none left

@@ -82,7 +82,8 @@ def test_a_precision_is_that_of_the_passes(plane: Plane, folder: Path, precision
         trainer = Trainer(config, job)
         trainer.model.register_forward_hook(lambda module, given, output: seen.add(output.dtype))
         trainer.train()
-    assert seen == {getattr(torch, precision)}
+    # A rank that the machine kept busy while it was measured may have no sample of the one batch.
+    assert set().union(*plane.gather_objects(seen)) == {getattr(torch, precision)}
 
 
 @pytest.mark.parametrize("bound", [0, 4])
