@@ -104,6 +104,7 @@ class Engine:
         self._shared = SharedState(
             self.worker, outer, options, alone, one, counted, segments, followers, plane.allocate, constraints
         )
+        self._shared.order = device_order(next(model.parameters()).device)
         self._delayed_only = segments is not None
         self._communicator = Communicator(
             plane,
@@ -129,7 +130,6 @@ class Engine:
     def start(self, processes: Mapping[int, Process] = NOBODY) -> None:
         """Call once, on every rank, with identical weights: what travels depends on them. `processes` of all ranks."""
         self._communicator.watchdog.processes = processes
-        self._shared.order = device_order(next(self._model.parameters()).device)
         self._take_stock()
         self._shared.order.leave()
         self._communicator.start()
@@ -138,7 +138,6 @@ class Engine:
         """In place of `start`, on a rank that joins the others at their rest, with the weights that they have, and with
         the buffers that travel there. MembersLost where one has died before all had agreed."""
         shared = self._shared
-        shared.order = device_order(next(self._model.parameters()).device)
         shared.travel = travel
         self._take_stock()
         self._gradients.tail.travel = list(travel)

@@ -185,6 +185,7 @@ class Loop:
                 self._lines_at = running.session.applied
                 running.session.begin_lines()
             return
+        running.session.engine.order.follow_script()
         looked_at = self.stage is Stage.LOOKED
         self._come(Cause.BEGAN)
         if self._course is None:
@@ -236,6 +237,7 @@ class Loop:
             self._item = item
             self._slices += 1
             running.carried.begin_batch()
+            running.session.engine.order.lead_script()
             yield item
             self._end_batch(running)
 
@@ -323,6 +325,7 @@ class Loop:
     def come_to_an_end(self) -> None:
         """Collective: through all rests, where the loop has not come there."""
         running = self._begin()
+        running.session.engine.order.follow_script()
         self._ask()
         while running.session.under_way and (rest := next(running.leaving, None)) is not None:
             self.rest(rest)

@@ -450,6 +450,7 @@ class Session:
         self.meet("the first batch")
         self._seeds.begin_loop(self.applied)
         self._constraints.check(self.model)
+        self.engine.order.wait()  # for what the script has queued before, on whatever stream
         self._share_weights(lambda make: self.plane.broadcast_object(make()))
         self._stacks = Stacks()
         told = self.plane.gather_objects(self._stacks.process)
@@ -536,7 +537,6 @@ class Session:
         """Collective: training begins anew after a rest, with what was set meanwhile; False where all ranks are
         `ending` it."""
         assert self._stacks is not None
-        self.engine.order.follow_script()
         rates = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
         moved = not self.engine.holds_anchor
         changed = moved or (self._held is not None and self._held.changed())

@@ -156,7 +156,6 @@ class TaskRunner:
         self.left, work = True, self.work
         if work is None:
             return
-        self._engine.order.follow_script()
         if self._is_void(work):
             self._drop(work)
             return
@@ -187,9 +186,7 @@ class TaskRunner:
             self._device.begin_slice(work.slice_samples)
             if self._changes is not None:
                 self._changes.begin_slice()
-            self._engine.order.lead_script()
             yield batch
-            self._engine.order.follow_script()
             self._look_for_changes()
             if self._is_void(work):
                 self._drop(work)

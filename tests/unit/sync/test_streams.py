@@ -40,12 +40,13 @@ def train(
     own_stream: bool = False,
     steps_every: int = 1,
     leaves_at: int | None = None,
+    holds: bool = False,
     ranks: int = 2,
     dies_at: int | None = None,
     **settings: Any,
 ) -> None:
     """With an `own_stream` the script has one around each batch, around what it evaluates, and at rest. The
-    second rank dies with batch `dies_at`."""
+    second rank dies with batch `dies_at`. `holds`: who leaves its loop ends the job, and holds the iterator."""
 
     def job(world: World, rank: int) -> None:
         plane = thread_plane(world, rank, sanitizer.library)
@@ -67,7 +68,11 @@ def train(
                 job.evaluate_every(60, score)
             batches = job.loader(TensorDataset(POINTS.to(dtype)), BATCH)
             for _ in job.epochs(EPOCHS):
-                for number, (points,) in enumerate(batches):
+                with torch.cuda.stream(stream), torch.no_grad():
+                    for weight in model.parameters():
+                        weight *= 0.9
+                held_loop = iter(batches) if holds else None
+                for number, (points,) in enumerate(held_loop or batches):
                     with torch.cuda.stream(stream):
                         model(points).square().mean().backward()
                         if (number + 1) % steps_every == 0:
@@ -77,9 +82,13 @@ def train(
                         break
                     if rank == 1 and number == dies_at:
                         world.die(rank)
+                if holds:
+                    break
                 with torch.cuda.stream(stream), torch.no_grad():
                     for weight in model.parameters():
                         weight *= 0.5
+                if dies_at is None:
+                    job.evaluate(score)
 
     run_ranks(ranks, job)
 
@@ -113,6 +122,8 @@ OWN_STREAM: dict[str, Settings] = {
     "synchronous, adds up": {"delay_bound": 0, "steps_every": 3},
     "leaves": {"leaves_at": 1},
     "synchronous, leaves": {"delay_bound": 0, "leaves_at": 1},
+    "holds": {"leaves_at": 1, "holds": True},
+    "synchronous, holds": {"delay_bound": 0, "leaves_at": 1, "holds": True},
 }
 
 
