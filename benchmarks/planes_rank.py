@@ -1,9 +1,9 @@
 """One rank of planes.py's job: python -m benchmarks.planes_rank PLANE WAYS LARGEST_BYTES SECONDS FOLDER, under mpirun.
 
 Tensors of several sizes are summed in turn by each way. WAYS is `library`: the library's own calls, and the plane's
-sums without an engine; or `engine`: a session trains a model of one weight and comes to rest, and there its engine
-sums. Each has a job of its own: a communication thread, which looks for news every now and then, would take its time
-from the library's calls where there are no more cores than ranks. Rank 0 writes FOLDER/result.json.
+sums without an engine; or `engine`: a job trains a model of one weight and comes to rest, and there its engine sums.
+Each has a job of its own: a communication thread, which looks for news every now and then, would take its time from the
+library's calls where there are no more cores than ranks. Rank 0 writes FOLDER/result.json.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.utils.data import TensorDataset
 
 import hetsync
 from benchmarks.planes import LIBRARY
-from hetsync.api import JoinedSession
 from hetsync.errors import UserError
 from hetsync.files import write_atomically
 from hetsync.plane import open_plane
 from hetsync.plane.base import Plane
+from hetsync.train.session import Session
 
 SUM_BYTES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 ELSEWHERE = "engine, any tensor"
@@ -66,26 +66,21 @@ def polled(plane: Plane) -> Add:
     return add
 
 
-def at_rest(plane: Plane, work: Callable[[JoinedSession], None]) -> None:
-    """Collective: `work` while a session rests, whose communication thread then waits for nothing but its requests."""
+def at_rest(plane: Plane, work: Callable[[Session], None]) -> None:
+    """Collective: `work` while a job rests, whose communication thread then waits for nothing but its requests."""
     model = torch.nn.Linear(1, 1)
-    session = hetsync.join(
-        model,
-        torch.optim.SGD(model.parameters(), lr=1e-6),
-        TensorDataset(torch.zeros(2 * plane.size)),
-        batch_size=plane.size,
-        evaluate_every=plane.size,
-        emulate="homogeneous",
-        samples_per_second=100.0 * plane.size,
-        plane=plane,
-        delay_bound=0,
-    )
-    works = [work]
-    with session:
-        for _ in session.slices(lambda: works.pop()(session) if works else None):
-            loss = model.weight.sum()
-            loss.backward()
-            session.step(loss)
+    speed = 100.0 * plane.size
+    with hetsync.join(
+        plane=plane, emulate="homogeneous", samples_per_second=speed, delay_bound=0, progress=False
+    ) as job:
+        job.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+        batches = job.loader(TensorDataset(torch.zeros(2 * plane.size)), plane.size, samples=2 * plane.size)
+        for number in job.intervals(plane.size):
+            for _ in batches:
+                job.backward(model.weight.sum())
+                job.step()
+            if number == 0:
+                work(job.session)
 
 
 def time_sums(ways: dict[str, tuple[Add, Allocate]], largest: int, seconds: float) -> list[dict[str, Any]]:
@@ -130,7 +125,7 @@ def measured(name: str, ways: str, largest: int, seconds: float) -> dict[str, An
         return {"sums": sums}
     found: dict[str, Any] = {}
 
-    def work(session: JoinedSession) -> None:
+    def work(session: Session) -> None:
         add = session.engine.allreduce
         found["sums"] = time_sums({"engine": (add, of_plane), ELSEWHERE: (add, torch.empty)}, largest, seconds)
 

@@ -19,13 +19,13 @@ from torch.utils.data import TensorDataset
 
 import hetsync
 from benchmarks.common.parts_meter import Parts, PartsMeter
-from hetsync.api import JoinedSession
 from hetsync.files import write_atomically
 from hetsync.models.resnet import resnet50
 from hetsync.plane.mpi import MpiMessages, MpiPlane, MpiSums
 from hetsync.sync.coordinator import Coordinator
 from hetsync.sync.deltas import Deltas
 from hetsync.sync.gradients import Gradients
+from hetsync.train.session import Session
 
 ROUNDS_PER_SECOND = 2.0
 # With such a q every rank gives to every round, so that a slice is a round.
@@ -61,7 +61,7 @@ class Weights(torch.nn.Module):
         return torch.stack([weight.sum() for weight in self.held.parameters()]).mean()
 
 
-def books(session: JoinedSession, meter: PartsMeter) -> Counter[str]:
+def books(session: Session, meter: PartsMeter) -> Counter[str]:
     """CPU seconds by purpose so far; and what summary.json would count of them, rounds, and seconds of training."""
     engine, ours = session.engine, Counter(meter.seconds)
     thread = engine.cpu_seconds() - engine.timer.cpu_seconds
@@ -85,23 +85,18 @@ def train(mode: str, seconds: float) -> list[dict[str, Any]]:
     meter, plane = PartsMeter(PARTS), MpiPlane()
     half = round(seconds * ROUNDS_PER_SECOND) * plane.size
     model = Weights()
-    session = hetsync.join(
-        model,
-        torch.optim.SGD(model.parameters(), lr=1e-6),
-        TensorDataset(torch.zeros(2 * half)),
-        batch_size=plane.size,
-        evaluate_every=half,
-        emulate="homogeneous",
-        samples_per_second=plane.size * ROUNDS_PER_SECOND,
-        plane=plane,
-        **SETTINGS[mode],
-    )
+    speed = plane.size * ROUNDS_PER_SECOND
     taken: list[Counter[str]] = []
-    with session:
-        for _ in session.slices(lambda: taken.append(books(session, meter))):
-            loss = model()
-            loss.backward()
-            session.step(loss)
+    with hetsync.join(
+        plane=plane, emulate="homogeneous", samples_per_second=speed, progress=False, **SETTINGS[mode]
+    ) as job:
+        job.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+        batches = job.loader(TensorDataset(torch.zeros(2 * half)), plane.size, samples=2 * half)
+        for _ in job.intervals(half):
+            for _ in batches:
+                job.backward(model())
+                job.step()
+            taken.append(books(job.session, meter))
         return plane.gather_objects(per_second(*taken))
 
 

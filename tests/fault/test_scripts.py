@@ -23,13 +23,13 @@ scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 data = TensorDataset(torch.randn(256, 4), torch.randint(3, (256,)))
 settings = {settings}
 
-with hetsync.join(model, optimizer, data, batch_size=16, epochs=4, **settings) as session:
-    for number, (inputs, labels) in enumerate(session.slices()):
-        loss = torch.nn.functional.cross_entropy(model(inputs), labels)
-        loss.backward()
-        session.step(loss)
+with hetsync.join(progress=False, **settings) as job:
+    job.prepare(model, optimizer)
+    for number, (inputs, labels) in enumerate(job.loader(data, 16, epochs=4)):
+        job.backward(torch.nn.functional.cross_entropy(model(inputs), labels))
+        job.step()
         {act}
-print(f"rank {{RANK}} ended after {{session.applied}} samples", flush=True)
+print(f"rank {{RANK}} ended after {{job.samples}} samples", flush=True)
 """
 
 
@@ -43,7 +43,7 @@ def run(folder: Path, act: str = "pass", settings: str = "{}") -> Done:
     ("act", "settings", "sentence"),
     [
         ("pass", "{'accumulation': 'two'}", "hetsync: accumulation is two: it must be a whole number"),
-        ("scheduler.step()", "{'delay_bound': 0}", "give it to hetsync.join(scheduler=...)"),
+        ("scheduler.step()", "{'delay_bound': 0}", "step the scheduler that job.prepare returned"),
         ("RANK == 1 and model.weight.data.fill_(float('nan'))", "{'delay_bound': 0}", "became nan on rank 1"),
         (
             "optimizer.add_param_group({'params': [torch.nn.Parameter(torch.zeros(1))]})",

@@ -31,15 +31,16 @@ import torch
 from torch.utils.data import TensorDataset
 import hetsync
 
+data = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)))
 for number in range(2):
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with hetsync.join(model, optimizer, TensorDataset(torch.randn(64, 4)), batch_size=8) as session:
-        for (inputs,) in session.slices():
-            loss = model(inputs).square().mean()
-            loss.backward()
-            session.step(loss)
-    print(f"job {number} of rank {session.plane.rank} ended after {session.applied} samples", flush=True)
+    with hetsync.join(progress=False) as job:
+        job.prepare(model, optimizer)
+        for (inputs,) in job.loader(data, 8, epochs=1):
+            job.backward(model(inputs).square().mean())
+            job.step()
+    print(f"job {number} of rank {job.rank} ended after {job.samples} samples", flush=True)
 """
 BOUNDS = pytest.mark.parametrize("bound", [pytest.param("0", marks=pytest.mark.thorough), "4"])
 

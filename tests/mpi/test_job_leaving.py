@@ -17,9 +17,10 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
-from training import BATCH, SAMPLES, Blobs, Net, local_tensors
+from training import BATCH, SAMPLES, Blobs, Net, local_tensors, unequal_shares
 
 from hetsync.config.parser import recipe_of
+from hetsync.data.loader import Loader
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane
 from hetsync.plane.local import LocalPlane
@@ -35,10 +36,10 @@ EPOCHS = 4
 class Trial:
     """A job of a small net; `used` are the samples that this rank has stepped on, by epoch."""
 
-    def __init__(self, plane: Plane, bound: int, rebalance: bool = False) -> None:
-        sync = {"delay_bound": bound, "rebalance": rebalance}
-        self.job = Job(recipe_of({"sync": sync}), plane, keep=False, show="nothing")
-        self.model = Net()
+    def __init__(self, plane: Plane, bound: int, batch_norm: bool = False, **sync: Any) -> None:
+        recipe = recipe_of({"sync": {"delay_bound": bound, "rebalance": False, **sync}})
+        self.job = Job(recipe, plane, keep=False, show="nothing")
+        self.model = Net(batch_norm)
         self.optimizer = SGD(self.model.parameters(), 0.05, momentum=0.9)
         loader = DataLoader(Blobs(), batch_size=BATCH, shuffle=True)
         self.loader = self.job.prepare(self.model, self.optimizer, loader)[2]
@@ -137,6 +138,51 @@ def test_all_leave_at_the_same_batch(plane: Plane, bound: int) -> None:
     if bound == 0:
         assert trial.applied == 3 * BATCH
         assert same_as_alone(trial.model, 3)
+
+
+@BOUNDS
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("after_step", [True, False])
+def test_all_leave_before_a_step_or_after_it(plane: Plane, bound: int, accumulation: int, after_step: bool) -> None:
+    """Batches that are added up for a step that does not come are not applied."""
+    pins = unequal_shares(plane.size)
+    trial = Trial(plane, bound, batch_norm=True, accumulation=accumulation, pins=pins)
+    for _ in trial.job.epochs(EPOCHS):
+        for number, batch in enumerate(trial.loader):
+            if number < 4 or after_step:
+                trial.step(batch)
+            if number == 4:
+                break
+    trial.close()
+    stepped = sum(trial.counts().values())
+    assert 0 < trial.applied <= stepped < SAMPLES
+    assert trial.applied == stepped or accumulation > 1
+
+
+@BOUNDS
+def test_each_leaves_at_a_time_of_its_own(plane: Plane, bound: int) -> None:
+    trial = Trial(plane, bound, batch_norm=True, pins=unequal_shares(plane.size))
+    for _ in trial.job.epochs(EPOCHS):
+        for number, batch in enumerate(trial.loader):
+            trial.step(batch)
+            if number == 1 + 2 * plane.rank:
+                break
+    trial.close()
+    assert trial.applied == sum(trial.counts().values())
+
+
+def test_a_rank_that_has_left_loads_nothing_more(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped, stop = [], Loader.stop
+    monkeypatch.setattr(Loader, "stop", lambda loader: (stopped.append(loader), stop(loader)))
+    leaves, trial = is_leaver(plane, "last"), Trial(plane, 4)
+    for _ in trial.job.epochs(1):
+        for number, batch in enumerate(trial.loader):
+            trial.step(batch)
+            if leaves and number == 2:
+                break
+    trial.close()
+    assert len(stopped) == leaves
+    assert trial.applied == SAMPLES
 
 
 def test_batches_by_next_as_often_as_the_loader_is_long(plane: Plane) -> None:

@@ -126,16 +126,17 @@ def test_a_slice_left_after_its_backward_counts_whole(plane: Plane) -> None:
         pytest.skip("alone, nothing leaves")
     found = []
     for last in (True, False):
-        model, data = Chain(), Blobs()
+        model = Chain()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with hetsync.join(model, optimizer, data, batch_size=BATCH, plane=plane, delay_bound=0, bucket_bytes=64) as job:
-            for number, (points, labels, _) in enumerate(job.slices()):
+        with hetsync.join(plane=plane, delay_bound=0, bucket_bytes=64, progress=False) as job:
+            job.prepare(model, optimizer)
+            for number, (points, labels, _) in enumerate(job.loader(Blobs(), BATCH, epochs=1)):
                 nn.functional.cross_entropy(model(points), labels).backward()
                 if number == 3 and not last:
                     break
                 job.step()
                 if number == 3:
                     break
-        found.append((job.applied, weights_sha256(job.engine.anchor)))
+        found.append((job.samples, weights_sha256(job.session.engine.anchor)))
     assert found[0] == found[1]
     assert found[0][0] == 4 * BATCH

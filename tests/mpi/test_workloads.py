@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import unequal_shares
+from training import batches, step, unequal_shares
 from workloads import WORKLOADS, Workload, freeze_norms
 
 from hetsync.balance.profile import RankProfile, StepTime
@@ -84,10 +84,10 @@ def train(
         timeout_seconds=30.0,
     )
     prepare(model)
-    for batch in session.slices():
+    for batch in batches(session):
         loss = data.loss(model, batch)
         loss.backward()
-        session.step(loss)
+        step(session, loss)
     session.close()
     return session
 
@@ -135,13 +135,13 @@ def test_a_synchronous_job_is_one_process(plane: Plane, workload: Workload, data
     sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
     train(plane, data, model, sgd, SyncConfig(0), samples, prepare=freeze_norms)
     freeze_norms(alone)
-    step = torch.optim.SGD(alone.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=1e-2)
     order = EpochOrder(len(data.train), SEED, data.costs)  # type: ignore[arg-type]
     for start in range(0, samples, BATCH):
-        step.zero_grad()
+        optimizer.zero_grad()
         batch = fetch(data.train, order.indices([(start, start + BATCH)]), data.collate)
         data.loss(alone, batch).backward()
-        step.step()
+        optimizer.step()
     for (name, expected), weights in zip(alone.named_parameters(), model.parameters(), strict=True):
         moved = (weights - expected).abs().max()
         assert moved <= 1e-5 * expected.abs().max() + 1e-7, name

@@ -26,7 +26,7 @@ from hetsync.sync.rates import ScheduleRates
 from hetsync.telemetry import Telemetry
 from hetsync.train.checkpoint import Loaded
 from hetsync.train.control_factory import control_factory
-from hetsync.train.session import Session
+from hetsync.train.session import AtRest, Session
 from hetsync.train.tasks import Trained
 from hetsync.train.terms import Scorer, Terms
 
@@ -135,6 +135,32 @@ def local_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
 
 
+def batches(session: Session, at_rest: Callable[[], None] = lambda: None) -> Iterator[Any]:
+    """This rank's, to the job's end; `at_rest` runs where all ranks have come to rest."""
+
+    def rest() -> None:
+        session.require_finite()
+        at_rest()
+
+    for item in session.course():
+        if isinstance(item, AtRest):
+            session.at_rest(rest)
+        else:
+            yield item
+
+
+def step(session: Session, loss: torch.Tensor, clip: float | None = None) -> None:
+    """After backward: the optimizers' steps, where they are due."""
+    due = [steps for number, steps in enumerate(session.tasks.steps) if session.tasks.collect(number)]
+    for steps in due:
+        if clip is not None:
+            steps.clip(steps.weights, clip)
+        steps.step()
+    for steps in due:
+        steps.clear()
+    session.tasks.add_loss(loss)
+
+
 def train(
     plane: Plane,
     sync: SyncConfig,
@@ -159,11 +185,11 @@ def train(
 ) -> Outcome:
     """Collective: one job, from its weights to its end; `rests` are the stream positions to rest at."""
     model, data = model or Net(), data or Blobs()
-    step = OPTIMIZERS[optimizer](model)
+    made = OPTIMIZERS[optimizer](model)
     if loaded is not None:
         from hetsync.train.checkpoint import restore
 
-        restore(loaded, model, [step])
+        restore(loaded, model, [made])
     progress = loaded.progress if loaded else None
     stops = sorted(position for position in rests if position < samples)
 
@@ -186,20 +212,19 @@ def train(
     learning_rate = partial(schedule.factor, total=samples)
     session = Session(
         plane=plane,
-        trained=Trained(model=model, optimizers=[step], rates=[ScheduleRates(step, learning_rate)]),
+        trained=Trained(model=model, optimizers=[made], rates=[ScheduleRates(made, learning_rate)]),
         source=Source(data),
         sync=sync,
         terms=terms,
         device=device or RealDevice(),
-        max_grad_norm=clip,
         telemetry=telemetry,
         timeout_seconds=timeout_seconds,
-        make_control=control_factory(controller, terms.ranks, step, learning_rate) if controller is not None else None,
+        make_control=control_factory(controller, terms.ranks, made, learning_rate) if controller is not None else None,
         scorer=scorer,
     )
     if loaded is not None and session.outer is not None:
         session.outer.velocity = loaded.outer
-    outcome = Outcome(session, model, step, loss_on_all(model, data, loss_of))
+    outcome = Outcome(session, model, made, loss_on_all(model, data, loss_of))
     _watch_staleness(session, outcome.staleness)
 
     def rest() -> None:
@@ -216,11 +241,11 @@ def train(
         at_rest(outcome)
 
     try:
-        for number, (points, labels, indices) in enumerate(session.slices(rest)):
+        for number, (points, labels, indices) in enumerate(batches(session, rest)):
             on_slice(session, number)
             loss = loss_of(model, points, labels)
             loss.backward()
-            session.step(loss)
+            step(session, loss, clip)
             outcome.slices.append((indices.tolist(), loss.item()))
     except BaseException:
         session.release()

@@ -20,6 +20,7 @@ import hetsync
 from hetsync.plane.local import LocalPlane
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.messages import Settings
+from hetsync.train.session import Session
 
 SIGNALS = 500
 SECONDS = 40.0
@@ -43,16 +44,20 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.fixture
-def session() -> Iterator[hetsync.api.JoinedSession]:
+def session() -> Iterator[Session]:
+    """Of a job whose first batch is out."""
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = TensorDataset(torch.ones(8, 3))
-    joined = hetsync.join(model, optimizer, data, batch_size=4, plane=LocalPlane())
-    yield joined
-    joined.close()
+    with hetsync.join(plane=LocalPlane(), progress=False) as job:
+        job.prepare(model, optimizer)
+        for (inputs,) in job.loader(TensorDataset(torch.ones(8, 3)), 4, epochs=1):
+            job.backward(model(inputs).mean())
+            job.step()
+            yield job.session
+            break
 
 
-def test_hundreds_of_requests_from_a_handler_while_the_main_thread_speaks(session: hetsync.api.JoinedSession) -> None:
+def test_hundreds_of_requests_from_a_handler_while_the_main_thread_speaks(session: Session) -> None:
     """Each strikes somewhere in `tune`, which takes the engine's locks."""
     tuned, handled = [0], [0]
 

@@ -167,12 +167,12 @@ def test_a_job_computes_on_all_cores_and_loads_and_talks_on_one() -> None:
     watched = Watched()
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with hetsync.join(model, optimizer, Samples(watched), batch_size=4, plane=WatchedPlane(watched)) as session:
-        for batch in session.slices():
+    with hetsync.join(plane=WatchedPlane(watched), progress=False) as job:
+        job.prepare(model, optimizer)
+        for batch in job.loader(Samples(watched), 4, epochs=1):
             watched.note()
-            loss = model(batch).mean()
-            loss.backward()
-            session.step(loss)
+            job.backward(model(batch).mean())
+            job.step()
     main = watched.seen.pop("MainThread")
     assert main == {2}
     assert watched.seen == {"hetsync-loader": {1}}  # a rank alone talks to nobody

@@ -137,17 +137,15 @@ def test_all_that_delayed_mode_does_with_its_tensors_is_in_order(monkeypatch: py
     monkeypatch.setattr(engine, "device_order", lambda device: order)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = TensorDataset(torch.ones(32, 3))
     names = ("adopt", "finish", "apply", "pack", "apply_sum", "reset_to_anchor")
     with guarded(monkeypatch, order, *names) as calls:
-        join: Any = hetsync.join(
-            model, optimizer, data, batch_size=4, evaluate_every=16, plane=LocalPlane(), delay_bound=2,
-            outer={"name": "nesterov"},  # or a rank alone would have no deltas
-        )  # fmt: skip
-        with join as session:
-            for (batch,) in session.slices():
-                loss = model(batch).mean()
-                loss.backward()
-                session.step(loss)
+        outer = {"name": "nesterov"}  # or a rank alone would have no deltas
+        with hetsync.join(plane=LocalPlane(), delay_bound=2, outer=outer, progress=False) as job:
+            job.prepare(model, optimizer)
+            batches = job.loader(TensorDataset(torch.ones(16, 3)), 4)
+            for _ in job.epochs(2):
+                for (batch,) in batches:
+                    job.backward(model(batch).mean())
+                    job.step()
     assert min(calls.values()) > 0, calls
     assert order.followed > 0  # the main thread, after a drain

@@ -134,27 +134,6 @@ def test_a_script_may_have_a_stream_of_its_own_around_each_batch(sanitizer: Sani
     assert not sanitizer.told
 
 
-@pytest.mark.parametrize("bound", [0, 4])
-def test_so_may_one_in_the_small_form(sanitizer: Sanitizer, bound: int) -> None:
-    def job(world: World, rank: int) -> None:
-        plane = thread_plane(world, rank, sanitizer.library)
-        model: nn.Module = nn.Sequential(nn.Linear(3, 20), nn.BatchNorm1d(20), nn.Linear(20, 5))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        join: Any = hetsync.join
-        told = {"batch_size": BATCH, "epochs": EPOCHS, "plane": plane, "delay_bound": bound}
-        with sanitizer.rank(), join(model, optimizer, TensorDataset(POINTS), **told) as session:
-            stream = torch.cuda.Stream()
-            for (points,) in session.slices():
-                with torch.cuda.stream(stream):
-                    loss = model(points).square().mean()
-                    loss.backward()
-                    session.step(loss)
-
-    run_ranks(2, job)
-    assert sanitizer.handler.seq_num > 100, "nothing was seen"
-    assert not sanitizer.told
-
-
 DEATHS: dict[str, Settings] = {
     "delayed": {},
     "synchronous": {"delay_bound": 0},

@@ -7,9 +7,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hetsync
-from hetsync import api
 from hetsync.balance.speed_tracker import LEAST_OBSERVATIONS
 from hetsync.plane.local import LocalPlane
+from hetsync.train import running
 from hetsync.train.memory import LAST_SLICE, SliceMemory
 
 
@@ -64,15 +64,14 @@ def test_what_has_run_fits_however_full_the_memory_is() -> None:
 
 def test_a_script_reports_what_its_slices_take(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(held=1000, each=10)
-    monkeypatch.setattr(api, "slice_memory", lambda plane, place, device: SliceMemory(allocator, 10_000))
+    monkeypatch.setattr(running, "slice_memory", lambda plane, place, device: SliceMemory(allocator, 10_000))
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = TensorDataset(torch.ones(64, 3))
-    with hetsync.join(model, optimizer, data, batch_size=4, plane=LocalPlane()) as session:
-        for (batch,) in session.slices():
+    with hetsync.join(plane=LocalPlane(), progress=False) as job:
+        job.prepare(model, optimizer)
+        for (batch,) in job.loader(TensorDataset(torch.ones(64, 3)), 4, epochs=1):
             allocator.samples = len(batch)
-            loss = model(batch).mean()
-            loss.backward()
-            session.step(loss)
-    assert session.coordinator is not None
-    assert session.coordinator.speeds.caps[0] == 800
+            job.backward(model(batch).mean())
+            job.step()
+    assert job.session.coordinator is not None
+    assert job.session.coordinator.speeds.caps[0] == 800
