@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -35,10 +34,10 @@ OF_A_LOADER = {  # a DataLoader's own attributes, which make its batches
 }
 
 
-def check_dataset(dataset: Any) -> None:
+def _check_dataset(dataset: Any) -> None:
     """UserError unless its samples can be addressed."""
     kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise UserError(
             f"dataset is a {kind}: give a map-style data set, which has a length and is indexed, so that each sample"
             " can be used once an epoch, whichever rank takes it"
@@ -167,14 +166,14 @@ def source_of(
     if is_stream(data.dataset if isinstance(data, DataLoader) else data):
         return _stream_source(data, batch_size, collate, workers, {"costs": costs, "weights": weights}, samples)
     if not isinstance(data, DataLoader):
-        check_dataset(data)
+        _check_dataset(data)
         if batch_size is None:
             raise UserError("job.loader needs a batch_size, in samples of all ranks together")
         _check_batch(batch_size, len(data))
         drawn = _checked_weights(weights, len(data))
         return Source(data, collate, costs, workers or 0, weights=drawn), batch_size
     shuffle = shuffles(data)
-    check_dataset(data.dataset)
+    _check_dataset(data.dataset)
     samples = len(data.dataset)  # type: ignore[arg-type]
     batch_size = data.batch_size if batch_size is None else batch_size
     assert batch_size is not None

@@ -96,16 +96,11 @@ def take_device(name: str, place: Place) -> torch.device:
     """`choose_device`, and this process computes there from now on: before anything touches CUDA, or every rank would
     open a context on the host's first GPU, and a script's plain "cuda" would be that one."""
     device = choose_device(name, place)
-    make_current(device)
-    return device
-
-
-def make_current(device: torch.device) -> None:
-    """What is told "cuda" without an index, and threads that are started by this one, take this device."""
     if device.type == "cuda":
         check_percentage()
         check_kernels(device)
         torch.cuda.set_device(device)
+    return device
 
 
 def ranks_sharing(plane: Plane, place: Place, device: torch.device) -> int:

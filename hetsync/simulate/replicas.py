@@ -56,7 +56,7 @@ class Replica:
         self.optimizer = build_optimizer(config.optimizer, model)
         self.local = LocalSteps.of([self.optimizer], config.data.batch_size, ranks)
         rates = ScheduleRates(self.optimizer, partial(config.schedule.factor, total=total_samples))
-        self.steps = Steps(self.optimizer, rates, config.optimizer.max_grad_norm, self.local)
+        self.steps = Steps(self.optimizer, rates, self.local, max_grad_norm=config.optimizer.max_grad_norm)
         self.outer = make_outer(config.sync, config.data.batch_size)
         self.gradients = Gradients(
             model, config.sync.bucket_bytes, lambda fraction: None, lambda: None, False, rank=rank, ranks=ranks

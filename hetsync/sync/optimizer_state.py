@@ -137,8 +137,8 @@ def average_optimizer_state(
     told: list[Told] = gather(mine)
     if any(each.weights != count for each in told):
         raise UserError(
-            f"ranks' optimizers have {[each.weights for each in told]} weights: add parameter groups where all"
-            " ranks are at rest (at_rest of session.slices), not after so many slices of one"
+            f"ranks' optimizers have {[each.weights for each in told]} weights: add parameter groups between"
+            " epochs, where all ranks are at rest, not after so many batches of one"
         )
     _adopt_others(optimizer, [each.others for each in told])
     union = sorted({key for each in told for key in each.keys})

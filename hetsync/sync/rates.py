@@ -152,17 +152,15 @@ class SchedulerRates(Rates):
         optimizer: torch.optim.Optimizer,
         schedulers: Sequence[LRScheduler],
         batch_size: int,
-        every: int | None = None,
         epoch_samples: int | None = None,
     ) -> None:
-        """`every`: batches a step, of all schedulers; None learns it from the loop. `epoch_samples`: of an epoch, where
-        its last batch ends with it, as in a loop over a `DataLoader`."""
+        """`epoch_samples`: of an epoch, where its last batch ends with it, as in a loop over a `DataLoader`."""
         self._optimizer = optimizer
         self._schedulers = list(schedulers)
         self._batch_size = batch_size
         self._epoch_samples = epoch_samples
         self._epoch = None if epoch_samples is None else -(-epoch_samples // batch_size)  # batches
-        self._cadences = [Cadence(every) for _ in schedulers]
+        self._cadences = [Cadence() for _ in schedulers]
         self._began = 0  # this loop over batches, in samples of the stream
         self._rates = rates_of(optimizer)
 
@@ -270,10 +268,8 @@ class SchedulerRates(Rates):
                 cadence.first, cadence.done = self._batches(position), 0
 
 
-def check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """UserError unless it can be stepped: a scheduler of one of these."""
-    if not isinstance(scheduler, LRScheduler):
-        raise UserError(f"scheduler is a {type(scheduler).__name__}: give one of torch.optim.lr_scheduler")
+def check_scheduler(scheduler: LRScheduler, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """UserError unless it is of one of these."""
     if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
         raise UserError("scheduler belongs to another optimizer: make it for the one that is given beside it")
 

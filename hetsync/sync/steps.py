@@ -106,10 +106,11 @@ class Steps:
         self,
         optimizer: torch.optim.Optimizer,
         rates: Rates,
-        max_grad_norm: float | None,
         local: LocalSteps,
         before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
+        *,
+        max_grad_norm: float | None = None,
     ) -> None:
         """`rates` and `max_grad_norm` are those for a whole batch; `before` and `after` are called with each
         of the optimizer's steps, whoever makes it."""
@@ -214,7 +215,7 @@ class Steps:
         raise UserError(
             f"the optimizer's learning rate was changed in the loop, from {self._in_force} to {found}, which would be"
             " lost: give job.schedule the factor of the rate after so many samples, step the scheduler that job.prepare"
-            " returned (or give it to hetsync.join(scheduler=...)), or set the rate between epochs"
+            " returned, or set the rate between epochs"
         )
 
     def clip(self, weights: Iterable[torch.Tensor], max_norm: float, **options: Any) -> torch.Tensor:

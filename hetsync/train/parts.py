@@ -146,9 +146,7 @@ class Parts:
             if mine and number in self.factors:
                 raise UserError("an optimizer has a scheduler and job.schedule: take one of them")
             if mine:
-                rates = SchedulerRates(
-                    optimizer, [each.scheduler for each in mine], batch_size, epoch_samples=epoch_samples
-                )
+                rates = SchedulerRates(optimizer, [each.scheduler for each in mine], batch_size, epoch_samples)
                 for each in mine:
                     each.rates = rates
                 self.rates.append(rates)

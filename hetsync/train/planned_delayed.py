@@ -53,7 +53,7 @@ class DelayedReplicas(Replicas):
         config = at.config
         norm, batch = config.optimizer.max_grad_norm, config.data.batch_size
         self._local = LocalSteps.of([terms.optimizer], batch, len(self._leaders))
-        self._steps = Steps(terms.optimizer, terms.rates, norm, self._local)
+        self._steps = Steps(terms.optimizer, terms.rates, self._local, max_grad_norm=norm)
         self._samples = 0  # of this replica, since the last rest
         self._rested_at = self._books.applied
         self._opened: list[Sums] = []

@@ -1,11 +1,12 @@
-"""A rank's part in a job, as a training loop sees it: slices come, steps go.
+"""A rank's part in a job: batches come, and between them moments at which all ranks are at rest.
 
-    for batch in session.slices():
-        loss = ...
-        loss.backward()
-        session.step(loss)
+    for item in session.course():
+        if isinstance(item, AtRest):
+            session.at_rest(work)
+        else:
+            ...  # backward on this batch, and the optimizers' steps
 
-`job.py` makes one for a script or a recipe, `api.join` one for the small form.
+`loop.py` makes of it what a script's loop sees.
 """
 
 from __future__ import annotations
@@ -114,7 +115,6 @@ class Session:
         sync: SyncConfig,
         terms: Terms,
         device: Device,
-        max_grad_norm: float | None = None,
         telemetry: Telemetry | None = None,
         timeout_seconds: float = 600.0,
         make_control: ControlFactory | None = None,
@@ -166,7 +166,6 @@ class Session:
             trained=trained,
             batch_size=terms.batch_size,
             ranks=self.plane.ranks_at_start,
-            max_grad_norm=max_grad_norm,
             device=device,
             loader=self._loader,
             engine=self.engine,
@@ -380,30 +379,6 @@ class Session:
     def coordinator(self) -> Coordinator | None:
         """On the first rank."""
         return self.engine.coordinator
-
-    def slices(self, at_rest: Callable[[], None] = lambda: None) -> Iterator[Any]:
-        """This rank's batches, until the samples are used up or a stop was requested.
-
-        After each, call `step` once. `at_rest` runs on every rank when all have come to rest with the same
-        weights: to evaluate, to save. A loop that ends early ends this rank's work: the others do the rest of it, and
-        `close` waits for them.
-        """
-        for item in self.course():
-            if isinstance(item, AtRest):
-                self.at_rest(lambda: self._finite_at(at_rest))
-                continue
-            yield item
-            if self.tasks.work is not None and self.tasks.work.out:
-                raise UserError(
-                    "optimizer.step was called in the loop: session.step takes the place of optimizer.step and"
-                    " zero_grad"
-                    if self.tasks.work.stepped
-                    else "session.step was not called: call it once after each slice's backward"
-                )
-
-    def _finite_at(self, at_rest: Callable[[], None]) -> None:
-        self.require_finite()
-        at_rest()
 
     def at_rest(self, work: Callable[[], None]) -> bool:
         """Collective: what is to be done at a rest, before training goes on or the loop's own lines come. False where a
@@ -665,14 +640,6 @@ class Session:
     def _report(self, evaluation: Evaluation) -> None:
         self._scorer.report(evaluation, self._snapshot_seconds)
 
-    def step(self, loss: torch.Tensor | float | None = None) -> None:
-        """After backward: the optimizers' steps, where they are due, and the slice's end. `loss` is the slice's mean,
-        for the records.
-
-        A slice may have several backward calls.
-        """
-        self.tasks.step_all(loss)
-
     def record(self, kind: str, **fields: Any) -> None:
         """One line of this rank's telemetry."""
         self._telemetry.record(kind, **fields)
@@ -689,7 +656,7 @@ class Session:
     # At rest.
 
     def request_stop(self) -> None:
-        """Come to rest as soon as possible and end `slices` there; a resume goes on from that point.
+        """Come to rest as soon as possible and end `course` there; a resume goes on from that point.
 
         May be called from a signal handler.
         """

@@ -95,7 +95,6 @@ class TaskRunner:
         trained: Trained,
         batch_size: int,
         ranks: int,
-        max_grad_norm: float | None,
         device: Device,
         loader: Loader,
         engine: Engine,
@@ -108,7 +107,7 @@ class TaskRunner:
         known. `skips`: what is not finite is left out of rounds."""
         self._local = LocalSteps.of(trained.optimizers, batch_size, ranks)
         self.steps = [
-            Steps(each, rates, max_grad_norm, self._local, partial(self._before, n), partial(self._after, n))
+            Steps(each, rates, self._local, partial(self._before, n), partial(self._after, n))
             for n, (each, rates) in enumerate(zip(trained.optimizers, trained.rates, strict=True))
         ]
         self._alone = ranks == 1  # no other has to hold the same
@@ -468,27 +467,6 @@ class TaskRunner:
         else:
             self._device.end_slice()
         work.going_on = False
-
-    def step_all(self, loss: torch.Tensor | float | None) -> None:
-        """The optimizers' steps, where they are due, and the slice's end."""
-        work = self.work
-        if work is None or not work.out:
-            raise UserError("session.step was called twice for one slice: call it once after its last backward")
-        if work.stepped:
-            raise UserError(
-                "optimizer.step was called in the loop: session.step takes the place of optimizer.step and zero_grad"
-            )
-        due = []
-        for number, steps in enumerate(self.steps):
-            if self.collect(number):
-                steps.step()
-                due.append(steps)
-        for steps in due:
-            steps.clear()
-        if loss is not None:
-            self.check_loss(loss)
-            self.add_loss(loss)
-        self.close_slice(work)
 
     @property
     def batch_samples(self) -> int:

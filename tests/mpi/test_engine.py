@@ -30,7 +30,6 @@ from training import (
 from hetsync.balance.device import RealDevice
 from hetsync.config.schema import OuterConfig, SyncConfig
 from hetsync.emulation.link import EmulatedLink
-from hetsync.errors import UserError
 from hetsync.plane.base import Plane, WireFormat
 from hetsync.plane.faulty import Delay, FaultyPlane
 from hetsync.plane.local import LocalPlane
@@ -386,18 +385,6 @@ def test_other_weights_on_one_rank_are_noticed(plane: Plane) -> None:
 
     with pytest.raises(AnchorMismatchError, match=r"ranks \[1\] hold other weights than rank 0"):
         train(plane, synchronous(plane), on_slice=meddle, optimizer="sgd", rests=[4 * BATCH])
-
-
-def test_steps_are_due_once_a_slice(plane: Plane) -> None:
-    if plane.size > 1:
-        pytest.skip("one rank only: the others would wait")
-
-    def pretend(session: Session, number: int) -> None:
-        assert session.tasks.work is not None
-        session.tasks.work.out = False
-
-    with pytest.raises(UserError, match="twice"):
-        train(plane, delayed(plane), on_slice=pretend)
 
 
 @pytest.mark.parametrize("on_host", [True, False])

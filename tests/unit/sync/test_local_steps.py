@@ -68,7 +68,7 @@ def test_each_sample_moves_the_anchor_once_however_tasks_merge(tasks: list[tuple
     weight, average = torch.nn.Parameter(torch.zeros(3, dtype=torch.float32)), torch.zeros(2)
     optimizer = torch.optim.SGD([weight], lr=rate)
     local = LocalSteps.of([optimizer], batch, ranks)
-    steps = Steps(optimizer, ScheduleRates(optimizer), None, local)
+    steps = Steps(optimizer, ScheduleRates(optimizer), local)
     deltas = Deltas([weight], buffers=[average])
     deltas.tail.travel = [0]
     for slices, merged in [*tasks, (1, True)]:

@@ -205,7 +205,7 @@ def test_a_rank_without_state_takes_over_what_has_no_average():
 def test_groups_that_only_some_ranks_have_are_refused():
     optimizers = [stepped("momentum", rank, 2) for rank in range(2)]
     optimizers[1].add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
-    with pytest.raises(AssertionError, match=r"optimizers have \[3, 4\] weights: add parameter groups where"):
+    with pytest.raises(AssertionError, match=r"optimizers have \[3, 4\] weights: add parameter groups between epochs"):
         average(optimizers, [10, 20])
 
 

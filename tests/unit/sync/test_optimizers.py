@@ -21,8 +21,17 @@ DELAYED = Task(0, (((0, SHARE),),), 4, 0, 0, share=SHARE)
 SYNCHRONOUS = DELAYED._replace(synchronous_round=0, round_samples=BATCH)
 
 
-def steps_of(optimizer: torch.optim.Optimizer, rates: Rates, max_norm: float | None, batch: int = BATCH) -> Steps:
-    return Steps(optimizer, rates, max_norm, LocalSteps.of([optimizer], batch, BATCH // SHARE))
+def steps_of(optimizer: torch.optim.Optimizer, rates: Rates, batch: int = BATCH, **more: Any) -> Steps:
+    return Steps(optimizer, rates, LocalSteps.of([optimizer], batch, BATCH // SHARE), **more)
+
+
+def stepped_each_batch(optimizer: torch.optim.Optimizer, batch_size: int) -> SchedulerRates:
+    """Of a scheduler that halves."""
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    rates = SchedulerRates(optimizer, [scheduler], batch_size)
+    rates.begin_loop(0)
+    rates.stepped_in_loop(scheduler, 1)
+    return rates
 
 
 @pytest.mark.parametrize(
@@ -37,7 +46,7 @@ def steps_of(optimizer: torch.optim.Optimizer, rates: Rates, max_norm: float | N
 def test_the_bound_of_clipping_is_meant_for_the_batch(task: Task, gradient: float, length: float) -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    steps = steps_of(optimizer, ScheduleRates(optimizer), 1.0, BATCH)
+    steps = steps_of(optimizer, ScheduleRates(optimizer), max_grad_norm=1.0)
     steps.begin_task(task)
     weight.grad = torch.full_like(weight, gradient)
     steps.step()
@@ -48,7 +57,7 @@ def test_the_bound_of_clipping_is_meant_for_the_batch(task: Task, gradient: floa
 
 def decayed(optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter, task: Task) -> float:
     """What is left of an anchor of 1 once a step along a gradient of zero is merged."""
-    steps = steps_of(optimizer, ScheduleRates(optimizer), None, BATCH)
+    steps = steps_of(optimizer, ScheduleRates(optimizer))
     steps.begin_task(task)
     weight.grad = torch.zeros_like(weight)
     steps.step()
@@ -75,7 +84,7 @@ def test_decoupled_decay_is_that_of_the_batch_in_slices_too(kind: str) -> None:
 def test_a_change_of_mode_brings_the_decay_back() -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.AdamW([{"params": [weight], "weight_decay": 0.5}], lr=0.1)
-    steps = steps_of(optimizer, ScheduleRates(optimizer), None, BATCH)
+    steps = steps_of(optimizer, ScheduleRates(optimizer))
     seen = []
     for task in (DELAYED, SYNCHRONOUS, DELAYED):
         steps.begin_task(task)
@@ -87,7 +96,7 @@ def test_a_change_of_mode_brings_the_decay_back() -> None:
 def test_the_owner_gets_the_optimizer_back_as_it_was(kind: type[torch.optim.Optimizer]) -> None:
     """Else the next job, or a saved state, would scale rates and decays once more."""
     optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=0.5, weight_decay=0.25)  # type: ignore[call-arg]
-    steps = steps_of(optimizer, ScheduleRates(optimizer), None, BATCH)
+    steps = steps_of(optimizer, ScheduleRates(optimizer))
     steps.begin_task(DELAYED)
     steps.show_owner(SHARE)
     (group,) = optimizer.param_groups
@@ -128,7 +137,7 @@ def test_a_change_of_mode_leaves_steps_as_long_as_they_were(kind: str, before: T
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.zeros(20_000))
     optimizer = KEEPERS[kind]([weight])
-    steps = steps_of(optimizer, ScheduleRates(optimizer), None)
+    steps = steps_of(optimizer, ScheduleRates(optimizer))
     first = [stepped(steps, weight, before) for _ in range(400)][-1]
     assert stepped(steps, weight, after) == pytest.approx(first, rel=0.05)
 
@@ -141,7 +150,7 @@ def test_what_is_kept_of_squares_is_a_batchs_again_after_any_tasks(kind: str, ta
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = KEEPERS[kind]([weight])
-    steps = steps_of(optimizer, ScheduleRates(optimizer), None)
+    steps = steps_of(optimizer, ScheduleRates(optimizer))
     for _ in range(3):
         stepped(steps, weight, SYNCHRONOUS)
     before = {name: value.clone() for name, value in optimizer.state[weight].items()}
@@ -157,7 +166,7 @@ def test_what_is_kept_of_squares_is_a_batchs_again_after_any_tasks(kind: str, ta
 
 def test_a_state_is_loaded_at_rest() -> None:
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
-    steps, saved = steps_of(optimizer, ScheduleRates(optimizer), None), optimizer.state_dict()
+    steps, saved = steps_of(optimizer, ScheduleRates(optimizer)), optimizer.state_dict()
     steps.begin_task(DELAYED)
     with pytest.raises(UserError, match=r"state was loaded in the loop, .*: load it between epochs, or train with"):
         optimizer.load_state_dict(saved)
@@ -173,7 +182,7 @@ def test_a_slice_that_is_smaller_than_a_ranks_share_counts_as_what_it_is(kind: s
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.zeros(20_000))
     optimizer = KEEPERS[kind]([weight])
-    steps = steps_of(optimizer, ScheduleRates(optimizer), None)
+    steps = steps_of(optimizer, ScheduleRates(optimizer))
     whole, small = DELAYED, DELAYED._replace(slices=(((0, 1),),))
     for _ in range(400):
         stepped(steps, weight, whole)
@@ -198,7 +207,7 @@ def test_eps_is_added_to_the_root_of_a_batchs_squares(kind: type[torch.optim.Opt
         torch.manual_seed(0)
         weight = torch.nn.Parameter(torch.zeros(20_000))
         optimizer = kind([weight], lr=0.1, eps=eps)  # type: ignore[call-arg]
-        steps = steps_of(optimizer, ScheduleRates(optimizer), None)
+        steps = steps_of(optimizer, ScheduleRates(optimizer))
         for _ in range(400):
             length = stepped(steps, weight, task)
         lift = LocalSteps.of([optimizer], BATCH, BATCH // SHARE).lift(task)
@@ -239,9 +248,8 @@ def test_a_resume_with_other_batches_goes_on_from_where_the_scheduler_stood(batc
 def test_ranks_that_resume_with_other_batches_count_from_one_place() -> None:
     """Their first tasks lie at positions of their own."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
-    state = SchedulerRates(optimizer, schedulers, 4, every=1).state_dict()
-    ranks = [SchedulerRates(optimizer, schedulers, 8, every=1) for _ in range(2)]
+    state = stepped_each_batch(optimizer, 4).state_dict()
+    ranks = [stepped_each_batch(optimizer, 8) for _ in range(2)]
     for number, rates in enumerate(ranks):
         rates.load_state_dict(state, 12)
         rates.at(12 + 8 * number)
@@ -250,7 +258,7 @@ def test_ranks_that_resume_with_other_batches_count_from_one_place() -> None:
 
 def test_a_checkpoint_that_does_not_tell_its_batches_is_of_the_same() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    rates = SchedulerRates(optimizer, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)], 4, every=1)
+    rates = stepped_each_batch(optimizer, 4)
     state = rates.state_dict()
     del state["batches"]
     state["cadences"][0] |= {"done": 3}
@@ -283,7 +291,7 @@ def test_a_batch_without_a_step_before_a_schedulers_first_is_not_counted() -> No
 
 def test_rates_that_are_set_at_the_last_rest_hold() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    steps = steps_of(optimizer, ScheduleRates(optimizer), None, BATCH)
+    steps = steps_of(optimizer, ScheduleRates(optimizer))
     steps.begin_task(DELAYED)
     steps.show_owner(BATCH)
     optimizer.param_groups[0]["lr"] = 0.5
@@ -308,7 +316,7 @@ def test_a_tensor_that_is_a_rate_is_changed_at_rest_only(
     """Sixteen bits hold no product of rates exactly: what is in force is what they hold."""
     rate = torch.tensor(0.1, dtype=torch.bfloat16)
     optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=rate)  # type: ignore[call-arg]
-    steps = steps_of(optimizer, ScheduleRates(optimizer, lambda position: 0.3), None, BATCH)
+    steps = steps_of(optimizer, ScheduleRates(optimizer, lambda position: 0.3))
     (group,) = optimizer.param_groups
     steps.start()
     steps.begin_task(task)
@@ -331,7 +339,7 @@ def test_a_tensor_that_is_a_rate_is_changed_at_rest_only(
 def test_two_optimizers_may_have_one_tensor_for_their_rate() -> None:
     rate = torch.tensor(0.1)
     both = [kind([torch.nn.Parameter(torch.zeros(1))], lr=rate) for kind in (torch.optim.SGD, torch.optim.Adam)]
-    each = [steps_of(optimizer, ScheduleRates(optimizer), None, BATCH) for optimizer in both]
+    each = [steps_of(optimizer, ScheduleRates(optimizer)) for optimizer in both]
     for _ in range(2):
         for steps in each:
             steps.begin_task(DELAYED)
@@ -340,8 +348,8 @@ def test_two_optimizers_may_have_one_tensor_for_their_rate() -> None:
 
 def test_a_scheduler_of_a_tensor_that_is_a_rate() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=torch.tensor(1.0))
-    rates = SchedulerRates(optimizer, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)], batch_size=4, every=1)
-    steps = steps_of(optimizer, rates, None, 4)
+    rates = stepped_each_batch(optimizer, 4)
+    steps = steps_of(optimizer, rates, 4)
     (group,) = optimizer.param_groups
     seen = []
     for batch in range(3):

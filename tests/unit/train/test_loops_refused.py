@@ -131,6 +131,10 @@ def summed(script: Script, number: int, loss: torch.Tensor) -> None:
     script.job.backward(script.model(torch.ones(8, 4)).square().sum())
 
 
+def of_each_sample(script: Script, number: int, loss: torch.Tensor) -> None:
+    script.job.backward(script.model(torch.ones(8, 4)).square())
+
+
 def reduced(script: Script, number: int, loss: torch.Tensor) -> None:
     script.job.backward(loss, reduction="max")
 
@@ -156,6 +160,7 @@ def reduced(script: Script, number: int, loss: torch.Tensor) -> None:
         (thawed, "weight 0.bias was unfrozen in the loop"),
         (grown, "the optimizer has"),
         (summed, "the loss is a sum over the batch's samples"),
+        (of_each_sample, "a loss of shape (8, 1)"),
         (reduced, "job.backward got reduction 'max': give 'mean' or 'sum'"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
