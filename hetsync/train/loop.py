@@ -116,6 +116,7 @@ class Loop:
             self._come(Cause.TURNED)
             yield position // samples
             if self.stage is Stage.LOOKED:
+                running.session.tasks.go_on()
                 self._leave()
             if self.stage in MAY_LOOP:
                 raise UserError(
@@ -195,14 +196,17 @@ class Loop:
         running.session.begin_loop(math.inf if every is None else (applied // every + 1) * every)
         self._prepared.parts.begin_loop(applied)
         running.looped_from = applied
+        if looked_at:
+            running.session.tasks.go_on()
         course = itertools.chain([self._item], self._course) if looked_at else self._course
         try:
             yield from self._until_lines(running, course)
         except GeneratorExit:
             if not self.in_batch:
                 pass  # the job has ended before the iterator
-            elif self._has_looked(running):
-                self._come(Cause.LOOKED)
+            elif self._slices == 1 and running.session.tasks.has_only_looked:
+                self._come(Cause.LOOKED)  # the next loop begins with this batch
+                running.session.tasks.end_look()
             elif self._took_all():
                 self._come(Cause.TOOK_ALL)
             else:
@@ -219,11 +223,6 @@ class Loop:
             if not self.is_over:
                 self._come(Cause.TURNED)
 
-    def _has_looked(self, running: Running) -> bool:
-        """Whether the newest loop has ended at its first batch, and done nothing with it: the next begins with it."""
-        work = running.session.tasks.work
-        return self._slices == 1 and work is not None and running.session.tasks.is_untouched(work)
-
     def _until_lines(self, running: Running, course: Iterator[Any]) -> Generator[Any]:
         """Batches up to the rest at which the script's own lines come."""
         for item in course:
@@ -237,6 +236,8 @@ class Loop:
             self._item = item
             self._slices += 1
             running.carried.begin_batch()
+            if self._slices == 1:
+                running.session.tasks.begin_look()
             running.session.engine.order.lead_script()
             yield item
             self._end_batch(running)
@@ -326,6 +327,8 @@ class Loop:
         """Collective: through all rests, where the loop has not come there."""
         running = self._begin()
         running.session.engine.order.follow_script()
+        if self.stage is Stage.LOOKED:
+            running.session.tasks.go_on()
         self._ask()
         while running.session.under_way and (rest := next(running.leaving, None)) is not None:
             self.rest(rest)

@@ -126,6 +126,7 @@ class TaskRunner:
         self._units_told: tuple[float, ...] = ()  # by the last task that knew
         self._clips: Sequence[Callable[[], object]] | None = None  # as the loop has clipped when it made its last step
         self._makes_up = False  # a step, where the loop has skipped a batch and those of others have not
+        self._versions: dict[torch.nn.Parameter, int] = {}  # of gradients, as the loop's first batch came
         self._spent: set[int] = set()  # optimizers that have stepped on the gradients that are there
         self._undo: list[BeforeStep] = []  # of steps of the task that others' steps follow
         self._scale_before: Mapping[str, Any] | None = None  # the first of these
@@ -165,6 +166,7 @@ class TaskRunner:
             self.finish(work)
         else:
             self._put_back()
+            self.work = None
 
     def slices(self, task: Task) -> Iterator[Any]:
         work = self.work = TaskInWork(task, len(task.slices))
@@ -280,10 +282,41 @@ class TaskRunner:
         self._engine.order.note_script()
         return self.work
 
-    def is_untouched(self, work: TaskInWork) -> bool:
-        """Has the loop done nothing yet with the slice that is out?"""
-        done = work.stepped or work.collected or work.told or (work.synchronous and self._engine.arrived)
-        return work.out and not done
+    def begin_look(self) -> None:
+        """The first batch of a loop is out: its script may only look at it."""
+        self._versions = self._versions_of_gradients()
+
+    @property
+    def has_only_looked(self) -> bool:
+        """Has the script done nothing since with the slice that is out? What is in `.grad` may be of one before."""
+        work = self.work
+        if work is None or not work.out or work.stepped or work.collected or work.told:
+            return False
+        if work.synchronous and not self._alone:
+            return not self._engine.arrived
+        return all(self._versions.get(weight) == now for weight, now in self._versions_of_gradients().items())
+
+    def end_look(self) -> None:
+        """The script's lines come, as between two loops, although the slice stays out."""
+        for steps in self.steps:
+            steps.show_owner(self._task.position)
+
+    def go_on(self) -> None:
+        """After such lines: what they have set holds."""
+        for steps in self.steps:
+            steps.start()
+            steps.begin_task(self._task)
+
+    @property
+    def _task(self) -> Task:
+        assert self.work is not None
+        return self.work.task
+
+    def _versions_of_gradients(self) -> dict[torch.nn.Parameter, int]:
+        work = self.work
+        if work is None or (work.synchronous and not self._alone):  # where hooks tell what comes
+            return {}
+        return {weight: weight.grad._version for weight in self._trained.model.parameters() if weight.grad is not None}
 
     @property
     def is_void(self) -> bool:

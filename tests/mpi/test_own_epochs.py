@@ -111,6 +111,19 @@ def by_length(script: Script) -> None:
         script.evaluate()
 
 
+def looking_between(script: Script) -> None:
+    """At a batch after each epoch, and before its scheduler's step; also after the last."""
+    for epoch in range(EPOCHS):
+        script.job.epoch = epoch
+        script.used.append([])
+        for batch in script.loader:
+            script.step(*batch)
+        script.evaluate()
+        with torch.no_grad():
+            script.model(next(iter(script.loader))[0])
+        script.after.step()
+
+
 def by_job_after_a_look(script: Script) -> None:
     next(iter(script.loader))
     for _ in script.job.epochs(EPOCHS):
@@ -118,7 +131,7 @@ def by_job_after_a_look(script: Script) -> None:
         script.evaluate()
 
 
-LOOPS = [by_range, after_a_look, after_two_looks, by_next, by_job_after_a_look]
+LOOPS = [by_range, after_a_look, after_two_looks, by_next, looking_between, by_job_after_a_look]
 
 
 def joined(plane: Plane, bound: int, **settings: Any) -> Job:
