@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import weakref
@@ -25,6 +26,16 @@ SECOND_LOOP = (
     "a second loop over the job's batches, which come once an epoch, to be trained on: loop over them once in each turn"
     " of 'for epoch in job.epochs(N)', and over a plain DataLoader of the training data for anything else (accuracy,"
     " update_bn)"
+)
+
+ALL_BROKE_OFF = (
+    "all ranks have left a loop over the job's batches by break, which ends training, and the script begins another:"
+    " leave the loop over epochs, too, or loop in 'for epoch in job.epochs(N)', which ends then; for fewer batches an"
+    " epoch give job.intervals their samples"
+)
+COUNTED_ALREADY = (
+    "job.epochs was called after a loop over the job's batches, and counts from the first on: call it around all of"
+    " them, with all epochs, or count them all by a loop of your own"
 )
 
 
@@ -111,6 +122,8 @@ class Loop:
             self._come(Cause.BEGAN_EMPTY)
             return
         self.settle()
+        if running.told is None and running.session.applied:
+            raise UserError(COUNTED_ALREADY)
         position = running.session.applied - (self.stage is Stage.LINES_DUE)
         while position < total and not self.is_over:
             self._come(Cause.TURNED)
@@ -169,7 +182,12 @@ class Loop:
 
     def _over_batches(self) -> Generator[Any]:
         running = self._begin()
+        held = self._newest() if self.in_batch and self._has_looked(running) else None
+        if held is not None and inspect.getgeneratorstate(held) is not inspect.GEN_RUNNING:
+            held.close()  # a variable of the script holds it
         if running.told is None and not self._counts:
+            if self.is_over and running.session.rest_reason == ALL_LEFT:
+                raise UserError(ALL_BROKE_OFF)
             if self.is_over:
                 return
             self._turn(running)
@@ -204,7 +222,7 @@ class Loop:
         except GeneratorExit:
             if not self.in_batch:
                 pass  # the job has ended before the iterator
-            elif self._slices == 1 and running.session.tasks.has_only_looked:
+            elif self._has_looked(running):
                 self._come(Cause.LOOKED)  # the next loop begins with this batch
                 running.session.tasks.end_look()
             elif self._took_all():
@@ -222,6 +240,9 @@ class Loop:
             self._refuse_counting(running)
             if not self.is_over:
                 self._come(Cause.TURNED)
+
+    def _has_looked(self, running: Running) -> bool:
+        return self._slices == 1 and running.session.tasks.has_only_looked
 
     def _until_lines(self, running: Running, course: Iterator[Any]) -> Generator[Any]:
         """Batches up to the rest at which the script's own lines come."""

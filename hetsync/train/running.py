@@ -469,8 +469,8 @@ class Running:
         if samples and not stepped:
             raise UserError(
                 f"no optimizer has made a step on {samples} samples of a loop over the job's batches: call job.step (or"
-                " optimizer.step) after backward, and loop over a plain DataLoader for anything but training (accuracy,"
-                " update_bn)"
+                " optimizer.step) after backward, prepare all optimizers before the first loop, and loop over a plain"
+                " DataLoader for anything but training (accuracy, update_bn, a list of batches)"
             )
         tasks.was_stepped, self._samples_checked = False, seen
         if samples and not learned:

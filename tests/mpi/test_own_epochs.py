@@ -79,6 +79,13 @@ def after_a_look(script: Script) -> None:
     by_range(script)
 
 
+def after_a_look_that_is_held(script: Script) -> None:
+    batches = iter(script.loader)
+    next(batches)
+    by_range(script)
+    assert batches is not None
+
+
 def after_two_looks(script: Script) -> None:
     for _ in script.loader:
         break
@@ -131,7 +138,15 @@ def by_job_after_a_look(script: Script) -> None:
         script.evaluate()
 
 
-LOOPS = [by_range, after_a_look, after_two_looks, by_next, looking_between, by_job_after_a_look]
+LOOPS = [
+    by_range,
+    after_a_look,
+    after_a_look_that_is_held,
+    after_two_looks,
+    by_next,
+    looking_between,
+    by_job_after_a_look,
+]
 
 
 def joined(plane: Plane, bound: int, **settings: Any) -> Job:
@@ -215,9 +230,17 @@ def test_where_all_break_training_is_over(plane: Plane, bound: int) -> None:
         script = Script(job)
         script.epoch()
         script.epoch(itertools.islice(script.loader, 1))
+    assert SAMPLES < job.samples < 2 * SAMPLES
+
+
+@BOUNDS
+def test_where_all_have_stopped_there_are_no_batches(plane: Plane, bound: int) -> None:
+    with joined(plane, bound) as job:
+        script = Script(job)
+        script.epoch()
+        job.stop()
         assert not list(script.loader)
-        assert not list(script.loader)
-        assert SAMPLES < job.samples < 2 * SAMPLES
+    assert job.samples == SAMPLES
 
 
 @BOUNDS
@@ -253,6 +276,17 @@ def evaluation_after_a_look(script: Script) -> None:
     script.job.evaluate(lambda: (1, 1))
 
 
+def few_batches_in_each(script: Script) -> None:
+    for _ in range(2):
+        script.epoch(itertools.islice(script.loader, 1))
+
+
+def warm_up_by_range(script: Script) -> None:
+    script.epoch()
+    for _ in script.job.epochs(2):
+        script.epoch()
+
+
 def two_at_once(script: Script) -> None:
     script.epoch(first for first, _ in zip(script.loader, script.loader, strict=True))
 
@@ -260,6 +294,8 @@ def two_at_once(script: Script) -> None:
 MISTAKES = {
     accuracy_on_training_data: f"no optimizer has made a step on {SAMPLES} samples of a loop over the job's batches",
     evaluation_after_a_look: "call it before the first look at a batch",
+    few_batches_in_each: "all ranks have left a loop over the job's batches by break",
+    warm_up_by_range: "job.epochs was called after a loop over the job's batches",
     two_at_once: "two loops over the job's batches at once",
 }
 
