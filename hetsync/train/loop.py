@@ -182,41 +182,18 @@ class Loop:
 
     def _over_batches(self) -> Generator[Any]:
         running = self._begin()
-        held = self._newest() if self.in_batch and self._has_looked(running) else None
-        if held is not None and inspect.getgeneratorstate(held) is not inspect.GEN_RUNNING:
-            held.close()  # a variable of the script holds it
+        self._end_held_look(running)
         if running.told is None and not self._counts:
-            if self.is_over and running.session.rest_reason == ALL_LEFT:
-                raise UserError(ALL_BROKE_OFF)
+            self._turn(running)
             if self.is_over:
                 return
-            self._turn(running)
         if self.in_batch:
             raise UserError("two loops over the job's batches at once: begin the second when the first is over")
         if self.stage not in MAY_LOOP:
             raise UserError(SECOND_LOOP)
-        if self.has_left:
-            self._come(Cause.BEGAN_OUTSIDE)
+        if self._is_empty(running):
             return
-        if running.finished or self.stage is Stage.LINES_DUE:
-            self._come(Cause.BEGAN_EMPTY)
-            if not running.finished:
-                self._lines_at = running.session.applied
-                running.session.begin_lines()
-            return
-        running.session.engine.order.follow_script()
-        looked_at = self.stage is Stage.LOOKED
-        self._come(Cause.BEGAN)
-        if self._course is None:
-            self._course = running.session.course()
-        self._slices = 0
-        every, applied = self._prepared.interval_samples, running.session.applied
-        running.session.begin_loop(math.inf if every is None else (applied // every + 1) * every)
-        self._prepared.parts.begin_loop(applied)
-        running.looped_from = applied
-        if looked_at:
-            running.session.tasks.go_on()
-        course = itertools.chain([self._item], self._course) if looked_at else self._course
+        course = self._begin_loop(running)
         try:
             yield from self._until_lines(running, course)
         except GeneratorExit:
@@ -231,15 +208,54 @@ class Loop:
                 self._leave()
             raise
 
+    def _is_empty(self, running: Running) -> bool:
+        """Whether the loop that begins has no batches here."""
+        if self.has_left:
+            self._come(Cause.BEGAN_OUTSIDE)
+            return True
+        if not running.finished and self.stage is not Stage.LINES_DUE:
+            return False
+        self._come(Cause.BEGAN_EMPTY)
+        if not running.finished:
+            self._lines_at = running.session.applied
+            running.session.begin_lines()
+        return True
+
+    def _begin_loop(self, running: Running) -> Iterator[Any]:
+        """What comes in it: first the batch that the script has looked at."""
+        running.session.engine.order.follow_script()
+        looked_at = self.stage is Stage.LOOKED
+        self._come(Cause.BEGAN)
+        if self._course is None:
+            self._course = running.session.course()
+        self._slices = 0
+        every, applied = self._prepared.interval_samples, running.session.applied
+        running.session.begin_loop(math.inf if every is None else (applied // every + 1) * every)
+        self._prepared.parts.begin_loop(applied)
+        running.looped_from = applied
+        if not looked_at:
+            return self._course
+        running.session.tasks.go_on()
+        return itertools.chain([self._item], self._course)
+
+    def _end_held_look(self, running: Running) -> None:
+        """A variable of the script holds the loop that has only looked at a batch."""
+        loop = self._newest() if self.in_batch and self._has_looked(running) else None
+        if loop is not None and inspect.getgeneratorstate(loop) is not inspect.GEN_RUNNING:
+            loop.close()
+
     def _turn(self, running: Running) -> None:
         """To the next interval, where each loop over batches is one, and is what ends the one before."""
         if self.in_batch and self._took_all() and (loop := self._newest()) is not None:
             loop.close()  # a variable of the script holds it
-        if self.stage not in (Stage.IN_BATCH, Stage.LOOKED):
-            self.come_to_rest()
-            self._refuse_counting(running)
-            if not self.is_over:
-                self._come(Cause.TURNED)
+        if self.stage in (Stage.IN_BATCH, Stage.LOOKED):
+            return
+        self.come_to_rest()
+        self._refuse_counting(running)
+        if not self.is_over:
+            self._come(Cause.TURNED)
+        elif running.session.rest_reason == ALL_LEFT:
+            raise UserError(ALL_BROKE_OFF)
 
     def _has_looked(self, running: Running) -> bool:
         return self._slices == 1 and running.session.tasks.has_only_looked

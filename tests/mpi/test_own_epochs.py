@@ -281,6 +281,14 @@ def few_batches_in_each(script: Script) -> None:
         script.epoch(itertools.islice(script.loader, 1))
 
 
+def few_batches_and_nothing_between(script: Script) -> None:
+    for _ in range(2):
+        script.used.append([])
+        for batch in script.loader:
+            script.step(*batch)
+            break
+
+
 def warm_up_by_range(script: Script) -> None:
     script.epoch()
     for _ in script.job.epochs(2):
@@ -295,6 +303,7 @@ MISTAKES = {
     accuracy_on_training_data: f"no optimizer has made a step on {SAMPLES} samples of a loop over the job's batches",
     evaluation_after_a_look: "call it before the first look at a batch",
     few_batches_in_each: "all ranks have left a loop over the job's batches by break",
+    few_batches_and_nothing_between: "all ranks have left a loop over the job's batches by break",
     warm_up_by_range: "job.epochs was called after a loop over the job's batches",
     two_at_once: "two loops over the job's batches at once",
 }
