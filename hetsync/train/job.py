@@ -323,7 +323,7 @@ class Job:
             raise UserError(
                 f"{goes_on}, and nobody has told how long to train, so in which epoch a run stands is not known: loop"
                 " within 'for epoch in job.epochs(N)', which goes on from there (called before a first evaluation and a"
-                " first look at a batch), or give job.loader epochs or samples"
+                " first look at a batch), or give job.loader its epochs"
             )
 
     def _seed_of_script(self) -> int:

@@ -128,7 +128,7 @@ def test_a_resumed_run_goes_on_in_the_stream(plane: Plane, bound: int, folder: P
     def train(stop_after: int | None) -> None:
         with hetsync.join(plane=plane, run=folder / "run", resume="auto", delay_bound=bound, progress=False) as job:
             model, optimizer = prepared(job)
-            batches = enumerate(job.loader(Numbers(), BATCH, samples=SAMPLES))
+            batches = enumerate(job.loader(Numbers(), BATCH, samples=SAMPLES, epochs=1))
             for number, (points, numbers) in batches:
                 step(job, model, optimizer, points)
                 used.extend(numbers.tolist())
