@@ -40,7 +40,7 @@ from hetsync.train import checkpoint
 from hetsync.train.alike import data_described, parts_described, require_alike, require_as_told, settings_described
 from hetsync.train.best import Best, Mode, comparable
 from hetsync.train.display import Shows
-from hetsync.train.evaluation import Combine, EvaluationLoader, by_rank, check_callable, named, on_cpu
+from hetsync.train.evaluation import Combine, EvaluationLoader, check_callable, named, on_cpu
 from hetsync.train.loop import Loop, StoppedByRequest
 from hetsync.train.parts import Factor
 from hetsync.train.preparation import Assigns, Loss, Preparation
@@ -529,7 +529,7 @@ class Job:
         running = self._begin()
         self._loop.come_to_rest()
         self._check_unprepared("job.evaluate", names_in(function, *arguments, **options))
-        result = self._evaluated(lambda: function(*arguments, **options), combine)
+        result = running.found_by_all(lambda: function(*arguments, **options), combine)
         running.evaluated(named(result))
         return result
 
@@ -548,19 +548,6 @@ class Job:
         self._looks_at_unprepared -= 1
         mine = digests_of(models, running.evaluations.model) if self._looks_at_unprepared >= 0 else {}
         require_same_unprepared(running.session.meet(who, mine), who)
-
-    def _evaluated(self, function: Callable[[], Any], combine: Combine | None) -> Any:
-        """On all ranks: once more where one has died before its part was known."""
-        running = self._begin()
-        evaluations, meet_at = running.evaluations, partial(running.session.meet, "job.evaluate")
-        while True:
-            members = self.plane.members
-            mine = evaluations.part_of(function, running.session.shares_left)
-            told = meet_at((members, mine))
-            if all(len(theirs) == len(told) for theirs, _ in told):
-                parts = by_rank(members, [part for _, part in told])
-                for result in evaluations.agreed_result(parts, combine, mine, meet_at):
-                    return result
 
     def gather(self, value: Any) -> list[Any]:
         """Collective, before the loop or at rest: every rank's value, in their order. Tensors come on the CPU."""

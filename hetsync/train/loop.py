@@ -119,8 +119,12 @@ class Loop:
         """Numbers of intervals of so many samples, from where the run stands; all ranks rest at the end of each."""
         running, total, self._counts = self._begin(), self._prepared.total, True
         if running.finished:
-            self._come(Cause.BEGAN_EMPTY)
+            if self.stage in MAY_LOOP:
+                self._come(Cause.BEGAN_EMPTY)
             return
+        self._end_held_look(running)
+        if self.in_batch:
+            raise UserError("job.epochs was called within a loop over the job's batches: call it around that loop")
         self.settle()
         if running.told is None and running.session.applied:
             raise UserError(COUNTED_ALREADY)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,7 @@ from hetsync.train.alike import Description, settings_described
 from hetsync.train.carried import CarriedState, keeps_columns
 from hetsync.train.control_factory import control_factory
 from hetsync.train.display import Shows
-from hetsync.train.evaluation import Evaluations, by_rank, named
+from hetsync.train.evaluation import Combine, Evaluations, by_rank, named
 from hetsync.train.figures import Figures
 from hetsync.train.injection import InjectedDevice, Injection, require_struck
 from hetsync.train.last_good import LastGood, copied
@@ -68,6 +68,7 @@ NO_COPY = (
     "no copy of weights and optimizers can be kept in memory, which is short, or they hold what no checkpoint can keep:"
     " where delay loses training, all go back to the newest checkpoint"
 )
+COUNTED_BY_SCRIPT = "the same command, with 'for epoch in job.epochs(N)' in the script, where resume is 'auto'"
 COUNTED = " (a loop that counts its batches leaves some: with delay a rank has as many as it has time for)"
 LOWEST_SCALE = 1e-6  # of gradients: infinities in float16 have ended long before
 
@@ -118,7 +119,7 @@ class Running:
         self.told, self.total = prepared.told, prepared.total
         self.finished = finished
         self.lines_due = False
-        self._shown = shown
+        self._shown = shown if self.told is not None else replace(shown, resume_by=COUNTED_BY_SCRIPT)
         self._welcome: Welcome | None = None  # of a rank that joins while the job runs
         self.joins: list[Join] = []
         if self._newcomer is None:
@@ -558,6 +559,26 @@ class Running:
         else:
             self.session.require_finite()
 
+    def found_by_all(self, function: Callable[[], Any], combine: Combine | None) -> Any:
+        """Collective, at rest: what an evaluation finds; once more where a rank has died before its part was known."""
+        evaluations, meet_at = self.evaluations, partial(self.session.meet, "job.evaluate")
+        while True:
+            members = self.plane.members
+            mine = evaluations.part_of(function, self.session.shares_left)
+            told = meet_at((members, mine))
+            if all(len(theirs) == len(told) for theirs, _ in told):
+                parts = by_rank(members, [part for _, part in told])
+                for result in evaluations.agreed_result(parts, combine, mine, meet_at):
+                    return result
+
+    def _evaluate_at_end(self) -> None:
+        """Collective, where the script has ended training at a rest: what is evaluated beside it is so at its end."""
+        if self.prepared.evaluation is None or not self.session.engine.started:
+            return
+        every, function, combine = self.prepared.evaluation
+        if not every or self.session.applied % every:
+            self.evaluated(named(self.found_by_all(function, combine)))
+
     def evaluated(self, metrics: dict[str, float]) -> None:
         """At rest, with the same metrics on all ranks."""
         self.evaluations.metrics = metrics
@@ -578,6 +599,8 @@ class Running:
         ended = before_all and (has_left or stage is Stage.OVER)
         if before_all and not self._saved_last:
             self._save(Standing(ended, stage is Stage.LINES_DUE), last=True)
+        if before_all and stage is not Stage.OVER:
+            self._evaluate_at_end()
         session.meet(THE_END)
         waiting = []
         if self.config.fault.inject:  # a rank that has joined may have none left

@@ -132,7 +132,8 @@ def looking_between(script: Script) -> None:
 
 
 def by_job_after_a_look(script: Script) -> None:
-    next(iter(script.loader))
+    batches = iter(script.loader)
+    next(batches)
     for _ in script.job.epochs(EPOCHS):
         script.epoch()
         script.evaluate()
@@ -205,6 +206,30 @@ def test_evaluations_and_averages_of_ranks_come_between(plane: Plane, bound: int
             found = job.gather(job.evaluate(accuracy))
             assert len(set(found)) == 1
         assert found[0] > before
+
+
+@BOUNDS
+@pytest.mark.parametrize("every", [None, 100, SAMPLES])
+def test_evaluations_beside_come_at_the_end_too(plane: Plane, bound: int, every: int | None) -> None:
+    """Which nobody knows before the script ends."""
+    found: list[float] = []
+    with joined(plane, bound) as job:
+        script = Script(job)
+        test_loader = job.test_loader(DataLoader(Blobs(), BATCH))
+
+        def score() -> dict[str, tuple[torch.Tensor, int]]:
+            hits = torch.cat([script.model(points).argmax(1) == labels for points, labels, _ in test_loader])
+            return {"accuracy": (hits.sum(), len(hits))}
+
+        job.evaluate_every(every, score)
+        job.on("evaluation", lambda metrics: found.append(metrics["accuracy"]))
+        script.epoch()
+        script.epoch()
+    if plane.rank == 0:
+        with torch.no_grad():
+            right = (script.model(Blobs().points).argmax(1) == Blobs().labels).float().mean().item()
+        assert found[-1] == pytest.approx(right)
+        assert len(found) == {None: 1, 100: 4, SAMPLES: 2}[every]
 
 
 @BOUNDS
@@ -295,6 +320,13 @@ def warm_up_by_range(script: Script) -> None:
         script.epoch()
 
 
+def epochs_in_a_batch(script: Script) -> None:
+    batches = iter(script.loader)
+    script.used.append([])
+    script.step(*next(batches))
+    next(script.job.epochs(2))
+
+
 def two_at_once(script: Script) -> None:
     script.epoch(first for first, _ in zip(script.loader, script.loader, strict=True))
 
@@ -305,6 +337,7 @@ MISTAKES = {
     few_batches_in_each: "all ranks have left a loop over the job's batches by break",
     few_batches_and_nothing_between: "all ranks have left a loop over the job's batches by break",
     warm_up_by_range: "job.epochs was called after a loop over the job's batches",
+    epochs_in_a_batch: "job.epochs was called within a loop over the job's batches",
     two_at_once: "two loops over the job's batches at once",
 }
 
