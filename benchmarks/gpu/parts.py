@@ -57,27 +57,35 @@ def run(part: Part, folder: Path, env: Mapping[str, str], deadline: float, spare
     log, mark = folder / f"{part.name}.log", f"{os.getpid()} {part.name}"
     words = [str(word) for word in part.command]
     with log.open("w") as said:
-        process = subprocess.Popen(
-            words,
-            env={**env, MARK: mark, LIMIT: str(began + limit)},
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
         try:
-            status = process.wait(limit)
-            verdict = Verdict.FAILED if status else Verdict.PASSED
-        except subprocess.TimeoutExpired:
-            verdict = Verdict.LATE
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_SECONDS)
-        finally:
-            end_all(f"{MARK}={mark}")
-            process.wait()
+            process = subprocess.Popen(
+                words,
+                env={**env, MARK: mark, LIMIT: str(began + limit)},
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            said.write(f"{words[0]} cannot be started: {error.strerror}\n")
+            verdict = Verdict.FAILED
+        else:
+            verdict = _ended(process, limit, mark)
     return Outcome(part.name, verdict, time.monotonic() - began, last_line(log))
+
+
+def _ended(process: subprocess.Popen[bytes], limit_seconds: float, mark: str) -> Verdict:
+    try:
+        return Verdict.FAILED if process.wait(limit_seconds) else Verdict.PASSED
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+        return Verdict.LATE
+    finally:
+        end_all(f"{MARK}={mark}")
+        process.wait()
 
 
 def end_all(mark: str) -> None:

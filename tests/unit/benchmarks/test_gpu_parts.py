@@ -38,6 +38,14 @@ def test_what_it_says_and_how_it_ends_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "tried.log").read_text() == "no\n"
 
 
+def test_a_program_that_is_not_there_fails_its_part_alone(tmp_path: Path) -> None:
+    absent = Part("tried", "a trial", LONG, ["mpirun-that-nobody-has", "-np", 2])
+    assert started(absent, tmp_path) == (
+        Verdict.FAILED,
+        "mpirun-that-nobody-has cannot be started: No such file or directory",
+    )
+
+
 LEAVES_A_DAEMON = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
