@@ -53,8 +53,9 @@ def add_recipe_command(verbs: Verbs, name: str, what: str, main: Callable[[Seque
     parser.set_defaults(run=lambda told: main(told.words))
 
 
-def on_all_ranks(config: Config, job: Callable[[Plane], int]) -> int:
-    """Open the plane, run a rank's part, and see to it that no failure leaves other ranks waiting."""
+def on_all_ranks(config: Config, job: Callable[[Plane], int], again: str = "start the command again") -> int:
+    """Open the plane, run a rank's part, and see to it that no failure leaves other ranks waiting. `again`: what there
+    is to do where a rank has gone."""
     atexit.register(gc.freeze)  # what is left is the system's to free, and not Python's to search for cycles
     with opening(), loading():
         from hetsync.plane import open_plane
@@ -65,7 +66,7 @@ def on_all_ranks(config: Config, job: Callable[[Plane], int]) -> int:
         plane.close()
         return status
     except BaseException as failure:
-        end_job(plane, failure)
+        end_job(plane, failure, again)
 
 
 @contextlib.contextmanager

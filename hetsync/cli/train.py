@@ -15,6 +15,7 @@ from hetsync.config.schema import Config
 from hetsync.config.yaml_files import read_yaml
 from hetsync.errors import UserError, complain, early_mistakes
 from hetsync.files import PLAN, RECIPE
+from hetsync.plane.ending import RESUMED
 from hetsync.start import loading
 from hetsync.stop_signal import StopSignal
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     stop = StopSignal()
     with early_mistakes():
         config, resume, shows = parse(sys.argv[1:] if argv is None else argv)
-    status = on_all_ranks(config, lambda plane: train(plane, config, resume, stop, shows))
+    status = on_all_ranks(config, lambda plane: train(plane, config, resume, stop, shows), RESUMED)
     stop.over()
     sys.exit(status)
 

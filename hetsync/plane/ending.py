@@ -30,10 +30,11 @@ if TYPE_CHECKING:  # it loads torch, which takes seconds
     from hetsync.plane.base import Plane
 
 SECONDS_TO_SPEAK = 1.0  # at the end
+RESUMED = "training goes on with --resume (in a script: resume='auto')"
 
 
-def end_job(plane: Plane, failure: BaseException) -> NoReturn:
-    """Say what happened and end all ranks."""
+def end_job(plane: Plane, failure: BaseException, again: str = RESUMED) -> NoReturn:
+    """Say what happened and end all ranks. `again`: what there is to do where another has gone."""
     if isinstance(failure, SystemExit):
         _exit_together(plane, failure)
     status, sentence = _verdict(failure)
@@ -43,7 +44,7 @@ def end_job(plane: Plane, failure: BaseException) -> NoReturn:
     where = "" if status == USER_ERROR and plane.rank == 0 else f"rank {plane.rank}: "
     # Here, as it reads the files of all its lines, wherever they lie.
     story = "" if sentence is not None else "".join(traceback.format_exception(failure))
-    advice = list(_advice(plane, failure)) if status == INTERNAL_ERROR else []
+    advice = list(_advice(plane, failure, again)) if status == INTERNAL_ERROR else []
 
     def say() -> None:
         sys.stderr.write(story)
@@ -91,15 +92,15 @@ def _verdict(failure: BaseException) -> tuple[int, str | None]:
     return INTERNAL_ERROR, None
 
 
-def _advice(plane: Plane, failure: BaseException) -> Iterator[str]:
+def _advice(plane: Plane, failure: BaseException, again: str) -> Iterator[str]:
     """What there is to do where another rank may have died, which said nothing."""
     from hetsync.plane.base import CutOffError, LostError
 
     if (killed := killed_for_memory()) is not None:
         yield killed
     if isinstance(failure, LostError) and not isinstance(failure, CutOffError):  # whose others may go on
-        yield "training goes on with --resume (in a script: resume='auto')"
-        if not plane.tolerant:
+        yield again
+        if not plane.tolerant and again == RESUMED:
             yield f"to outlive a death, {HOW_TO_TOLERATE}, and leave fault.tolerate at auto"
 
 
