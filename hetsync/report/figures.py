@@ -100,7 +100,7 @@ def lines_figure(
         sizing_mode="stretch_width",
         x_range=x_range or DataRange1d(),
         y_range=DataRange1d(start=0) if from_zero else DataRange1d(),
-        tools=_tools(),
+        tools=tools(),
         name=name,
     )
     plot.y_range.range_padding = 0.12
@@ -117,7 +117,7 @@ def lines_figure(
     plot.xaxis.axis_label = x_label
     if of_time:
         _tell_time(plot)
-    _tidy(plot, "bottom_right" if from_zero else "top_right")
+    tidy(plot, "bottom_right" if from_zero else "top_right")
     return plot
 
 
@@ -140,14 +140,14 @@ def _draw(plot: Figure, line: Line, colour: str, lines: int, of_time: bool) -> N
 
 def bars_figure(title: str, values: Mapping[str, float], x_label: str, name: str) -> Figure:
     plot = figure(
-        title=title, x_range=list(values), height=HEIGHT, sizing_mode="stretch_width", tools=_tools(), name=name
+        title=title, x_range=list(values), height=HEIGHT, sizing_mode="stretch_width", tools=tools(), name=name
     )
     source = ColumnDataSource({"x": list(values), "top": list(values.values())}, name=name)
     drawn = plot.vbar("x", top="top", width=0.8, source=source, color=LINES[0])
     plot.add_tools(HoverTool(renderers=[drawn], tooltips=[("", "@x"), ("", "@top{0,0}")]))
     plot.y_range.start = 0
     plot.xaxis.axis_label = x_label
-    _tidy(plot)
+    tidy(plot)
     return plot
 
 
@@ -160,7 +160,7 @@ def timeline_figure(rows: Rows, rounds: Rows, x_range: Range1d, synchronous: boo
         sizing_mode="stretch_width",
         x_range=x_range,
         y_range=Range1d(len(ranks), 0),
-        tools=_tools(),
+        tools=tools(),
         name="timeline",
     )
     layers = [_layer(plot, rows, PARTS, strip=False), _layer(plot, rounds, ("round",), strip=True)]
@@ -175,7 +175,7 @@ def timeline_figure(rows: Rows, rounds: Rows, x_range: Range1d, synchronous: boo
     plot.yaxis.major_label_overrides = labelled
     _tell_time(plot)
     plot.ygrid.visible = False
-    _tidy(plot)
+    tidy(plot)
     return plot
 
 
@@ -210,19 +210,19 @@ def _tell_time(plot: Figure) -> None:
     plot.xaxis.formatter = CustomJSTickFormatter(code=CLOCK_CODE)
 
 
-def _tools() -> list[Any]:
+def tools(dimensions: str = "width") -> list[Any]:
     """The wheel scrolls the page, and zooms with the Ctrl key."""
     return [
-        BoxZoomTool(dimensions="width"),
-        PanTool(dimensions="width"),
-        ZoomInTool(dimensions="width"),
-        ZoomOutTool(dimensions="width"),
-        WheelZoomTool(dimensions="width", modifiers="ctrl"),
+        BoxZoomTool(dimensions=dimensions),
+        PanTool(dimensions=dimensions),
+        ZoomInTool(dimensions=dimensions),
+        ZoomOutTool(dimensions=dimensions),
+        WheelZoomTool(dimensions=dimensions, modifiers="ctrl"),
         ResetTool(),
     ]
 
 
-def _tidy(plot: Figure, legend_at: str | None = None) -> None:
+def tidy(plot: Figure, legend_at: str | None = None) -> None:
     plot.toolbar.logo = None
     plot.toolbar.autohide = True
     plot.min_border_right = 14

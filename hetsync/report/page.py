@@ -28,23 +28,16 @@ from hetsync.report.figures import (
 )
 from hetsync.report.limits import limits_of
 from hetsync.report.lines import Record, outlived
+from hetsync.report.predicted import predicted_figures
+from hetsync.report.predictions import Predictions, read_predictions
 from hetsync.report.run import Run, Setting, read_run
 from hetsync.report.series import Course, course_of
+from hetsync.report.table import Table
 from hetsync.report.timeline import round_rows_of, rows_of
 from hetsync.version import __version__
 
 MOST_LISTED = 500  # rows of a table
 SAMPLES, CLOCK_LABEL = "samples", "time of the run"
-
-
-@dataclass(frozen=True)
-class Table:
-    name: str
-    title: str
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numbers: Sequence[str] = ()  # heads of columns that are aligned to the right
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,10 +55,12 @@ class Section:
     about: str
     tiles: list[Tile]
     limits: list[str]
+    predictions: Predictions
     timeline: str | None = None
     timeline_note: str = ""
     plots: list[str] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
+    predicted: list[str] = field(default_factory=list)  # plots of it
     recipe: str = ""
 
 
@@ -119,16 +114,21 @@ def _rendered(
 
 def _section(seen: Seen, plots: dict[str, Figure], prefix: str) -> Section:
     run, course = seen.run, seen.course
-    section = Section(seen.name, _about(run), _tiles(run, course), limits_of(facts_of(run, course)))
+    limits, predictions = limits_of(facts_of(run, course)), read_predictions(run.folder)
+    section = Section(seen.name, _about(run), _tiles(run, course), limits, predictions)
     shared = time_range(run.seconds)  # zoomed together
     rows, rounds = rows_of(run), round_rows_of(run)
     if rows.first[-1]:
         section.timeline = f"{prefix}-timeline"
         plots[section.timeline] = timeline_figure(rows, rounds, shared, run.delay_bound == 0, sorted(run.ranks))
         section.timeline_note = _timeline_note(rows.joined, rounds.joined)
-    for name, plot in _figures(seen, shared).items():
-        plots[f"{prefix}-{name}"] = plot
-        section.plots.append(f"{prefix}-{name}")
+    for figures, places in (
+        (_figures(seen, shared), section.plots),
+        (predicted_figures(predictions), section.predicted),
+    ):
+        named = {f"{prefix}-{name}": plot for name, plot in figures.items()}
+        plots |= named
+        places += named
     section.tables = [table for table in (_ranks(run), _decisions(run), _events(run)) if table.rows]
     section.recipe = yaml.safe_dump(run.recipe, sort_keys=False) if run.recipe else ""
     return section

@@ -18,7 +18,7 @@
     const colours = ['--ink', '--soft', '--card', '--line'].map(name => style.getPropertyValue(name).trim())
     for (const page of Bokeh.documents) {
       for (const model of page.all_models) {
-        if (['LinearAxis', 'CategoricalAxis', 'Grid', 'Legend', 'Title'].includes(model.type)) {
+        if (['LinearAxis', 'CategoricalAxis', 'Grid', 'Legend', 'Title', 'ColorBar'].includes(model.type)) {
           paint(model, colours)
         }
       }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ OF_RUN = {
     "accumulation": int,
     "overrun_fraction": float,
 }
+OF_TEST = {"part": str, "samples": int, "weights": str, "samples_applied": int}
 OF_STALENESS = {"mean": float, "max": int}
 OF_RANK = {"rank": int}
 PERHAPS_OF_RANK = {
@@ -47,9 +48,17 @@ PERHAPS_OF_RANK = {
 
 def read_summary(folder: Path) -> dict[str, Any]:
     """{} where there is none. UserError where it cannot be read, or something that is shown is not what it must be."""
-    path = folder / SUMMARY
+    return _read(folder / SUMMARY, _checked)
+
+
+def read_test(folder: Path) -> dict[str, Any]:
+    """What the run came to on other samples than it was trained on; as `read_summary`."""
+    return _read(folder / "test.json", _checked_test)
+
+
+def _read(path: Path, checked: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
     try:
-        return _checked(json.loads(path.read_text(encoding="utf-8")))
+        return checked(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -77,6 +86,12 @@ def _checked(found: Any) -> dict[str, Any]:
         _of_rank(f"per_rank[{n}].", row) for n, row in enumerate(_list("per_rank", found.get("per_rank", [])))
     ]
     return found
+
+
+def _checked_test(found: Any) -> dict[str, Any]:
+    told = _of_kinds("", _mapping("it", found), OF_TEST, all_of_them=True)
+    metrics = _mapping("metrics", found.get("metrics"))
+    return {**told, "metrics": {who: _numbers(f"metrics.{who}", values) for who, values in metrics.items()}}
 
 
 def _of_rank(where: str, row: Any) -> dict[str, Any]:
