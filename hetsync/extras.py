@@ -18,7 +18,9 @@ EXTRAS = {
     "wandb": {"wandb": "wandb"},
     "control": {"gymnasium": "gymnasium", "stable_baselines3": "stable-baselines3"},
     "lightning": {"lightning": "lightning"},
+    "sensors": {"h5py": "h5py"},
     "report": {"bokeh": "bokeh"},
+    "predict": {"pyarrow": "pyarrow"},
 }
 
 

@@ -13,8 +13,11 @@ from hetsync.data import Data
 from hetsync.errors import UserError
 
 BUILT_IN = {
+    "conv_lstm": "hetsync.models.conv_lstm:ConvLSTM",
+    "dcrnn": "hetsync.models.dcrnn:DCRNN",
     "deeptte": "hetsync.models.deeptte:DeepTTE",
     "digits_cnn": "hetsync.models.digits_cnn:DigitsCNN",
+    "graph_wavenet": "hetsync.models.graph_wavenet:GraphWaveNet",
     "inception_v3": "hetsync.models.inception:InceptionV3",
     "nasnet_a_cifar": "hetsync.models.nasnet:nasnet_a_cifar",
     "nasnet_a_large": "hetsync.models.nasnet:nasnet_a_large",
@@ -30,12 +33,13 @@ BUILT_IN = {
 }
 
 COUNTED = frozenset({"classes", "vocabulary", "source_vocabulary", "target_vocabulary"})  # of data, by options' names
+FIXED = frozenset({"sensors", "horizon"})  # which are as the data have them
 
 
 def build_for(data: Data, name: str, options: Mapping[str, Any]) -> torch.nn.Module:
     """A model with a recipe's options, and with what else the data tells of itself (classes, vocabulary).
 
-    UserError where the options have too few of these for the data: by the first sample beyond them it would fail.
+    UserError where the options do not fit the data: by a sample that has more it would fail.
     """
     make = _find(name)
     for key in COUNTED.intersection(data.model_options, options):
@@ -44,8 +48,19 @@ def build_for(data: Data, name: str, options: Mapping[str, Any]) -> torch.nn.Mod
             raise UserError(
                 f"model.options.{key} is {given}, but the data has {there}: leave it out, or give {there} or more"
             )
+    for key in FIXED.intersection(data.model_options, options):
+        if options[key] != data.model_options[key]:
+            raise UserError(
+                f"model.options.{key} is {options[key]}, but the data has {data.model_options[key]}: leave it out"
+            )
     known = inspect.signature(make).parameters
     return _build(name, make, options, {key: value for key, value in data.model_options.items() if key in known})
+
+
+def counting(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Its parts that go by the job's steps, as scheduled sampling does. Each has an attribute `step_count`, which is
+    set before each slice: a rank's own count would be another on each."""
+    return [module for module in model.modules() if isinstance(getattr(module, "step_count", None), int)]
 
 
 def build(name: str, **options: Any) -> torch.nn.Module:

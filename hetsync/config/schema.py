@@ -67,7 +67,8 @@ class RunConfig:
         seed: Seed of weights, sample order, dropout and emulated jitter.
         samples: Samples to train on, over all ranks; null trains for `epochs`.
         epochs: Passes over the training data, where `samples` is null.
-        evaluate_every: Samples between evaluations on the test data; null evaluates at the end only.
+        evaluate_every: Samples between evaluations, on the validation part of the data or, where they have none, on
+            their test part; null evaluates at the end only.
         checkpoint_every: Samples between checkpoints, each at the first end of a batch at or after its mark; null
             saves by `checkpoint_seconds` and at the end only.
         checkpoint_seconds: Longest training without a checkpoint, in seconds; null saves by `checkpoint_every` only.

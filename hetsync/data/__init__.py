@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import Dataset
@@ -12,7 +12,10 @@ from torch.utils.data import Dataset
 from hetsync.config.imports import call_with_options, import_object
 from hetsync.data.catalogue import CATALOGUE
 from hetsync.data.metrics import classification, cross_entropy, means
+from hetsync.data.rows import labelled
 from hetsync.errors import UserError
+
+Part = Literal["test", "validation", "train"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Data:
 
     Args:
         train: Samples to train on; any map-style data set.
-        test: Samples to evaluate on.
+        test: Samples to evaluate on; where there is a validation part, those that nobody looks at while training.
         loss: (model, batch) to the mean over the batch's samples of a loss that depends on no other sample.
         metrics: (model, batch) to sums over the batch's samples.
         report: Sums over the whole test set, with its number of `samples`, to the metrics; means by default.
@@ -29,6 +32,11 @@ class Data:
         test_collate: Test samples to a batch; None takes `collate`, which then must not draw at random (transform
             training samples in `train` or give both). A job whose test batches differ from one time to the next is
             refused at its start.
+        validation: Samples to evaluate on while training; None takes `test`.
+        rows: (model, batch) to what `hetsync predict` writes: columns of equal length by name, as many rows of each
+            sample as of another, one sample after the other. None takes those of classes, where metrics are.
+        baselines: Other predictors by name, which `hetsync test` compares the model with: they take its batches, and
+            return what it returns.
         costs: Work that each training sample takes (points, tokens), where they differ.
         model_options: Arguments for any model that takes them, unless the recipe gives them (classes, vocabulary).
     """
@@ -40,8 +48,21 @@ class Data:
     report: Callable[[dict[str, float]], dict[str, float]] = means
     collate: Callable[[list[Any]], Any] | None = None
     test_collate: Callable[[list[Any]], Any] | None = None
+    validation: Dataset[Any] | None = None
+    rows: Callable[[torch.nn.Module, Any], Mapping[str, Any]] | None = None
+    baselines: Mapping[str, torch.nn.Module] = field(default_factory=dict)
     costs: Sequence[float] | None = None
     model_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def evaluated(self) -> Dataset[Any]:
+        """Samples that evaluations look at while training."""
+        return self.test if self.validation is None else self.validation
+
+    @property
+    def predicted(self) -> Callable[[torch.nn.Module, Any], Mapping[str, Any]] | None:
+        """`rows`, or those of classes where metrics are; None where nothing is known."""
+        return labelled if self.rows is None and self.metrics is classification else self.rows
 
 
 def build(name: str, options: Mapping[str, Any]) -> Data:
@@ -59,6 +80,16 @@ def build(name: str, options: Mapping[str, Any]) -> Data:
     if not len(data.train):  # type: ignore[arg-type]
         raise UserError(f"data.name is {name}, whose training set is empty")
     return data
+
+
+def on_part(source: Data, part: Part) -> Data:
+    """The same with that part as its test data. UserError where it has none."""
+    parts = {"test": source.test, "validation": source.validation, "train": source.train}
+    there = [name for name, samples in parts.items() if samples is not None and len(samples)]  # type: ignore[arg-type]
+    if part not in there:
+        raise UserError(f"--part is {part}, which the data have not: give {' or '.join(there)}")
+    collate = source.collate or source.test_collate if part == "train" else source.test_collate
+    return replace(source, test=parts[part], validation=None, test_collate=collate)  # type: ignore[arg-type]
 
 
 def check_batch_size(data: Data, batch_size: int) -> None:

@@ -73,6 +73,26 @@ CATALOGUE = {
     "synthetic_city": Entry(
         SETS + "synthetic_city:synthetic_city", terms="it is made on the spot by a documented generator"
     ),
+    "sensors": Entry(
+        SETS + "sensors:sensors",
+        SETS + "sensors:check",
+        terms="get METR-LA and PEMS-BAY from DCRNN's authors (github.com/liyaguang/DCRNN), PEMS04 and PEMS08 from those"
+        " of ASTGCN, or use readings of your own",
+        layout="the readings as one *.h5, *.npz or *.csv, and the graph as a *.csv of from, to and distance",
+    ),
+    "synthetic_sensors": Entry(
+        SETS + "synthetic_sensors:synthetic_sensors", terms="it is made on the spot by a documented generator"
+    ),
+    "frames": Entry(
+        SETS + "frames:frames",
+        SETS + "frames:check",
+        terms="get Moving MNIST's mnist_test_seq.npy from its authors (www.cs.toronto.edu/~nitish/unsupervised_video),"
+        " who state no licence, or use frames of your own",
+        layout="one *.npy or *.npz of (clips, frames, height, width) or (frames, height, width)",
+    ),
+    "synthetic_frames": Entry(
+        SETS + "synthetic_frames:synthetic_frames", terms="it is made on the spot by a documented generator"
+    ),
     "ptb": Entry(
         SETS + "ptb:ptb",
         SETS + "ptb:check",

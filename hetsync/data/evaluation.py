@@ -57,7 +57,7 @@ def check_evaluation(model: torch.nn.Module, data: Data) -> dict[str, float]:
 
     UserError: metrics that are no numbers, or test samples that are drawn at random.
     """
-    count = min(FIRST_LOOK, len(data.test))  # type: ignore[arg-type]
+    count = min(FIRST_LOOK, len(data.evaluated))  # type: ignore[arg-type]
     if not count:
         return {}
     with untouched(model):
@@ -72,7 +72,7 @@ def check_evaluation(model: torch.nn.Module, data: Data) -> dict[str, float]:
 
 
 def _fetch_test(data: Data, indices: list[int]) -> Any:
-    return fetch(data.test, indices, data.test_collate or data.collate)
+    return fetch(data.evaluated, indices, data.test_collate or data.collate)
 
 
 def numbers(where: str, values: Any) -> dict[str, float]:

@@ -25,9 +25,9 @@ TOGETHER = 32  # test samples: as many as are looked at first, since metrics may
 
 def forward_outside_of_training(model: torch.nn.Module, data: Data, device: torch.device) -> Cut | None:
     """The model's forward outside of training, if metrics do nothing with the model but call it."""
-    if not len(data.test):  # type: ignore[arg-type]
+    if not len(data.evaluated):  # type: ignore[arg-type]
         return None
-    samples = min(TOGETHER, len(data.test))  # type: ignore[arg-type]
+    samples = min(TOGETHER, len(data.evaluated))  # type: ignore[arg-type]
     batch = next(test_batches(data, 0, samples, device, samples))
     with evaluating(model):
         try:

@@ -17,6 +17,7 @@ from hetsync.data.ledger import length
 from hetsync.data.loader import EpochOrder
 from hetsync.data.workers import fetch
 from hetsync.errors import UserError
+from hetsync.models import counting
 from hetsync.plane.base import Residual, WireFormat
 from hetsync.plane.wire import decode, deliver, encode_sum, round_trip
 from hetsync.simulate.learner import Learner
@@ -137,6 +138,8 @@ class ReplicaLearner(Learner):
         if not delayed:
             replica.gradients.open_slice(length(spans), last=index == len(task.slices) - 1)
         batch = fetch(self._data.train, self._order.indices(spans), self._data.collate)
+        for part in counting(replica.model):
+            part.step_count = task.position // self._config.data.batch_size
         loss = self._data.loss(replica.model, batch)
         replica.unruled.check()
         loss.backward()
@@ -279,7 +282,7 @@ class ReplicaLearner(Learner):
 
     def evaluate(self) -> dict[str, float]:
         """Over the whole test set, with the weights that all ranks hold."""
-        count, first = len(self._data.test), self._replicas[0]  # type: ignore[arg-type]
+        count, first = len(self._data.evaluated), self._replicas[0]  # type: ignore[arg-type]
         with nullcontext() if first.deltas is None else first.deltas.showing(first.deltas.anchor):
             sums = evaluate_range(first.model, self._data, 0, count)
         return self._data.report({**sums, "samples": count})

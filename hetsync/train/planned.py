@@ -101,6 +101,11 @@ class PlannedJob:
         self.config.schedule.check(self.total)
         self.model = models.build_for(self.data, self.config.model.name, self.config.model.options).to(at.device)
         check_model(plan, self.config, self.model, self.plane.size)
+        if models.counting(self.model):
+            raise UserError(
+                f"model.name is {self.config.model.name}, which goes by the job's steps, and a plan that cuts the model"
+                " keeps those of its first one: use a data-parallel plan"
+            )
         if (refused := weight_refused(self.model)) is not None:
             raise UserError(refused)
         self.optimizer = build_optimizer(self.config.optimizer, self.model)
@@ -391,7 +396,7 @@ class PlannedJob:
 
     def _evaluated(self) -> dict[str, float]:
         """Metrics of the whole test data, of which each replica looks at a part."""
-        count = len(self.data.test)  # type: ignore[arg-type]
+        count = len(self.data.evaluated)  # type: ignore[arg-type]
         part = RankParts(self._index, len(self.books.shares)).of(count)
         parts = self.plane.gather_objects(self.replica.evaluate(self.data, part.start, part.stop))
         metrics = metrics_of(self.data, parts, count) if count else {}

@@ -58,6 +58,7 @@ class Trainer:
         if config.run.compile:
             check_compiler(job.device)
         self.model = models.build_for(self.data, config.model.name, config.model.options).to(job.device)
+        self._counting = models.counting(self.model)
         with loading():  # torch's compiler: the first optimizer asks for it
             self.optimizer = build_optimizer(config.optimizer, self.model)
         if plan is not None:
@@ -103,7 +104,7 @@ class Trainer:
             costs=source.costs,
         )
         collate = source.test_collate or source.collate
-        self.test_batches = job.test_loader(DataLoader(source.test, EVALUATION_BATCH, collate_fn=collate))
+        self.test_batches = job.test_loader(DataLoader(source.evaluated, EVALUATION_BATCH, collate_fn=collate))
 
     def _loss(self, model: Any, batch: Any) -> Any:
         with self.job.autocast():
@@ -120,16 +121,20 @@ class Trainer:
         return sums
 
     def _metrics(self, parts: list[dict[str, float]]) -> dict[str, float]:
-        return metrics_of(self.data, parts, len(self.data.test))  # type: ignore[arg-type]
+        return metrics_of(self.data, parts, len(self.data.evaluated))  # type: ignore[arg-type]
 
     def train(self) -> None:
         """With an evaluation at the end of each interval, where all ranks rest for them."""
-        if not self._rests:
+        if self._rests:
+            for _ in self.intervals:
+                self._train()
+                self._judge(self.job.evaluate(self._score, combine=self._metrics))
+        else:
             self._train()
-            return
-        for _ in self.intervals:
-            self._train()
-            self._judge(self.job.evaluate(self._score, combine=self._metrics))
+        if self.data.validation is not None:
+            self.job.print(
+                f"evaluations were of the validation part: hetsync test {self.job.folder} tells of the test part"
+            )
 
     def _train(self) -> None:
         for batch in self.batches:
@@ -138,6 +143,8 @@ class Trainer:
     def step(self, batch: Any) -> None:
         """All that depends on the data is in these lines; what happens beside them is the job's."""
         job, clip = self.job, self.config.optimizer.max_grad_norm
+        for part in self._counting:
+            part.step_count = job.step_count
         job.backward(self._loss(self.model, batch))
         if clip is not None:
             job.clip_grad_norm_(self.model.parameters(), clip)

@@ -292,10 +292,21 @@ def with_penalty(**options: Any) -> Data:
     return replace(digits, loss=lambda model, batch: digits.loss(model, batch) + model.features[0].weight.norm())
 
 
+class ByStep(Tied):
+    """Goes by the job's steps."""
+
+    step_count = 0
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("changes", "kind", "sentence"),
     [
+        (
+            {"model": ModelConfig(f"{HERE}:ByStep")},
+            "pipeline",
+            "ByStep, which goes by the job's steps, and a plan that cuts the model keeps those of its first one: use a",
+        ),
         (
             {"model": ModelConfig(f"{HERE}:Tied")},
             "tied",
@@ -323,7 +334,7 @@ def with_penalty(**options: Any) -> Data:
             r"pipeline.yaml: rank 1 needs [\d,]+ bytes for its stage, and 965 of its tiny may be used: give it fewer",
         ),
     ],
-    ids=["tied", "complex", "sparse", "twice", "penalty", "memory"],
+    ids=["steps", "tied", "complex", "sparse", "twice", "penalty", "memory"],
 )
 def test_what_cannot_be_cut_or_held_is_refused_on_every_rank(
     plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], kind: str, sentence: str

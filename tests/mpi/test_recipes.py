@@ -202,3 +202,30 @@ def test_an_interval_is_a_number_of_samples(plane: Plane, samples: Any) -> None:
     with pytest.raises(UserError, match=f"job.intervals got {samples} samples: give a whole number, 1 or more"):
         job.intervals(samples)
     job.close()
+
+
+class Counting(DigitsCNN):
+    """Goes by the job's steps, and keeps those that it was told."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__(classes=classes)
+        self.step_count = 0
+        self.told: list[int] = []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.told.append(self.step_count)
+        return super().forward(images)
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_a_model_that_goes_by_steps_is_told_those_of_the_job(plane: Plane, folder: Path, bound: int) -> None:
+    counting = ModelConfig(f"{__name__}:Counting")
+    trainer = train(plane, replace(recipe(folder, bound), model=counting, sync=SyncConfig(bound, shares="equal")))
+    told = trainer.model.told[trainer.model.told.index(1) - 1 :]  # not those of profiling
+    steps = SAMPLES // BATCH
+    if bound == 0 or plane.size == 1:
+        assert told == list(range(steps))
+    else:
+        assert told == sorted(told)
+        assert steps // 2 < told[-1] <= steps

@@ -50,7 +50,7 @@ def ptb(path: str = "data/ptb", window: int = 35, context: int = 35, evaluate_on
         refuse("ptb", folder)(f"ptb.train.txt in {folder}", f"has no {UNKNOWN}, which stands for rare words")
     (end,) = vocabulary.encode([END])
     train, test = (windows(torch.tensor(vocabulary.encode(t)), window, context, end) for t in texts.values())
-    return Data(train, test, loss, metrics, report, model_options={"vocabulary": len(vocabulary)})
+    return Data(train, test, loss, metrics, report, rows=rows, model_options={"vocabulary": len(vocabulary)})
 
 
 def windows(text_N: torch.Tensor, window: int, context: int, end: int) -> TensorDataset:
@@ -81,6 +81,18 @@ def report(sums: dict[str, float]) -> dict[str, float]:
         "perplexity": perplexity(sums["nll"], sums["tokens"]),
         "loss": sums["nll"] / max(1.0, sums["tokens"]),
     }
+
+
+def rows(model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    """A row a token: its place in its window, and its cross-entropy, nan where the window is filled up."""
+    losses = []
+    for tokens_BT, targets_BW in zip(*(tensor.split(EVALUATED_TOGETHER) for tensor in batch), strict=True):
+        scores_BWV = model(tokens_BT, targets_BW.shape[1])
+        loss_BW = functional.cross_entropy(scores_BWV.mT, targets_BW, reduction="none", ignore_index=NO_TARGET)
+        losses.append(loss_BW.masked_fill(targets_BW == NO_TARGET, torch.nan))
+    loss_BW = torch.cat(losses)
+    places_W = torch.arange(loss_BW.shape[1])
+    return {"position": places_W.repeat(len(loss_BW)), "token": batch[1].flatten(), "loss": loss_BW.flatten()}
 
 
 def _nll(model: torch.nn.Module, tokens_BT: torch.Tensor, targets_BW: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from hetsync.data import Data
 from hetsync.data.sets.trip_table import BLOCK, POINT, TripTable, validate
 from hetsync.errors import UserError
 
-__all__ = ["TripTable", "constant_speed", "split_by_date", "trip_data", "validate"]
+__all__ = ["ConstantSpeed", "TripTable", "split_by_date", "trip_data", "validate"]
 
 DRIVERS = 24_000  # rows of DeepTTE's driver table; ids beyond share them
 
@@ -42,6 +42,8 @@ def trip_data(train: TripTable, test: TripTable, local_weight: float = 0.3) -> D
         loss=travel_time_loss,
         metrics=travel_time_sums,
         report=travel_time_report,
+        rows=trip_rows,
+        baselines={"constant speed": ConstantSpeed(train)},
         collate=collate,
         costs=train.trips["length"].tolist(),
         model_options={
@@ -94,15 +96,27 @@ def travel_time_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 def travel_time_sums(model: torch.nn.Module, batch: Batch) -> dict[str, float]:
     """Absolute percentage, absolute and squared errors of the whole trips, summed."""
-    return _sums(model(batch), batch)
-
-
-def _sums(seconds_N: torch.Tensor, batch: Batch) -> dict[str, float]:
+    seconds_N = model(batch)
     errors = (seconds_N - batch["time"]).double()
     return {
         "mape": absolute_percentage_errors(seconds_N, batch).double().sum().item(),
         "mae": errors.abs().sum().item(),
         "rmse": errors.square().sum().item(),
+    }
+
+
+def trip_rows(model: torch.nn.Module, batch: Batch) -> dict[str, Any]:
+    """A row a trip: its seconds, and from where and when it goes how far."""
+    first = {name: batch[key][:, 0] for name, key in (("longitude", "lngs"), ("latitude", "lats"))}
+    return {
+        "driver": batch["driver"],
+        "weekday": batch["week"],
+        "minute": batch["minute"],
+        "hour": batch["minute"] // 60,
+        "kilometres": batch["dist"],
+        **first,
+        "actual": batch["time"],
+        "predicted": model(batch),
     }
 
 
@@ -155,9 +169,13 @@ def _mean_and_deviation(count: float, total: float, squares: float) -> tuple[flo
     return float(mean), float(variance**0.5) if variance > 1e-12 else 1.0
 
 
-def constant_speed(train: TripTable, test: TripTable) -> dict[str, float]:
-    """Reported metrics of the simplest predictor: the mean speed of the training trips, for every test trip."""
-    speed = train.trips["dist"].sum(dtype=np.float64) / train.trips["time"].sum(dtype=np.float64)
-    seconds = torch.from_numpy(test.trips["dist"] / speed)
-    sums = _sums(seconds, {"time": torch.from_numpy(test.trips["time"].copy())})
-    return travel_time_report({**sums, "samples": len(test)})
+class ConstantSpeed(torch.nn.Module):
+    """The simplest predictor: the mean speed of the training trips, for every trip."""
+
+    def __init__(self, train: TripTable) -> None:
+        super().__init__()
+        seconds, km = (float(train.trips[name].sum(dtype=np.float64)) for name in ("time", "dist"))
+        self.seconds_a_km = seconds / max(km, 1e-9)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return batch["dist"] * self.seconds_a_km

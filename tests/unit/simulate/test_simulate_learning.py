@@ -117,6 +117,28 @@ def test_synchronous_replicas_equal_one_process(optimizer: OptimizerConfig) -> N
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
+class Counting(torch.nn.Linear):
+    """Goes by the job's steps, and keeps those that it was told."""
+
+    told: ClassVar[list[int]] = []
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.step_count = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.told.append(self.step_count)
+        return super().forward(inputs)
+
+
+def test_a_model_that_goes_by_steps_is_told_those_of_the_job() -> None:
+    data, model = regression()
+    counting = torch.nn.Sequential(Counting(6, 6), model)
+    Counting.told.clear()
+    trained(recipe(OptimizerConfig("sgd", 0.01), delay_bound=0), data, counting)
+    assert sorted(set(Counting.told)) == list(range(TOTAL // BATCH))
+
+
 @pytest.mark.parametrize(
     "sync",
     [

@@ -1,0 +1,313 @@
+"""Sensor networks: series of readings at regular times, windows of them, masked errors by horizon, naive predictors.
+
+A batch is a dictionary: `values` (N, T, S), the last T readings of S sensors in their own units, nan where missing;
+`day_time` (N, T), the part of the day in [0, 1) of each, and `weekday` (N, T) from Monday = 0; `future_day_time` and
+`future_weekday` (N, H) of the H readings to be predicted, which are `targets` (N, H, S), nan where missing. A model
+returns predictions (N, H, S).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset, Subset
+
+from hetsync.data import Data
+from hetsync.data.sets.parts import require_counts, split
+from hetsync.errors import UserError
+
+Batch = dict[str, torch.Tensor]
+
+DAY_MINUTES = 1440
+TOLD_MINUTES = (15, 30, 60)  # horizons whose errors are told apart, as the field does
+VALUES, NETWORK = "values.npy", "network.json"
+BLOCK = 4096  # rows that are looked at together
+
+
+@dataclass(frozen=True)
+class Network:
+    """Readings of S sensors, and how these are connected. A folder has the readings, which stay on disk until they are
+    used; other processes open it there instead of being sent it.
+
+    Attributes:
+        folder: As `write` has made it.
+        start: Time of the first reading.
+        minutes: From one reading to the next.
+        names: Of the sensors.
+        adjacency_SS: Weight in [0, 1] of the road from one sensor to another; None where no graph is known.
+        places_S2: Longitude and latitude of each; None where unknown.
+    """
+
+    folder: Path
+    start: np.datetime64
+    minutes: int
+    names: Sequence[str]
+    adjacency_SS: np.ndarray | None
+    places_S2: np.ndarray | None
+
+    @staticmethod
+    def write(
+        folder: Path,
+        values_XS: np.ndarray,
+        start: np.datetime64,
+        minutes: int,
+        names: Sequence[str],
+        adjacency_SS: np.ndarray | None,
+        places_S2: np.ndarray | None,
+    ) -> None:
+        """Into an empty folder, from where `open` has it. Readings that are missing are nan."""
+        np.save(folder / VALUES, values_XS.astype(np.float32))
+        told = {
+            "start": str(start.astype("datetime64[s]")),
+            "minutes": minutes,
+            "names": list(names),
+            "adjacency": None if adjacency_SS is None else adjacency_SS.tolist(),
+            "places": None if places_S2 is None else places_S2.tolist(),
+        }
+        (folder / NETWORK).write_text(json.dumps(told))
+
+    @classmethod
+    def open(cls, folder: Path) -> Network:
+        told = json.loads((folder / NETWORK).read_text())
+        graph, places = (None if told[key] is None else np.array(told[key]) for key in ("adjacency", "places"))
+        start = np.datetime64(told["start"], "s")
+        return cls(folder, start, int(told["minutes"]), told["names"], graph, places)
+
+    def values(self) -> np.ndarray:
+        """(X, S) of float32, mapped into memory."""
+        return np.asarray(np.load(self.folder / VALUES, mmap_mode="r", allow_pickle=False))
+
+    def day_times(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Part of the day, of float32, and weekday from Monday = 0, of readings by their rows."""
+        midnight = self.start.astype("datetime64[D]")
+        minutes = int((self.start - midnight) / np.timedelta64(1, "m")) + rows * self.minutes
+        weekday = int((midnight - np.datetime64("1970-01-05")) / np.timedelta64(1, "D")) + minutes // DAY_MINUTES
+        return (minutes % DAY_MINUTES / DAY_MINUTES).astype(np.float32), weekday % 7
+
+
+class Windows(Dataset[dict[str, np.ndarray]]):
+    """All windows of a network's readings, `steps` of them to predict `horizon` more, one for each time."""
+
+    def __init__(self, network: Network, steps: int, horizon: int) -> None:
+        self.network, self.steps, self.horizon = network, steps, horizon
+        self._values = network.values()
+
+    def __len__(self) -> int:
+        return max(0, len(self._values) - self.steps - self.horizon + 1)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        now, end = index + self.steps, index + self.steps + self.horizon
+        day_time, weekday = self.network.day_times(np.arange(index, end))
+        return {
+            "values": np.array(self._values[index:now]),
+            "day_time": day_time[: self.steps],
+            "weekday": weekday[: self.steps],
+            "future_day_time": day_time[self.steps :],
+            "future_weekday": weekday[self.steps :],
+            "targets": np.array(self._values[now:end]),
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_values": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._values = self.network.values()
+
+
+def network_data(
+    network: Network,
+    steps: int,
+    horizon: int,
+    validation_fraction: float,
+    test_fraction: float,
+    baselines: Mapping[str, nn.Module] | None = None,
+) -> Data:
+    """Windows in the order of time: to train on, to evaluate on while training, to test on. All constants come from the
+    first.
+
+    Args:
+        network: The readings.
+        steps: Readings that a prediction is made from (T).
+        horizon: Readings that are predicted (H).
+        validation_fraction: Part of the windows to evaluate on while training: those before the test part.
+        test_fraction: Part of the windows to test on: the last.
+        baselines: More predictors to compare with, beside the last value and the historic average.
+
+    Raises:
+        UserError: An option is wrong, or there are too few readings.
+    """
+    require_counts(steps=steps, horizon=horizon)
+    windows = Windows(network, steps, horizon)
+    train, validation, test = split(len(windows), "windows", validation_fraction, test_fraction)
+    rows = train.stop + steps - 1  # that training windows look back on
+    mean, deviation = scale(windows, rows)
+    average = HistoricAverage.of(network, rows)
+    return Data(
+        Subset(windows, train),
+        Subset(windows, test),
+        loss=masked_loss,
+        metrics=partial(horizon_sums, minutes=network.minutes),
+        report=horizon_errors,
+        validation=Subset(windows, validation),
+        rows=partial(predicted_rows, network=network),
+        baselines={"last value": LastValue(mean), "historic average": average, **(baselines or {})},
+        model_options={
+            "sensors": len(network.names),
+            "horizon": horizon,
+            "mean": mean,
+            "deviation": deviation,
+            "adjacency": network.adjacency_SS,
+        },
+    )
+
+
+def scale(windows: Windows, rows: int) -> tuple[float, float]:
+    """Mean and standard deviation of the first rows' readings. UserError where there is none."""
+    values = windows.network.values()
+    moments = np.zeros(3)
+    for start in range(0, rows, BLOCK):
+        block = values[start : min(rows, start + BLOCK)].astype(np.float64)
+        there = block[~np.isnan(block)]
+        moments += len(there), there.sum(), np.square(there).sum()
+    if not moments[0]:
+        raise UserError("all readings of the training part are missing: look at data.options.missing")
+    mean = moments[1] / moments[0]
+    variance = moments[2] / moments[0] - mean**2
+    return float(mean), float(variance**0.5) if variance > 1e-12 else 1.0
+
+
+# What a prediction is worth.
+
+
+def errors_of(predicted_NHS: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each reading, 0 where it is missing; and where it is there."""
+    there_NHS = ~batch["targets"].isnan()
+    return torch.where(there_NHS, predicted_NHS - batch["targets"].nan_to_num(), 0.0), there_NHS
+
+
+def masked_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Mean over samples of the mean absolute error of a sample's readings that are there."""
+    errors_NHS, there_NHS = errors_of(model(batch), batch)
+    return (errors_NHS.abs().sum((1, 2)) / there_NHS.sum((1, 2)).clamp(min=1)).mean()
+
+
+def horizon_sums(model: nn.Module, batch: Batch, minutes: int) -> dict[str, float]:
+    """Absolute, squared and relative errors with their counts: of all horizons, and of those that are told apart."""
+    errors_NHS, there_NHS = (each.double() for each in errors_of(model(batch), batch))
+    targets_NHS = batch["targets"].double()
+    relative_NHS = torch.where((there_NHS > 0) & (targets_NHS != 0), 1 / targets_NHS.abs(), 0.0)
+    sums_5H = torch.stack(
+        [
+            each.sum((0, 2))
+            for each in (errors_NHS.abs(), errors_NHS**2, errors_NHS.abs() * relative_NHS, there_NHS, relative_NHS > 0)
+        ]
+    )
+    parts = {"": slice(None)}
+    for told in TOLD_MINUTES:
+        if told % minutes == 0 and told // minutes <= sums_5H.shape[1]:
+            parts[f"_{told}min"] = slice(told // minutes - 1, told // minutes)
+    found_5P = torch.stack([sums_5H[:, part].sum(1) for part in parts.values()], 1)
+    names = [f"{kind}{part}" for kind in ("mae", "rmse", "mape", "readings", "not_zero") for part in parts]
+    return dict(zip(names, found_5P.flatten().tolist(), strict=True))
+
+
+def horizon_errors(sums: dict[str, float]) -> dict[str, float]:
+    """MAE and RMSE in the readings' units, MAPE in %: means over the readings that are there."""
+    found = {}
+    for part in [name.removeprefix("mae") for name in sums if name.startswith("mae")]:
+        readings, not_zero = (max(1.0, sums[f"{kind}{part}"]) for kind in ("readings", "not_zero"))
+        found[f"mae{part}"] = sums[f"mae{part}"] / readings
+        found[f"rmse{part}"] = (sums[f"rmse{part}"] / readings) ** 0.5
+        found[f"mape{part}"] = 100 * sums[f"mape{part}"] / not_zero
+    return found
+
+
+def predicted_rows(model: nn.Module, batch: Batch, network: Network) -> dict[str, Any]:
+    """A row for each sensor and horizon of each sample."""
+    predicted_NHS = model(batch).cpu()
+    samples, horizon, _ = predicted_NHS.shape
+    hours_NH = (batch["future_day_time"].cpu() * 24).long()
+    ahead_H = network.minutes * torch.arange(1, horizon + 1)
+
+    def spread(values: torch.Tensor) -> np.ndarray:
+        return values.expand(predicted_NHS.shape).flatten().numpy()
+
+    names_S = np.array(network.names)
+    if all(name.isdecimal() and len(name) < 19 for name in network.names):
+        names_S = names_S.astype(np.int64)
+    places = {}
+    if network.places_S2 is not None:
+        longitudes, latitudes = torch.from_numpy(network.places_S2).T
+        places = {"longitude": spread(longitudes), "latitude": spread(latitudes)}
+    return {
+        "sensor": np.tile(names_S, samples * horizon),
+        "minutes_ahead": spread(ahead_H[:, None]),
+        "hour": spread(hours_NH[:, :, None]),
+        **places,
+        "actual": batch["targets"].cpu().flatten().numpy(),
+        "predicted": predicted_NHS.flatten().numpy(),
+    }
+
+
+# Naive predictors.
+
+
+class LastValue(nn.Module):
+    """What a sensor has read last, for all horizons; `mean` where its window has nothing."""
+
+    mean: torch.Tensor
+
+    def __init__(self, mean: float) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        last_NS = self.mean.to(batch["values"].dtype).expand(batch["values"][:, 0].shape)
+        for values_NS in batch["values"].unbind(1):
+            last_NS = torch.where(values_NS.isnan(), last_NS, values_NS)
+        return last_NS[:, None].expand(batch["targets"].shape)
+
+
+class HistoricAverage(nn.Module):
+    """The mean of a sensor's readings at this time of the week, in the training part; its mean at this time of the day
+    where there is none, and of all its readings where there is none of these either."""
+
+    table_7DS: torch.Tensor
+
+    def __init__(self, table_7DS: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("table_7DS", table_7DS)
+
+    @classmethod
+    def of(cls, network: Network, rows: int) -> HistoricAverage:
+        """Of the first rows."""
+        slots = -(-DAY_MINUTES // network.minutes)
+        values = network.values()
+        sums, counts = (np.zeros((7, slots, values.shape[1])) for _ in range(2))
+        for start in range(0, rows, BLOCK):
+            block = values[start : min(rows, start + BLOCK)].astype(np.float64)
+            day_time, weekday = network.day_times(np.arange(start, start + len(block)))
+            at = weekday, (day_time * slots + 0.5).astype(int) % slots
+            np.add.at(sums, at, np.nan_to_num(block))
+            np.add.at(counts, at, ~np.isnan(block))
+        table = np.full(sums.shape, np.nan)
+        for axes in ((), (0,), (0, 1), (0, 1, 2)):  # from the finest mean that there is
+            total, count = (each.sum(axes, keepdims=True) for each in (sums, counts))
+            mean = np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
+            table = np.where(np.isnan(table), mean, table)
+        return cls(torch.from_numpy(table.astype(np.float32)))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        slots = self.table_7DS.shape[1]
+        slots_NH = (batch["future_day_time"] * slots + 0.5).long() % slots
+        found: torch.Tensor = self.table_7DS[batch["future_weekday"], slots_NH]
+        return found

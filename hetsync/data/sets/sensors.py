@@ -1,0 +1,286 @@
+"""Readings of sensor networks as the field distributes them: METR-LA and PEMS-BAY (h5), PEMS04 (npz), tables (csv)."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetsync.data import Data
+from hetsync.data.cache import cached_folder
+from hetsync.data.findings import Findings
+from hetsync.data.sets.sensor_network import Network, network_data
+from hetsync.errors import UserError, brief
+from hetsync.extras import require
+
+VERSION = "1"  # of the cached layout
+READINGS = (".h5", ".hdf5", ".npz", ".csv")
+LEAST_WEIGHT = 0.1  # of a road: lighter ones are left out (Li et al. 2018)
+PLACE = {"latitude", "longitude"}
+ROAD = {"from", "to"}
+
+
+def sensors(
+    path: str = "data/sensors",
+    readings: str | None = None,
+    graph: str | None = None,
+    feature: int = 0,
+    missing: float | None = 0.0,
+    start: str = "2018-01-01",
+    minutes: int = 5,
+    steps: int = 12,
+    horizon: int = 12,
+    validation_fraction: float = 0.1,
+    test_fraction: float = 0.2,
+) -> Data:
+    """Windows of a network's readings, split in the order of time.
+
+    Args:
+        path: Folder of the files.
+        readings: File of the readings: .h5 as pandas writes it (METR-LA, PEMS-BAY), .npz with `data` of (times,
+            sensors, features) (PEMS04), or .csv of a column of times and one for each sensor. null takes the only one.
+        graph: A .csv of from, to and distance (or cost), a road a line; null takes the only one, if there is one.
+            Weights are exp(-(distance / deviation)²), without those below 0.1.
+        feature: Which of several is predicted: of PEMS04 0 is flow, 1 occupancy, 2 speed.
+        missing: The value that stands for a reading that is missing, beside nan; null for none.
+        start: Time of the first reading, where the file has no times (npz).
+        minutes: From one reading to the next, where the file has no times.
+        steps: Readings that a prediction is made from (T).
+        horizon: Readings that are predicted (H).
+        validation_fraction: Part of the windows to evaluate on while training: those before the test part.
+        test_fraction: Part of the windows to test on: the last.
+
+    Raises:
+        UserError: A file is missing or is none of these, or an option is wrong.
+    """
+    files = Files.find(Path(path), readings, graph)
+    untimed = Untimed(start, minutes, feature)
+    version = f"{VERSION} {untimed} {missing}"
+    folder = cached_folder("sensors", files.all, version, lambda made: _write(files, untimed, missing, made))
+    return network_data(Network.open(folder), steps, horizon, validation_fraction, test_fraction)
+
+
+def check(path: Path, findings: Findings) -> None:
+    """Count sensors, readings and roads; report what cannot be read, readings that are missing, roads that lead to no
+    sensor."""
+    try:
+        files = Files.find(path, None, None)
+        table = read(files.readings, Untimed("2018-01-01", 5, 0))
+        gone = np.isnan(table.values) | (table.values == 0)
+        findings.count("sensors", len(table.names))
+        findings.count("times", len(table.values))
+        findings.count("readings", int((~gone).sum()))
+        findings.count("readings that are 0 or nan", int(gone.sum()))
+        for name, share in zip(table.names, gone.mean(0), strict=True):
+            if share == 1:
+                findings.problem(f"{files.readings}, sensor {name}", "has no reading", "sensors without a reading")
+        if files.graph is not None:
+            graph = adjacency(files.graph, table.names)
+            findings.count("roads", int((graph > 0).sum() - len(graph)))
+    except UserError as error:
+        findings.problem(str(path), str(error))
+
+
+@dataclass(frozen=True)
+class Files:
+    readings: Path
+    graph: Path | None
+    places: Path | None
+
+    @property
+    def all(self) -> list[Path]:
+        return [path for path in (self.readings, self.graph, self.places) if path is not None]
+
+    @classmethod
+    def find(cls, folder: Path, readings: str | None, graph: str | None) -> Files:
+        """UserError where it is not clear which they are."""
+        if not folder.is_dir():
+            raise UserError(f"data.options.path is {folder}, which is no folder: give that of the readings")
+        tables = {path: _heads(path) for path in sorted(folder.glob("*.csv"))}
+        roads = [path for path, heads in tables.items() if heads >= ROAD]
+        places = [path for path, heads in tables.items() if heads >= PLACE]
+        series = [path for path in sorted(folder.iterdir()) if path.suffix in READINGS and path not in roads + places]
+        return cls(
+            _only("readings", readings, folder, series),
+            _only("graph", graph, folder, roads) if graph is not None or roads else None,
+            places[0] if len(places) == 1 else None,
+        )
+
+
+def _only(option: str, given: str | None, folder: Path, found: Sequence[Path]) -> Path:
+    if given is not None:
+        if not (folder / given).is_file():
+            raise UserError(f"data.options.{option} is {given}, which is not in {folder}: name a file there")
+        return folder / given
+    if len(found) != 1:
+        there = ", ".join(path.name for path in found) or "none"
+        raise UserError(
+            f"data.options.path is {folder}, where files of {option} are {there}: name one by data.options.{option}"
+        )
+    return found[0]
+
+
+def _heads(path: Path) -> set[str]:
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        return {head.strip().lower() for head in next(csv.reader(file), [])}
+
+
+# Readings.
+
+
+@dataclass(frozen=True)
+class Untimed:
+    """What options say of files that do not."""
+
+    start: str
+    minutes: int
+    feature: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """Readings of S sensors at X times: `values` is (X, S)."""
+
+    values: np.ndarray
+    names: Sequence[str]
+    start: np.datetime64
+    minutes: int
+
+
+def read(path: Path, untimed: Untimed) -> Table:
+    """UserError for a file that is none of those that `sensors` knows."""
+    readers = {".h5": _read_h5, ".hdf5": _read_h5, ".npz": _read_npz, ".csv": _read_csv}
+    if path.suffix not in readers:
+        raise UserError(f"{path}: readings are in files of {', '.join(readers)}")
+    try:
+        return readers[path.suffix](path, untimed)
+    except (OSError, ValueError, KeyError, IndexError, EOFError) as error:
+        raise UserError(f"{path} cannot be read as readings: {brief(str(error))}") from error
+
+
+def _read_h5(path: Path, _: Untimed) -> Table:
+    """As pandas' `to_hdf` writes a frame of one kind of numbers."""
+    require("sensors", f"{path.name}, which is HDF5,")
+    import h5py
+
+    with h5py.File(path, "r") as file:
+        frames = [group for group in file.values() if isinstance(group, h5py.Group) and "block0_values" in group]
+        if len(frames) != 1:
+            raise ValueError(f"it holds {len(frames)} frames of pandas, where one is wanted")
+        (frame,) = frames
+        names = [each.decode() if isinstance(each, bytes) else str(each) for each in frame["block0_items"][()]]
+        return _timed(frame["block0_values"][()], names, frame["axis1"][()].astype("datetime64[ns]"))
+
+
+def _read_npz(path: Path, untimed: Untimed) -> Table:
+    with np.load(path, allow_pickle=False) as file:
+        values = file["data"]
+    values = values[:, :, None] if values.ndim == 2 else values
+    if values.ndim != 3:
+        raise ValueError(f"its `data` has {values.ndim} dimensions, where (times, sensors, features) are wanted")
+    if not 0 <= untimed.feature < values.shape[2]:
+        raise UserError(f"data.options.feature is {untimed.feature}, but {path} has {values.shape[2]} features")
+    if isinstance(untimed.minutes, bool) or not isinstance(untimed.minutes, int) or not 1 <= untimed.minutes <= 1440:
+        raise UserError(f"data.options.minutes is {untimed.minutes}: give a whole number from 1 to 1440")
+    try:
+        start = np.datetime64(untimed.start, "s")
+    except ValueError:
+        raise UserError(
+            f"data.options.start is {untimed.start}: give a time such as 2018-01-01 or 2018-01-01T00:05"
+        ) from None
+    names = [str(sensor) for sensor in range(values.shape[1])]
+    return Table(values[:, :, untimed.feature], names, start, untimed.minutes)
+
+
+def _read_csv(path: Path, _: Untimed) -> Table:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        heads, *lines = csv.reader(file)
+    names = heads[1:]
+    times = np.array([line[0] for line in lines], "datetime64[s]")
+    values = np.array([[float(word) if word.strip() else np.nan for word in line[1:]] for line in lines])
+    if values.shape != (len(lines), len(names)):
+        raise ValueError("its lines are not of one length")
+    return _timed(values, names, times)
+
+
+def _timed(values: np.ndarray, names: Sequence[str], times: np.ndarray) -> Table:
+    """At even times, with nan for those that the file leaves out."""
+    at = times.astype("datetime64[s]").astype(np.int64)
+    steps = np.diff(at)
+    if len(values) < 2 or (steps <= 0).any():
+        raise ValueError("its times do not grow")
+    step = int(np.gcd.reduce(steps))
+    if step % 60:
+        raise ValueError(f"its times are {step} s apart, where whole minutes are wanted")
+    rows = (at - at[0]) // step
+    if rows[-1] >= 100 * len(values):
+        raise ValueError(f"its times are on no even grid: {step} s is the step that they share")
+    even = np.full((rows[-1] + 1, values.shape[1]), np.nan, np.float32)
+    even[rows] = values
+    return Table(even, names, times[0].astype("datetime64[s]"), step // 60)
+
+
+def _write(files: Files, untimed: Untimed, missing: float | None, folder: Path) -> None:
+    table = read(files.readings, untimed)
+    values = table.values.astype(np.float32)
+    if missing is not None:
+        values[values == missing] = np.nan
+    graph = None if files.graph is None else adjacency(files.graph, table.names)
+    places = None if files.places is None else _places(files.places, table.names)
+    Network.write(folder, values, table.start, table.minutes, table.names, graph, places)
+
+
+# Graphs.
+
+
+def adjacency(path: Path, names: Sequence[str]) -> np.ndarray:
+    """(S, S) weights of roads. UserError where it names no road between these sensors."""
+    at = {name: number for number, name in enumerate(names)}
+    distances = np.full((len(names), len(names)), np.inf)
+    for number, row in _rows(path):
+        here, there = (at.get(_identity(row[end])) for end in ("from", "to"))
+        if here is not None and there is not None:
+            told = row.get("distance") or row.get("cost")
+            distances[here, there] = _number(path, number, "distance (or cost)", told)
+    known = distances[np.isfinite(distances)]
+    if not known.size:
+        raise UserError(
+            f"{path} has no road between sensors of the readings, which are called {brief(', '.join(names))}"
+        )
+    deviation = known.std() or known.mean() or 1.0
+    weights: np.ndarray = np.exp(-np.square(distances / deviation))
+    weights[weights < LEAST_WEIGHT] = 0
+    np.fill_diagonal(weights, 1)
+    return weights
+
+
+def _places(path: Path, names: Sequence[str]) -> np.ndarray | None:
+    """(S, 2) longitudes and latitudes; None unless all are told."""
+    told = {}
+    for number, row in _rows(path):
+        name = _identity(row.get("sensor_id") or row.get("sensor") or row.get("id") or "")
+        told[name] = [_number(path, number, key, row[key]) for key in ("longitude", "latitude")]
+    return np.array([told[name] for name in names]) if all(name in told for name in names) else None
+
+
+def _rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        rows = csv.DictReader(file)
+        return [(rows.line_num, {str(key).strip().lower(): value or "" for key, value in row.items()}) for row in rows]
+
+
+def _identity(word: str) -> str:
+    """Of a sensor: 1201054.0 is 1201054."""
+    word = word.strip()
+    return word.removesuffix(".0")
+
+
+def _number(path: Path, line: int, what: str, word: str | None) -> float:
+    try:
+        return float(word or "")
+    except ValueError:
+        raise UserError(f"{path}:{line} has {brief(word)} as {what}: give a number") from None
