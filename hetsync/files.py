@@ -14,6 +14,7 @@ from hetsync.errors import UserError
 
 BLOCK_BYTES = 2**20
 RECIPE, PLAN, SUMMARY = "recipe.yaml", "plan.yaml", "summary.json"  # in a run folder
+TEST, PREDICTIONS = "test.json", "predictions.parquet"  # there, too
 
 
 class DiskError(UserError):

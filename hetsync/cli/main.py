@@ -14,6 +14,7 @@ from hetsync.cli import (
     join,
     launch,
     plan,
+    predict,
     profile,
     report,
     simulate,
@@ -24,7 +25,22 @@ from hetsync.cli import (
 from hetsync.cli.shared import WordParser, add_verbs
 from hetsync.version import __version__
 
-COMMANDS = (train, plan, profile, simulate, data, control, checkpoint, report, top, trace, doctor, launch, join)
+COMMANDS = (
+    train,
+    predict,
+    plan,
+    profile,
+    simulate,
+    data,
+    control,
+    checkpoint,
+    report,
+    top,
+    trace,
+    doctor,
+    launch,
+    join,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

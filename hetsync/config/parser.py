@@ -46,15 +46,33 @@ class RecipeParser(jsonargparse.ArgumentParser):
 
 def make_parser(program: str, description: str) -> RecipeParser:
     """Of a command that takes a recipe and its keys; add what else it takes."""
-    parser = RecipeParser(
-        prog=program, description=description, version=__version__, parser_mode="hetsync", allow_abbrev=False
-    )
-    parser.usage = f"{program} [RECIPE] [--section.key VALUE ...]"
+    parser = _bare_parser(program, description, f"{program} [RECIPE] [--section.key VALUE ...]")
     parser.add_argument(
         "recipe",
         nargs="?",
         help="Recipe to start from, a file or the name of one that comes along; the keys below override it.",
     )
+    return _with_keys(parser)
+
+
+def make_run_parser(program: str, description: str) -> RecipeParser:
+    """The same of a command that takes `run_folders`, whose recipes the keys override."""
+    parser = _bare_parser(program, description, f"{program} RUN [RUN ...] [--section.key VALUE ...]")
+    parser.add_argument(
+        "run_folders", metavar="RUN", nargs="*", default=[], help="Run folders; the keys below override their recipes."
+    )
+    return _with_keys(parser)
+
+
+def _bare_parser(program: str, description: str, usage: str) -> RecipeParser:
+    parser = RecipeParser(
+        prog=program, description=description, version=__version__, parser_mode="hetsync", allow_abbrev=False
+    )
+    parser.usage = usage
+    return parser
+
+
+def _with_keys(parser: RecipeParser) -> RecipeParser:
     parser.add_argument("--config", action="config", help=jsonargparse.SUPPRESS)  # brings --print_config
     parser.add_class_arguments(Config, as_group=True)
     return parser
@@ -69,7 +87,7 @@ def parse_recipe(
     """
     words = plain_words(argv)
     recipes = [kept] if kept is not None else []
-    if (named := look_ahead(parser, argv).recipe) is not None:
+    if (named := look_ahead(parser, argv).get("recipe")) is not None:
         recipes.append(find_recipe(named))
     parsed = parser.parse_args(words, namespace=_merged(parser, map(read_content, recipes)))
     return _config_of(parser, parsed), parsed

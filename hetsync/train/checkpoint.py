@@ -348,8 +348,8 @@ def _unflatten_optimizer(tensors: dict[str, torch.Tensor], plain: dict[str, Any]
 
 def check_model(loaded: Loaded, model: torch.nn.Module) -> None:
     """UserError where the checkpoint's weights are not those of such a model."""
-    if (misfit := _misfit(loaded.model, model.state_dict())) is not None:
-        raise UserError(f"the checkpoint does not fit the model ({misfit}): resume with the recipe or script it is of")
+    if (why := misfit(loaded.model, model.state_dict())) is not None:
+        raise UserError(f"the checkpoint does not fit the model ({why}): resume with the recipe or script it is of")
 
 
 def restore(loaded: Loaded, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -384,8 +384,8 @@ def _lying_as(weight: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _misfit(saved: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> str | None:
-    """The first difference."""
+def misfit(saved: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> str | None:
+    """The first difference between weights and those of a model."""
     for name in sorted(saved.keys() | wanted.keys()):
         if name not in wanted or name not in saved:
             return f"{name} is {'not in the checkpoint' if name in wanted else 'in the checkpoint only'}"

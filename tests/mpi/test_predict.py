@@ -1,0 +1,208 @@
+"""`hetsync test` and `hetsync predict`: what a run is worth, whatever ranks look, and however fast these are.
+
+mpirun -np N python -m pytest --with-mpi tests/mpi/test_predict.py
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyarrow import csv, parquet
+from torch.utils.data import TensorDataset
+
+from hetsync import data
+from hetsync.cli.predict import Asked, look_at_runs
+from hetsync.config.schema import Config, DataConfig, KeepBestConfig, ModelConfig, OptimizerConfig, RunConfig
+from hetsync.data import Data, evaluation
+from hetsync.data.evaluation import evaluate_range
+from hetsync.errors import UserError
+from hetsync.plane.base import Plane
+from hetsync.train.checkpoint import load_newest
+from hetsync.train.job import Job
+from hetsync.train.trainer import Trainer
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
+
+SENSORS = {"sensors": 5, "days": 4, "missing": 0.1}
+SMALL = {"blocks": 1, "residual": 4, "dilated": 4, "skip": 8, "end": 8, "norm": "layer", "week": True}
+
+
+@pytest.fixture(autouse=True)
+def cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+
+
+def recipe(folder: Path, **run: Any) -> Config:
+    run = {"samples": 640, "profile_seconds": 0.05, "dir": str(folder / "run"), **run}
+    return Config(
+        run=RunConfig(**run),
+        model=ModelConfig("graph_wavenet", SMALL),
+        data=DataConfig("synthetic_sensors", 32, options=SENSORS),
+        optimizer=OptimizerConfig("adamw", 0.01),
+    )
+
+
+def trained(plane: Plane, config: Config) -> Trainer:
+    with Job(config, plane, show="nothing") as job:
+        trainer = Trainer(config, job)
+        trainer.train()
+    return trainer
+
+
+def asked(output: Path | None = None, part: Any = "test", weights: Any = None) -> Asked:
+    return Asked(part, weights, output is not None, output)
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, rank: int) -> list[int]:
+    """Each batch takes the higher ranks longer. How many samples this one gets in each round."""
+    parts: list[int] = []
+    once = evaluation.test_batches
+
+    def slowly(source: Data, first: int, stop: int, *others: Any) -> Iterator[Any]:
+        parts.append(stop - first)
+        time.sleep(0.0005 * rank * (stop - first))
+        yield from once(source, first, stop, *others)
+
+    monkeypatch.setattr("hetsync.train.tested.test_batches", slowly)
+    return parts
+
+
+def test_metrics_and_rows_are_those_of_one_process(plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe(folder)
+    trainer = trained(plane, config)
+    parts = slow_down(monkeypatch, plane.rank)
+    output = folder / "found.parquet"
+    look_at_runs(plane, [(folder / "run", config)], asked(output))
+    told = json.loads((folder / "run" / "test.json").read_text())
+    source = trainer.data
+    samples = len(source.test)  # type: ignore[arg-type]
+    assert told["part"] == "test"
+    assert told["samples"] == samples
+    assert told["weights"] == "newest"
+    assert told["samples_applied"] == 640
+    trainer.model.load_state_dict(load_newest(folder / "run").model)
+    whole = evaluate_range(trainer.model, data.on_part(source, "test"), 0, samples)
+    expected = source.report({**whole, "samples": samples})
+    assert set(told["metrics"]) == {"model", "last value", "historic average"}
+    for name, value in expected.items():
+        assert told["metrics"]["model"][name] == pytest.approx(value, rel=1e-6), name
+    table = parquet.read_table(output)
+    assert table.num_rows == samples * 12 * 5
+    found = {name: table[name].to_numpy() for name in table.column_names}
+    np.testing.assert_array_equal(found["sample"], np.repeat(np.arange(samples), 60))
+    there = ~np.isnan(found["actual"])
+    error = np.abs(found["predicted"] - found["actual"])[there].mean(dtype=np.float64)
+    assert error == pytest.approx(expected["mae"], rel=1e-5)
+    if plane.size > 1:
+        totals = plane.gather_objects(sum(parts))
+        assert totals[0] > 1.3 * totals[-1]  # who is slow gets less
+
+
+def test_the_best_weights_are_taken_where_they_are_kept(plane: Plane, folder: Path) -> None:
+    config = recipe(folder, evaluate_every=320, keep_best=KeepBestConfig("mae", "min"))
+    trained(plane, config)
+    look_at_runs(plane, [(folder / "run", config)], asked())
+    best = json.loads((folder / "run" / "test.json").read_text())
+    kept = json.loads((folder / "run" / "best" / "best.json").read_text())
+    assert best["weights"] == "best"
+    assert best["samples_applied"] == kept["samples_applied"]
+    look_at_runs(plane, [(folder / "run", config)], asked(part="validation"))  # of which the run's evaluations were
+    assert json.loads((folder / "run" / "test.json").read_text()) == best
+
+
+@pytest.mark.ranks(1, 2)
+def test_evaluations_while_training_are_of_the_validation_part(plane: Plane, folder: Path) -> None:
+    config = recipe(folder, evaluate_every=320)
+    trainer = trained(plane, config)
+    source = trainer.data
+    validation = data.on_part(source, "validation")
+    count = len(validation.test)  # type: ignore[arg-type]
+    assert count == len(source.validation)  # type: ignore[arg-type]
+    trainer.model.load_state_dict(load_newest(folder / "run").model)
+    expected = source.report({**evaluate_range(trainer.model, validation, 0, count), "samples": count})
+    plane.barrier()
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["metrics"]["mae"] == pytest.approx(expected["mae"], rel=1e-6)
+
+
+def test_classes_have_rows_and_several_runs_a_mean(
+    plane: Plane, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = []
+    for seed in (0, 1):
+        run = RunConfig(samples=320, profile_seconds=0.05, dir=str(folder / f"seed-{seed}"), seed=seed)
+        config = Config(run=run)
+        trained(plane, config)
+        runs.append((folder / f"seed-{seed}", config))
+    capsys.readouterr()
+    look_at_runs(plane, runs, asked(folder / "found.csv"))
+    said = capsys.readouterr().out
+    values = [json.loads((run / "test.json").read_text())["metrics"]["model"]["accuracy"] for run, _ in runs]
+    if plane.rank == 0:
+        assert "2 runs" in said
+        assert f"{np.mean(values):.4g}" in said
+        assert f"{np.std(values, ddof=1):.2g}" in said
+        rows = csv.read_csv(folder / "found.csv").to_pydict()
+        right = np.mean(np.array(rows["label"]) == np.array(rows["predicted_label"]))
+        assert right == pytest.approx(values[1])
+        assert min(rows["probability"]) >= 0.1
+    else:
+        assert not said
+
+
+def nothing_kept(folder: Path) -> None:
+    pass
+
+
+def foreign_best(folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    (folder / "run" / "best").mkdir()
+    save_file({"weight": torch.zeros(3)}, folder / "run" / "best" / "model.safetensors")
+    (folder / "run" / "best" / "best.json").write_text('{"value": 1, "mode": "min", "samples_applied": 5}')
+
+
+def damaged_best(folder: Path) -> None:
+    foreign_best(folder)
+    (folder / "run" / "best" / "model.safetensors").write_bytes(b"no tensors")
+
+
+def no_rows(folder: Path) -> Data:
+    tensors = TensorDataset(torch.zeros(64, 4), torch.zeros(64))
+    return Data(tensors, tensors, lambda model, batch: model(batch[0]).mean(), lambda model, batch: {"one": 1.0})
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(
+    ("make", "given", "sentence"),
+    [
+        (nothing_kept, {"weights": "best"}, "has kept no best weights: use --weights newest"),
+        (foreign_best, {}, "do not fit the model"),
+        (damaged_best, {}, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_on_all_ranks(
+    make: Any, given: dict[str, Any], sentence: str, plane: Plane, folder: Path
+) -> None:
+    config = recipe(folder, samples=64)
+    trained(plane, config)
+    if plane.rank == 0:
+        make(folder)
+    plane.barrier()
+    with pytest.raises(UserError, match=sentence):
+        look_at_runs(plane, [(folder / "run", config)], asked(**given))
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_part_that_the_data_have_not_is_refused(plane: Plane, folder: Path) -> None:
+    config = Config(run=RunConfig(samples=64, profile_seconds=0.05, dir=str(folder / "run")))
+    trained(plane, config)
+    with pytest.raises(UserError, match="--part is validation, which the data have not: give test or train"):
+        look_at_runs(plane, [(folder / "run", config)], asked(part="validation"))
