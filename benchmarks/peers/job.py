@@ -152,7 +152,7 @@ class Job:
         self.meeting = Meeting(rank, size)
         torch.set_num_threads(1)
         torch.manual_seed(config.run.seed)
-        self.data = data.build(config.data.name, config.data.options)
+        self.data = data.on_part(data.build(config.data.name, config.data.options), "test")
         self.model = models.build_for(self.data, config.model.name, config.model.options)
         self.module = SampleLoss(self.model, self.data.loss)
         self.optimizer = build_optimizer(config.optimizer, self.model)

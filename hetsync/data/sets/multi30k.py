@@ -149,10 +149,10 @@ def multi30k(
     vocabulary: int = 8000,
     form: str = "tokenised",
     lowercase: bool = False,
-    evaluate_on: str = "test_2016_flickr",
+    test: str = "test_2016_flickr",
     longest: int = LONGEST,
 ) -> Data:
-    """Pairs of train.* and of another split, as `Batch`es.
+    """Pairs of train.*; of val.*, to evaluate on while training; and of a split to test on; as `Batch`es.
 
     Tokenised text (train.lc.norm.tok.en) is split at blanks, raw text (train.en) by `tokenise`. Files may be zipped.
 
@@ -163,7 +163,7 @@ def multi30k(
         vocabulary: Most words a side, the most frequent of the training split; <pad>, <unk>, <bos> and <eos> count.
         form: tokenised or raw.
         lowercase: Lower-case all text, so that BLEU ignores case.
-        evaluate_on: Split to evaluate on: val, test_2016_flickr, test_2017_flickr or test_2017_mscoco.
+        test: Split to test on: test_2016_flickr, test_2017_flickr or test_2017_mscoco.
         longest: Most words: training pairs with more on a side are left out, translations end there.
     """
     require("text", "data.name multi30k")
@@ -173,32 +173,34 @@ def multi30k(
         raise UserError(f"data.options has vocabulary {vocabulary}, longest {longest}: give at least 5 and at least 1")
     words_of = tokenise if form == "raw" else str.split
     splits = []
-    for split in ("train", evaluate_on):
+    for split in ("train", "val", test):
         sides = [_read(Path(path), split, form, language, lowercase) for language in (source, target)]
         if len(sides[0]) != len(sides[1]):
             what = f"has {len(sides[0])} lines of {source} and {len(sides[1])} of {target}"
             refuse("multi30k", Path(path))(f"{split} ({form})", what)
         splits.append([(words_of(ours), words_of(theirs), theirs) for ours, theirs in zip(*sides, strict=True)])
-    train, test = splits
-    train = [pair for pair in train if max(len(pair[0]), len(pair[1])) <= longest]
+    train = [pair for pair in splits[0] if max(len(pair[0]), len(pair[1])) <= longest]
     if not train:
         raise UserError(f"data.options.longest is {longest}, which leaves no training pair: give more")
     vocabularies = [Vocabulary.most_frequent([pair[i] for pair in train], vocabulary, SPECIAL) for i in (0, 1)]
-    encoded = [[v.encode(pair[i]) for pair in train + test] for i, v in enumerate(vocabularies)]
+    pairs = [*train, *splits[1], *splits[2]]
+    encoded = [[v.encode(pair[i]) for pair in pairs] for i, v in enumerate(vocabularies)]
+    ends = len(train), len(train) + len(splits[1])
     task = Translation(
-        references=[reference for _, _, reference in train + test],
+        references=[reference for _, _, reference in pairs],
         vocabulary=vocabularies[1],
         mean_tokens=sum(len(pair[1]) + 1 for pair in train) / len(train),
         longest=longest,
         raw=form == "raw",
     )
     return Data(
-        Pairs(0, *(side[: len(train)] for side in encoded)),
-        Pairs(len(train), *(side[len(train) :] for side in encoded)),
+        Pairs(0, *(side[: ends[0]] for side in encoded)),
+        Pairs(ends[1], *(side[ends[1] :] for side in encoded)),
         task.loss,
         task.metrics,
         task.report,
         collate,
+        validation=Pairs(ends[0], *(side[ends[0] : ends[1]] for side in encoded)),
         costs=[float(len(pair[0]) + len(pair[1])) for pair in train],
         model_options={"source_vocabulary": len(vocabularies[0]), "target_vocabulary": len(vocabularies[1])},
     )
@@ -221,7 +223,7 @@ def _read(folder: Path, split: str, form: str, language: str, lowercase: bool) -
     if not files:
         raise UserError(
             f"data.options.path is {folder}, which has no {name} nor {name}.gz: "
-            f"give the folder of Multi30k's {form} text, or choose form, evaluate_on, source and target by its files"
+            f"give the folder of Multi30k's {form} text, or choose form, test, source and target by its files"
         )
     lines = [line for line in read_lines(files[0], refuse("multi30k", folder)) if line]
     return [line.lower() for line in lines] if lowercase else lines

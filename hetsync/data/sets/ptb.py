@@ -26,8 +26,8 @@ LONGEST = 200  # words; the longest sentence of the treebank has 82
 EVALUATED_TOGETHER = 32  # windows: their scores take 45 MB at 10,000 words
 
 
-def ptb(path: str = "data/ptb", window: int = 35, context: int = 35, evaluate_on: str = "test") -> Data:
-    """Windows of ptb.train.txt, and of ptb.test.txt or ptb.valid.txt.
+def ptb(path: str = "data/ptb", window: int = 35, context: int = 35) -> Data:
+    """Windows of ptb.train.txt; of ptb.valid.txt, to evaluate on while training; and of ptb.test.txt.
 
     A sample is (tokens of shape (context + window), targets of shape (window)): the targets are the tokens that
     follow the last `window` ones. Targets of -100 fill the last window. At the start of the text, <eos> stands for
@@ -37,20 +37,28 @@ def ptb(path: str = "data/ptb", window: int = 35, context: int = 35, evaluate_on
         path: Folder of the three files.
         window: Tokens that a sample predicts.
         context: Tokens before them.
-        evaluate_on: test or valid.
     """
     folder = Path(path)
     if window < 1 or context < 0:
         raise UserError(f"data.options has window {window} and context {context}: give at least 1 and at least 0")
-    if evaluate_on not in SPLITS[1:]:
-        raise UserError(f"data.options.evaluate_on is {evaluate_on}: use test or valid")
-    texts = {split: _read(folder, split) for split in ("train", evaluate_on)}
+    texts = {split: _read(folder, split) for split in SPLITS}
     vocabulary = Vocabulary.most_frequent([texts["train"]])
     if UNKNOWN not in vocabulary:
         refuse("ptb", folder)(f"ptb.train.txt in {folder}", f"has no {UNKNOWN}, which stands for rare words")
     (end,) = vocabulary.encode([END])
-    train, test = (windows(torch.tensor(vocabulary.encode(t)), window, context, end) for t in texts.values())
-    return Data(train, test, loss, metrics, report, rows=rows, model_options={"vocabulary": len(vocabulary)})
+    train, validation, test = (
+        windows(torch.tensor(vocabulary.encode(text)), window, context, end) for text in texts.values()
+    )
+    return Data(
+        train,
+        test,
+        loss,
+        metrics,
+        report,
+        validation=validation,
+        rows=rows,
+        model_options={"vocabulary": len(vocabulary)},
+    )
 
 
 def windows(text_N: torch.Tensor, window: int, context: int, end: int) -> TensorDataset:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sacrebleu.metrics.bleu import BLEU
 
 from hetsync import extras
-from hetsync.data import Data, build
+from hetsync.data import Data, build, on_part
 from hetsync.data.evaluation import evaluate_range
 from hetsync.data.findings import Findings
 from hetsync.data.sets import multi30k, ptb
@@ -37,6 +37,8 @@ def write_pairs(folder: Path) -> Path:
     files = {
         "train.lc.norm.tok.en": "a dog runs .\na cat\nthe dog sleeps here .\n",
         "train.lc.norm.tok.de": "ein hund rennt .\neine katze\nder hund schläft hier .\n",
+        "val.lc.norm.tok.en": "a cat runs .\n",
+        "val.lc.norm.tok.de": "eine katze rennt .\n",
         "test_2016_flickr.lc.norm.tok.en": "a dog sleeps here .\nthe cat runs here .\na cat .\n",
         "test_2016_flickr.lc.norm.tok.de": "ein hund schläft hier .\ndie katze rennt hier .\neine katze .\n",
     }
@@ -64,7 +66,7 @@ class Uniform(torch.nn.Module):
 def evaluated(model: torch.nn.Module, data: Data, cuts: list[int]) -> dict[str, float]:
     sums: dict[str, float] = {"samples": len(data.test)}
     for start, stop in zip([0, *cuts], [*cuts, len(data.test)], strict=True):
-        for name, value in evaluate_range(model, data, start, stop).items():
+        for name, value in evaluate_range(model, on_part(data, "test"), start, stop).items():
             sums[name] = sums.get(name, 0.0) + value
     return data.report(sums)
 
@@ -97,17 +99,17 @@ def test_diverged_models_have_infinite_perplexity() -> None:
 
 def test_ptb_unknown_words_and_splits(tmp_path: Path) -> None:
     folder = str(write_ptb(tmp_path, valid="strange b\n"))
-    data = build("ptb", {"path": folder, "window": 3, "context": 0, "evaluate_on": "valid"})
+    data = build("ptb", {"path": folder, "window": 3, "context": 0})
     train = ptb.ptb(folder, window=7, context=0).train
     unknown = train.tensors[1][0, 2]
-    assert data.test.tensors[1][0, 0] == unknown
+    assert data.validation.tensors[1][0, 0] == unknown
+    assert data.evaluated is data.validation
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"window": 0}, "window 0"),
-        ({"evaluate_on": "train"}, "evaluate_on is train"),
         ({"path": "nowhere"}, "no ptb.train.txt"),
     ],
 )
@@ -122,6 +124,7 @@ def test_ptb_check_goes_on_after_bad_lines(tmp_path: Path) -> None:
     told: list[str] = []
     findings = Findings(lambda where, what: told.append(f"{Path(where).name} {what}"))
     ptb.check(tmp_path, findings)
+    (tmp_path / "ptb.valid.txt").write_text("a c\n")
     assert told == [
         "ptb.valid.txt:1 has words unknown in training: ['z']",
         "ptb.valid.txt:2 is empty",
@@ -163,7 +166,9 @@ def test_multi30k_batches(tmp_path: Path) -> None:
 
 def test_longer_training_pairs_are_left_out(tmp_path: Path) -> None:
     data = build("multi30k", {"path": str(write_pairs(tmp_path)), "longest": 4})
-    assert (len(data.train), len(data.test)) == (2, 3)
+    assert [len(part) for part in (data.train, data.validation, data.test)] == [2, 1, 3]
+    (pair,) = data.validation
+    assert data.test[0][0] == pair[0] + 1  # its references are the next ones
     with pytest.raises(UserError, match="longest is 1"):
         build("multi30k", {"path": str(tmp_path), "longest": 1})
 
@@ -184,9 +189,9 @@ def test_bleu_from_sums_is_that_of_the_corpus(tmp_path: Path) -> None:
 
 def test_raw_text_is_detokenised_for_bleu(tmp_path: Path) -> None:
     lines = 'Ein "kleiner" Hund (braun), 2-jährig, schläft!\nDer Hund kann\'s nicht: Limonade- und Bierdosen.\n'
-    for name in ("train.de.gz", "val.de.gz"):
+    for name in ("train.de.gz", "val.de.gz", "test_2016_flickr.de.gz"):
         (tmp_path / name).write_bytes(gzip.compress(lines.encode()))
-    options = {"path": str(tmp_path), "form": "raw", "source": "de", "target": "de", "evaluate_on": "val"}
+    options = {"path": str(tmp_path), "form": "raw", "source": "de", "target": "de"}
     data = build("multi30k", options)
     assert evaluated(Uniform(data.model_options["target_vocabulary"]), data, [])["bleu"] == pytest.approx(100)
     for line in lines.splitlines():
@@ -207,7 +212,7 @@ def test_multi30k_without_sacrebleu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"form": "xml"}, "form is xml"),
         ({"form": "raw"}, "no train.en nor train.en.gz"),
         ({"vocabulary": 4}, "vocabulary 4"),
-        ({"evaluate_on": "test_2030"}, "no test_2030.lc.norm.tok.en"),
+        ({"test": "test_2030"}, "no test_2030.lc.norm.tok.en"),
     ],
 )
 def test_multi30k_wrong_options(tmp_path: Path, change: dict[str, object], said: str) -> None:
