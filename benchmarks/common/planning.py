@@ -52,7 +52,7 @@ def random_text(words: int = 2000) -> Data:
         return " ".join(f"w{word}" for word in torch.randint(words, (length,), generator=generator).tolist())
 
     with tempfile.TemporaryDirectory() as folder:
-        for split in ("train", "test_2016_flickr"):
+        for split in ("train", "val", "test_2016_flickr"):
             for language in ("en", "de"):
                 lines = [sentence() for _ in range(2 * BATCH)]
                 (Path(folder) / f"{split}.lc.norm.tok.{language}").write_text("\n".join(lines) + "\n")

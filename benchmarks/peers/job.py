@@ -152,7 +152,7 @@ class Job:
         self.meeting = Meeting(rank, size)
         torch.set_num_threads(1)
         torch.manual_seed(config.run.seed)
-        self.data = data.on_part(data.build(config.data.name, config.data.options), "test")
+        self.data = data.build(config.data.name, config.data.options)
         self.model = models.build_for(self.data, config.model.name, config.model.options)
         self.module = SampleLoss(self.model, self.data.loss)
         self.optimizer = build_optimizer(config.optimizer, self.model)
@@ -284,7 +284,7 @@ class Job:
         dist.all_reduce(mean)
         for tensor, values in zip(tensors, (mean / self.size).split([t.numel() for t in kept]), strict=True):
             tensor.copy_(values.view_as(tensor))
-        count = len(self.data.test)  # type: ignore[arg-type]
+        count = len(self.data.evaluated)  # type: ignore[arg-type]
         parts = apportion(count, dict.fromkeys(range(self.size), 1))
         first = sum(parts[rank] for rank in range(self.rank))
         everyones = self.meeting.gather_objects(evaluate_range(self.model, self.data, first, first + parts[self.rank]))
