@@ -1,9 +1,9 @@
 """Takes the pictures of the guide, into docs/images:
 
-    python docs/screenshots.py [--run RUN] [TERMINAL.txt ...]
+    python docs/screenshots.py [--run RUN] [--predictions RUN] [TERMINAL.txt ...]
 
-The page of a run folder, and what terminals have shown (kept with its colours: `tmux capture-pane -ep`), each as a
-picture of its file's name. Needs playwright, of the extra `test`, and Chromium.
+The page of a run folder, the predictions of one, and what terminals have shown (kept with its colours: `tmux
+capture-pane -ep`), each as a picture of its file's name. Needs playwright, of the extra `test`, and Chromium.
 """
 
 from __future__ import annotations
@@ -25,24 +25,38 @@ from rich.text import Text
 from hetsync.report.page import page_of
 
 IMAGES = Path(__file__).parent / "images"
-LARGEST_BYTES = 150_000
+LARGEST_BYTES = 170_000
+PREDICTIONS_HEIGHT = 1070
 SHOTS = {"report.png": (1100, 900, "light"), "report-phone.png": (390, 800, "dark")}
 TERMINAL = """<body style="margin: 0"><pre style="display: inline-block; margin: 0; padding: 14px 18px;
 color: {foreground}; background: {background}; font: 13px/1.4 'DejaVu Sans Mono', monospace">{code}</pre></body>"""
 
 
 def shoot_page(browser: Any, run: Path) -> None:
+    for name, (width, height, scheme) in SHOTS.items():
+        opened(browser, run, width, height, scheme).screenshot(path=IMAGES / name)
+        check(IMAGES / name)
+
+
+def shoot_predictions(browser: Any, run: Path) -> None:
+    """Down to its tables."""
+    shown = opened(browser, run, 1100, 3000, "light")
+    part = shown.locator("[data-part=predictions]").bounding_box()
+    image = IMAGES / "predictions.png"
+    shown.screenshot(path=image, clip={**part, "height": min(part["height"], PREDICTIONS_HEIGHT)}, full_page=True)
+    check(image)
+
+
+def opened(browser: Any, run: Path, width: int, height: int, scheme: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
         page.write_text(page_of([run]), encoding="utf-8")
-        for name, (width, height, scheme) in SHOTS.items():
-            shown = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-            shown.goto(page.as_uri())
-            shown.wait_for_selector("body[data-ready]", timeout=60_000)
-            shown.wait_for_function("Bokeh.documents.every(each => each.is_idle)", timeout=60_000)
-            shown.wait_for_timeout(500)
-            shown.screenshot(path=IMAGES / name)
-            check(IMAGES / name)
+        shown = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+        shown.goto(page.as_uri())
+        shown.wait_for_selector("body[data-ready]", timeout=60_000)
+        shown.wait_for_function("Bokeh.documents.every(each => each.is_idle)", timeout=60_000)
+        shown.wait_for_timeout(500)
+        return shown
 
 
 def shoot_terminal(browser: Any, told: Path) -> None:
@@ -62,7 +76,7 @@ def check(image: Path) -> None:
     print(f"{image}: {size} bytes")
 
 
-def take(run: Path | None, terminals: Sequence[Path]) -> None:
+def take(run: Path | None, predictions: Path | None, terminals: Sequence[Path]) -> None:
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None:
         sys.exit("there is no Chromium: install it (apt install chromium)")
@@ -71,6 +85,8 @@ def take(run: Path | None, terminals: Sequence[Path]) -> None:
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         if run is not None:
             shoot_page(browser, run)
+        if predictions is not None:
+            shoot_predictions(browser, predictions)
         for told in terminals:
             shoot_terminal(browser, told)
         browser.close()
@@ -79,6 +95,7 @@ def take(run: Path | None, terminals: Sequence[Path]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path)
+    parser.add_argument("--predictions", metavar="RUN", type=Path)
     parser.add_argument("terminals", metavar="TERMINAL.txt", type=Path, nargs="*")
     told = parser.parse_args()
-    take(told.run, told.terminals)
+    take(told.run, told.predictions, told.terminals)
