@@ -25,7 +25,7 @@ from rich.text import Text
 from hetsync.report.page import page_of
 
 IMAGES = Path(__file__).parent / "images"
-LARGEST_BYTES = 170_000
+LARGEST_BYTES = 150_000
 PREDICTIONS_HEIGHT = 1070
 SHOTS = {"report.png": (1100, 900, "light"), "report-phone.png": (390, 800, "dark")}
 TERMINAL = """<body style="margin: 0"><pre style="display: inline-block; margin: 0; padding: 14px 18px;

@@ -19,8 +19,13 @@ Array = NDArray[np.float64]
 Places = NDArray[np.int64]  # of rows, or of what they are among
 
 FILES = ("predictions.parquet", "predictions.csv")
-ERRORS_BY = {"minutes_ahead": "minutes ahead", "hour": "hour of the day", "kilometres": "kilometres"}
-NUMBERS = {"actual", "predicted", "longitude", "latitude", "probability", "position", "loss", *ERRORS_BY}
+ERRORS_BY = {
+    "minutes_ahead": "minutes ahead",
+    "steps_ahead": "steps ahead",
+    "hour": "hour of the day",
+    "kilometres": "kilometres",
+}
+NUMBERS = {"actual", "predicted", "error", "longitude", "latitude", "probability", "position", "loss", *ERRORS_BY}
 MOST_GROUPS, DISTANCES = 200, 10  # points of a line
 MOST_POINTS, MOST_CLASSES, MOST_ROWS = 5000, 50, 20
 LARGEST_LINE = 2**25  # bytes of a CSV file, with its picture
@@ -193,7 +198,22 @@ def _regression(file: File, shown: Predictions) -> None:
     some = known[evenly(len(known))]
     shown.pairs = (actual[some], predicted[some])
     del actual, predicted
-    size = np.abs(error[known])
+    _errors(file, shown, known, np.abs(error[known]))
+
+
+def _told_errors(file: File, shown: Predictions) -> None:
+    """Of rows that tell their error, and not what was predicted, as of whole pictures."""
+    if file.has("actual", "predicted"):
+        return
+    size = np.abs(file.numbers("error"))
+    known = np.flatnonzero(np.isfinite(size))
+    shown.notes.append(_counted(known, len(size), "an error"))
+    if len(known):
+        _errors(file, shown, known, size[known])
+
+
+def _errors(file: File, shown: Predictions, known: Places, size: Array) -> None:
+    """`size`: of the known rows' errors."""
     shown.notes.append(f"MAE {_digits(size.mean())}, RMSE {_digits(np.sqrt(np.square(size).mean()))}")
     shown.curves += [_errors_by(key, file.numbers(key)[known], size) for key in ERRORS_BY if file.has(key)]
     if file.has("longitude", "latitude"):
@@ -318,6 +338,7 @@ def _text(file: File, shown: Predictions) -> None:
 
 KINDS = {
     ("actual", "predicted"): _regression,
+    ("error",): _told_errors,
     ("label", "predicted_label"): _classification,
     ("position", "loss"): _text,
 }

@@ -100,6 +100,15 @@ def test_equal_distances_are_in_one_bin(tmp_path: Path) -> None:
     assert (curve.x.tolist(), curve.values["MAE"].tolist()) == ([2.0, 5.0], [1.0, 3.0])
 
 
+def test_rows_may_tell_their_error_alone(tmp_path: Path) -> None:
+    found = shown(tmp_path, {"sample": [0, 0, 1, 1], "steps_ahead": [1, 2, 1, 2], "error": [1.0, 4.0, 3.0, None]})
+    curve = curves(found)["steps_ahead"]
+    assert curve.values["MAE"].tolist() == [2.0, 4.0]
+    assert curve.values["RMSE"] == pytest.approx([math.sqrt(5), 4.0])
+    assert found.notes[0] == "3 rows; 1 more without an error do not count"
+    assert [row[-1] for row in found.tables[0].rows] == ["4", "3", "1"]
+
+
 def test_a_place_has_the_errors_of_its_rows(tmp_path: Path) -> None:
     columns = regression()
     found = shown(tmp_path, columns).map
