@@ -11,6 +11,7 @@ import torch
 from hetsync.config.imports import call_with_options, import_object
 from hetsync.data import Data
 from hetsync.errors import UserError
+from hetsync.models.steps import GoesBySteps
 
 BUILT_IN = {
     "conv_lstm": "hetsync.models.conv_lstm:ConvLSTM",
@@ -57,10 +58,9 @@ def build_for(data: Data, name: str, options: Mapping[str, Any]) -> torch.nn.Mod
     return _build(name, make, options, {key: value for key, value in data.model_options.items() if key in known})
 
 
-def counting(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Its parts that go by the job's steps, as scheduled sampling does. Each has an attribute `step_count`, which is
-    set before each slice: a rank's own count would be another on each."""
-    return [module for module in model.modules() if isinstance(getattr(module, "step_count", None), int)]
+def going_by_steps(model: torch.nn.Module) -> list[GoesBySteps]:
+    """Its parts whose `step_count` is to be set before each slice."""
+    return [module for module in model.modules() if isinstance(module, GoesBySteps)]
 
 
 def build(name: str, **options: Any) -> torch.nn.Module:

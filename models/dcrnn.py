@@ -26,21 +26,19 @@ from hetsync.models.sensor_inputs import (
     Walks,
     require_network,
 )
+from hetsync.models.steps import GoesBySteps
 
 WALKS = 2  # along the roads and against them
 LARGEST_EXPONENT = 700.0  # exp of more overflows
 
 
-class DCRNN(nn.Module):
+class DCRNN(GoesBySteps):
     """Batch of sensors' readings to predictions (N, H, S). Defaults are the paper's.
 
     The decoder reads zeros, then what it has predicted last. While training, it is taught by scheduled sampling
     (Bengio et al., NeurIPS 2015): at each step each sample reads its true target instead with probability
     k / (k + exp(seen / k)), where k is `sampling_decay` and `seen` the batches that the job has trained on. A sensor
     whose target is missing reads its prediction. Predictions do not depend on other samples.
-
-    Attributes:
-        step_count: Set by the trainer: the job's steps so far; a rank's own count would be another on each.
 
     Args:
         sensors: S, 207 in METR-LA.
@@ -77,7 +75,6 @@ class DCRNN(nn.Module):
         require("sampling_decay", sampling_decay, 0)
         if adjacency is None:
             raise UserError("model.options.adjacency is null: give DCRNN a graph of roads, or use graph_wavenet")
-        self.step_count: int = 0
         self._readings = Readings(mean, deviation, week)
         self._horizon = horizon
         self._sampling_decay = sampling_decay

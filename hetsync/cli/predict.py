@@ -5,21 +5,20 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hetsync.cli.shared import Verbs, add_recipe_command, on_all_ranks
 from hetsync.config.parser import look_ahead, make_run_parser, parse_recipe
 from hetsync.config.schema import Config
 from hetsync.errors import UserError, early_mistakes
-from hetsync.files import PREDICTIONS, RECIPE, TEST, write_atomically
+from hetsync.files import PREDICTIONS, RECIPE, TEST, json_text, write_atomically
 from hetsync.start import loading
 
 if TYPE_CHECKING:  # it loads torch, which takes seconds
-    from hetsync.data import Part
     from hetsync.plane.base import Plane
-    from hetsync.train.tested import Tested, Weights
+    from hetsync.train.tested import Request, Tested
 
 
 def add_to(verbs: Verbs) -> None:
@@ -37,22 +36,21 @@ def main_predict(argv: Sequence[str]) -> NoReturn:
 
 def main(verb: str, argv: Sequence[str]) -> NoReturn:
     with early_mistakes():
-        runs, asked = parse(verb, argv)
-    sys.exit(on_all_ranks(runs[0][1], lambda plane: look_at_runs(plane, runs, asked)))
+        runs, told = parse(verb, argv)
+    sys.exit(on_all_ranks(runs[0][1], lambda plane: evaluate(plane, runs, told, verb == "predict")))
 
 
-@dataclass(frozen=True)
-class Asked:
-    """`output`: where predictions go; None takes a file in each run folder."""
+def evaluate(plane: Plane, runs: Sequence[tuple[Path, Config]], told: Any, predicts: bool) -> int:
+    """Collective."""
+    with loading():
+        from hetsync.train.tested import Request
 
-    part: Part
-    weights: Weights | None
-    predicts: bool
-    output: Path | None
+    output = Path(told.output) if predicts and told.output else None
+    return evaluate_runs(plane, runs, Request(told.part, told.weights, predicts), output)
 
 
-def parse(verb: str, argv: Sequence[str]) -> tuple[list[tuple[Path, Config]], Asked]:
-    """Run folders with their recipes, and what is asked of them. UserError for a mistake."""
+def parse(verb: str, argv: Sequence[str]) -> tuple[list[tuple[Path, Config]], Any]:
+    """Run folders with their recipes, and what else the words say. UserError for a mistake."""
     what = {
         "test": "Metrics of trained runs on their test data, beside those of naive predictors; of several runs (seeds,"
         " say) also mean and deviation.",
@@ -75,39 +73,40 @@ def parse(verb: str, argv: Sequence[str]) -> tuple[list[tuple[Path, Config]], As
             raise UserError(f"{folder}: there is no {RECIPE} in it; give the folder of a run of hetsync-train")
         config, told = parse_recipe(parser, argv, folder / RECIPE)
         runs.append((folder, config))
-    output = Path(told.output) if verb == "predict" and told.output else None
-    if output is not None and len(runs) > 1:
-        raise UserError(f"--output is {output}, but there are {len(runs)} runs: leave it out, or name one run")
-    return runs, Asked(told.part, told.weights, verb == "predict", output)
+    if verb == "predict" and told.output and len(runs) > 1:
+        raise UserError(f"--output is {told.output}, but there are {len(runs)} runs: leave it out, or name one run")
+    return runs, told
 
 
-def look_at_runs(plane: Plane, runs: Sequence[tuple[Path, Config]], asked: Asked) -> int:
-    """Collective: one after the other, and what all come to."""
-    with loading():
-        from hetsync.cli.metric_tables import show, show_all
+def evaluate_runs(
+    plane: Plane, runs: Sequence[tuple[Path, Config]], request: Request, output: Path | None = None
+) -> int:
+    """Collective: one after the other, and what all come to. `output`: of predictions, in place of one in each run's
+    folder."""
+    from hetsync.cli.metric_tables import show_all
 
-    found = []
-    for folder, config in runs:
-        tested = look_at_run(plane, config, folder, asked)
-        found.append(tested)
-        if plane.rank == 0:
-            show(folder, tested)
+    found = [evaluate_one(plane, folder, config, request, output) for folder, config in runs]
     if plane.rank == 0 and len(found) > 1:
         show_all(found)
     return 0
 
 
-def look_at_run(plane: Plane, config: Config, folder: Path, asked: Asked) -> Tested:
-    from hetsync.plane.base import decided_by_first
+def evaluate_one(plane: Plane, folder: Path, config: Config, request: Request, output: Path | None) -> Tested:
+    """Collective."""
+    from hetsync.cli.metric_tables import show
+    from hetsync.plane.base import decided_by_first, made_by_all
     from hetsync.train.rows_file import RowsFile
-    from hetsync.train.tested import as_json, look_at
+    from hetsync.train.tested import evaluate_run
 
-    output = asked.output or folder / PREDICTIONS
-    rows = RowsFile(output) if asked.predicts else None
-    with rows.written() if rows is not None and plane.rank == 0 else contextlib.nullcontext():
-        found = look_at(plane, config, folder, asked.part, asked.weights, rows)
-    if asked.part == "test":
-        decided_by_first(plane, lambda: write_atomically(folder / TEST, as_json(found)))
-    if rows is not None and plane.rank == 0:
-        print(f"{rows.path}: {rows.rows:,} rows")
-    return found
+    path = output or folder / (PREDICTIONS if request.part == "test" else f"predictions-{request.part}.parquet")
+    writes = request.predicts and plane.rank == 0
+    file = made_by_all(plane, lambda: RowsFile(path) if writes else None)
+    with file.written() if file is not None else contextlib.nullcontext():
+        tested = evaluate_run(plane, config, folder, request, file)
+    if request.part == "test":
+        decided_by_first(plane, lambda: write_atomically(folder / TEST, json_text(asdict(tested))))
+    if plane.rank == 0:
+        show(folder, tested)
+    if file is not None:
+        print(f"{file.path}: {file.rows:,} rows")
+    return tested

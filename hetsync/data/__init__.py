@@ -60,7 +60,7 @@ class Data:
         return self.test if self.validation is None else self.validation
 
     @property
-    def predicted(self) -> Callable[[torch.nn.Module, Any], Mapping[str, Any]] | None:
+    def prediction_rows(self) -> Callable[[torch.nn.Module, Any], Mapping[str, Any]] | None:
         """`rows`, or those of classes where metrics are; None where nothing is known."""
         return labelled if self.rows is None and self.metrics is classification else self.rows
 
@@ -87,7 +87,7 @@ def on_part(source: Data, part: Part) -> Data:
     parts = {"test": source.test, "validation": source.validation, "train": source.train}
     there = [name for name, samples in parts.items() if samples is not None and len(samples)]  # type: ignore[arg-type]
     if part not in there:
-        raise UserError(f"--part is {part}, which the data have not: give {' or '.join(there)}")
+        raise UserError(f"--part is {part}, which the data does not have: give {' or '.join(there)}")
     collate = source.collate or source.test_collate if part == "train" else source.test_collate
     return replace(source, test=parts[part], validation=None, test_collate=collate)  # type: ignore[arg-type]
 

@@ -27,17 +27,22 @@ def evaluate_range(model: torch.nn.Module, data: Data, first: int, stop: int) ->
     device = next(model.parameters()).device
     sums: dict[str, float] = {}
     with evaluating(model), set_aside(device, seed=0):
-        for batch in test_batches(data, first, stop, device, EVALUATION_BATCH):
-            for name, value in numbers("data.metrics", data.metrics(model, batch)).items():
-                sums[name] = sums.get(name, 0.0) + value
+        for batch, _ in test_batches(data, first, stop, device, EVALUATION_BATCH):
+            add_sums(sums, data.metrics(model, batch))
     return sums
 
 
-def test_batches(data: Data, first: int, stop: int, device: torch.device, size: int) -> Iterator[Any]:
-    """Of test samples [first, stop), so many at once."""
+def test_batches(data: Data, first: int, stop: int, device: torch.device, size: int) -> Iterator[tuple[Any, range]]:
+    """Of test samples [first, stop), so many at once; and which they are."""
     for start in range(first, stop, size):
-        indices = list(range(start, min(stop, start + size)))
-        yield to_device(_fetch_test(data, indices), device)
+        samples = range(start, min(stop, start + size))
+        yield to_device(_fetch_test(data, list(samples)), device), samples
+
+
+def add_sums(sums: dict[str, float], metrics: Any) -> None:
+    """Add what `data.metrics` has returned."""
+    for name, value in numbers("data.metrics", metrics).items():
+        sums[name] = sums.get(name, 0.0) + value
 
 
 def metrics_of(data: Data, parts: Sequence[Mapping[str, float]], samples: int) -> dict[str, float]:
@@ -98,10 +103,11 @@ def numbers(where: str, values: Any) -> dict[str, float]:
 
 
 @contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(*models: torch.nn.Module) -> Iterator[None]:
     """In evaluation mode; afterwards each module is in its own mode again."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ def forward_outside_of_training(model: torch.nn.Module, data: Data, device: torc
     if not len(data.evaluated):  # type: ignore[arg-type]
         return None
     samples = min(TOGETHER, len(data.evaluated))  # type: ignore[arg-type]
-    batch = next(test_batches(data, 0, samples, device, samples))
+    batch, _ = next(test_batches(data, 0, samples, device, samples))
     with evaluating(model):
         try:
             if weight_used(model, data.metrics, batch) is not None:
@@ -109,7 +109,7 @@ class StagedScores:
             return {}
         device = next(self._model.parameters()).device
         with evaluating(self._model), set_aside(device, seed=0):
-            for number, batch in enumerate(test_batches(data, first, stop, device, TOGETHER)):
+            for number, batch in enumerate(batch for batch, _ in test_batches(data, first, stop, device, TOGETHER)):
                 with set_aside(device, seed=number):
                     call = observed_call(self._model, data.metrics, batch)
                 check_call(call, self._traced)

@@ -12,23 +12,21 @@ from numpy.typing import NDArray
 
 from hetsync.errors import UserError, brief, one_sentence
 from hetsync.extras import require
+from hetsync.files import PREDICTIONS
 from hetsync.report.summary import read_test
 from hetsync.report.table import Table
 
 Array = NDArray[np.float64]
 Places = NDArray[np.int64]  # of rows, or of what they are among
 
-FILES = ("predictions.parquet", "predictions.csv")
 ERRORS_BY = {
     "minutes_ahead": "minutes ahead",
     "steps_ahead": "steps ahead",
     "hour": "hour of the day",
     "kilometres": "kilometres",
 }
-NUMBERS = {"actual", "predicted", "error", "longitude", "latitude", "probability", "position", "loss", *ERRORS_BY}
 MOST_GROUPS, DISTANCES = 200, 10  # points of a line
 MOST_POINTS, MOST_CLASSES, MOST_ROWS = 5000, 50, 20
-LARGEST_LINE = 2**25  # bytes of a CSV file, with its picture
 PNG = "iVBORw0KGgo"  # as base64 begins with it
 
 
@@ -83,16 +81,21 @@ class Predictions:
 def read_predictions(folder: Path) -> Predictions:
     """Of a run folder. What cannot be read is told by a note."""
     shown = Predictions()
-    for show in (_show_test, _show_predictions):
-        try:
-            show(folder, shown)
-        except UserError as error:
-            shown.notes.append(str(error))
+    told: dict[str, Any] = {}
+    try:
+        told = read_test(folder)
+        _show_test(told, shown)
+    except UserError as error:
+        shown.notes.append(str(error))
+    try:
+        _show_predictions(folder / PREDICTIONS, told, shown)
+    except UserError as error:
+        shown.notes.append(str(error))
     return shown
 
 
-def _show_test(folder: Path, shown: Predictions) -> None:
-    if not (told := read_test(folder)):
+def _show_test(told: Mapping[str, Any], shown: Predictions) -> None:
+    if not told:
         return
     metrics = sorted(told["metrics"].items(), key=lambda row: row[0] != "model")
     names = list(dict.fromkeys(name for _, values in metrics for name in values))
@@ -105,15 +108,16 @@ def _digits(value: float, digits: int = 4) -> str:
     return f"{float(f'{value:.{digits}g}'):,.10g}"
 
 
-def _show_predictions(folder: Path, shown: Predictions) -> None:
-    path = next((folder / name for name in FILES if (folder / name).is_file()), None)
-    if path is None:
+def _show_predictions(path: Path, told: Mapping[str, Any], shown: Predictions) -> None:
+    if not path.is_file():
         return
     require("predict", f"showing {path.name}")
     from pyarrow import ArrowException
 
     try:
         file = File(path)
+        if told and told["rows"] != file.rows:
+            shown.notes.append(f"{path.name} is older than the metrics: hetsync predict writes both")
         kinds = [show for columns, show in KINDS.items() if file.has(*columns)]
         with np.errstate(over="ignore", invalid="ignore"):
             for show in kinds:
@@ -129,17 +133,10 @@ class File:
     """A file of predictions, of which a column at a time is in memory. Raises errors of pyarrow."""
 
     def __init__(self, path: Path) -> None:
-        from pyarrow import csv, dataset, float64, fs, schema, string
+        from pyarrow import dataset, fs
 
-        form: Any = "parquet"
-        columns = None
-        if path.suffix == ".csv":
-            block = csv.ReadOptions(block_size=LARGEST_LINE)
-            names = csv.open_csv(path, read_options=block).schema.names
-            columns = schema([(name, float64() if name in NUMBERS else string()) for name in names])
-            empty = csv.ConvertOptions(null_values=[""], strings_can_be_null=True)
-            form = dataset.CsvFileFormat(read_options=block, convert_options=empty)
-        self._rows = dataset.dataset(str(path), schema=columns, format=form, filesystem=fs.LocalFileSystem())
+        self._rows = dataset.dataset(str(path), format="parquet", filesystem=fs.LocalFileSystem())
+        self.rows: int = self._rows.count_rows()
         self.names: list[str] = self._rows.schema.names
 
     def has(self, *names: str) -> bool:

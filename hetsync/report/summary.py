@@ -9,7 +9,7 @@ from typing import Any
 
 from hetsync.config.checks import expected, fits, wrong
 from hetsync.errors import UserError
-from hetsync.files import SUMMARY
+from hetsync.files import SUMMARY, TEST
 
 LARGEST = 2**63
 SPELLED = ("nan", "inf", "-inf")  # by files.json_text
@@ -29,7 +29,7 @@ OF_RUN = {
     "accumulation": int,
     "overrun_fraction": float,
 }
-OF_TEST = {"part": str, "samples": int, "weights": str, "samples_applied": int}
+OF_TEST = {"part": str, "samples": int, "weights": str, "samples_applied": int, "rows": int | None}
 OF_STALENESS = {"mean": float, "max": int}
 OF_RANK = {"rank": int}
 PERHAPS_OF_RANK = {
@@ -53,7 +53,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def read_test(folder: Path) -> dict[str, Any]:
     """What the run came to on other samples than it was trained on; as `read_summary`."""
-    return _read(folder / "test.json", _checked_test)
+    return _read(folder / TEST, _checked_test)
 
 
 def _read(path: Path, checked: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from hetsync.data.ledger import length
 from hetsync.data.loader import EpochOrder
 from hetsync.data.workers import fetch
 from hetsync.errors import UserError
-from hetsync.models import counting
+from hetsync.models import going_by_steps
 from hetsync.plane.base import Residual, WireFormat
 from hetsync.plane.wire import decode, deliver, encode_sum, round_trip
 from hetsync.simulate.learner import Learner
@@ -138,7 +138,7 @@ class ReplicaLearner(Learner):
         if not delayed:
             replica.gradients.open_slice(length(spans), last=index == len(task.slices) - 1)
         batch = fetch(self._data.train, self._order.indices(spans), self._data.collate)
-        for part in counting(replica.model):
+        for part in going_by_steps(replica.model):
             part.step_count = task.position // self._config.data.batch_size
         loss = self._data.loss(replica.model, batch)
         replica.unruled.check()

@@ -101,7 +101,7 @@ class PlannedJob:
         self.config.schedule.check(self.total)
         self.model = models.build_for(self.data, self.config.model.name, self.config.model.options).to(at.device)
         check_model(plan, self.config, self.model, self.plane.size)
-        if models.counting(self.model):
+        if models.going_by_steps(self.model):
             raise UserError(
                 f"model.name is {self.config.model.name}, which goes by the job's steps, and a plan that cuts the model"
                 " keeps those of its first one: use a data-parallel plan"

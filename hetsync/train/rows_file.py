@@ -39,33 +39,33 @@ class RowsFile:
         try:
             yield
             if self._writer is not None:
-                self._writer.close()
-                self._temporary.replace(self.path)
-        except OSError as error:
-            raise DiskError(f"cannot write {self.path}: {error.strerror or error}; choose another --output") from error
+                with self._writing():
+                    self._writer.close()
+                    self._temporary.replace(self.path)
         finally:
             with contextlib.suppress(OSError):
                 self._temporary.unlink()
 
     def write(self, columns: Mapping[str, np.ndarray]) -> None:
-        """UserError where they are others than before."""
-        import pyarrow
-
-        table = pyarrow.table(
-            {
-                name: pyarrow.array(column, pyarrow.string()) if column.dtype == object else column
-                for name, column in columns.items()
-            }
-        )
-        if self._writer is None:
-            self._schema, self._writer = table.schema, self._open(table.schema)
-        if table.schema != self._schema:
-            first, now = (
-                ", ".join(f"{one.name} ({one.type})" for one in each) for each in (self._schema, table.schema)
-            )
-            raise UserError(f"predictions are columns {now}, after {first}: give the same ones for each batch")
-        self._writer.write_table(table)
+        """UserError where they are others than before, or hold what no file does."""
+        table = _table(columns)
+        with self._writing():
+            if self._writer is None:
+                self._schema, self._writer = table.schema, self._open(table.schema)
+            if table.schema != self._schema:
+                first, now = (
+                    ", ".join(f"{one.name} ({one.type})" for one in each) for each in (self._schema, table.schema)
+                )
+                raise UserError(f"data.rows returned columns {now}, after {first}: return the same ones each time")
+            self._writer.write_table(table)
         self.rows += table.num_rows
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DiskError(f"cannot write {self.path}: {error.strerror or error}; choose another --output") from error
 
     def _open(self, schema: Any) -> Any:
         if self.path.suffix == ".csv":
@@ -75,3 +75,18 @@ class RowsFile:
         from pyarrow.parquet import ParquetWriter
 
         return ParquetWriter(self._temporary, schema)
+
+
+def _table(columns: Mapping[str, np.ndarray]) -> Any:
+    from pyarrow import ArrowException, array, string, table
+
+    arrays = {}
+    for name, column in columns.items():
+        try:
+            arrays[name] = array(column, string()) if column.dtype == object else array(column)
+        except ArrowException as error:
+            raise UserError(
+                f"data.rows returned {name} as an array of {column.dtype}, which no table holds ({error}): return"
+                " numbers, times or text"
+            ) from error
+    return table(arrays)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +21,16 @@ from hetsync import data, models
 from hetsync.balance.shares import apportion
 from hetsync.config.schema import Config
 from hetsync.data import Data, Part
-from hetsync.data.evaluation import EVALUATION_BATCH, check_evaluation, evaluating, metrics_of, numbers, test_batches
+from hetsync.data.evaluation import (
+    EVALUATION_BATCH,
+    add_sums,
+    check_evaluation,
+    evaluating,
+    metrics_of,
+    test_batches,
+)
 from hetsync.data.random_state import set_aside
-from hetsync.errors import UserError
+from hetsync.errors import UserError, brief
 from hetsync.plane.base import Plane, decided_by_first, made_by_all
 from hetsync.profiling.measure import autocast, find_place, limit_threads, take_device
 from hetsync.sync.sparse import is_sparse
@@ -30,6 +38,7 @@ from hetsync.train import best, checkpoint
 from hetsync.train.rows_file import RowsFile
 
 Weights = Literal["best", "newest"]
+Columns = dict[str, np.ndarray]  # of predictions, by name
 
 FIRST_PART = 16  # samples of each rank in the first round, by which speeds are measured
 MODEL = "model"  # its name beside the naive predictors'
@@ -38,12 +47,22 @@ SPEED_UNITS = 1e6  # shares are whole numbers
 
 @dataclass(frozen=True)
 class Tested:
-    """What RUN/test.json holds. `metrics`: of the model first, and of naive predictors, by their names."""
+    """What RUN/test.json holds.
+
+    Attributes:
+        part: Of the data.
+        samples: That it has.
+        weights: Of the run.
+        samples_applied: That these had been trained on.
+        rows: Of predictions that were written; None where none were asked for.
+        metrics: Of the model first, and of naive predictors, by their names.
+    """
 
     part: Part
     samples: int
     weights: Weights
     samples_applied: int
+    rows: int | None
     metrics: Mapping[str, Mapping[str, float]]
 
 
@@ -56,31 +75,53 @@ class Trained:
     tensors: Mapping[str, torch.Tensor]
 
 
-def look_at(
-    plane: Plane, config: Config, folder: Path, part: Part, wanted: Weights | None, rows: RowsFile | None
-) -> Tested:
-    """Collective: metrics of the run's model on a part of its recipe's data, and a row for each prediction where a file
-    is given. The run folder is read on rank 0 alone. `wanted`: by default the best weights, where the run has kept any.
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a run.
 
-    UserError: the run has no such weights, they do not fit the recipe, or the data have no such part.
+    Attributes:
+        part: Of the data.
+        weights: Of the run; None takes the best, where it has kept any.
+        predicts: Are predictions written?
+    """
+
+    part: Part
+    weights: Weights | None
+    predicts: bool
+
+
+def evaluate_run(plane: Plane, config: Config, folder: Path, request: Request, file: RowsFile | None) -> Tested:
+    """Collective: metrics of the run's model, and its predictions, for the `file` of rank 0, which alone reads weights.
+
+    UserError: the run has no such weights, they do not fit the recipe, or the data has no such part.
     """
     place = find_place(plane)
     limit_threads(place, emulated=False)
     device = take_device(config.run.device, place)
     plane.settle(device)
-    trained = decided_by_first(plane, lambda: trained_weights(folder, wanted, config.ema.decay is not None))
-    source = made_by_all(plane, lambda: data.on_part(data.build(config.data.name, config.data.options), part))
-    if rows is not None and source.predicted is None:
+    trained = decided_by_first(plane, lambda: trained_weights(folder, request.weights, config.ema.decay is not None))
+    source = made_by_all(plane, lambda: data.on_part(data.build(config.data.name, config.data.options), request.part))
+    if request.predicts and source.prediction_rows is None:
         raise UserError(f"data.name is {config.data.name}, which says nothing of predictions: use hetsync test")
+    if MODEL in source.baselines:
+        raise UserError(f"data.baselines has one named {MODEL}, as the trained model is called: name it otherwise")
     model = models.build_for(source, config.model.name, config.model.options)
     restore(trained, model, folder)
-    judged = {MODEL: model.to(device), **{name: each.to(device) for name, each in source.baselines.items()}}
+    evaluated = {MODEL: model, **source.baselines}
+    for each in evaluated.values():
+        each.to(device)
     check_evaluation(model, source)
-    sums = Rounds(plane, source, device, config.run.precision).of(judged, rows)
+    rounds = Rounds(plane, source, device, config.run.precision, evaluated)
+    if request.predicts:
+        with closing(RowsOfAll(plane, file)) as rows:
+            sums = rounds.run(rows)
+    else:
+        sums = rounds.run(None)
     samples = len(source.test)  # type: ignore[arg-type]
-    told = plane.gather_objects(sums)
-    metrics = {name: metrics_of(source, [each[name] for each in told], samples) for name in judged}
-    return Tested(part, samples, trained.weights, trained.samples_applied, metrics)
+    everyones = plane.gather_objects(sums)
+    metrics = {name: metrics_of(source, [each[name] for each in everyones], samples) for name in evaluated}
+    rows_written = None if file is None else file.rows
+    return Tested(request.part, samples, trained.weights, trained.samples_applied, rows_written, metrics)
 
 
 def trained_weights(folder: Path, wanted: Weights | None, averaged: bool) -> Trained:
@@ -112,88 +153,109 @@ def restore(trained: Trained, model: nn.Module, folder: Path) -> None:
 
 
 class Rounds:
-    """The test data from first to last, each round cut among the ranks."""
+    """The test data from first to last, each round cut among the ranks by their speeds in the one before."""
 
-    def __init__(self, plane: Plane, source: Data, device: torch.device, precision: str) -> None:
+    def __init__(
+        self, plane: Plane, source: Data, device: torch.device, precision: str, evaluated: Mapping[str, nn.Module]
+    ) -> None:
+        """`evaluated`: models by name, of which the first predicts."""
         self._plane, self._data, self._device, self._precision = plane, source, device, precision
-        self._place = plane.members.index(plane.rank)
+        self._evaluated = evaluated
         self._speeds = [1] * plane.size
 
-    def of(self, judged: Mapping[str, nn.Module], rows: RowsFile | None) -> dict[str, dict[str, float]]:
-        """Collective: this rank's sums of the metrics of each model. `rows` gets predictions of the first, on rank
-        0."""
-        sums: dict[str, dict[str, float]] = {name: {} for name in judged}
+    def run(self, rows: RowsOfAll | None) -> dict[str, dict[str, float]]:
+        """Collective: this rank's sums of the metrics, of each model. `rows` gets the predictions, where wanted."""
+        sums: dict[str, dict[str, float]] = {name: {} for name in self._evaluated}
         samples, first = len(self._data.test), 0  # type: ignore[arg-type]
         while first < samples:
             width = min(samples - first, self._plane.size * (EVALUATION_BATCH if first else FIRST_PART))
-            parts = apportion(width, dict(enumerate(self._speeds)))
-            begin = first + sum(parts[place] for place in range(self._place))
-            began = time.monotonic()
-            for name, model in judged.items():
-                self._add(sums[name], model, begin, begin + parts[self._place])
-            mine = self._rows(judged[MODEL], begin, begin + parts[self._place]) if rows is not None else []
-            told = self._plane.gather_objects((time.monotonic() - began, mine))
-            self._speeds = [
-                max(1, int(SPEED_UNITS * parts[place] / max(seconds, 1e-6))) if parts[place] else self._speeds[place]
-                for place, (seconds, _) in enumerate(told)
-            ]
-            if rows is not None and self._plane.leads:
-                for columns in (columns for _, found in told for columns in found):
-                    rows.write(columns)
+            self._round(first, width, sums, rows)
             first += width
         return sums
 
-    @torch.no_grad()
-    def _add(self, sums: dict[str, float], model: nn.Module, begin: int, end: int) -> None:
-        with evaluating(model), set_aside(self._device, seed=0):
-            for batch in test_batches(self._data, begin, end, self._device, EVALUATION_BATCH):
-                with autocast(self._precision, self._device):
-                    found = self._data.metrics(model, batch)
-                for name, value in numbers("data.metrics", found).items():
-                    sums[name] = sums.get(name, 0.0) + value
+    def _round(self, first: int, width: int, sums: dict[str, dict[str, float]], rows: RowsOfAll | None) -> None:
+        rank = self._plane.rank
+        parts = apportion(width, dict(enumerate(self._speeds)))
+        begin = first + sum(parts[lower] for lower in range(rank))
+        found: list[Columns] = []
+        began = time.monotonic()
+        with evaluating(*self._evaluated.values()), set_aside(self._device, seed=0):
+            for batch, samples in test_batches(self._data, begin, begin + parts[rank], self._device, EVALUATION_BATCH):
+                self._add(sums, batch)
+                if rows is not None:
+                    found.append(self._predict(batch, samples))
+        seconds = self._plane.gather_objects(time.monotonic() - began)
+        for each, part in parts.items():
+            if part:
+                self._speeds[each] = max(1, int(SPEED_UNITS * part / max(seconds[each], 1e-6)))
+        if rows is not None:
+            rows.add(found)
 
     @torch.no_grad()
-    def _rows(self, model: nn.Module, begin: int, end: int) -> list[dict[str, np.ndarray]]:
-        found, rows = [], self._data.predicted
-        assert rows is not None
-        with evaluating(model), set_aside(self._device, seed=0):
-            for batch in test_batches(self._data, begin, end, self._device, EVALUATION_BATCH):
-                with autocast(self._precision, self._device):
-                    columns = rows(model, batch)
-                samples = range(begin, min(end, begin + EVALUATION_BATCH))
-                found.append(checked_rows(columns, samples))
-                begin = samples.stop
-        return found
+    def _add(self, sums: dict[str, dict[str, float]], batch: Any) -> None:
+        for name, model in self._evaluated.items():
+            with autocast(self._precision, self._device):
+                found = self._data.metrics(model, batch)
+            add_sums(sums[name], found)
+
+    @torch.no_grad()
+    def _predict(self, batch: Any, samples: range) -> Columns:
+        assert self._data.prediction_rows is not None
+        with autocast(self._precision, self._device):
+            columns = self._data.prediction_rows(self._evaluated[MODEL], batch)
+        return checked_rows(columns, samples)
 
 
-def checked_rows(columns: Any, samples: Sequence[int]) -> dict[str, np.ndarray]:
+class RowsOfAll:
+    """Rows of all ranks, in their order, to a file of rank 0."""
+
+    def __init__(self, plane: Plane, file: RowsFile | None) -> None:
+        """Collective."""
+        self._plane, self._file = plane, file
+        self._channels = plane.open_channels() if plane.size > 1 else None
+
+    def add(self, mine: list[Columns]) -> None:
+        """Collective: the next ones."""
+        if self._file is None:
+            assert self._channels is not None
+            self._channels.flush()
+            self._channels.send(mine, [], to=0)
+            return
+        for columns in mine:
+            self._file.write(columns)
+        for other in range(1, self._plane.size):
+            assert self._channels is not None
+            theirs, _ = self._channels.receive(other)
+            for columns in theirs:
+                self._file.write(columns)
+
+    def close(self) -> None:
+        """Collective: once all is written."""
+        if self._channels is not None:
+            self._channels.flush()
+            self._channels.close()
+
+
+def checked_rows(columns: Any, samples: Sequence[int]) -> Columns:
     """With the number of each row's sample. UserError where they are no such columns."""
-    if not isinstance(columns, Mapping) or not columns or "sample" in columns:
+    if not isinstance(columns, Mapping) or not columns:
+        raise UserError(f"data.rows returned {brief(columns)}: return a dictionary of columns")
+    if "sample" in columns:
+        raise UserError("data.rows returned a column named sample, which has the number of each row's: rename it")
+    arrays = {str(name): _as_array(value) for name, value in columns.items()}
+    lengths = {len(array) if array.ndim == 1 else -1 for array in arrays.values()}
+    if len(lengths) != 1 or -1 in lengths or lengths.pop() % len(samples):
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
         raise UserError(
-            f"predictions are {type(columns).__name__}: return a dictionary of columns, without one named sample"
-        )
-    arrays = {
-        str(name): value.detach().float().cpu().numpy() if _is_half(value) else np.asarray(_on_cpu(value))
-        for name, value in columns.items()
-    }
-    shapes = {array.shape for array in arrays.values()}
-    length = len(next(iter(arrays.values()))) if all(map(len, shapes)) else -1
-    if len(shapes) != 1 or len(next(iter(shapes))) != 1 or length % len(samples):
-        told = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
-        raise UserError(
-            f"predictions are columns of shapes {told} for {len(samples)} samples: return columns of one length,"
+            f"data.rows returned columns of shapes {shapes} for {len(samples)} samples: return columns of one length,"
             " with as many rows of each sample as of another"
         )
-    return {"sample": np.repeat(np.array(samples), length // len(samples)), **arrays}
+    each = len(next(iter(arrays.values()))) // len(samples)
+    return {"sample": np.repeat(np.array(samples), each), **arrays}
 
 
-def _is_half(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
-
-
-def as_json(tested: Tested) -> str:
-    return json.dumps(asdict(tested), indent=1)
+def _as_array(value: Any) -> np.ndarray:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    return np.asarray(value)

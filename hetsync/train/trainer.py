@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from hetsync import data, models
 from hetsync.config.schema import Config
-from hetsync.data.evaluation import EVALUATION_BATCH, check_evaluation, metrics_of, numbers
+from hetsync.data.evaluation import EVALUATION_BATCH, add_sums, check_evaluation, metrics_of
 from hetsync.data.ledger import total_samples
 from hetsync.errors import UserError, brief, did_you_mean
 from hetsync.profiling.measure import check_compiler
@@ -58,7 +58,7 @@ class Trainer:
         if config.run.compile:
             check_compiler(job.device)
         self.model = models.build_for(self.data, config.model.name, config.model.options).to(job.device)
-        self._counting = models.counting(self.model)
+        self._going_by_steps = models.going_by_steps(self.model)
         with loading():  # torch's compiler: the first optimizer asks for it
             self.optimizer = build_optimizer(config.optimizer, self.model)
         if plan is not None:
@@ -116,8 +116,7 @@ class Trainer:
         for batch in self.test_batches:
             with self.job.autocast():
                 found = self.data.metrics(self.evaluated, batch)
-            for name, value in numbers("data.metrics", found).items():
-                sums[name] = sums.get(name, 0.0) + value
+            add_sums(sums, found)
         return sums
 
     def _metrics(self, parts: list[dict[str, float]]) -> dict[str, float]:
@@ -143,7 +142,7 @@ class Trainer:
     def step(self, batch: Any) -> None:
         """All that depends on the data is in these lines; what happens beside them is the job's."""
         job, clip = self.job, self.config.optimizer.max_grad_norm
-        for part in self._counting:
+        for part in self._going_by_steps:
             part.step_count = job.step_count
         job.backward(self._loss(self.model, batch))
         if clip is not None:

@@ -57,7 +57,7 @@ def test_keys_override_the_recipe(run: Path, capsys: pytest.CaptureFixture[str])
         (["predict", "RUN", "RUN", "--output", "a.csv"], "--output is a.csv, but there are 2 runs: leave it out"),
         (["predict", "RUN", "--output", "/proc/a.csv"], "cannot write /proc/a.csv"),
         (["test", "RUN", "--weights", "best"], "has kept no best weights: use --weights newest"),
-        (["test", "RUN", "--part", "validation"], "--part is validation, which the data have not"),
+        (["test", "RUN", "--part", "validation"], "--part is validation, which the data does not have"),
         (["test", "RUN", "--model.options", "{classes: 12}"], "do not fit the model"),
         (["test", "RUN", "--modl.name", "x"], "there is no option --modl.name"),
     ],

@@ -46,6 +46,7 @@ from hetsync.data import Data
 from hetsync.data.loader import Loader
 from hetsync.data.sets.images import as_it_is
 from hetsync.errors import TERMINATED, UserError
+from hetsync.models.steps import GoesBySteps
 from hetsync.plane.base import Plane
 from hetsync.sync import agreement
 from hetsync.sync.optimizers import build_optimizer
@@ -292,10 +293,8 @@ def with_penalty(**options: Any) -> Data:
     return replace(digits, loss=lambda model, batch: digits.loss(model, batch) + model.features[0].weight.norm())
 
 
-class ByStep(Tied):
-    """Goes by the job's steps."""
-
-    step_count = 0
+class ByStep(GoesBySteps, Tied):
+    """A plan that cuts it cannot tell it steps."""
 
 
 @pytest.mark.ranks(2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,16 @@ from pyarrow import csv, parquet
 from torch.utils.data import TensorDataset
 
 from hetsync import data
-from hetsync.cli.predict import Asked, look_at_runs
-from hetsync.config.schema import Config, DataConfig, KeepBestConfig, ModelConfig, OptimizerConfig, RunConfig
+from hetsync.cli.predict import evaluate_runs
+from hetsync.config.schema import Config, DataConfig, EmaConfig, KeepBestConfig, ModelConfig, OptimizerConfig, RunConfig
 from hetsync.data import Data, evaluation
 from hetsync.data.evaluation import evaluate_range
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane
+from hetsync.profiling.measure import autocast
 from hetsync.train.checkpoint import load_newest
 from hetsync.train.job import Job
+from hetsync.train.tested import Request
 from hetsync.train.trainer import Trainer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
@@ -56,8 +59,8 @@ def trained(plane: Plane, config: Config) -> Trainer:
     return trainer
 
 
-def asked(output: Path | None = None, part: Any = "test", weights: Any = None) -> Asked:
-    return Asked(part, weights, output is not None, output)
+def asked(part: Any = "test", weights: Any = None, predicts: bool = False) -> Request:
+    return Request(part, weights, predicts)
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, rank: int) -> list[int]:
@@ -67,7 +70,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, rank: int) -> list[int]:
 
     def slowly(source: Data, first: int, stop: int, *others: Any) -> Iterator[Any]:
         parts.append(stop - first)
-        time.sleep(0.0005 * rank * (stop - first))
+        time.sleep(0.001 * rank * (stop - first))
         yield from once(source, first, stop, *others)
 
     monkeypatch.setattr("hetsync.train.tested.test_batches", slowly)
@@ -79,7 +82,7 @@ def test_metrics_and_rows_are_those_of_one_process(plane: Plane, folder: Path, m
     trainer = trained(plane, config)
     parts = slow_down(monkeypatch, plane.rank)
     output = folder / "found.parquet"
-    look_at_runs(plane, [(folder / "run", config)], asked(output))
+    evaluate_runs(plane, [(folder / "run", config)], asked(predicts=True), output)
     told = json.loads((folder / "run" / "test.json").read_text())
     source = trainer.data
     samples = len(source.test)  # type: ignore[arg-type]
@@ -108,12 +111,12 @@ def test_metrics_and_rows_are_those_of_one_process(plane: Plane, folder: Path, m
 def test_the_best_weights_are_taken_where_they_are_kept(plane: Plane, folder: Path) -> None:
     config = recipe(folder, evaluate_every=320, keep_best=KeepBestConfig("mae", "min"))
     trained(plane, config)
-    look_at_runs(plane, [(folder / "run", config)], asked())
+    evaluate_runs(plane, [(folder / "run", config)], asked())
     best = json.loads((folder / "run" / "test.json").read_text())
     kept = json.loads((folder / "run" / "best" / "best.json").read_text())
     assert best["weights"] == "best"
     assert best["samples_applied"] == kept["samples_applied"]
-    look_at_runs(plane, [(folder / "run", config)], asked(part="validation"))  # of which the run's evaluations were
+    evaluate_runs(plane, [(folder / "run", config)], asked(part="validation"))  # of which the run's evaluations were
     assert json.loads((folder / "run" / "test.json").read_text()) == best
 
 
@@ -132,6 +135,29 @@ def test_evaluations_while_training_are_of_the_validation_part(plane: Plane, fol
     assert summary["metrics"]["mae"] == pytest.approx(expected["mae"], rel=1e-6)
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_newest_weights_are_those_of_the_average_in_the_runs_precision(
+    plane: Plane, folder: Path, precision: Any
+) -> None:
+    kept = KeepBestConfig("mae", "max")  # of the worst, which the newest are not
+    config = replace(recipe(folder, evaluate_every=160, keep_best=kept, precision=precision), ema=EmaConfig(decay=0.5))
+    trainer = trained(plane, config)
+    assert trainer.average is not None
+    evaluate_runs(plane, [(folder / "run", config)], asked(weights="newest", predicts=True), folder / "found.parquet")
+    told = json.loads((folder / "run" / "test.json").read_text())
+    found = parquet.read_table(folder / "found.parquet")
+    assert told["weights"] == "newest"
+    assert told["rows"] == found.num_rows
+    source, count = trainer.data, len(trainer.data.test)  # type: ignore[arg-type]
+    with autocast(precision, torch.device("cpu")):
+        sums = evaluate_range(trainer.average.module, data.on_part(source, "test"), 0, count)
+    expected = source.report({**sums, "samples": count})
+    assert told["metrics"]["model"]["mae"] == pytest.approx(expected["mae"], rel=1e-6)
+    errors = np.abs(found["predicted"].to_numpy() - found["actual"].to_numpy())
+    assert np.nanmean(errors, dtype=np.float64) == pytest.approx(expected["mae"], rel=1e-5)
+
+
 def test_classes_have_rows_and_several_runs_a_mean(
     plane: Plane, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,7 +168,7 @@ def test_classes_have_rows_and_several_runs_a_mean(
         trained(plane, config)
         runs.append((folder / f"seed-{seed}", config))
     capsys.readouterr()
-    look_at_runs(plane, runs, asked(folder / "found.csv"))
+    evaluate_runs(plane, runs, asked(predicts=True), folder / "found.csv")
     said = capsys.readouterr().out
     values = [json.loads((run / "test.json").read_text())["metrics"]["model"]["accuracy"] for run, _ in runs]
     if plane.rank == 0:
@@ -197,12 +223,12 @@ def test_what_cannot_be_is_one_sentence_on_all_ranks(
         make(folder)
     plane.barrier()
     with pytest.raises(UserError, match=sentence):
-        look_at_runs(plane, [(folder / "run", config)], asked(**given))
+        evaluate_runs(plane, [(folder / "run", config)], asked(**given))
 
 
 @pytest.mark.ranks(1, 2)
 def test_a_part_that_the_data_have_not_is_refused(plane: Plane, folder: Path) -> None:
     config = Config(run=RunConfig(samples=64, profile_seconds=0.05, dir=str(folder / "run")))
     trained(plane, config)
-    with pytest.raises(UserError, match="--part is validation, which the data have not: give test or train"):
-        look_at_runs(plane, [(folder / "run", config)], asked(part="validation"))
+    with pytest.raises(UserError, match="--part is validation, which the data does not have: give test or train"):
+        evaluate_runs(plane, [(folder / "run", config)], asked(part="validation"))

@@ -29,6 +29,7 @@ from hetsync.config.schema import (
 from hetsync.data.evaluation import evaluate_range
 from hetsync.errors import UserError
 from hetsync.models.digits_cnn import DigitsCNN
+from hetsync.models.steps import GoesBySteps
 from hetsync.plane.base import Plane
 from hetsync.train.checkpoint import load_newest
 from hetsync.train.job import Job
@@ -204,12 +205,11 @@ def test_an_interval_is_a_number_of_samples(plane: Plane, samples: Any) -> None:
     job.close()
 
 
-class Counting(DigitsCNN):
+class Counting(GoesBySteps, DigitsCNN):
     """Goes by the job's steps, and keeps those that it was told."""
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__(classes=classes)
-        self.step_count = 0
         self.told: list[int] = []
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

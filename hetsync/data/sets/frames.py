@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from hetsync.config.checks import at_least
 from hetsync.data import Data
 from hetsync.data.cache import cached_folder
 from hetsync.data.findings import Findings
@@ -70,7 +71,7 @@ def frames(
             f"{stored.path} has {clips.shape[1]} frames{' a clip' if stored.holds_clips else ''}, too few for windows"
             f" of {steps} and {horizon} more: lower data.options.steps or horizon"
         )
-    return frame_data(Windows(stored, steps, horizon, scale(seen, largest)), parts, horizon)
+    return frame_data(FrameWindows(stored, steps, horizon, scale(seen, largest)), parts, horizon)
 
 
 def check(path: Path, findings: Findings) -> None:
@@ -164,7 +165,7 @@ def _unpacked(path: Path) -> Path:
         raise UserError(f"{path} cannot be read as frames: {brief(str(error))}") from error
 
 
-class Windows(Dataset[dict[str, torch.Tensor]]):
+class FrameWindows(Dataset[dict[str, torch.Tensor]]):
     """All windows of clips, `steps` frames to predict `horizon` more, one for each frame; one clip after the other."""
 
     def __init__(self, stored: Stored, steps: int, horizon: int, largest: float) -> None:
@@ -212,8 +213,7 @@ def scale(seen: np.ndarray, largest: float | None) -> float:
     if largest is None and seen.dtype == np.uint8:
         return LARGEST_BYTE
     if largest is not None:
-        if isinstance(largest, bool) or not isinstance(largest, int | float) or not 0 < largest < np.inf:
-            raise UserError(f"data.options.largest is {largest}: it must be a number above 0, or null")
+        at_least("data.options.largest", largest, 0, above=True)
         return float(largest)
     blocks = (clip[start : start + BLOCK] for clip in seen for start in range(0, len(clip), BLOCK))
     greatest = float(np.max([block.max() for block in blocks]))

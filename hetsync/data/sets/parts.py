@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hetsync.config.checks import at_least
 from hetsync.errors import UserError
 
 Parts = tuple[range, range, range]
@@ -10,12 +11,10 @@ Parts = tuple[range, range, range]
 def split(count: int, what: str, validation_fraction: float, test_fraction: float) -> Parts:
     """So many samples, in their order: the last to test on, those before to evaluate on while training. Rounded as
     DCRNN's authors do (Li et al. 2018). UserError where a part has none."""
-    fractions = {"validation_fraction": validation_fraction, "test_fraction": test_fraction}
-    for name, fraction in fractions.items():
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
-            raise UserError(f"data.options.{name} is {fraction}: it must be above 0 and below 1")
+    at_least("data.options.validation_fraction", validation_fraction, 0, above=True, most=1)
+    at_least("data.options.test_fraction", test_fraction, 0, above=True, most=1)
     train = max(0, round(count * (1 - validation_fraction - test_fraction)))
-    test = count - round(count * test_fraction)
+    test = max(0, count - round(count * test_fraction))
     parts = range(train), range(train, test), range(test, count)
     if not all(parts):
         raise UserError(
@@ -26,7 +25,6 @@ def split(count: int, what: str, validation_fraction: float, test_fraction: floa
 
 
 def require_counts(**counts: int) -> None:
-    """Raise UserError unless these options are whole numbers from 1."""
+    """UserError unless these options are 1 or more."""
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f"data.options.{name} is {value}: give a whole number from 1")
+        at_least(f"data.options.{name}", value, 1)

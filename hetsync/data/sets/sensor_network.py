@@ -2,13 +2,14 @@
 
 A batch is a dictionary: `values` (N, T, S), the last T readings of S sensors in their own units, nan where missing;
 `day_time` (N, T), the part of the day in [0, 1) of each, and `weekday` (N, T) from Monday = 0; `future_day_time` and
-`future_weekday` (N, H) of the H readings to be predicted, which are `targets` (N, H, S), nan where missing. A model
-returns predictions (N, H, S).
+`future_weekday` (N, H) of the H readings to be predicted, which are `targets` (N, H, S), nan where missing; and `row`
+(N,), the number of the first of these in the series. A model returns predictions (N, H, S).
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from torch.utils.data import Dataset, Subset
 from hetsync.data import Data
 from hetsync.data.sets.parts import require_counts, split
 from hetsync.errors import UserError
+from hetsync.metrics import MAE, MAPE, RMSE
 
 Batch = dict[str, torch.Tensor]
 
@@ -93,7 +95,7 @@ class Network:
         return (minutes % DAY_MINUTES / DAY_MINUTES).astype(np.float32), weekday % 7
 
 
-class Windows(Dataset[dict[str, np.ndarray]]):
+class SensorWindows(Dataset[dict[str, np.ndarray]]):
     """All windows of a network's readings, `steps` of them to predict `horizon` more, one for each time."""
 
     def __init__(self, network: Network, steps: int, horizon: int) -> None:
@@ -107,6 +109,7 @@ class Windows(Dataset[dict[str, np.ndarray]]):
         now, end = index + self.steps, index + self.steps + self.horizon
         day_time, weekday = self.network.day_times(np.arange(index, end))
         return {
+            "row": np.array(now),
             "values": np.array(self._values[index:now]),
             "day_time": day_time[: self.steps],
             "weekday": weekday[: self.steps],
@@ -146,10 +149,10 @@ def network_data(
         UserError: An option is wrong, or there are too few readings.
     """
     require_counts(steps=steps, horizon=horizon)
-    windows = Windows(network, steps, horizon)
+    windows = SensorWindows(network, steps, horizon)
     train, validation, test = split(len(windows), "windows", validation_fraction, test_fraction)
     rows = train.stop + steps - 1  # that training windows look back on
-    mean, deviation = scale(windows, rows)
+    mean, deviation = scale(network, rows)
     average = HistoricAverage.of(network, rows)
     return Data(
         Subset(windows, train),
@@ -170,9 +173,9 @@ def network_data(
     )
 
 
-def scale(windows: Windows, rows: int) -> tuple[float, float]:
+def scale(network: Network, rows: int) -> tuple[float, float]:
     """Mean and standard deviation of the first rows' readings. UserError where there is none."""
-    values = windows.network.values()
+    values = network.values()
     moments = np.zeros(3)
     for start in range(0, rows, BLOCK):
         block = values[start : min(rows, start + BLOCK)].astype(np.float64)
@@ -188,46 +191,37 @@ def scale(windows: Windows, rows: int) -> tuple[float, float]:
 # What a prediction is worth.
 
 
-def errors_of(predicted_NHS: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each reading, 0 where it is missing; and where it is there."""
-    there_NHS = ~batch["targets"].isnan()
-    return torch.where(there_NHS, predicted_NHS - batch["targets"].nan_to_num(), 0.0), there_NHS
-
-
 def masked_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Mean over samples of the mean absolute error of a sample's readings that are there."""
-    errors_NHS, there_NHS = errors_of(model(batch), batch)
-    return (errors_NHS.abs().sum((1, 2)) / there_NHS.sum((1, 2)).clamp(min=1)).mean()
+    there_NHS = ~batch["targets"].isnan()
+    errors_NHS = torch.where(there_NHS, (model(batch) - batch["targets"].nan_to_num()).abs(), 0.0)
+    return (errors_NHS.sum((1, 2)) / there_NHS.sum((1, 2)).clamp(min=1)).mean()
 
 
 def horizon_sums(model: nn.Module, batch: Batch, minutes: int) -> dict[str, float]:
-    """Absolute, squared and relative errors with their counts: of all horizons, and of those that are told apart."""
-    errors_NHS, there_NHS = (each.double() for each in errors_of(model(batch), batch))
-    targets_NHS = batch["targets"].double()
-    relative_NHS = torch.where((there_NHS > 0) & (targets_NHS != 0), 1 / targets_NHS.abs(), 0.0)
-    sums_5H = torch.stack(
-        [
-            each.sum((0, 2))
-            for each in (errors_NHS.abs(), errors_NHS**2, errors_NHS.abs() * relative_NHS, there_NHS, relative_NHS > 0)
-        ]
-    )
+    """Errors with their counts, as NAME and NAME_count: of all horizons, and of those that are told apart."""
+    predicted_NHS, horizon = model(batch), batch["targets"].shape[1]
     parts = {"": slice(None)}
     for told in TOLD_MINUTES:
-        if told % minutes == 0 and told // minutes <= sums_5H.shape[1]:
+        if told % minutes == 0 and told // minutes <= horizon:
             parts[f"_{told}min"] = slice(told // minutes - 1, told // minutes)
-    found_5P = torch.stack([sums_5H[:, part].sum(1) for part in parts.values()], 1)
-    names = [f"{kind}{part}" for kind in ("mae", "rmse", "mape", "readings", "not_zero") for part in parts]
-    return dict(zip(names, found_5P.flatten().tolist(), strict=True))
+    sums: dict[str, float] = {}
+    for name, metric in {"mae": MAE(math.nan, 1), "rmse": RMSE(math.nan, 1), "mape": MAPE(math.nan, 1)}.items():
+        metric.update(predicted_NHS, batch["targets"])
+        total_H, count_H = metric.total.cpu(), metric.count.cpu()
+        for part, horizons in parts.items():
+            sums[f"{name}{part}"] = total_H[horizons].sum().item()
+            sums[f"{name}{part}_count"] = count_H[horizons].sum().item()
+    return sums
 
 
 def horizon_errors(sums: dict[str, float]) -> dict[str, float]:
-    """MAE and RMSE in the readings' units, MAPE in %: means over the readings that are there."""
+    """MAE and RMSE in the readings' units, MAPE in %: means over the readings that are there; nan where none is."""
     found = {}
-    for part in [name.removeprefix("mae") for name in sums if name.startswith("mae")]:
-        readings, not_zero = (max(1.0, sums[f"{kind}{part}"]) for kind in ("readings", "not_zero"))
-        found[f"mae{part}"] = sums[f"mae{part}"] / readings
-        found[f"rmse{part}"] = (sums[f"rmse{part}"] / readings) ** 0.5
-        found[f"mape{part}"] = 100 * sums[f"mape{part}"] / not_zero
+    for name in [name for name in sums if f"{name}_count" in sums]:
+        count = sums[f"{name}_count"]
+        mean = sums[name] / count if count else math.nan
+        found[name] = mean**0.5 if name.startswith("rmse") else mean
     return found
 
 
@@ -235,22 +229,24 @@ def predicted_rows(model: nn.Module, batch: Batch, network: Network) -> dict[str
     """A row for each sensor and horizon of each sample."""
     predicted_NHS = model(batch).cpu()
     samples, horizon, _ = predicted_NHS.shape
-    hours_NH = (batch["future_day_time"].cpu() * 24).long()
-    ahead_H = network.minutes * torch.arange(1, horizon + 1)
+    rows_NH = batch["row"].cpu().numpy()[:, None] + np.arange(horizon)
+    times_NH = network.start + rows_NH * np.timedelta64(network.minutes, "m")
+    hours_NH = (times_NH - times_NH.astype("datetime64[D]")) // np.timedelta64(1, "h")
 
-    def spread(values: torch.Tensor) -> np.ndarray:
-        return values.expand(predicted_NHS.shape).flatten().numpy()
+    def spread(values: np.ndarray) -> np.ndarray:
+        return np.broadcast_to(values, predicted_NHS.shape).flatten()
 
     names_S = np.array(network.names)
     if all(name.isdecimal() and len(name) < 19 for name in network.names):
         names_S = names_S.astype(np.int64)
     places = {}
     if network.places_S2 is not None:
-        longitudes, latitudes = torch.from_numpy(network.places_S2).T
+        longitudes, latitudes = network.places_S2.T
         places = {"longitude": spread(longitudes), "latitude": spread(latitudes)}
     return {
         "sensor": np.tile(names_S, samples * horizon),
-        "minutes_ahead": spread(ahead_H[:, None]),
+        "time": spread(times_NH[:, :, None]),
+        "minutes_ahead": spread(network.minutes * np.arange(1, horizon + 1)[:, None]),
         "hour": spread(hours_NH[:, :, None]),
         **places,
         "actual": batch["targets"].cpu().flatten().numpy(),

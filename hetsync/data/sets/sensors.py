@@ -10,18 +10,21 @@ from typing import Any
 
 import numpy as np
 
+from hetsync.config.checks import at_least
 from hetsync.data import Data
 from hetsync.data.cache import cached_folder
 from hetsync.data.findings import Findings
-from hetsync.data.sets.sensor_network import Network, network_data
+from hetsync.data.sets.sensor_network import DAY_MINUTES, Network, network_data
 from hetsync.errors import UserError, brief
 from hetsync.extras import require
 
 VERSION = "1"  # of the cached layout
 READINGS = (".h5", ".hdf5", ".npz", ".csv")
+NO_READING = ("", "nan")
+START, MINUTES = "2018-01-01", 5  # of PEMS04
 LEAST_WEIGHT = 0.1  # of a road: lighter ones are left out (Li et al. 2018)
 PLACE = {"latitude", "longitude"}
-ROAD = {"from", "to"}
+ROAD, LENGTH = {"from", "to"}, {"distance", "cost"}
 
 
 def sensors(
@@ -30,8 +33,8 @@ def sensors(
     graph: str | None = None,
     feature: int = 0,
     missing: float | None = 0.0,
-    start: str = "2018-01-01",
-    minutes: int = 5,
+    start: str = START,
+    minutes: int = MINUTES,
     steps: int = 12,
     horizon: int = 12,
     validation_fraction: float = 0.1,
@@ -65,11 +68,10 @@ def sensors(
 
 
 def check(path: Path, findings: Findings) -> None:
-    """Count sensors, readings and roads; report what cannot be read, readings that are missing, roads that lead to no
-    sensor."""
+    """Count sensors, readings and roads; report what cannot be read, and sensors without a reading or a road."""
     try:
         files = Files.find(path, None, None)
-        table = read(files.readings, Untimed("2018-01-01", 5, 0))
+        table = read(files.readings, Untimed())
         gone = np.isnan(table.values) | (table.values == 0)
         findings.count("sensors", len(table.names))
         findings.count("times", len(table.values))
@@ -79,8 +81,12 @@ def check(path: Path, findings: Findings) -> None:
             if share == 1:
                 findings.problem(f"{files.readings}, sensor {name}", "has no reading", "sensors without a reading")
         if files.graph is not None:
-            graph = adjacency(files.graph, table.names)
-            findings.count("roads", int((graph > 0).sum() - len(graph)))
+            roads_SS = (adjacency(files.graph, table.names) > 0) & ~np.eye(len(table.names), dtype=bool)
+            findings.count("roads", int(roads_SS.sum()))
+            joined_S = np.any(roads_SS | roads_SS.T, axis=0)
+            for name, joined in zip(table.names, joined_S.tolist(), strict=True):
+                if not joined:
+                    findings.problem(f"{files.graph}, sensor {name}", "has no road", "sensors without a road")
     except UserError as error:
         findings.problem(str(path), str(error))
 
@@ -136,9 +142,9 @@ def _heads(path: Path) -> set[str]:
 class Untimed:
     """What options say of files that do not."""
 
-    start: str
-    minutes: int
-    feature: int
+    start: str = START
+    minutes: int = MINUTES
+    feature: int = 0
 
 
 @dataclass(frozen=True)
@@ -184,8 +190,7 @@ def _read_npz(path: Path, untimed: Untimed) -> Table:
         raise ValueError(f"its `data` has {values.ndim} dimensions, where (times, sensors, features) are wanted")
     if not 0 <= untimed.feature < values.shape[2]:
         raise UserError(f"data.options.feature is {untimed.feature}, but {path} has {values.shape[2]} features")
-    if isinstance(untimed.minutes, bool) or not isinstance(untimed.minutes, int) or not 1 <= untimed.minutes <= 1440:
-        raise UserError(f"data.options.minutes is {untimed.minutes}: give a whole number from 1 to 1440")
+    at_least("data.options.minutes", untimed.minutes, 1, most=DAY_MINUTES)
     try:
         start = np.datetime64(untimed.start, "s")
     except ValueError:
@@ -198,13 +203,24 @@ def _read_npz(path: Path, untimed: Untimed) -> Table:
 
 def _read_csv(path: Path, _: Untimed) -> Table:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        heads, *lines = csv.reader(file)
-    names = heads[1:]
-    times = np.array([line[0] for line in lines], "datetime64[s]")
-    values = np.array([[float(word) if word.strip() else np.nan for word in line[1:]] for line in lines])
-    if values.shape != (len(lines), len(names)):
-        raise ValueError("its lines are not of one length")
-    return _timed(values, names, times)
+        rows = csv.reader(file)
+        names = [head.strip() for head in next(rows, [])[1:]]
+        times, values = [], []
+        for row in filter(any, rows):
+            if len(row) != len(names) + 1:
+                raise UserError(f"{path}:{rows.line_num} has {len(row)} cells, and its head {len(names) + 1}: mend it")
+            times.append(_time(path, rows.line_num, row[0]))
+            words = [word.strip().lower() for word in row[1:]]
+            line = rows.line_num
+            values.append([np.nan if word in NO_READING else _number(path, line, "a reading", word) for word in words])
+    return _timed(np.array(values).reshape(-1, len(names)), names, np.array(times, "datetime64[s]"))
+
+
+def _time(path: Path, line: int, word: str) -> np.datetime64:
+    try:
+        return np.datetime64(word.strip(), "s")
+    except ValueError:
+        raise UserError(f"{path}:{line} has {brief(word)} as its time: give one such as 2018-01-01T00:05") from None
 
 
 def _timed(values: np.ndarray, names: Sequence[str], times: np.ndarray) -> Table:
@@ -239,13 +255,15 @@ def _write(files: Files, untimed: Untimed, missing: float | None, folder: Path) 
 
 def adjacency(path: Path, names: Sequence[str]) -> np.ndarray:
     """(S, S) weights of roads. UserError where it names no road between these sensors."""
-    at = {name: number for number, name in enumerate(names)}
+    at = {_identity(name): number for number, name in enumerate(names)}
+    if not (_heads(path) >= ROAD and _heads(path) & LENGTH):
+        raise UserError(f"{path} has the heads {brief(', '.join(sorted(_heads(path))))}: give from, to and distance")
     distances = np.full((len(names), len(names)), np.inf)
     for number, row in _rows(path):
         here, there = (at.get(_identity(row[end])) for end in ("from", "to"))
         if here is not None and there is not None:
-            told = row.get("distance") or row.get("cost")
-            distances[here, there] = _number(path, number, "distance (or cost)", told)
+            told = next(row[head] for head in LENGTH if head in row)
+            distances[here, there] = _number(path, number, "distance", told)
     known = distances[np.isfinite(distances)]
     if not known.size:
         raise UserError(
@@ -279,8 +297,11 @@ def _identity(word: str) -> str:
     return word.removesuffix(".0")
 
 
-def _number(path: Path, line: int, what: str, word: str | None) -> float:
+def _number(path: Path, line: int, what: str, word: str) -> float:
     try:
-        return float(word or "")
+        found = float(word)
     except ValueError:
-        raise UserError(f"{path}:{line} has {brief(word)} as {what}: give a number") from None
+        found = np.nan
+    if not np.isfinite(found):
+        raise UserError(f"{path}:{line} has {brief(word)} as {what}: give a number")
+    return found

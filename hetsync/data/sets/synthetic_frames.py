@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from hetsync.config.checks import at_least
 from hetsync.data import Data
 from hetsync.data.sets.frame_prediction import Batch, frame_data
 from hetsync.data.sets.parts import require_counts, split
-from hetsync.errors import UserError
 
 BLOBS = 3  # of which the last is not there in every other clip
 LEAST_SIZE = 8  # pixels: a blob shall not meet itself around the torus
@@ -48,14 +48,11 @@ def synthetic_frames(
         test_fraction: Part of the clips to test on: the last.
     """
     require_counts(clips=clips, steps=steps, horizon=horizon)
-    for name, value, least in (("size", size, LEAST_SIZE), ("seed", seed, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise UserError(f"data.options.{name} is {value}: synthetic frames need a whole number from {least}")
-    if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise < np.inf:
-        raise UserError(f"data.options.noise is {noise}: it must be a number from 0")
+    for name, value, least in (("size", size, LEAST_SIZE), ("seed", seed, 0), ("noise", noise, 0)):
+        at_least(f"data.options.{name}", value, least)
     parts = split(clips, "clips", validation_fraction, test_fraction)
     made = Clips(clips, size, steps, horizon, seed, noise)
-    return frame_data(made, parts, horizon, {"best known": BestPredictor()})
+    return frame_data(made, parts, horizon, {"best known": BestFrames()})
 
 
 class Clips(Dataset[Batch]):
@@ -98,7 +95,7 @@ def move(hidden_NB6: torch.Tensor, times: range, size: tuple[int, int]) -> torch
     return torch.einsum("nb,nbfy,nbfx->nfyx", heights_NB1.squeeze(2), *along)[:, :, None]
 
 
-class BestPredictor(nn.Module):
+class BestFrames(nn.Module):
     """The frames to come without their noise, by what is hidden from all others."""
 
     def forward(self, batch: Batch) -> torch.Tensor:

@@ -3,7 +3,7 @@
 Sensors stand along roads that lead into a town and meet in a ring. Each has a usual course of the day, with rush hours
 on working days. Deviations from it fade, and spread to neighbours: against the traffic where it queues (in rush hours),
 else with it. New ones come at each step: noise, and now and then an incident. Given the readings of one step, the
-expectation of each later one is exactly known (`BestPredictor`). No figure on it says anything about a real town.
+expectation of each later one is exactly known (`BestReadings`). No figure on it says anything about a real town.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from hetsync.config.checks import at_least
 from hetsync.data import Data
 from hetsync.data.cache import cached_folder
 from hetsync.data.sets.sensor_network import DAY_MINUTES, Batch, Network, network_data
-from hetsync.errors import UserError
 
 VERSION = "1"  # of the generator and the cached layout: raise it when the readings change
 MINUTES = 5
@@ -39,6 +39,7 @@ SPREADS = (0.06, 0.30)  # part of it that comes from neighbours: in calm and in 
 NOISE_KMH = 0.8  # deviation of what is new at each step
 INCIDENTS_A_DAY = 0.2  # of each sensor
 INCIDENT_KMH = (6.0, 14.0)  # that one takes
+MOST_MISSING = 0.9
 
 
 def synthetic_sensors(
@@ -65,14 +66,12 @@ def synthetic_sensors(
         test_fraction: Part of the windows to test on: the last.
     """
     for name, value, least in (("sensors", sensors, 2), ("days", days, 1), ("seed", seed, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise UserError(f"data.options.{name} is {value}: the synthetic network needs a whole number from {least}")
-    if isinstance(missing, bool) or not isinstance(missing, int | float) or not 0 <= missing < 1:
-        raise UserError(f"data.options.missing is {missing}: it must be from 0 to below 1")
+        at_least(f"data.options.{name}", value, least)
+    at_least("data.options.missing", missing, 0, most=MOST_MISSING)
     town = Town.build(sensors, seed)
     version = f"{VERSION} {sensors} {days} {missing} {seed}"
     folder = cached_folder("synthetic_sensors", [], version, lambda made: write(town, days, missing, seed, made))
-    best = {} if missing else {"best known": BestPredictor(town)}
+    best = {} if missing else {"best known": BestReadings(town)}
     return network_data(Network.open(folder), steps, horizon, validation_fraction, test_fraction, best)
 
 
@@ -172,7 +171,7 @@ def _spells(rng: np.random.Generator, shape: tuple[int, ...], missing: float) ->
     return gone
 
 
-class BestPredictor(nn.Module):
+class BestReadings(nn.Module):
     """The expectation of each reading to come, given the last ones: no other predictor has a smaller mean squared
     error. (Incidents are skewed, so that a smaller mean absolute error is possible, by a little.)"""
 

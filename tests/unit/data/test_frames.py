@@ -18,9 +18,17 @@ from torch.utils.data import default_collate
 from hetsync.data import Data
 from hetsync.data.findings import Findings
 from hetsync.data.sets.frame_prediction import LastFrame, frame_loss, frame_rows, frame_sums
-from hetsync.data.sets.frames import MOVING_MNIST, Stored, Windows, check, frames, windows_in_time, windows_of_clips
+from hetsync.data.sets.frames import (
+    MOVING_MNIST,
+    FrameWindows,
+    Stored,
+    check,
+    frames,
+    windows_in_time,
+    windows_of_clips,
+)
 from hetsync.data.sets.parts import split
-from hetsync.data.sets.synthetic_frames import BestPredictor, synthetic_frames
+from hetsync.data.sets.synthetic_frames import BestFrames, synthetic_frames
 from hetsync.errors import UserError
 
 
@@ -131,12 +139,12 @@ def several_files(folder: Path) -> None:
             "of the training part is 0.0: mend the frames, or give data.options.largest",
         ),
         (several_files, {"file": "h.npy"}, "of the training part is nan: mend the frames"),
-        (several_files, {"file": "f.npy", "largest": -1}, "data.options.largest is -1: it must be a number above 0"),
+        (several_files, {"file": "f.npy", "largest": -1}, "data.options.largest is -1: it must be greater than 0"),
         (several_files, {"file": "a.npy", "clips_axis": 2}, "data.options.clips_axis is 2: give 0 or 1, or null"),
         (several_files, {"file": "a.npy", "horizon": 17}, "has 20 frames a clip, too few for windows of 4 and 17 more"),
-        (several_files, {"file": "a.npy", "horizon": 0}, "data.options.horizon is 0: give a whole number from 1"),
+        (several_files, {"file": "a.npy", "horizon": 0}, "data.options.horizon is 0: it must be at least 1"),
         (several_files, {"file": "a.npy", "test_fraction": 0.01}, "there are 20 clips, which leave none to train"),
-        (several_files, {"file": "a.npy", "test_fraction": 1}, "data.options.test_fraction is 1: it must be above 0"),
+        (several_files, {"file": "a.npy", "test_fraction": 1}, "which leave none to train"),
         (several_files, {"file": "f.npy", "horizon": 5, "largest": 1}, "has 40 frames, too few for windows of 4 and 5"),
     ],
 )
@@ -207,7 +215,7 @@ def test_windows_stay_in_their_clips() -> None:
 
 def test_other_processes_open_the_frames_and_are_not_sent_them(tmp_path: Path) -> None:
     folder = saved(tmp_path / "clips", pixels(50, 20, 16, 16))
-    windows = Windows(Stored.find(Path(folder), None, None), 5, 5, 255)
+    windows = FrameWindows(Stored.find(Path(folder), None, None), 5, 5, 255)
     sent = pickle.dumps(windows)
     assert len(sent) < 1000
     torch.testing.assert_close(pickle.loads(sent)[17], windows[17])
@@ -290,7 +298,7 @@ def test_the_best_predictor_errs_by_the_noise_alone() -> None:
         ("widths", [0] * 4 + [1, 0]),
     ):
         changed = {**batch, "hidden": batch["hidden"] + torch.tensor(change)}
-        assert frame_loss(BestPredictor(), changed) > 0.0105, key
+        assert frame_loss(BestFrames(), changed) > 0.0105, key
 
 
 def test_blobs_move_on_a_torus() -> None:
@@ -298,7 +306,7 @@ def test_blobs_move_on_a_torus() -> None:
     before it, shifted."""
     hidden = torch.tensor([[[1.0, 14.0, 1.0, -1.0, 1.5, 0.8]]])
     batch = {"hidden": hidden, "frames": torch.zeros(1, 1, 1, 16, 16), "targets": torch.zeros(1, 16, 1, 16, 16)}
-    moved = BestPredictor()(batch)[0, :, 0]
+    moved = BestFrames()(batch)[0, :, 0]
     for before, after in pairwise(moved):
         torch.testing.assert_close(after, before.roll((1, -1), (0, 1)))
     assert moved[-1].max().item() == pytest.approx(0.8)
@@ -316,11 +324,11 @@ def test_clips_have_two_or_three_blobs() -> None:
     ("options", "sentence"),
     [
         ({"clips": 5}, "there are 5 clips, which leave none to train"),
-        ({"clips": 0}, "data.options.clips is 0: give a whole number from 1"),
-        ({"size": 4}, "data.options.size is 4: synthetic frames need a whole number from 8"),
-        ({"seed": 1.5}, "data.options.seed is 1.5"),
-        ({"noise": -1}, "data.options.noise is -1: it must be a number from 0"),
-        ({"horizon": 0}, "data.options.horizon is 0: give a whole number from 1"),
+        ({"clips": 0}, "data.options.clips is 0: it must be at least 1"),
+        ({"size": 4}, "data.options.size is 4: it must be at least 8"),
+        ({"seed": -1}, "data.options.seed is -1: it must be at least 0"),
+        ({"noise": -1}, "data.options.noise is -1: it must be at least 0"),
+        ({"horizon": 0}, "data.options.horizon is 0: it must be at least 1"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], sentence: str) -> None:

@@ -18,13 +18,14 @@ from torch.utils.data import default_collate
 
 from hetsync.data import Data
 from hetsync.data.findings import Findings
+from hetsync.data.sets import sensor_network
 from hetsync.data.sets import synthetic_sensors as synthetic
 from hetsync.data.sets.parts import split
 from hetsync.data.sets.sensor_network import (
     HistoricAverage,
     LastValue,
     Network,
-    Windows,
+    SensorWindows,
     horizon_errors,
     horizon_sums,
     masked_loss,
@@ -79,7 +80,8 @@ def metr_la(folder: Path, values: np.ndarray, times: np.ndarray | None = None) -
         frame["axis0"] = frame["block0_items"] = np.array(SENSORS, "S6")
         frame["axis1"] = times.astype("datetime64[ns]").astype(np.int64)
         frame["block0_values"] = values.astype(np.float64)
-    (folder / "distances.csv").write_text("from,to,cost\n773869,773869,0\n773869,767541,1000\n767542,773869,3000.5\n")
+    roads = "773869,773869,0\n773869,767541,800\n767541,767542.0,500\n767542,773869,3000.5\n1,773869,1\n"
+    (folder / "distances.csv").write_text("from,to,cost\n" + roads)
     places = "".join(f"{number},{name},34.1,-118.{number}\n" for number, name in enumerate(SENSORS))
     (folder / "graph_sensor_locations.csv").write_text("index,sensor_id,latitude,longitude\n" + places)
 
@@ -107,9 +109,10 @@ def test_metr_la(tmp_path: Path) -> None:
 def test_weights_of_roads_are_by_distance(tmp_path: Path) -> None:
     metr_la(tmp_path / "la", readings())
     weights = adjacency(tmp_path / "la" / "distances.csv", SENSORS)
-    deviation = np.std([0, 1000, 3000.5])
-    assert weights[0, 1] == pytest.approx(math.exp(-((1000 / deviation) ** 2)))
-    assert weights[2, 0] == 0  # below a tenth
+    deviation = np.std([0, 800, 500, 3000.5])
+    assert weights[0, 1] == pytest.approx(math.exp(-((800 / deviation) ** 2)))
+    assert weights[1, 2] == pytest.approx(math.exp(-((500 / deviation) ** 2)))
+    assert weights[2, 0] == 0  # below a tenth: 0.001
     assert weights[1, 0] == 0
     assert (np.diag(weights) == 1).all()
 
@@ -164,9 +167,20 @@ def foreign_roads(folder: Path) -> None:
     (folder / "distances.csv").write_text("from,to,cost\n1,2,3\n")
 
 
-def no_distance(folder: Path) -> None:
-    metr_la(folder, readings())
-    (folder / "distances.csv").write_text("from,to,cost\n773869,767541,far\n")
+def table(text: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "mine.csv").write_text(text)
+
+    return make
+
+
+def far(distance: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        metr_la(folder, readings())
+        (folder / "distances.csv").write_text(f"from,to,cost\n773869,767541,{distance}\n")
+
+    return make
 
 
 def backwards(folder: Path) -> None:
@@ -183,11 +197,16 @@ def backwards(folder: Path) -> None:
         (two_files, {"readings": "more.npz", "start": "soon"}, "data.options.start is soon: give a time such as"),
         (no_frame, {}, "a.h5 cannot be read as readings"),
         (foreign_roads, {}, "has no road between sensors of the readings, which are called 773869"),
-        (no_distance, {}, "distances.csv:2 has far as distance (or cost): give a number"),
+        (far("far"), {}, "distances.csv:2 has far as distance: give a number"),
         (backwards, {}, "its times do not grow"),
         (two_files, {"readings": "metr-la.h5", "horizon": 60}, "windows, which leave none to train"),
-        (two_files, {"readings": "metr-la.h5", "test_fraction": 2}, "data.options.test_fraction is 2: it must be"),
-        (two_files, {"readings": "metr-la.h5", "steps": 0}, "data.options.steps is 0: give a whole number from 1"),
+        (two_files, {"readings": "metr-la.h5", "test_fraction": 2}, "test_fraction is 2: it must be at most 1"),
+        (table("a,b\n2024-01-01,1\n2024-01-02\n"), {}, "mine.csv:3 has 1 cells, and its head 2: mend it"),
+        (table("a,b\n2024-01-01,1\n2024-01-02,x\n"), {}, "mine.csv:3 has x as a reading: give a number"),
+        (table("a,b\n2024-01-01,1\nsoon,1\n"), {}, "mine.csv:3 has soon as its time: give one such as"),
+        (table("a,b\n2024-01-01,1\n2024-01-02,2\n"), {"graph": "mine.csv"}, "has the heads a, b: give from, to and"),
+        (far("nan"), {}, "distances.csv:2 has nan as distance: give a number"),
+        (two_files, {"readings": "metr-la.h5", "steps": 0}, "data.options.steps is 0: it must be at least 1"),
     ],
 )
 def test_mistakes_are_one_sentence(
@@ -217,7 +236,7 @@ def test_a_checker_tells_of_sensors_without_a_reading(tmp_path: Path) -> None:
 
 def test_a_window_is_what_came_before_and_what_comes_after(tmp_path: Path) -> None:
     values = np.arange(40, dtype=np.float32)[:, None] * [1, 100]
-    windows = Windows(network(tmp_path / "n", values, 60, np.datetime64("2024-01-06T22:00:00")), 3, 2)
+    windows = SensorWindows(network(tmp_path / "n", values, 60, np.datetime64("2024-01-06T22:00:00")), 3, 2)
     assert len(windows) == 36
     sample = windows[4]
     np.testing.assert_array_equal(sample["values"], values[4:7])
@@ -229,7 +248,7 @@ def test_a_window_is_what_came_before_and_what_comes_after(tmp_path: Path) -> No
 
 
 def test_other_processes_open_the_readings_and_are_not_sent_them(tmp_path: Path) -> None:
-    windows = Windows(network(tmp_path / "n", readings(20_000)), 12, 12)
+    windows = SensorWindows(network(tmp_path / "n", readings(20_000)), 12, 12)
     sent = pickle.dumps(windows)
     assert len(sent) < 2000
     np.testing.assert_array_equal(pickle.loads(sent)[7]["values"], windows[7]["values"])
@@ -249,10 +268,24 @@ def test_parts_are_as_the_field_cuts_them() -> None:
     assert [len(part) for part in split(34_249, "windows", 0.1, 0.2)] == [23_974, 3_425, 6_850]  # of METR-LA
 
 
-def test_constants_come_from_the_training_part(tmp_path: Path) -> None:
+def test_the_validation_part_comes_before_the_test_part(tmp_path: Path) -> None:
+    data = network_data(network(tmp_path / "n", readings(100)), 4, 4, 0.1, 0.2)
+    parts = (data.train, data.validation, data.test)
+    assert [len(part) for part in parts] == [65, 9, 19]  # type: ignore[arg-type]
+    assert [int(part[0]["row"]) for part in parts] == [4, 69, 78]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("block", [7, 4096])
+def test_constants_come_from_the_training_part(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sensor_network, "BLOCK", block)
     values = readings(100)
     values[::7] = np.nan
     data = network_data(network(tmp_path / "n", values), 4, 4, 0.1, 0.2)
+    gone = {"values": torch.full((1, 4, 3), torch.nan), "targets": torch.zeros(1, 4, 3)}
+    assert data.baselines["last value"](gone)[0, 0, 0].item() == pytest.approx(data.model_options["mean"])
+    table = data.baselines["historic average"].table_7DS
+    np.testing.assert_allclose(table[0, 20], values[20])  # each time of this morning comes once
+    np.testing.assert_allclose(table[6, 200], np.nanmean(values[: len(data.train) + 3], 0), rtol=1e-6)  # type: ignore[arg-type]
     seen = values[: len(data.train) + 3]  # type: ignore[arg-type]
     assert data.model_options["mean"] == pytest.approx(np.nanmean(seen.astype(np.float64)), rel=1e-9)
     assert data.model_options["deviation"] == pytest.approx(np.nanstd(seen.astype(np.float64)), rel=1e-9)
@@ -307,6 +340,14 @@ def test_errors_are_of_the_readings_that_are_there_by_horizon() -> None:
     assert len(found) == 12
 
 
+def test_of_no_readings_there_is_no_error() -> None:
+    predicted, batch = batch_with_gaps()
+    batch["targets"][:, 5] = torch.nan
+    found = horizon_errors(horizon_sums(Told(predicted), batch, 5))
+    assert math.isnan(found["mae_30min"])
+    assert math.isfinite(found["mae"])
+
+
 def test_horizons_that_are_not_predicted_are_not_told() -> None:
     predicted, batch = batch_with_gaps()
     assert set(horizon_errors(horizon_sums(Told(predicted), batch, 60))) == {
@@ -317,6 +358,8 @@ def test_horizons_that_are_not_predicted_are_not_told() -> None:
 
 def test_the_loss_is_a_mean_over_samples_of_their_own_figure() -> None:
     predicted, batch = batch_with_gaps()
+    own = [np.nanmean(np.abs(predicted[one].numpy() - batch["targets"][one].numpy())) for one in range(1, 9)]
+    assert masked_loss(Told(predicted), batch).item() == pytest.approx(sum(own) / 9, rel=1e-6)
     each = [
         masked_loss(Told(predicted[one : one + 1]), {"targets": batch["targets"][one : one + 1]}) for one in range(9)
     ]
@@ -327,14 +370,19 @@ def test_the_loss_is_a_mean_over_samples_of_their_own_figure() -> None:
 
 def test_a_row_is_a_sensor_at_a_horizon(tmp_path: Path) -> None:
     values = readings()
-    found = network(tmp_path / "n", values)
-    batch = default_collate([Windows(found, 12, 12)[index] for index in (0, 5)])
+    (tmp_path / "n").mkdir()
+    places = np.array([[4.0, 50.0], [4.1, 50.1], [4.2, 50.2]])
+    Network.write(tmp_path / "n", values, np.datetime64("2024-01-06T23:50"), 15, ["1", "x", "30"], None, places)
+    found = Network.open(tmp_path / "n")
+    batch = default_collate([SensorWindows(found, 12, 12)[index] for index in (0, 5)])
     rows = predicted_rows(Told(batch["targets"] + 1), batch, found)
     assert {len(column) for column in rows.values()} == {2 * 12 * 3}
-    at = 1 * 36 + 4 * 3 + 2  # the second sample's fifth step of the third sensor
-    assert rows["sensor"][at] == 2
-    assert rows["minutes_ahead"][at] == 25
-    assert rows["hour"][at] == 1
+    at = 1 * 36 + 4 * 3 + 2  # the second sample's fifth step of the third sensor, which is reading 21
+    assert rows["sensor"][at] == "30"
+    assert rows["minutes_ahead"][at] == 75
+    assert rows["time"][at] == np.datetime64("2024-01-07T05:05")
+    assert rows["hour"][at] == 5
+    assert (rows["longitude"][at], rows["latitude"][at]) == (4.2, 50.2)
     assert rows["actual"][at] == values[5 + 12 + 4, 2]
     assert rows["predicted"][at] == values[21, 2] + 1
 
@@ -355,7 +403,7 @@ def test_the_historic_average_is_of_the_same_time_of_the_week(tmp_path: Path) ->
     values[30, 1] = 3.0  # the only one
     found = network(tmp_path / "n", values, 60)
     average = HistoricAverage.of(found, len(values))
-    batch = default_collate([Windows(found, 24, 24)[index] for index in range(0, 400, 7)])
+    batch = default_collate([SensorWindows(found, 24, 24)[index] for index in range(0, 400, 7)])
     predicted = average(batch)
     torch.testing.assert_close(predicted[..., 0], batch["targets"][..., 0])
     assert (predicted[..., 1] == 3.0).all()
@@ -403,8 +451,22 @@ def test_the_best_predictor_is_better_than_naive_ones_and_no_change_of_it_is(mad
         with pytest.MonkeyPatch.context() as patch:
             for name, value in change.items():
                 patch.setattr(synthetic, name, value)
-            changed = errors_on(made, synthetic.BestPredictor(Town.build(16, 0)))
+            changed = errors_on(made, synthetic.BestReadings(Town.build(16, 0)))
         assert changed["rmse"] > 1.002 * best["rmse"], change
+
+
+def test_the_best_predictor_goes_as_traffic_does_without_news(made: Data) -> None:
+    town, windows = Town.build(16, 0), made.train.dataset  # type: ignore[attr-defined]
+    best = made.baselines["best known"]
+    for index in (80, 85, 202, 1700):  # before and within the morning's rush, in the evening's, on a Saturday
+        sample = windows[index]
+        day, step = divmod(index + 11, synthetic.STEPS_A_DAY)
+        deviation, expected = sample["values"][-1] - town.usual_7DS[day % 7, step], []
+        for _ in range(12):
+            deviation = town.next(deviation, day % 7, step)
+            day, step = divmod(synthetic.STEPS_A_DAY * day + step + 1, synthetic.STEPS_A_DAY)
+            expected.append(town.usual_7DS[day % 7, step] + deviation)
+        np.testing.assert_allclose(best(default_collate([sample]))[0], np.stack(expected), rtol=1e-5)
 
 
 def test_the_best_predictor_errs_as_its_law_says(made: Data) -> None:
@@ -429,10 +491,10 @@ def test_readings_are_missing_where_asked_for() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"sensors": 1}, "data.options.sensors is 1: the synthetic network needs a whole number from 2"),
+        ({"sensors": 1}, "data.options.sensors is 1: it must be at least 2"),
         ({"days": 0}, "data.options.days is 0"),
-        ({"missing": 1.0}, "data.options.missing is 1.0: it must be from 0 to below 1"),
-        ({"seed": 1.5}, "data.options.seed is 1.5"),
+        ({"missing": 1.0}, "data.options.missing is 1.0: it must be at most"),
+        ({"seed": -1}, "data.options.seed is -1: it must be at least 0"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], sentence: str) -> None:

@@ -14,18 +14,15 @@ import pytest
 from run_folders import start, tasks, write_lines
 
 from hetsync import extras
-from hetsync.report import predictions
 from hetsync.report.predictions import Curve, Predictions, read_predictions
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-csv = pytest.importorskip("pyarrow.csv")
 parquet = pytest.importorskip("pyarrow.parquet")
-FORMS = {"predictions.parquet": parquet.write_table, "predictions.csv": csv.write_csv}
 PICTURE = "iVBORw0KGgo="
 
 
-def shown(folder: Path, columns: dict[str, Any], name: str = "predictions.parquet") -> Predictions:
-    FORMS[name](pa.table(columns), folder / name)
+def shown(folder: Path, columns: dict[str, Any]) -> Predictions:
+    parquet.write_table(pa.table(columns), folder / "predictions.parquet")
     return read_predictions(folder)
 
 
@@ -71,11 +68,10 @@ def by_hand(columns: dict[str, Any], *keys: str) -> dict[tuple[Any, ...], tuple[
     }
 
 
-@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("key", ["minutes_ahead", "hour"])
-def test_errors_by_a_column_are_those_of_a_loop(tmp_path: Path, key: str, name: str) -> None:
+def test_errors_by_a_column_are_those_of_a_loop(tmp_path: Path, key: str) -> None:
     columns = regression()
-    curve = curves(shown(tmp_path, columns, name))[key]
+    curve = curves(shown(tmp_path, columns))[key]
     expected = by_hand(columns, key)
     assert curve.x.tolist() == [each for (each,) in expected]
     assert curve.values["MAE"] == pytest.approx([mean for mean, _ in expected.values()], rel=1e-12)
@@ -118,10 +114,9 @@ def test_a_place_has_the_errors_of_its_rows(tmp_path: Path) -> None:
     assert found.error == pytest.approx([mean for mean, _ in expected.values()], rel=1e-12)
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_the_greatest_errors_are_listed_with_all_columns(tmp_path: Path, name: str) -> None:
+def test_the_greatest_errors_are_listed_with_all_columns(tmp_path: Path) -> None:
     columns = regression() | {"road": [f"road {row}" for row in range(500)]}
-    rows = rows_of(shown(tmp_path, columns, name), "errors")
+    rows = rows_of(shown(tmp_path, columns), "errors")
     size = np.nan_to_num(np.abs(columns["predicted"] - columns["actual"]))
     worst = np.argsort(-size)[:20]
     assert [row["sample"] for row in rows] == [str(row) for row in worst]
@@ -156,21 +151,13 @@ def test_points_are_chosen_evenly(tmp_path: Path) -> None:
 # Classes.
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_what_was_taken_for_what_is_counted(tmp_path: Path, name: str) -> None:
+def test_what_was_taken_for_what_is_counted(tmp_path: Path) -> None:
     columns = {"label": [10, 9, 9, 9, 9, None, 10], "predicted_label": [10, 10, 9, 10, 10, 9, None]}
-    found = shown(tmp_path, columns, name)
+    found = shown(tmp_path, columns)
     assert found.notes == ["5 rows; 2 more without a label or a prediction do not count", "accuracy 0.4"]
     assert found.confusion is not None
     assert found.confusion.classes == ["9", "10"]
     assert found.confusion.rows.tolist() == [[1, 3], [0, 1]]
-
-
-def test_classes_may_be_called_as_what_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "predictions.csv").write_text("label,predicted_label\nNA,null\nnan,NA\n,NA\n")
-    found = read_predictions(tmp_path).confusion
-    assert found is not None
-    assert (found.classes, found.rows.sum()) == (["NA", "nan", "null"], 2)
 
 
 def test_of_many_classes_the_most_frequent_confusions_are_listed(tmp_path: Path) -> None:
@@ -181,8 +168,7 @@ def test_of_many_classes_the_most_frequent_confusions_are_listed(tmp_path: Path)
     assert told == [(names[0], names[3], "5"), (names[0], names[4], "1"), (names[0], names[5], "1")]
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_wrong_and_sure_comes_first_with_its_picture(tmp_path: Path, name: str) -> None:
+def test_wrong_and_sure_comes_first_with_its_picture(tmp_path: Path) -> None:
     columns = {
         "sample": [0, 1, 2, 3],
         "label": ["cat", "dog", "dog", "cat"],
@@ -190,7 +176,7 @@ def test_wrong_and_sure_comes_first_with_its_picture(tmp_path: Path, name: str) 
         "probability": [0.6, 0.99, 0.9, math.nan],
         "image": [PICTURE, None, PICTURE, "no picture"],
     }
-    found = shown(tmp_path, columns, name)
+    found = shown(tmp_path, columns)
     rows = rows_of(found, "wrong")
     assert [row["sample"] for row in rows] == ["2", "0", "3"]
     assert "image" not in rows[0]
@@ -225,7 +211,9 @@ def test_nothing_predicted_is_nothing_shown(tmp_path: Path) -> None:
 
 def test_no_rows_are_no_failure(tmp_path: Path) -> None:
     nothing = pa.array([], pa.float64())
-    found = shown(tmp_path, dict.fromkeys([*predictions.NUMBERS, "label", "predicted_label"], nothing))
+    found = shown(
+        tmp_path, dict.fromkeys(["actual", "predicted", "position", "loss", "label", "predicted_label"], nothing)
+    )
     assert found.notes == ["0 rows", "0 rows", "no row has a position and a loss"]
 
 
@@ -238,22 +226,11 @@ def damaged() -> bytes:
     return bytes(content)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("predictions.parquet", b""),
-        ("predictions.parquet", b"PAR1 and nothing of the kind"),
-        ("predictions.parquet", damaged()),
-        ("predictions.csv", b""),
-        ("predictions.csv", b"actual,predicted\n1.0,2.0\n1.0\n"),
-        ("predictions.csv", b"actual,predicted\n1.0,two\n"),
-        ("predictions.csv", b"label,predicted_label\n\xff,\xfe\n"),
-    ],
-)
-def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
+@pytest.mark.parametrize("content", [b"", b"PAR1 and nothing of the kind", damaged()])
+def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "predictions.parquet").write_bytes(content)
     found = read_predictions(tmp_path)
-    assert re.fullmatch(f"{name} cannot be read: .+", found.notes[-1])
+    assert re.fullmatch("predictions.parquet cannot be read: .+", found.notes[-1])
 
 
 def test_columns_of_another_kind_are_one_sentence(tmp_path: Path) -> None:
@@ -274,8 +251,17 @@ def test_without_pyarrow_the_command_is_told(tmp_path: Path, monkeypatch: pytest
 
 
 def write_test(folder: Path, **fields: Any) -> None:
-    told = {"part": "test", "samples": 1234, "weights": "best", "samples_applied": 5678, "metrics": {}}
+    told = {"part": "test", "samples": 1234, "weights": "best", "samples_applied": 5678, "rows": None, "metrics": {}}
     (folder / "test.json").write_text(json.dumps(told | fields))
+
+
+def test_predictions_of_another_look_than_the_metrics_are_told(tmp_path: Path) -> None:
+    told = {"part": "test", "samples": 4, "weights": "best", "samples_applied": 5, "metrics": {"model": {"mae": 1.0}}}
+    old = "predictions.parquet is older than the metrics: hetsync predict writes both"
+    for rows, notes in ((4, []), (None, [old]), (3, [old])):
+        (tmp_path / "test.json").write_text(json.dumps({**told, "rows": rows}))
+        found = shown(tmp_path, {"actual": [1.0] * 4, "predicted": [2.0] * 4})
+        assert [note for note in found.notes if "older" in note] == notes
 
 
 def test_the_model_stands_before_what_it_is_compared_with(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from hetsync.data import Data
 from hetsync.data.loader import EpochOrder
 from hetsync.emulation.cluster import Link, load_cluster
 from hetsync.errors import UserError
+from hetsync.models.steps import GoesBySteps
 from hetsync.simulate import Change, Learner, Runtime, Simulation, Traffic, replicas
 from hetsync.simulate.calibrate import Noise, fit, losses_of, measure_noise, noise_power, simulated_curve
 from hetsync.simulate.quadratic import Landscape, NoisyQuadratic
@@ -117,14 +118,10 @@ def test_synchronous_replicas_equal_one_process(optimizer: OptimizerConfig) -> N
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
-class Counting(torch.nn.Linear):
-    """Goes by the job's steps, and keeps those that it was told."""
+class Counting(GoesBySteps, torch.nn.Linear):
+    """Keeps the steps that it was told."""
 
     told: ClassVar[list[int]] = []
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.step_count = 0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.told.append(self.step_count)

@@ -13,11 +13,12 @@ import torch
 from PIL import Image
 from pyarrow import csv, parquet
 
+from hetsync.cli.metric_tables import show
 from hetsync.data.rows import LARGEST_PICTURE, labelled
 from hetsync.errors import UserError
 from hetsync.files import DiskError
 from hetsync.train.rows_file import RowsFile
-from hetsync.train.tested import checked_rows, trained_weights
+from hetsync.train.tested import Tested, checked_rows, trained_weights
 
 
 @pytest.mark.parametrize("name", ["found.parquet", "found.csv"])
@@ -43,10 +44,33 @@ def write_twice(rows: RowsFile) -> None:
 def test_a_file_is_complete_or_as_it_was(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("before")
     rows = RowsFile(tmp_path / name)
-    with pytest.raises(UserError, match="give the same ones for each batch"), rows.written():
+    with pytest.raises(UserError, match="return the same ones each time"), rows.written():
         write_twice(rows)
     assert (tmp_path / name).read_text() == "before"
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_what_no_table_holds_is_one_sentence(tmp_path: Path) -> None:
+    rows, what = (
+        RowsFile(tmp_path / "found.csv"),
+        r"data\.rows returned a as an array of (object|complex128), which no table",
+    )
+    for column in (np.array([{}, 1], object), np.ones(2, complex)):
+        with pytest.raises(UserError, match=what):
+            rows.write({"a": column})
+
+
+def test_a_failure_of_rows_is_not_the_files(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), RowsFile(tmp_path / "found.csv").written():
+        (tmp_path / "nowhere").read_text()
+
+
+def test_naive_predictors_stand_beside_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = {"model": {"mae": 1.23456, "rmse": 2.0}, "last value": {"mae": 3.0, "rmse": 4.56789}}
+    show(Path("runs/one"), Tested("test", 12, "best", 34, None, metrics))
+    cells = [line.replace("┃", "│").split("│") for line in capsys.readouterr().out.splitlines()]
+    rows = [[cell.strip() for cell in row[1:-1]] for row in cells if len(row) == 5]
+    assert rows == [["", "model", "last value"], ["mae", "1.235", "3"], ["rmse", "2", "4.568"]]
 
 
 def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +106,7 @@ def test_rows_know_their_samples() -> None:
     ],
 )
 def test_what_is_no_rows_is_one_sentence(columns: Any) -> None:
-    with pytest.raises(UserError, match=r"^predictions are"):
+    with pytest.raises(UserError, match=r"^data\.rows returned"):
         checked_rows(columns, range(4))
 
 
