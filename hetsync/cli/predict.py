@@ -103,10 +103,11 @@ def evaluate_one(plane: Plane, folder: Path, config: Config, request: Request, o
     file = made_by_all(plane, lambda: RowsFile(path) if writes else None)
     with file.written() if file is not None else contextlib.nullcontext():
         tested = evaluate_run(plane, config, folder, request, file)
-    if request.part == "test":
-        decided_by_first(plane, lambda: write_atomically(folder / TEST, json_text(asdict(tested))))
     if plane.rank == 0:
         show(folder, tested)
     if file is not None:
         print(f"{file.path}: {file.rows:,} rows")
+    if request.part == "test":
+        text = json_text(asdict(tested))
+        decided_by_first(plane, lambda: write_atomically(folder / TEST, text, "let it be written there"))
     return tested

@@ -118,7 +118,7 @@ def train_whole(
             # A resumed run meets no fault of before once more.
             kept = replace(config, fault=replace(config.fault, inject=[]))
             text = None if plan is None else plan.text
-            writes = recorded(job.folder, kept, text, lambda: job.saved)
+            writes = recorded(job.folder, kept, text, trainer.data.model_options, lambda: job.saved)
             with writes if job.is_main else contextlib.nullcontext():
                 trainer.train()
     except StoppedByRequest as stopped:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -38,7 +40,8 @@ class Data:
         baselines: Other predictors by name, which `hetsync test` compares the model with: they take its batches, and
             return what it returns.
         costs: Work that each training sample takes (points, tokens), where they differ.
-        model_options: Arguments for any model that takes them, unless the recipe gives them (classes, vocabulary).
+        model_options: Arguments for any model that takes them, unless the recipe gives them (classes, vocabulary). A
+            run keeps those that it began with.
     """
 
     train: Dataset[Any]
@@ -65,21 +68,25 @@ class Data:
         return labelled if self.rows is None and self.metrics is classification else self.rows
 
 
-def build(name: str, options: Mapping[str, Any]) -> Data:
-    """The data of a recipe: a built-in name or an import path."""
+def build(name: str, options: Mapping[str, Any], facts: Mapping[str, Any] = MappingProxyType({})) -> Data:
+    """The data of a recipe: a built-in name or an import path. `facts`: what they told of themselves as a run began.
+    These hold in place of what they tell now, also as their own options where they have such."""
     if name not in CATALOGUE and ":" not in name:
         known = ", ".join(sorted(CATALOGUE))
         raise UserError(f"data.name is {name}: use one of {known}, or package.module:name for your own")
     make = CATALOGUE[name].make if name in CATALOGUE else name
     try:
-        data = call_with_options("data", import_object("data.name", make), options, Data)
+        function = import_object("data.name", make)
+        own = set(inspect.signature(function).parameters) if facts else set()
+        told = {key: value for key, value in facts.items() if key in own and options.get(key) is None}
+        data = call_with_options("data", function, {**options, **told}, Data)
     except OSError as error:
         raise UserError(f"data.name is {name}, which cannot be read: {error}; check data.options") from error
     if not isinstance(data, Data):
         raise UserError(f"data.name is {name}, which returned {type(data).__name__}: return a hetsync.data.Data")
     if not len(data.train):  # type: ignore[arg-type]
         raise UserError(f"data.name is {name}, whose training set is empty")
-    return data
+    return replace(data, model_options={**data.model_options, **facts}) if facts else data
 
 
 def on_part(source: Data, part: Part) -> Data:

@@ -41,7 +41,7 @@ from hetsync.sync.optimizer_state import state_by_place
 from hetsync.sync.optimizers import build_optimizer
 from hetsync.sync.steps import set_rates
 from hetsync.sync.tail import shared_buffers
-from hetsync.train import checkpoint
+from hetsync.train import checkpoint, data_facts
 from hetsync.train.best import Best, Patience
 from hetsync.train.display import Shows
 from hetsync.train.evaluation import RankParts
@@ -70,7 +70,7 @@ def train_planned(
     with opened_folder(plane, config.run, resume or False) as (folder, resumed):
         loaded = checkpoint.load_agreed(folder, plane) if resumed else None
         job = PlannedJob(take_place(config, plane, folder, loaded), plan, shows if plane.rank == 0 else "nothing")
-        kept = recorded(folder, config, plan.text, lambda: job.saved)
+        kept = recorded(folder, config, plan.text, job.data.model_options, lambda: job.saved)
         writes = kept if plane.rank == 0 else contextlib.nullcontext()
         try:
             with writes:
@@ -93,7 +93,8 @@ class PlannedJob:
             FinishedError: That run is at its end.
         """
         self.at, self.config, self.plane = at, at.config, at.plane
-        self.data = data.build(self.config.data.name, self.config.data.options)
+        began_with = {} if at.loaded is None or at.folder is None else data_facts.kept(at.folder)
+        self.data = data.build(self.config.data.name, self.config.data.options, began_with)
         data.check_batch_size(self.data, self.config.data.batch_size)
         run = self.config.run
         self.total = total_samples(run.samples, run.epochs, len(self.data.train))  # type: ignore[arg-type]

@@ -12,11 +12,11 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -25,6 +25,7 @@ from hetsync.errors import UserError, brief, complain
 from hetsync.files import PLAN, RECIPE, SUMMARY, DiskError, write_atomically
 from hetsync.launchers import write_run
 from hetsync.plane.base import Plane, decided_by_first
+from hetsync.train import data_facts
 
 Resume = bool | Literal["auto"] | Path
 
@@ -181,13 +182,17 @@ def keep(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def recorded(folder: Path, config: Config, plan: str | None, saved: Callable[[], bool]) -> Iterator[None]:
-    """The recipe of the job inside, and the text of its plan, by which `--resume` goes on whatever becomes of the file.
+def recorded(
+    folder: Path, config: Config, plan: str | None, facts: Mapping[str, Any], saved: Callable[[], bool]
+) -> Iterator[None]:
+    """The recipe of the job inside, and the text of its plan, by which `--resume` goes on whatever becomes of the file;
+    and what its data tell of themselves.
 
     They are written as `keep` does it. A job that fails before it has saved anything gives their places back to those
     before, which have led to the newest checkpoint.
     """
     with contextlib.ExitStack() as written:
+        data_facts.keep(folder, facts)
         if plan is not None:
             written.enter_context(_recorded(folder / PLAN, plan, saved))
         recipe = yaml.safe_dump(asdict(config), sort_keys=False)

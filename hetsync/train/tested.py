@@ -34,7 +34,7 @@ from hetsync.errors import UserError, brief
 from hetsync.plane.base import Plane, decided_by_first, made_by_all
 from hetsync.profiling.measure import autocast, find_place, limit_threads, take_device
 from hetsync.sync.sparse import is_sparse
-from hetsync.train import best, checkpoint
+from hetsync.train import best, checkpoint, data_facts
 from hetsync.train.rows_file import RowsFile
 
 Weights = Literal["best", "newest"]
@@ -100,7 +100,9 @@ def evaluate_run(plane: Plane, config: Config, folder: Path, request: Request, f
     device = take_device(config.run.device, place)
     plane.settle(device)
     trained = decided_by_first(plane, lambda: trained_weights(folder, request.weights, config.ema.decay is not None))
-    source = made_by_all(plane, lambda: data.on_part(data.build(config.data.name, config.data.options), request.part))
+    facts = decided_by_first(plane, lambda: data_facts.kept(folder))
+    source = made_by_all(plane, lambda: data.build(config.data.name, config.data.options, facts))
+    source = data.on_part(source, request.part)
     if request.predicts and source.prediction_rows is None:
         raise UserError(f"data.name is {config.data.name}, which says nothing of predictions: use hetsync test")
     if MODEL in source.baselines:

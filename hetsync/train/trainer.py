@@ -18,9 +18,11 @@ from hetsync.errors import UserError, brief, did_you_mean
 from hetsync.profiling.measure import check_compiler
 from hetsync.start import loading
 from hetsync.sync.optimizers import build_optimizer
+from hetsync.train import data_facts
 from hetsync.train.best import Patience
 from hetsync.train.job import Job
 from hetsync.train.resumption import FinishedError
+from hetsync.train.run_folder import has_checkpoint
 
 if TYPE_CHECKING:
     from hetsync.plan.assignment import GivenPlan
@@ -48,7 +50,8 @@ class Trainer:
         """
         self.config = config
         self.job = job
-        self.data = data.build(config.data.name, config.data.options)
+        began_with = data_facts.kept(job.folder) if job.folder is not None and has_checkpoint(job.folder) else {}
+        self.data = data.build(config.data.name, config.data.options, began_with)
         data.check_batch_size(self.data, config.data.batch_size)
         self.total = total_samples(config.run.samples, config.run.epochs, len(self.data.train))  # type: ignore[arg-type]
         finished = job.finished_at(self.total)

@@ -32,6 +32,7 @@ def hetsync(*words: str | Path) -> int:
 
 def test_a_table_and_a_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert hetsync("predict", run) == 0
+    assert (run / "data.safetensors").is_file()
     said = capsys.readouterr().out
     told = json.loads((run / "test.json").read_text())
     assert f"{run}: 359 samples of the test part, newest weights, after 640 samples of training" in said

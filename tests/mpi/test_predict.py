@@ -26,6 +26,7 @@ from hetsync.data.evaluation import evaluate_range
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane
 from hetsync.profiling.measure import autocast
+from hetsync.train import data_facts
 from hetsync.train.checkpoint import load_newest
 from hetsync.train.job import Job
 from hetsync.train.tested import Request
@@ -232,3 +233,57 @@ def test_a_part_that_the_data_have_not_is_refused(plane: Plane, folder: Path) ->
     trained(plane, config)
     with pytest.raises(UserError, match="--part is validation, which the data does not have: give test or train"):
         evaluate_runs(plane, [(folder / "run", config)], asked(part="validation"))
+
+
+def readings(folder: Path, days: int, factor: float = 1.0) -> None:
+    """A series of two sensors whose first days are always the same; later ones are others by a factor. And a graph."""
+    hours = np.arange(24 * days)
+    values = 40 + 10 * np.sin(hours[:, None] / 4 + np.arange(2)) + np.random.default_rng(0).normal(0, 1, (24 * days, 2))
+    values[24 * 20 :] *= factor
+    times = np.datetime64("2024-01-01T00:00:00") + hours * np.timedelta64(1, "h")
+    lines = [f"{time},{a:.3f},{b:.3f}\n" for time, (a, b) in zip(times, values, strict=True)]
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.csv").write_text("time,1,2\n" + "".join(lines))
+    (folder / "roads.csv").write_text(
+        "from,to,distance\n1,2,1\n2,1,1\n" if factor == 1 else "from,to,distance\n1,2,5\n"
+    )
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_run_keeps_the_constants_that_its_data_had(plane: Plane, folder: Path) -> None:
+    """Where later readings, or another graph, would give others."""
+    config = replace(
+        recipe(folder, samples=128),
+        data=DataConfig("sensors", 32, options={"path": str(folder / "mine")}),
+    )
+    if plane.rank == 0:
+        readings(folder / "mine", 20)
+    plane.barrier()
+    with Job(config, plane, show="nothing") as job:
+        trainer = Trainer(config, job)
+        if plane.rank == 0:
+            data_facts.keep(folder / "run", trainer.data.model_options)
+        trainer.train()
+    before = dict(trainer.data.model_options)
+    plane.barrier()
+    if plane.rank == 0:
+        readings(folder / "mine", 40, 0.5)
+    plane.barrier()
+    evaluate_runs(plane, [(folder / "run", config)], asked())
+    told = json.loads((folder / "run" / "test.json").read_text())["metrics"]["model"]["mae"]
+    now = data.build("sensors", config.data.options)
+    assert abs(now.model_options["mean"] / before["mean"] - 1) > 0.1  # or this would show nothing
+    assert not np.array_equal(now.model_options["adjacency"], before["adjacency"])
+    count = len(now.test)  # type: ignore[arg-type]
+    sums = evaluate_range(trainer.model, data.on_part(now, "test"), 0, count)  # the model as it was trained
+    assert told == pytest.approx(now.report({**sums, "samples": count})["mae"], rel=1e-6)
+    config = replace(config, run=replace(config.run, samples=192))
+    if plane.rank == 0:
+        readings(folder / "mine", 20)
+        (folder / "mine" / "roads.csv").write_text("from,to,distance\n1,2,7\n")
+    plane.barrier()
+    with Job(config, plane, resume=True, show="nothing") as job:
+        again = Trainer(config, job)
+        again.train()
+    np.testing.assert_array_equal(again.data.model_options["adjacency"], before["adjacency"])
+    torch.testing.assert_close(again.model.walks.along, trainer.model.walks.along)

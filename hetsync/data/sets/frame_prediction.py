@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from hetsync.data import Data
-from hetsync.data.sets.parts import Parts
+from hetsync.data.sets.parts import Parts, require_shape
 
 Batch = dict[str, torch.Tensor]
 
@@ -48,7 +48,9 @@ def frame_data(
 
 def frame_errors(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Squared and absolute errors (N, H): means over each frame's pixels."""
-    errors = (model(batch) - batch["targets"]).float()
+    predicted = model(batch)
+    require_shape(predicted, batch["targets"])
+    errors = (predicted - batch["targets"]).float()
     return errors.square().mean((2, 3, 4)), errors.abs().mean((2, 3, 4))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,9 @@ def frames(
             f"{stored.path} has {clips.shape[1]} frames{' a clip' if stored.holds_clips else ''}, too few for windows"
             f" of {steps} and {horizon} more: lower data.options.steps or horizon"
         )
-    return frame_data(FrameWindows(stored, steps, horizon, scale(seen, largest)), parts, horizon)
+    largest = scale(seen, largest)
+    data = frame_data(FrameWindows(stored, steps, horizon, largest), parts, horizon)
+    return replace(data, model_options={**data.model_options, "largest": largest})
 
 
 def check(path: Path, findings: Findings) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from hetsync.config.checks import at_least
 from hetsync.errors import UserError
 
@@ -22,6 +24,15 @@ def split(count: int, what: str, validation_fraction: float, test_fraction: floa
             " data.options.validation_fraction and test_fraction"
         )
     return parts
+
+
+def require_shape(predicted: torch.Tensor, targets: torch.Tensor) -> None:
+    """UserError for predictions that would be broadcast to what is to be predicted."""
+    if predicted.shape != targets.shape:
+        raise UserError(
+            f"the model returned predictions of shape {tuple(predicted.shape)} for targets of shape"
+            f" {tuple(targets.shape)}: return one for each"
+        )
 
 
 def require_counts(**counts: int) -> None:

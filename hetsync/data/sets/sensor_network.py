@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from hetsync.data import Data
-from hetsync.data.sets.parts import require_counts, split
+from hetsync.data.sets.parts import require_counts, require_shape, split
 from hetsync.errors import UserError
 from hetsync.metrics import MAE, MAPE, RMSE
 
@@ -30,7 +30,7 @@ Batch = dict[str, torch.Tensor]
 
 DAY_MINUTES = 1440
 TOLD_MINUTES = (15, 30, 60)  # horizons whose errors are told apart, as the field does
-VALUES, NETWORK = "values.npy", "network.json"
+VALUES, ADJACENCY, NETWORK = "values.npy", "adjacency.npy", "network.json"
 BLOCK = 4096  # rows that are looked at together
 
 
@@ -71,15 +71,17 @@ class Network:
             "start": str(start.astype("datetime64[s]")),
             "minutes": minutes,
             "names": list(names),
-            "adjacency": None if adjacency_SS is None else adjacency_SS.tolist(),
             "places": None if places_S2 is None else places_S2.tolist(),
         }
         (folder / NETWORK).write_text(json.dumps(told))
+        if adjacency_SS is not None:
+            np.save(folder / ADJACENCY, adjacency_SS)
 
     @classmethod
     def open(cls, folder: Path) -> Network:
         told = json.loads((folder / NETWORK).read_text())
-        graph, places = (None if told[key] is None else np.array(told[key]) for key in ("adjacency", "places"))
+        places = None if told["places"] is None else np.array(told["places"])
+        graph = np.load(folder / ADJACENCY, allow_pickle=False) if (folder / ADJACENCY).is_file() else None
         start = np.datetime64(told["start"], "s")
         return cls(folder, start, int(told["minutes"]), told["names"], graph, places)
 
@@ -193,8 +195,9 @@ def scale(network: Network, rows: int) -> tuple[float, float]:
 
 def masked_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Mean over samples of the mean absolute error of a sample's readings that are there."""
-    there_NHS = ~batch["targets"].isnan()
-    errors_NHS = torch.where(there_NHS, (model(batch) - batch["targets"].nan_to_num()).abs(), 0.0)
+    predicted_NHS, there_NHS = model(batch), ~batch["targets"].isnan()
+    require_shape(predicted_NHS, batch["targets"])
+    errors_NHS = torch.where(there_NHS, (predicted_NHS - batch["targets"].nan_to_num()).abs(), 0.0)
     return (errors_NHS.sum((1, 2)) / there_NHS.sum((1, 2)).clamp(min=1)).mean()
 
 
@@ -227,7 +230,7 @@ def horizon_errors(sums: dict[str, float]) -> dict[str, float]:
 
 def predicted_rows(model: nn.Module, batch: Batch, network: Network) -> dict[str, Any]:
     """A row for each sensor and horizon of each sample."""
-    predicted_NHS = model(batch).cpu()
+    predicted_NHS = model(batch).float().cpu()
     samples, horizon, _ = predicted_NHS.shape
     rows_NH = batch["row"].cpu().numpy()[:, None] + np.arange(horizon)
     times_NH = network.start + rows_NH * np.timedelta64(network.minutes, "m")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 
@@ -24,6 +27,7 @@ NO_READING = ("", "nan")
 START, MINUTES = "2018-01-01", 5  # of PEMS04
 LEAST_WEIGHT = 0.1  # of a road: lighter ones are left out (Li et al. 2018)
 PLACE = {"latitude", "longitude"}
+ROAD_HEADS, PLACE_HEADS = ["from", "to", "distance"], ["sensor_id", "latitude", "longitude"]
 ROAD, LENGTH = {"from", "to"}, {"distance", "cost"}
 
 
@@ -47,7 +51,7 @@ def sensors(
         readings: File of the readings: .h5 as pandas writes it (METR-LA, PEMS-BAY), .npz with `data` of (times,
             sensors, features) (PEMS04), or .csv of a column of times and one for each sensor. null takes the only one.
         graph: A .csv of from, to and distance (or cost), a road a line; null takes the only one, if there is one.
-            Weights are exp(-(distance / deviation)²), without those below 0.1.
+            Weights are exp(-(distance / deviation)²), without those below 0.1. Or a .npy of weights (S, S).
         feature: Which of several is predicted: of PEMS04 0 is flow, 1 occupancy, 2 speed.
         missing: The value that stands for a reading that is missing, beside nan; null for none.
         start: Time of the first reading, where the file has no times (npz).
@@ -106,7 +110,7 @@ class Files:
         """UserError where it is not clear which they are."""
         if not folder.is_dir():
             raise UserError(f"data.options.path is {folder}, which is no folder: give that of the readings")
-        tables = {path: _heads(path) for path in sorted(folder.glob("*.csv"))}
+        tables = {path: set(_heads(path)) for path in sorted(folder.glob("*.csv"))}
         roads = [path for path, heads in tables.items() if heads >= ROAD]
         places = [path for path, heads in tables.items() if heads >= PLACE]
         series = [path for path in sorted(folder.iterdir()) if path.suffix in READINGS and path not in roads + places]
@@ -130,9 +134,19 @@ def _only(option: str, given: str | None, folder: Path, found: Sequence[Path]) -
     return found[0]
 
 
-def _heads(path: Path) -> set[str]:
+def _heads(path: Path) -> list[str]:
+    """Of a table; where it has none but three numbers in their place, as files of PEMS-BAY have, those of roads, or of
+    places where it is called so."""
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        return {head.strip().lower() for head in next(csv.reader(file), [])}
+        heads = [head.strip().lower() for head in next(csv.reader(file), [])]
+    return (PLACE_HEADS if "location" in path.name.lower() else ROAD_HEADS) if _is_headless(heads) else heads
+
+
+def _is_headless(heads: Sequence[str]) -> bool:
+    try:
+        return len(list(map(float, heads))) == len(ROAD_HEADS)
+    except ValueError:
+        return False
 
 
 # Readings.
@@ -163,23 +177,51 @@ def read(path: Path, untimed: Untimed) -> Table:
     if path.suffix not in readers:
         raise UserError(f"{path}: readings are in files of {', '.join(readers)}")
     try:
-        return readers[path.suffix](path, untimed)
+        table = readers[path.suffix](path, untimed)
+        if twice := [name for name, count in Counter(table.names).items() if count > 1]:
+            raise UserError(f"{path} has two sensors called {brief(twice[0])}: call one otherwise")
+        return table
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, IndexError, EOFError) as error:
         raise UserError(f"{path} cannot be read as readings: {brief(str(error))}") from error
 
 
 def _read_h5(path: Path, _: Untimed) -> Table:
-    """As pandas' `to_hdf` writes a frame of one kind of numbers."""
+    """As pandas' `to_hdf` writes a frame of numbers, in its fixed format."""
     require("sensors", f"{path.name}, which is HDF5,")
     import h5py
 
     with h5py.File(path, "r") as file:
         frames = [group for group in file.values() if isinstance(group, h5py.Group) and "block0_values" in group]
         if len(frames) != 1:
-            raise ValueError(f"it holds {len(frames)} frames of pandas, where one is wanted")
+            raise ValueError(f"it holds {len(frames)} frames of pandas in its fixed format, where one is wanted")
         (frame,) = frames
-        names = [each.decode() if isinstance(each, bytes) else str(each) for each in frame["block0_items"][()]]
-        return _timed(frame["block0_values"][()], names, frame["axis1"][()].astype("datetime64[ns]"))
+        blocks = range(sum(f"block{number}_values" in frame for number in range(len(frame))))  # one a kind of numbers
+        names = [_text(name) for block in blocks for name in frame[f"block{block}_items"][()]]
+        values = np.concatenate([frame[f"block{block}_values"][()] for block in blocks], 1)
+        columns = [_text(name) for name in frame["axis0"][()]]  # blocks hold them by kind
+        kind, zone = (_text(frame["axis1"].attrs.get(key, b"")) for key in ("kind", "tz"))
+        if not kind.startswith("datetime64"):
+            raise ValueError(f"its index is of {kind or 'no kind'}, where times are wanted")
+        unit = kind[len("datetime64") :].strip("[]") or "ns"
+        times = frame["axis1"][()].astype(f"datetime64[{unit}]").astype("datetime64[s]")
+    if sorted(names) != sorted(columns) or len(set(names)) < len(names):
+        raise ValueError("its columns are not all numbers, or two have one name")
+    return _timed(values[:, [names.index(name) for name in columns]], columns, _on_the_wall(times, zone))
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _on_the_wall(times: np.ndarray, zone: str) -> np.ndarray:
+    """What clocks there show at these times of UTC: rush hours go by them."""
+    if not zone:
+        return times
+    local = ZoneInfo(zone)
+    moments = times.astype("datetime64[s]").astype(np.int64)
+    return np.array([datetime.fromtimestamp(moment, local).replace(tzinfo=None) for moment in moments], "datetime64[s]")
 
 
 def _read_npz(path: Path, untimed: Untimed) -> Table:
@@ -216,9 +258,10 @@ def _read_csv(path: Path, _: Untimed) -> Table:
     return _timed(np.array(values).reshape(-1, len(names)), names, np.array(times, "datetime64[s]"))
 
 
-def _time(path: Path, line: int, word: str) -> np.datetime64:
+def _time(path: Path, line: int, word: str) -> datetime:
+    """As the clocks show it that the file goes by, whatever they are behind UTC."""
     try:
-        return np.datetime64(word.strip(), "s")
+        return datetime.fromisoformat(word.strip().removesuffix("Z")).replace(tzinfo=None)
     except ValueError:
         raise UserError(f"{path}:{line} has {brief(word)} as its time: give one such as 2018-01-01T00:05") from None
 
@@ -227,14 +270,17 @@ def _timed(values: np.ndarray, names: Sequence[str], times: np.ndarray) -> Table
     """At even times, with nan for those that the file leaves out."""
     at = times.astype("datetime64[s]").astype(np.int64)
     steps = np.diff(at)
-    if len(values) < 2 or (steps <= 0).any():
-        raise ValueError("its times do not grow")
-    step = int(np.gcd.reduce(steps))
+    if len(values) < 2:
+        raise ValueError("it has less than two times")
+    if (steps <= 0).any():
+        raise ValueError(f"its time {times[1:][steps <= 0][0]} comes after a later one, or twice: leave it out")
+    lengths, counts = np.unique(steps, return_counts=True)
+    step = int(lengths[counts.argmax()])
     if step % 60:
         raise ValueError(f"its times are {step} s apart, where whole minutes are wanted")
-    rows = (at - at[0]) // step
-    if rows[-1] >= 100 * len(values):
-        raise ValueError(f"its times are on no even grid: {step} s is the step that they share")
+    rows, beside = np.divmod(at - at[0], step)
+    if beside.any():
+        raise ValueError(f"its time {times[beside != 0][0]} is not on the grid of {step // 60} minutes: leave it out")
     even = np.full((rows[-1] + 1, values.shape[1]), np.nan, np.float32)
     even[rows] = values
     return Table(even, names, times[0].astype("datetime64[s]"), step // 60)
@@ -243,6 +289,8 @@ def _timed(values: np.ndarray, names: Sequence[str], times: np.ndarray) -> Table
 def _write(files: Files, untimed: Untimed, missing: float | None, folder: Path) -> None:
     table = read(files.readings, untimed)
     values = table.values.astype(np.float32)
+    if np.isinf(values).any():
+        raise UserError(f"{files.readings} holds readings that are infinite: leave them empty, or make them nan")
     if missing is not None:
         values[values == missing] = np.nan
     graph = None if files.graph is None else adjacency(files.graph, table.names)
@@ -255,9 +303,15 @@ def _write(files: Files, untimed: Untimed, missing: float | None, folder: Path) 
 
 def adjacency(path: Path, names: Sequence[str]) -> np.ndarray:
     """(S, S) weights of roads. UserError where it names no road between these sensors."""
+    if path.suffix == ".npy":
+        given = np.load(path, allow_pickle=False)
+        if given.shape != (len(names), len(names)) or not np.isfinite(given).all():
+            raise UserError(f"{path} holds {given.shape}: give weights of ({len(names)}, {len(names)})")
+        return given.astype(np.float64)
     at = {_identity(name): number for number, name in enumerate(names)}
-    if not (_heads(path) >= ROAD and _heads(path) & LENGTH):
-        raise UserError(f"{path} has the heads {brief(', '.join(sorted(_heads(path))))}: give from, to and distance")
+    heads = _heads(path)
+    if not (set(heads) >= ROAD and LENGTH & set(heads)):
+        raise UserError(f"{path} has the heads {brief(', '.join(heads))}: give from, to and distance")
     distances = np.full((len(names), len(names)), np.inf)
     for number, row in _rows(path):
         here, there = (at.get(_identity(row[end])) for end in ("from", "to"))
@@ -267,7 +321,8 @@ def adjacency(path: Path, names: Sequence[str]) -> np.ndarray:
     known = distances[np.isfinite(distances)]
     if not known.size:
         raise UserError(
-            f"{path} has no road between sensors of the readings, which are called {brief(', '.join(names))}"
+            f"{path} has no road between sensors of the readings, which are called {brief(', '.join(names))}: call them"
+            " the same"
         )
     deviation = known.std() or known.mean() or 1.0
     weights: np.ndarray = np.exp(-np.square(distances / deviation))
@@ -287,8 +342,12 @@ def _places(path: Path, names: Sequence[str]) -> np.ndarray | None:
 
 def _rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        rows = csv.DictReader(file)
-        return [(rows.line_num, {str(key).strip().lower(): value or "" for key, value in row.items()}) for row in rows]
+        heads = _heads(path)
+        rows = csv.DictReader(file, heads)
+        read: list[tuple[int, Mapping[str, Any]]] = [
+            (rows.line_num, {str(key): value or "" for key, value in row.items()}) for row in rows
+        ]
+    return read if _is_headless(list(read[0][1].values())) else read[1:]
 
 
 def _identity(word: str) -> str:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from hetsync.data import Data
+from hetsync.data import Data, build
 from hetsync.data.findings import Findings
 from hetsync.data.sets.frame_prediction import LastFrame, frame_loss, frame_rows, frame_sums
 from hetsync.data.sets.frames import (
@@ -70,7 +70,7 @@ def test_clips(tmp_path: Path) -> None:
     values = pixels(20, 9, 6, 5)
     data = frames(saved(tmp_path / "clips", values), steps=4, horizon=3)
     assert sizes(data) == [16 * 3, 2 * 3, 2 * 3]
-    assert data.model_options == {"horizon": 3}
+    assert data.model_options == {"horizon": 3, "largest": 255.0}
     sample = data.test[4]  # the second window of the last clip
     assert sample["frames"].shape == (4, 1, 6, 5)
     assert sample["frames"].dtype == torch.float32
@@ -334,3 +334,14 @@ def test_clips_have_two_or_three_blobs() -> None:
 def test_options_are_checked(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         synthetic_frames(**options)
+
+
+def test_a_run_that_goes_on_keeps_the_value_that_stood_for_1(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.random.default_rng(0).uniform(0, 5, (20, 12, 4, 4)))
+    options = {"path": str(tmp_path), "steps": 3, "horizon": 3}
+    began = build("frames", options).model_options
+    np.save(tmp_path / "a.npy", np.random.default_rng(0).uniform(0, 9, (20, 12, 4, 4)))
+    assert build("frames", options).model_options["largest"] > 8
+    again = build("frames", options, began)
+    assert again.model_options == began
+    assert again.train.dataset.largest == began["largest"] < 5  # type: ignore[attr-defined]

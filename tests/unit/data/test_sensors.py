@@ -70,16 +70,21 @@ class Told(torch.nn.Module):
 # Files.
 
 
-def metr_la(folder: Path, values: np.ndarray, times: np.ndarray | None = None) -> None:
-    """As pandas writes a frame into HDF5, with the graph and the places beside it."""
+def metr_la(folder: Path, values: np.ndarray, times: np.ndarray | None = None, unit: str = "ns", tz: str = "") -> None:
+    """As pandas writes a frame into HDF5, its last sensor in a block of its own; the graph and places beside it."""
     folder.mkdir(exist_ok=True)
     if times is None:
         times = MONDAY + np.arange(len(values)) * np.timedelta64(5, "m")
     with h5py.File(folder / "metr-la.h5", "w") as file:
         frame = file.create_group("df")
-        frame["axis0"] = frame["block0_items"] = np.array(SENSORS, "S6")
-        frame["axis1"] = times.astype("datetime64[ns]").astype(np.int64)
-        frame["block0_values"] = values.astype(np.float64)
+        frame["axis0"] = np.array(SENSORS, "S6")
+        frame["axis1"] = times.astype(f"datetime64[{unit}]").astype(np.int64)
+        frame["axis1"].attrs["kind"] = np.bytes_("datetime64" if unit == "ns" else f"datetime64[{unit}]")
+        if tz:
+            frame["axis1"].attrs["tz"] = np.bytes_(tz)
+        for block, places in enumerate(([2], [0, 1])):
+            frame[f"block{block}_items"] = np.array([SENSORS[place] for place in places], "S6")
+            frame[f"block{block}_values"] = values[:, places].astype(np.float32 if block else np.float64)
     roads = "773869,773869,0\n773869,767541,800\n767541,767542.0,500\n767542,773869,3000.5\n1,773869,1\n"
     (folder / "distances.csv").write_text("from,to,cost\n" + roads)
     places = "".join(f"{number},{name},34.1,-118.{number}\n" for number, name in enumerate(SENSORS))
@@ -106,6 +111,15 @@ def test_metr_la(tmp_path: Path) -> None:
     assert not counted.problems
 
 
+@pytest.mark.parametrize("unit", ["ns", "us", "ms", "s"])
+def test_times_have_a_unit_and_a_zone(unit: str, tmp_path: Path) -> None:
+    hours = np.datetime64("2012-06-30T12:00") + np.arange(60) * np.timedelta64(1, "h")
+    metr_la(tmp_path / "la", readings(), hours, unit, "America/Los_Angeles")
+    found = sensors(str(tmp_path / "la")).train.dataset.network  # type: ignore[attr-defined]
+    assert found.start == np.datetime64("2012-06-30T05:00")
+    assert found.minutes == 60
+
+
 def test_weights_of_roads_are_by_distance(tmp_path: Path) -> None:
     metr_la(tmp_path / "la", readings())
     weights = adjacency(tmp_path / "la" / "distances.csv", SENSORS)
@@ -123,6 +137,36 @@ def test_times_that_a_file_leaves_out_are_missing_readings(tmp_path: Path) -> No
     found = sensors(str(tmp_path / "la")).train.dataset.network  # type: ignore[attr-defined]
     assert len(found.values()) == 61
     assert np.isnan(found.values()[30]).all()
+
+
+def test_roads_and_places_may_have_no_heads(tmp_path: Path) -> None:
+    """As those of PEMS-BAY."""
+    metr_la(tmp_path / "la", readings())
+    named = adjacency(tmp_path / "la" / "distances.csv", SENSORS)
+    text = (tmp_path / "la" / "distances.csv").read_text().partition("\n")[2]
+    (tmp_path / "la" / "distances.csv").write_text(text)
+    places = "".join(f"{name},37.{place},-121.9\n" for place, name in enumerate(SENSORS))
+    (tmp_path / "la" / "graph_sensor_locations.csv").write_text(places)
+    found = sensors(str(tmp_path / "la")).train.dataset.network  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(found.adjacency_SS, named)
+    np.testing.assert_allclose(found.places_S2[1], [-121.9, 37.1])
+
+
+def test_a_graph_may_be_weights(tmp_path: Path) -> None:
+    metr_la(tmp_path / "la", readings())
+    np.save(tmp_path / "la" / "mine.npy", np.arange(9).reshape(3, 3))
+    found = sensors(str(tmp_path / "la"), graph="mine.npy").train.dataset.network  # type: ignore[attr-defined]
+    assert found.adjacency_SS[1].tolist() == [3, 4, 5]
+    with pytest.raises(UserError, match=r"mine.npy holds \(3, 3\): give weights of \(2, 2\)"):
+        adjacency(tmp_path / "la" / "mine.npy", SENSORS[:2])
+
+
+def test_times_of_a_table_are_those_on_the_wall(tmp_path: Path) -> None:
+    lines = [f"2024-03-01 {hour % 24:02d}:00:00-08:00,{hour + 1}\n" for hour in range(24)]
+    (tmp_path / "mine.csv").write_text("time, north\n" + "".join(lines))
+    found = sensors(str(tmp_path), steps=2, horizon=2).train.dataset.network  # type: ignore[attr-defined]
+    assert found.start == np.datetime64("2024-03-01T00:00")
+    assert list(found.names) == ["north"]
 
 
 def test_pems(tmp_path: Path) -> None:
@@ -183,6 +227,18 @@ def far(distance: str) -> Callable[[Path], None]:
     return make
 
 
+def stray(folder: Path) -> None:
+    times = MONDAY + np.arange(60) * np.timedelta64(5, "m")
+    times[12] += np.timedelta64(1, "m")
+    metr_la(folder, readings(), times)
+
+
+def infinite(folder: Path) -> None:
+    values = readings()
+    values[4, 0] = np.inf
+    metr_la(folder, values)
+
+
 def backwards(folder: Path) -> None:
     metr_la(folder, readings(), (MONDAY + np.arange(60) * np.timedelta64(5, "m"))[::-1])
 
@@ -198,7 +254,9 @@ def backwards(folder: Path) -> None:
         (no_frame, {}, "a.h5 cannot be read as readings"),
         (foreign_roads, {}, "has no road between sensors of the readings, which are called 773869"),
         (far("far"), {}, "distances.csv:2 has far as distance: give a number"),
-        (backwards, {}, "its times do not grow"),
+        (backwards, {}, "its time 2024-01-01T04:50:00 comes after a later one, or twice: leave it out"),
+        (stray, {}, "its time 2024-01-01T01:01:00 is not on the grid of 5 minutes: leave it out"),
+        (infinite, {}, "metr-la.h5 holds readings that are infinite: leave them empty"),
         (two_files, {"readings": "metr-la.h5", "horizon": 60}, "windows, which leave none to train"),
         (two_files, {"readings": "metr-la.h5", "test_fraction": 2}, "test_fraction is 2: it must be at most 1"),
         (table("a,b\n2024-01-01,1\n2024-01-02\n"), {}, "mine.csv:3 has 1 cells, and its head 2: mend it"),
@@ -366,6 +424,13 @@ def test_the_loss_is_a_mean_over_samples_of_their_own_figure() -> None:
     whole = masked_loss(Told(predicted), batch)
     assert whole.item() == pytest.approx(torch.stack(each).mean().item(), rel=1e-6)
     assert each[0] == 0  # nothing there
+
+
+def test_predictions_that_would_be_broadcast_are_refused() -> None:
+    predicted, batch = batch_with_gaps()
+    for wrong in (predicted[:, :, :1], predicted[:, :1], predicted.mT):
+        with pytest.raises(UserError, match=r"the model returned predictions of shape .* for targets of shape"):
+            masked_loss(Told(wrong), batch)
 
 
 def test_a_row_is_a_sensor_at_a_horizon(tmp_path: Path) -> None:

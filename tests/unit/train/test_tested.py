@@ -51,10 +51,8 @@ def test_a_file_is_complete_or_as_it_was(name: str, tmp_path: Path) -> None:
 
 
 def test_what_no_table_holds_is_one_sentence(tmp_path: Path) -> None:
-    rows, what = (
-        RowsFile(tmp_path / "found.csv"),
-        r"data\.rows returned a as an array of (object|complex128), which no table",
-    )
+    rows = RowsFile(tmp_path / "found.csv")
+    what = r"data\.rows returned a as an array of (object|complex128), which no table holds"
     for column in (np.array([{}, 1], object), np.ones(2, complex)):
         with pytest.raises(UserError, match=what):
             rows.write({"a": column})
