@@ -220,3 +220,12 @@ def test_it_learns_how_blobs_move(peephole: bool) -> None:
     with torch.no_grad():
         last, best = (frame_loss(data.baselines[name], test) for name in ("last frame", "best known"))
         assert best < frame_loss(model, test) < 0.5 * last
+
+
+def test_cells_last_at_first() -> None:
+    """Forget gates are open (Jozefowicz et al. 2015)."""
+    torch.manual_seed(0)
+    opened = Cell(3, 5, 3, peephole=True, wraps=False).convolution.bias
+    torch.manual_seed(0)
+    plain = torch.nn.Conv2d(8, 20, 3).bias
+    torch.testing.assert_close(opened - plain, torch.tensor([0.0] * 5 + [1.0] * 5 + [0.0] * 10))

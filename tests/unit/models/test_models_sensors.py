@@ -427,3 +427,26 @@ def test_it_learns_diffusion(name: str, sparse: bool) -> None:
     last, mean = ((test["targets"] - guess).abs().mean() for guess in (test["values"][:, -1:], series.mean()))
     with torch.no_grad():
         assert error(model.eval(), test) < 0.85 * min(last, mean)  # 0.66 of it is the least that can be
+
+
+@each_model
+def test_with_a_week_the_day_counts(name: str) -> None:
+    model, batch = build(name, week=True).eval(), random_batch(3)
+    other = {**batch, "weekday": (batch["weekday"] + 1) % 7}
+    assert not torch.allclose(model(batch), model(other), atol=1e-4)
+    plain = build(name).eval()
+    torch.testing.assert_close(plain(batch), plain(other))
+
+
+def test_dropout_is_of_training_alone() -> None:
+    model, batch = build("graph_wavenet", dropout=0.5), random_batch(3)
+    assert not torch.allclose(model(batch), model(batch), atol=1e-4)
+    model.eval()
+    torch.testing.assert_close(model(batch), model(batch))
+
+
+def test_states_last_at_first() -> None:
+    """Gates of reset and update are open to the state (Jozefowicz et al. 2015)."""
+    layer = DiffusionGRU(2, 5, 2)
+    assert layer.reading.mix.bias[:10].tolist() == [1.0] * 10
+    assert layer.reading.mix.bias[10:].tolist() == [0.0] * 5
