@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +17,7 @@ from hetsync.config.checks import at_least
 from hetsync.data import Data
 from hetsync.data.cache import cached_folder
 from hetsync.data.findings import Findings
+from hetsync.data.sets.sensor_graph import PLACE, ROAD, adjacency, heads_of, number_in, places_of
 from hetsync.data.sets.sensor_network import DAY_MINUTES, Network, network_data
 from hetsync.errors import UserError, brief
 from hetsync.extras import require
@@ -25,10 +26,6 @@ VERSION = "1"  # of the cached layout
 READINGS = (".h5", ".hdf5", ".npz", ".csv")
 NO_READING = ("", "nan")
 START, MINUTES = "2018-01-01", 5  # of PEMS04
-LEAST_WEIGHT = 0.1  # of a road: lighter ones are left out (Li et al. 2018)
-PLACE = {"latitude", "longitude"}
-ROAD_HEADS, PLACE_HEADS = ["from", "to", "distance"], ["sensor_id", "latitude", "longitude"]
-ROAD, LENGTH = {"from", "to"}, {"distance", "cost"}
 
 
 def sensors(
@@ -110,7 +107,7 @@ class Files:
         """UserError where it is not clear which they are."""
         if not folder.is_dir():
             raise UserError(f"data.options.path is {folder}, which is no folder: give that of the readings")
-        tables = {path: set(_heads(path)) for path in sorted(folder.glob("*.csv"))}
+        tables = {path: set(heads_of(path)) for path in sorted(folder.glob("*.csv"))}
         roads = [path for path, heads in tables.items() if heads >= ROAD]
         places = [path for path, heads in tables.items() if heads >= PLACE]
         series = [path for path in sorted(folder.iterdir()) if path.suffix in READINGS and path not in roads + places]
@@ -132,21 +129,6 @@ def _only(option: str, given: str | None, folder: Path, found: Sequence[Path]) -
             f"data.options.path is {folder}, where files of {option} are {there}: name one by data.options.{option}"
         )
     return found[0]
-
-
-def _heads(path: Path) -> list[str]:
-    """Of a table; where it has none but three numbers in their place, as files of PEMS-BAY have, those of roads, or of
-    places where it is called so."""
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        heads = [head.strip().lower() for head in next(csv.reader(file), [])]
-    return (PLACE_HEADS if "location" in path.name.lower() else ROAD_HEADS) if _is_headless(heads) else heads
-
-
-def _is_headless(heads: Sequence[str]) -> bool:
-    try:
-        return len(list(map(float, heads))) == len(ROAD_HEADS)
-    except ValueError:
-        return False
 
 
 # Readings.
@@ -254,7 +236,9 @@ def _read_csv(path: Path, _: Untimed) -> Table:
             times.append(_time(path, rows.line_num, row[0]))
             words = [word.strip().lower() for word in row[1:]]
             line = rows.line_num
-            values.append([np.nan if word in NO_READING else _number(path, line, "a reading", word) for word in words])
+            values.append(
+                [np.nan if word in NO_READING else number_in(path, line, "a reading", word) for word in words]
+            )
     return _timed(np.array(values).reshape(-1, len(names)), names, np.array(times, "datetime64[s]"))
 
 
@@ -294,73 +278,5 @@ def _write(files: Files, untimed: Untimed, missing: float | None, folder: Path) 
     if missing is not None:
         values[values == missing] = np.nan
     graph = None if files.graph is None else adjacency(files.graph, table.names)
-    places = None if files.places is None else _places(files.places, table.names)
+    places = None if files.places is None else places_of(files.places, table.names)
     Network.write(folder, values, table.start, table.minutes, table.names, graph, places)
-
-
-# Graphs.
-
-
-def adjacency(path: Path, names: Sequence[str]) -> np.ndarray:
-    """(S, S) weights of roads. UserError where it names no road between these sensors."""
-    if path.suffix == ".npy":
-        given = np.load(path, allow_pickle=False)
-        if given.shape != (len(names), len(names)) or not np.isfinite(given).all():
-            raise UserError(f"{path} holds {given.shape}: give weights of ({len(names)}, {len(names)})")
-        return given.astype(np.float64)
-    at = {_identity(name): number for number, name in enumerate(names)}
-    heads = _heads(path)
-    if not (set(heads) >= ROAD and LENGTH & set(heads)):
-        raise UserError(f"{path} has the heads {brief(', '.join(heads))}: give from, to and distance")
-    distances = np.full((len(names), len(names)), np.inf)
-    for number, row in _rows(path):
-        here, there = (at.get(_identity(row[end])) for end in ("from", "to"))
-        if here is not None and there is not None:
-            told = next(row[head] for head in LENGTH if head in row)
-            distances[here, there] = _number(path, number, "distance", told)
-    known = distances[np.isfinite(distances)]
-    if not known.size:
-        raise UserError(
-            f"{path} has no road between sensors of the readings, which are called {brief(', '.join(names))}: call them"
-            " the same"
-        )
-    deviation = known.std() or known.mean() or 1.0
-    weights: np.ndarray = np.exp(-np.square(distances / deviation))
-    weights[weights < LEAST_WEIGHT] = 0
-    np.fill_diagonal(weights, 1)
-    return weights
-
-
-def _places(path: Path, names: Sequence[str]) -> np.ndarray | None:
-    """(S, 2) longitudes and latitudes; None unless all are told."""
-    told = {}
-    for number, row in _rows(path):
-        name = _identity(row.get("sensor_id") or row.get("sensor") or row.get("id") or "")
-        told[name] = [_number(path, number, key, row[key]) for key in ("longitude", "latitude")]
-    return np.array([told[name] for name in names]) if all(name in told for name in names) else None
-
-
-def _rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        heads = _heads(path)
-        rows = csv.DictReader(file, heads)
-        read: list[tuple[int, Mapping[str, Any]]] = [
-            (rows.line_num, {str(key): value or "" for key, value in row.items()}) for row in rows
-        ]
-    return read if _is_headless(list(read[0][1].values())) else read[1:]
-
-
-def _identity(word: str) -> str:
-    """Of a sensor: 1201054.0 is 1201054."""
-    word = word.strip()
-    return word.removesuffix(".0")
-
-
-def _number(path: Path, line: int, what: str, word: str) -> float:
-    try:
-        found = float(word)
-    except ValueError:
-        found = np.nan
-    if not np.isfinite(found):
-        raise UserError(f"{path}:{line} has {brief(word)} as {what}: give a number")
-    return found

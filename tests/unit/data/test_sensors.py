@@ -21,6 +21,7 @@ from hetsync.data.findings import Findings
 from hetsync.data.sets import sensor_network
 from hetsync.data.sets import synthetic_sensors as synthetic
 from hetsync.data.sets.parts import split
+from hetsync.data.sets.sensor_graph import adjacency
 from hetsync.data.sets.sensor_network import (
     HistoricAverage,
     LastValue,
@@ -32,7 +33,7 @@ from hetsync.data.sets.sensor_network import (
     network_data,
     predicted_rows,
 )
-from hetsync.data.sets.sensors import adjacency, check, sensors
+from hetsync.data.sets.sensors import check, sensors
 from hetsync.data.sets.synthetic_sensors import Town, synthetic_sensors
 from hetsync.errors import UserError
 
