@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from hetsync.console import plain_console
-from hetsync.train.tested import MODEL, Tested
+from hetsync.train.tested import MODEL, RunMetrics
 
 
-def show(folder: Path, tested: Tested) -> None:
+def show(folder: Path, tested: RunMetrics) -> None:
     """The model's metrics, and below them those of naive predictors."""
     title = (
         f"{folder}: {tested.samples:,} samples of the {tested.part} part, {tested.weights} weights, after"
@@ -23,7 +23,7 @@ def show(folder: Path, tested: Tested) -> None:
     _print(title, list(tested.metrics[MODEL]), rows)
 
 
-def show_all(runs: Sequence[Tested]) -> None:
+def show_all(runs: Sequence[RunMetrics]) -> None:
     """Mean and deviation of the model's metrics that all have."""
     names = [name for name in runs[0].metrics[MODEL] if all(name in run.metrics[MODEL] for run in runs)]
     values = [[run.metrics[MODEL][name] for run in runs] for name in names]

@@ -18,7 +18,7 @@ from hetsync.start import loading
 
 if TYPE_CHECKING:  # it loads torch, which takes seconds
     from hetsync.plane.base import Plane
-    from hetsync.train.tested import Request, Tested
+    from hetsync.train.tested import Request, RunMetrics
 
 
 def add_to(verbs: Verbs) -> None:
@@ -91,7 +91,7 @@ def evaluate_runs(
     return 0
 
 
-def evaluate_one(plane: Plane, folder: Path, config: Config, request: Request, output: Path | None) -> Tested:
+def evaluate_one(plane: Plane, folder: Path, config: Config, request: Request, output: Path | None) -> RunMetrics:
     """Collective."""
     from hetsync.cli.metric_tables import show
     from hetsync.plane.base import decided_by_first, made_by_all

@@ -46,7 +46,7 @@ SPEED_UNITS = 1e6  # shares are whole numbers
 
 
 @dataclass(frozen=True)
-class Tested:
+class RunMetrics:
     """What RUN/test.json holds.
 
     Attributes:
@@ -90,7 +90,7 @@ class Request:
     predicts: bool
 
 
-def evaluate_run(plane: Plane, config: Config, folder: Path, request: Request, file: RowsFile | None) -> Tested:
+def evaluate_run(plane: Plane, config: Config, folder: Path, request: Request, file: RowsFile | None) -> RunMetrics:
     """Collective: metrics of the run's model, and its predictions, for the `file` of rank 0, which alone reads weights.
 
     UserError: the run has no such weights, they do not fit the recipe, or the data has no such part.
@@ -123,7 +123,7 @@ def evaluate_run(plane: Plane, config: Config, folder: Path, request: Request, f
     everyones = plane.gather_objects(sums)
     metrics = {name: metrics_of(source, [each[name] for each in everyones], samples) for name in evaluated}
     rows_written = None if file is None else file.rows
-    return Tested(request.part, samples, trained.weights, trained.samples_applied, rows_written, metrics)
+    return RunMetrics(request.part, samples, trained.weights, trained.samples_applied, rows_written, metrics)
 
 
 def trained_weights(folder: Path, wanted: Weights | None, averaged: bool) -> Trained:

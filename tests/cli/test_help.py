@@ -122,7 +122,7 @@ for words in [[], *([verb] for verb in {VERBS})]:
     ("words", "sentence"),
     [
         ([], "the following arguments are required: VERB; see hetsync --help"),
-        (["trian"], "there is no verb trian (did you mean train?): use one of train, plan, profile"),
+        (["trian"], "there is no verb trian (did you mean train?): use one of train, test, predict"),
         (["--verbose"], "hetsync: "),
     ],
 )
@@ -215,6 +215,7 @@ def test_run_folder(job: tuple[int, Path, Done]) -> None:
     ranks, folder, _ = job
     assert sorted(path.name for path in folder.iterdir()) == [
         "checkpoints",
+        "data.safetensors",
         "metrics.csv",
         "recipe.yaml",
         "summary.json",

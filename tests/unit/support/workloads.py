@@ -57,7 +57,7 @@ def text(folder: Path) -> Data:
 
 
 def pairs(folder: Path) -> Data:
-    for split in ("train", "test_2016_flickr"):
+    for split in ("train", "val", "test_2016_flickr"):
         lines = sentences(5, SAMPLES)
         write_lines(folder / f"{split}.lc.norm.tok.en", lines)
         write_lines(folder / f"{split}.lc.norm.tok.de", [line.upper() for line in lines])

@@ -18,7 +18,7 @@ from hetsync.data.rows import LARGEST_PICTURE, labelled
 from hetsync.errors import UserError
 from hetsync.files import DiskError
 from hetsync.train.rows_file import RowsFile
-from hetsync.train.tested import Tested, checked_rows, trained_weights
+from hetsync.train.tested import RunMetrics, checked_rows, trained_weights
 
 
 @pytest.mark.parametrize("name", ["found.parquet", "found.csv"])
@@ -65,7 +65,7 @@ def test_a_failure_of_rows_is_not_the_files(tmp_path: Path) -> None:
 
 def test_naive_predictors_stand_beside_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     metrics = {"model": {"mae": 1.23456, "rmse": 2.0}, "last value": {"mae": 3.0, "rmse": 4.56789}}
-    show(Path("runs/one"), Tested("test", 12, "best", 34, None, metrics))
+    show(Path("runs/one"), RunMetrics("test", 12, "best", 34, None, metrics))
     cells = [line.replace("┃", "│").split("│") for line in capsys.readouterr().out.splitlines()]
     rows = [[cell.strip() for cell in row[1:-1]] for row in cells if len(row) == 5]
     assert rows == [["", "model", "last value"], ["mae", "1.235", "3"], ["rmse", "2", "4.568"]]
