@@ -55,7 +55,9 @@ def test_deaths_on_the_way_back(tmp_path: Path) -> None:
     assert done.status == 0, done.story
     summary = summary_of(tmp_path / "run")
     assert summary["samples_applied"] == summary["samples_expected"]
-    assert 1 <= len(summary["rollbacks"]) <= 2
+    # Both have struck, or the status would be 1. A round that a death makes void may take what was not finite with it,
+    # and who has booked a rollback may die: so none need be told.
+    assert len(summary["rollbacks"]) <= 2
     assert sorted(failure["rank"] for failure in summary["failures"] if failure["kind"] == "died") == [0, 3]
 
 
