@@ -69,13 +69,23 @@ def parse(verb: str, argv: Sequence[str]) -> tuple[list[tuple[Path, Config]], An
     if not folders:
         raise UserError(f"hetsync {verb} got no run: give the run folder of a job, such as runs/NAME-DATE-TIME")
     for folder in folders:
-        if not (folder / RECIPE).is_file():
-            raise UserError(f"{folder}: there is no {RECIPE} in it; give the folder of a run of hetsync-train")
-        config, told = parse_recipe(parser, argv, folder / RECIPE)
+        config, told = parse_recipe(parser, argv, _recipe_in(folder))
         runs.append((folder, config))
     if verb == "predict" and told.output and len(runs) > 1:
         raise UserError(f"--output is {told.output}, but there are {len(runs)} runs: leave it out, or name one run")
     return runs, told
+
+
+def _recipe_in(folder: Path) -> Path:
+    """UserError where there is none, or none to be seen."""
+    recipe = folder / RECIPE
+    try:
+        recipe.stat()
+    except FileNotFoundError:
+        raise UserError(f"{folder}: there is no {RECIPE} in it; give the folder of a run of hetsync-train") from None
+    except OSError as error:
+        raise UserError(f"{recipe} cannot be read: {error.strerror}") from error
+    return recipe
 
 
 def evaluate_runs(

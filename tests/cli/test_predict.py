@@ -75,3 +75,14 @@ def test_mistakes(
     said = capsys.readouterr().err
     assert sentence in said
     assert said.count("\n") == 1
+
+
+def test_a_run_folder_that_is_not_to_be_seen_is_one_sentence(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hidden(self: Path, **options: object) -> object:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", hidden)
+    assert hetsync("test", run) == 2
+    assert f"{run / 'recipe.yaml'} cannot be read: Permission denied" in capsys.readouterr().err
