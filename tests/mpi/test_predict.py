@@ -228,6 +228,18 @@ def test_what_cannot_be_is_one_sentence_on_all_ranks(
 
 
 @pytest.mark.ranks(1, 2)
+def test_a_naive_predictor_has_another_name_than_the_model(
+    plane: Plane, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(run=RunConfig(samples=64, profile_seconds=0.05, dir=str(folder / "run")))
+    trained(plane, config)
+    once = data.build
+    monkeypatch.setattr(data, "build", lambda *given: replace(once(*given), baselines={"model": torch.nn.Identity()}))
+    with pytest.raises(UserError, match=r"data\.baselines has one named model, as the trained model is called"):
+        evaluate_runs(plane, [(folder / "run", config)], asked())
+
+
+@pytest.mark.ranks(1, 2)
 def test_a_part_that_the_data_have_not_is_refused(plane: Plane, folder: Path) -> None:
     config = Config(run=RunConfig(samples=64, profile_seconds=0.05, dir=str(folder / "run")))
     trained(plane, config)

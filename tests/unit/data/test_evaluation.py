@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from hetsync.data import Data
+from hetsync.data import Data, evaluation, on_part
 from hetsync.data.evaluation import alike, check_evaluation, evaluate_range, metrics_of
 from hetsync.data.random_state import seed_all
 from hetsync.errors import UserError
@@ -191,3 +191,23 @@ def test_batches_of_other_sizes_differ() -> None:
     assert not alike([torch.zeros(2)], [torch.zeros(3)])
     assert not alike([1, 2], [1])
     assert not alike([1], (1,))
+
+
+def test_a_part_is_looked_at_as_it_is_loaded() -> None:
+    """What only training samples need, theirs have; while training, evaluations look at the validation part."""
+    parts = [TensorDataset(torch.full((count, 1), float(count))) for count in (3, 4, 5)]
+
+    def as_trained(items: list[Any]) -> tuple[str, int]:
+        return "trained", len(items)
+
+    def as_tested(items: list[Any]) -> tuple[str, int]:
+        return "tested", len(items)
+
+    data = Data(parts[0], parts[2], collate=as_trained, test_collate=as_tested, validation=parts[1])
+    assert data.evaluated is parts[1]
+    for part, kind, count in (("train", "trained", 3), ("validation", "tested", 4), ("test", "tested", 5)):
+        ((batch, samples),) = evaluation.test_batches(on_part(data, part), 0, count, torch.device("cpu"), 9)  # type: ignore[arg-type]
+        assert batch == (kind, count)
+        assert samples == range(count)
+    with pytest.raises(UserError, match="--part is validation, which the data does not have: give test or train"):
+        on_part(replace(data, validation=None), "validation")

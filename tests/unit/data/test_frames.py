@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from told import Told
 from torch.utils.data import default_collate
 
 from hetsync.data import Data, build
@@ -50,17 +51,6 @@ def saved(folder: Path, values: np.ndarray, name: str = "mine.npy") -> str:
 
 def sizes(data: Data) -> list[int]:
     return [len(part) for part in (data.train, data.validation, data.test)]  # type: ignore[arg-type]
-
-
-class Told(torch.nn.Module):
-    """Predicts what it is told to."""
-
-    def __init__(self, predicted: torch.Tensor) -> None:
-        super().__init__()
-        self.predicted = predicted
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.predicted
 
 
 # Files.
@@ -249,6 +239,13 @@ def test_errors_are_a_pixel_of_all_frames_and_of_the_first_and_last() -> None:
     report = synthetic_frames(clips=20).report({**sums, "samples": 5})
     assert report == pytest.approx(wanted, rel=1e-6)
     assert frame_loss(Told(predicted), batch).item() == pytest.approx(wanted["mse"], rel=1e-6)
+
+
+def test_predictions_that_would_be_broadcast_are_refused() -> None:
+    batch = random_batch()
+    for wrong in (batch["targets"][:, :1], batch["targets"][..., :1], batch["targets"].squeeze(2)):
+        with pytest.raises(UserError, match=r"the model returned predictions of shape .* for targets of shape"):
+            frame_loss(Told(wrong), batch)
 
 
 def test_a_row_is_a_predicted_frame() -> None:

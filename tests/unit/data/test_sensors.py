@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from told import Told
 from torch.utils.data import default_collate
 
 from hetsync.data import Data
@@ -55,17 +56,6 @@ def network(folder: Path, values: np.ndarray, minutes: int = 5, start: np.dateti
     names = [str(sensor) for sensor in range(values.shape[1])]
     Network.write(folder, values, start, minutes, names, None, None)
     return Network.open(folder)
-
-
-class Told(torch.nn.Module):
-    """Predicts what it is told to."""
-
-    def __init__(self, predicted: torch.Tensor) -> None:
-        super().__init__()
-        self.predicted = predicted
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.predicted
 
 
 # Files.
@@ -451,6 +441,8 @@ def test_a_row_is_a_sensor_at_a_horizon(tmp_path: Path) -> None:
     assert (rows["longitude"][at], rows["latitude"][at]) == (4.2, 50.2)
     assert rows["actual"][at] == values[5 + 12 + 4, 2]
     assert rows["predicted"][at] == values[21, 2] + 1
+    half = predicted_rows(Told(batch["targets"].bfloat16()), batch, found)  # under autocast
+    np.testing.assert_allclose(half["predicted"], half["actual"], rtol=0.01)
 
 
 # Naive predictors.

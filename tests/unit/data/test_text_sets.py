@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sacrebleu.metrics.bleu import BLEU
+from told import Told
 
 from hetsync import extras
 from hetsync.data import Data, build, on_part
@@ -90,6 +91,17 @@ def test_perplexity_of_a_uniform_model_is_the_vocabulary(tmp_path: Path) -> None
     for cuts in ([], [1]):
         report = evaluated(Uniform(5), data, cuts)
         assert report == pytest.approx({"perplexity": 5, "loss": math.log(5)})
+
+
+def test_a_row_is_a_token_at_its_place_in_a_window(tmp_path: Path) -> None:
+    data = build("ptb", {"path": str(write_ptb(tmp_path)), "window": 4, "context": 2})
+    batch = data.test[:]
+    scores = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
+    rows = ptb.rows(Told(scores), batch)
+    assert rows["position"].tolist() == [0, 1, 2, 3] * 2
+    expected = -scores.log_softmax(2).flatten(0, 1)[torch.arange(7), batch[1].flatten()[:7]]
+    torch.testing.assert_close(rows["loss"][:7], expected)
+    assert rows["loss"][7].isnan()  # the last window is short
 
 
 def test_diverged_models_have_infinite_perplexity() -> None:

@@ -27,6 +27,7 @@ from hetsync.data.sets.trips import (
     travel_time_report,
     travel_time_sums,
     trip_data,
+    trip_rows,
     validate,
 )
 from hetsync.errors import UserError
@@ -269,6 +270,18 @@ def mape_of_constant_speed(train: TripTable, test: TripTable) -> float:
     items = [(test.trips[index], test.path(index)) for index in range(len(test))]
     sums = travel_time_sums(ConstantSpeed(train), collate(items))
     return travel_time_report({**sums, "samples": len(test)})["mape"]
+
+
+def test_a_row_is_a_trip_with_where_and_when_it_began() -> None:
+    table = TripTable.from_records(trips_of([4, 9]))
+    batch = collate([(table.trips[index], table.path(index)) for index in range(2)])
+    rows = trip_rows(ConstantSpeed(table), batch)
+    assert rows["actual"].tolist() == [180, 480]
+    torch.testing.assert_close(rows["predicted"], torch.tensor([180.0, 480.0]))
+    assert rows["kilometres"].tolist() == [1.5, 4.0]
+    assert rows["hour"].tolist() == [9, 9]
+    torch.testing.assert_close(rows["latitude"], torch.tensor([30.0, 30.0]))
+    torch.testing.assert_close(rows["longitude"], torch.tensor([104.0, 104.0]))
 
 
 # DeepTTE's files.

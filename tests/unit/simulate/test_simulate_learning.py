@@ -118,6 +118,15 @@ def test_synchronous_replicas_equal_one_process(optimizer: OptimizerConfig) -> N
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
+def test_evaluations_are_of_the_validation_part() -> None:
+    data, model = regression()
+    few = torch.utils.data.Subset(data.test, range(7))
+    _, learner = trained(recipe(delay_bound=0), dataclasses.replace(data, validation=few), model)
+    with torch.no_grad():
+        expected = data.loss(learner._replicas[0].model, few[list(range(7))])
+    assert learner.evaluate()["loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
 class Counting(GoesBySteps, torch.nn.Linear):
     """Keeps the steps that it was told."""
 

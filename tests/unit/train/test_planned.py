@@ -15,16 +15,20 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from torch.utils.data import Subset
 
+from hetsync import data, models
 from hetsync.balance.profile import StepTime
 from hetsync.cli.train import train
 from hetsync.config.parser import recipe_of
 from hetsync.config.schema import Config
+from hetsync.data import Data
 from hetsync.errors import USER_ERROR, UserError
+from hetsync.models.digits_cnn import DigitsCNN
 from hetsync.plane.local import LocalPlane
 from hetsync.replica.passes import EmulatedPasses
 from hetsync.stop_signal import StopSignal
-from hetsync.train import checkpoint, planned_ranks
+from hetsync.train import checkpoint, data_facts, planned_ranks
 from hetsync.train.job import Job
 from hetsync.train.trainer import Trainer
 
@@ -187,6 +191,40 @@ def test_a_rank_alone_trains_as_without_a_plan(tmp_path: Path, capsys: pytest.Ca
     assert summary["per_rank"][0]["step_fraction"] == pytest.approx(1.0)
     assert run(tmp_path, config, ALONE, resume=tmp_path / "planned") == 0
     assert "finished after 260 samples" in capsys.readouterr().err
+
+
+class Scaled(DigitsCNN):
+    """Of brighter images, as the data say."""
+
+    def __init__(self, classes: int, brightness: float) -> None:
+        super().__init__(classes=classes)
+        self.brightness = brightness
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(images * self.brightness)
+
+
+def bright(brightness: float = 1.5) -> Data:
+    found = data.build("digits", {})
+    few = Subset(found.test, range(20))
+    return replace(found, validation=few, model_options={"classes": 10, "brightness": brightness})
+
+
+def test_evaluations_are_of_the_validation_part_and_constants_those_of_the_beginning(tmp_path: Path) -> None:
+    own = {"model": {"name": f"{__name__}:Scaled"}, "data": {"name": f"{__name__}:bright", "batch_size": BATCH}}
+    assert run(tmp_path, recipe(tmp_path, **own), ALONE) == 0
+    of_twenty = 20 * json.loads((tmp_path / "planned" / "summary.json").read_text())["metrics"]["accuracy"]
+    assert of_twenty == pytest.approx(round(of_twenty), abs=1e-6)
+    kept = data_facts.kept(tmp_path / "planned")
+    assert kept == {"classes": 10, "brightness": 1.5}
+    data_facts.keep(tmp_path / "planned", {**kept, "brightness": 2.5})  # as if the data had told so then
+    built: list[torch.nn.Module] = []
+    with pytest.MonkeyPatch.context() as patch:
+        once = models.build_for
+        patch.setattr(models, "build_for", lambda *given: built.append(once(*given)) or built[-1])
+        longer = recipe(tmp_path, **own, run={"samples": SAMPLES + BATCH})
+        assert run(tmp_path, longer, ALONE, resume=tmp_path / "planned") == 0
+    assert built[0].brightness == 2.5
 
 
 def test_batch_norm_trains_on_short_slices(tmp_path: Path) -> None:
