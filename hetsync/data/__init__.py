@@ -86,7 +86,15 @@ def build(name: str, options: Mapping[str, Any], facts: Mapping[str, Any] = Mapp
         raise UserError(f"data.name is {name}, which returned {type(data).__name__}: return a hetsync.data.Data")
     if not len(data.train):  # type: ignore[arg-type]
         raise UserError(f"data.name is {name}, whose training set is empty")
+    _check_counts(facts, data.model_options)
     return replace(data, model_options={**data.model_options, **facts}) if facts else data
+
+
+def _check_counts(began_with: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """UserError where there are more or fewer (sensors, classes, words) than a model has room for."""
+    for key, count in began_with.items():
+        if isinstance(count, int) and now.get(key) != count:
+            raise UserError(f"the data has {key} {now.get(key)}, and had {count} as the run began: give it those data")
 
 
 def on_part(source: Data, part: Part) -> Data:

@@ -17,12 +17,13 @@ from hetsync.config.checks import at_least
 from hetsync.data import Data
 from hetsync.data.cache import cached_folder
 from hetsync.data.findings import Findings
+from hetsync.data.sets.sensor_data import network_data
 from hetsync.data.sets.sensor_graph import PLACE, ROAD, adjacency, heads_of, number_in, places_of
-from hetsync.data.sets.sensor_network import DAY_MINUTES, Network, network_data
+from hetsync.data.sets.sensor_network import DAY_MINUTES, LAYOUT, Network
 from hetsync.errors import UserError, brief
 from hetsync.extras import require
 
-VERSION = "1"  # of the cached layout
+VERSION = "1"  # of the readers: raise it when a file gives other readings
 READINGS = (".h5", ".hdf5", ".npz", ".csv")
 NO_READING = ("", "nan")
 START, MINUTES = "2018-01-01", 5  # of PEMS04
@@ -63,7 +64,7 @@ def sensors(
     """
     files = Files.find(Path(path), readings, graph)
     untimed = Untimed(start, minutes, feature)
-    version = f"{VERSION} {untimed} {missing}"
+    version = f"{LAYOUT} {VERSION} {untimed} {missing}"
     folder = cached_folder("sensors", files.all, version, lambda made: _write(files, untimed, missing, made))
     return network_data(Network.open(folder), steps, horizon, validation_fraction, test_fraction)
 

@@ -18,9 +18,10 @@ from torch import nn
 from hetsync.config.checks import at_least
 from hetsync.data import Data
 from hetsync.data.cache import cached_folder
-from hetsync.data.sets.sensor_network import DAY_MINUTES, Batch, Network, network_data
+from hetsync.data.sets.sensor_data import network_data
+from hetsync.data.sets.sensor_network import DAY_MINUTES, LAYOUT, Batch, Network
 
-VERSION = "1"  # of the generator and the cached layout: raise it when the readings change
+VERSION = "1"  # of the generator: raise it when the readings change
 MINUTES = 5
 STEPS_A_DAY = DAY_MINUTES // MINUTES
 START = np.datetime64("2024-01-01T00:00:00", "s")  # a Monday
@@ -69,7 +70,7 @@ def synthetic_sensors(
         at_least(f"data.options.{name}", value, least)
     at_least("data.options.missing", missing, 0, most=MOST_MISSING)
     town = Town.build(sensors, seed)
-    version = f"{VERSION} {sensors} {days} {missing} {seed}"
+    version = f"{LAYOUT} {VERSION} {sensors} {days} {missing} {seed}"
     folder = cached_folder("synthetic_sensors", [], version, lambda made: write(town, days, missing, seed, made))
     best = {} if missing else {"best known": BestReadings(town)}
     return network_data(Network.open(folder), steps, horizon, validation_fraction, test_fraction, best)

@@ -342,3 +342,5 @@ def test_a_run_that_goes_on_keeps_the_value_that_stood_for_1(tmp_path: Path) -> 
     again = build("frames", options, began)
     assert again.model_options == began
     assert again.train.dataset.largest == began["largest"] < 5  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="the data has horizon 2, and had 3 as the run began: give it those data"):
+        build("frames", {**options, "horizon": 2}, began)

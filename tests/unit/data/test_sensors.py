@@ -19,21 +19,19 @@ from torch.utils.data import default_collate
 
 from hetsync.data import Data
 from hetsync.data.findings import Findings
-from hetsync.data.sets import sensor_network
+from hetsync.data.sets import sensor_baselines, sensor_data
 from hetsync.data.sets import synthetic_sensors as synthetic
 from hetsync.data.sets.parts import split
-from hetsync.data.sets.sensor_graph import adjacency
-from hetsync.data.sets.sensor_network import (
-    HistoricAverage,
-    LastValue,
-    Network,
-    SensorWindows,
+from hetsync.data.sets.sensor_baselines import HistoricAverage, LastValue
+from hetsync.data.sets.sensor_data import (
     horizon_errors,
     horizon_sums,
     masked_loss,
     network_data,
     predicted_rows,
 )
+from hetsync.data.sets.sensor_graph import adjacency
+from hetsync.data.sets.sensor_network import Network, SensorWindows
 from hetsync.data.sets.sensors import check, sensors
 from hetsync.data.sets.synthetic_sensors import Town, synthetic_sensors
 from hetsync.errors import UserError
@@ -326,7 +324,8 @@ def test_the_validation_part_comes_before_the_test_part(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", [7, 4096])
 def test_constants_come_from_the_training_part(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sensor_network, "BLOCK", block)
+    for module in (sensor_data, sensor_baselines):
+        monkeypatch.setattr(module, "BLOCK", block)
     values = readings(100)
     values[::7] = np.nan
     data = network_data(network(tmp_path / "n", values), 4, 4, 0.1, 0.2)
