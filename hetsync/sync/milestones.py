@@ -15,6 +15,7 @@ STOP = "stop requested"
 CHECKPOINT = "checkpoint"
 EPOCH = "end of an epoch"
 JOIN = "a rank joins"
+CALL = "a call of the script"
 ROLLBACK = "back to a checkpoint"
 TOO_FEW = "too few ranks are left"
 ALL_LEFT = "all ranks have left their loops"
@@ -110,8 +111,9 @@ class Rests:
         return True
 
     def request(self, frontier: int, reason: str) -> None:
-        """The same, but with a rest of its own."""
-        if not self.bring_forward(frontier, reason):
+        """The same, but with a rest of its own, unless one that was asked for so is still to come."""
+        coming = frontier >= self.next.position and self.next.reason == reason
+        if not coming and reason not in self._requested and not self.bring_forward(frontier, reason):
             self._requested.append(reason)
 
     def go_back(self, applied: int) -> None:

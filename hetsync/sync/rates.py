@@ -153,13 +153,17 @@ class SchedulerRates(Rates):
         schedulers: Sequence[LRScheduler],
         batch_size: int,
         epoch_samples: int | None = None,
+        step_samples: int | None = None,
     ) -> None:
-        """`epoch_samples`: of an epoch, where its last batch ends with it, as in a loop over a `DataLoader`."""
+        """`epoch_samples`: of an epoch, where its last batch ends with it, as in a loop over a `DataLoader`.
+        `step_samples`: those of a step, where they are told: schedulers that are stepped in the loop at all make one
+        after so many samples each, however often they are called."""
         self._optimizer = optimizer
         self._schedulers = list(schedulers)
-        self._batch_size = batch_size
+        self._told = step_samples is not None
+        self._batch_size = step_samples or batch_size
         self._epoch_samples = epoch_samples
-        self._epoch = None if epoch_samples is None else -(-epoch_samples // batch_size)  # batches
+        self._epoch = None if epoch_samples is None else -(-epoch_samples // self._batch_size)  # batches
         self._cadences = [Cadence() for _ in schedulers]
         self._began = 0  # this loop over batches, in samples of the stream
         self._rates = rates_of(optimizer)
@@ -172,8 +176,9 @@ class SchedulerRates(Rates):
 
     def end_loop(self, slices: int) -> None:
         """That loop has ended after so many slices, and training goes on."""
-        for cadence in self._cadences:
-            cadence.end_loop(slices)
+        if not self._told:
+            for cadence in self._cadences:
+                cadence.end_loop(slices)
 
     def leave_void(self, slices: int, others_step: bool = False) -> None:
         for cadence in self._cadences:
@@ -194,7 +199,11 @@ class SchedulerRates(Rates):
                 "a ReduceLROnPlateau was stepped within a slice, where ranks differ: step it with the result of"
                 " job.evaluate, after the loop over an epoch's batches"
             )
-        self._cadences[self._schedulers.index(scheduler)].called(self._batches(self._began), slices)
+        cadence = self._cadences[self._schedulers.index(scheduler)]
+        if not self._told:
+            cadence.called(self._batches(self._began), slices)
+        elif cadence.every is None:
+            cadence.every, cadence.first = 1, self._batches(self._began)
 
     def at(self, position: int) -> list[float]:
         batches = self._batches(position)

@@ -36,6 +36,7 @@ from hetsync.profiling.measure import autocast
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.buffers import Rule
 from hetsync.sync.constraints import Projection
+from hetsync.sync.milestones import CALL, Marks
 from hetsync.train import checkpoint
 from hetsync.train.alike import data_described, parts_described, require_alike, require_as_told, settings_described
 from hetsync.train.best import Best, Mode, comparable
@@ -223,6 +224,14 @@ class Job:
         self._check_before("schedule")
         self._prepared.parts.schedule(optimizer, factor)
 
+    def step_schedulers_every(self, samples: int) -> None:
+        """Schedulers that are stepped in the loop make a step for each so many samples of the job, however often the
+        loop calls them; without this, for each batch, or each n batches, as it calls them first."""
+        self._check_before("step_schedulers_every")
+        if not isinstance(samples, int) or samples < 1:
+            raise UserError(f"job.step_schedulers_every got {samples} samples: give a whole number, 1 or more")
+        self._prepared.parts.scheduler_samples = samples
+
     def constrain(self, module: torch.nn.Module, function: Projection) -> None:
         """Weights of a model, or of a part of it, keep to a constraint: `function(module)` projects them in place
         (clamps, shortens, makes orthogonal), as it is called after each optimizer's step, and, on a copy of the module,
@@ -252,6 +261,25 @@ class Job:
         """
         self._check_before("evaluate_every")
         self._prepared.evaluate_every(samples, function, combine)
+
+    def call_every(self, samples: int | Marks | None, function: Callable[[], None]) -> None:
+        """All ranks come to rest within the loop, too, after each so many samples (at the end of the batch that is out
+        then), and call `function()` there, all alike: it may do what lines after an epoch's loop may. None: only where
+        `call_soon` asks for it. At an epoch's end the script's own lines come, and it is not called."""
+        self._check_before("call_every")
+        self._prepared.call_every(samples, function)
+
+    def call_soon(self) -> None:
+        """In the loop, on any rank: ask for a rest at which `call_every`'s function is called."""
+        self.session.request_rest(CALL)
+
+    def begin_at(self, samples: int) -> None:
+        """Before the loop: the job goes on after so many samples of its order, whose weights, optimizers and schedulers
+        the script has loaded by itself, on all ranks alike."""
+        self._check_before("begin_at")
+        if not isinstance(samples, int) or samples < 0:
+            raise UserError(f"job.begin_at got {samples} samples: give a whole number, 0 or more")
+        self._prepared.first_sample = samples
 
     def on(self, event: Literal["evaluation", "checkpoint", "round", "end"], callback: Callable[[Any], None]) -> None:
         """Call on rank 0, between two batches: after an "evaluation" with its metrics, after a "checkpoint" with its
@@ -367,6 +395,11 @@ class Job:
             raise UserError("job.intervals was called after the loop had begun: call it once, around the loop")
         self._prepared.interval_samples = samples
         return self._loop.intervals(samples)
+
+    @property
+    def in_batch(self) -> bool:
+        """Is a batch out? Then ranks do not come together before the loop has asked for the next."""
+        return self._loop.in_batch
 
     @property
     def samples(self) -> int:

@@ -315,6 +315,8 @@ class Loop:
             running.rest(rest, Standing(ended, lines_due=at_intervals_end))
             if running.session.stopping:
                 status = self._status(running)
+            elif not at_intervals_end and not rest.final and rest.reason != ROLLBACK:
+                running.call(rest.reason)
 
         if not running.session.at_rest(work):
             running.break_off_rest()
@@ -347,6 +349,8 @@ class Loop:
                 " or after the loop over an epoch's batches (job.evaluate_every evaluates while training goes on)"
             )
         running = self._begin()
+        if running.session.is_carrying_out:
+            return
         running.session.engine.order.follow_script()
         self._ask()
         while self.stage is Stage.LEAVING:

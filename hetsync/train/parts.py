@@ -57,6 +57,7 @@ class Parts:
         self.averages: list[torch.nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[PreparedScheduler] = []
+        self.scheduler_samples: int | None = None  # of a step in the loop, where it is told
         self.scaler: PreparedScaler | None = None
         self.registered: dict[str, Any] = {}
         self.rates: list[Rates] = []
@@ -146,7 +147,8 @@ class Parts:
             if mine and number in self.factors:
                 raise UserError("an optimizer has a scheduler and job.schedule: take one of them")
             if mine:
-                rates = SchedulerRates(optimizer, [each.scheduler for each in mine], batch_size, epoch_samples)
+                schedulers = [each.scheduler for each in mine]
+                rates = SchedulerRates(optimizer, schedulers, batch_size, epoch_samples, self.scheduler_samples)
                 for each in mine:
                     each.rates = rates
                 self.rates.append(rates)

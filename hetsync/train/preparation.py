@@ -19,6 +19,7 @@ from hetsync.emulation.cluster import Cluster
 from hetsync.errors import UserError
 from hetsync.sync.buffers import Rule, saved_buffers, say
 from hetsync.sync.group_state import check_state_dict
+from hetsync.sync.milestones import Marks, marks_every
 from hetsync.sync.optimizers import check_needs_no_closure
 from hetsync.sync.rates import check_scheduler
 from hetsync.train.evaluation import Combine, EvaluationLoader, RankParts, check_callable
@@ -63,6 +64,8 @@ class Preparation:
     evaluation: After how many samples (None: at the end), what to call, and how its results become one.
     callbacks: By the event's name.
     interval_samples: All ranks rest after so many, again and again.
+    first_sample: Where training begins, if no checkpoint tells.
+    calls: What is called at rests within the loop, and where these are due beside those that are asked for.
     """
 
     def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
@@ -75,6 +78,8 @@ class Preparation:
         self.evaluation: tuple[int | None, Callable[[], Any], Combine | None] | None = None
         self.callbacks: dict[str, list[Callable[[Any], None]]] = defaultdict(list)
         self.interval_samples: int | None = None
+        self.first_sample = 0
+        self.calls: tuple[Callable[[], None], Marks] | None = None
         self._device = device
         self._total: int | None = None
         self._own_scaler = False  # the loop's, in place of ours
@@ -165,6 +170,15 @@ class Preparation:
             raise UserError(f"job.evaluate_every got {samples} samples: give a whole number, 1 or more")
         check_callable("job.evaluate_every", function)
         self.evaluation = samples, function, combine
+
+    def call_every(self, samples: int | Marks | None, function: Callable[[], None]) -> None:
+        """See `Job.call_every`."""
+        if self.calls is not None:
+            raise UserError("job.call_every was called twice: call it once, with a function that does all")
+        if not callable(samples) and samples is not None and (not isinstance(samples, int) or samples < 1):
+            raise UserError(f"job.call_every got {samples} samples: give a whole number, 1 or more, or None")
+        check_callable("job.call_every", function)
+        self.calls = function, samples if callable(samples) else marks_every(samples, MOST_POSITIONS)
 
     def call(self, event: str, callback: Callable[[Any], None]) -> None:
         """See `Job.on`."""

@@ -151,13 +151,14 @@ class PreparedScaler(StandIn):
         if due:
             self.scaler.update()
 
-    def check_step(self) -> None:
-        """An optimizer steps. UserError where it does so by itself."""
-        if self.scaler.is_enabled() and not self._stepping:
-            raise UserError(
-                "optimizer.step was called on gradients that a GradScaler scales: call job.step, or scaler.step with"
-                " the optimizer, in its place"
-            )
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """An optimizer steps. Where the loop has called it without the scaler its gradients are unscaled; returns
+        whether they may hold infinities, which nobody has looked for."""
+        if self._stepping or not self.scaler.is_enabled() or not self._is_due(optimizer):
+            return False
+        self.unscale_once(optimizer)
+        self._stepped.append(optimizer)
+        return True
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         if self._unscaled or self._stepped or new_scale is not None:

@@ -23,7 +23,19 @@ from hetsync.launchers import write_status
 from hetsync.plane.base import CutOffError, LateError, LostError, Newcomer, Plane, StalledError
 from hetsync.stop_signal import StopSignal
 from hetsync.sync.messages import NO_BOUND
-from hetsync.sync.milestones import CHECKPOINT, EPOCH, JOIN, ROLLBACK, Marks, checkpoints_every, marks_every, rests_for
+from hetsync.sync.milestones import (
+    CALL,
+    CHECKPOINT,
+    EPOCH,
+    JOIN,
+    ROLLBACK,
+    Marks,
+    at_ends_of_batches,
+    checkpoints_every,
+    marks_every,
+    no_marks,
+    rests_for,
+)
 from hetsync.sync.tail import trained_values, travelling_bytes
 from hetsync.telemetry import Telemetry
 from hetsync.train import checkpoint, ranks
@@ -331,18 +343,26 @@ class Running:
         every, step = self.config.run.checkpoint_every, self.config.step_samples
         return checkpoints_every(every, step, self.prepared.interval_samples, self.total)
 
+    @property
+    def _calls(self) -> Marks:
+        if self.prepared.calls is None:
+            return no_marks
+        batch, interval = self.config.step_samples, self.prepared.interval_samples
+        return at_ends_of_batches(self.prepared.calls[1], batch, interval, self.total)
+
     def _make_terms(self, shares: tuple[int, ...]) -> Terms:
         run, progress = self.config.run, self._progress
         rests: dict[str, Marks] = {CHECKPOINT: self._checkpoints}
         if self.prepared.interval_samples is not None:
             rests[EPOCH] = marks_every(self.prepared.interval_samples, self.total)
+        rests[CALL] = self._calls
         return Terms(
             batch_size=self.config.data.batch_size,
             total_samples=self.total,
             ranks=self.profiles,
             milestones=rests_for(rests, self.total),
             seed=run.seed,
-            applied=progress.samples_applied if progress else 0,
+            applied=progress.samples_applied if progress else self.prepared.first_sample,
             version=progress.version if progress else 0,
             shares=shares,
             settings=first_settings(self.config, progress, trained_values(self.model)),
@@ -501,6 +521,12 @@ class Running:
             self.evaluated(named(result))
         if rest.reason == JOIN and not over and self._replacements is not None:
             self._admit()
+
+    def call(self, reason: str) -> None:
+        """Collective, at a rest within the loop: what the script wants to do there, where it is due."""
+        applied = self.session.applied
+        if self.prepared.calls is not None and (reason == CALL or self._calls(applied - 1) == applied):
+            self.prepared.calls[0]()
 
     def _go_back(self) -> None:
         """Collective: to the newest checkpoint."""

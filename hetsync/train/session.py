@@ -376,6 +376,11 @@ class Session:
         return self._under_way
 
     @property
+    def is_carrying_out(self) -> bool:
+        """Is something being done at a rest?"""
+        return self._carrying_out
+
+    @property
     def coordinator(self) -> Coordinator | None:
         """On the first rank."""
         return self.engine.coordinator

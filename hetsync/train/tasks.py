@@ -405,15 +405,16 @@ class TaskRunner:
         work = self.slice_out("optimizer.step")
         self.was_stepped = True
         self._look_for_changes()
-        if self._scaler is not None:
-            self._scaler.check_step()
         if number in work.stepped and work.synchronous:
             raise UserError(
                 "an optimizer was stepped twice in one slice, where sync.delay_bound 0 sums gradients over ranks once:"
                 " step it once a batch, or take a delay bound of 1 or more"
             )
         self.collect(number)
+        unscaled = self._scaler is not None and self._scaler.begin_step(self.steps[number].optimizer)
         self._check_gradients_kept(number, work)
+        if unscaled and not math.isfinite(total_of(self._gradients_of(number))):
+            self.steps[number].optimizer.zero_grad(set_to_none=True)  # as a scaler steps: not at all
         if work.synchronous:
             self._engine.drop_absent(self.steps[number].weights)
         self._check_steps_kept(work)
