@@ -107,7 +107,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
             self._to_save: list[str | None] = []  # once all ranks are at rest
             self._saved: set[str | None] = set()  # so
             self._position = 0  # that a loaded state stands at
+            self._trained: list[torch.nn.Module] = []
             self._has_training_data = False
+            self._units: Any = None  # over which the next loss is a mean
             self._processes = self.num_processes  # deaths leave fewer
             self.scaler: Any = None if self.scaler is None else self.job.prepare(self.scaler)
             self.job.call_every(None, self._save_at_rest)
@@ -140,10 +142,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
     ) -> torch.nn.Module:
         """Placed, in mixed precision, compiled, as Accelerate does it; trained by the job where anything requires a
         gradient."""
-        known = any(model is other for other in self._models)
         prepared: torch.nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         trained = any(weight.requires_grad for weight in prepared.parameters())
-        if trained and not evaluation_mode and not known:
+        if trained and not evaluation_mode and not any(prepared is known for known in self._trained):
+            self._trained.append(prepared)
             self.job.prepare(prepared)
         return prepared
 
@@ -181,13 +183,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
         loader = self.job.loader(data_loader, min(batch, len(data_loader.dataset)))  # type: ignore[arg-type]
         if self.step_scheduler_with_optimizer:
             self.job.step_schedulers_every(own * int(self.job.config.sync.accumulation))
-        return self._trained_on(loader, place)
+        return self.trained_on(loader, place)
 
-    def _trained_on(self, loader: TrainingLoader, place: bool) -> Batches:
+    def trained_on(self, loader: TrainingLoader, place: bool) -> Batches:
+        """In place of the training DataLoader, put on the rank's device where it is to `place` them."""
         self._has_training_data = True
-        return Batches(loader, self.device if place else None, self._follow_members)
+        return Batches(loader, self.device if place else None, self.follow_members)
 
-    def _follow_members(self) -> None:
+    def follow_members(self) -> None:
         """At rest: after deaths the ranks that are left do what all have done."""
         members = self.job.plane.members
         if len(members) == self.num_processes:
@@ -209,7 +212,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
                 "accelerator.backward was called, and no DataLoader that shuffles was prepared: those that do not are"
                 " evaluated on, so make that of the training data with shuffle=True"
             )
+        if self._units is not None:
+            options.setdefault("weight", self._units)
         self.job.backward(loss, **options)
+
+    @contextlib.contextmanager
+    def weighing(self, units: Any) -> Iterator[None]:
+        """A loss within is a mean over so many tokens, labels or entries; None: over the batch's samples."""
+        self._units = units
+        yield
+        self._units = None
 
     @property
     def sync_gradients(self) -> bool:
@@ -369,7 +381,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
         return output_dir
 
     def _save_at_rest(self) -> None:
-        self._follow_members()
+        self.follow_members()
         for folder in dict.fromkeys(self.gather_object(self._to_save)):
             if folder not in self._saved:
                 self._save(folder)

@@ -264,8 +264,8 @@ class Job:
 
     def call_every(self, samples: int | Marks | None, function: Callable[[], None]) -> None:
         """All ranks come to rest within the loop, too, after each so many samples (at the end of the batch that is out
-        then), and call `function()` there, all alike: it may do what lines after an epoch's loop may. None: only where
-        `call_soon` asks for it. At an epoch's end the script's own lines come, and it is not called."""
+        then; None: only where `call_soon` asks for it), and call `function()`, all alike: it may do what lines after an
+        epoch's loop may. At an epoch's end the script's own lines come, and it is not called."""
         self._check_before("call_every")
         self._prepared.call_every(samples, function)
 

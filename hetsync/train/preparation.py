@@ -79,7 +79,7 @@ class Preparation:
         self.callbacks: dict[str, list[Callable[[Any], None]]] = defaultdict(list)
         self.interval_samples: int | None = None
         self.first_sample = 0
-        self.calls: tuple[Callable[[], None], Marks] | None = None
+        self.calls: list[tuple[Callable[[], None], Marks]] = []
         self._device = device
         self._total: int | None = None
         self._own_scaler = False  # the loop's, in place of ours
@@ -173,12 +173,10 @@ class Preparation:
 
     def call_every(self, samples: int | Marks | None, function: Callable[[], None]) -> None:
         """See `Job.call_every`."""
-        if self.calls is not None:
-            raise UserError("job.call_every was called twice: call it once, with a function that does all")
         if not callable(samples) and samples is not None and (not isinstance(samples, int) or samples < 1):
             raise UserError(f"job.call_every got {samples} samples: give a whole number, 1 or more, or None")
         check_callable("job.call_every", function)
-        self.calls = function, samples if callable(samples) else marks_every(samples, MOST_POSITIONS)
+        self.calls.append((function, samples if callable(samples) else marks_every(samples, MOST_POSITIONS)))
 
     def call(self, event: str, callback: Callable[[Any], None]) -> None:
         """See `Job.on`."""

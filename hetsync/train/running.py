@@ -33,7 +33,6 @@ from hetsync.sync.milestones import (
     at_ends_of_batches,
     checkpoints_every,
     marks_every,
-    no_marks,
     rests_for,
 )
 from hetsync.sync.tail import trained_values, travelling_bytes
@@ -344,18 +343,20 @@ class Running:
         return checkpoints_every(every, step, self.prepared.interval_samples, self.total)
 
     @property
-    def _calls(self) -> Marks:
-        if self.prepared.calls is None:
-            return no_marks
+    def _calls(self) -> list[tuple[Callable[[], None], Marks]]:
+        """What is called at rests within the loop, and where these are."""
         batch, interval = self.config.step_samples, self.prepared.interval_samples
-        return at_ends_of_batches(self.prepared.calls[1], batch, interval, self.total)
+        return [
+            (function, at_ends_of_batches(marks, batch, interval, self.total))
+            for function, marks in self.prepared.calls
+        ]
 
     def _make_terms(self, shares: tuple[int, ...]) -> Terms:
         run, progress = self.config.run, self._progress
         rests: dict[str, Marks] = {CHECKPOINT: self._checkpoints}
         if self.prepared.interval_samples is not None:
             rests[EPOCH] = marks_every(self.prepared.interval_samples, self.total)
-        rests[CALL] = self._calls
+        rests |= {f"{CALL} {number}": marks for number, (_, marks) in enumerate(self._calls)}
         return Terms(
             batch_size=self.config.data.batch_size,
             total_samples=self.total,
@@ -525,8 +526,9 @@ class Running:
     def call(self, reason: str) -> None:
         """Collective, at a rest within the loop: what the script wants to do there, where it is due."""
         applied = self.session.applied
-        if self.prepared.calls is not None and (reason == CALL or self._calls(applied - 1) == applied):
-            self.prepared.calls[0]()
+        for function, marks in self._calls:
+            if reason == CALL or marks(applied - 1) == applied:
+                function()
 
     def _go_back(self) -> None:
         """Collective: to the newest checkpoint."""

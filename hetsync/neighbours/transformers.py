@@ -1,0 +1,343 @@
+"""Hugging Face's Trainer on a HetSync job: a script changes the line that imports it.
+
+    from hetsync.neighbours.transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments("runs/mine", hetsync={"delay_bound": 4})
+
+Trainers and arguments that are made of these (trl's) become HetSync's by `trainer_of` and `arguments_of`. Started by
+`torchrun --nproc-per-node N my_script.py` or by `mpirun -np N python my_script.py`. The batch size is per process, as
+the Trainer's. Loop and order of samples are HetSync's; evaluations, checkpoints and callbacks are the Trainer's, with
+all ranks at rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from hetsync.errors import UserError, early_mistakes
+from hetsync.extras import require
+from hetsync.neighbours.accelerate import Accelerator, Batches, joined
+from hetsync.plane.ending import opening
+from hetsync.train.job import Job
+
+try:
+    import transformers
+    from accelerate.state import PartialState
+    from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+    from transformers.trainer_utils import IntervalStrategy
+    from transformers.training_args import ParallelMode
+except ImportError:
+    with early_mistakes():
+        require("transformers", "hetsync.neighbours.transformers")
+    raise
+
+NOT_TOLD = {"distributed_state", "_setup_devices", "_n_gpu"}  # of arguments, where they are pickled
+REFUSED = {  # arguments, what they may be, and what to do
+    "deepspeed": (None, "each of HetSync's ranks holds the whole model: leave it out"),
+    "fsdp": (None, "each of HetSync's ranks holds the whole model: leave it out"),
+    "auto_find_batch_size": (False, "HetSync finds what a rank's memory takes by itself: leave it out"),
+    "include_num_input_tokens_seen": ("no", "ranks do not count together at each step: leave it out"),
+}
+
+
+def arguments_of(base: type[Any]) -> type[Any]:
+    """A class of TrainingArguments, on a HetSync job: with `hetsync`, a dictionary of arguments of `hetsync.join`."""
+
+    @dataclass
+    class Arguments(base):
+        hetsync: dict | None = field(default=None, metadata={"help": "Arguments of hetsync.join, such as delay_bound."})
+
+        @cached_property
+        def _setup_devices(self) -> torch.device:
+            with opening():
+                check_arguments(self)
+                job = joined(**{"accumulation": self.gradient_accumulation_steps} | (self.hetsync or {}))
+            self.distributed_state = PartialState()
+            self._n_gpu = int(job.device.type == "cuda")
+            return job.device
+
+        @property
+        def parallel_mode(self) -> ParallelMode:
+            """The Trainer wraps no model, and calls nobody by itself."""
+            return ParallelMode.NOT_PARALLEL
+
+        @contextlib.contextmanager
+        def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+            state, job = PartialState(), joined()
+            first = state.is_local_main_process if local else state.is_main_process
+            if not first:
+                job.gather(None)
+            yield
+            if first:
+                job.gather(None)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            """As the class that it is made of: who loads them needs no HetSync."""
+            told = {name: value for name, value in vars(self).items() if name not in NOT_TOLD}
+            return copyreg._reconstructor, (base, object, None), told  # type: ignore[attr-defined]
+
+    Arguments.__name__, Arguments.__qualname__ = base.__name__, base.__qualname__
+    return Arguments
+
+
+def check_arguments(arguments: Any) -> None:
+    """UserError for what a Trainer is told, and HetSync does not do."""
+    for name, (wanted, remedy) in REFUSED.items():
+        found = getattr(arguments, name, wanted)
+        if found not in (wanted, "", [], {}):
+            raise UserError(f"TrainingArguments got {name}={found!r}: {remedy}")
+
+
+class OnHetSync:
+    """What is another in a Trainer on a HetSync job."""
+
+    args: Any
+    accelerator: Accelerator
+    control: Any
+    state: Any
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        given = settings.get("args", arguments[1] if len(arguments) > 1 else None)
+        if not hasattr(given, "hetsync"):
+            raise UserError(
+                f"{type(self).__name__} got {type(given).__name__} as args: give it TrainingArguments of"
+                " hetsync.neighbours.transformers (arguments_of makes them of trl's and others' own)"
+            )
+        super().__init__(*arguments, **settings)
+        self._wanted: set[str] = set()  # by callbacks, at a rest that comes soon
+        self._losses: list[torch.Tensor] = []  # of this rank's batches, since the last log
+        self._epochs: Iterator[int] = iter(())
+        self._evaluates: Callable[..., None] = lambda: None
+        self._loader: Any = None
+
+    @property
+    def job(self) -> Job:
+        return self.accelerator.job
+
+    def create_accelerator_and_postprocess(self) -> None:
+        config = self.args.accelerator_config.to_dict()
+        names = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
+        told = self._build_accelerator_args(  # type: ignore[attr-defined]
+            dataloader_config=DataLoaderConfiguration(**{name: config[name] for name in names}),
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        )
+        self.accelerator = Accelerator(**told)
+        self.gather_function = self.accelerator.gather_for_metrics
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
+
+    # What is trained on.
+
+    @property
+    def _batch(self) -> int:
+        return int(self.args.train_batch_size * self.job.size)
+
+    @property
+    def _step_samples(self) -> int:
+        return self._batch * int(self.args.gradient_accumulation_steps)
+
+    def _steps_at(self, samples: int) -> int:
+        """Of the optimizer, when the job has trained on so many samples."""
+        every = self._loader.source.epoch_samples
+        epochs, within = divmod(samples, every)
+        return int(epochs * -(-every // self._step_samples) + -(-within // self._step_samples))
+
+    def _samples_at(self, steps: int, every: int) -> int:
+        epochs, within = divmod(steps, -(-every // self._step_samples))
+        return int(epochs * every + min(within * self._step_samples, every))
+
+    def get_train_dataloader(self) -> Any:
+        if self._loader is not None:
+            raise UserError(f"this {type(self).__name__} has trained already: start another process for the next job")
+        dataset, collate = self._without_unused_columns(self.train_dataset)  # type: ignore[attr-defined]
+        args, costs = self.args, None
+        options: dict[str, Any] = {"collate_fn": collate, "workers": args.dataloader_num_workers}
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            loader = self.job.loader(
+                dataset, self._batch, samples=args.max_steps * self._step_samples, epochs=1, **options
+            )
+        else:
+            strategy = str(getattr(args, "train_sampling_strategy", "random"))
+            if strategy == "group_by_length":
+                costs = self._get_train_sampler(dataset).lengths  # type: ignore[attr-defined]
+            every = len(dataset) // self._batch * self._batch if args.dataloader_drop_last else len(dataset)
+            batch = min(self._batch, every)
+            steps = args.max_steps
+            if steps <= 0:
+                steps = math.ceil(args.num_train_epochs * -(-every // self._step_samples))
+            data = DataLoader(dataset, batch, shuffle=strategy != "sequential", drop_last=args.dataloader_drop_last)
+            loader = self.job.loader(data, samples=self._samples_at(steps, every), costs=costs, **options)
+        self._loader = loader
+        every = loader.source.epoch_samples
+        self.job.step_schedulers_every(self._step_samples)
+        self.job.call_every(self._marks, self._at_rest)
+        self._epochs = self.job.intervals(every)
+        return self.accelerator.trained_on(loader, place=False)
+
+    def _without_unused_columns(self, dataset: Any) -> tuple[Any, Any]:
+        collate = self.data_collator  # type: ignore[attr-defined]
+        if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
+            return self._remove_unused_columns(dataset, description="Training"), collate  # type: ignore[attr-defined]
+        return dataset, self._get_collator_with_removed_columns(collate, description="Training")  # type: ignore[attr-defined]
+
+    def _marks(self, position: int) -> int | None:
+        """Where steps end after which something is evaluated or saved."""
+        every, args = self._loader.source.epoch_samples, self.args
+        step, state = self._steps_at(position) if position >= 0 else -1, self.state
+        due = []
+        if args.eval_strategy == IntervalStrategy.STEPS:
+            due.append((step // state.eval_steps + 1) * state.eval_steps)
+        if args.save_strategy == IntervalStrategy.STEPS:
+            due.append((step // state.save_steps + 1) * state.save_steps)
+        found = [self._samples_at(steps, every) for steps in due]
+        return min((samples for samples in found if samples > position), default=None)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        scheduler = super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            return scheduler  # which is stepped at rest, with a metric
+        self.lr_scheduler = self.job.prepare(scheduler)
+        return self.lr_scheduler
+
+    def _init_training_state(self, *arguments: Any, **named: Any) -> Any:
+        found = super()._init_training_state(*arguments, **named)  # type: ignore[misc]
+        self.job.begin_at(self._samples_at(self.state.global_step, self._loader.source.epoch_samples))
+        return found
+
+    # The loop.
+
+    def _run_epoch(
+        self,
+        model: Any,
+        epoch: int,
+        train_dataloader: Batches,
+        trial: Any,
+        ignore_keys_for_eval: Any,
+        start_time: float,
+        **others: Any,
+    ) -> None:
+        next(self._epochs)
+        norm: Any = None
+
+        def evaluates() -> None:
+            rate = self._get_learning_rate()  # type: ignore[attr-defined]
+            of_all = (self._loss_for_log(), norm, model, trial, epoch, ignore_keys_for_eval, start_time)
+            self._maybe_log_save_evaluate(*of_all, learning_rate=rate)  # type: ignore[attr-defined]
+
+        self._evaluates = evaluates
+        self.current_gradient_accumulation_steps = 1
+        for inputs in train_dataloader:
+            norm = self._step(model, inputs)
+        self._at_rest()
+        self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)  # type: ignore[attr-defined]
+        evaluates()
+        self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
+
+    def _step(self, model: Any, inputs: Any) -> Any:
+        """On a batch; the norm of gradients, where one was found."""
+        args, call = self.args, self.callback_handler  # type: ignore[attr-defined]
+        before = self._steps_at(self.job.samples)
+        self.control = call.on_step_begin(args, self.state, self.control)
+        with self.accelerator.weighing(self._tokens_of(inputs)):
+            loss = self.training_step(model, inputs, None)  # type: ignore[attr-defined]
+        if not args.logging_nan_inf_filter or loss.isfinite():
+            self._losses.append(loss)
+        self.current_flos += float(self.floating_point_ops(inputs))  # type: ignore[attr-defined]
+        if not self.accelerator.sync_gradients:
+            self.optimizer.step()  # type: ignore[attr-defined]
+            self.control = call.on_substep_end(args, self.state, self.control)
+            return None
+        norm = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None  # type: ignore[attr-defined]
+        self.control = call.on_pre_optimizer_step(args, self.state, self.control)
+        self.optimizer.step()  # type: ignore[attr-defined]
+        self.control = call.on_optimizer_step(args, self.state, self.control)
+        if not isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.lr_scheduler.step()
+        model.zero_grad()
+        self._count(before + 1)
+        self.control = call.on_step_end(args, self.state, self.control)
+        self._look_at_control()
+        self._evaluates()
+        return norm
+
+    def _count(self, steps: int) -> None:
+        self.state.global_step = steps
+        self.state.epoch = steps / -(-self._loader.source.epoch_samples // self._step_samples)
+
+    def _tokens_of(self, inputs: Any) -> torch.Tensor | None:
+        """How many labels the batch's loss is a mean over; None where nobody can tell."""
+        labels = inputs.get("shift_labels", inputs.get("labels")) if hasattr(inputs, "get") else None
+        if not isinstance(labels, torch.Tensor):
+            return None
+        if "shift_labels" not in inputs and getattr(self, "_loss_shifts_labels", False):
+            labels = labels[..., 1:]
+        return labels.ne(-100).sum()
+
+    def _loss_for_log(self) -> torch.Tensor:
+        """This rank's mean, for each of the steps since the last log, as the Trainer divides by these."""
+        steps = self.state.global_step - self._globalstep_last_logged  # type: ignore[attr-defined]
+        if not self._losses:
+            return torch.zeros((), device=self.args.device)
+        mean = torch.stack(self._losses).mean()
+        if self.control.should_log and steps:
+            self._losses = []
+        self._tr_loss = mean * steps if self._losses else torch.zeros_like(mean)  # for the end of training
+        return mean * steps
+
+    def _look_at_control(self) -> None:
+        """What callbacks want: logs are written now, all else comes at a rest."""
+        args, state, control = self.args, self.state, self.control
+        if args.logging_strategy == IntervalStrategy.STEPS:
+            last = self._globalstep_last_logged  # type: ignore[attr-defined]
+            control.should_log |= state.global_step // state.logging_steps > last // state.logging_steps
+        if control.should_epoch_stop:
+            raise UserError("a callback set should_epoch_stop, but an epoch uses each sample once: leave it out")
+        wanted = {
+            "evaluate": control.should_evaluate and args.eval_strategy != IntervalStrategy.STEPS,
+            "save": control.should_save and args.save_strategy != IntervalStrategy.STEPS,
+            "stop": control.should_training_stop and state.global_step < state.max_steps,
+        }
+        control.should_evaluate = control.should_save = control.should_training_stop = False
+        if any(wanted.values()):
+            self._wanted |= {name for name, is_wanted in wanted.items() if is_wanted}
+            self.job.call_soon()
+
+    def _at_rest(self) -> None:
+        """All ranks alike: evaluate, save, and stop, where steps or callbacks have it so."""
+        args, state, control = self.args, self.state, self.control
+        wanted = set().union(*self.job.gather(self._wanted))
+        self._wanted = set()
+        self.accelerator.follow_members()
+        state.is_world_process_zero = self.is_world_process_zero()  # type: ignore[attr-defined]
+        state.is_local_process_zero = self.is_local_process_zero()  # type: ignore[attr-defined]
+        self._count(self._steps_at(self.job.samples))
+        step, last = state.global_step, state.global_step >= state.max_steps
+        by_steps = args.eval_strategy == IntervalStrategy.STEPS and step % state.eval_steps == 0
+        control.should_evaluate = (by_steps and step >= args.eval_delay) or "evaluate" in wanted
+        by_steps = args.save_strategy == IntervalStrategy.STEPS and (last or step % state.save_steps == 0)
+        control.should_save = by_steps or "save" in wanted
+        self._evaluates()
+        if (control.should_training_stop or "stop" in wanted) and not last:
+            control.should_training_stop = True
+            self.job.stop()
+
+    def _save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+        super()._save_checkpoint(*arguments, **named)  # type: ignore[misc]
+        self.accelerator.wait_for_everyone()
+
+
+def trainer_of(base: type[Any]) -> type[Any]:
+    """A Trainer's class, on a HetSync job."""
+    return type(base.__name__, (OnHetSync, base), {"__doc__": base.__doc__})
+
+
+TrainingArguments = arguments_of(transformers.TrainingArguments)
+Trainer = trainer_of(transformers.Trainer)
