@@ -14,6 +14,7 @@ import contextlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -77,9 +78,16 @@ def joined(**settings: Any) -> Job:
         local_process_index=job.local_rank,
         num_processes=job.size,
         process_index=job.rank,
+        wait_for_everyone=partial(wait_at_rest, job),  # in place of its own, of which process groups know
         **{JOB: job},
     )
     return job
+
+
+def wait_at_rest(job: Job) -> None:
+    """Nobody is waited for while a batch is out."""
+    if not job.in_batch:
+        job.gather(None)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
@@ -286,29 +294,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
                 f"accelerator.{method} was called while a batch is out, and ranks with unequal devices do not come"
                 f" there together: call it {remedy}"
             )
-
-    def wait_for_everyone(self) -> None:
-        """Nobody is waited for while a batch is out."""
-        if not self._in_batch:
-            self.job.gather(None)
-
-    @contextlib.contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        with self._first(self.is_main_process):
-            yield
-
-    @contextlib.contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
-        with self._first(self.is_local_main_process):
-            yield
-
-    @contextlib.contextmanager
-    def _first(self, first: bool) -> Iterator[None]:
-        if not first:
-            self.wait_for_everyone()
-        yield
-        if first:
-            self.wait_for_everyone()
 
     def gather(self, tensor: Any) -> Any:
         """Every rank's, one after the other along the first dimension."""

@@ -25,14 +25,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hetsync.errors import UserError, early_mistakes
 from hetsync.extras import require
-from hetsync.neighbours.accelerate import Accelerator, Batches, joined
+from hetsync.neighbours.accelerate import Accelerator, Batches, joined, with_a_dimension
 from hetsync.plane.ending import opening
 from hetsync.train.job import Job
 
 try:
     import transformers
     from accelerate.state import PartialState
-    from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+    from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, recursively_apply
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer_utils import IntervalStrategy
     from transformers.training_args import ParallelMode
 except ImportError:
@@ -72,13 +73,9 @@ def arguments_of(base: type[Any]) -> type[Any]:
 
         @contextlib.contextmanager
         def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-            state, job = PartialState(), joined()
-            first = state.is_local_main_process if local else state.is_main_process
-            if not first:
-                job.gather(None)
-            yield
-            if first:
-                job.gather(None)
+            state = PartialState()
+            with state.local_main_process_first() if local else state.main_process_first():
+                yield
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             """As the class that it is made of: who loads them needs no HetSync."""
@@ -95,6 +92,20 @@ def check_arguments(arguments: Any) -> None:
         found = getattr(arguments, name, wanted)
         if found not in (wanted, "", [], {}):
             raise UserError(f"TrainingArguments got {name}={found!r}: {remedy}")
+
+
+class TrainersAccelerator(Accelerator):
+    """What a Trainer gathers while a batch is out it does for its logs (trl's does, at each step): these are of rank 0
+    alone then."""
+
+    def gather(self, tensor: Any) -> Any:
+        return recursively_apply(with_a_dimension, tensor) if self.job.in_batch else super().gather(tensor)
+
+    def gather_object(self, value: list[Any]) -> list[Any]:
+        return value if self.job.in_batch else super().gather_object(value)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        return tensor if self.job.in_batch else super().reduce(tensor, reduction, scale)
 
 
 class OnHetSync:
@@ -130,7 +141,7 @@ class OnHetSync:
             dataloader_config=DataLoaderConfiguration(**{name: config[name] for name in names}),
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         )
-        self.accelerator = Accelerator(**told)
+        self.accelerator = TrainersAccelerator(**told)
         self.gather_function = self.accelerator.gather_for_metrics
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
 
@@ -277,9 +288,17 @@ class OnHetSync:
         labels = inputs.get("shift_labels", inputs.get("labels")) if hasattr(inputs, "get") else None
         if not isinstance(labels, torch.Tensor):
             return None
-        if "shift_labels" not in inputs and getattr(self, "_loss_shifts_labels", False):
+        if "shift_labels" not in inputs and self._shifts_labels:
             labels = labels[..., 1:]
         return labels.ne(-100).sum()
+
+    @cached_property
+    def _shifts_labels(self) -> bool:
+        """Is the loss over a sequence's labels without the first? The Trainer knows it of losses that it names."""
+        model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        return causal or bool(getattr(self, "_loss_shifts_labels", False))
 
     def _loss_for_log(self) -> torch.Tensor:
         """This rank's mean, for each of the steps since the last log, as the Trainer divides by these."""
