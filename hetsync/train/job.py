@@ -406,7 +406,8 @@ class Job:
         """Samples that the whole job had trained on when the batch that is out was given out, and at rest all. Over the
         batch size it is the step of one process: curricula go by it, and not by a rank's own batches."""
         if self._running is None:
-            return 0 if self._at.loaded is None else self._at.loaded.progress.samples_applied
+            loaded = self._at.loaded
+            return self._prepared.first_sample if loaded is None else loaded.progress.samples_applied
         work = self.session.tasks.work
         return self.session.applied if work is None else work.task.position
 

@@ -1,0 +1,315 @@
+"""Accelerate's Accelerator on a HetSync job: scripts in its own words, and its own tests, from the installed package.
+
+mpirun -np N python -m pytest --with-mpi tests/mpi/test_accelerate.py
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+from training import BATCH, SAMPLES, Blobs, Net, unequal_shares
+
+from hetsync.data.loader import EpochOrder
+from hetsync.errors import UserError
+from hetsync.plane.base import Plane
+
+pytest.importorskip("accelerate")
+
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration
+
+from hetsync.neighbours.accelerate import JOB, Accelerator, check
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
+
+EPOCHS, SEED = 3, 4
+SPLIT = DataLoaderConfiguration(split_batches=True)
+BOUNDS = pytest.mark.parametrize("bound", [0, 4])
+
+
+@pytest.fixture(autouse=True)
+def no_state_left(plane: Plane) -> Iterator[None]:
+    """Accelerate keeps one for the process, and the job in it."""
+    yield
+    end_job()
+    GradientState._reset_state()
+
+
+def end_job() -> None:
+    job = PartialState._shared_state.get(JOB)
+    if job is not None and job.in_batch:
+        job._give_up(UserError("the test has seen enough"))
+    elif job is not None:
+        job.close()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class Script:
+    """As Accelerate's documentation writes it; `used` are the samples of each epoch, by their index."""
+
+    def __init__(self, plane: Plane, bound: int = 0, accumulation: int = 1, batch: int = BATCH, **options: Any) -> None:
+        options = {"dataloader_config": SPLIT, "pins": unequal_shares(plane.size, batch)} | options
+        if plane.size == 1 or "pins" not in options or options["pins"] is None:
+            options.pop("pins")
+        self.accelerator = Accelerator(
+            gradient_accumulation_steps=accumulation, plane=plane, delay_bound=bound, **options
+        )
+        torch.manual_seed(SEED)
+        model, loader = Net(), DataLoader(Blobs(), batch, shuffle=True)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)
+        torch.manual_seed(SEED)
+        prepared = self.accelerator.prepare(model, optimizer, loader, scheduler)
+        self.model, self.optimizer, self.loader, self.scheduler = prepared
+        self.used: list[list[int]] = []
+        self.synchronised = 0
+
+    def epoch(self, loader: Any = None, each: Callable[[], None] = lambda: None, only_when_due: bool = False) -> None:
+        self.used.append([])
+        for points, labels, numbers in self.loader if loader is None else loader:
+            self.used[-1] += numbers.tolist()
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(cross_entropy(self.model(points), labels))
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                    self.synchronised += 1
+                self.optimizer.step()
+                if self.accelerator.sync_gradients or not only_when_due:
+                    self.scheduler.step()
+                self.optimizer.zero_grad()
+            each()
+
+
+def plain(accumulation: int = 1, batch: int = BATCH, per_batch: int = 1) -> Net:
+    """One process and nothing but PyTorch, which steps its scheduler so often a step."""
+    net, data, order = Net(), Blobs(), EpochOrder(SAMPLES, SEED)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)
+    for epoch in range(EPOCHS):
+        for start in range(0, SAMPLES, batch * accumulation):
+            first, last = epoch * SAMPLES + start, epoch * SAMPLES + min(start + batch * accumulation, SAMPLES)
+            numbers = order.indices([(first, last)])
+            optimizer.zero_grad()
+            cross_entropy(net(data.points[numbers]), data.labels[numbers]).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            for _ in range(per_batch):
+                scheduler.step()
+    return net
+
+
+def assert_alike(net: nn.Module, other: nn.Module) -> None:
+    for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("only_when_due", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_at_bound_0_it_is_plain_training(plane: Plane, accumulation: int, only_when_due: bool) -> None:
+    script = Script(plane, 0, accumulation)
+    for _ in range(EPOCHS):
+        script.epoch(only_when_due=only_when_due)
+    assert_alike(script.model, plain(accumulation))
+    assert script.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.8 ** (EPOCHS * 8 // accumulation // 3))
+    assert script.synchronised == EPOCHS * 8 // accumulation
+    script.accelerator.end_training()
+
+
+def test_a_batch_is_of_each_process_and_schedulers_step_for_each(plane: Plane) -> None:
+    batch = BATCH // plane.size
+    script = Script(plane, batch=batch, dataloader_config=None, pins=None)
+    assert len(script.loader) == SAMPLES // BATCH
+    for _ in range(EPOCHS):
+        script.epoch()
+    assert_alike(script.model, plain(per_batch=plane.size))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@BOUNDS
+def test_each_sample_is_used_once_an_epoch(plane: Plane, bound: int, accumulation: int) -> None:
+    script = Script(plane, bound, accumulation, pins=None)
+    for _ in range(EPOCHS):
+        script.epoch()
+        used = script.accelerator.gather_object(script.used[-1])
+        assert Counter(used) == Counter(range(SAMPLES))
+    assert script.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.8 ** (EPOCHS * 8 // accumulation // 3))
+
+
+@BOUNDS
+def test_what_is_gathered_for_metrics_is_the_data_set_in_its_order(plane: Plane, bound: int) -> None:
+    script, data = Script(plane, bound, pins=None), Blobs(37)
+    loader = script.accelerator.prepare(DataLoader(data, 8))
+    script.epoch()
+    for _ in range(2):  # once more, as each epoch does
+        found: list[int] = []
+        names: list[str] = []
+        for points, _, numbers in loader:
+            assert len(points) <= 8
+            found += script.accelerator.gather_for_metrics(numbers).tolist()
+            names += script.accelerator.gather_for_metrics([f"sample {number}" for number in numbers.tolist()])
+        assert found == list(range(37))
+        assert names == [f"sample {number}" for number in range(37)]
+
+
+def test_what_is_gathered_reduced_and_padded(plane: Plane) -> None:
+    accelerator = Accelerator(plane=plane)
+    mine, size = torch.full((2,), float(accelerator.process_index)), plane.size
+    expected = torch.arange(size).repeat_interleave(2).float()
+    assert torch.equal(accelerator.gather({"a": mine})["a"], expected)
+    assert accelerator.gather(torch.tensor(3)).tolist() == [3] * size
+    assert accelerator.reduce(mine).tolist() == [sum(range(size))] * 2
+    assert accelerator.reduce(mine, "mean", scale=2.0).tolist() == [2 * sum(range(size)) / size] * 2
+    padded = accelerator.pad_across_processes(torch.ones(1, accelerator.process_index + 1), dim=1, pad_index=-1)
+    assert padded.tolist() == [[1.0] * (plane.rank + 1) + [-1.0] * (size - plane.rank - 1)]
+    first = accelerator.pad_across_processes(torch.ones(accelerator.process_index + 1), pad_first=True)
+    assert first.tolist() == [0.0] * (size - plane.rank - 1) + [1.0] * (plane.rank + 1)
+
+
+def test_the_main_process_goes_first(plane: Plane, folder: Path) -> None:
+    accelerator = Accelerator(plane=plane)
+    with accelerator.main_process_first():
+        assert (folder / "made").exists() is not accelerator.is_main_process
+        (folder / "made").touch()
+
+
+def test_a_triggered_end_is_known_to_all(plane: Plane) -> None:
+    accelerator = Accelerator(plane=plane)
+    assert not accelerator.check_trigger()
+    if accelerator.is_last_process:
+        accelerator.set_trigger()
+    assert accelerator.check_trigger()
+    assert not accelerator.check_trigger()
+
+
+def saving_in(script: Script, folder: Path) -> Callable[[], None]:
+    """In the second epoch, in two batches, of which an unequal rank may lack one."""
+
+    def save() -> None:
+        if 9 <= script.accelerator.job.step_count <= 10:
+            script.accelerator.save_state(str(folder / "saved"))
+
+    return save
+
+
+@BOUNDS
+def test_a_state_that_was_saved_in_the_loop_is_gone_on_with(plane: Plane, folder: Path, bound: int) -> None:
+    script = Script(plane, bound, pins=None)
+    script.epoch()
+    script.epoch(each=saving_in(script, folder))
+    script.epoch()
+    end_job()
+
+    again = Script(plane, bound, pins=None)
+    again.accelerator.load_state(str(folder / "saved"))
+    at = again.accelerator.job.samples
+    assert SAMPLES < at <= 2 * SAMPLES
+    if at < 2 * SAMPLES:
+        again.epoch(again.accelerator.skip_first_batches(again.loader, at % SAMPLES // BATCH))
+    again.epoch()
+    used = [number for each in again.used for number in again.accelerator.gather_object(each)]
+    left = EpochOrder(SAMPLES, SEED).indices([(at, 2 * SAMPLES)]) if at < 2 * SAMPLES else []
+    assert Counter(used) == Counter([*left, *range(SAMPLES)])
+    if bound == 0:
+        assert_alike(again.model, script.model)
+        assert_alike(again.model, plain())
+
+
+def test_a_loop_may_begin_within_an_epoch(plane: Plane) -> None:
+    script = Script(plane, pins=None)
+    script.epoch(script.accelerator.skip_first_batches(script.loader, 5))
+    used = script.accelerator.gather_object(script.used[-1])
+    assert Counter(used) == Counter(EpochOrder(SAMPLES, SEED).indices([(5 * BATCH, SAMPLES)]))
+
+
+def test_frozen_models_are_placed_and_not_trained(plane: Plane) -> None:
+    script = Script(plane, pins=None)
+    frozen = script.accelerator.prepare(Net().requires_grad_(False))
+    script.epoch()
+    assert_alike(frozen, Net())
+
+
+def test_half_precision_runs_the_model_in_it(plane: Plane) -> None:
+    script = Script(plane, mixed_precision="bf16")
+    seen: list[torch.dtype] = []
+    script.model.body[0].register_forward_hook(lambda module, given, made: seen.append(made.dtype))
+    script.epoch()
+    assert set(seen) <= {torch.bfloat16}
+    assert all(weight.dtype is torch.float32 for weight in script.model.parameters())
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "plugin": ({"deepspeed_plugin": object()}, {}, "got deepspeed_plugin"),
+    "precision": ({}, {"precision": "bfloat16"}, "give mixed_precision"),
+    "accumulation": ({}, {"accumulation": 2}, "give gradient_accumulation_steps"),
+    "fp8": ({"mixed_precision": "fp8"}, {}, "take 'bf16' or 'fp16'"),
+}
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_arguments_that_cannot_be_are_one_sentence(name: str) -> None:
+    arguments, own, sentence = MISTAKES[name]
+    with pytest.raises(UserError, match=sentence):
+        check(arguments, own)
+
+
+@pytest.mark.ranks(1)
+def test_another_reduction_is_one_sentence(plane: Plane) -> None:
+    with pytest.raises(UserError, match="give 'sum', 'mean' or 'none'"):
+        Accelerator(plane=plane).reduce(torch.ones(1), "max")
+
+
+@pytest.mark.ranks(1)
+def test_training_on_data_that_do_not_shuffle_is_one_sentence(plane: Plane) -> None:
+    accelerator, net = Accelerator(plane=plane), Net()
+    loader, net = accelerator.prepare(DataLoader(Blobs(), BATCH), net)
+    points, labels, _ = next(iter(loader))
+    with pytest.raises(UserError, match="with shuffle=True"):
+        accelerator.backward(cross_entropy(net(points), labels))
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("method", ["gather", "reduce", "pad_across_processes", "gather_for_metrics"])
+def test_nothing_is_gathered_while_a_batch_is_out(plane: Plane, method: str) -> None:
+    script = Script(plane)
+    with pytest.raises(UserError, match="while a batch is out"):
+        script.epoch(each=lambda: getattr(script.accelerator, method)(torch.ones(1)))
+
+
+# Accelerate's own tests, of its installed package. Those that are not here, and why:
+# - rng_sync_check, dl_preparation_check, central_dl_preparation_check, custom_sampler_check, check_seedable_sampler*,
+#   training_check: they look at which process has which samples, or draw the order by a generator of their own. Here
+#   order and shares are HetSync's (what training_check shows is shown above, in HetSync's order).
+# - test_noop_sync, test_distributed_sync*, test_gradient_accumulation*: they compute on one batch by hand, or gather
+#   while a batch is out, on a loader that does not shuffle.
+# - test_ops, test_distributed_data_loop, test_split_between_processes_tensor (its padding): functions of
+#   accelerate.utils on a process group, and DDP's join.
+THEIRS = [
+    ("test_script", "init_state_check"),
+    ("test_script", "process_execution_check"),
+    ("test_script", "test_split_between_processes_list"),
+    ("test_script", "test_split_between_processes_nested_dict"),
+    ("test_script", "test_split_between_processes_evenly"),
+    ("test_script", "test_trigger"),
+    ("test_sync", "test_dataloader_break"),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), THEIRS)
+def test_accelerates_own(plane: Plane, folder: Path, module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = importlib.import_module(f"accelerate.test_utils.scripts.{module}")
+    accelerator = Accelerator(plane=plane)
+    monkeypatch.setattr(theirs, "Accelerator", Accelerator)
+    monkeypatch.setattr(theirs, "gather_object", accelerator.gather_object, raising=False)
+    monkeypatch.chdir(folder)  # one of them writes a file
+    getattr(theirs, name)()
+    plane.barrier()
