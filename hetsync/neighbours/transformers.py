@@ -41,7 +41,7 @@ except ImportError:
         require("transformers", "hetsync.neighbours.transformers")
     raise
 
-NOT_TOLD = {"distributed_state", "_setup_devices", "_n_gpu"}  # of arguments, where they are pickled
+NOT_TOLD = {"hetsync", "distributed_state", "_setup_devices", "_n_gpu"}  # of arguments, where they are pickled
 REFUSED = {  # arguments, what they may be, and what to do
     "deepspeed": (None, "each of HetSync's ranks holds the whole model: leave it out"),
     "fsdp": (None, "each of HetSync's ranks holds the whole model: leave it out"),

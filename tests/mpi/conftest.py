@@ -24,7 +24,8 @@ HANDLE_SECONDS = 20.0
 
 Finish = Callable[..., None]
 
-collect_ignore = [] if RANKS <= 2 else ["test_lightning.py"]  # whose mark `ranks` says so, but its imports take seconds
+# Their mark `ranks` says so, but their imports take seconds.
+collect_ignore = [] if RANKS <= 2 else ["test_lightning.py", "test_trainers.py"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
