@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -199,13 +200,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
         return Batches(loader, self.device if place else None, self.follow_members)
 
     def follow_members(self) -> None:
-        """At rest: after deaths the ranks that are left do what all have done."""
+        """Collective, at rest: after deaths the ranks that are left do what all have done."""
         members = self.job.plane.members
         if len(members) == self.num_processes:
             return
         place = members.index(self.job.rank)
+        hosts = self.job.gather(socket.gethostname())
+        local = hosts[:place].count(hosts[place])
         for state in (PartialState._shared_state, AcceleratorState._shared_state):
-            state.update(num_processes=len(members), process_index=place)
+            state.update(num_processes=len(members), process_index=place, local_process_index=local)
         for sampler in (loader.batch_sampler for loader in self._dataloaders):
             if isinstance(sampler, BatchSamplerShard):
                 sampler.num_processes, sampler.process_index = len(members), place

@@ -53,6 +53,7 @@ from hetsync.train.run_folder import Resume, Status, opened_folder, shared_folde
 from hetsync.train.running import THE_END, Running, Shown
 from hetsync.train.same_samples import require_same_samples
 from hetsync.train.session import Session
+from hetsync.train.stage import Stage
 from hetsync.train.trackers import Tracked, check_trackers
 from hetsync.train.unprepared import digests_of, names_in, require_same_unprepared
 from hetsync.train.workplace import take_place
@@ -658,8 +659,12 @@ class Job:
             raise
 
     def _is_over(self) -> bool:
-        """Training, if it has begun: a script may only evaluate."""
-        return self._running is None or not self._running.is_open or self._loop.is_over or not self._loop.has_begun
+        """Training, if it has begun: a script may only evaluate. Where nobody has told how long to train it is over
+        after any epoch."""
+        running, loop = self._running, self._loop
+        if running is None or not running.is_open or not loop.has_begun:
+            return True
+        return loop.is_over or (running.told is None and loop.stage in (Stage.AFTER_LOOP, Stage.UNASKED))
 
     def _give_up(self, failure: BaseException) -> None:
         if self._running is not None:

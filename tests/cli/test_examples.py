@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import finished, mpirun, program, started
+from jobs import ROOT, finished, mpirun, program, started
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 LEAST_ACCURACY = 0.9
@@ -69,8 +69,7 @@ def test_with_lightning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "script", "ranks"),
     [
-        ("accelerate", "accelerate_before.py", None),
-        ("accelerate", "accelerate_after.py", 2),
+        ("accelerate", "accelerate_digits.py", None),
         ("lightning", "lightning_digits.py", 2),
     ],
 )
@@ -81,6 +80,28 @@ def test_neighbours(module: str, script: str, ranks: int | None, tmp_path: Path)
         done = finished(process, SECONDS)
     assert done.status == 0, done.story
     assert float(re.findall(r"accuracy ([\d.]+)", done.out)[-1]) > LEAST_ACCURACY
+
+
+def test_a_script_of_accelerates_with_another_import(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    script, line = (EXAMPLES / "accelerate_digits.py").read_text(), "from accelerate import Accelerator\n"
+    assert line in script
+    changed = script.replace(line, "from hetsync.neighbours.accelerate import Accelerator\n")
+    (tmp_path / "script.py").write_text(changed)
+    with started([*mpirun(2), sys.executable, "script.py"], tmp_path, {"PYTHONPATH": str(ROOT)}) as process:
+        done = finished(process, SECONDS)
+    assert done.status == 0, done.story
+    assert float(re.findall(r"accuracy ([\d.]+)", done.out)[-1]) > LEAST_ACCURACY
+
+
+def test_the_trainer_with_adapters(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    words = [*mpirun(2), sys.executable, str(EXAMPLES / "trainer_lora.py")]
+    with started(words, tmp_path) as process:
+        done = finished(process, SECONDS)
+    assert done.status == 0, done.story
+    assert float(re.findall(r"^loss ([\d.]+)", done.out, re.MULTILINE)[-1]) < 0.5
+    assert (tmp_path / "runs" / "lora").exists()
 
 
 @pytest.mark.parametrize(
