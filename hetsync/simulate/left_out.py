@@ -59,7 +59,7 @@ def predictions(
     if len(ranks) == 1:
         return []
     ways = [LeftOut("nothing"), *ways_to_leave_out(cluster, ranks)]
-    slices = max(LEAST_SLICES, min(MOST_SLICES, SIMULATED_SLICES // (len(ranks) * len(ways))))
+    slices = max(LEAST_SLICES, min(MOST_SLICES, SIMULATED_SLICES // (2 * len(ranks) * len(ways))))
     spare_the_collector()
     found = []
     for left_out in ways:

@@ -100,7 +100,9 @@ def test_a_job_under_torchrun_spans_both(lab: Path, tmp_path: Path) -> None:
 
 def test_profile_measures_the_link(lab: Path, tmp_path: Path) -> None:
     words = [str(lab / "mpirun"), "-np", "2", program("hetsync"), "profile", "--run.profile_seconds", "0.3"]
-    _ended(words, tmp_path)
+    done = _ended(words, tmp_path)
+    assert "sums of fewer ranks are as much faster as the slowest link of their ring" in done.out
+    assert "(rank 1)" in done.out
     profile = yaml.safe_load((tmp_path / "cluster.yaml").read_text())
     assert "2 ranks on h0, h1" in profile["source"]
     assert 0 < profile["link"]["bytes_per_second"] < BYTES_PER_SECOND, "no faster than the link is"

@@ -37,12 +37,12 @@ def cluster(names: str, **keys: object) -> Cluster:
 
 
 def predicted(
-    made: Cluster, ranks: list[RankProfile], sync: SyncConfig | None = None, values: int = 1
+    made: Cluster, ranks: list[RankProfile], sync: SyncConfig | None = None, values: int = 1, adaptive: bool = False
 ) -> dict[str, Rates | None]:
     """By who is left out; slices of 0.1 s of all."""
     batch = round(sum(1 / rank.time.seconds_per_sample for rank in ranks) / 10)
     config = Config(data=DataConfig(batch_size=batch), sync=sync or SyncConfig())
-    found = predictions(config, made, ranks, Traffic(values, (values,)))
+    found = predictions(config, made, ranks, Traffic(values, (values,)), adaptive)
     return {each.left_out.name: each.rates for each in found}
 
 
@@ -70,6 +70,16 @@ def test_an_old_card_does_not_pay_in_step_behind_a_slow_link_and_does_with_delay
     assert 0.3 < in_step < 0.9
     assert -0.13 < ruled < -0.05
     assert (rates(found, "nothing").delay_bound, rates(found, "o (rank 1)").delay_bound) == (4, 0)
+
+
+def test_auto_keeps_adam_in_step_where_waits_are_short() -> None:
+    """A sum takes 0.03 s of a slice's 0.1 s."""
+    made, ranks = cluster("no", link=Link(0.0, 12e6)), profiled([900.0, 100.0])
+    plain, adaptive = (
+        rates(predicted(made, ranks, values=100_000, adaptive=kind), "nothing") for kind in (False, True)
+    )
+    assert (plain.delay_bound, adaptive.delay_bound) == (4, 0)
+    assert adaptive.ruled == adaptive.in_step == plain.in_step
 
 
 def test_all_devices_reach_what_the_same_simulation_says_of_the_recipe() -> None:
