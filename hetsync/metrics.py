@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from hetsync.doubles import doubled
 from hetsync.errors import UserError
 
 Value = float | torch.Tensor
@@ -70,7 +71,7 @@ class Mean(Metric):
     @torch.no_grad()
     def update(self, value: Any, weight: Any = 1.0) -> None:
         """`value` and `weight`: numbers or tensors, of shapes that broadcast."""
-        values, weights = (torch.as_tensor(each).detach().double() for each in (value, weight))
+        values, weights = (doubled(torch.as_tensor(each).detach()) for each in (value, weight))
         values, weights = torch.broadcast_tensors(values, weights.to(values.device))
         self._add((values * weights).sum(), weights.sum())
 
@@ -99,7 +100,7 @@ class Accuracy(Metric):
         if self.ignore_index is not None:
             counted = labels != self.ignore_index
         right = (found == labels.unsqueeze(1)).any(1) & counted
-        self._add(right.sum().double(), counted.sum().double())
+        self._add(doubled(right.sum()), doubled(counted.sum()))
 
 
 @dataclass(eq=False)
@@ -122,15 +123,15 @@ class OfErrors(Metric, ABC):
                 f"{type(self).__name__} got predictions of shape {tuple(predicted.shape)} for values of shape"
                 f" {tuple(actual.shape)}: give both of one shape"
             )
-        predicted, actual = predicted.double(), actual.double()
-        there = self._there(actual) if mask is None else self._there(actual) & (mask != 0)
+        predicted, actual = doubled(predicted), doubled(actual)
+        there = self._there(actual) if mask is None else self._there(actual) & (mask.to(actual.device) != 0)
         errors = torch.where(there, self._error(predicted, actual), 0.0)
         if self.by is None:
-            self._add(errors.sum(), there.sum().double())
+            self._add(errors.sum(), doubled(there.sum()))
         else:
             by = self.by % actual.ndim
             errors, there = (each.transpose(0, by).flatten(1) for each in (errors, there))
-            self._add(errors.sum(1), there.sum(1).double())
+            self._add(errors.sum(1), doubled(there.sum(1)))
 
     def _there(self, actual: torch.Tensor) -> torch.Tensor:
         if self.missing is None:

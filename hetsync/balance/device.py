@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -176,6 +177,27 @@ class QueueingDevice(Device):
         for seconds in self._spans.take_seconds():
             self._count(seconds, seconds)
         return super().take_seconds()
+
+
+def marks_on(device: torch.device) -> Callable[[], Mark] | None:
+    """What leaves a mark behind all that the calling thread has queued on the device. None where work is done when
+    calls return, as on a processor."""
+    if device.type == "cuda":
+        return partial(cuda_mark, device)
+    return mps_mark if device.type == "mps" else None
+
+
+def settle(device: torch.device) -> None:
+    """Return once all that the calling thread has queued on the device is done."""
+    if (mark := marks_on(device)) is not None:
+        mark().synchronize()
+
+
+def mps_mark() -> Mark:
+    """All threads queue on an Apple GPU's one stream."""
+    event = torch.mps.event.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def cuda_mark(device: torch.device) -> torch.cuda.Event:

@@ -29,6 +29,11 @@ def gpu_name(device: torch.device) -> str:
     return name if percentage is None else f"{name}, {percentage} % of it"
 
 
+def mps_name() -> str:
+    """Of a host's Apple GPU."""
+    return f"{torch.backends.mps.get_name()} GPU, {torch.backends.mps.get_core_count()} cores"
+
+
 def gpu_identity(device: torch.device) -> str:
     """The same on all ranks of a host that share this GPU's memory, whatever index each knows it by (each may see
     devices of its own). A part of a GPU that MIG has cut out has memory of its own; builds of torch differ in whether

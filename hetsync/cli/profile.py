@@ -1,4 +1,4 @@
-"""`hetsync profile`: the ranks of a job, measured under its launcher or taken from a file; and what HetSync gains."""
+"""`hetsync profile`: the ranks of a job, measured under its launcher or taken from a file, and what they reach."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ def add_to(verbs: Verbs) -> None:
 def main(argv: Sequence[str]) -> NoReturn:
     with early_mistakes():
         what = (
-            "Measure every rank and the interconnect, write a cluster profile, and say what HetSync gains there."
+            "Measure every rank and the interconnect, write a cluster profile, and say what HetSync gains there and"
+            " which devices make the job slower."
             " With --emulate the ranks are those of a profile, and nothing is measured."
         )
         parser = make_parser("hetsync profile", what)
         parser.add_argument("--output", metavar="FILE", help=f"Where to write the profile; null takes {OUTPUT}.")
+        parser.add_argument("--json", action="store_true", help="Print all of it as JSON.")
         config, told = parse_recipe(parser, argv)
         config.plan.check_unused("hetsync profile")
         config.fault.check_uninjected("hetsync profile")
@@ -37,16 +39,16 @@ def main(argv: Sequence[str]) -> NoReturn:
         if given is not None and told.output is not None:
             raise UserError(f"--output is {told.output}, but --emulate {given} measures nothing: leave one of them out")
     if given is not None:
-        sys.exit(on_all_ranks(config, lambda plane: profile_given(plane, config, given)))
-    sys.exit(on_all_ranks(config, lambda plane: profile(plane, config, Path(told.output or OUTPUT))))
+        sys.exit(on_all_ranks(config, lambda plane: profile_given(plane, config, given, told.json)))
+    sys.exit(on_all_ranks(config, lambda plane: profile(plane, config, Path(told.output or OUTPUT), told.json)))
 
 
-def profile(plane: Plane, config: Config, output: Path) -> int:
+def profile(plane: Plane, config: Config, output: Path, as_json: bool) -> int:
     """Collective: measure, write, say what was found."""
-    from hetsync.cli.profile_report import show
+    from hetsync.cli.profile_report import answer_of, show
+    from hetsync.data.ledger import total_samples
     from hetsync.emulation.cluster import save_cluster
     from hetsync.profiling.report import profile_cluster
-    from hetsync.simulate.gain import gain_of
     from hetsync.simulate.scenario import Traffic
     from hetsync.sync.optimizers import build_optimizer, loses_by_delay
 
@@ -55,19 +57,20 @@ def profile(plane: Plane, config: Config, output: Path) -> int:
         save_cluster(found.cluster, output)
         traffic = Traffic.of(found.model, config.sync.bucket_bytes)
         adaptive = loses_by_delay([build_optimizer(config.optimizer, found.model)])
-        show(config, found.cluster, found.ranks, gain_of(config, found.cluster, found.ranks, traffic, adaptive))
-        print(f"wrote {output}: try it with hetsync-train --emulate {output}")
+        samples = total_samples(config.run.samples, config.run.epochs, found.epoch_samples)
+        show(answer_of(config, found.cluster, found.ranks, traffic, adaptive, samples), as_json)
+        if not as_json:
+            print(f"wrote {output}: try it with hetsync-train --emulate {output}")
     return 0
 
 
-def profile_given(plane: Plane, config: Config, name: str) -> int:
+def profile_given(plane: Plane, config: Config, name: str, as_json: bool) -> int:
     """What there is to say of a cluster that is not there; rank 0 alone."""
-    from hetsync.cli.profile_report import show
+    from hetsync.cli.profile_report import answer_of, show
     from hetsync.emulation.cluster import load_cluster
-    from hetsync.simulate.gain import gain_of
     from hetsync.simulate.recipe import build, scenario_of
 
     if plane.rank == 0:
         job = scenario_of(config, load_cluster(name), None, *build(config))
-        show(config, job.cluster, job.ranks, gain_of(config, job.cluster, job.ranks, job.traffic, job.adaptive))
+        show(answer_of(config, job.cluster, job.ranks, job.traffic, job.adaptive, job.total_samples), as_json)
     return 0

@@ -76,7 +76,8 @@ class RunConfig:
         plane: What carries sums and messages: mpi; torch (sums by NCCL for CUDA devices, else by Gloo); horovod (sums
             by Horovod, messages by MPI); local (one rank); or auto (torch under torchrun, and under MPI launchers mpi,
             but NCCL for sums of ranks that have a CUDA device of their own).
-        device: Device of each rank: auto (a CUDA device where there is one), cpu, cuda or cuda:INDEX.
+        device: Device of each rank: auto (a CUDA device where there is one), cpu, cuda, cuda:INDEX, or mps (an Apple
+            GPU).
         precision: Number format of forward and backward passes: float32, or autocast to bfloat16 or float16 (with
             scaled gradients). Weights stay what they are.
         compile: Compile the model by torch.compile, which takes a compiler for the device.

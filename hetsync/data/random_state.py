@@ -4,7 +4,7 @@ trial of a model must leave as it was."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -96,13 +96,25 @@ def set_aside(*devices: torch.device, seed: int | None = None) -> Iterator[None]
     """Inside, chance begins at `seed`, where one is given; afterwards it goes on as if nothing had been drawn."""
     kept, kept_numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+        with torch.random.fork_rng([device for device in devices if device.type == "cuda"]), _mps_aside(devices):
             if seed is not None:
                 seed_all(seed)
             yield
     finally:
         random.setstate(kept)
         np.random.set_state(kept_numpy)
+
+
+@contextmanager
+def _mps_aside(devices: Sequence[torch.device]) -> Iterator[None]:
+    if not any(device.type == "mps" for device in devices):
+        yield
+        return
+    kept = torch.mps.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.mps.set_rng_state(kept)
 
 
 @contextmanager

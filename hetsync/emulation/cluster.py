@@ -282,13 +282,21 @@ class Cluster:
     def ring_link(self, ranks: Sequence[int]) -> Link:
         """What an allreduce of these ranks travels on: the slowest of the links between neighbours in the ring. That of
         all ranks is no faster than `link`, by which `hetsync profile` measures it."""
+        found = self.slowest_link(ranks)
+        if self.links and self.link is not None and 1 < len(ranks) == self.size:
+            return _slowest([found, self.link])
+        return found
+
+    def slowest_link(self, ranks: Sequence[int]) -> Link:
+        """Of those between neighbours in the ring, however long a sum was measured to take."""
         if not self.links or len(ranks) == 1:
             return self.link or Link()
-        links = [self.link_between(*pair) for pair in pairwise([*ranks, ranks[0]])]
-        if self.link is not None and len(ranks) == self.size:
-            links.append(self.link)
-        bandwidths = [link.bytes_per_second for link in links if link.bytes_per_second is not None]
-        return Link(max(link.latency_seconds for link in links), min(bandwidths, default=None))
+        return _slowest([self.link_between(*pair) for pair in pairwise([*ranks, ranks[0]])])
+
+
+def _slowest(links: Sequence[Link]) -> Link:
+    bandwidths = [link.bytes_per_second for link in links if link.bytes_per_second is not None]
+    return Link(max(link.latency_seconds for link in links), min(bandwidths, default=None))
 
 
 def shipped_clusters() -> list[str]:

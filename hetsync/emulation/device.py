@@ -16,7 +16,7 @@ from time import monotonic, sleep
 
 import torch
 
-from hetsync.balance.device import Device, QueueingDevice, RealDevice, cuda_mark
+from hetsync.balance.device import Device, QueueingDevice, RealDevice, marks_on, settle
 from hetsync.balance.profile import StepTime
 from hetsync.emulation.cluster import Cluster, Slowdown, slowdown_factor
 from hetsync.emulation.jitter import JitterSampler, jitter_sampler
@@ -142,11 +142,10 @@ def make_device(
 ) -> Device:
     """What times a rank's slices: a cluster's emulated device, whose slices take `time`, and each step
     `update_seconds` besides, or the rank's own."""
-    mark = partial(cuda_mark, device)
-    if cluster is None:
-        return QueueingDevice(mark) if device.type == "cuda" else RealDevice()
-    settle: Callable[[], None] = (lambda: mark().synchronize()) if device.type == "cuda" else (lambda: None)
-    return emulated_device(cluster, rank, time, seed, settle, update_seconds)
+    if cluster is not None:
+        return emulated_device(cluster, rank, time, seed, partial(settle, device), update_seconds)
+    mark = marks_on(device)
+    return RealDevice() if mark is None else QueueingDevice(mark)
 
 
 def affordable_rate(real_seconds_per_sample: float, batch_size: int, cores: int | None = None) -> float:

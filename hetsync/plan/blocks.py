@@ -35,6 +35,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from hetsync.data.random_state import seed_all, untouched
+from hetsync.doubles import doubled
 from hetsync.plan.graph import BATCH, Block, BlockGraph, Edge
 
 DRAWING = ("dropout", "rand", "bernoulli", "multinomial", "poisson")  # in names of functions
@@ -414,7 +415,7 @@ def _gradients(weights: Mapping[str, torch.Tensor], outputs: list[torch.Tensor])
 def _sums(weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """By which it shows whether they are what they were."""
     there = {name: weight.detach() for name, weight in weights.items() if not is_lazy(weight)}
-    return {name: weight.abs().sum(dtype=torch.float64).item() for name, weight in there.items()}
+    return {name: doubled(weight.abs()).sum().item() for name, weight in there.items()}
 
 
 @contextmanager

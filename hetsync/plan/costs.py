@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hetsync.balance.device import cuda_mark
+from hetsync.balance.device import settle
 from hetsync.balance.gpu import gpu_name
 from hetsync.data.random_state import untouched
 from hetsync.errors import UserError, complain
@@ -277,8 +277,7 @@ def _scaled(seconds: Sequence[float], whole: float) -> list[float]:
 def _timed(seconds: Seconds, device: torch.device, clock: Clock) -> Iterator[None]:
     started = clock()
     yield
-    if device.type == "cuda":
-        cuda_mark(device).synchronize()
+    settle(device)
     seconds.append(clock() - started)
 
 

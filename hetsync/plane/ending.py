@@ -196,7 +196,7 @@ def memory_lacking(failure: BaseException) -> str | None:
     """The kind of memory of which there was too little, if that is what the failure says."""
     import torch
 
-    if isinstance(failure, torch.cuda.OutOfMemoryError):
+    # torch has no class for it on CPUs and Apple's GPUs.
+    if isinstance(failure, torch.cuda.OutOfMemoryError) or "MPS backend out of memory" in str(failure):
         return "GPU memory"
-    # torch has no class for it on CPUs.
     return "memory" if isinstance(failure, MemoryError) or "can't allocate memory" in str(failure) else None

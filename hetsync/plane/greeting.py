@@ -5,7 +5,6 @@ job later compares its own with that of one of them.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import platform
 import socket
@@ -115,13 +114,8 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def first_address(hellos: Mapping[int, Hello]) -> str | None:
-    """At which ranks of other hosts have reached rank 0's; None where there are none."""
-    reached = (hello.get("reached") for rank, hello in sorted(hellos.items()) if rank > 0)
-    return next((address for address in reached if address and not is_loopback(address)), None)
-
-
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    """At which ranks of other hosts have reached the store's, as they tell; None where there are none."""
+    return next((hello["reached"] for _, hello in sorted(hellos.items()) if hello.get("reached")), None)
 
 
 def greet(post: Post, mine: Hello, timeout_seconds: float, hint: str) -> str | None:

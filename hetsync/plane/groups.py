@@ -264,7 +264,7 @@ class TorchSums(Sums):
         self._timeout_seconds = timeout_seconds
         self._store, self._server, self._address = store, server, address
         self._nccl: NcclLane | None = None
-        self._by_device: dict[str, PolledSums] = {"cpu": gloo, "cuda": gloo}
+        self._gloo = self._of_cuda = gloo
 
     @property
     def by_nccl(self) -> bool:
@@ -279,32 +279,32 @@ class TorchSums(Sums):
         """Sums of CUDA tensors by NCCL from now on."""
         self.tolerant = False  # its kernels cannot be given up
         self._nccl = lane
-        self._by_device["cuda"] = PolledSums("NCCL", self._rank, self._size, lane, lane, lane.reads)
+        self._of_cuda = PolledSums("NCCL", self._rank, self._size, lane, lane, lane.reads)
 
     @property
     def sums_by(self) -> str:
-        return self._by_device["cuda"].sums_by
+        return self._of_cuda.sums_by
 
     @property
     def moves(self) -> int:
-        return sum(sums.moves for sums in set(self._by_device.values()))
+        return sum(sums.moves for sums in {self._gloo, self._of_cuda})
 
     @property
     def failed(self) -> bool:
-        return any(sums.failed for sums in self._by_device.values())
+        return self._gloo.failed or self._of_cuda.failed
 
     @property
     def shared_memory(self) -> SharedMemory | None:
-        return self._by_device["cpu"].shared_memory
+        return self._gloo.shared_memory
 
     def allocate(self, count: int, device: torch.device) -> torch.Tensor:
-        return self._by_device["cpu"].allocate(count, device)
+        return self._gloo.allocate(count, device)
 
     def allreduce(self, tensor: torch.Tensor, wire: WireFormat = "float32", residual: Residual | None = None) -> Handle:
-        return self._by_device[tensor.device.type].allreduce(tensor, wire, residual)
+        return (self._of_cuda if tensor.is_cuda else self._gloo).allreduce(tensor, wire, residual)
 
     def close(self) -> None:
-        for sums in self._by_device.values():
+        for sums in (self._gloo, self._of_cuda):
             sums.close()
         if self._nccl is not None:
             self._nccl.close()

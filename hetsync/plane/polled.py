@@ -16,7 +16,7 @@ import torch
 from hetsync.plane.base import Handle, PlaneError, Residual, Sums, WireFormat
 from hetsync.plane.shared_memory import SharedMemory
 from hetsync.plane.shared_sums import SharedSums
-from hetsync.plane.staging import CudaStaging, HostStaging, Test, at_once
+from hetsync.plane.staging import HostStaging, Test, at_once, staging_for
 from hetsync.plane.wire import decode, deliver, encode, encode_sum, encoded_bytes, flat, padded, shard_values
 
 # With few and small enough segments under way MPI's copies stay in the processor's cache, which more than halves the
@@ -269,9 +269,7 @@ class PolledSums(Sums):
 
     def _staging_for(self, device: torch.device) -> HostStaging:
         if device not in self._staging:
-            cuda = self._reads or device
-            direct = self._reads is not None
-            self._staging[device] = CudaStaging(cuda, direct) if cuda.type == "cuda" else HostStaging()
+            self._staging[device] = staging_for(device, self._reads)
         staging = self._staging[device]
         staging.begin()
         return staging

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
@@ -23,15 +23,7 @@ from hetsync.errors import USER_ERROR, OwnMistakeError, UserError, announce, bri
 from hetsync.launchers import ASKS
 from hetsync.plane.base import Messages, decided_by_first, made_by_all
 from hetsync.plane.ending import leave, within
-from hetsync.plane.greeting import (
-    CONNECTING_SECONDS,
-    NOTICE_SECONDS,
-    Post,
-    first_address,
-    greet,
-    is_loopback,
-    own_hello,
-)
+from hetsync.plane.greeting import CONNECTING_SECONDS, NOTICE_SECONDS, Post, first_address, greet, own_hello
 from hetsync.threads import LivedSeconds
 
 # Waiting in earnest is bounded elsewhere, by run.timeout_seconds. torch counts milliseconds in 32 bits.
@@ -93,15 +85,39 @@ def rendezvous_by_environment(timeout_seconds: float, environ: Mapping[str, str]
     return replace(found, prefix=f"{prefix}/{found.connect().add(f'opened by {rank}', 1)}")
 
 
-def reached(hosts: Sequence[str], port: int, rank: int, seconds: float) -> tuple[str, str, str]:
-    """The first of these hosts that answers there, this end's address, and the other's. OwnMistakeError where none does
-    in time."""
+class Way(NamedTuple):
+    """From a rank to a store: `host` is what it was called, `own` this end's address, and `other` that of the store's.
+
+    Beside the store both are of one host, which knows names for itself that mean nothing to others, or themselves: the
+    loopback, or the bridge of a container engine.
+    """
+
+    host: str
+    own: str
+    other: str
+
+    @property
+    def beside(self) -> bool:
+        return self.own == self.other or is_loopback(self.other)
+
+    @property
+    def hosts_address(self) -> str | None:
+        """That of the store's host, as others have reached it."""
+        return None if self.beside else self.other
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def reached(hosts: Sequence[str], port: int, rank: int, seconds: float) -> Way:
+    """To the first of these hosts that answers there. OwnMistakeError where none does in time."""
     lived, told, error = LivedSeconds(), False, OSError("no address")
     while (waited := lived.look()) < seconds:
         for host in hosts:
             try:
                 with socket.create_connection((host, port), min(SECONDS_TO_CONNECT, seconds)) as connection:
-                    return host, connection.getsockname()[0], connection.getpeername()[0]
+                    return Way(host, connection.getsockname()[0], connection.getpeername()[0])
             except OSError as failure:
                 error = failure
         if waited > NOTICE_SECONDS and rank == 1 and not told:
@@ -168,17 +184,17 @@ class StorePost(Post):
 def met(rendezvous: Rendezvous, settings: Mapping[str, Any] | None, mistake: str | None) -> Rendezvous:
     """Collective: the ranks have greeted each other at the store; see `greet`. Their addresses are those of the
     interfaces by which they have reached it: what a host calls itself may mean nothing to others, or themselves."""
-    _, own, first = reached([rendezvous.host], rendezvous.port, rendezvous.rank, rendezvous.timeout_seconds)
-    hello = {**own_hello(settings, mistake), "reached": first}
+    way = reached([rendezvous.host], rendezvous.port, rendezvous.rank, rendezvous.timeout_seconds)
+    hello = {**own_hello(settings, mistake), "reached": way.hosts_address}
     others = greet(StorePost(rendezvous), hello, rendezvous.timeout_seconds, ABSENT)
-    return replace(rendezvous, address=address_for(own, others))
+    return replace(rendezvous, address=address_for(way, others))
 
 
-def address_for(own: str, others: str | None) -> str:
-    """Where a rank is to be reached: beside rank 0 at the address where ranks of other hosts have reached that one."""
+def address_for(way: Way, others: str | None) -> str:
+    """Where a rank is to be reached: beside the store at the address where ranks of `others` have reached its host."""
     if "GLOO_SOCKET_IFNAME" in os.environ:  # the user has said
         return ""
-    return others if others is not None and is_loopback(own) else own
+    return others if others is not None and way.beside else way.own
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
@@ -214,10 +230,10 @@ def rendezvous_by_messages(messages: Messages, timeout_seconds: float) -> Rendez
     where, addresses, port = decided_by_first(messages, opened)
     hosts = [LOOPBACK] if where == network() else addresses
     seconds = min(CONNECTING_SECONDS, timeout_seconds)
-    host, own, first = made_by_all(messages, lambda: reached(hosts, port, messages.rank, seconds))
-    hellos = dict(enumerate({"reached": address} for address in messages.gather_objects(first)))
-    address = address_for(own, first_address(hellos))
-    return Rendezvous(host, port, messages.rank, messages.size, "hetsync", timeout_seconds, server, address)
+    way = made_by_all(messages, lambda: reached(hosts, port, messages.rank, seconds))
+    hellos = dict(enumerate({"reached": address} for address in messages.gather_objects(way.hosts_address)))
+    address = address_for(way, first_address(hellos))
+    return Rendezvous(way.host, port, messages.rank, messages.size, "hetsync", timeout_seconds, server, address)
 
 
 def network() -> str:
@@ -262,8 +278,8 @@ def rendezvous_with_job(timeout_seconds: float, rank: int = -1, size: int = 0) -
 
 def placed_in_job(rendezvous: Rendezvous, store: dist.Store) -> Rendezvous:
     """That of a newcomer, once it has reached it."""
-    _, own, _ = reached([rendezvous.host], rendezvous.port, rendezvous.rank, SECONDS_TO_ASK)
-    return replace(rendezvous, address=address_for(own, store.get(ADDRESS).decode() or None))
+    way = reached([rendezvous.host], rendezvous.port, rendezvous.rank, SECONDS_TO_ASK)
+    return replace(rendezvous, address=address_for(way, store.get(ADDRESS).decode() or None))
 
 
 def _asked_at() -> Mapping[str, Any]:

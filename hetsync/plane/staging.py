@@ -51,6 +51,20 @@ class HostStaging:
         return at_once
 
 
+class CopyStaging(HostStaging):
+    """Tensors of devices that work in one order, whichever thread queues, and have no pinned memory (Apple's): copies
+    wait for what is queued."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Test]:
+        return tensor.cpu(), at_once
+
+    def load(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer.to(self._device)
+
+
 class CudaStaging(HostStaging):
     """CUDA tensors, through pinned host memory; or `direct`, for libraries that read and write the device's memory:
     they find CUDA tensors in place, and of others a copy there.
@@ -91,3 +105,10 @@ class CudaStaging(HostStaging):
             with self.context():
                 into.copy_(values, non_blocking=True)
         return self._stream.record_event().query
+
+
+def staging_for(device: torch.device, reads: torch.device | None) -> HostStaging:
+    """Of tensors there. `reads`: the device whose memory the library reads and writes, in place of the host's."""
+    if reads is not None or device.type == "cuda":
+        return CudaStaging(reads or device, reads is not None)
+    return HostStaging() if device.type == "cpu" else CopyStaging(device)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from hetsync.balance.device import cuda_mark
-from hetsync.balance.gpu import check_kernels, check_percentage, gpu_identity, gpu_name
+from hetsync.balance.device import settle
+from hetsync.balance.gpu import check_kernels, check_percentage, gpu_identity, gpu_name, mps_name
 from hetsync.balance.profile import RankProfile
 from hetsync.config.schema import Config
 from hetsync.data import Data
@@ -75,8 +75,12 @@ def find_places(plane: Plane) -> list[Place]:
 def choose_device(name: str, place: Place) -> torch.device:
     """The rank's own device: `auto` takes the host's CUDA devices in turn, or the CPU. UserError where there is none
     such, or where `auto` would leave GPUs idle that the job was given."""
-    if name not in ("auto", "cpu", "cuda") and not (name.startswith("cuda:") and name[5:].isdigit()):
-        raise UserError(f"run.device is {name}: use auto, cpu, cuda or cuda:INDEX")
+    if name not in ("auto", "cpu", "cuda", "mps") and not (name.startswith("cuda:") and name[5:].isdigit()):
+        raise UserError(f"run.device is {name}: use auto, cpu, cuda, cuda:INDEX or mps")
+    if name == "mps":
+        if not torch.backends.mps.is_available():
+            raise UserError(f"run.device is mps, but torch finds no GPU of Apple's on {place.host}: use auto or cpu")
+        return torch.device("mps", 0)
     if name == "auto" and not torch.cuda.is_available() and (granted := gpus_granted()):
         raise UserError(
             f"run.device is auto, and SLURM has given this job {granted} GPUs of {place.host}, where torch"
@@ -130,6 +134,8 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return gpu_name(device)
+    if device.type == "mps":
+        return mps_name()
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
@@ -186,8 +192,7 @@ def profile_steps(
         for optimizer in copies:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            cuda_mark(device).synchronize()
+        settle(device)
 
     with untouched(copy):
         batches = {size: batch_of(data, size, device) for size in sizes}

@@ -26,11 +26,13 @@ RATE_SAMPLES = 16  # of the slices that have these rates
 
 @dataclass(frozen=True)
 class ProfiledCluster:
-    """`cluster` is of groups of like ranks; `ranks` are those that were measured, by the recipe's `model`."""
+    """`cluster` is of groups of like ranks; `ranks` are those that were measured, by the recipe's `model`, which trains
+    on `epoch_samples` in an epoch."""
 
     cluster: Cluster
     ranks: Sequence[RankProfile]
     model: torch.nn.Module
+    epoch_samples: int
 
     @property
     def times(self) -> list[StepTime]:
@@ -84,7 +86,7 @@ def profile_cluster(plane: Plane, config: Config) -> ProfiledCluster:
     )
     links = measure_links(plane, [profile.host for profile in profiles])
     cluster = Cluster(config.run.name, source, groups, measure_interconnect(plane, device=device), links=links)
-    return ProfiledCluster(cluster, profiles, model)
+    return ProfiledCluster(cluster, profiles, model, len(material.train))  # type: ignore[arg-type]
 
 
 def device_memory_gib(model: torch.nn.Module) -> float | None:

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from hetsync.data import Data
 from hetsync.data.workers import Collate, fetch
+from hetsync.doubles import doubled
 from hetsync.plan.blocks import state_of
 from hetsync.plan.division import WHOLE, Division
 from hetsync.plan.schedule import micro_batch_sizes
@@ -140,7 +141,7 @@ class Replica(ABC):
 def squared_norms(parameters: Iterable[nn.Parameter]) -> list[float]:
     """Of each of their gradients, in double precision. Added up exactly (`math.fsum`) they have one sum, however the
     model is cut: replicas that clip alike step alike."""
-    norms = [parameter.grad.double().norm() for parameter in parameters if parameter.grad is not None]
+    norms = [doubled(parameter.grad).norm() for parameter in parameters if parameter.grad is not None]
     return list(torch.stack(norms).square().tolist()) if norms else []
 
 

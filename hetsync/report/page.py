@@ -15,6 +15,7 @@ from bokeh.resources import Resources
 from jinja2 import Environment
 from markupsafe import Markup
 
+from hetsync.console import duration
 from hetsync.report.facts import efficiency_of, facts_of
 from hetsync.report.figures import (
     COLOURS,
@@ -160,7 +161,7 @@ def _tiles(run: Run, course: Course) -> list[Tile]:
         Tile("status", "status", str(summary.get("status", "no summary"))),
         Tile("efficiency", "efficiency", "not measured" if efficiency is None else f"{efficiency:.3f}"),
         Tile("samples", "samples" + (f" of {expected:,}" if expected else ""), f"{_samples(run, course):,.0f}"),
-        Tile("seconds", "time of the run", _duration(run.seconds)),
+        Tile("seconds", "time of the run", duration(run.seconds)),
     ]
     if "samples_per_second" in summary:
         tiles.insert(2, Tile("samples_per_second", "samples a second", f"{summary['samples_per_second']:,.1f}"))
@@ -179,12 +180,6 @@ def _samples(run: Run, course: Course) -> float:
     if run.summary.get("status") in ("finished", "stopped") and "samples_applied" in run.summary:
         return float(run.summary["samples_applied"])
     return float(course.samples.sum())
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _timeline_note(joined: int, rounds_joined: int) -> str:

@@ -32,6 +32,39 @@ class Gain:
     slices: int
 
 
+@dataclass(frozen=True)
+class Trials:
+    """Ways to train a job's recipe on its devices, each simulated for so many `slices` of every rank.
+
+    `adaptive` as in `Scenario`.
+    """
+
+    config: Config
+    cluster: Cluster
+    ranks: Sequence[RankProfile]
+    traffic: Traffic
+    adaptive: bool
+    slices: int
+
+    def rate(self, sync: SyncConfig) -> float:
+        """Samples/s. UserError where these shares cannot be given to the ranks."""
+        batch, seed = self.config.data.batch_size, self.config.run.seed
+        job = Scenario(self.cluster, self.ranks, sync, batch, self.slices * batch, seed=seed, traffic=self.traffic)
+        simulation = Simulation(job)
+        simulation.advance()
+        return job.total_samples / simulation.now
+
+    def both(self, sync: SyncConfig) -> tuple[float, float]:
+        """Of the recipe's own settings, without delay and with that which the rule may choose."""
+        delayed = replace(sync, delay_bound=sync.most_delay_bound)
+        return self.rate(replace(sync, delay_bound=0, grace=0)), self.rate(delayed)
+
+
+def worth_its_delay(without: float, with_delay: float, adaptive: bool) -> bool:
+    """As the rule decides on the delay bound in the end, by samples/s: in few slices it would not come to it."""
+    return with_delay > (1 + delay_costs(adaptive)) * without
+
+
 def gain_of(
     config: Config, cluster: Cluster, ranks: Sequence[RankProfile], traffic: Traffic, adaptive: bool = False
 ) -> Gain:
@@ -39,22 +72,15 @@ def gain_of(
     batch = config.data.batch_size
     slices = max(LEAST_SLICES, min(MOST_SLICES, SIMULATED_SLICES // len(ranks)))
     spare_the_collector()
-
-    def rate(sync: SyncConfig) -> float:
-        job = Scenario(cluster, ranks, sync, batch, slices * batch, seed=config.run.seed, traffic=traffic)
-        simulation = Simulation(job)
-        simulation.advance()
-        return job.total_samples / simulation.now
+    trials = Trials(config, cluster, ranks, traffic, adaptive, slices)
 
     def ruled(sync: SyncConfig) -> float:
-        """As the rule decides on the delay bound in the end: in so few slices it would not come to it."""
         if sync.delay_bound != "auto":
-            return rate(sync)
-        without = rate(replace(sync, delay_bound=0, grace=0))
-        with_delay = rate(replace(sync, delay_bound=sync.most_delay_bound))
-        return with_delay if with_delay > (1 + delay_costs(adaptive)) * without else without
+            return trials.rate(sync)
+        without, with_delay = trials.both(sync)
+        return with_delay if worth_its_delay(without, with_delay, adaptive) else without
 
     in_step = replace(config.sync, delay_bound=0, accumulation=1, grace=0, pins={})
-    equal = rate(replace(in_step, shares="equal", rebalance=False))
-    by_speed = rate(replace(in_step, shares="speed"))
+    equal = trials.rate(replace(in_step, shares="equal", rebalance=False))
+    by_speed = trials.rate(replace(in_step, shares="speed"))
     return Gain(equal, by_speed, ruled(config.sync), sum(solo_rates(batch, ranks, config.sync.least_slice)), slices)

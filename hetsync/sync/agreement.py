@@ -7,7 +7,7 @@ from numbers import Number
 
 import torch
 
-from hetsync.balance.gpu import gpu_name
+from hetsync.balance.gpu import gpu_name, mps_name
 from hetsync.errors import UserError, complain
 from hetsync.plane.base import Plane
 from hetsync.sync.buffers import Change, Rule, merged, merged_at_rest
@@ -33,6 +33,8 @@ def processor(device: torch.device) -> str:
     that a constraint makes)."""
     if device.type == "cuda":
         return gpu_name(device)
+    if device.type == "mps":
+        return mps_name()
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from hetsync.doubles import doubled
 from hetsync.errors import UserError
 from hetsync.sync.reals import reals
 
@@ -156,14 +157,15 @@ class Unruled:
 
 
 def _columns(places: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    values = values.double()
+    values = doubled(values)
+    places = places.to(values.device)
     high = values.to(dtype)
     low = (values - high).to(dtype).nan_to_num(0.0, 0.0, 0.0)  # of infinities
     return torch.stack([(places // PLACES).to(dtype), (places % PLACES).to(dtype), high, low])
 
 
 def _read(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    high, low, *parts = columns.double()
+    high, low, *parts = doubled(columns)
     return (high * PLACES + low).long(), torch.stack(parts).sum(0)
 
 
@@ -171,10 +173,10 @@ def _put(into: torch.Tensor, rule: Rule, parts: Sequence[tuple[torch.Tensor, tor
     """Ranks' values at places: the last one's hold, or the least or greatest of them."""
     if rule == "rows":
         for places, values in parts:
-            into.put_(places, values.to(into))
+            into.put_(places.to(into.device), values.to(into))
     else:
         places, values = map(torch.cat, zip(*parts, strict=True))
-        found = into.double().flatten().scatter_reduce(0, places, values, f"a{rule}", include_self=False)
+        found = doubled(into).flatten().scatter_reduce(0, places, values, f"a{rule}", include_self=False)
         into.copy_(found.view_as(into))
 
 

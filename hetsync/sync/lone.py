@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from hetsync.doubles import doubled
 from hetsync.errors import UserError
 from hetsync.plane.base import Residual, Sums, WireFormat
 from hetsync.sync.constraints import NO_CONSTRAINTS, Constraints
@@ -47,7 +48,7 @@ class FiniteCheck:
 
 def total_of(tensors: Iterable[torch.Tensor]) -> float:
     """A sum over all: finite where they are."""
-    sums = [reals(tensor.detach()).sum(dtype=summed_in([tensor])).double() for tensor in tensors]
+    sums = [doubled(reals(tensor.detach()).sum(dtype=summed_in([tensor]))) for tensor in tensors]
     return float(torch.stack(sums).sum()) if sums else 0.0
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from hetsync.balance.device import cuda_mark
+from hetsync.balance.device import marks_on
 from hetsync.balance.profile import RankProfile
 from hetsync.data import Data
 from hetsync.emulation.channels import EmulatedChannels
@@ -80,7 +80,8 @@ def _check_loss(weight: str | None) -> None:
 
 def _passes(at: Workplace, assignment: Assignment) -> Passes:
     if at.cluster is None:
-        return QueueingPasses(partial(cuda_mark, at.device)) if at.device.type == "cuda" else Passes()
+        mark = marks_on(at.device)
+        return Passes() if mark is None else QueueingPasses(mark)
     rank, seed = at.plane.rank, at.config.run.seed
     events = [event for event in at.cluster.events if event.rank == rank]
     jitter = jitter_sampler(at.cluster.jitter, seed, rank)

@@ -38,6 +38,16 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
         assert done.status == 0, f"{block.name}\n{done.story}"
 
 
+def test_the_answer_whether_a_card_pays_is_the_one_of_the_page(tmp_path: Path) -> None:
+    made = blocks(ROOT / "docs" / "guide" / "cluster.md")
+    furnish(tmp_path, made)
+    (asked,) = [block for block in made if "old-card.yaml" in block.text and block.language == "bash"]
+    (shown,) = [block for block in made if block.language == "text"]
+    with started(words_of(asked.text), tmp_path, {"COLUMNS": "100"}) as process:
+        done = finished(process, SECONDS)
+    assert done.out.endswith(shown.text), done.story
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("reader")

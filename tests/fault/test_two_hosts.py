@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,9 @@ def test_a_job_under_torchrun_spans_both(lab: Path, tmp_path: Path) -> None:
 
 def test_profile_measures_the_link(lab: Path, tmp_path: Path) -> None:
     words = [str(lab / "mpirun"), "-np", "2", program("hetsync"), "profile", "--run.profile_seconds", "0.3"]
-    _ended(words, tmp_path)
+    done = _ended(words, tmp_path)
+    assert "sums of fewer ranks are as much faster as the slowest link of their ring" in done.out
+    assert "(rank 1)" in done.out
     profile = yaml.safe_load((tmp_path / "cluster.yaml").read_text())
     assert "2 ranks on h0, h1" in profile["source"]
     assert 0 < profile["link"]["bytes_per_second"] < BYTES_PER_SECOND, "no faster than the link is"
@@ -162,42 +165,62 @@ def test_hosts_of_one_name_meet(lab: Path, tmp_path: Path, opens: str) -> None:
     assert sorted(done.out.splitlines()) == [f"rank {n} has met ['same', 'same'] over Gloo" for n in range(2)]
 
 
-def test_hosts_whose_own_names_are_their_loopback_meet(lab: Path, tmp_path: Path, opens: str) -> None:
-    """As Debian's installer writes it: to its own host a name is 127.0.1.1."""
+def _meet_where_a_name_means(lab: Path, folder: Path, opens: str, own: str) -> None:
+    """To its own host, and to no other, a name is this address."""
 
     def on(rank: int) -> list[str]:
-        hosts = tmp_path / f"hosts_{rank}"
+        hosts = folder / f"hosts_{rank}"
         other = 1 - rank
-        hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 h{rank}\n10.77.0.{other + 1} h{other}\n")
+        hosts.write_text(f"127.0.0.1 localhost\n{own} h{rank}\n10.77.0.{other + 1} h{other}\n")
         told = f"RANK={rank} WORLD_SIZE=2 MASTER_ADDR=h0 MASTER_PORT=29501"
         script = f"mount --bind {hosts} /etc/hosts; exec env {told} {sys.executable} {opens} torch"
         return [str(lab / "on"), f"h{rank}", script]
 
-    with started(on(1), tmp_path) as other:
-        first = _ended(on(0), tmp_path)
+    with started(on(1), folder) as other:
+        first = _ended(on(0), folder)
         second = finished(other)
     assert (first.out + second.out).splitlines() == [f"rank {n} has met ['h0', 'h1'] over Gloo" for n in range(2)]
 
 
-@pytest.fixture
-def docker(lab: Path) -> Iterator[None]:
-    """The bridge of a container engine, which has the same address on every host; a port keeps it up."""
+def test_hosts_whose_own_names_are_their_loopback_meet(lab: Path, tmp_path: Path, opens: str) -> None:
+    """As Debian's installer writes it: to its own host a name is 127.0.1.1."""
+    _meet_where_a_name_means(lab, tmp_path, opens, "127.0.1.1")
+
+
+@pytest.mark.parametrize("own", ["172.17.0.1", "10.0.3.1"])
+def test_hosts_whose_own_names_are_their_bridge_meet(lab: Path, tmp_path: Path, opens: str, own: str) -> None:
+    """systemd answers with any interface of the host. Of two addresses Gloo connects to the lower."""
+    with _bridges(lab, own):
+        _meet_where_a_name_means(lab, tmp_path, opens, own)
+
+
+@contextmanager
+def _bridges(lab: Path, address: str) -> Iterator[None]:
+    """Of a container engine, which have the same address on every host; a port keeps each up."""
     tag = (lab / "on").read_text().split("/run/netns/")[1].split("-")[0]
     hosts = [f"{tag}-h{n}" for n in range(2)]
     for host in hosts:
         for words in (
             "link add docker0 type bridge",
-            "addr add 172.17.0.1/16 dev docker0",
+            f"addr add {address}/16 dev docker0",
             "link set docker0 up",
             "link add port type veth peer name inside",
             "link set port master docker0 up",
             "link set inside up",
         ):
             subprocess.run(["ip", "-n", host, *words.split()], check=True, timeout=20)
-    yield
-    for host in hosts:
-        for device in ("docker0", "port"):
-            subprocess.run(["ip", "-n", host, "link", "del", device], check=True, timeout=20)
+    try:
+        yield
+    finally:
+        for host in hosts:
+            for device in ("docker0", "port"):
+                subprocess.run(["ip", "-n", host, "link", "del", device], check=True, timeout=20)
+
+
+@pytest.fixture
+def docker(lab: Path) -> Iterator[None]:
+    with _bridges(lab, "172.17.0.1"):
+        yield
 
 
 @pytest.mark.parametrize("flags", [[], ["--with-ft", "ulfm", "--mca", "mpi_preconnect_mpi", "1"]])

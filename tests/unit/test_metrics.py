@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from elsewhere import OnMps, on
 
 import hetsync
 from hetsync.errors import UserError
@@ -129,3 +130,16 @@ def test_shapes_that_would_broadcast_to_something_else_are_refused(metric: Any, 
 
 def test_they_come_with_the_package() -> None:
     assert hetsync.metrics.Accuracy is Accuracy
+
+
+def test_devices_without_double_precision_have_the_same_metrics() -> None:
+    predicted, actual = values()
+    for make in (Mean, lambda: MAE(missing=0.0), lambda: RMSE(by=1)):
+        here, there = make(), make()
+        here.update(predicted, actual)
+        there.update(on(OnMps, predicted), on(OnMps, actual))
+        assert torch.equal(torch.as_tensor(here.compute()), torch.as_tensor(there.compute()))
+    here, there = Accuracy(top=2), Accuracy(top=2)
+    here.update(*scores())
+    there.update(*(on(OnMps, each) for each in scores()))
+    assert here.compute() == there.compute()

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, Subset
 
 from hetsync.data import Data
 from hetsync.data.sets.parts import Parts, require_shape
+from hetsync.doubles import doubled
 
 Batch = dict[str, torch.Tensor]
 
@@ -63,7 +64,7 @@ def frame_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 def frame_sums(model: nn.Module, batch: Batch) -> dict[str, float]:
     """Mean squared and mean absolute errors a pixel, of all predicted frames, and of the first and the last; summed
     over samples."""
-    squared_NH, absolute_NH = (each.double() for each in frame_errors(model, batch))
+    squared_NH, absolute_NH = (doubled(each) for each in frame_errors(model, batch))
     found = {
         "mse": squared_NH.mean(1),
         "mae": absolute_NH.mean(1),

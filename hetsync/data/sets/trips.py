@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from hetsync.data import Data
 from hetsync.data.sets.trip_table import BLOCK, POINT, TripTable, validate
+from hetsync.doubles import doubled
 from hetsync.errors import UserError
 
 __all__ = ["ConstantSpeed", "TripTable", "split_by_date", "trip_data", "validate"]
@@ -97,9 +98,9 @@ def travel_time_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 def travel_time_sums(model: torch.nn.Module, batch: Batch) -> dict[str, float]:
     """Absolute percentage, absolute and squared errors of the whole trips, summed."""
     seconds_N = model(batch)
-    errors = (seconds_N - batch["time"]).double()
+    errors = doubled(seconds_N - batch["time"])
     return {
-        "mape": absolute_percentage_errors(seconds_N, batch).double().sum().item(),
+        "mape": doubled(absolute_percentage_errors(seconds_N, batch)).sum().item(),
         "mae": errors.abs().sum().item(),
         "rmse": errors.square().sum().item(),
     }

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from hetsync.balance.device import MOST_SLICES_QUEUED, QueueingDevice, RealDevice
+from hetsync.balance.device import MOST_SLICES_QUEUED, QueueingDevice, RealDevice, marks_on, settle
+from hetsync.balance.profile import StepTime
+from hetsync.emulation.cluster import Cluster, DeviceGroup
+from hetsync.emulation.device import make_device
 
 
 class Gpu:
@@ -97,3 +101,52 @@ def test_a_processor_is_timed_by_the_clock() -> None:
         device.end_step()
         assert device.take_seconds() == pytest.approx(1.5)
     assert device.real_seconds == device.emulated_seconds == pytest.approx(3.0)
+
+
+APPLE = torch.device("mps", 0)
+
+
+@pytest.fixture
+def apple(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+
+    class Event(FakeMark):
+        def __init__(self, enable_timing: bool = False) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            super().__init__(gpu, max(gpu.now, gpu.busy_until))
+
+    monkeypatch.setattr(torch.mps.event, "Event", Event)
+    return gpu
+
+
+def test_an_apple_gpu_is_timed_by_its_own_work(apple: Gpu) -> None:
+    device = make_device(None, 0, StepTime(0.0, 1.0), 0, APPLE)
+    assert isinstance(device, QueueingDevice)
+    assert not device.on_host
+    run_slice(apple, device, 1.0)
+    assert apple.now == pytest.approx(100.001)
+    assert device.take_seconds() == pytest.approx(1.001, abs=0.002)
+
+
+def test_an_apple_gpu_is_waited_for_where_it_is_timed(apple: Gpu) -> None:
+    apple.launch(1.0)
+    settle(APPLE)
+    assert apple.now == pytest.approx(101.001)
+
+
+def test_an_emulated_apple_gpu_counts_what_it_has_really_computed(apple: Gpu) -> None:
+    cluster = Cluster("c", "s", (DeviceGroup("d"),))
+    device = make_device(cluster, 0, StepTime(0.0, 1e-4), 0, APPLE)
+    device.begin_slice(1)
+    apple.launch(1.0)
+    device.end_slice()
+    assert apple.waits == 1
+
+
+def test_a_processor_has_no_marks() -> None:
+    processor = torch.device("cpu")
+    assert marks_on(processor) is None
+    settle(processor)
+    assert isinstance(make_device(None, 0, StepTime(0.0, 1.0), 0, processor), RealDevice)

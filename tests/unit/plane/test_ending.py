@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 from jobs import ROOT
 
 from hetsync.errors import UserError
 from hetsync.plane import ending
 from hetsync.plane.base import CutOffError, LostError, StalledError
-from hetsync.plane.ending import end_job
+from hetsync.plane.ending import end_job, memory_lacking
 from hetsync.plane.local import LocalPlane
 
 SECONDS = 30.0
@@ -186,3 +187,16 @@ def test_what_to_do_after_a_death_is_told(
     assert what == f"hetsync: rank 1: {failure}"
     assert len(advice) == len(told)
     assert all(word in sentence for word, sentence in zip(told, advice, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("failure", "lacking"),
+    [
+        (torch.cuda.OutOfMemoryError("CUDA out of memory."), "GPU memory"),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 9.06 GB, max allowed: 9.07 GB)."), "GPU memory"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), "memory"),
+        (RuntimeError("shapes differ"), None),
+    ],
+)
+def test_of_which_memory_there_was_too_little(failure: RuntimeError, lacking: str | None) -> None:
+    assert memory_lacking(failure) == lacking

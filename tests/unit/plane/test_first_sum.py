@@ -113,7 +113,7 @@ def settled(monkeypatch: pytest.MonkeyPatch, faults: list[Fault]) -> list[Chosen
 def sum_of_ones(planes: list[ChosenPlane]) -> list[list[float]]:
     """By what sums CUDA tensors now."""
     tensors = [torch.ones(3) for _ in planes]
-    sums: list[PolledSums] = [plane.sums._by_device["cuda"] for plane in planes]  # type: ignore[attr-defined]
+    sums: list[PolledSums] = [plane.sums._of_cuda for plane in planes]  # type: ignore[attr-defined]
     handles = [each.allreduce(tensor) for each, tensor in zip(sums, tensors, strict=True)]
     while not all([handle.done() for handle in handles]):
         pass

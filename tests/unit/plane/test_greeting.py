@@ -64,7 +64,7 @@ def outcomes(hellos: Sequence[Mapping[str, Any]], seconds: float = SECONDS) -> l
 
 
 def test_ranks_that_fit_hear_where_others_have_reached_the_first() -> None:
-    told = [hello(reached="127.0.0.1"), hello(reached="127.0.1.1"), hello(reached="10.0.0.5")]
+    told = [hello(reached=None), hello(reached=None), hello(reached="10.0.0.5")]
     assert outcomes(told) == ["10.0.0.5"] * 3
     assert outcomes(told[:2]) == [None] * 2
 
@@ -152,9 +152,9 @@ def test_the_first_that_is_there_says_for_whom_all_wait(
     assert capfd.readouterr().err == expected
 
 
-def test_an_address_that_only_a_host_itself_knows_is_not_taken() -> None:
-    assert first_address({0: hello(reached="10.0.0.9"), 1: hello(reached="127.0.1.1")}) is None
-    assert first_address({0: hello(), 1: hello(reached="::1"), 2: hello(reached="fe80::1%eth0")}) == "fe80::1%eth0"
+def test_the_address_of_the_stores_host_is_what_the_first_who_is_elsewhere_tells() -> None:
+    assert first_address({0: hello(), 1: hello(reached=None)}) is None
+    assert first_address({2: hello(reached="10.0.0.9"), 1: hello(reached="fe80::1%eth0"), 0: hello()}) == "fe80::1%eth0"
 
 
 def test_commits_are_compared_where_both_are_known() -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hetsync.errors import UserError
 from hetsync.plane import rendezvous
-from hetsync.plane.rendezvous import WORD, Rendezvous, StorePost, first_connection
+from hetsync.plane.rendezvous import WORD, Rendezvous, StorePost, Way, address_for, first_connection, reached
 
 
 @pytest.fixture
@@ -114,3 +114,39 @@ def test_what_is_no_store_does_not_hold_up_for_long(monkeypatch: pytest.MonkeyPa
         server.shutdown(socket.SHUT_RDWR)
     if answer is None:
         assert "another job answers" in said[0]
+
+
+ELSEWHERE = Way("h0", "10.77.0.2", "10.77.0.1")
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [("127.0.0.1", "127.0.1.1"), ("::1", "::1"), ("172.17.0.1", "172.17.0.1"), ("fe80::1%0", "fe80::1%0")],
+)
+def test_what_a_host_calls_itself_is_no_address_for_others(
+    monkeypatch: pytest.MonkeyPatch, own: str, other: str
+) -> None:
+    """Its loopback, as Debian has it, or any of its interfaces."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    beside = Way("h0", own, other)
+    assert beside.hosts_address is None
+    assert address_for(beside, ELSEWHERE.hosts_address) == "10.77.0.1"
+    assert address_for(beside, None) == own, "of one host all"
+
+
+def test_who_is_elsewhere_is_reached_by_the_interface_that_has_reached_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert address_for(ELSEWHERE, "10.9.9.9") == "10.77.0.2"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    assert address_for(ELSEWHERE, "10.9.9.9") == "", "as the user has said"
+
+
+def test_a_host_that_reaches_itself_by_name_is_beside_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.getaddrinfo
+    named = {"debian": "127.0.1.1"}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *words, **keys: real(named.get(host, host), *words, **keys))
+    with socket.create_server(("", 0)) as server:
+        way = reached(["debian"], server.getsockname()[1], 0, 5.0)
+    assert (way.host, way.other, way.beside) == ("debian", "127.0.1.1", True)

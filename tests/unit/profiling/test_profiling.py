@@ -42,6 +42,8 @@ from hetsync.profiling.measure import (
     Place,
     Subject,
     batch_of,
+    choose_device,
+    device_name,
     find_place,
     limit_threads,
     measure_ranks,
@@ -49,6 +51,7 @@ from hetsync.profiling.measure import (
     take_device,
 )
 from hetsync.profiling.report import profile_cluster
+from hetsync.sync.agreement import processor
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -668,3 +671,20 @@ def test_gpus_that_a_job_was_given_are_not_left_idle(
     with pytest.raises(UserError, match=r"run.device is .*here.*cpu"):
         take_device(name, Place("here", 0, 2))
     assert take_device("cpu", Place("here", 0, 2)).type == "cpu"
+
+
+def test_an_apple_gpu_is_taken_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place("mac", 0, 2)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(
+        UserError, match=r"run.device is mps, but torch finds no GPU of Apple's on mac: use auto or cpu"
+    ):
+        choose_device("mps", place)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M2")
+    monkeypatch.setattr(torch.backends.mps, "get_core_count", lambda: 10)
+    device = choose_device("mps", place)
+    assert device == torch.device("mps", 0)
+    assert device_name(device) == processor(device) == "Apple M2 GPU, 10 cores"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto", place).type == "cpu"

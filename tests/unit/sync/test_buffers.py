@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from elsewhere import OnMps, on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -198,3 +199,21 @@ def test_each_saved_buffer_is_named_once() -> None:
     names = [name for _, _, name, _ in saved_buffers(both)]
     assert "one.bank" in names
     assert not any(name.startswith("two.") or name.endswith("cache") for name in names)
+
+
+def test_a_round_tells_what_was_written_on_a_device_without_double_precision() -> None:
+    models = [nn.Module() for _ in range(2)]
+    for model, kind in zip(models, (OnMps, torch.Tensor), strict=True):
+        model.register_buffer("low", on(kind, torch.full((2,), torch.inf)))
+        model.register_buffer("high", on(kind, torch.zeros(2)))
+        say(model, {"low": "min", "high": "max"}, "here")
+    ranks = [Writes(model) for model in models]
+    for model, value in zip(models, (1 / 3, -0.3), strict=True):
+        model.low[1] = value
+        model.high[0] = value
+    told = [rank.find(torch.device("cpu")) for rank in ranks]
+    for rank in ranks:
+        rank.take(told)
+    for model in models:
+        assert model.low.tolist() == [torch.inf, float(torch.tensor(-0.3))]
+        assert float(model.high[0]) == float(torch.tensor(1 / 3))

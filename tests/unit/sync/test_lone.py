@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
+from elsewhere import OnMps, on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetsync.sync.fragments import FragmentedDeltas
-from hetsync.sync.lone import CHECKED_TASKS, FiniteCheck, LoneDeltas, LoneGradients
+from hetsync.sync.lone import CHECKED_TASKS, FiniteCheck, LoneDeltas, LoneGradients, total_of
 from hetsync.sync.messages import StartRound
 
 
@@ -122,3 +123,8 @@ def test_nothing_listens_to_gradients_for_long():
     assert model.weight._post_accumulate_grad_hooks
     gradients.close()  # delayed mode
     assert not model.weight._post_accumulate_grad_hooks
+
+
+def test_a_device_without_double_precision_is_checked_as_well():
+    assert total_of([on(OnMps, torch.ones(3)), torch.ones(2)]) == 5
+    assert not math.isfinite(total_of([on(OnMps, torch.tensor([1.0, math.inf]))]))

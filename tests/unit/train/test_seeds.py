@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hetsync
 from hetsync.data import random_state
 from hetsync.data.loader import EpochOrder
-from hetsync.data.random_state import Chance
+from hetsync.data.random_state import Chance, set_aside
 from hetsync.train.checkpoint import complete
 
 SAMPLES, BATCH = 60, 12
@@ -122,3 +122,15 @@ def test_a_resumed_run_keeps_its_seed(tmp_path: Path) -> None:
             shutil.rmtree(path)
     rest = seeded_before(20261128, epochs=2, **told)
     assert (rest.order, rest.dropout) == (whole.order[24:], whole.dropout[2:])
+
+
+def test_what_is_set_aside_leaves_an_apple_gpus_chance_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = torch.tensor([1])
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: drawn.clone())
+    monkeypatch.setattr(torch.mps, "set_rng_state", drawn.copy_)
+    with set_aside(torch.device("mps", 0)):
+        drawn += 5
+    assert drawn == 1
+    with set_aside(torch.device("cpu")):
+        drawn += 5
+    assert drawn == 6, "nobody asks for what is not there"
