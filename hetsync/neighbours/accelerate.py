@@ -43,7 +43,7 @@ except ImportError:
     raise
 
 ARGUMENTS = inspect.signature(accelerate.Accelerator.__init__).parameters
-STANDING = "hetsync.json"  # beside the files of a saved state
+STANDING = "hetsync_state.json"  # beside the files of a saved state
 JOB = "hetsync_job"  # in Accelerate's own shared state, which all its objects know
 REFUSED = {  # arguments for which a model is cut, or computed by others
     "deepspeed_plugin",
