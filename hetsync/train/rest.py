@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,19 +43,29 @@ class CommonState:
         self.digests = self._agreement.digests
 
     @torch.no_grad()
-    def share_first_weights(self, share: Callable[[Callable[[], Any]], Any]) -> None:
-        """All ranks take over the first rank's weights and buffers, and averages of them. `share` calls what it is
-        given on each rank, and returns what it has made on the first."""
-        modules = (self._model, *self._averages)
-
-        def states() -> list[dict[str, torch.Tensor]] | None:
-            if not self._plane.leads:
-                return None
-            return [{name: tensor.cpu() for name, tensor in module.state_dict().items()} for module in modules]
-
-        for module, state in zip(modules, share(states), strict=True):
-            module.load_state_dict(state)
+    def share_first_weights(
+        self, gather: Callable[[Callable[[], Any]], list[Any]], share: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        """All ranks take over the first rank's weights and buffers, and averages of them, as far as theirs are others:
+        who has read a large base from a file of its own is not sent it. `gather` and `share` call what they are given
+        on each rank, and return what all have made, or the first."""
+        for module in (self._model, *self._averages):
+            state = module.state_dict()
+            told = gather(partial(self._digests_of, module, state))
+            odd = [name for name in state if any(theirs.get(name) != told[0].get(name) for theirs in told)]
+            if odd:
+                given = share(partial(self._given_by_first, state, odd))
+                module.load_state_dict({**state, **given})
         self._agreement.remember_counters()
+
+    def _digests_of(self, module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        trained = {name for name, weight in module.named_parameters() if weight.requires_grad}
+        return self.digests.of(state, [name for name in state if name not in trained])
+
+    def _given_by_first(
+        self, state: Mapping[str, torch.Tensor], names: Sequence[str]
+    ) -> dict[str, torch.Tensor] | None:
+        return {name: state[name].cpu() for name in names} if self._plane.leads else None
 
     def remember_counters(self) -> None:
         """Of a rank that joins: they are as all have them."""

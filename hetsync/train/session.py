@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -431,7 +432,8 @@ class Session:
         self._seeds.begin_loop(self.applied)
         self._constraints.check(self.model)
         self.engine.order.wait()  # for what the script has queued before, on whatever stream
-        self._share_weights(lambda make: self.plane.broadcast_object(make()))
+        plane = self.plane
+        self._share_weights(lambda make: plane.gather_objects(make()), lambda make: plane.broadcast_object(make()))
         self._stacks = Stacks()
         told = self.plane.gather_objects(self._stacks.process)
         with all_trained(self._shared_before):
@@ -444,11 +446,13 @@ class Session:
         if self._keep_copy is not None and not self.settings.synchronous:  # a resumed job
             self._keep_copy()
 
-    def _share_weights(self, share: Callable[[Callable[[], Any]], Any]) -> None:
+    def _share_weights(
+        self, gather: Callable[[Callable[[], Any]], list[Any]], share: Callable[[Callable[[], Any]], Any]
+    ) -> None:
         """Those that all begin from. In delayed mode they are within the constraints, or each rank's first step would
         bring them there, and all of these were merged; at D = 0, and alone, a loop's first step does, as in one
         process."""
-        self._common.share_first_weights(share)
+        self._common.share_first_weights(gather, share)
         if not self.settings.synchronous and self.plane.ranks_at_start > 1:
             self._constraints.project()
 
@@ -600,7 +604,8 @@ class Session:
             raise UserError(
                 "no weight requires a gradient any more: leave some unfrozen, or end training by job.stop()"
             )
-        self._share_weights(lambda make: self.meet("the weights that are trained now", make=make)[0])
+        meet = partial(self.meet, "the weights that are trained now")
+        self._share_weights(lambda make: meet(make=make), lambda make: meet(make=make)[0])
         self.tasks.renew_tensors()  # as the engine finds them
         self.engine.renew()
 

@@ -23,6 +23,7 @@ from hetsync.errors import UserError
 from hetsync.plane.base import Plane
 from hetsync.sync.digests import weights_sha256
 from hetsync.train.job import Job
+from hetsync.train.rest import CommonState
 
 pytestmark = pytest.mark.mpi
 
@@ -220,3 +221,30 @@ def test_max_norm_is_refused_where_ranks_would_differ(plane: Plane) -> None:
         return
     with pytest.raises(UserError, match="0 has max_norm, by which forward shortens the rows"):
         job.prepare(model)
+
+
+def test_only_what_differs_is_sent_at_the_start(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has read a large base from a file of its own is not sent it."""
+    sent: list[list[str]] = []
+    given_by_first = CommonState._given_by_first
+
+    def watched(self: CommonState, state: Any, names: Any) -> Any:
+        sent.append(list(names))
+        return given_by_first(self, state, names)
+
+    monkeypatch.setattr(CommonState, "_given_by_first", watched)
+    model = Net()
+    if plane.rank:
+        with torch.no_grad():
+            model.body[-1].bias += plane.rank
+    with hetsync.join(plane=plane, delay_bound=0, progress=False) as job:
+        loader = job.loader(Blobs(), BATCH, epochs=1)
+        job.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        for points, labels, _ in loader:
+            if not job.samples:
+                torch.testing.assert_close(model.body[-1].bias, Net().body[-1].bias)
+            job.backward(nn.functional.cross_entropy(model(points), labels))
+            job.step()
+    assert sent == ([["body.3.bias"]] if plane.size > 1 else [])
+    digests = plane.gather_objects(weights_sha256(model.parameters()))
+    assert len(set(digests)) == 1
