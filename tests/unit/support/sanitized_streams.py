@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hetsync
 from hetsync.data import loader, transfer
-from hetsync.plane import polled
+from hetsync.plane import staging
 from hetsync.plane.staging import CudaStaging
 from hetsync.sync import engine
 from hetsync.sync.device_order import StreamOrder
@@ -359,7 +359,7 @@ def sanitized_streams() -> Iterator[Sanitizer]:
         patch.setattr(threading.Thread, "start", lambda thread: sanitizer.start(start, thread))
         patch.setattr(Tail, "__init__", made_tail)
         patch.setattr(engine, "device_order", StreamOrder)
-        patch.setattr(polled, "HostStaging", partial(CudaStaging, CPU, direct=True))
+        patch.setattr(staging, "HostStaging", partial(CudaStaging, CPU, direct=True))
         patch.setattr(loader, "_samples_at_once", lambda source, device: 0)
         patch.setattr(loader, "transfer_to", PlayedTransfer)
         patch.setattr(transfer, "_used_on", lambda stream, tensor: sanitizer.record_stream(tensor, stream))
