@@ -21,6 +21,7 @@ from training import BATCH, SAMPLES, Blobs, Net, unequal_shares
 from hetsync.data.loader import EpochOrder
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane
+from hetsync.sync.digests import weights_sha256
 
 pytest.importorskip("accelerate")
 
@@ -235,6 +236,56 @@ def test_frozen_models_are_placed_and_not_trained(plane: Plane) -> None:
     frozen = script.accelerator.prepare(Net().requires_grad_(False))
     script.epoch()
     assert_alike(frozen, Net())
+
+
+class Packed(nn.Parameter):
+    """Weights of four bits, two in a byte, with their scale beside, as libraries for GPUs keep them."""
+
+    scale: torch.Tensor
+
+    def __new__(cls, weight: torch.Tensor) -> Packed:
+        scale = weight.abs().amax(1, keepdim=True)
+        whole = ((weight / scale * 7).round() + 8).to(torch.uint8).flatten()
+        made: Packed = torch.Tensor._make_subclass(cls, whole[::2] * 16 + whole[1::2], False)
+        made.scale = scale
+        return made
+
+    def unpacked(self) -> torch.Tensor:
+        whole = torch.stack([self.data // 16, self.data % 16], 1).view(len(self.scale), -1)
+        return (whole.float() - 8) / 7 * self.scale
+
+
+class Adapted(nn.Module):
+    """A layer whose packed weight is frozen, with an adapter beside."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.bias = Packed(layer.weight.data), layer.bias
+        self.down = nn.Parameter(layer.weight.data[:2].clone())
+        self.up = nn.Parameter(torch.zeros(len(layer.weight), 2))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(values, self.base.unpacked() + self.up @ self.down, self.bias)
+
+
+@BOUNDS
+def test_adapters_of_a_quantised_base_are_trained(plane: Plane, folder: Path, bound: int) -> None:
+    accelerator = Accelerator(plane=plane, delay_bound=bound, run=folder / "run")
+    model = Net()
+    model.body[0], model.body[-1] = Adapted(model.body[0]), Adapted(model.body[-1])
+    base = [layer.base.detach().clone() for layer in (model.body[0], model.body[-1])]
+    optimizer = torch.optim.SGD((weight for weight in model.parameters() if weight.requires_grad), 0.05)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Blobs(), 6, shuffle=True))
+    losses = []
+    for _ in range(EPOCHS):
+        for points, labels, _ in loader:
+            accelerator.backward(cross_entropy(model(points), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(cross_entropy(model(Blobs().points), Blobs().labels).item())
+    assert losses[-1] < losses[0]
+    assert all(torch.equal(layer.base, kept) for layer, kept in zip((model.body[0], model.body[-1]), base, strict=True))
+    assert len(set(accelerator.gather_object([weights_sha256(model.parameters())]))) == 1
 
 
 def test_half_precision_runs_the_model_in_it(plane: Plane) -> None:
