@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from hetsync.api import join
 from hetsync.data.handed_over import shuffles
+from hetsync.data.stream import is_stream
 from hetsync.errors import UserError, complain, early_mistakes
 from hetsync.extras import require
 from hetsync.files import write_atomically
@@ -183,7 +184,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        if not shuffles(data_loader):
+        if is_stream(data_loader.dataset) or not shuffles(data_loader):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         own = data_loader.batch_size
         assert own is not None
@@ -218,10 +219,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """See `Job.backward`: `weight` is how many tokens (labels, entries) the loss is a mean over, if not one a
         sample. Nothing is divided by the steps of accumulation: the job's mean is that of all their samples."""
-        if not self._has_training_data:
+        if not self.job.in_batch and not self._has_training_data:
             raise UserError(
                 "accelerator.backward was called, and no DataLoader that shuffles was prepared: those that do not are"
-                " evaluated on, so make that of the training data with shuffle=True"
+                " evaluated on, so make that of the training data with shuffle=True (of a stream:"
+                " accelerator.job.loader(dataset, batch_size, samples=N))"
             )
         if self._units is not None:
             options.setdefault("weight", self._units)

@@ -28,6 +28,7 @@ from hetsync.extras import require
 from hetsync.neighbours.accelerate import Accelerator, Batches, joined, with_a_dimension
 from hetsync.plane.ending import opening
 from hetsync.train.job import Job
+from hetsync.train.prepared import TrainingLoader
 
 try:
     import transformers
@@ -166,32 +167,36 @@ class OnHetSync:
         return int(epochs * every + min(within * self._step_samples, every))
 
     def get_train_dataloader(self) -> Any:
-        if self._loader is not None:
-            raise UserError(f"this {type(self).__name__} has trained already: start another process for the next job")
+        """The job's batches, the same whenever they are asked for."""
+        if self._loader is None:
+            self._loader = self._job_loader()
+            self.job.step_schedulers_every(self._step_samples)
+            self.job.call_every(self._marks, self._at_rest)
+            self._epochs = self.job.intervals(self._loader.source.epoch_samples)
+        return self.accelerator.trained_on(self._loader, place=False)
+
+    def _job_loader(self) -> TrainingLoader:
         dataset, collate = self._without_unused_columns(self.train_dataset)  # type: ignore[attr-defined]
         args, costs = self.args, None
         options: dict[str, Any] = {"collate_fn": collate, "workers": args.dataloader_num_workers}
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            loader = self.job.loader(
-                dataset, self._batch, samples=args.max_steps * self._step_samples, epochs=1, **options
-            )
-        else:
-            strategy = str(getattr(args, "train_sampling_strategy", "random"))
-            if strategy == "group_by_length":
-                costs = self._get_train_sampler(dataset).lengths  # type: ignore[attr-defined]
-            every = len(dataset) // self._batch * self._batch if args.dataloader_drop_last else len(dataset)
-            batch = min(self._batch, every)
-            steps = args.max_steps
-            if steps <= 0:
-                steps = math.ceil(args.num_train_epochs * -(-every // self._step_samples))
-            data = DataLoader(dataset, batch, shuffle=strategy != "sequential", drop_last=args.dataloader_drop_last)
-            loader = self.job.loader(data, samples=self._samples_at(steps, every), costs=costs, **options)
-        self._loader = loader
-        every = loader.source.epoch_samples
-        self.job.step_schedulers_every(self._step_samples)
-        self.job.call_every(self._marks, self._at_rest)
-        self._epochs = self.job.intervals(every)
-        return self.accelerator.trained_on(loader, place=False)
+            if args.max_steps <= 0:
+                raise UserError(
+                    f"the training data is a {type(dataset).__name__}, which has no length, and max_steps is"
+                    f" {args.max_steps}: give TrainingArguments max_steps"
+                )
+            samples = args.max_steps * self._step_samples
+            return self.job.loader(dataset, self._batch, samples=samples, epochs=1, **options)
+        strategy = str(getattr(args, "train_sampling_strategy", "random"))
+        if strategy == "group_by_length":
+            costs = self._get_train_sampler(dataset).lengths  # type: ignore[attr-defined]
+        every = len(dataset) // self._batch * self._batch if args.dataloader_drop_last else len(dataset)
+        steps = args.max_steps
+        if steps <= 0:
+            steps = math.ceil(args.num_train_epochs * -(-every // self._step_samples))
+        batch, drop_last = min(self._batch, len(dataset)), args.dataloader_drop_last
+        data = DataLoader(dataset, batch, shuffle=strategy != "sequential", drop_last=drop_last)
+        return self.job.loader(data, samples=self._samples_at(steps, every), costs=costs, **options)
 
     def _without_unused_columns(self, dataset: Any) -> tuple[Any, Any]:
         collate = self.data_collator  # type: ignore[attr-defined]
@@ -219,6 +224,8 @@ class OnHetSync:
         return self.lr_scheduler
 
     def _init_training_state(self, *arguments: Any, **named: Any) -> Any:
+        if self.job.samples:
+            raise UserError(f"this {type(self).__name__} has trained already: start another process for the next job")
         found = super()._init_training_state(*arguments, **named)  # type: ignore[misc]
         self.job.begin_at(self._samples_at(self.state.global_step, self._loader.source.epoch_samples))
         return found

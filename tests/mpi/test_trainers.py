@@ -261,6 +261,7 @@ def test_early_stopping_and_the_best_model(plane: Plane, folder: Path) -> None:
 
 def test_lengths_group_and_streams_end(plane: Plane, folder: Path) -> None:
     grouped = trainer(plane, folder, train_sampling_strategy="group_by_length", num_train_epochs=1)
+    assert len(grouped.get_train_dataloader()) == 8
     grouped.train()
     used = Counter(number for numbers in plane.gather_objects(grouped.used) for number in numbers)
     assert used == Counter(range(SAMPLES))
@@ -270,8 +271,11 @@ def test_lengths_group_and_streams_end(plane: Plane, folder: Path) -> None:
         def __iter__(self) -> Iterator[Any]:
             return (Sequences()[number] for number in range(SAMPLES))
 
-    streamed = trainer(plane, folder, max_steps=5)
+    streamed = trainer(plane, folder)
     streamed.train_dataset = Stream()
+    with pytest.raises(UserError, match="give TrainingArguments max_steps"):
+        streamed.train()
+    streamed.args.max_steps = 5
     assert streamed.train().global_step == 5
     used = Counter(number for numbers in plane.gather_objects(streamed.used) for number in numbers)
     assert used == Counter(range(5 * BATCH))
