@@ -218,3 +218,16 @@ def test_delayed_it_learns(plane: Plane, name: str) -> None:
     loop = in_a_job(plane, row, 4)
     assert_learned(loop, row.falls_to)
     assert_used_once_an_epoch(plane, loop)
+
+
+@pytest.mark.ranks(1)
+def test_a_step_within_backward_is_refused(plane: Plane, capsys: pytest.CaptureFixture[str]) -> None:
+    def body(loop: Loop, points: torch.Tensor, labels: torch.Tensor) -> None:
+        if len(loop.used) == len(points):
+            for weight in loop.model.parameters():
+                weight.register_post_accumulate_grad_hook(lambda weight: loop.optimizer.step())
+        cross_entropy(loop.model(points), labels).backward()
+
+    with pytest.raises(SystemExit):
+        in_a_job(plane, Row(body=body), 0)
+    assert "stepped twice in one slice" in capsys.readouterr().err
