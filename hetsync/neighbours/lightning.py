@@ -24,6 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from hetsync.api import join, opened
 from hetsync.errors import UserError, complain, early_mistakes
 from hetsync.extras import require
+from hetsync.neighbours.at_rest import AtRest, RankPart
 from hetsync.plane.ending import opening
 from hetsync.train.evaluation import EvaluationLoader
 from hetsync.train.job import Job
@@ -42,13 +43,6 @@ except ImportError:
         require("lightning", "HetSyncStrategy")
     raise
 
-REDUCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "mean": lambda values: values.sum(0) / len(values),
-    "avg": lambda values: values.sum(0) / len(values),
-    "sum": lambda values: values.sum(0),
-    "max": lambda values: values.amax(0),
-    "min": lambda values: values.amin(0),
-}
 ENDLESS = 2**40  # batches, or steps: more than there are
 OWN_VALUES = (
     "self.log(..., sync_dist=True) was called in a step, where ranks have batches of their own: the value of a step is"
@@ -56,7 +50,7 @@ OWN_VALUES = (
 )
 
 
-class HetSyncStrategy(Strategy):
+class HetSyncStrategy(AtRest, Strategy):
     """Trains a LightningModule on all ranks of a launcher's.
 
     The training `DataLoader`'s batch size is of all ranks together. With `run`, HetSync's checkpoints are kept there,
@@ -72,28 +66,18 @@ class HetSyncStrategy(Strategy):
             plane = settings.pop("plane", None) or opened("auto", settings)
         # The plane outlives the job: the trainer may test after it.
         self.job = cast(Job, join(plane=plane, **({"progress": False} | settings)))
-        self.global_rank, self.local_rank, self.world_size = self.job.rank, self.job.local_rank, self.job.size
-        self.node_rank = 0
-        self.is_distributed = True  # or the trainer would take a rank's value for that of all
+        self.take_ranks()
         rank_zero_only.rank = self.job.rank  # type: ignore[attr-defined, unused-ignore]
+        self.is_distributed = True  # or the trainer would take a rank's value for that of all
         self._loader: TrainingLoader | None = None
         self._course = Course(0, 0)
         self._max_steps = -1  # of the trainer
         self._epochs: Iterator[int] = iter(())
         self._epoch: int | None = None  # that is trained, or was last
-        self._in_step = False
         self._told_of_own_values = False
         self._ended = False
 
     # Before training.
-
-    @property
-    def root_device(self) -> torch.device:
-        return self.job.device
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.job.is_main
 
     @property
     def _module(self) -> Any:
@@ -159,7 +143,7 @@ class HetSyncStrategy(Strategy):
         for metric in self._module.modules():
             if isinstance(metric, Metric):
                 metric.distributed_available_fn = lambda: self.world_size > 1
-                metric.dist_sync_fn = lambda value, group=None: self._meet("a metric's compute", value)
+                metric.dist_sync_fn = lambda value, group=None: self.meet("a metric's compute", value)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         if self._trainer.training:
@@ -169,12 +153,7 @@ class HetSyncStrategy(Strategy):
         if isinstance(dataloader.batch_sampler, _IndexBatchSamplerWrapper):  # the trainer's own, for predictions
             made = {name: getattr(dataloader, name) for name in ("collate_fn", "num_workers", "pin_memory")}
             dataloader = DataLoader(dataloader.dataset, vars(dataloader.batch_sampler)["batch_size"], **made)
-        samples = len(dataloader.dataset)
-        if samples < self.world_size:
-            raise UserError(
-                f"a data set to evaluate has {samples} samples for {self.world_size} ranks: give each one at least"
-            )
-        return RankPart(self.job.test_loader(dataloader))
+        return IndexedPart(self.test_loader(dataloader))
 
     # Training.
 
@@ -204,17 +183,29 @@ class HetSyncStrategy(Strategy):
         if trainer.current_epoch != self._epoch:
             self._epoch = next(self._epochs)
         least, loop.min_steps = loop.min_steps, ENDLESS  # a stop that is asked for in mid-epoch comes at its end
-        for batch in self._loader:
-            self._count_steps()
-            self._in_step = True
-            yield batch
-            self._in_step = False
+        came = False
+        while True:
+            for batch in self._loader:
+                self._count_steps()
+                came = self.in_step = True
+                yield batch
+                self.in_step = False
+            if self._is_whole or self.job.samples == self._course.total:
+                break
+            self._epoch = next(self._epochs)  # the rest of one within which a limited run had ended
         loop.min_steps = least
         self._count_steps()
-        loop.batch_progress.is_last_batch = self.job.step_count % self._course.batches == 0
-        if loop.batch_progress.is_last_batch:
+        loop.batch_progress.is_last_batch = self._is_whole
+        if self._is_whole:
             self._end_epoch(loop)
+        if not self.reduce_boolean_decision(came, all=False):
+            check_monitors(trainer)
         trainer.should_stop = self.reduce_boolean_decision(trainer.should_stop, all=False)
+
+    @property
+    def _is_whole(self) -> bool:
+        """The epoch, at rest."""
+        return self.job.step_count % self._course.batches == 0
 
     def _end_epoch(self, loop: Any) -> None:
         """A whole one; max_steps may end training before."""
@@ -227,7 +218,7 @@ class HetSyncStrategy(Strategy):
             self._trainer.training = True
 
     def _check_no_batch_is_out(self) -> None:
-        if self._in_step:
+        if self.in_step:
             raise UserError(
                 "an epoch was left before its end (on_train_batch_start returned -1?), which ends a rank's work for"
                 " good: give Trainer(limit_train_batches=N) for shorter epochs"
@@ -279,11 +270,11 @@ class HetSyncStrategy(Strategy):
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
-        self._in_step = True
+        self.in_step = True
         try:
             yield
         finally:
-            self._in_step = False
+            self.in_step = False
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._step():
@@ -315,55 +306,14 @@ class HetSyncStrategy(Strategy):
 
     # What ranks say to each other: before training, and at rest.
 
-    def _meet(self, what: str, value: Any = None) -> list[Any]:
-        """Collective: everybody's values, in the order of ranks."""
-        if self._in_step:
-            raise UserError(
-                f"{what} was asked of all ranks in a step, where each has batches of its own: ask at the end of an"
-                " epoch (on_validation_epoch_end, ModelCheckpoint(every_n_epochs=1), Timer(interval='epoch'))"
-            )
-        told = self.job.gather((what, value))
-        for rank, (theirs, _) in enumerate(told):
-            if theirs != told[0][0]:
-                raise UserError(
-                    f"rank {rank} came to {theirs} while rank 0 came to {told[0][0]}: all ranks must ask the same, in"
-                    " the same order (not within a condition on the rank, or on its batches)"
-                )
-        return [theirs for _, theirs in told]
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Of all ranks' values; in a step this rank's own."""
-        name = str(getattr(reduce_op, "name", reduce_op)).lower()
-        if name not in REDUCTIONS:
-            raise UserError(f"reduce_fx is {reduce_op}: HetSyncStrategy has {', '.join(REDUCTIONS)}")
-        if self._in_step:
-            if self.is_global_zero and self.world_size > 1 and not self._told_of_own_values:
-                complain(OWN_VALUES)
-            self._told_of_own_values = True
-            return tensor
-        found = [torch.as_tensor(value, device=self.root_device) for value in self._meet("reduce", tensor)]
-        return REDUCTIONS[name](torch.stack(found))
-
-    def barrier(self, name: str | None = None) -> None:
-        self._meet("barrier" if name is None else f"barrier {name}")
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self._meet("broadcast", obj if self.global_rank == src else None)[src]
-
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        if sync_grads:
-            raise UserError("all_gather was called with sync_grads: HetSyncStrategy carries no gradients through it")
-        found = [value.to(self.root_device) for value in self._meet("all_gather", tensor)]
-        if len(shapes := {tuple(value.shape) for value in found}) > 1:
-            raise UserError(
-                f"all_gather got tensors of the shapes {', '.join(map(str, sorted(shapes)))}, as ranks have parts of"
-                " unequal size: take trainer.strategy.job.gather(tensor), which returns a list, or a metric"
-            )
-        return torch.stack(found)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        decisions = self._meet("a decision", bool(decision))
-        return min(decisions) if all else max(decisions)
+        if not self.in_step:
+            return self.reduced(tensor, reduce_op)
+        if self.is_global_zero and self.world_size > 1 and not self._told_of_own_values:
+            complain(OWN_VALUES)
+        self._told_of_own_values = True
+        return tensor
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if self._trainer.state.fn == TrainerFn.FITTING:
@@ -374,23 +324,15 @@ class HetSyncStrategy(Strategy):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
 
-class RankPart:
-    """In place of a `DataLoader` to evaluate on, over which the trainer loops by itself: this rank's part.
-
-    `batch_sampler`: The places of its samples in the data set, for callbacks that write predictions.
-    """
+class IndexedPart(RankPart):
+    """Tells callbacks that write predictions which samples of the data set they are of."""
 
     def __init__(self, loader: EvaluationLoader) -> None:
-        self._loader = loader
-        self.dataset = loader.dataset
+        super().__init__(loader)
         self.batch_sampler = _IndexBatchSamplerWrapper(BatchSampler(loader.rank_part, loader.batch_size, False))
 
-    def __len__(self) -> int:
-        return -(-len(self._loader.rank_part) // self._loader.batch_size)
-
     def __iter__(self) -> Iterator[Any]:
-        batches = self._loader.batches_of(self._loader.rank_part)
-        return (batch for batch, _ in zip(batches, self.batch_sampler, strict=True))
+        return (batch for batch, _ in zip(super().__iter__(), self.batch_sampler, strict=True))
 
 
 class RankBatches:
@@ -452,6 +394,17 @@ def course_of(trainer: Any, loader: Any) -> Course:
     full, more = divmod(most, steps_of_epoch)
     total = full * samples + more * every * size
     return Course(batches, full + bool(more), samples, total, total)
+
+
+def check_monitors(trainer: Any) -> None:
+    """Of an epoch whose end a run goes on from. UserError for what only training steps log."""
+    for callback in trainer.callbacks:
+        monitor = getattr(callback, "monitor", None)
+        if monitor is not None and monitor not in trainer.callback_metrics:
+            raise UserError(
+                f"{type(callback).__name__} monitors {monitor}, and the run goes on from the end of an epoch, of which"
+                " it has not kept what training logged: monitor what validation logs"
+            )
 
 
 def check(trainer: Any, module: Any, synchronous: bool) -> None:

@@ -52,6 +52,7 @@ from hetsync.train.run_folder import Resume, Status, opened_folder, shared_folde
 from hetsync.train.running import THE_END, Running, Shown
 from hetsync.train.same_samples import require_same_samples
 from hetsync.train.session import Session
+from hetsync.train.stage import Stage
 from hetsync.train.trackers import Tracked, check_trackers
 from hetsync.train.unprepared import digests_of, names_in, require_same_unprepared
 from hetsync.train.workplace import take_place
@@ -632,8 +633,11 @@ class Job:
             raise
 
     def _is_over(self) -> bool:
-        """Training, if it has begun: a script may only evaluate."""
-        return self._running is None or not self._running.is_open or self._loop.is_over or not self._loop.has_begun
+        """Training, if it has begun: a script may only evaluate. Where nobody tells how long it is, any epoch's end may
+        be its end."""
+        if self._running is None or not self._running.is_open or self._loop.is_over or not self._loop.has_begun:
+            return True
+        return self._prepared.told is None and self._loop.stage in (Stage.AFTER_LOOP, Stage.UNASKED)
 
     def _give_up(self, failure: BaseException) -> None:
         if self._running is not None:

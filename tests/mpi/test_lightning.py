@@ -174,6 +174,36 @@ def test_goes_on_with_a_run(plane: Plane, folder: Path) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
+class Logs(Module):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss = super().training_step(batch)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+
+@pytest.mark.ranks(1)
+def test_a_metric_of_training_is_missing_at_the_end_that_a_run_goes_on_from(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"run": folder / "run", "resume": "auto"}
+    fit(LocalPlane(), Logs(), epochs=2, settings=settings, callbacks=[EarlyStopping("loss")])
+    with pytest.raises(SystemExit):
+        fit(LocalPlane(), Logs(), epochs=3, settings=settings, callbacks=[EarlyStopping("loss")])
+    assert "EarlyStopping monitors loss, and the run goes on from the end of an epoch" in capsys.readouterr().err
+
+
+def test_a_limited_run_goes_on(plane: Plane, folder: Path) -> None:
+    settings = {"run": folder / "run", "resume": "auto"}
+    limits = {"epochs": -1, "accumulate_grad_batches": 2}
+    whole, first, second = Module(by_steps), Module(by_steps), Module(by_steps)
+    fit(plane, whole, max_steps=10, **limits)
+    fit(plane, first, max_steps=3, settings=settings, **limits)
+    trainer = fit(plane, second, max_steps=10, settings=settings, **limits)
+    assert trainer.global_step == 10
+    for mine, other in zip(whole.net.parameters(), second.net.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
 class Manual(Module):
     """Two optimizers, of two networks."""
 
