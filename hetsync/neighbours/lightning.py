@@ -31,9 +31,10 @@ from hetsync.train.job import Job
 from hetsync.train.prepared import TrainingLoader
 
 try:
-    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
     from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+    from lightning.pytorch.plugins import Precision
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -74,6 +75,7 @@ class HetSyncStrategy(AtRest, Strategy):
         self._max_steps = -1  # of the trainer
         self._epochs: Iterator[int] = iter(())
         self._epoch: int | None = None  # that is trained, or was last
+        self._loss: Any = None  # of the newest training step
         self._told_of_own_values = False
         self._ended = False
 
@@ -226,27 +228,21 @@ class HetSyncStrategy(AtRest, Strategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         found = super().training_step(*args, **kwargs)
-        if not self._module.automatic_optimization:
-            return found
-        if found is None:  # the batch counts nothing
-            return torch.zeros((), device=self.root_device)
-        loss = found.get("loss") if isinstance(found, Mapping) else found
-        if isinstance(loss, torch.Tensor):
-            self._record(loss)  # before the trainer divides it
+        if found is None and self._module.automatic_optimization:  # the batch counts nothing
+            found = torch.zeros((), device=self.root_device)
+        self._loss = found.get("loss") if isinstance(found, Mapping) else found  # which the trainer divides
         return found
 
-    def _record(self, loss: torch.Tensor) -> None:
-        self.job.record_loss(loss if self._scaler is None else loss.nan_to_num(0.0, 0.0, 0.0))
-
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
-        if not closure_loss.requires_grad:
-            self.job.backward(closure_loss)
-            return closure_loss
-        if not self._module.automatic_optimization:
-            self._record(closure_loss)
-        elif self.handles_gradient_accumulation:
-            closure_loss = closure_loss * self._trainer.accumulate_grad_batches  # of slices the job takes the mean
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        """By `job.backward`, with its options, unless the module has a backward of its own."""
+        module, plugin = self._module, self.precision_plugin
+        loss = self._loss if module.automatic_optimization else closure_loss
+        if (args or type(module).backward is not LightningModule.backward) and loss.requires_grad:
+            self.job.record_loss(loss if self._scaler is None else loss.nan_to_num(0.0, 0.0, 0.0))
+            return super().backward(loss, optimizer, *args, **kwargs)
+        Precision.pre_backward(plugin, loss, module)  # the hooks, without a factor
+        self.job.backward(loss, **kwargs)
+        return plugin.post_backward(loss, module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Gradients first, so that hooks and clipping see those of the step: of all ranks at delay bound 0."""

@@ -224,6 +224,26 @@ class Manual(Module):
         return [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in (self.net, self.other)]
 
 
+class Total(Manual):
+    """A sum over the batch, as it would be in one process."""
+
+    def training_step(self, batch: Any) -> None:  # type: ignore[override]
+        points, labels, numbers = batch
+        self.used += numbers.tolist()
+        for net, optimizer in zip((self.net, self.other), self.optimizers(), strict=True):  # type: ignore[arg-type]
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(points), labels, reduction="sum") / BATCH
+            self.manual_backward(loss, reduction="sum")
+            optimizer.step()
+
+
+def test_a_sum_by_hand(plane: Plane) -> None:
+    module, net = Total(), Net()
+    fit(plane, module)
+    plain(net, 10**6, None)
+    torch.testing.assert_close(module.net.state_dict(), net.state_dict(), rtol=1e-5, atol=1e-6)
+
+
 @BOUNDS
 def test_manual_optimization(plane: Plane, bound: int) -> None:
     module, net = Manual(), Net()

@@ -323,6 +323,46 @@ def plain_skipping(learner: Learner) -> None:
         scheduler.step()
 
 
+class Branches(Learner):
+    """A layer for some samples, of which a slice may have none, and a hook that clips what all ranks have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        self.branch = nn.Linear(64, 3)
+
+    def loss(self, batch: Any, net: nn.Module | None = None) -> torch.Tensor:
+        images, labels = batch
+        scores = self.net(images)
+        if (few := images[:, 0, 0, 0] > 2).any():
+            scores = scores.index_add(0, few.nonzero()[:, 0], self.branch(images[few].flatten(1)))
+        return cross_entropy(scores, labels)
+
+    def training_step(self, batch: Any) -> Any:
+        return self.loss(batch)
+
+    def on_after_backward(self) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.3)
+
+    def configure_optimizers(self) -> Any:
+        return by_step(torch.optim.SGD(self.parameters(), 0.05, 0.9))
+
+
+def plain_branches(learner: Branches) -> None:
+    made = learner.configure_optimizers()
+    for _, each in batches():
+        made["optimizer"].zero_grad()
+        learner.loss(each).backward()
+        nn.utils.clip_grad_norm_(learner.parameters(), 0.3)
+        made["optimizer"].step()
+        made["lr_scheduler"]["scheduler"].step()
+
+
+class OwnBackward(Learner):
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)
+
+
 def averaging() -> list[Any]:
     return [WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.9))]
 
@@ -348,6 +388,8 @@ CASES = {
     "AdamW, groups, clipping": Case(Groups, partial(plain, clip=0.3), lambda: {"gradient_clip_val": 0.3}),
     "frozen weights": Case(Frozen),
     "unfreezing": Case(Head, plain_unfreezing, lambda: {"callbacks": [Unfreezes()]}),
+    "clipping after backward": Case(Branches, plain_branches),
+    "a backward of its own": Case(OwnBackward),
     "clipping by hook": Case(Clipping, partial(plain, clip=0.3)),
     "two optimizers": Case(Pair, plain_pair, steps=2 * STEPS),
     "gradients added up": Case(AddsUp, plain_adding_up),
