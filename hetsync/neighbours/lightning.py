@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -136,8 +136,10 @@ class HetSyncStrategy(AtRest, Strategy):
                 self.job.register(f"callback {callback.state_key}", callback)
             for average in (each for each in vars(callback).values() if isinstance(each, AveragedModel)):
                 self.job.prepare(average)
-        limited = self._course.total is not None
-        self._epochs = self.job.intervals(self._course.samples) if limited else self.job.epochs(self._course.epochs)
+        if self._course.total is None:
+            self._epochs = self.job.epochs(self._course.epochs)
+        else:
+            self._epochs = self.job.intervals(self._course.samples // self._course.intervals)
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
@@ -161,10 +163,15 @@ class HetSyncStrategy(AtRest, Strategy):
 
     def on_train_start(self) -> None:
         """Collective: the trainer begins with the epoch that the run stands at."""
-        self._epoch = next(self._epochs, None)
+        self._turn()
         progress = self._trainer.fit_loop.epoch_progress.current
         progress.processed = progress.completed = self._course.epochs if self._epoch is None else self._epoch
         self._count_steps()
+
+    def _turn(self) -> None:
+        """To the next interval, of this epoch or the next."""
+        number = next(self._epochs, None)
+        self._epoch = None if number is None else number // self._course.intervals
 
     def _count_steps(self) -> None:
         """As a loop on one device would by now, by the samples of the whole job: names of checkpoints tell it, warm-ups
@@ -183,41 +190,45 @@ class HetSyncStrategy(AtRest, Strategy):
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
         trainer.fit_loop._data_fetcher.length = ENDLESS  # the rank's own is not known
         if trainer.current_epoch != self._epoch:
-            self._epoch = next(self._epochs)
-        least, loop.min_steps = loop.min_steps, ENDLESS  # a stop that is asked for in mid-epoch comes at its end
+            self._turn()
         came = False
         while True:
+            least, loop.min_steps = loop.min_steps, ENDLESS  # a stop that is asked for meanwhile comes at the rest
             for batch in self._loader:
                 self._count_steps()
                 came = self.in_step = True
                 yield batch
                 self.in_step = False
-            if self._is_whole or self.job.samples == self._course.total:
+            loop.min_steps = least
+            self._count_steps()
+            loop.batch_progress.is_last_batch = self._is_whole
+            self._end_interval(loop)
+            trainer.should_stop = self.reduce_boolean_decision(trainer.should_stop, all=False)
+            stops = trainer.should_stop and trainer.fit_loop._can_stop_early
+            if stops or self._is_whole or self.job.samples == self._course.total:
                 break
-            self._epoch = next(self._epochs)  # the rest of one within which a limited run had ended
-        loop.min_steps = least
-        self._count_steps()
-        loop.batch_progress.is_last_batch = self._is_whole
-        if self._is_whole:
-            self._end_epoch(loop)
+            self._turn()
         if not self.reduce_boolean_decision(came, all=False):
             check_monitors(trainer)
-        trainer.should_stop = self.reduce_boolean_decision(trainer.should_stop, all=False)
 
     @property
     def _is_whole(self) -> bool:
         """The epoch, at rest."""
         return self.job.step_count % self._course.batches == 0
 
-    def _end_epoch(self, loop: Any) -> None:
-        """A whole one; max_steps may end training before."""
-        if self._course.batches % self._trainer.accumulate_grad_batches:
-            loop._update_learning_rates("step", update_plateau_schedulers=False)
-        loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if loop._should_check_val_epoch():
-            self._trainer.validating = True
+    def _end_interval(self, loop: Any) -> None:
+        """What max_steps cut off is none."""
+        course, trainer = self._course, self._trainer
+        if self._is_whole:
+            if course.batches % trainer.accumulate_grad_batches:
+                loop._update_learning_rates("step", update_plateau_schedulers=False)
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if self.job.step_count % (course.batches // course.intervals) == 0 and loop._should_check_val_epoch():
+            first = trainer._logger_connector._first_loop_iter
+            trainer.validating = True
             loop.val_loop.run()
-            self._trainer.training = True
+            trainer.training = True
+            trainer._logger_connector._first_loop_iter = first
 
     def _check_no_batch_is_out(self) -> None:
         if self.in_step:
@@ -351,7 +362,8 @@ class Course:
     """What a trainer's limits make of the training data.
 
     Args:
-        batches, samples: Of an epoch.
+        batches, samples: Of an epoch; samples where limits or intervals tell them.
+        intervals: Of an epoch, each of which ends with a validation.
         epochs: The last may be shorter.
         total: Samples in all, where limits tell them.
         told: Samples that `job.loader` is told: in all, or of an iterable data set those of an epoch.
@@ -360,11 +372,32 @@ class Course:
     batches: int
     epochs: int
     samples: int = 0
+    intervals: int = 1
     total: int | None = None
     told: int | None = None
 
 
 def course_of(trainer: Any, loader: Any) -> Course:
+    """UserError for limits that leave nothing, and for validations that no rest can come to."""
+    course, interval = limits_of(trainer, loader), trainer.val_check_interval
+    if not course.batches or (isinstance(interval, float) and interval == 1.0):
+        return course
+    if isinstance(loader.dataset, IterableDataset):
+        raise UserError(f"Trainer(val_check_interval={interval}) of an iterable data set: give limit_train_batches=N")
+    every = interval if isinstance(interval, int) else int(course.batches * interval)
+    samples = course.samples or course.batches * loader.batch_size
+    short = not loader.drop_last and samples > len(loader.dataset)
+    if not every or course.batches % every or every % trainer.accumulate_grad_batches or short:
+        raise UserError(
+            f"Trainer(val_check_interval={interval}) cuts an epoch of {course.batches} batches into unequal intervals:"
+            " give a number of batches that divides them, DataLoader(drop_last=True) where the last is short, and a"
+            " multiple of accumulate_grad_batches"
+        )
+    total = course.epochs * samples if course.total is None else course.total
+    return replace(course, samples=samples, intervals=course.batches // every, total=total, told=total)
+
+
+def limits_of(trainer: Any, loader: Any) -> Course:
     """UserError for limits that leave nothing."""
     epochs, steps, limit = trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches
     size, every = getattr(loader, "batch_size", None), trainer.accumulate_grad_batches
@@ -385,11 +418,11 @@ def course_of(trainer: Any, loader: Any) -> Course:
     samples = min(batches * size, len(loader.dataset))
     steps_of_epoch = -(-batches // every)
     if steps == -1:
-        return Course(batches, epochs, samples, epochs * samples, epochs * samples)
+        return Course(batches, epochs, samples, total=epochs * samples, told=epochs * samples)
     most = steps if epochs == -1 else min(steps, epochs * steps_of_epoch)
     full, more = divmod(most, steps_of_epoch)
     total = full * samples + more * every * size
-    return Course(batches, full + bool(more), samples, total, total)
+    return Course(batches, full + bool(more), samples, total=total, told=total)
 
 
 def check_monitors(trainer: Any) -> None:
@@ -409,7 +442,7 @@ def check(trainer: Any, module: Any, synchronous: bool) -> None:
         raise UserError(f"Trainer(max_epochs={trainer.max_epochs}): give the number of epochs, 1 or more, or max_steps")
     refused: Mapping[str, tuple[Any, Any, str]] = {
         "overfit_batches": (trainer.overfit_batches, 0.0, "give limit_train_batches, or a torch.utils.data.Subset"),
-        "val_check_interval": (trainer.val_check_interval, 1.0, "validate after epochs (limit_train_batches=N)"),
+        "val_check_interval": (trainer._val_check_time_interval, None, "give batches, or a part of an epoch"),
         "reload_dataloaders_every_n_epochs": (trainer.reload_dataloaders_every_n_epochs, 0, "keep one data set"),
     }
     for name, (found, wanted, remedy) in refused.items():

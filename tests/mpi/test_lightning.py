@@ -192,14 +192,16 @@ def test_a_metric_of_training_is_missing_at_the_end_that_a_run_goes_on_from(
     assert "EarlyStopping monitors loss, and the run goes on from the end of an epoch" in capsys.readouterr().err
 
 
-def test_a_limited_run_goes_on(plane: Plane, folder: Path) -> None:
+@pytest.mark.parametrize("limits", [{"accumulate_grad_batches": 2}, {"val_check_interval": 2}])
+def test_a_limited_run_goes_on(plane: Plane, folder: Path, limits: dict[str, Any]) -> None:
+    """From within an epoch, and within an interval."""
     settings = {"run": folder / "run", "resume": "auto"}
-    limits = {"epochs": -1, "accumulate_grad_batches": 2}
     whole, first, second = Module(by_steps), Module(by_steps), Module(by_steps)
-    fit(plane, whole, max_steps=10, **limits)
-    fit(plane, first, max_steps=3, settings=settings, **limits)
-    trainer = fit(plane, second, max_steps=10, settings=settings, **limits)
+    fit(plane, whole, epochs=-1, max_steps=10, **limits)
+    fit(plane, first, epochs=-1, max_steps=3, settings=settings, **limits)
+    trainer = fit(plane, second, epochs=-1, max_steps=10, settings=settings, **limits)
     assert trainer.global_step == 10
+    assert len(whole.found) == len(first.found) + len(second.found)
     for mine, other in zip(whole.net.parameters(), second.net.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
@@ -293,10 +295,11 @@ IN_A_STEP = "was asked of all ranks in a step"
 REFUSED: dict[str, tuple[type[Module], dict[str, Any], str]] = {
     "no end": (Module, {"epochs": -1}, "Trainer(max_epochs=-1): give the number of epochs, 1 or more, or max_steps"),
     "no batch": (Module, {"limit_train_batches": 0.01}, "leaves none of 8 batches"),
-    "interval": (Module, {"val_check_interval": 2}, "validate after epochs"),
+    "interval": (Module, {"val_check_interval": 3}, "cuts an epoch of 8 batches into unequal intervals"),
+    "time": (Module, {"val_check_interval": "00:00:10:00"}, "give batches, or a part of an epoch"),
     "value": (Module, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value", "bound": 4}, "clip by norm"),
     "float16": (Module, {"precision": "16-true"}, "take 16-mixed or bf16-mixed"),
-    "time": (Module, {"max_time": "00:00:10:00"}, f"broadcast {IN_A_STEP}"),
+    "end in time": (Module, {"max_time": "00:00:10:00"}, f"broadcast {IN_A_STEP}"),
     "changing": (Module, {"callbacks": [GradientAccumulationScheduler({0: 2})]}, "give one number"),
     "normalised": (Normalised, {"sync_batchnorm": True}, "Trainer(sync_batchnorm=True)"),
     "swa": (Normalised, {"callbacks": [StochasticWeightAveraging(0.01)]}, "take WeightAveraging"),

@@ -407,6 +407,7 @@ CASES = {
     "limit_train_batches": Case(
         Learner, partial(plain, epoch=3 * BATCH), lambda: {"limit_train_batches": 3}, EPOCHS * 3
     ),
+    "val_check_interval": Case(options=lambda: {"val_check_interval": 0.25}),
     "fast_dev_run": Case(Learner, partial(plain, steps=1), lambda: {"fast_dev_run": True}, 1),
 }
 
@@ -545,6 +546,41 @@ def test_lengths_are_those_of_one_device(plane: Plane) -> None:
     module = Lengths()
     fit(plane, module, accumulate_grad_batches=2)
     assert module.told == [(8, 12), *[(8, SAMPLES)] * EPOCHS]
+
+
+class Noting(Learner):
+    """After how many steps it validates, and what the loss is then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[int, float]] = []
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.noted.append((self.trainer.global_step, float(self.trainer.callback_metrics["error"])))
+
+
+@pytest.mark.parametrize("interval", [2, 0.25])
+def test_validates_within_epochs(plane: Plane, interval: float) -> None:
+    module, told = Noting(), []
+
+    def after(learner: Learner) -> None:
+        steps.append(None)
+        if len(steps) % 2 == 0:
+            told.append((len(steps), scored(learner)["error"]))
+
+    steps: list[None] = []
+    fit(plane, module, val_check_interval=interval)
+    plain(Learner(), after=after)
+    assert [step for step, _ in module.noted] == [step for step, _ in told] == list(range(2, STEPS + 1, 2))
+    assert [error for _, error in module.noted] == pytest.approx([error for _, error in told], rel=1e-4)
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_stops_within_an_epoch_after_a_validation(plane: Plane, bound: int) -> None:
+    stop = EarlyStopping("error", patience=1, min_delta=100.0)
+    trainer = fit(plane, Learner(), bound, val_check_interval=2, callbacks=[stop])
+    assert (trainer.global_step, trainer.current_epoch) == (4, 1)
 
 
 class Stops(Learner):
