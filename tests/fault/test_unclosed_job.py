@@ -66,7 +66,7 @@ def test_it_is_closed_where_training_is_over(tmp_path: Path, ranks: int, bound: 
     [
         (2, 4, "pass", 0),
         (1, 0, "pass", 0),
-        (1, 0, "if number == 3: break", 2),
+        (1, 0, "if number == 3: sys.exit(0)", 2),
         (2, 0, "if number == 3: sys.exit(0)", 2),
     ],
 )
