@@ -360,6 +360,8 @@ class Gradients:
     def _arrive(self, place: Place, parameter: torch.Tensor) -> None:
         """Once a parameter and backward pass, in Python: nothing is asked here that is known before."""
         assert isinstance(parameter, torch.nn.Parameter)
+        if parameter.grad is None:  # what autograd calls an undefined one
+            return
         stage = place.stage
         if not self._listening or stage < self._collected or stage in self._taken:
             if self._listening and stage in self._held:

@@ -98,6 +98,8 @@ class LoneGradients:
     def _watch(self) -> None:
         def arrive(parameter: torch.Tensor) -> None:
             assert isinstance(parameter, torch.nn.Parameter)
+            if parameter.grad is None:  # what autograd calls an undefined one
+                return
             stage = self._stage_of[parameter]
             if stage < self._collected or stage in self._taken:
                 if stage in self._held and not self._is_whole:

@@ -215,6 +215,15 @@ class Job:
         """Batches of this rank's part of the test data, as large as its share, in the data set's own order."""
         return self._prepared.test(loader)
 
+    def accumulate(self, slices: int) -> None:
+        """As `accumulation` of `hetsync.join`, for whoever learns of it later."""
+        self._check_before("accumulate")
+        self._take(replace(self.config, sync=replace(self.config.sync, accumulation=slices)))
+
+    def _take(self, config: Config) -> None:
+        self.config = config
+        self._at = replace(self._at, config=config)
+
     def register(self, name: str, state: Any) -> None:
         """Checkpoints keep what `state.state_dict()` returns on rank 0; all ranks' `load_state_dict` get it back."""
         self._check_before("register")
@@ -332,8 +341,7 @@ class Job:
             hosts = [place.host for place in self._at.places]
             require_same_samples(self.plane, hosts, prepared.training_data, prepared.test_loaders)
         if not self._at.seeded:
-            self.config = replace(self.config, run=replace(self.config.run, seed=self._seed_of_script()))
-            self._at = replace(self._at, config=self.config)
+            self._take(replace(self.config, run=replace(self.config.run, seed=self._seed_of_script())))
         parts.make_rates(prepared.training_data.batch_size, prepared.interval_samples)
         finished = self.finished_at(prepared.total)
         if finished is not None:

@@ -61,6 +61,23 @@ def test_it_is_closed_where_training_is_over(tmp_path: Path, ranks: int, bound: 
     assert not (tmp_path / "run" / "job.lock").exists()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "bound", "in_loop", "status"),
+    [
+        (2, 4, "pass", 0),
+        (1, 0, "pass", 0),
+        (1, 0, "if number == 3: sys.exit(0)", 2),
+        (2, 0, "if number == 3: sys.exit(0)", 2),
+    ],
+)
+def test_epochs_that_nobody_counts_end_with_the_script(
+    tmp_path: Path, ranks: int, bound: int, in_loop: str, status: int
+) -> None:
+    done = run(tmp_path, ranks, job(bound, in_loop=in_loop).replace("job.epochs(2)", "range(2)"))
+    assert done.status == status, done.story
+    assert (NOT_OVER in done.err) == bool(status)
+
+
 def test_a_stop_by_a_signal_is_told(tmp_path: Path) -> None:
     done = run(tmp_path, 1, job(in_loop="import os; os.kill(os.getpid(), 10)"))
     assert done.status == 85, done.story

@@ -24,8 +24,14 @@ HANDLE_SECONDS = 20.0
 
 Finish = Callable[..., None]
 
-# Their mark `ranks` says so, but their imports take seconds.
-collect_ignore = [] if RANKS <= 2 else ["test_lightning.py", "test_trainers.py"]
+# Their marks `ranks` say so, but their imports take seconds.
+FOR_TWO = [
+    "test_lightning.py",
+    "test_fabric.py",
+    "test_trainers.py",
+    *(["test_lightning_parity.py"] if RANKS != 4 else []),
+]
+collect_ignore = [] if RANKS <= 2 else FOR_TWO
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

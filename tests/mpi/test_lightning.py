@@ -15,13 +15,19 @@ from torch.utils.data import DataLoader
 from training import NET_SEED, Blobs, Net
 
 from hetsync.data.loader import EpochOrder
+from hetsync.errors import UserError
 from hetsync.plane.base import Plane
 from hetsync.plane.local import LocalPlane
 
 pytest.importorskip("lightning")
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from torchmetrics.classification import MulticlassAccuracy
 
 from hetsync.neighbours.lightning import HetSyncStrategy
@@ -168,6 +174,38 @@ def test_goes_on_with_a_run(plane: Plane, folder: Path) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
+class Logs(Module):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss = super().training_step(batch)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+
+@pytest.mark.ranks(1)
+def test_a_metric_of_training_is_missing_at_the_end_that_a_run_goes_on_from(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"run": folder / "run", "resume": "auto"}
+    fit(LocalPlane(), Logs(), epochs=2, settings=settings, callbacks=[EarlyStopping("loss")])
+    with pytest.raises(SystemExit):
+        fit(LocalPlane(), Logs(), epochs=3, settings=settings, callbacks=[EarlyStopping("loss")])
+    assert "EarlyStopping monitors loss, and the run goes on from the end of an epoch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limits", [{"accumulate_grad_batches": 2}, {"val_check_interval": 2}])
+def test_a_limited_run_goes_on(plane: Plane, folder: Path, limits: dict[str, Any]) -> None:
+    """From within an epoch, and within an interval."""
+    settings = {"run": folder / "run", "resume": "auto"}
+    whole, first, second = Module(by_steps), Module(by_steps), Module(by_steps)
+    fit(plane, whole, epochs=-1, max_steps=10, **limits)
+    fit(plane, first, epochs=-1, max_steps=3, settings=settings, **limits)
+    trainer = fit(plane, second, epochs=-1, max_steps=10, settings=settings, **limits)
+    assert trainer.global_step == 10
+    assert len(whole.found) == len(first.found) + len(second.found)
+    for mine, other in zip(whole.net.parameters(), second.net.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
 class Manual(Module):
     """Two optimizers, of two networks."""
 
@@ -188,6 +226,26 @@ class Manual(Module):
         return [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in (self.net, self.other)]
 
 
+class Total(Manual):
+    """A sum over the batch, as it would be in one process."""
+
+    def training_step(self, batch: Any) -> None:  # type: ignore[override]
+        points, labels, numbers = batch
+        self.used += numbers.tolist()
+        for net, optimizer in zip((self.net, self.other), self.optimizers(), strict=True):  # type: ignore[arg-type]
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(points), labels, reduction="sum") / BATCH
+            self.manual_backward(loss, reduction="sum")
+            optimizer.step()
+
+
+def test_a_sum_by_hand(plane: Plane) -> None:
+    module, net = Total(), Net()
+    fit(plane, module)
+    plain(net, 10**6, None)
+    torch.testing.assert_close(module.net.state_dict(), net.state_dict(), rtol=1e-5, atol=1e-6)
+
+
 @BOUNDS
 def test_manual_optimization(plane: Plane, bound: int) -> None:
     module, net = Manual(), Net()
@@ -205,34 +263,99 @@ def test_bfloat16(plane: Plane) -> None:
     assert module.found[-1] > 0.6
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "max_steps": ({"max_steps": 5}, "Trainer(max_steps=5) counts batches"),
-    "no end": ({"epochs": -1}, "Trainer(max_epochs=-1): give the number of epochs"),
-    "limit": ({"limit_train_batches": 3}, "give a smaller data set"),
-    "interval": ({"val_check_interval": 2}, "validate after epochs"),
-    "accumulation": ({"accumulate_grad_batches": 2}, "give HetSyncStrategy(accumulation=K)"),
-    "value": ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value", "bound": 4}, "clip by norm"),
+class Gathers(Module):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss = super().training_step(batch)
+        self.all_gather(loss.detach())
+        return loss
+
+
+class GathersTested(Module):
+    def validation_step(self, batch: Any) -> None:
+        self.all_gather(self.net(batch[0]))
+
+
+class Leaves(Module):
+    def on_train_batch_start(self, batch: Any, number: int) -> int | None:
+        return -1 if number == 2 else None
+
+
+class Normalised(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(batch_norm=True)
+
+
+class Sums(Module):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
+
+
+IN_A_STEP = "was asked of all ranks in a step"
+REFUSED: dict[str, tuple[type[Module], dict[str, Any], str]] = {
+    "no end": (Module, {"epochs": -1}, "Trainer(max_epochs=-1): give the number of epochs, 1 or more, or max_steps"),
+    "no batch": (Module, {"limit_train_batches": 0.01}, "leaves none of 8 batches"),
+    "interval": (Module, {"val_check_interval": 3}, "cuts an epoch of 8 batches into unequal intervals"),
+    "time": (Module, {"val_check_interval": "00:00:10:00"}, "give batches, or a part of an epoch"),
+    "value": (Module, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value", "bound": 4}, "clip by norm"),
+    "float16": (Module, {"precision": "16-true"}, "take 16-mixed or bf16-mixed"),
+    "end in time": (Module, {"max_time": "00:00:10:00"}, f"broadcast {IN_A_STEP}"),
+    "changing": (Module, {"callbacks": [GradientAccumulationScheduler({0: 2})]}, "give one number"),
+    "normalised": (Normalised, {"sync_batchnorm": True}, "Trainer(sync_batchnorm=True)"),
+    "swa": (Normalised, {"callbacks": [StochasticWeightAveraging(0.01)]}, "take WeightAveraging"),
+    "left": (Leaves, {}, "an epoch was left before its end"),
+    "gathers": (Gathers, {}, f"all_gather {IN_A_STEP}"),
+    "gathers, tested": (GathersTested, {}, f"all_gather {IN_A_STEP}"),
+    "sum": (Sums, {}, "the loss is a sum over the batch's samples"),
+    "twice": (Module, {"settings": {"accumulation": 2}, "accumulate_grad_batches": 3}, "give one of them"),
 }
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options, sentence = REFUSED[case]
+    make, options, sentence = REFUSED[case]
     with pytest.raises(SystemExit) as ended:
-        fit(LocalPlane(), Module(), **options)
+        fit(LocalPlane(), make(), **options)
     assert ended.value.code == 2
     assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.ranks(1)
-def test_a_metric_shared_within_the_loop_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.ranks(2)
+def test_what_a_step_logs_is_its_own_and_that_is_told(plane: Plane, capfd: pytest.CaptureFixture[str]) -> None:
     class Shares(Module):
         def training_step(self, batch: Any) -> torch.Tensor:
             loss = super().training_step(batch)
-            self.log("loss", loss, sync_dist=True)
+            self.log("part", float(len(batch[0])), on_step=True, on_epoch=True, reduce_fx="sum", sync_dist=True)
             return loss
 
-    with pytest.raises(SystemExit):
-        fit(LocalPlane(), Shares())
-    assert "needs all ranks at rest" in capsys.readouterr().err
+    trainer = fit(plane, Shares())
+    assert trainer.callback_metrics["part_epoch"] == SAMPLES
+    assert trainer.callback_metrics["part_step"] < BATCH
+    assert ("the value of a step is this rank's" in capfd.readouterr().err) == (plane.rank == 0)
+
+
+def of_unequal_shapes(strategy: HetSyncStrategy) -> Any:
+    return strategy.all_gather(torch.zeros(2 + strategy.global_rank))
+
+
+def in_unequal_order(strategy: HetSyncStrategy) -> Any:
+    return strategy.barrier("end") if strategy.global_rank else strategy.broadcast(1)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("ask", "sentence"),
+    [
+        (of_unequal_shapes, "tensors of the shapes (2,), (3,)"),
+        (in_unequal_order, "rank 1 came to barrier end while rank 0 came to broadcast"),
+    ],
+)
+def test_what_ranks_cannot_answer_at_rest_is_one_sentence(
+    plane: Plane, ask: Callable[[HetSyncStrategy], Any], sentence: str
+) -> None:
+    strategy = HetSyncStrategy(plane=plane, delay_bound=0)
+    with pytest.raises(UserError) as mistake:
+        ask(strategy)
+    strategy.job.close()
+    assert sentence in str(mistake.value)
