@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetsync.sync.milestones import checkpoints_every
+from hetsync.sync.milestones import CALL, CHECKPOINT, Milestone, Rests, checkpoints_every, marks_every, rests_at
 
 
 def ends_of_batches(batch: int, interval: int | None, total: int) -> list[int]:
@@ -47,3 +47,21 @@ def test_as_in_an_epoch_of_410_samples() -> None:
     while (mark := marks(position)) is not None:
         found.append(position := mark)
     assert found == [208, 400, 602, 810]
+
+
+def test_a_rest_that_is_asked_for_twice_is_one() -> None:
+    rests = Rests(rests_at(marks_every(100, 1000), CHECKPOINT, 1000), 0)
+    rests.request(32, CALL)
+    rests.request(32, CALL)  # by another rank, before all rest
+    assert rests.next == Milestone(32, CALL)
+    assert rests.requested == ()
+    rests.advance(32)
+    rests.request(100, CALL)  # all is handed out up to the checkpoint
+    rests.request(100, CALL)
+    assert (rests.next, rests.requested) == (Milestone(100, CHECKPOINT), (CALL,))
+
+
+def test_a_rest_that_is_far_away_does_not_stand_for_one_that_is_asked_for() -> None:
+    rests = Rests(rests_at(marks_every(100, 1000), CHECKPOINT, 1000), 0)
+    rests.request(32, CHECKPOINT)
+    assert rests.next == Milestone(32, CHECKPOINT)
