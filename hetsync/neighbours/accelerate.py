@@ -100,9 +100,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
-        """Collective. Arguments are Accelerate's; others are those of `hetsync.join`, such as delay_bound=0."""
+        """Collective. Arguments are Accelerate's; others are those of `hetsync.join`, such as delay_bound=0, and
+        `max_steps`: of the optimizer, after which training is over on all ranks, whatever each has counted."""
         with opening():
             own = {name: settings.pop(name) for name in list(settings) if name not in ARGUMENTS}
+            self._max_steps: int | None = own.pop("max_steps", None)
             bound = inspect.signature(accelerate.Accelerator.__init__).bind(self, *arguments, **settings).arguments
             check(bound, own)
             plugin = bound.get("gradient_accumulation_plugin")
@@ -118,11 +120,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
             self._saved: set[str | None] = set()  # so
             self._position = 0  # that a loaded state stands at
             self._trained: list[torch.nn.Module] = []
+            self._epochs: Iterator[int] | None = None  # where the job counts them
             self._has_training_data = False
             self._units: Any = None  # over which the next loss is a mean
             self._processes = self.num_processes  # deaths leave fewer
             self.scaler: Any = None if self.scaler is None else self.job.prepare(self.scaler)
-            self.job.call_every(None, self._save_at_rest)
+            if not self.job.has_begun:
+                self.job.call_every(None, self._save_at_rest)
 
     # What is prepared.
 
@@ -155,6 +159,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
         prepared: torch.nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         trained = any(weight.requires_grad for weight in prepared.parameters())
         if trained and not evaluation_mode and not any(prepared is known for known in self._trained):
+            self._check_first()
             self._trained.append(prepared)
             self.job.prepare(prepared)
         return prepared
@@ -162,6 +167,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> torch.optim.Optimizer:
+        self._check_first()
         self._optimizers.append(optimizer)
         self.job.prepare(optimizer)
         return optimizer
@@ -186,19 +192,29 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
     ) -> Any:
         if is_stream(data_loader.dataset) or not shuffles(data_loader):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        self._check_first()
         own = data_loader.batch_size
         assert own is not None
         place = self.device_placement if device_placement is None else device_placement
         batch = own if self.split_batches else own * self.num_processes
         loader = self.job.loader(data_loader, min(batch, len(data_loader.dataset)))  # type: ignore[arg-type]
+        accumulation, every = int(self.job.config.sync.accumulation), loader.source.epoch_samples
         if self.step_scheduler_with_optimizer:
-            self.job.step_schedulers_every(own * int(self.job.config.sync.accumulation))
+            self.job.step_schedulers_every(own * accumulation)
+        if self._max_steps is not None:
+            epochs, steps = divmod(self._max_steps, -(-every // (loader.batch_size * accumulation)))
+            self.job.train_on(epochs * every + min(steps * loader.batch_size * accumulation, every))
+            self._epochs = self.job.intervals(every)
         return self.trained_on(loader, place)
 
     def trained_on(self, loader: TrainingLoader, place: bool) -> Batches:
         """In place of the training DataLoader, put on the rank's device where it is to `place` them."""
         self._has_training_data = True
-        return Batches(loader, self.device if place else None, self.follow_members)
+        return Batches(loader, self.device if place else None, self._begins_epoch, self.follow_members)
+
+    def _begins_epoch(self) -> bool:
+        """A loop over batches is about to begin; False where training is over."""
+        return self._epochs is None or next(self._epochs, None) is not None
 
     def follow_members(self) -> None:
         """Collective, at rest: after deaths the ranks that are left do what all have done."""
@@ -213,6 +229,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
         for sampler in (loader.batch_sampler for loader in self._dataloaders):
             if isinstance(sampler, BatchSamplerShard):
                 sampler.num_processes, sampler.process_index = len(members), place
+
+    def _check_first(self) -> None:
+        """UserError where the process has begun to train already."""
+        if self.job.has_begun:
+            raise UserError(
+                "accelerator.prepare got something to train after training had begun, and a process trains once on"
+                " HetSync's ranks: prepare all before the first loop, and start the script again for another training"
+            )
 
     # The loop.
 
@@ -410,6 +434,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
         if self._position == 0:
             self._position = num_batches * dataloader.batch_size
             self.job.begin_at(self._position)
+        batches = self._position % dataloader.source.epoch_samples // dataloader.batch_size
+        if batches < num_batches:
+            raise UserError(
+                f"accelerator.skip_first_batches got {num_batches}, but the loaded state was saved a moment later, in"
+                f" the next epoch (before batch {batches}): go on with the epoch"
+                " accelerator.job.samples // len(dataset), or keep the epoch in what register_for_checkpointing gets"
+            )
         return dataloader
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -439,9 +470,17 @@ class Scheduler(StandIn):
 class Batches(StandIn):
     """In place of the training DataLoader: the job's batches, put on the rank's device."""
 
-    def __init__(self, loader: TrainingLoader, device: torch.device | None, at_end: Callable[[], None]) -> None:
-        """`at_end` is called when a loop has come to its end."""
+    def __init__(
+        self,
+        loader: TrainingLoader,
+        device: torch.device | None,
+        begins: Callable[[], bool],
+        at_end: Callable[[], None],
+    ) -> None:
+        """`begins` is called before a loop, and tells whether there is anything left; `at_end` when it has come to its
+        end."""
         self._device = device
+        self._begins = begins
         self._at_end = at_end
         super().__init__(loader)
 
@@ -449,6 +488,8 @@ class Batches(StandIn):
         return len(self._thing)
 
     def __iter__(self) -> Iterator[Any]:
+        if not self._begins():
+            return
         for batch in self._thing:
             yield batch if self._device is None else send_to_device(batch, self._device)
         self._at_end()

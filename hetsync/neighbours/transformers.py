@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,20 +22,21 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
+from hetsync.data.stream import is_stream
 from hetsync.errors import UserError, early_mistakes
 from hetsync.extras import require
 from hetsync.neighbours.accelerate import Accelerator, Batches, joined, with_a_dimension
 from hetsync.plane.ending import opening
 from hetsync.train.job import Job
-from hetsync.train.prepared import TrainingLoader
 
 try:
     import transformers
     from accelerate.state import PartialState
     from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, recursively_apply
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.trainer_pt_utils import LengthGroupedSampler
     from transformers.trainer_utils import IntervalStrategy
     from transformers.training_args import ParallelMode
 except ImportError:
@@ -56,13 +58,15 @@ def arguments_of(base: type[Any]) -> type[Any]:
 
     @dataclass
     class Arguments(base):
-        hetsync: dict | None = field(default=None, metadata={"help": "Arguments of hetsync.join, such as delay_bound."})
+        hetsync: dict | str | None = field(
+            default=None, metadata={"help": 'Arguments of hetsync.join, in JSON, such as {"delay_bound": 4}.'}
+        )
 
         @cached_property
         def _setup_devices(self) -> torch.device:
             with opening():
                 check_arguments(self)
-                job = joined(**{"accumulation": self.gradient_accumulation_steps} | (self.hetsync or {}))
+                job = joined(**settings_of(self))
             self.distributed_state = PartialState()
             self._n_gpu = int(job.device.type == "cuda")
             return job.device
@@ -85,6 +89,20 @@ def arguments_of(base: type[Any]) -> type[Any]:
 
     Arguments.__name__, Arguments.__qualname__ = base.__name__, base.__qualname__
     return Arguments
+
+
+def settings_of(arguments: Any) -> dict[str, Any]:
+    """Those of the job."""
+    told = arguments.hetsync or {}
+    if isinstance(told, str):
+        try:
+            told = json.loads(told)
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"hetsync is {told!r}, which is no JSON ({error}): give such as '{{\"delay_bound\": 4}}'"
+            ) from error
+    seed = {} if arguments.data_seed is None else {"seed": arguments.data_seed}
+    return {"accumulation": arguments.gradient_accumulation_steps, **seed, **told}
 
 
 def check_arguments(arguments: Any) -> None:
@@ -125,11 +143,14 @@ class OnHetSync:
                 " hetsync.neighbours.transformers (arguments_of makes them of trl's and others' own)"
             )
         super().__init__(*arguments, **settings)
+        self.args.average_tokens_across_devices = False  # the job does, by what `loss_units` tells
+        self._rested_at = -1  # step
         self._wanted: set[str] = set()  # by callbacks, at a rest that comes soon
         self._losses: list[torch.Tensor] = []  # of this rank's batches, since the last log
         self._epochs: Iterator[int] = iter(())
         self._evaluates: Callable[..., None] = lambda: None
         self._loader: Any = None
+        self._batches: Any = None
 
     @property
     def job(self) -> Job:
@@ -149,12 +170,8 @@ class OnHetSync:
     # What is trained on.
 
     @property
-    def _batch(self) -> int:
-        return int(self.args.train_batch_size * self.job.size)
-
-    @property
     def _step_samples(self) -> int:
-        return self._batch * int(self.args.gradient_accumulation_steps)
+        return int(self._loader.batch_size * self.args.gradient_accumulation_steps)
 
     def _steps_at(self, samples: int) -> int:
         """Of the optimizer, when the job has trained on so many samples."""
@@ -162,41 +179,62 @@ class OnHetSync:
         epochs, within = divmod(samples, every)
         return int(epochs * -(-every // self._step_samples) + -(-within // self._step_samples))
 
-    def _samples_at(self, steps: int, every: int) -> int:
+    def _samples_at(self, steps: int) -> int:
+        every = self._loader.source.epoch_samples
         epochs, within = divmod(steps, -(-every // self._step_samples))
         return int(epochs * every + min(within * self._step_samples, every))
 
     def get_train_dataloader(self) -> Any:
         """The job's batches, the same whenever they are asked for."""
-        if self._loader is None:
-            self._loader = self._job_loader()
-            self.job.step_schedulers_every(self._step_samples)
-            self.job.call_every(self._marks, self._at_rest)
-            self._epochs = self.job.intervals(self._loader.source.epoch_samples)
-        return self.accelerator.trained_on(self._loader, place=False)
+        return self._trained_on(self._own_data()) if self._loader is None else self._batches
 
-    def _job_loader(self) -> TrainingLoader:
-        dataset, collate = self._without_unused_columns(self.train_dataset)  # type: ignore[attr-defined]
-        args, costs = self.args, None
-        options: dict[str, Any] = {"collate_fn": collate, "workers": args.dataloader_num_workers}
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        if self._loader is None:  # a class of the script's has made it
+            own = dataloader.batch_size or args.train_batch_size
+            self._trained_on({"data": dataloader, "batch_size": own * self.job.size})
+        return super().set_initial_training_values(args, self._batches)  # type: ignore[misc]
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        prepared = super()._prepare_for_training(max_steps, self._batches, resume_from_checkpoint)  # type: ignore[misc]
+        return prepared[0], self._batches
+
+    def _trained_on(self, data: dict[str, Any]) -> Batches:
+        """What `data` of `Job.loader` make, up to the last step."""
+        args, size = self.args, data["batch_size"] * self.args.gradient_accumulation_steps
+        inner: Any = data["data"].dataset if isinstance(data["data"], DataLoader) else data["data"]
+        if is_stream(inner):
             if args.max_steps <= 0:
                 raise UserError(
-                    f"the training data is a {type(dataset).__name__}, which has no length, and max_steps is"
+                    f"the training data is a {type(inner).__name__}, which has no length, and max_steps is"
                     f" {args.max_steps}: give TrainingArguments max_steps"
                 )
-            samples = args.max_steps * self._step_samples
-            return self.job.loader(dataset, self._batch, samples=samples, epochs=1, **options)
-        strategy = str(getattr(args, "train_sampling_strategy", "random"))
-        if strategy == "group_by_length":
-            costs = self._get_train_sampler(dataset).lengths  # type: ignore[attr-defined]
-        every = len(dataset) // self._batch * self._batch if args.dataloader_drop_last else len(dataset)
-        steps = args.max_steps
-        if steps <= 0:
-            steps = math.ceil(args.num_train_epochs * -(-every // self._step_samples))
-        batch, drop_last = min(self._batch, len(dataset)), args.dataloader_drop_last
-        data = DataLoader(dataset, batch, shuffle=strategy != "sequential", drop_last=drop_last)
-        return self.job.loader(data, samples=self._samples_at(steps, every), costs=costs, **options)
+            data = {**data, "samples": args.max_steps * size, "epochs": 1}
+        else:
+            data = {**data, "batch_size": min(data["batch_size"], len(inner))}
+        self._loader = self.job.loader(**data)
+        if not is_stream(inner):
+            per_epoch = -(-self._loader.source.epoch_samples // self._step_samples)
+            steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+            self.job.train_on(self._samples_at(steps))
+        self.job.step_schedulers_every(self._step_samples)
+        self.job.call_every(self._marks, self._at_rest)
+        self._epochs = self.job.intervals(self._loader.source.epoch_samples)
+        self._batches = self.accelerator.trained_on(self._loader, place=False)
+        return self._batches
+
+    def _own_data(self) -> dict[str, Any]:
+        """Of the Trainer's data set, in the order of its sampler's kind."""
+        dataset, collate = self._without_unused_columns(self.train_dataset)  # type: ignore[attr-defined]
+        args, batch = self.args, int(self.args.train_batch_size * self.job.size)
+        data = {"data": dataset, "batch_size": batch, "collate_fn": collate, "workers": args.dataloader_num_workers}
+        if is_stream(dataset):
+            return data
+        sampler = self._get_train_sampler(dataset)  # type: ignore[attr-defined]
+        if isinstance(sampler, LengthGroupedSampler):
+            data["costs"], sampler = sampler.lengths, None
+        order = {"shuffle": True} if sampler is None else {"sampler": sampler}
+        own = min(batch, len(dataset))
+        return {**data, "data": DataLoader(dataset, own, drop_last=args.dataloader_drop_last, **order)}
 
     def _without_unused_columns(self, dataset: Any) -> tuple[Any, Any]:
         collate = self.data_collator  # type: ignore[attr-defined]
@@ -206,14 +244,14 @@ class OnHetSync:
 
     def _marks(self, position: int) -> int | None:
         """Where steps end after which something is evaluated or saved."""
-        every, args = self._loader.source.epoch_samples, self.args
+        args = self.args
         step, state = self._steps_at(position) if position >= 0 else -1, self.state
         due = []
         if args.eval_strategy == IntervalStrategy.STEPS:
             due.append((step // state.eval_steps + 1) * state.eval_steps)
         if args.save_strategy == IntervalStrategy.STEPS:
             due.append((step // state.save_steps + 1) * state.save_steps)
-        found = [self._samples_at(steps, every) for steps in due]
+        found = [self._samples_at(steps) for steps in due]
         return min((samples for samples in found if samples > position), default=None)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -227,7 +265,7 @@ class OnHetSync:
         if self.job.samples:
             raise UserError(f"this {type(self).__name__} has trained already: start another process for the next job")
         found = super()._init_training_state(*arguments, **named)  # type: ignore[misc]
-        self.job.begin_at(self._samples_at(self.state.global_step, self._loader.source.epoch_samples))
+        self.job.begin_at(self._samples_at(self.state.global_step))
         return found
 
     # The loop.
@@ -257,15 +295,20 @@ class OnHetSync:
         self._at_rest()
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)  # type: ignore[attr-defined]
         evaluates()
-        self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        elif any(self.job.gather(bool(self.control.should_training_stop))):
+            self.control.should_training_stop = True
+            self.job.stop()
 
     def _step(self, model: Any, inputs: Any) -> Any:
         """On a batch; the norm of gradients, where one was found."""
         args, call = self.args, self.callback_handler  # type: ignore[attr-defined]
         before = self._steps_at(self.job.samples)
         self.control = call.on_step_begin(args, self.state, self.control)
-        with self.accelerator.weighing(self._tokens_of(inputs)):
-            loss = self.training_step(model, inputs, None)  # type: ignore[attr-defined]
+        units = self.loss_units(inputs)
+        with self.accelerator.weighing(units):
+            loss = self.training_step(model, inputs, units)  # type: ignore[attr-defined]
         if not args.logging_nan_inf_filter or loss.isfinite():
             self._losses.append(loss)
         self.current_flos += float(self.floating_point_ops(inputs))  # type: ignore[attr-defined]
@@ -290,21 +333,26 @@ class OnHetSync:
         self.state.global_step = steps
         self.state.epoch = steps / -(-self._loader.source.epoch_samples // self._step_samples)
 
-    def _tokens_of(self, inputs: Any) -> torch.Tensor | None:
-        """How many labels the batch's loss is a mean over; None where nobody can tell."""
+    def loss_units(self, inputs: Any) -> torch.Tensor | float | None:
+        """Over how many units the batch's loss is a mean, by which it counts among those of other ranks; the loss gets
+        it as num_items_in_batch. By default as many as there are labels that are not left out; None: the samples.
+        Override it where a loss of your own is a mean over anything else (the sum of class weights, say)."""
         labels = inputs.get("shift_labels", inputs.get("labels")) if hasattr(inputs, "get") else None
-        if not isinstance(labels, torch.Tensor):
+        if not isinstance(labels, torch.Tensor) or type(self._inner_model).__name__.endswith("ForCTC"):
             return None
         if "shift_labels" not in inputs and self._shifts_labels:
             labels = labels[..., 1:]
-        return labels.ne(-100).sum()
+        return labels.ne(getattr(getattr(self._inner_model, "config", None), "semantic_loss_ignore_index", -100)).sum()
+
+    @cached_property
+    def _inner_model(self) -> Any:
+        model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
 
     @cached_property
     def _shifts_labels(self) -> bool:
         """Is the loss over a sequence's labels without the first? The Trainer knows it of losses that it names."""
-        model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        causal = type(self._inner_model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         return causal or bool(getattr(self, "_loss_shifts_labels", False))
 
     def _loss_for_log(self) -> torch.Tensor:
@@ -346,12 +394,13 @@ class OnHetSync:
         state.is_local_process_zero = self.is_local_process_zero()  # type: ignore[attr-defined]
         self._count(self._steps_at(self.job.samples))
         step, last = state.global_step, state.global_step >= state.max_steps
-        by_steps = args.eval_strategy == IntervalStrategy.STEPS and step % state.eval_steps == 0
+        is_new, self._rested_at = step != self._rested_at, step
+        by_steps = is_new and args.eval_strategy == IntervalStrategy.STEPS and step % state.eval_steps == 0
         control.should_evaluate = (by_steps and step >= args.eval_delay) or "evaluate" in wanted
-        by_steps = args.save_strategy == IntervalStrategy.STEPS and (last or step % state.save_steps == 0)
+        by_steps = is_new and args.save_strategy == IntervalStrategy.STEPS and (last or step % state.save_steps == 0)
         control.should_save = by_steps or "save" in wanted
         self._evaluates()
-        if (control.should_training_stop or "stop" in wanted) and not last:
+        if ((control.should_training_stop and is_new) or "stop" in wanted) and not last:
             control.should_training_stop = True
             self.job.stop()
 

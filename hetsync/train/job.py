@@ -283,6 +283,11 @@ class Job:
         """In the loop, on any rank: ask for a rest at which `call_every`'s function is called."""
         self.session.request_rest(CALL)
 
+    def train_on(self, samples: int) -> None:
+        """How many samples to train on in all, where `loader` was not told."""
+        self._check_before("train_on")
+        self._prepared.train_on(samples)
+
     def begin_at(self, samples: int) -> None:
         """Before the loop: the job goes on after so many samples of its order, whose weights, optimizers and schedulers
         the script has loaded by itself, on all ranks alike."""
@@ -404,6 +409,11 @@ class Job:
             raise UserError("job.intervals was called after the loop had begun: call it once, around the loop")
         self._prepared.interval_samples = samples
         return self._loop.intervals(samples)
+
+    @property
+    def has_begun(self) -> bool:
+        """Has a batch been asked for? Nothing more can be prepared then."""
+        return self._loop.has_begun
 
     @property
     def in_batch(self) -> bool:

@@ -185,6 +185,14 @@ class Preparation:
         check_callable("job.on", callback, None)
         self.callbacks[event].append(callback)
 
+    def train_on(self, samples: int) -> None:
+        """See `Job.train_on`."""
+        if self._total is not None:
+            raise UserError(
+                "the job was told twice how long to train: call job.train_on once, and give job.loader none"
+            )
+        self._total = told_samples(samples, None, self.training_data.source.epoch_samples)
+
     def rest_after_epochs(self, count: int) -> int:
         """Train on so many epochs, and rest after each; returns an epoch's samples."""
         if not isinstance(count, int) or count < 1:

@@ -231,6 +231,33 @@ def test_a_loop_may_begin_within_an_epoch(plane: Plane) -> None:
     assert Counter(used) == Counter(EpochOrder(SAMPLES, SEED).indices([(5 * BATCH, SAMPLES)]))
 
 
+@BOUNDS
+def test_training_ends_after_so_many_steps_whatever_ranks_have_counted(plane: Plane, bound: int) -> None:
+    script = Script(plane, bound, max_steps=11)
+    for _ in range(9):
+        script.epoch()
+    used = [number for each in script.used for number in script.accelerator.gather_object(each)]
+    assert Counter(used) == Counter([*range(SAMPLES), *EpochOrder(SAMPLES, SEED).indices([(SAMPLES, 11 * BATCH)])])
+
+
+def test_a_state_of_the_next_epoch_is_not_skipped_into(plane: Plane, folder: Path) -> None:
+    script = Script(plane)
+    script.epoch()
+    script.accelerator.save_state(str(folder / "step_7"))  # by its name in the first epoch
+    end_job()
+    again = Script(plane)
+    again.accelerator.load_state(str(folder / "step_7"))
+    with pytest.raises(UserError, match="in the next epoch"):
+        again.accelerator.skip_first_batches(again.loader, 7)
+
+
+def test_a_second_training_is_one_sentence(plane: Plane) -> None:
+    script = Script(plane)
+    script.epoch()
+    with pytest.raises(UserError, match="a process trains once"):
+        script.accelerator.prepare(Net())
+
+
 def test_frozen_models_are_placed_and_not_trained(plane: Plane) -> None:
     script = Script(plane, pins=None)
     frozen = script.accelerator.prepare(Net().requires_grad_(False))

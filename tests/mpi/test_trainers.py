@@ -30,7 +30,7 @@ from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Tra
 from transformers import TrainingArguments as PlainArguments
 
 from hetsync.neighbours.accelerate import JOB
-from hetsync.neighbours.transformers import Trainer, TrainingArguments, check_arguments
+from hetsync.neighbours.transformers import Trainer, TrainingArguments, check_arguments, settings_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
 
@@ -113,12 +113,18 @@ class Watched(Trainer):  # type: ignore[misc, valid-type]
 
 
 def trainer(
-    plane: Plane, folder: Path, bound: int = 0, adapters: bool = False, pins: bool = False, **options: Any
-) -> Watched:
+    plane: Plane,
+    folder: Path,
+    bound: int = 0,
+    adapters: bool = False,
+    pins: bool = False,
+    kind: type[Any] | None = None,
+    **options: Any,
+) -> Any:
     settings: dict[str, Any] = {"plane": plane, "delay_bound": bound}
     if pins and plane.size > 1:
         settings["pins"] = unequal_shares(plane.size, BATCH)
-    callbacks = options.pop("callbacks", [])
+    more = {name: options.pop(name) for name in ("callbacks", "compute_loss_func") if name in options}
     parts = BATCH // plane.size // options.get("gradient_accumulation_steps", 1)
     options = {
         "per_device_train_batch_size": parts,
@@ -132,13 +138,13 @@ def trainer(
         "disable_tqdm": True,
         "remove_unused_columns": False,
     } | options
-    return Watched(
+    return (kind or Watched)(
         model=network(adapters),
         args=TrainingArguments(str(folder), hetsync=settings, **options),
         data_collator=collated_with_index,
         train_dataset=Sequences(),
         eval_dataset=Sequences(21),
-        callbacks=callbacks,
+        **more,
     )
 
 
@@ -256,7 +262,99 @@ def test_early_stopping_and_the_best_model(plane: Plane, folder: Path) -> None:
         load_best_model_at_end=True,
     )
     assert mine.train().global_step == 6
+    assert [step for step, _ in mine.evaluated] == [3, 6]
     assert mine.evaluate()["eval_loss"] == pytest.approx(min(loss for _, loss in mine.evaluated[:2]), rel=1e-5)
+
+
+def test_a_callback_stops_after_an_epoch(plane: Plane, folder: Path) -> None:
+    class Stops(TrainerCallback):
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            control.should_training_stop = plane.rank == 0
+
+    mine = trainer(plane, folder, callbacks=[Stops()])
+    assert mine.train().global_step == 8
+    assert sum(len(numbers) for numbers in plane.gather_objects(mine.used)) == SAMPLES
+    assert mine.job._is_over(), "the script may end here"
+
+
+def over_labels(outputs: Any, labels: Any, num_items_in_batch: Any) -> torch.Tensor:
+    """As those write it who divide by what the Trainer counts."""
+    scores, wanted = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(scores, wanted, reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_loss_of_the_scripts_own_gets_what_it_divides_by(plane: Plane, folder: Path, accumulation: int) -> None:
+    options = {"gradient_accumulation_steps": accumulation, "compute_loss_func": over_labels}
+    mine = trainer(plane, folder, pins=accumulation == 1, **options)
+    mine.train()
+    assert_alike(mine.model, plain())
+
+
+class OverSequences(Watched):
+    """A mean of sequences' means, which counts by samples."""
+
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        inputs.pop("index", None)
+        labels = inputs.pop("labels")
+        scores, wanted = model(**inputs).logits[:, :-1].transpose(1, 2), labels[:, 1:]
+        each = nn.functional.cross_entropy(scores, wanted, reduction="none").sum(1) / wanted.ne(-100).sum(1)
+        return each.mean()
+
+    def loss_units(self, inputs: Any) -> None:
+        return None
+
+
+def test_a_script_says_over_what_its_loss_is_a_mean(plane: Plane, folder: Path) -> None:
+    mine = trainer(plane, folder, pins=True, kind=OverSequences, num_train_epochs=1, lr_scheduler_type="constant")
+    mine.train()
+    model, data, order = network(), Sequences(), EpochOrder(SAMPLES, SEED)
+    optimizer = torch.optim.SGD(model.parameters(), 0.2)
+    for start in range(0, SAMPLES, BATCH):
+        batch = collated([data[number] for number in order.indices([(start, min(start + BATCH, SAMPLES))])])
+        OverSequences.compute_loss(mine, model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_alike(mine.model, model)
+
+
+class Weighted(Watched):
+    def _get_train_sampler(self, *arguments: Any) -> Any:
+        return torch.utils.data.WeightedRandomSampler([1.0] * 4 + [0.0] * (SAMPLES - 4), SAMPLES)
+
+
+class OwnLoader(Watched):
+    def get_train_dataloader(self) -> Any:
+        parts = BATCH // self.job.size
+        return torch.utils.data.DataLoader(self.train_dataset, parts, shuffle=True, collate_fn=self.data_collator)
+
+
+def test_samplers_loaders_and_seeds_of_the_scripts_own_hold(plane: Plane, folder: Path) -> None:
+    mine = trainer(plane, folder, kind=Weighted, num_train_epochs=1)
+    mine.train()
+    used = [number for numbers in plane.gather_objects(mine.used) for number in numbers]
+    assert len(used) == SAMPLES
+    assert set(used) == {0, 1, 2, 3}
+    end_job()
+    mine = trainer(plane, folder, kind=OwnLoader)
+    assert mine.train().global_step == STEPS
+    assert_alike(mine.model, plain())
+    end_job()
+    mine = trainer(plane, folder, data_seed=7, max_steps=1)
+    mine.train()
+    used = [number for numbers in plane.gather_objects(mine.used) for number in numbers]
+    assert Counter(used) == Counter(EpochOrder(SAMPLES, 7).indices([(0, BATCH)]))
+
+
+def test_settings_may_be_json(plane: Plane, folder: Path) -> None:
+    class Told:
+        hetsync, data_seed, gradient_accumulation_steps = '{"delay_bound": 4}', None, 2
+
+    assert settings_of(Told) == {"accumulation": 2, "delay_bound": 4}
+    Told.hetsync = "delay_bound=4"
+    with pytest.raises(UserError, match="which is no JSON"):
+        settings_of(Told)
 
 
 def test_lengths_group_and_streams_end(plane: Plane, folder: Path) -> None:
