@@ -31,11 +31,16 @@ def _parted(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def storable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies on the CPU that share no memory."""
+    """On the CPU, each with memory of its own: the tensor's where that can be, and else a copy."""
     pairs = set(paired(tensors))
-    found = _parted(tensors)
-    values = {name: reals(tensor.detach()) if name in pairs else tensor.detach() for name, tensor in found.items()}
-    return {name: each.cpu().contiguous().clone() for name, each in values.items()}
+    made: dict[str, torch.Tensor] = {}
+    known: set[int] = set()
+    for name, tensor in _parted(tensors).items():
+        value = (reals(tensor.detach()) if name in pairs else tensor.detach()).cpu().contiguous()
+        memory = value.untyped_storage().data_ptr()
+        made[name] = value.clone() if memory in known else value
+        known.add(memory)
+    return made
 
 
 def restored(
