@@ -278,7 +278,7 @@ ALONE = {
         ["--emulate", "bad.yaml"],
         "cluster profile bad.yaml: devices.*count is 0: it must be at least 1",
     ),
-    "device": (["--run.device", "tpu"], "run.device is tpu: use auto, cpu, cuda or cuda:INDEX"),
+    "device": (["--run.device", "tpu"], "run.device is tpu: use auto, cpu, cuda, cuda:INDEX or mps"),
     "NaN": (
         ["--optimizer.learning_rate", "1e9"],
         "(loss|gradient) became (nan|-?inf) on rank 0.*: lower optimizer.learning_rate",
