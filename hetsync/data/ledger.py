@@ -18,6 +18,19 @@ def total_samples(samples: int | None, epochs: float, epoch_samples: int) -> int
     return samples or max(1, round(epochs * epoch_samples))
 
 
+def batches_in(samples: int, batch: int, epoch_samples: int) -> int:
+    """Of a stream's first samples, where each epoch is cut anew, and its last batch may be short; the one that is under
+    way counts."""
+    epochs, within = divmod(samples, epoch_samples)
+    return epochs * -(-epoch_samples // batch) + -(-within // batch)
+
+
+def samples_in(batches: int, batch: int, epoch_samples: int) -> int:
+    """Of so many first batches, cut so."""
+    epochs, within = divmod(batches, -(-epoch_samples // batch))
+    return epochs * epoch_samples + min(within * batch, epoch_samples)
+
+
 def length(spans: Iterable[Span]) -> int:
     """Number of positions in some spans."""
     total = 0

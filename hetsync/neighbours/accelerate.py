@@ -13,31 +13,28 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from hetsync.api import join
 from hetsync.data.handed_over import shuffles
+from hetsync.data.ledger import samples_in
 from hetsync.data.stream import is_stream
 from hetsync.errors import UserError, complain, early_mistakes
 from hetsync.extras import require
 from hetsync.files import write_atomically
+from hetsync.neighbours.accelerate_state import follow, joined
 from hetsync.plane.ending import opening
-from hetsync.train.job import Job
 from hetsync.train.prepared import StandIn, TrainingLoader
 
 try:
     import accelerate
     from accelerate.data_loader import BatchSamplerShard
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType, concatenate, recursively_apply, send_to_device
+    from accelerate.utils import concatenate, recursively_apply, send_to_device
 except ImportError:
     with early_mistakes():
         require("accelerate", "hetsync.neighbours.accelerate")
@@ -45,7 +42,6 @@ except ImportError:
 
 ARGUMENTS = inspect.signature(accelerate.Accelerator.__init__).parameters
 STANDING = "hetsync_state.json"  # beside the files of a saved state
-JOB = "hetsync_job"  # in Accelerate's own shared state, which all its objects know
 REFUSED = {  # arguments for which a model is cut, or computed by others
     "deepspeed_plugin",
     "deepspeed_plugins",
@@ -54,42 +50,6 @@ REFUSED = {  # arguments for which a model is cut, or computed by others
     "torch_tp_plugin",
     "parallelism_config",
 }
-
-
-def joined(**settings: Any) -> Job:
-    """Collective: the process's job, which all of Accelerate's objects in it share; joined with the first call."""
-    known = PartialState._shared_state.get(JOB)
-    if known is not None:
-        return cast(Job, known)
-    if PartialState._shared_state and PartialState().num_processes > 1:
-        raise UserError(
-            "Accelerate has begun without HetSync, and ranks have joined each other already: make"
-            " hetsync.neighbours.accelerate's Accelerator (or TrainingArguments of hetsync.neighbours.transformers)"
-            " before anything of Accelerate's is used"
-        )
-    job = join(**({"progress": False} | settings))
-    AcceleratorState._reset_state(reset_partial_state=True)
-    kind = DistributedType.MULTI_GPU if job.device.type == "cuda" else DistributedType.MULTI_CPU
-    PartialState._shared_state.update(
-        _cpu=job.device.type == "cpu",
-        backend=None if job.size == 1 else "hetsync",
-        debug=False,
-        device=job.device,
-        distributed_type=DistributedType.NO if job.size == 1 else kind,
-        fork_launched=False,
-        local_process_index=job.local_rank,
-        num_processes=job.size,
-        process_index=job.rank,
-        wait_for_everyone=partial(wait_at_rest, job),  # in place of its own, of which process groups know
-        **{JOB: job},
-    )
-    return job
-
-
-def wait_at_rest(job: Job) -> None:
-    """Nobody is waited for while a batch is out."""
-    if not job.in_batch:
-        job.gather(None)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
@@ -202,8 +162,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
         if self.step_scheduler_with_optimizer:
             self.job.step_schedulers_every(own * accumulation)
         if self._max_steps is not None:
-            epochs, steps = divmod(self._max_steps, -(-every // (loader.batch_size * accumulation)))
-            self.job.train_on(epochs * every + min(steps * loader.batch_size * accumulation, every))
+            self.job.train_on(samples_in(self._max_steps, loader.batch_size * accumulation, every))
             self._epochs = self.job.intervals(every)
         return self.trained_on(loader, place)
 
@@ -222,10 +181,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
         if len(members) == self.num_processes:
             return
         place = members.index(self.job.rank)
-        hosts = self.job.gather(socket.gethostname())
-        local = hosts[:place].count(hosts[place])
-        for state in (PartialState._shared_state, AcceleratorState._shared_state):
-            state.update(num_processes=len(members), process_index=place, local_process_index=local)
+        follow(self.job, place)
         for sampler in (loader.batch_sampler for loader in self._dataloaders):
             if isinstance(sampler, BatchSamplerShard):
                 sampler.num_processes, sampler.process_index = len(members), place
@@ -395,9 +351,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
         return output_dir
 
     def _save_at_rest(self) -> None:
+        """What any rank has asked for, and not all have done: where one has died meanwhile all do it once more."""
         self.follow_members()
-        for folder in dict.fromkeys(self.gather_object(self._to_save)):
-            if folder not in self._saved:
+        told = self._told((self._to_save, self._saved))
+        for folder in dict.fromkeys(folder for asked, _ in told for folder in asked):
+            if not all(folder in saved for _, saved in told):
                 self._save(folder)
                 self._saved |= set() if folder is None else {folder}
         self._to_save = []
@@ -405,8 +363,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
     def _save(self, folder: str | None, safe: bool = True, **options: Any) -> Any:
         location = super().save_state(folder, safe, **options)
         if self.is_main_process:
-            standing = {"samples": self.job.samples, "seed": self.job.config.run.seed}
-            write_atomically(Path(location) / STANDING, json.dumps(standing))
+            standing = Standing(self.job.samples, self.job.config.run.seed)
+            write_atomically(Path(location) / STANDING, json.dumps(standing._asdict()))  # the last: all is there then
         self.wait_for_everyone()
         return location
 
@@ -415,13 +373,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
     ) -> None:
         """Before the loop: training goes on from there, on any number of ranks."""
         super().load_state(input_dir, load_kwargs, **options)
-        folder = Path(input_dir) if input_dir is not None else self._newest()
-        standing = folder / STANDING
-        if standing.exists():
-            kept = json.loads(standing.read_text())
-            self._position = int(kept["samples"])
+        kept = standing_of(Path(input_dir) if input_dir is not None else self._newest())
+        if kept is not None:
+            self._position = kept.samples
             self.job.begin_at(self._position)
-            torch.manual_seed(int(kept["seed"]))  # the order of samples follows from it
+            torch.manual_seed(kept.seed)  # the order of samples follows from it
+        elif self.is_main_process:
+            complain(
+                f"the state in {input_dir} has no {STANDING}, so it was saved without HetSync, or not to its end:"
+                " training begins at the first sample, or where accelerator.skip_first_batches says"
+            )
 
     def _newest(self) -> Path:
         folders = (Path(self.project_dir) / "checkpoints").iterdir()
@@ -493,6 +454,26 @@ class Batches(StandIn):
         for batch in self._thing:
             yield batch if self._device is None else send_to_device(batch, self._device)
         self._at_end()
+
+
+class Standing(NamedTuple):
+    """Where a saved state stands."""
+
+    samples: int
+    seed: int
+
+
+def standing_of(folder: Path) -> Standing | None:
+    """None where nothing tells. UserError for what is not as it was written."""
+    try:
+        text = (folder / STANDING).read_text()
+    except OSError:
+        return None
+    try:
+        told = json.loads(text)
+        return Standing(int(told["samples"]), int(told["seed"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / STANDING} is damaged ({error!r}): load another state") from error
 
 
 def turn_of(thing: Any) -> int:

@@ -24,10 +24,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from hetsync.data.ledger import batches_in, samples_in
 from hetsync.data.stream import is_stream
 from hetsync.errors import UserError, early_mistakes
 from hetsync.extras import require
-from hetsync.neighbours.accelerate import Accelerator, Batches, joined, with_a_dimension
+from hetsync.neighbours.accelerate import Accelerator, Batches, with_a_dimension
+from hetsync.neighbours.accelerate_state import joined
 from hetsync.plane.ending import opening
 from hetsync.train.job import Job
 
@@ -95,12 +97,10 @@ def settings_of(arguments: Any) -> dict[str, Any]:
     """Those of the job."""
     told = arguments.hetsync or {}
     if isinstance(told, str):
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             told = json.loads(told)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"hetsync is {told!r}, which is no JSON ({error}): give such as '{{\"delay_bound\": 4}}'"
-            ) from error
+    if not isinstance(told, dict):
+        raise UserError(f'TrainingArguments got hetsync={told!r}: give a dictionary, or in JSON {{"delay_bound": 4}}')
     seed = {} if arguments.data_seed is None else {"seed": arguments.data_seed}
     return {"accumulation": arguments.gradient_accumulation_steps, **seed, **told}
 
@@ -144,8 +144,8 @@ class OnHetSync:
             )
         super().__init__(*arguments, **settings)
         self.args.average_tokens_across_devices = False  # the job does, by what `loss_units` tells
-        self._rested_at = -1  # step
         self._wanted: set[str] = set()  # by callbacks, at a rest that comes soon
+        self._rested: tuple[int, frozenset[str]] = -1, frozenset()  # at which step last, and what was wanted there
         self._losses: list[torch.Tensor] = []  # of this rank's batches, since the last log
         self._epochs: Iterator[int] = iter(())
         self._evaluates: Callable[..., None] = lambda: None
@@ -175,14 +175,10 @@ class OnHetSync:
 
     def _steps_at(self, samples: int) -> int:
         """Of the optimizer, when the job has trained on so many samples."""
-        every = self._loader.source.epoch_samples
-        epochs, within = divmod(samples, every)
-        return int(epochs * -(-every // self._step_samples) + -(-within // self._step_samples))
+        return batches_in(samples, self._step_samples, self._loader.source.epoch_samples)
 
     def _samples_at(self, steps: int) -> int:
-        every = self._loader.source.epoch_samples
-        epochs, within = divmod(steps, -(-every // self._step_samples))
-        return int(epochs * every + min(within * self._step_samples, every))
+        return samples_in(steps, self._step_samples, self._loader.source.epoch_samples)
 
     def get_train_dataloader(self) -> Any:
         """The job's batches, the same whenever they are asked for."""
@@ -249,7 +245,7 @@ class OnHetSync:
         due = []
         if args.eval_strategy == IntervalStrategy.STEPS:
             due.append((step // state.eval_steps + 1) * state.eval_steps)
-        if args.save_strategy == IntervalStrategy.STEPS:
+        if args.save_strategy == IntervalStrategy.STEPS and state.save_steps > 0:
             due.append((step // state.save_steps + 1) * state.save_steps)
         found = [self._samples_at(steps) for steps in due]
         return min((samples for samples in found if samples > position), default=None)
@@ -294,12 +290,19 @@ class OnHetSync:
             norm = self._step(model, inputs)
         self._at_rest()
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)  # type: ignore[attr-defined]
+        self._agree_on_control()
         evaluates()
+        self._agree_on_control()  # an evaluation may have ended it
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
-        elif any(self.job.gather(bool(self.control.should_training_stop))):
-            self.control.should_training_stop = True
+        elif self.control.should_training_stop:
             self.job.stop()
+
+    def _agree_on_control(self) -> None:
+        """Collective: what callbacks of some ranks want all ranks do."""
+        control = self.control
+        told = self.job.gather((control.should_evaluate, control.should_save, control.should_training_stop))
+        control.should_evaluate, control.should_save, control.should_training_stop = map(any, zip(*told, strict=True))
 
     def _step(self, model: Any, inputs: Any) -> Any:
         """On a batch; the norm of gradients, where one was found."""
@@ -375,8 +378,8 @@ class OnHetSync:
         if control.should_epoch_stop:
             raise UserError("a callback set should_epoch_stop, but an epoch uses each sample once: leave it out")
         wanted = {
-            "evaluate": control.should_evaluate and args.eval_strategy != IntervalStrategy.STEPS,
-            "save": control.should_save and args.save_strategy != IntervalStrategy.STEPS,
+            "evaluate": control.should_evaluate and not self._evaluates_at(state.global_step),
+            "save": control.should_save and not self._saves_at(state.global_step),
             "stop": control.should_training_stop and state.global_step < state.max_steps,
         }
         control.should_evaluate = control.should_save = control.should_training_stop = False
@@ -384,25 +387,41 @@ class OnHetSync:
             self._wanted |= {name for name, is_wanted in wanted.items() if is_wanted}
             self.job.call_soon()
 
+    def _evaluates_at(self, step: int) -> bool:
+        """By steps; and after the last."""
+        args, state = self.args, self.state
+        if args.eval_strategy != IntervalStrategy.STEPS or step < args.eval_delay:
+            return False
+        return bool(step % state.eval_steps == 0 or step >= state.max_steps)
+
+    def _saves_at(self, step: int) -> bool:
+        """The same."""
+        args, state = self.args, self.state
+        if args.save_strategy != IntervalStrategy.STEPS:
+            return False
+        return bool((state.save_steps > 0 and step % state.save_steps == 0) or step >= state.max_steps)
+
     def _at_rest(self) -> None:
-        """All ranks alike: evaluate, save, and stop, where steps or callbacks have it so."""
-        args, state, control = self.args, self.state, self.control
-        wanted = set().union(*self.job.gather(self._wanted))
-        self._wanted = set()
+        """All ranks alike: evaluate, save, and stop, where steps or callbacks have it so. What all have done at a step
+        is done; where a rank has died meanwhile all do it once more."""
+        state, control, step = self.state, self.control, self._steps_at(self.job.samples)
+        told = self.job.gather((self._wanted, self._rested))
+        is_new = any(at != step for _, (at, _) in told)
+        wanted = set().union(*(mine for mine, _ in told), *(done for _, (at, done) in told if at == step and is_new))
         self.accelerator.follow_members()
         state.is_world_process_zero = self.is_world_process_zero()  # type: ignore[attr-defined]
         state.is_local_process_zero = self.is_local_process_zero()  # type: ignore[attr-defined]
-        self._count(self._steps_at(self.job.samples))
-        step, last = state.global_step, state.global_step >= state.max_steps
-        is_new, self._rested_at = step != self._rested_at, step
-        by_steps = is_new and args.eval_strategy == IntervalStrategy.STEPS and step % state.eval_steps == 0
-        control.should_evaluate = (by_steps and step >= args.eval_delay) or "evaluate" in wanted
-        by_steps = is_new and args.save_strategy == IntervalStrategy.STEPS and (last or step % state.save_steps == 0)
-        control.should_save = by_steps or "save" in wanted
+        self._count(step)
+        control.should_evaluate = (is_new and self._evaluates_at(step)) or "evaluate" in wanted
+        control.should_save = (is_new and self._saves_at(step)) or "save" in wanted
         self._evaluates()
-        if ((control.should_training_stop and is_new) or "stop" in wanted) and not last:
+        self._agree_on_control()
+        if "stop" in wanted or (is_new and control.should_training_stop):
             control.should_training_stop = True
-            self.job.stop()
+            if step < state.max_steps:
+                self.job.stop()
+        control.should_evaluate = control.should_save = False
+        self._wanted, self._rested = set(), (step, frozenset(wanted))
 
     def _save_checkpoint(self, *arguments: Any, **named: Any) -> None:
         super()._save_checkpoint(*arguments, **named)  # type: ignore[misc]

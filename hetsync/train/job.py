@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 from hetsync.config.schema import Config
 from hetsync.data.evaluation import numbers
 from hetsync.data.handed_over import check_not_a_worker, source_of
+from hetsync.data.ledger import batches_in
 from hetsync.data.workers import Collate
 from hetsync.errors import UserError
 from hetsync.plane.base import Plane, meet
@@ -439,8 +440,7 @@ class Job:
             return 0
         loader, work = self._prepared.training_data, None if self._running is None else self.session.tasks.work
         every = self._prepared.interval_samples or loader.source.epoch_samples
-        epochs, samples = divmod(samples, every)
-        before = epochs * -(-every // loader.batch_size) + -(-samples // loader.batch_size)
+        before = batches_in(samples, loader.batch_size, every)
         return before + (len(work.task.slices) - work.slices_left if work is not None and work.synchronous else 0)
 
     def backward(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +25,16 @@ from hetsync.sync.digests import weights_sha256
 
 pytest.importorskip("accelerate")
 
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from accelerate_jobs import end_job, no_state_left  # noqa: F401 - a fixture
 
-from hetsync.neighbours.accelerate import JOB, Accelerator, check
+from hetsync.neighbours.accelerate import STANDING, Accelerator, check
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
 
 EPOCHS, SEED = 3, 4
 SPLIT = DataLoaderConfiguration(split_batches=True)
 BOUNDS = pytest.mark.parametrize("bound", [0, 4])
-
-
-@pytest.fixture(autouse=True)
-def no_state_left(plane: Plane) -> Iterator[None]:
-    """Accelerate keeps one for the process, and the job in it."""
-    yield
-    end_job()
-    GradientState._reset_state()
-
-
-def end_job() -> None:
-    job = PartialState._shared_state.get(JOB)
-    if job is not None and job.in_batch:
-        job._give_up(UserError("the test has seen enough"))
-    elif job is not None:
-        job.close()
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class Script:
@@ -256,6 +239,100 @@ def test_a_second_training_is_one_sentence(plane: Plane) -> None:
     script.epoch()
     with pytest.raises(UserError, match="a process trains once"):
         script.accelerator.prepare(Net())
+
+
+@pytest.mark.parametrize("text", ['{"samples": "many", "seed": 1}', "{", "{}"])
+def test_a_damaged_state_is_one_sentence(plane: Plane, folder: Path, text: str) -> None:
+    script = Script(plane)
+    script.accelerator.save_state(str(folder / "saved"))
+    plane.barrier()
+    if plane.rank == 0:
+        (folder / "saved" / STANDING).write_text(text)
+    plane.barrier()
+    with pytest.raises(UserError, match="is damaged"):
+        script.accelerator.load_state(str(folder / "saved"))
+
+
+def test_a_state_that_does_not_tell_where_it_stands_is_told(
+    plane: Plane, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Saved by Accelerate alone, or not to its end."""
+    script = Script(plane)
+    script.accelerator.save_state(str(folder / "saved"))
+    plane.barrier()
+    if plane.rank == 0:
+        (folder / "saved" / STANDING).unlink()
+    plane.barrier()
+    script.accelerator.load_state(str(folder / "saved"))
+    told = "training begins at the first sample" in capfd.readouterr().err
+    assert told is (plane.rank == 0)
+    assert script.accelerator.job.samples == 0
+
+
+class Counted:
+    """State of a script's own."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        vars(self).update(state)
+
+
+def test_states_are_named_and_kept_with_what_is_registered(plane: Plane, folder: Path) -> None:
+    options = {"project_config": ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)}
+    script, counter = Script(plane, **options), Counted()
+    script.accelerator.register_for_checkpointing(counter)
+    for _ in range(EPOCHS):
+        script.epoch()
+        counter.count += 1
+        script.accelerator.save_state()
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    end_job()
+    again, counter = Script(plane, **options), Counted()
+    again.accelerator.register_for_checkpointing(counter)
+    again.accelerator.load_state()
+    assert (counter.count, again.accelerator.job.samples) == (EPOCHS, EPOCHS * SAMPLES)
+    assert_alike(again.model, plain())
+
+
+def test_any_order_of_what_is_prepared(plane: Plane) -> None:
+    accelerator, net = Accelerator(plane=plane, delay_bound=0, dataloader_config=SPLIT), Net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    things = accelerator.prepare(scheduler, DataLoader(Blobs(), BATCH, shuffle=True), None, optimizer, net)
+    assert things[2:] == (None, optimizer, net)
+    assert len(things[1]) == SAMPLES // BATCH
+
+
+def test_values_of_gradients_are_clipped_as_in_one_process(plane: Plane) -> None:
+    accelerator, net = Accelerator(plane=plane, delay_bound=0, dataloader_config=SPLIT), Net()
+    torch.manual_seed(SEED)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(Blobs(), BATCH, shuffle=True))
+    for points, labels, _ in loader:
+        accelerator.backward(cross_entropy(net(points), labels))
+        accelerator.clip_grad_value_(net.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    other, data, order = Net(), Blobs(), EpochOrder(SAMPLES, SEED)
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    for start in range(0, SAMPLES, BATCH):
+        numbers = order.indices([(start, start + BATCH)])
+        optimizer.zero_grad()
+        cross_entropy(other(data.points[numbers]), data.labels[numbers]).backward()
+        nn.utils.clip_grad_value_(other.parameters(), 0.01)
+        optimizer.step()
+    assert_alike(net, other)
+
+
+def test_a_scheduler_by_epoch_makes_a_step_a_process_as_accelerates(plane: Plane) -> None:
+    script = Script(plane, dataloader_config=None, pins=None, batch=BATCH // plane.size)
+    script.scheduler.step()
+    assert script.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.8 ** (plane.size // 3))
 
 
 def test_frozen_models_are_placed_and_not_trained(plane: Plane) -> None:

@@ -25,11 +25,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import peft
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate_jobs import end_job, no_state_left  # noqa: F401 - a fixture
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainerCallback, set_seed
 from transformers import TrainingArguments as PlainArguments
 
-from hetsync.neighbours.accelerate import JOB
 from hetsync.neighbours.transformers import Trainer, TrainingArguments, check_arguments, settings_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
@@ -37,21 +36,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
 BATCH, SAMPLES, EPOCHS, SEED = 12, 90, 2, 42  # the last is the Trainer's own
 STEPS = EPOCHS * 8  # the last batch of an epoch has 6 samples
 BOUNDS = pytest.mark.parametrize("bound", [0, 4])
-
-
-@pytest.fixture(autouse=True)
-def no_state_left(plane: Plane) -> Iterator[None]:
-    """Accelerate keeps one for the process, and the job in it."""
-    yield
-    end_job()
-    GradientState._reset_state()
-
-
-def end_job() -> None:
-    job = PartialState._shared_state.get(JOB)
-    if job is not None:
-        job.close()
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class Sequences(torch.utils.data.Dataset[Any]):
@@ -195,7 +179,9 @@ def test_each_sample_once_an_epoch_and_evaluations_where_steps_say(plane: Plane,
     mine.train()
     used = Counter(number for numbers in plane.gather_objects(mine.used) for number in numbers)
     assert used == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
-    assert [step for step, _ in mine.evaluated] == [3, 6, 9, 12, 15]
+    assert [step for step, _ in mine.evaluated] == [3, 6, 9, 12, 15, STEPS], (
+        "the last, too, as by the Trainer's own rule"
+    )
     assert len(set(plane.gather_objects(mine.evaluated[-1]))) == 1
     assert mine.evaluated[-1][1] < mine.evaluated[0][1]
     told = [entry["step"] for entry in mine.state.log_history if "loss" in entry]
@@ -248,6 +234,31 @@ def test_a_callback_stops_evaluates_and_saves(plane: Plane, folder: Path) -> Non
     assert next(step for step, _ in mine.evaluated) in range(2, 9)
     assert len(list(folder.glob("checkpoint-*"))) == 1
     assert 9 <= result.global_step < STEPS
+
+
+def test_a_callback_saves_also_where_steps_do(plane: Plane, folder: Path) -> None:
+    """By default the Trainer saves each 500 steps; and on one rank only, as by a clock."""
+
+    class Asks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            control.should_save |= plane.rank == 0 and state.global_step == 2
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            control.should_save |= plane.rank == 0 and state.global_step == 8
+
+    trainer(plane, folder, callbacks=[Asks()], save_strategy="steps", eval_strategy="no").train()
+    saved = sorted(int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*"))
+    assert saved[-2:] == [8, STEPS]
+    if plane.size > 1:  # a lone rank may be at its end before it is heard
+        assert 2 <= saved[0] < 8
+
+
+def test_evaluation_before_training(plane: Plane, folder: Path) -> None:
+    mine = trainer(plane, folder)
+    first = mine.evaluate()["eval_loss"]
+    mine.train()
+    assert mine.evaluate()["eval_loss"] < first
+    assert_alike(mine.model, plain())
 
 
 def test_early_stopping_and_the_best_model(plane: Plane, folder: Path) -> None:
@@ -352,9 +363,10 @@ def test_settings_may_be_json(plane: Plane, folder: Path) -> None:
         hetsync, data_seed, gradient_accumulation_steps = '{"delay_bound": 4}', None, 2
 
     assert settings_of(Told) == {"accumulation": 2, "delay_bound": 4}
-    Told.hetsync = "delay_bound=4"
-    with pytest.raises(UserError, match="which is no JSON"):
-        settings_of(Told)
+    for wrong in ("delay_bound=4", "[4]", "4"):
+        Told.hetsync = wrong
+        with pytest.raises(UserError, match="give a dictionary, or in JSON"):
+            settings_of(Told)
 
 
 def test_lengths_group_and_streams_end(plane: Plane, folder: Path) -> None:
