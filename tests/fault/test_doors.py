@@ -60,6 +60,18 @@ if trainer.is_world_process_zero():
 """
 
 
+EVALUATED = """
+import os, signal
+from transformers import TrainerCallback
+
+class Mortal(Trainer):
+    def evaluate(self, *arguments, **options):
+        if self.job.rank == 1 and self.state.global_step == STEP and self.is_in_train:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().evaluate(*arguments, **options)
+"""
+
+
 def run(folder: Path, script: str, settings: str) -> Done:
     folder.mkdir()
     (folder / "script.py").write_text(script.format(settings=settings))
@@ -86,3 +98,18 @@ def test_the_others_go_on_and_evaluate_all(tmp_path: Path, script: str, rank: in
     assert whole[:2] == (96, RANKS)
     assert left[:2] == (96, RANKS - 1)
     assert left[2] == pytest.approx(whole[2], rel=1e-4 if bound == 0 else 0.3)
+
+
+@pytest.mark.parametrize("step", [12, pytest.param(8, marks=pytest.mark.thorough)])  # in the loop, and after it
+def test_an_evaluation_in_which_a_rank_dies_is_made_by_the_others(tmp_path: Path, step: int) -> None:
+    pytest.importorskip("transformers")
+    by_steps = 'save_strategy="steps", save_steps=4, eval_strategy="steps", eval_steps=4'
+    script = TRAINER.replace('save_strategy="epoch"', by_steps).replace("trainer = Trainer(", "trainer = Mortal(")
+    script = script.replace("\nset_seed(0)", EVALUATED.replace("STEP", str(step)) + "\nset_seed(0)")
+    told = "    print('at', [entry['step'] for entry in trainer.state.log_history if 'eval_loss' in entry])\n"
+    done = run(tmp_path / "job", script + told, "delay_bound=0")
+    assert ending(done)[:2] == (96, RANKS - 1)
+    due = list(range(4, 33, 4))
+    assert f"at {due}" in done.out, done.story
+    saved = {path.name for path in (tmp_path / "job" / "saved").iterdir()}
+    assert saved == {f"checkpoint-{each}" for each in due}
