@@ -185,12 +185,17 @@ def saving_in(script: Script, folder: Path) -> Callable[[], None]:
 
 
 @BOUNDS
-def test_a_state_that_was_saved_in_the_loop_is_gone_on_with(plane: Plane, folder: Path, bound: int) -> None:
-    script = Script(plane, bound, pins=None)
+def test_a_state_that_was_saved_in_the_loop_is_gone_on_with(
+    plane: Plane, folder: Path, bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, saved = Script(plane, bound, pins=None), []
+    save = script.accelerator._save
+    monkeypatch.setattr(script.accelerator, "_save", lambda *told: (saved.append(told), save(*told)))
     script.epoch()
     script.epoch(each=saving_in(script, folder))
     script.epoch()
     end_job()
+    assert len(saved) == 1, "however many ranks have asked, and when"
 
     again = Script(plane, bound, pins=None)
     again.accelerator.load_state(str(folder / "saved"))
