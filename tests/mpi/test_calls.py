@@ -63,6 +63,39 @@ def test_a_function_is_called_with_all_at_rest(plane: Plane, bound: int) -> None
     assert script.all_used(plane) == Counter(dict.fromkeys(range(SAMPLES), 2))
 
 
+@BOUNDS
+def test_at_an_epochs_end_the_scripts_own_lines_come_instead(plane: Plane, bound: int) -> None:
+    job = hetsync.join(plane=plane, delay_bound=bound, progress=False)
+    model, called, ends = Net(), [], []
+    job.prepare(model, optimizer := torch.optim.SGD(model.parameters(), 0.05))
+    loader = job.loader(Blobs(), BATCH)
+    job.call_every(SAMPLES // 2, lambda: called.append(job.samples))
+    with job:
+        for _ in job.epochs(2):
+            for points, labels, _ in loader:
+                job.backward(nn.functional.cross_entropy(model(points), labels))
+                job.step(optimizer)
+            ends.append(job.samples)
+    assert called == [SAMPLES // 2, 3 * SAMPLES // 2]
+    assert ends == [SAMPLES, 2 * SAMPLES]
+
+
+@pytest.mark.ranks(2, 4)
+@BOUNDS
+def test_a_rank_that_has_left_takes_part_in_calls(plane: Plane, bound: int) -> None:
+    script = Script(plane, bound)
+    script.job.call_every(100, script.at_rest)
+    with script.job:
+        for points, labels, numbers in script.loader:
+            script.used += numbers.tolist()
+            script.job.backward(nn.functional.cross_entropy(script.model(points), labels))
+            script.job.step()
+            if plane.rank == plane.size - 1:
+                break
+    assert script.called == [120, 216, 312]
+    assert script.all_used(plane) == Counter(dict.fromkeys(range(SAMPLES), 2))
+
+
 @pytest.mark.ranks(2, 4)  # a lone rank may be at its end before it is heard
 @BOUNDS
 def test_a_call_that_is_asked_for_comes_once(plane: Plane, bound: int) -> None:
