@@ -182,19 +182,19 @@ class OnHetSync:
 
     def get_train_dataloader(self) -> Any:
         """The job's batches, the same whenever they are asked for."""
-        return self._trained_on(self._own_data()) if self._loader is None else self._batches
+        return self._load(self._own_data()) if self._loader is None else self._batches
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         if self._loader is None:  # a class of the script's has made it
             own = dataloader.batch_size or args.train_batch_size
-            self._trained_on({"data": dataloader, "batch_size": own * self.job.size})
+            self._load({"data": dataloader, "batch_size": own * self.job.size})
         return super().set_initial_training_values(args, self._batches)  # type: ignore[misc]
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, self._batches, resume_from_checkpoint)  # type: ignore[misc]
         return prepared[0], self._batches
 
-    def _trained_on(self, data: dict[str, Any]) -> Batches:
+    def _load(self, data: dict[str, Any]) -> Batches:
         """What `data` of `Job.loader` make, up to the last step."""
         args, size = self.args, data["batch_size"] * self.args.gradient_accumulation_steps
         inner: Any = data["data"].dataset if isinstance(data["data"], DataLoader) else data["data"]
