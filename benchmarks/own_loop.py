@@ -1,11 +1,13 @@
-"""What a script's own loop costs under HetSync: a lone rank against the same loop in plain PyTorch.
+"""What a script's own loop costs under HetSync: a lone rank against the same loop in plain PyTorch, and a loop of
+Lightning's or Fabric's against the same on one device.
 
     python -m benchmarks.own_loop [--launches 7] [--turns 30] [--milliseconds 5]
 
 An MLP whose step takes about so many milliseconds on one thread. A launch starts a process of each way; these take
 turns, in random order, a quarter of a second each, while the others wait: what else the machine does changes over
 seconds, and would hide a few per cent between processes that run one after the other. The ratio of a turn is that of
-the seconds of the same steps, plain to this way: 1 costs nothing. That of a launch is the median over its turns.
+the seconds of the same steps, without HetSync to this way: 1 costs nothing. That of a launch is the median over its
+turns.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ from benchmarks.common.processes import environment
 from benchmarks.common.report import command, machine, spread
 from hetsync.files import write_atomically
 
-WAYS = {"plain": None, "D = 0": 0, "D = 4": 4}
+DOORS = ("plain", "Lightning", "Fabric")  # whose loop it is; each also without HetSync
+BOUNDS = (0, 4)
+WAYS = {door: (door, None) for door in DOORS} | {
+    f"{door}, D = {bound}": (door, bound) for door in DOORS for bound in BOUNDS
+}
 BATCH, FEATURES, WIDTH = 64, 64, 256
 STEPS = 50  # of a turn
 WARM_UP = 2  # turns
@@ -102,17 +108,65 @@ def train(
 def take_turns(way: str, depth: int, turns: int) -> None:
     """A job in this process; one more step ends its last turn."""
     torch.set_num_threads(1)
-    model, bound = layers(depth), WAYS[way]
+    door, bound = WAYS[way]
+    {"plain": own_loop, "Lightning": by_lightning, "Fabric": by_fabric}[door](layers(depth), STEPS * turns + 1, bound)
+
+
+def loader_of(steps: int) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*material(steps)), BATCH, shuffle=True)
+
+
+def own_loop(model: nn.Module, steps: int, bound: int | None) -> None:
     optimizer = optimizer_of(model)
-    steps = STEPS * turns + 1
     if bound is None:
         train(plain_loader(steps), model, optimizer, torch.Tensor.backward, Turns().next)
         return
-    loader = DataLoader(TensorDataset(*material(steps)), BATCH, shuffle=True)
     with hetsync.join(delay_bound=bound, progress=False) as job:
-        model, optimizer, batches = job.prepare(model, optimizer, loader)
+        model, optimizer, batches = job.prepare(model, optimizer, loader_of(steps))
         for _ in job.epochs(1):
             train(batches, model, optimizer, job.backward, Turns().next)
+
+
+def by_fabric(model: nn.Module, steps: int, bound: int | None) -> None:
+    from lightning.fabric import Fabric
+
+    from hetsync.neighbours.fabric import FabricStrategy
+
+    fabric = (
+        Fabric(accelerator="cpu", devices=1) if bound is None else Fabric(strategy=FabricStrategy(delay_bound=bound))
+    )
+    fabric.launch()
+    model, optimizer = fabric.setup(model, optimizer_of(model))
+    batches = fabric.setup_dataloaders(plain_loader(steps) if bound is None else loader_of(steps))
+    train(batches, model, optimizer, fabric.backward, Turns().next)
+
+
+def by_lightning(model: nn.Module, steps: int, bound: int | None) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from hetsync.neighbours.lightning import HetSyncStrategy
+
+    class Learner(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.turns = model, Turns()
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            if number % STEPS == 0:
+                self.turns.next()
+            return cross_entropy(self.layers(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer_of(self)
+
+    silent: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    where: dict[str, Any] = (
+        {"accelerator": "cpu", "devices": 1} if bound is None else {"strategy": HetSyncStrategy(delay_bound=bound)}
+    )
+    loader = plain_loader(steps) if bound is None else loader_of(steps)
+    Trainer(max_epochs=1, **silent, **where).fit(Learner(), loader)
 
 
 def depth_for(milliseconds: float) -> int:
@@ -164,14 +218,14 @@ def launch(depth: int, turns: int) -> dict[str, list[float]]:
 def ratios(launches: list[dict[str, list[float]]], way: str) -> list[float]:
     """Of every launch: the median over its turns."""
     return [
-        statistics.median(plain / mine for plain, mine in zip(found["plain"], found[way], strict=True))
+        statistics.median(bare / mine for bare, mine in zip(found[WAYS[way][0]], found[way], strict=True))
         for found in launches
     ]
 
 
 def table(launches: list[dict[str, list[float]]]) -> str:
     """Medians and ranges over launches."""
-    lines = ["| | ms a step | ratio to plain |", "| --- " * 3 + "|"]
+    lines = ["| | ms a step | ratio to the same loop without HetSync |", "| --- " * 3 + "|"]
     for way in WAYS:
         steps = [1000 * statistics.median(found[way]) / STEPS for found in launches]
         lines.append(f"| {way} | {spread(steps, '.2f')} | {spread(ratios(launches, way), '.3f')} |")

@@ -24,23 +24,23 @@ UNSEEN = (tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tok
 HEAD = ("", "written", "gone", "checkpoint, resume", "signals", "telemetry", "uneven devices")
 
 
-def lines(script: str) -> list[str]:
-    """As Python reads them: a statement that brackets spread over several is one, and indentation does not count. The
-    first one is left out: it says what the script is."""
+def lines(script: Path) -> list[str]:
+    """As Python reads them: a statement that brackets spread over several is one, and indentation does not count. A
+    docstring at the head is left out: it says what the script is."""
     found = [""]
-    with open(HERE / "examples" / script, "rb") as source:
+    with script.open("rb") as source:
         for token in tokenize.tokenize(source.readline):
             if token.type == tokenize.NEWLINE:
                 found.append("")
             elif token.type not in UNSEEN:
                 found[-1] += f" {token.string}"
-    return found[1:-1]
+    return found[found[0].startswith(' """') : -1]
 
 
-def changed(script: str) -> tuple[int, int]:
-    """Lines that are new or different in it, and lines of before.py that are gone without one in their place."""
+def changed(before: Path, after: Path) -> tuple[int, int]:
+    """Lines that are new or different in a script, and those that are gone without one in their place."""
     written = gone = 0
-    matcher = SequenceMatcher(None, lines("before.py"), lines(script), autojunk=False)
+    matcher = SequenceMatcher(None, lines(before), lines(after), autojunk=False)
     for kind, begin, end, new_begin, new_end in matcher.get_opcodes():
         if kind != "equal":
             written += new_end - new_begin
@@ -51,7 +51,8 @@ def changed(script: str) -> tuple[int, int]:
 def table() -> str:
     rows: list[tuple[str, ...]] = [HEAD, ("---",) * len(HEAD)]
     for name, (script, *features) in SCRIPTS.items():
-        rows.append((f"{name}, [{script}](../examples/{script})", *map(str, changed(script)), *features))
+        counts = changed(HERE / "examples" / "before.py", HERE / "examples" / script)
+        rows.append((f"{name}, [{script}](../examples/{script})", *map(str, counts), *features))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -1,0 +1,213 @@
+"""Public scripts, converted by the guide alone: equal to themselves at D = 0, and as good at D = 4?
+
+    python -m benchmarks.public_scripts [NAME ...] [--sources DIR] [--seeds 3] [--output results]
+
+A script is taken from its repository, at a commit, into a temporary folder, and edited as a user would: edits/NAME.ed
+keeps the new lines. It runs as it stands in one process, converted on 2 unequal ranks at D = 0, whose weights have to
+be the same, and converted on 3 at D = 4, whose held-out metric has to be within the seeds of one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from benchmarks.common.local_job import ROOT
+from benchmarks.common.processes import environment, mpirun
+from benchmarks.common.report import keep, publish, spread
+from benchmarks.public_scripts.cases import CASES, Case
+from benchmarks.public_scripts.edits import edited
+from docs.changed_lines import changed
+
+EDITS = Path(__file__).parent / "edits"
+LIMIT_SECONDS = 900.0
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way of running a script.
+
+    Attributes:
+        ranks: Processes.
+        bound: D, or None for the script as it stands.
+    """
+
+    ranks: int
+    bound: int | None
+
+
+PLAIN, SYNCHRONOUS, DELAYED = Arm(1, None), Arm(2, 0), Arm(3, 4)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one run: the last held-out metric that it printed, and where its weights are."""
+
+    metric: float
+    weights: Path
+
+
+def repository(case: Case, sources: Path) -> Path:
+    """A clone of it in `sources`, fetched where there is none."""
+    name, _ = case.source
+    clone = sources / name.replace("/", "+")
+    if not clone.exists():
+        subprocess.run(["git", "clone", "-q", f"https://github.com/{name}", clone], check=True)
+    return clone
+
+
+def laid_out(case: Case, sources: Path, into: Path) -> tuple[Path, Path]:
+    """The script as it stands and as it was converted, each with the files beside it."""
+    _, commit = case.source
+    words = ["git", "-C", str(repository(case, sources)), "archive", commit, case.folder]
+    packed = subprocess.run(words, check=True, capture_output=True).stdout
+    folders = []
+    for name in ("plain", "converted"):
+        (into / name).mkdir(parents=True)
+        subprocess.run(["tar", "-x", "-C", into / name], input=packed, check=True)
+        folders.append(into / name / case.folder / case.script)
+    plain, converted = folders
+    commands = (EDITS / f"{case.name}.ed").read_text(encoding="utf-8")
+    converted.write_text(edited(plain.read_text(encoding="utf-8"), commands), encoding="utf-8")
+    return plain, converted
+
+
+def shares(batch: int, ranks: int) -> dict[int, int]:
+    """Each rank has about twice the next one's samples."""
+    parts = [2 ** (ranks - rank) for rank in range(ranks)]
+    found = [max(2, batch * part // sum(parts)) for part in parts]
+    found[0] += batch - sum(found)
+    return dict(enumerate(found))
+
+
+def run(case: Case, arm: Arm, script: Path, seed: int, scratch: Path) -> Result:
+    """One job of the script, in a folder of its own.
+
+    Raises:
+        SystemExit: It failed; what it said stands before.
+    """
+    place = scratch / f"{case.name}-{arm.ranks}-{arm.bound}-{seed}"
+    here = place / "here"
+    here.mkdir(parents=True)
+    case.material(here)
+    job = None
+    if arm.bound is not None:
+        job = {"delay_bound": arm.bound, "pins": shares(case.batch, arm.ranks), **case.settings}
+    batch = case.batch // arm.ranks if case.per_rank else case.batch
+    told = {
+        "script": str(script),
+        "words": shlex.split(case.words.replace("{batch}", str(batch))),
+        "seed": seed,
+        "dtype": case.dtype,
+        "job": job,
+        "around": case.around,
+        "weights": str(place / "weights.safetensors"),
+    }
+    (place / "told.json").write_text(json.dumps(told))
+    starter = mpirun(arm.ranks) if job is not None else []
+    words = [*starter, sys.executable, "-m", "benchmarks.public_scripts.played", place / "told.json"]
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = environment() | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        list(map(str, words)), cwd=here, env=env, text=True, capture_output=True, timeout=LIMIT_SECONDS, check=False
+    )
+    (place / "said.txt").write_text(done.stdout + done.stderr)
+    found = re.findall(case.metric, done.stdout + done.stderr)
+    if done.returncode or not found:
+        sys.exit(f"{done.stdout[-3000:]}{done.stderr[-6000:]}\n{case.name} on {arm} ended with {done.returncode}")
+    return Result(float(found[-1]), Path(told["weights"]))
+
+
+def difference(one: Path, other: Path) -> float:
+    """The largest between weights, over the largest weight of their tensor."""
+    mine, theirs = load_file(one), load_file(other)
+    if mine.keys() != theirs.keys():
+        sys.exit(f"{one} has {len(mine)} tensors, {other} {len(theirs)}")
+    return max(
+        float((mine[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp_min(1e-12)) for name in mine
+    )
+
+
+def judged(case: Case, sources: Path, seeds: int, scratch: Path) -> dict[str, Any]:
+    """Every arm's runs of a script, and what follows from them."""
+    plain, converted = laid_out(case, sources, scratch / "source" / case.name)
+    together = run(case, SYNCHRONOUS, converted, 0, scratch)
+    alone = [run(case, PLAIN, plain, seed, scratch) for seed in range(seeds)]
+    delayed = [run(case, DELAYED, converted, seed, scratch) for seed in range(seeds)]
+    written, gone = changed(plain, converted)
+    found = {
+        "name": case.name,
+        "source": case.source,
+        "door": case.door,
+        "written": written,
+        "gone": gone,
+        "plain": [result.metric for result in alone],
+        "synchronous": together.metric,
+        "delayed": [result.metric for result in delayed],
+        "difference": difference(alone[0].weights, together.weights),
+        "tolerance": case.tolerance,
+    }
+    found["equal"] = case.tolerance is None or found["difference"] <= case.tolerance
+    found["within_seeds"] = judged_by(found["plain"], found["delayed"], case.falls)
+    return found
+
+
+def judged_by(alone: list[float], delayed: list[float], falls: bool) -> bool:
+    """Whether the median of the delayed is not worse than the worst of one process by more than these differ."""
+    sign = -1 if falls else 1
+    return sign * statistics.median(delayed) >= min(sign * metric for metric in alone) - (max(alone) - min(alone))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| script | converted by | written | gone | D = 0, largest difference of weights "
+        "| metric of one process | D = 4 on 3 ranks | passed |",
+        "| --- " * 8 + "|",
+    ]
+    for row in rows:
+        drawn = " (draws for a batch)" if row["tolerance"] is None else ""
+        cells = [row["name"], row["door"], row["written"], row["gone"], f"{row['difference']:.1e}{drawn}"]
+        cells += [spread(row["plain"], ".4g"), spread(row["delayed"], ".4g")]
+        cells.append("yes" if row["equal"] and row["within_seeds"] else "no")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="scripts; all without one", metavar="NAME")
+    parser.add_argument("--sources", type=Path, default=Path("sources"), help="folder of clones, OWNER+NAME")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path("results"))
+    parser.add_argument("--keep", type=Path, help="folder for what runs leave; a temporary one otherwise")
+    options = parser.parse_args()
+    if unknown := set(options.names) - {case.name for case in CASES}:
+        sys.exit(
+            f"no script is called {', '.join(sorted(unknown))}: there are {', '.join(case.name for case in CASES)}"
+        )
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for case in CASES:
+            if not options.names or case.name in options.names:
+                rows.append(judged(case, options.sources.resolve(), options.seeds, options.keep or Path(temporary)))
+                keep(options.output, "public_scripts", rows=rows)
+                print(table(rows[-1:]).splitlines()[-1], flush=True)
+    publish(options.output, "public_scripts", table(rows))
+    if not all(row["equal"] and row["within_seeds"] for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

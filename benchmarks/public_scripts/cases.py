@@ -1,0 +1,65 @@
+"""Which public scripts, at which commit, on what data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.public_scripts import digits
+
+EXAMPLES = "pytorch/examples", "77f55b912142e11fcfdf5b530231fb9c52f181e8"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A public script, and how it is run here.
+
+    Attributes:
+        name: Of its edits, too: edits/NAME.ed.
+        source: Repository and commit.
+        folder: What of it is taken, and within it the `script`.
+        door: Which page of the guide it was converted by.
+        words: Its command line. `{batch}` is a process's batch: the job's divided by its ranks where `per_rank`.
+        batch: The job's.
+        metric: What it prints of its held-out data, the last of which counts: a regular expression with one group.
+        falls: Whether a lower metric is better.
+        material: Makes its data, below the folder it is started in.
+        around: What stands in for the network and for hardware, in the script as it stands as in the converted one.
+        dtype: Torch's default in all its runs. In float64 what differs is no rounding, which some scripts magnify.
+        tolerance: Of the largest difference of weights at D = 0, or None where the script draws random numbers for a
+            batch, which no other process can draw.
+    """
+
+    name: str
+    source: tuple[str, str]
+    folder: str
+    script: str
+    door: str
+    words: str
+    batch: int
+    metric: str
+    falls: bool
+    material: Callable[[Path], None]
+    around: str | None = None
+    per_rank: bool = False
+    dtype: str = "float64"
+    tolerance: float | None = 1e-6
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = (
+    Case(
+        name="mnist",
+        source=EXAMPLES,
+        folder="mnist",
+        script="main.py",
+        door="own loop",
+        words="--epochs 3 --batch-size {batch} --log-interval 1000",
+        batch=32,
+        metric=r"Test set: Average loss: ([\d.]+)",
+        falls=True,
+        material=digits.as_mnist,
+    ),
+)

@@ -1,0 +1,25 @@
+"""Digits in the files of data sets that scripts know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from hetsync.data.sets.digits import digits
+
+
+def as_mnist(folder: Path) -> None:
+    """data/MNIST/raw beside the script's folder: images of 28 x 28 that are those of 8 x 8, three times as large."""
+    raw = folder.parent / "data" / "MNIST" / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    for name, part in (("train", digits().train), ("t10k", digits().test)):
+        images = np.stack([np.pad(np.kron(image[0].numpy(), np.ones((3, 3))), 2) for image, _ in part])
+        _idx(raw / f"{name}-images-idx3-ubyte", np.round(255 * images / images.max()))
+        _idx(raw / f"{name}-labels-idx1-ubyte", np.array([int(label) for _, label in part]))
+
+
+def _idx(path: Path, values: np.ndarray) -> None:
+    """The format of http://yann.lecun.com/exdb/mnist: bytes, and before them how many there are in each dimension."""
+    head = bytes([0, 0, 8, values.ndim]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
+    path.write_bytes(head + values.astype(np.uint8).tobytes())
