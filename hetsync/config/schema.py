@@ -289,7 +289,7 @@ class SyncConfig:
     least_slice: int = 2
     pins: dict[int, int] = field(default_factory=dict)
     rebalance: bool = True
-    wire: Literal["float32", "bfloat16", "int8"] = "float32"
+    wire: Literal["float32", "bfloat16", "int8", "int4", "int2", "top64"] = "float32"
     fragments: int | Literal["auto"] = "auto"
     bucket_bytes: int = 4194304
     overlap: bool = True

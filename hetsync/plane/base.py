@@ -46,7 +46,7 @@ from hetsync.errors import UserError
 
 Told = TypeVar("Told")
 Allocate = Callable[[int, torch.device], torch.Tensor]  # so many float32 values there, flat and not cleared
-WireFormat = Literal["float32", "bfloat16", "int8"]
+WireFormat = Literal["float32", "bfloat16", "int8", "int4", "int2", "top64"]
 
 
 class PlaneError(RuntimeError):

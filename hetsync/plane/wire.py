@@ -5,26 +5,35 @@
 | float32 | 4 a value, 8 of float64 | none |
 | bfloat16 | 2 a value | at most 2⁻⁸ of the value |
 | int8 | 1028 a block of 1024 values, padded | at most 1/254 of the block's largest absolute value |
+| int4 | 516 a block of 1024 | at most 1/14 of it |
+| int2 | 260 a block of 1024: -1, 0 or 1 times its scale | the whole block's is shorter than the block |
+| top64 | 132 a block of 4096: the 64 largest by absolute value, in 4 bits | the others, and 1/14 of the largest |
 
-An int8 block is its float32 scale followed by its 1024 values, so that a shard made of whole blocks is a
-contiguous piece of the encoded tensor, and rounding a shard equals rounding that part of the whole. In
-every format zeros are encoded as zero bytes. The name float32 says that nothing is rounded: float64 stays float64.
+A block is its float32 scale followed by its values, so that a shard made of whole blocks is a contiguous piece of the
+encoded tensor, and rounding a shard equals rounding that part of the whole. In every format zeros are encoded as zero
+bytes, and a rounding takes away from each block some of its length: what error feedback keeps does not grow without
+bound (Karimireddy et al. 2019). int2 has ternary values as in TernGrad (Wen et al. 2017), top64 is about the wire of
+SparseLoCo (Sarfi et al. 2025). The name float32 says that nothing is rounded: float64 stays float64.
 
-Infinities and nan never come out finite: bfloat16 keeps them, int8 turns their whole block into nan.
+Infinities and nan never come out finite: bfloat16 keeps them, the others turn what is sent of their block into nan.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import get_args
 
 import torch
 
 from hetsync.plane.base import PlaneError, Residual, WireFormat
 
-BLOCK = 1024
 SCALE_BYTES = 4
-# On CPUs int8 works on 1 MiB at a time, in the cache: page faults of whole temporaries cost twice the work.
-CPU_BLOCKS = 256
+# On CPUs blocks are made of 1 MiB at a time, in the cache: page faults of whole temporaries cost twice the work.
+CPU_VALUES = 256 * 1024
+INDEX_BITS = 12  # of a place in a sparse block
+SMALL = 0.2  # of a block's largest value: what is less is left for later in 2 bits
 WIRE_FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
 
 
@@ -45,15 +54,20 @@ def bytes_of(tensor: torch.Tensor, wire: WireFormat) -> int:
 
 def encoded_bytes(n: int, wire: WireFormat) -> int:
     """Bytes that `encode` makes of n values."""
-    if wire == "int8":
-        return -(-n // BLOCK) * (BLOCK + SCALE_BYTES)
+    if (blocks := BLOCKS.get(wire)) is not None:
+        return -(-n // blocks.values) * blocks.n_bytes
     return n * _floating(wire).itemsize
 
 
 def shard_values(n: int, size: int, wire: WireFormat) -> int:
     """Values in each of `size` equal shards that together hold n; the last ones are filled up with zeros."""
-    granule = BLOCK if wire == "int8" else 1
+    granule = block_values(wire)
     return -(-n // (size * granule)) * granule
+
+
+def block_values(wire: WireFormat) -> int:
+    """Values that are rounded together."""
+    return BLOCKS[wire].values if wire in BLOCKS else 1
 
 
 def padded(tensor: torch.Tensor, n: int) -> torch.Tensor:
@@ -64,8 +78,8 @@ def padded(tensor: torch.Tensor, n: int) -> torch.Tensor:
 def encode(tensor: torch.Tensor, wire: WireFormat) -> torch.Tensor:
     """A flat tensor as a new uint8 tensor of `encoded_bytes` bytes, on the same device."""
     tensor = flat(tensor)
-    if wire == "int8":
-        return _encode_blocks(tensor.float())
+    if (blocks := BLOCKS.get(wire)) is not None:
+        return _encode_blocks(tensor.float(), blocks)
     return tensor.to(_floating(wire), copy=True).view(torch.uint8)
 
 
@@ -73,8 +87,8 @@ def decode(data: torch.Tensor, n: int, wire: WireFormat) -> torch.Tensor:
     """The n float32 values that `encode` was given, as far as the format keeps them, in new memory."""
     if data.numel() != encoded_bytes(n, wire):
         raise PlaneError(f"{n} values of {wire} are {encoded_bytes(n, wire)} bytes, not {data.numel()}")
-    if wire == "int8":
-        return _decode_blocks(data.view(-1, BLOCK + SCALE_BYTES))[:n]
+    if (blocks := BLOCKS.get(wire)) is not None:
+        return _decode_blocks(data.view(-1, blocks.n_bytes), blocks)[:n]
     return data.view(_floating(wire)).to(torch.float32, copy=True)
 
 
@@ -114,31 +128,122 @@ def _floating(wire: WireFormat) -> torch.dtype:
     raise PlaneError(f"no wire format {wire!r}; there are {', '.join(WIRE_FORMATS)}")
 
 
-def _encode_blocks(tensor: torch.Tensor) -> torch.Tensor:
-    n_whole = tensor.numel() // BLOCK * BLOCK
-    data = torch.empty(encoded_bytes(tensor.numel(), "int8"), dtype=torch.uint8, device=tensor.device)
-    rows = data.view(-1, SCALE_BYTES + BLOCK)
-    step = CPU_BLOCKS if tensor.device.type == "cpu" else max(len(rows), 1)
-    for blocks, out in zip(tensor[:n_whole].view(-1, BLOCK).split(step), rows.split(step), strict=False):
-        _encode_into(blocks, out[: len(blocks)])
-    if n_whole < tensor.numel():
-        _encode_into(padded(tensor[n_whole:], BLOCK).view(1, BLOCK), rows[-1:])
-    return data
+@dataclass(frozen=True)
+class Blocks:
+    """A format whose values are rounded by blocks.
+
+    Attributes:
+        values: Of a block.
+        bits: Of a value that is sent.
+        sent: Values of a block that are sent, the largest ones; the others are zeros.
+    """
+
+    values: int
+    bits: int
+    sent: int
+
+    @property
+    def sparse(self) -> bool:
+        return self.sent < self.values
+
+    @property
+    def place_bytes(self) -> int:
+        return self.sent * INDEX_BITS // 8 if self.sparse else 0
+
+    @property
+    def n_bytes(self) -> int:
+        return SCALE_BYTES + self.place_bytes + self.sent * self.bits // 8
 
 
-def _encode_into(blocks: torch.Tensor, rows: torch.Tensor) -> None:
+BLOCKS: Mapping[str, Blocks] = MappingProxyType(
+    {
+        "int8": Blocks(1024, 8, 1024),
+        "int4": Blocks(1024, 4, 1024),
+        "int2": Blocks(1024, 2, 1024),
+        "top64": Blocks(4096, 4, 64),
+    }
+)
+
+
+def _encode_blocks(tensor: torch.Tensor, form: Blocks) -> torch.Tensor:
+    whole = tensor.numel() // form.values * form.values
+    rows = torch.empty(-(-tensor.numel() // form.values), form.n_bytes, dtype=torch.uint8, device=tensor.device)
+    step = CPU_VALUES // form.values if tensor.device.type == "cpu" else max(len(rows), 1)
+    for blocks, out in zip(tensor[:whole].view(-1, form.values).split(step), rows.split(step), strict=False):
+        _encode_into(blocks, out[: len(blocks)], form)
+    if whole < tensor.numel():
+        _encode_into(padded(tensor[whole:], form.values).view(1, form.values), rows[-1:], form)
+    return rows.view(-1)
+
+
+def _encode_into(blocks: torch.Tensor, rows: torch.Tensor, form: Blocks) -> None:
+    if form.sparse:
+        places = blocks.abs().topk(form.sent, 1, sorted=False).indices
+        blocks = blocks.gather(1, places)
+    scale, integers = _ternary(blocks) if form.bits == 2 else _even_steps(blocks, 2 ** (form.bits - 1) - 1)
+    rows[:, :SCALE_BYTES].view(torch.float32).copy_(scale)
+    if form.sparse:
+        rows[:, SCALE_BYTES:][:, : form.place_bytes] = _packed_places(places.where(scale != 0, 0))
+    rows[:, SCALE_BYTES + form.place_bytes :] = _packed(integers, form.bits)
+
+
+def _decode_blocks(data: torch.Tensor, form: Blocks) -> torch.Tensor:
+    scale = data[:, :SCALE_BYTES].view(torch.float32)
+    values = _unpacked(data[:, SCALE_BYTES + form.place_bytes :].view(torch.int8), form.bits)
+    # An infinite scale times 127 would be infinite, times 0 nan: one kind of damage is easier to find.
+    values.mul_(torch.where(scale.isfinite(), scale, torch.nan))
+    if form.sparse:
+        places = _unpacked_places(data[:, SCALE_BYTES:][:, : form.place_bytes])
+        values = torch.zeros(len(data), form.values, device=data.device).scatter_(1, places, values)
+    return values.view(-1)
+
+
+def _largest(blocks: torch.Tensor) -> torch.Tensor:
     # Two passes, yet several times faster than `aminmax` along a dimension, and without the copy of `abs`.
     largest = torch.maximum(blocks.amax(1, keepdim=True), -blocks.amin(1, keepdim=True))
-    scale = largest.abs_() / 127  # without the sign of a -0.0
+    return largest.abs_()  # without the sign of a -0.0
+
+
+def _even_steps(blocks: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A scale of each block, which its largest value has `most` times, and how often each value has it."""
+    scale = _largest(blocks) / most
     # A scale that is not finite makes the block nan in `decode`, whatever integers stand beside it.
     divisor = torch.where(scale > 0, scale, 1.0)
-    values = (blocks / divisor).round_().nan_to_num_(nan=0.0).clamp_(-127, 127)
-    rows[:, :SCALE_BYTES].view(torch.float32).copy_(scale)
-    rows[:, SCALE_BYTES:].view(torch.int8).copy_(values)
+    return scale, (blocks / divisor).round_().nan_to_num_(nan=0.0).clamp_(-most, most)
 
 
-def _decode_blocks(data: torch.Tensor) -> torch.Tensor:
-    scale = data[:, :SCALE_BYTES].view(torch.float32)
-    values = data[:, SCALE_BYTES:].view(torch.int8).to(torch.float32)
-    # An infinite scale times 127 would be infinite, times 0 nan: one kind of damage is easier to find.
-    return values.mul_(torch.where(scale.isfinite(), scale, torch.nan)).view(-1)
+def _ternary(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean size of each block's values that are not small, and the signs of these: the nearest to the block that
+    one scale allows. What is small by the mean instead would leave a few large values waiting ever longer."""
+    large = blocks.abs().ge_(SMALL * _largest(blocks))
+    signs = blocks.sign().mul_(large)
+    scale = (blocks * (signs / large.sum(1, keepdim=True))).sum(1, keepdim=True)  # a sum of sizes may be infinite
+    return scale, signs.nan_to_num_(nan=0.0)
+
+
+def _packed(integers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Bytes of as many parts of a block as they have room for, the first part in the lowest bits."""
+    values = integers.to(torch.int8).view(torch.uint8)
+    if bits == 8:
+        return values
+    first, *others = (values & (2**bits - 1)).chunk(8 // bits, 1)
+    for number, part in enumerate(others, start=1):
+        first = first | part << (bits * number)
+    return first
+
+
+def _unpacked(data: torch.Tensor, bits: int) -> torch.Tensor:
+    """Float32 of bytes that `_packed` made; shifts of signed bytes carry the sign."""
+    parts = [(data << (8 - bits * (number + 1))) >> (8 - bits) for number in range(8 // bits)]
+    return torch.cat(parts, 1).to(torch.float32)
+
+
+def _packed_places(places: torch.Tensor) -> torch.Tensor:
+    """Two places of 12 bits in three bytes."""
+    low, high = places.to(torch.int32).chunk(2, 1)
+    return torch.cat([low & 255, low >> 8 | (high & 15) << 4, high >> 4], 1).to(torch.uint8)
+
+
+def _unpacked_places(data: torch.Tensor) -> torch.Tensor:
+    first, second, third = data.to(torch.int64).chunk(3, 1)
+    return torch.cat([first | (second & 15) << 8, second >> 4 | third << 4], 1)

@@ -9,7 +9,8 @@ such as batch-norm statistics), and float32, or float64 where one of these tenso
     correction  X, what rounds have changed and u has not taken over yet (lower precision: nor been able to)
 
 After every call, at a task's boundary:  u + X = w + P.  So progress that a finish has to report is u + X − w,
-whatever was rounded away or quantised before: nothing is ever lost, and error feedback needs no buffer.
+whatever was rounded away or quantised before: nothing is ever lost. What a wire has rounded off a contribution is kept
+in one buffer more, since it goes out with the weight of its own samples, whatever those of the next one are.
 
 A rank may finish more tasks while its contribution is in flight. The first of these moves that part of P into X (as
 −P); from then until the sum lands X must not be applied, since u would lose the progress in flight meanwhile.
@@ -168,7 +169,7 @@ class Deltas:
         self._samples = 0
         self._weight = self._buffer_weight = 0.0  # that our last contribution had
         self._given_worth = (0.0, 0.0)  # what its steps counted for
-        self._rounded = False  # did the wire round our last contribution?
+        self._owed: torch.Tensor | None = None  # what the wire has rounded off it: u holds that over `_weight`
         self._dropped = False  # does u hold what belongs to no task?
         self.has_moved = False  # u, by `apply`; whoever looks sets it back
         self.packed = (0, 0)  # samples and inner steps of our contribution to the newest round
@@ -180,7 +181,8 @@ class Deltas:
     @property
     def buffer_bytes(self) -> int:
         """Memory that delayed mode takes beside the weights."""
-        return sum(b.values.nbytes for b in (self._anchor, self._pending, self._flight, self._correction))
+        owed = 0 if self._owed is None else self._owed.nbytes
+        return owed + sum(b.values.nbytes for b in (self._anchor, self._pending, self._flight, self._correction))
 
     @property
     def anchor(self) -> torch.Tensor:
@@ -194,6 +196,7 @@ class Deltas:
         torch._foreach_copy_(self._anchor.tensors, self._local)
         self._pending.empty = self._correction.empty = True
         self._dropped = False
+        self._owed = None
 
     @property
     def holds_anchor(self) -> bool:
@@ -316,7 +319,7 @@ class Deltas:
     def take_leftover(self) -> bool:
         """At a drain, where this rank has finished nothing more: P ← what the wire has rounded off its contributions,
         which goes with no samples. False where that is nothing."""
-        if not self._rounded or self._dropped:
+        if self._owed is None or self._dropped:
             return False
         self.finish(0, 0)
         return not self._pending.empty
@@ -350,17 +353,18 @@ class Deltas:
         if not (contribute and self._speaks) or pending.empty:
             flight.zero_()
         else:
+            weight_before = self._weight
             if self._steps:
                 self._buffer_weight = self._samples / (self._steps * batch)
                 no_step = not self._merged_steps
                 self._weight = self._buffer_weight if no_step else self._worth / (self._merged_steps * batch)
             torch.mul(pending.values[: self._weights], self._weight, out=addend)
+            if self._owed is not None and self._weight != weight_before:
+                addend.add_(self._owed, alpha=1 - self._weight / weight_before)
             torch.mul(pending.values[self._weights :], self._buffer_weight, out=flight[self._weights :])
             first_added = flight.numel() - self._added
             flight[first_added:] = pending.values[first_added:]  # each increment counts once, of however many samples
-            self._rounded = wire != "float32"
-            if self._rounded:
-                torch.div(round_trip(addend, wire), self._weight, out=pending.values[: self._weights])
+            self._owe(addend, wire)
         self.tail.counts.zero_()
         counted = self._samples if counted is None else counted
         self.tail.counts[self._own_count] = counted if contribute and self._speaks else 0
@@ -374,6 +378,15 @@ class Deltas:
             return self._flight.memory
         self.tail.pack()
         return addend
+
+    def _owe(self, addend: torch.Tensor, wire: WireFormat) -> None:
+        """What the wire rounds off the addend stays in u, over the weight that it has now: whatever weight the next
+        contribution has, this part goes with its own, or progress would count for more or less than its samples."""
+        if wire == "float32" or not self._weight:
+            self._owed = None
+            return
+        self._owed = torch.sub(addend, round_trip(addend, wire), out=self._owed)
+        self._pending.values[: self._weights].sub_(self._owed, alpha=1 / self._weight)
 
     def apply_sum(self) -> None:
         """w and X are to take over the sum; X loses our own part of it, which u holds already."""
@@ -429,7 +442,8 @@ class Deltas:
     def take_back(self) -> None:
         """Our contribution that is under way was to a round that does not count: it is progress that no round has
         taken. What rounding took from the sums so far is given up: shards are other ranks' now; and what 16-bit weights
-        could not hold, where X holds that beside what has been folded, as at a drain."""
+        could not hold, where X holds that beside what has been folded, as at a drain. What the wire had rounded off
+        contributions before goes with the next one's weight."""
         self._land()
         self.residual = Residual()
         if not self._in_flight:
@@ -447,6 +461,7 @@ class Deltas:
         self._worth += worth
         self._merged_steps += merged_steps
         self._in_flight = self._folded = False
+        self._owed = None
 
     @torch.no_grad()
     def catch_up(self, anchor: torch.Tensor, velocity: torch.Tensor | None, travel: Sequence[int]) -> None:

@@ -151,6 +151,8 @@ def test_a_model_that_goes_by_steps_is_told_those_of_the_job() -> None:
         {"delay_bound": 4},
         {"delay_bound": 2, "accumulation": 3, "outer": OuterConfig("nesterov", 0.7, 0.5)},
         {"delay_bound": 4, "wire": "int8"},
+        {"delay_bound": 4, "wire": "top64"},
+        {"delay_bound": 0, "wire": "int2"},
         {"delay_bound": 0, "wire": "bfloat16"},
         {"delay_bound": None, "quorum": 0.1},
     ],

@@ -323,19 +323,21 @@ def storages(at_least):
     return {pointer: size for pointer, size in found.items() if size >= at_least}
 
 
-@pytest.mark.parametrize("outer", [None, Nesterov(0.7, 0.9, BATCH)])
-def test_four_buffers_of_the_parameters_size_and_one_for_the_outer_optimizer(outer):
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+@pytest.mark.parametrize("outer", [False, True])
+def test_four_buffers_of_the_parameters_size_and_one_for_the_outer_optimizer_and_for_rounding(outer, wire):
     local = [torch.zeros(300, 7), torch.zeros(900)]
     size = 4 * 3000
     before = storages(size)
-    deltas = Deltas(local, outer)
+    deltas = Deltas(local, Nesterov(0.7, 0.9, BATCH) if outer else None)
     for _ in range(3):
         deltas.finish(4, 1)
-        deltas.pack(True, BATCH, "int8")
+        deltas.pack(True, BATCH, wire)
         deltas.finish(4, 1)
         deltas.apply_sum()
         deltas.apply()
-    assert len(storages(size).keys() - before.keys()) == 4 + (outer is not None)
+    assert len(storages(size).keys() - before.keys()) == 4 + outer + (wire != "float32")
+    assert deltas.buffer_bytes == size * (4 + (wire != "float32"))
 
 
 def test_beside_the_four_there_is_a_segment_at_most():

@@ -6,23 +6,24 @@ import pytest
 import torch
 
 from hetsync.plane.base import Residual
-from hetsync.plane.wire import round_trip
+from hetsync.plane.wire import WIRE_FORMATS, round_trip
 from hetsync.simulate.replicas import sum_in_order
 from hetsync.sync.deltas import Deltas
 
 BATCH = 8
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+@pytest.mark.parametrize("wire", WIRE_FORMATS[1:])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_rounding_loses_goes_with_the_next_contribution(wire, overlap):
-    """What has arrived after many rounds is what was computed, to within one rounding of the last round."""
+    """What has arrived after many rounds is what was computed, to within one rounding of the last round, or few where
+    a rounding leaves whole values for later."""
     generator = torch.Generator().manual_seed(0)
     # Some values are far below the least that int8 can tell from 0 beside the greatest.
-    scale = torch.logspace(-4, 0, 50)
-    local = [torch.zeros(50)]
+    scale = torch.logspace(-4, 0, 200)
+    local = [torch.zeros(200)]
     deltas = Deltas(local)
-    computed, arrived, greatest = torch.zeros(50), torch.zeros(50), 0.0
+    computed, arrived, greatest = torch.zeros(200), torch.zeros(200), 0.0
     flying = None
     rounds = 200
 
@@ -32,7 +33,7 @@ def test_what_rounding_loses_goes_with_the_next_contribution(wire, overlap):
         deltas.apply_sum()
 
     for _ in range(rounds):
-        progress = scale * (1 + torch.rand(50, generator=generator))
+        progress = scale * (1 + torch.rand(200, generator=generator))
         local[0] += progress
         computed += progress / 2
         if overlap and flying is not None:  # finish the next task while the last one's flies
@@ -48,13 +49,39 @@ def test_what_rounding_loses_goes_with_the_next_contribution(wire, overlap):
         if not overlap:
             land()
             assert deltas.apply()
-    quantum = {"bfloat16": 2**-8 * sent.abs(), "int8": torch.full((50,), greatest / 254)}[wire]
+    shares = {"int8": 1 / 254, "int4": 1 / 14, "int2": 2, "top64": 1}
+    quantum = 2**-8 * sent.abs() if wire == "bfloat16" else torch.full((200,), greatest * shares[wire])
     assert ((arrived - computed).abs() <= 1.01 * quantum + 2e-5 * computed).all()
     lost = rounds * (round_trip(scale, wire) - scale).abs()
     assert (lost > 5 * quantum).any(), "without feedback more would be missing: the test can fail"
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+@pytest.mark.parametrize("wire", WIRE_FORMATS[1:])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_rounding_loses_counts_by_its_own_samples(wire, overlap):
+    """However many the next contribution has: each sample's progress moves the anchor once."""
+    generator, local, expected = torch.Generator().manual_seed(2), [torch.zeros(200)], torch.zeros(200)
+    deltas = Deltas(local)
+    for number, samples in enumerate((7, 1, 5, 2, 8, 3)):
+        progress = torch.randn(200, generator=generator)
+        local[0] += progress
+        expected += progress * samples / BATCH
+        deltas.finish(samples, 1)
+        addend = deltas.pack(True, BATCH, wire if number < 5 else "float32")
+        addend.copy_(round_trip(addend, wire if number < 5 else "float32"))
+        if overlap and number < 5:
+            local[0] += (more := torch.randn(200, generator=generator))
+            expected += more * 4 / BATCH
+            deltas.finish(4, 1)
+            deltas.apply_sum()
+            flight = deltas.pack(True, BATCH, wire)
+            flight.copy_(round_trip(flight, wire))
+        deltas.apply_sum()
+        assert deltas.apply()
+    torch.testing.assert_close(deltas.anchor, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wire", WIRE_FORMATS[1:])
 def test_a_drain_settles_also_after_low_precision_rounds(wire):
     ranks = [[torch.zeros(40)] for _ in range(2)]
     deltas = [Deltas(local) for local in ranks]
@@ -102,7 +129,7 @@ def test_steady_progress_arrives_however_small_beside_the_greatest(wire, small):
     torch.testing.assert_close(everyones[0].anchor, computed, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+@pytest.mark.parametrize("wire", WIRE_FORMATS[1:])
 def test_a_drain_delivers_what_was_rounded_off_a_rank_that_has_nothing_more_to_give(wire):
     local = [torch.zeros(40)]
     deltas = Deltas(local)
@@ -122,7 +149,7 @@ def test_a_drain_delivers_what_was_rounded_off_a_rank_that_has_nothing_more_to_g
     assert (round_trip(progress / 2, wire) - progress / 2).abs().max() > 1e-4, "without it: the test can fail"
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+@pytest.mark.parametrize("wire", WIRE_FORMATS[1:])
 def test_a_task_that_is_dropped_goes_with_no_leftover(wire):
     """Its samples are computed by others."""
     local = [torch.zeros(40)]

@@ -13,7 +13,7 @@ from hetsync.config.schema import OuterConfig, SyncConfig
 from hetsync.errors import UserError
 from hetsync.plane.base import WireFormat
 from hetsync.plane.local import LocalPlane
-from hetsync.plane.wire import round_trip
+from hetsync.plane.wire import WIRE_FORMATS, round_trip
 from hetsync.sync.deltas import Deltas, Nesterov
 from hetsync.sync.engine import Engine
 from hetsync.sync.fragments import FragmentedDeltas, fragments_of
@@ -138,7 +138,7 @@ def test_a_round_sums_one_fragment_and_a_drain_all():
     assert rank.pack(5, False)[0].numel() == sizes[1]
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+@pytest.mark.parametrize("wire", WIRE_FORMATS[1:])
 def test_what_rounding_took_from_a_fragment_given_early_is_given_at_the_drain(wire: WireFormat) -> None:
     """Also where its rank contributes to the drain what it had given early."""
     deltas = FragmentedDeltas([weights := torch.zeros(8)], fragments=2)

@@ -100,6 +100,8 @@ JOBS: dict[str, Settings] = {
     "bfloat16 on the wire": {"wire": "bfloat16"},
     "int8 on the wire": {"wire": "int8", "fragments": 3},
     "synchronous, int8": {"delay_bound": 0, "wire": "int8"},
+    "top64 on the wire": {"wire": "top64", "fragments": 3},
+    "synchronous, int2": {"delay_bound": 0, "wire": "int2"},
     "snapshots": {"evaluates": True},
     "synchronous, evaluated": {"delay_bound": 0, "evaluates": True},
     "outer optimizer": {"outer": {"name": "nesterov"}, "evaluates": True},
