@@ -31,6 +31,7 @@ BUILT_IN = {
     "resnet18": "hetsync.models.resnet:resnet18",
     "resnet50": "hetsync.models.resnet:resnet50",
     "trajectory_transformer": "hetsync.models.trajectory_transformer:TrajectoryTransformer",
+    "transformer_lm": "hetsync.models.transformer_lm:TransformerLM",
 }
 
 COUNTED = frozenset({"classes", "vocabulary", "source_vocabulary", "target_vocabulary"})  # of data, by options' names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,9 +35,9 @@ def test_ptb_lstm_has_the_published_sizes(size: str, millions: float) -> None:
     assert parameters(models.build("ptb_lstm", size=size)) / 1e6 == pytest.approx(millions, abs=0.006)
 
 
-def test_tied_weights_are_held_once() -> None:
-    tied = models.build("ptb_lstm", vocabulary=WORDS, hidden=8, tied=True)
-    loose = models.build("ptb_lstm", vocabulary=WORDS, hidden=8)
+@pytest.mark.parametrize(("name", "options"), [("ptb_lstm", {"hidden": 8}), ("transformer_lm", {"width": 8})])
+def test_tied_weights_are_held_once(name: str, options: dict[str, Any]) -> None:
+    tied, loose = (models.build(name, vocabulary=WORDS, tied=tied, **options) for tied in (True, False))
     assert parameters(loose) - parameters(tied) == WORDS * 8
     assert set(loose.state_dict()) - set(tied.state_dict()) == {"output_weight"}
     assert tied(torch.ones(2, 3, dtype=torch.long)).shape == (2, 3, WORDS)
@@ -46,6 +47,43 @@ def test_first_weights_are_in_the_size_s_range() -> None:
     model = models.build("ptb_lstm", size="medium", hidden=16, vocabulary=WORDS)
     largest = max(weight.abs().max().item() for weight in model.parameters())
     assert 0.045 < largest <= 0.05
+
+
+@pytest.mark.parametrize(("width", "millions"), [(256, 5.79), (512, 17.86)])
+def test_transformer_lm_has_the_sizes_that_it_tells(width: int, millions: float) -> None:
+    torch.set_default_dtype(torch.float32)
+    assert parameters(models.build("transformer_lm", width=width)) / 1e6 == pytest.approx(millions, abs=0.006)
+
+
+def test_transformer_lm_scores_a_word_by_those_before_it() -> None:
+    model = models.build("transformer_lm", vocabulary=WORDS, width=8, heads=2, layers=2).eval()
+    tokens = torch.randint(WORDS, (3, 9))
+    scores = model(tokens)
+    later = tokens.clone()
+    later[:, 5:] = (later[:, 5:] + 1) % WORDS
+    torch.testing.assert_close(model(later)[:, :5], scores[:, :5])
+    assert not torch.allclose(model(later)[:, 5], scores[:, 5])
+    torch.testing.assert_close(model(tokens, 4), scores[:, 5:])
+    swapped = tokens.clone()
+    swapped[:, [0, 1]] = torch.tensor([3, 7])
+    assert not torch.allclose(model(swapped[:, [1, 0, *range(2, 9)]])[:, 8], model(swapped)[:, 8]), "it knows places"
+
+
+def test_transformer_lm_begins_with_no_word_in_particular() -> None:
+    model = models.build("transformer_lm", vocabulary=WORDS, width=64, layers=8).eval()
+    scores = model(torch.randint(WORDS, (4, 20))).flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(scores, torch.randint(WORDS, (80,)))
+    assert loss.item() == pytest.approx(math.log(WORDS), abs=0.1)
+
+
+def test_a_text_without_room_is_refused_in_a_sentence() -> None:
+    model = models.build("transformer_lm", vocabulary=WORDS, width=8, heads=2, layers=1, longest=8)
+    with pytest.raises(
+        UserError, match=r"longest is 8, and a text has 9 tokens: raise it, or lower data.options.window"
+    ):
+        model(torch.zeros(1, 9, dtype=torch.long))
+    with pytest.raises(UserError, match=r"width is 9: it must be a multiple of heads, 2"):
+        models.build("transformer_lm", width=9, heads=2)
 
 
 def test_context_warms_the_state_without_gradient() -> None:

@@ -23,6 +23,7 @@ LAYERS = {
     "deeptte": ["lstm", "upper_lstm"],
     "ptb_lstm": ["embedding", "lstm.0", "lstm.1", "output_weight"],
     "nmt": ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"],
+    "transformer_lm": ["blocks.0", "blocks.1", "output_weight"],
     "trajectory_transformer": ["encoder.layers.0", "encoder.layers.1"],
     "inception_v3": ["enlarge", "classifier", "auxiliary"],
 }

@@ -96,6 +96,7 @@ WORKLOADS = (
     Workload("deeptte", city, {"hidden_size": 16}),
     Workload("trajectory_transformer", city, {"width": 16, "layers": 2, "heads": 2, "dropout": 0.0}),
     Workload("ptb_lstm", text, {"hidden": 16, "dropout": 0.0}, 1e-2, 32),
+    Workload("transformer_lm", text, {"width": 16, "layers": 2, "heads": 2, "dropout": 0.0, "tied": False}, 1e-2, 32),
     Workload("nmt", pairs, {"hidden": 16, "dropout": 0.0}, 1e-2),
 )
 
