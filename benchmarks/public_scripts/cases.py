@@ -11,6 +11,7 @@ from benchmarks.public_scripts import digits
 
 ACCELERATE = "huggingface/accelerate", "16cb6eb80dd9aa8b4df1a63ef57863e455d53b83"
 EXAMPLES = "pytorch/examples", "77f55b912142e11fcfdf5b530231fb9c52f181e8"
+PEFT = "huggingface/peft", "5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40"
 
 # Accelerate's scheduler makes a step for each process and batch, so a warm-up in steps is N times as long.
 MRPC = {
@@ -85,6 +86,19 @@ CASES = (
         falls=False,
         values=MRPC,
         around="texts.in_place_of_glue",
+        per_rank=True,
+    ),
+    Case(
+        name="peft_frod",
+        source=PEFT,
+        folder="examples/frod_finetuning",
+        script="frod_text_classification.py",
+        door="Trainer",
+        words="--num_train_epochs 5 --per_device_train_batch_size {batch}",
+        batch=12,
+        metric=r"'eval_accuracy': '?([\d.]+)",
+        falls=False,
+        around="texts.in_place_of_glue_and_frozen",
         per_rank=True,
     ),
 )
