@@ -101,4 +101,20 @@ CASES = (
         around="texts.in_place_of_glue_and_frozen",
         per_rank=True,
     ),
+    Case(
+        name="peft_olora",
+        source=PEFT,
+        folder="examples/olora_finetuning",
+        script="olora_finetuning.py",
+        door="Trainer",
+        words="--seed 0 --batch_size {batch} --num_epochs 3 --val_set_size 240 --eval_step 40 --save_step 40 "
+        "--learning_rate 1e-2 --cutoff_len 64 --lora_target_modules all-linear --device_map cpu "
+        "--init_lora_weights gaussian",
+        batch=12,
+        metric=r"'eval_loss': '?([\d.]+)",
+        falls=True,
+        values={"warmup_steps=100": "warmup_steps=20"},
+        around="texts.in_place_of_alpaca",
+        per_rank=True,
+    ),
 )
