@@ -46,6 +46,11 @@ def without_dropout() -> None:
     torch.nn.functional.dropout = as_it_is  # type: ignore[assignment]
 
 
+def with_floats_of(dtype: torch.dtype) -> None:
+    """What a script takes for float32's `float()`, as losses of transformers do, is of this type."""
+    torch.Tensor.float = lambda tensor, **layout: tensor.to(dtype, **layout)  # type: ignore[method-assign]
+
+
 def in_the_jobs_order() -> None:
     """What a job does with one DataLoader that shuffles, for the script as it stands."""
     epochs: dict[int, int] = {}
@@ -55,7 +60,11 @@ def in_the_jobs_order() -> None:
         epochs[id(sampler)] += 1
         yield from EpochOrder(samples, torch.initial_seed()).indices([(epoch * samples, (epoch + 1) * samples)])
 
+    def of_kinds(kind: type[RandomSampler], **_: Any) -> None:
+        kind.__iter__ = order  # type: ignore[assignment]
+
     RandomSampler.__iter__ = order  # type: ignore[assignment]
+    RandomSampler.__init_subclass__ = classmethod(of_kinds)  # type: ignore[assignment]
 
 
 def with_settings(settings: dict[str, Any]) -> None:
@@ -102,6 +111,7 @@ def main() -> None:
     told = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     torch.set_default_dtype(getattr(torch, told["dtype"]))
+    with_floats_of(torch.get_default_dtype())
     without_dropout()
     shift_seeds(told["seed"])
     if told["job"] is None:
