@@ -354,9 +354,11 @@ class OnHetSync:
 
     @cached_property
     def _shifts_labels(self) -> bool:
-        """Is the loss over a sequence's labels without the first? The Trainer knows it of losses that it names."""
-        causal = type(self._inner_model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        return causal or bool(getattr(self, "_loss_shifts_labels", False))
+        """Is the loss over a sequence's labels without the first? Where the Trainer tells the loss how many there are,
+        as it counts them: it knows it of losses that it names (not of GPT2LMHeadModel's, whose mean is of more)."""
+        if self.model_accepts_loss_kwargs or self.compute_loss_func is not None:  # type: ignore[attr-defined]
+            return bool(getattr(self, "_loss_shifts_labels", False))
+        return type(self._inner_model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def _loss_for_log(self) -> torch.Tensor:
         """This rank's mean, for each of the steps since the last log, as the Trainer divides by these."""

@@ -26,7 +26,15 @@ pytest.importorskip("peft")
 
 import peft
 from accelerate_jobs import end_job, no_state_left  # noqa: F401 - a fixture
-from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainerCallback, set_seed
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    OPTConfig,
+    OPTForCausalLM,
+    TrainerCallback,
+    set_seed,
+)
 from transformers import TrainingArguments as PlainArguments
 
 from hetsync.neighbours.transformers import Trainer, TrainingArguments, check_arguments, settings_of
@@ -67,12 +75,18 @@ def collated_with_index(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 def network(adapters: bool = False) -> Any:
     set_seed(3)
-    sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **none, bos_token_id=0, eos_token_id=0))
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "ffn_dim": 32,
+        "word_embed_proj_dim": 16,
+        "max_position_embeddings": 16,
+    }
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "dropout": 0.0}
+    model = OPTForCausalLM(OPTConfig(**sizes, **layers, bos_token_id=0, eos_token_id=0, pad_token_id=0))
     if not adapters:
         return model
-    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config)
 
 
@@ -156,6 +170,19 @@ def plain(adapters: bool = False, steps: int = STEPS, smoothing: float = 0.0) ->
 def assert_alike(model: nn.Module, other: nn.Module) -> None:
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_labels_are_counted_as_the_trainer_counts_them(plane: Plane, folder: Path, named: bool) -> None:
+    """It leaves out the first of a sequence where it knows the loss by its name: not that of GPT2LMHeadModel."""
+    mine = trainer(plane, folder)
+    if not named:
+        mine.model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+        mine = type(mine)(model=mine.model, args=mine.args, data_collator=collated, train_dataset=Sequences())
+    batch = collated([Sequences()[number] for number in range(BATCH)])
+    labels = int(batch["labels"].ne(-100).sum())
+    theirs = mine._get_num_items_in_batch([batch], torch.device("cpu"))
+    assert int(mine.loss_units(batch)) == int(theirs) == labels - BATCH * named
 
 
 @pytest.mark.parametrize("adapters", [False, True])
