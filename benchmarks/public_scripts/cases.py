@@ -28,8 +28,8 @@ class Case:
         material: Makes its data, below the folder it is started in.
         around: What stands in for the network and for hardware, in the script as it stands as in the converted one.
         dtype: Torch's default in all its runs. In float64 what differs is no rounding, which some scripts magnify.
-        tolerance: Of the largest difference of weights at D = 0, or None where the script draws random numbers for a
-            batch, which no other process can draw.
+        tolerance: Of the largest difference of weights at D = 0, or None where the script makes something of a batch as
+            a whole: random numbers for it, which no other process can draw, or batch norm's statistics.
     """
 
     name: str
