@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.public_scripts import digits
+from benchmarks.public_scripts import digits, texts
 
 EXAMPLES = "pytorch/examples", "77f55b912142e11fcfdf5b530231fb9c52f181e8"
 
@@ -61,5 +61,20 @@ CASES = (
         metric=r"Test set: Average loss: ([\d.]+)",
         falls=True,
         material=digits.as_mnist,
+    ),
+    Case(
+        name="nanogpt",
+        source=("karpathy/nanoGPT", "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"),
+        folder=".",
+        script="train.py",
+        door="own loop",
+        words="--dataset=guide --device=cpu --dtype=float32 --compile=False --block_size=32 --n_layer=2 --n_head=2 "
+        "--n_embd=32 --batch_size={batch} --gradient_accumulation_steps=2 --learning_rate=1e-3 --beta2=0.99 "
+        "--warmup_iters=20 --max_iters=300 --lr_decay_iters=300 --min_lr=1e-4 --eval_interval=150 --eval_iters=20",
+        batch=32,
+        metric=r"val loss ([\d.]+)",
+        falls=True,
+        material=texts.as_nanogpt,
+        around="texts.blocks_in_the_jobs_order",
     ),
 )
