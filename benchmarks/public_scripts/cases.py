@@ -77,4 +77,17 @@ CASES = (
         material=texts.as_nanogpt,
         around="texts.blocks_in_the_jobs_order",
     ),
+    Case(
+        name="vae",
+        source=EXAMPLES,
+        folder="vae",
+        script="main.py",
+        door="own loop",
+        words="--epochs 4 --batch-size {batch} --log-interval 1000",
+        batch=32,
+        metric=r"Test set loss: ([\d.]+)",
+        falls=True,
+        material=digits.as_mnist,
+        around="noise.of_a_vae",
+    ),
 )
