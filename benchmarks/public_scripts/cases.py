@@ -78,6 +78,19 @@ CASES = (
         around="texts.blocks_in_the_jobs_order",
     ),
     Case(
+        name="mnist_rnn",
+        source=EXAMPLES,
+        folder="mnist_rnn",
+        script="main.py",
+        door="own loop",
+        words="--epochs 4 --batch-size {batch} --log-interval 1000",
+        batch=32,
+        metric=r"Test set: Average loss: ([\d.]+)",
+        falls=True,
+        material=digits.as_mnist,
+        tolerance=None,  # batch norm sees a rank's slice
+    ),
+    Case(
         name="vae",
         source=EXAMPLES,
         folder="vae",
