@@ -103,4 +103,19 @@ CASES = (
         material=digits.as_mnist,
         around="noise.of_a_vae",
     ),
+    Case(
+        name="classification",
+        source=("pytorch/vision", "904dad4453826a7fc2ec47f033850b985f408fa5"),
+        folder="references/classification",
+        script="train.py",
+        door="own loop",
+        words="--data-path digits --model squeezenet1_1 --device cpu -j 0 -b {batch} --epochs 4 --opt adamw --lr 2e-4 "
+        "--lr-scheduler cosineannealinglr --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 "
+        "--clip-grad-norm 10 --model-ema --model-ema-steps 1 --model-ema-decay 0.9 --print-freq 1000",
+        batch=32,
+        metric=r"Test:  Acc@1 ([\d.]+)",
+        falls=False,
+        material=digits.as_image_folder,
+        around="digits.augmented_by_sample",
+    ),
 )
