@@ -118,4 +118,18 @@ CASES = (
         material=digits.as_image_folder,
         around="digits.augmented_by_sample",
     ),
+    Case(
+        name="dcgan",
+        source=EXAMPLES,
+        folder="dcgan",
+        script="main.py",
+        door="own loop",
+        words="--dataset mnist --dataroot ../data --workers 0 --batchSize {batch} --niter 2 --manualSeed 1 "
+        "--nz 16 --ngf 4 --ndf 4",
+        batch=32,
+        metric=r"Loss_D: ([\d.]+)",  # of the last batch that was printed: the script looks at no held-out data
+        falls=True,
+        material=digits.as_mnist,
+        around="noise.of_a_gan",
+    ),
 )
