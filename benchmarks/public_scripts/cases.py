@@ -132,4 +132,17 @@ CASES = (
         material=digits.as_mnist,
         around="noise.of_a_gan",
     ),
+    Case(
+        name="word_language_model",
+        source=EXAMPLES,
+        folder="word_language_model",
+        script="main.py",
+        door="own loop",
+        words="--data text --model Transformer --use-optimizer --lr 3e-3 --clip 1 --epochs 4 --batch_size {batch} "
+        "--emsize 32 --nhid 32 --nlayers 1 --dropout 0",
+        batch=32,
+        metric=r"test ppl +([\d.]+)",
+        falls=True,
+        material=texts.as_words,
+    ),
 )
