@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,15 +39,22 @@ def as_image_folder(folder: Path) -> None:
 
 
 def augmented_by_sample() -> None:
-    """What an image folder's transforms draw is a function of the image, which has torch's default type."""
-    from torchvision.datasets import ImageFolder
+    """What an image folder's transforms draw is a function of the image, drawn before a job has threads that draw, too.
+    Images have torch's default type."""
+    from torchvision import datasets
 
-    fetch = ImageFolder.__getitem__
+    class Drawn(datasets.ImageFolder):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            with torch.random.fork_rng():
+                self.drawn = [self._seeded(index) for index in range(len(self))]
 
-    def seeded(self: ImageFolder, index: int) -> tuple[torch.Tensor, int]:
-        with torch.random.fork_rng():
+        def _seeded(self, index: int) -> tuple[torch.Tensor, int]:
             torch.manual_seed(index)
-            image, label = fetch(self, index)
-        return image.to(torch.get_default_dtype()), label
+            image, label = super().__getitem__(index)
+            return image.to(torch.get_default_dtype()), label
 
-    ImageFolder.__getitem__ = seeded
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return self.drawn[index]
+
+    datasets.ImageFolder = Drawn
