@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -71,7 +72,8 @@ def repository(case: Case, sources: Path) -> Path:
 def laid_out(case: Case, sources: Path, into: Path) -> tuple[Path, Path]:
     """The script as it stands and as it was converted, each with the files beside it."""
     _, commit = case.source
-    words = ["git", "-C", str(repository(case, sources)), "archive", commit, case.folder]
+    paths = [case.folder, f":(exclude){case.folder}/data/"]  # the exam has data of its own
+    words = ["git", "-C", str(repository(case, sources)), "archive", commit, *paths]
     packed = subprocess.run(words, check=True, capture_output=True).stdout
     folders = []
     for name in ("plain", "converted"):
@@ -110,14 +112,14 @@ def with_values(case: Case, arm: Arm, script: Path) -> tuple[Path, list[str]]:
 
 
 def run(case: Case, arm: Arm, script: Path, seed: int, scratch: Path) -> Result:
-    """One job of the script, in a folder of its own.
+    """One job of the script, in a copy of its folder.
 
     Raises:
         SystemExit: It failed; what it said stands before.
     """
     place = scratch / f"{case.name}-{arm.ranks}-{arm.bound}-{seed}"
     here = place / "here"
-    here.mkdir(parents=True)
+    shutil.copytree(script.parent, here)
     if case.material is not None:
         case.material(here)
     job = None
@@ -199,7 +201,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "| --- " * 8 + "|",
     ]
     for row in rows:
-        drawn = " (draws for a batch)" if row["tolerance"] is None else ""
+        drawn = " (of a whole batch)" if row["tolerance"] is None else ""
         cells = [row["name"], row["door"], row["written"], row["gone"], f"{row['difference']:.1e}{drawn}"]
         cells += [spread(row["plain"], ".4g"), spread(row["delayed"], ".4g")]
         cells.append("yes" if row["equal"] and row["within_seeds"] else "no")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.public_scripts import digits
+from benchmarks.public_scripts import digits, texts
 
 ACCELERATE = "huggingface/accelerate", "16cb6eb80dd9aa8b4df1a63ef57863e455d53b83"
 EXAMPLES = "pytorch/examples", "77f55b912142e11fcfdf5b530231fb9c52f181e8"
@@ -39,8 +39,8 @@ class Case:
         material: Makes its data, below the folder it is started in.
         around: What stands in for the network and for hardware, in the script as it stands as in the converted one.
         dtype: Torch's default in all its runs. In float64 what differs is no rounding, which some scripts magnify.
-        tolerance: Of the largest difference of weights at D = 0, or None where the script draws random numbers for a
-            batch, which no other process can draw.
+        tolerance: Of the largest difference of weights at D = 0, or None where the script makes something of a batch as
+            a whole: random numbers for it, which no other process can draw, or batch norm's statistics.
     """
 
     name: str
@@ -85,7 +85,7 @@ CASES = (
         metric=r"epoch \d: \{'accuracy': ([\d.]+)",
         falls=False,
         values=MRPC,
-        around="texts.in_place_of_glue",
+        around="sentences.in_place_of_glue",
         per_rank=True,
     ),
     Case(
@@ -98,7 +98,7 @@ CASES = (
         batch=12,
         metric=r"'eval_accuracy': '?([\d.]+)",
         falls=False,
-        around="texts.in_place_of_glue_and_frozen",
+        around="sentences.in_place_of_glue_and_frozen",
         per_rank=True,
     ),
     Case(
@@ -114,7 +114,7 @@ CASES = (
         metric=r"'eval_loss': '?([\d.]+)",
         falls=True,
         values={"warmup_steps=100": "warmup_steps=20"},
-        around="texts.in_place_of_alpaca",
+        around="sentences.in_place_of_alpaca",
         per_rank=True,
     ),
     Case(
@@ -128,7 +128,7 @@ CASES = (
         metric=r"epoch \d: \{'accuracy': ([\d.]+)",
         falls=False,
         values=MRPC,
-        around="texts.in_place_of_glue",
+        around="sentences.in_place_of_glue",
         per_rank=True,
     ),
     Case(
@@ -142,7 +142,90 @@ CASES = (
         metric=r"epoch \d: \{'accuracy': ([\d.]+)",
         falls=False,
         values=MRPC,
-        around="texts.in_place_of_glue",
+        around="sentences.in_place_of_glue",
         per_rank=True,
+    ),
+    Case(
+        name="nanogpt",
+        source=("karpathy/nanoGPT", "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"),
+        folder=".",
+        script="train.py",
+        door="own loop",
+        words="--dataset=guide --device=cpu --dtype=float32 --compile=False --block_size=32 --n_layer=2 --n_head=2 "
+        "--n_embd=32 --batch_size={batch} --gradient_accumulation_steps=2 --learning_rate=1e-3 --beta2=0.99 "
+        "--warmup_iters=20 --max_iters=300 --lr_decay_iters=300 --min_lr=1e-4 --eval_interval=150 --eval_iters=20",
+        batch=32,
+        metric=r"val loss ([\d.]+)",
+        falls=True,
+        material=texts.as_nanogpt,
+        around="texts.blocks_in_the_jobs_order",
+    ),
+    Case(
+        name="mnist_rnn",
+        source=EXAMPLES,
+        folder="mnist_rnn",
+        script="main.py",
+        door="own loop",
+        words="--epochs 4 --batch-size {batch} --log-interval 1000",
+        batch=32,
+        metric=r"Test set: Average loss: ([\d.]+)",
+        falls=True,
+        material=digits.as_mnist,
+        tolerance=None,  # batch norm sees a rank's slice
+    ),
+    Case(
+        name="vae",
+        source=EXAMPLES,
+        folder="vae",
+        script="main.py",
+        door="own loop",
+        words="--epochs 4 --batch-size {batch} --log-interval 1000",
+        batch=32,
+        metric=r"Test set loss: ([\d.]+)",
+        falls=True,
+        material=digits.as_mnist,
+        around="noise.of_a_vae",
+    ),
+    Case(
+        name="classification",
+        source=("pytorch/vision", "904dad4453826a7fc2ec47f033850b985f408fa5"),
+        folder="references/classification",
+        script="train.py",
+        door="own loop",
+        words="--data-path digits --model squeezenet1_1 --device cpu -j 0 -b {batch} --epochs 4 --opt adamw --lr 2e-4 "
+        "--lr-scheduler cosineannealinglr --train-crop-size 32 --val-resize-size 32 --val-crop-size 32 "
+        "--clip-grad-norm 10 --model-ema --model-ema-steps 1 --model-ema-decay 0.9 --print-freq 1000",
+        batch=32,
+        metric=r"Test:  Acc@1 ([\d.]+)",
+        falls=False,
+        material=digits.as_image_folder,
+        around="digits.augmented_by_sample",
+    ),
+    Case(
+        name="dcgan",
+        source=EXAMPLES,
+        folder="dcgan",
+        script="main.py",
+        door="own loop",
+        words="--dataset mnist --dataroot ../data --workers 0 --batchSize {batch} --niter 2 --manualSeed 1 "
+        "--nz 16 --ngf 4 --ndf 4",
+        batch=32,
+        metric=r"Loss_D: ([\d.]+)",  # of the last batch that was printed: the script looks at no held-out data
+        falls=True,
+        material=digits.as_mnist,
+        around="noise.of_a_gan",
+    ),
+    Case(
+        name="word_language_model",
+        source=EXAMPLES,
+        folder="word_language_model",
+        script="main.py",
+        door="own loop",
+        words="--data text --model Transformer --use-optimizer --lr 3e-3 --clip 1 --epochs 4 --batch_size {batch} "
+        "--emsize 32 --nhid 32 --nlayers 1 --dropout 0",
+        batch=32,
+        metric=r"test ppl +([\d.]+)",
+        falls=True,
+        material=texts.as_words,
     ),
 )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from PIL import Image
 
 from hetsync.data.sets.digits import digits
 
@@ -23,3 +26,35 @@ def _idx(path: Path, values: np.ndarray) -> None:
     """The format of http://yann.lecun.com/exdb/mnist: bytes, and before them how many there are in each dimension."""
     head = bytes([0, 0, 8, values.ndim]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
     path.write_bytes(head + values.astype(np.uint8).tobytes())
+
+
+def as_image_folder(folder: Path) -> None:
+    """digits/train and digits/val, with a folder for each class: images of 32 x 32, those of 8 x 8 enlarged."""
+    for name, part in (("train", digits().train), ("val", digits().test)):
+        for number, (image, label) in enumerate(part):
+            place = folder / "digits" / name / str(int(label))
+            place.mkdir(parents=True, exist_ok=True)
+            pixels = np.kron(image[0].numpy(), np.ones((4, 4)))
+            Image.fromarray(np.round(255 * pixels / pixels.max()).astype(np.uint8)).save(place / f"{number:04}.png")
+
+
+def augmented_by_sample() -> None:
+    """What an image folder's transforms draw is a function of the image, drawn before a job has threads that draw, too.
+    Images have torch's default type."""
+    from torchvision import datasets
+
+    class Drawn(datasets.ImageFolder):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            with torch.random.fork_rng():
+                self.drawn = [self._seeded(index) for index in range(len(self))]
+
+        def _seeded(self, index: int) -> tuple[torch.Tensor, int]:
+            torch.manual_seed(index)
+            image, label = super().__getitem__(index)
+            return image.to(torch.get_default_dtype()), label
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return self.drawn[index]
+
+    datasets.ImageFolder = Drawn

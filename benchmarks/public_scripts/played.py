@@ -43,7 +43,15 @@ def without_dropout() -> None:
     def as_it_is(values: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         return values
 
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **named: Any
+    ) -> torch.Tensor:
+        return attention(query, key, value, attn_mask, 0.0, *rest, **named)
+
     torch.nn.functional.dropout = as_it_is  # type: ignore[assignment]
+    torch.nn.functional.scaled_dot_product_attention = attend
 
 
 def with_floats_of(dtype: torch.dtype) -> None:
