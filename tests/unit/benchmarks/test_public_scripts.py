@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
-from benchmarks.public_scripts.__main__ import EDITS, judged_by, shares
+from benchmarks.public_scripts.__main__ import EDITS, Arm, difference, judged_by, shares, with_values
 from benchmarks.public_scripts.cases import CASES
 from benchmarks.public_scripts.edits import edited
 
@@ -41,6 +44,28 @@ def test_every_case_has_its_edits() -> None:
 def test_shares_are_unequal_and_whole() -> None:
     assert shares(32, 2) == {0: 22, 1: 10}
     assert sum(shares(33, 3).values()) == 33
+
+
+def test_values_of_a_script_without_options_are_set_for_each_arm(tmp_path: Path) -> None:
+    case = replace(CASES[0], values={"size = 16": "size = {batch}"}, words="--steps {ranks}", batch=12, per_rank=True)
+    script = tmp_path / "train.py"
+    script.write_text("size = 16\n")
+    played, words = with_values(case, Arm(3, 4), script)
+    assert played.read_text() == "size = 4\n"
+    assert words == ["--steps", "3"]
+    with pytest.raises(SystemExit, match=r"main.py of mnist has no 'rate = 1'"):
+        with_values(replace(case, values={"rate = 1": "rate = 2"}), Arm(1, None), script)
+
+
+def test_the_difference_is_that_of_the_tensor_that_differs_most(tmp_path: Path) -> None:
+    tensors = {"0": torch.tensor([1.0, -4.0]), "1": torch.tensor([1e-9])}
+    save_file(tensors, tmp_path / "one")
+    save_file({"0": tensors["0"] + torch.tensor([0.0, 0.4]), "1": -tensors["1"]}, tmp_path / "other")
+    assert difference(tmp_path / "one", tmp_path / "one") == 0
+    assert difference(tmp_path / "other", tmp_path / "one") == pytest.approx(0.1)
+    save_file({"0": tensors["0"]}, tmp_path / "fewer")
+    with pytest.raises(SystemExit, match=r"fewer has 1 tensors, .*one 2"):
+        difference(tmp_path / "fewer", tmp_path / "one")
 
 
 @pytest.mark.parametrize(
