@@ -173,9 +173,8 @@ def judged(case: Case, sources: Path, seeds: int, scratch: Path) -> dict[str, An
     plain, converted = laid_out(case, sources, scratch / "source" / case.name)
     together = run(case, SYNCHRONOUS, converted, 0, scratch)
     alone = [run(case, PLAIN, plain, seed, scratch) for seed in range(seeds)]
-    by_default, delayed = (
-        [run(case, arm, converted, seed, scratch) for seed in range(seeds)] for arm in (DEFAULT, DELAYED)
-    )
+    by_default = [run(case, DEFAULT, converted, 0, scratch)]
+    delayed = [run(case, DELAYED, converted, seed, scratch) for seed in range(seeds)]
     written, gone = changed(plain, converted)
     metrics = {"plain": alone, "default": by_default, "delayed": delayed}
     found = {

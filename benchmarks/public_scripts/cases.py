@@ -18,7 +18,7 @@ MRPC = {
     '"lr": 2e-5': '"lr": 4e-4',
     '"batch_size": 16': '"batch_size": {batch}',
     "num_warmup_steps=100": "num_warmup_steps=20 * {ranks}",
-    '"num_epochs": 3': '"num_epochs": 1',
+    '"num_epochs": 3': '"num_epochs": 2',
 }
 
 

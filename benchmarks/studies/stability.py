@@ -95,8 +95,9 @@ def job(cell: Cell) -> dict[str, Any]:
     return simulated(cell, load_cluster(cell.cluster))
 
 
-def simulated(cell: Cell, cluster: Cluster, script: Sequence[Change] = ()) -> dict[str, Any]:
-    """Its points over virtual seconds, when the delay bound has changed, and what ended it early, if anything did."""
+def simulated(cell: Cell, cluster: Cluster, script: Sequence[Change] = (), **sync: Any) -> dict[str, Any]:
+    """Its points over virtual seconds, its rounds, when the delay bound has changed, and what ended it early, if
+    anything did. `sync` are other settings of the recipe's."""
     torch.set_num_threads(1)
     read, kind = read_recipe(RECIPES / "digits.yaml"), KINDS[cell.kind]
     config = replace(
@@ -105,7 +106,7 @@ def simulated(cell: Cell, cluster: Cluster, script: Sequence[Change] = ()) -> di
         data=replace(read.data, batch_size=BATCH),
         optimizer=replace(read.optimizer, name=kind.name, momentum=kind.momentum, learning_rate=cell.rate),
         schedule=replace(read.schedule, name="constant"),
-        sync=replace(read.sync, delay_bound=cell.delay_bound),
+        sync=replace(read.sync, delay_bound=cell.delay_bound, **sync),
         emulation=EmulationConfig(cluster.name, SAMPLES_PER_SECOND),
     )
     data, model = build(config)
@@ -125,7 +126,8 @@ def simulated(cell: Cell, cluster: Cluster, script: Sequence[Change] = ()) -> di
         simulation.advance()
     except UserError as error:
         ended = str(error)
-    return {**asdict(cell), "points": points, "bounds": telemetry.bounds, "ended": ended}
+    told = {"bounds": telemetry.bounds, "rounds": simulation.machine.version, "values": scenario.traffic.values}
+    return {**asdict(cell), "points": points, **told, "ended": ended}
 
 
 def final(record: Mapping[str, Any]) -> float:
