@@ -37,6 +37,12 @@ SMALL = 0.2  # of a block's largest value: what is less is left for later in 2 b
 WIRE_FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
 
 
+def of_gradients(wire: WireFormat) -> WireFormat:
+    """What gradients travel in, where progress does in `wire`: at least 8 bits. What a coarser one leaves for later no
+    local weights hold meanwhile: a step, an evaluation and a checkpoint would lack it, a skipped step lose it."""
+    return "int8" if wire in ("int4", "int2", "top64") else wire
+
+
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory outside autograd; raises `PlaneError` unless it is flat, contiguous, and float32 or float64."""
     if tensor.dtype not in (torch.float32, torch.float64) or tensor.dim() != 1 or not tensor.is_contiguous():

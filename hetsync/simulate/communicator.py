@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from hetsync.balance.speed_tracker import Speeds
+from hetsync.plane.wire import of_gradients
 from hetsync.simulate.clock import Clock
 from hetsync.simulate.evaluations import Evaluations
 from hetsync.simulate.learner import Learner
@@ -67,7 +68,8 @@ class Communicator:
         traffic = scenario.traffic
         self._scenario = scenario
         self.link_slow_by = 1.0
-        self._bucket_seconds = [scenario.link_seconds(values) for values in traffic.buckets]
+        wire = of_gradients(scenario.sync.wire)
+        self._bucket_seconds = [scenario.link_seconds(values, wire) for values in traffic.buckets]
         self._bucket_shares = traffic.bucket_shares if scenario.sync.overlap else [1.0] * len(traffic.buckets)
         self._tail_seconds = scenario.link_seconds(traffic.tail)
         self._step_seconds = scenario.cluster.step_seconds

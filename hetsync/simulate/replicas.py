@@ -19,7 +19,7 @@ from hetsync.data.workers import fetch
 from hetsync.errors import UserError
 from hetsync.models import going_by_steps
 from hetsync.plane.base import Residual, WireFormat
-from hetsync.plane.wire import decode, deliver, encode_sum, round_trip
+from hetsync.plane.wire import decode, deliver, encode_sum, of_gradients, round_trip
 from hetsync.simulate.learner import Learner
 from hetsync.sync.buffers import Unruled
 from hetsync.sync.collectives import squared_norm
@@ -204,7 +204,7 @@ class ReplicaLearner(Learner):
     # Synchronous rounds.
 
     def reduce_gradients(self, number: int, round_samples: int) -> None:
-        wire = self._config.sync.wire
+        wire = of_gradients(self._config.sync.wire)
         gradients_by_rank = [replica.gradients for replica in self._replicas.values()]
         norms, norm = [0.0] * len(gradients_by_rank), 0.0
         for index, bucket in enumerate(gradients_by_rank[0].buckets):

@@ -169,8 +169,8 @@ class Deltas:
         self._samples = 0
         self._weight = self._buffer_weight = 0.0  # that our last contribution had
         self._given_worth = (0.0, 0.0)  # what its steps counted for
-        self._owed: torch.Tensor | None = None  # what the wire has rounded off it: u holds that over `_weight`
-        self._dropped = False  # does u hold what belongs to no task?
+        self._owed: torch.Tensor | None = None  # what the wire has rounded off it: u holds that over `_weight` ...
+        self._owed_apart = False  # ... beside w + P − X, and not in P
         self.has_moved = False  # u, by `apply`; whoever looks sets it back
         self.packed = (0, 0)  # samples and inner steps of our contribution to the newest round
         self._in_flight = False  # a contribution of ours is under way ...
@@ -195,7 +195,6 @@ class Deltas:
         """w ← u: all ranks hold the same weights and nothing is under way."""
         torch._foreach_copy_(self._anchor.tensors, self._local)
         self._pending.empty = self._correction.empty = True
-        self._dropped = False
         self._owed = None
 
     @property
@@ -231,11 +230,6 @@ class Deltas:
     def open_task(self, slices: int, samples: int, batch: int) -> None:
         """A task of so many samples begins. P does not know of what is not finished."""
 
-    def drop_task(self) -> None:
-        """The loop has left the task that is open: the next drain takes back what it has done, and whatever else u
-        holds."""
-        self._dropped = True
-
     @torch.no_grad()
     def finish(self, samples: int, steps: int, lift: float = 1.0, stepped: Stepped | None = None) -> float:
         """P ← all progress that no round has taken; it is worth `samples`, made in `steps` inner steps, which
@@ -264,23 +258,28 @@ class Deltas:
         self._worth += worth
         self._merged_steps += made / lift
         pending.empty = not math.isfinite(total)
+        self._owed_apart = pending.empty
         return total
 
     def withhold(self) -> None:
         """Nothing of P goes out."""
-        self._pending.empty = True
+        self._pending.empty = self._owed_apart = True
 
     @torch.no_grad()
     def undo(self) -> None:
         """u ← w + P − X: what the task that is open has done is given up, whatever u is now."""
         self._land()
-        pending, correction = self._pending, self._correction
-        for run, w, p, x in zip(self._runs, self._anchor.pieces, pending.pieces, correction.pieces, strict=True):
+        pending, correction, owed = self._pending, self._correction, self._owed_beside()
+        for index, (run, w, p, x) in enumerate(
+            zip(self._runs, self._anchor.pieces, pending.pieces, correction.pieces, strict=True)
+        ):
             values = [piece.clone() for piece in w]
             if not pending.empty:
                 torch._foreach_add_(values, p)
             if not correction.empty:
                 torch._foreach_sub_(values, x)
+            if owed is not None:
+                torch._foreach_add_(values, owed.pieces[index])
             torch._foreach_copy_(run, values)
             if not self.exact:  # what u cannot hold stays in X
                 if correction.empty:
@@ -288,6 +287,15 @@ class Deltas:
                 torch._foreach_sub_(values, run)
                 torch._foreach_add_(x, values)
         correction.empty &= self.exact
+
+    def _owed_beside(self) -> Buffer | None:
+        """What u holds beside w + P − X, of what the wire has rounded off."""
+        if self._owed is None or not self._owed_apart:
+            return None
+        buffer = Buffer(self._local, self._runs)
+        buffer.values.zero_()
+        torch.div(self._owed, self._weight, out=buffer.values[: self._weights])
+        return buffer
 
     @torch.no_grad()
     def apply(self) -> bool:
@@ -316,13 +324,16 @@ class Deltas:
             torch._foreach_copy_(run, pieces)
             torch._foreach_sub_(pieces, run)
 
+    @torch.no_grad()
     def take_leftover(self) -> bool:
         """At a drain, where this rank has finished nothing more: P ← what the wire has rounded off its contributions,
-        which goes with no samples. False where that is nothing."""
-        if self._owed is None or self._dropped:
-            return False
-        self.finish(0, 0)
-        return not self._pending.empty
+        which goes with no samples. False where that is nothing. Of a task that was dropped u holds more, but all take
+        over w now."""
+        self._land()
+        if (owed := self._owed_beside()) is not None:
+            self._pending.values.copy_(owed.values)
+            self._pending.empty = self._owed_apart = False
+        return self._owed is not None
 
     @property
     def packs_apart(self) -> bool:
@@ -386,6 +397,7 @@ class Deltas:
             self._owed = None
             return
         self._owed = torch.sub(addend, round_trip(addend, wire), out=self._owed)
+        self._owed_apart = True
         self._pending.values[: self._weights].sub_(self._owed, alpha=1 / self._weight)
 
     def apply_sum(self) -> None:

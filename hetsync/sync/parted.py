@@ -52,8 +52,8 @@ class PartedDeltas:
             part.open_task(slices, samples, batch)
 
     def drop_task(self) -> None:
-        for part in self.parts:
-            part.drop_task()
+        """The loop has left the task that is open: what it has done goes with no contribution, and is taken back by the
+        next drain, as whatever else u holds."""
 
     def finish(self, samples: int, steps: int, lift: float = 1.0, stepped: Stepped | None = None) -> float:
         total = sum(part.finish(samples, steps, lift, stepped) for part in self.parts)

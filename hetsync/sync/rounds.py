@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from hetsync.plane.base import Plane, Sums, WireFormat
+from hetsync.plane.wire import of_gradients
 from hetsync.sync.collectives import PendingCollectives, read
 from hetsync.sync.deltas import Snapshot
 from hetsync.sync.fragments import FragmentedDeltas
@@ -195,7 +196,7 @@ class Rounds:
         yield from self._complete_round(start, began, 0, samples, spoiled)
 
     def _sum_stage(self, stage: Stage, start: StartRound) -> Iterator[None]:
-        gradients, wire = self.gradients, self._options.wire
+        gradients, wire = self.gradients, of_gradients(self._options.wire)
         for index in range(stage.first, stage.stop):
             yield from self._until_released()
             with self._shared.order:

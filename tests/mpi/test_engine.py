@@ -110,7 +110,7 @@ def test_all_ranks_start_from_the_weights_of_rank_0(plane: Plane, bound: int) ->
 def test_synchronous_training_with_rounded_gradients_stays_near(plane: Plane, wire: WireFormat) -> None:
     exact, _, _ = plain_training(accumulation=1, optimizer="sgd")
     outcome = train(plane, synchronous(plane, wire=wire), optimizer="sgd")
-    close(plane, outcome, exact, 0.2 if wire == "int2" else 0.05)
+    close(plane, outcome, exact, 0.05)
     assert_invariants(plane, [outcome], SAMPLES, 0)
 
 

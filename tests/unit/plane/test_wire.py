@@ -14,6 +14,7 @@ from hetsync.plane.wire import (
     decode,
     encode,
     encoded_bytes,
+    of_gradients,
     padded,
     round_trip,
     shard_values,
@@ -172,3 +173,7 @@ def test_other_tensors_are_refused(tensor: torch.Tensor) -> None:
 def test_unknown_format_is_named() -> None:
     with pytest.raises(PlaneError, match="float16"):
         encoded_bytes(4, "float16")  # type: ignore[arg-type]
+
+
+def test_gradients_travel_in_eight_bits_at_least() -> None:
+    assert [of_gradients(wire) for wire in WIRE_FORMATS] == ["float32", "bfloat16", "int8", "int8", "int8", "int8"]

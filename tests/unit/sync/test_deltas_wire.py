@@ -150,22 +150,55 @@ def test_a_drain_delivers_what_was_rounded_off_a_rank_that_has_nothing_more_to_g
 
 
 @pytest.mark.parametrize("wire", WIRE_FORMATS[1:])
-def test_a_task_that_is_dropped_goes_with_no_leftover(wire):
-    """Its samples are computed by others."""
+def test_of_a_task_that_is_dropped_goes_only_what_rounding_took_before(wire):
+    """Its own samples are computed by others; those of contributions before count as computed."""
     local = [torch.zeros(40)]
     deltas = Deltas(local)
-    local[0] += torch.randn(40, generator=torch.Generator().manual_seed(1))
+    progress = torch.randn(40, generator=torch.Generator().manual_seed(1))
+    local[0] += progress
     deltas.finish(4, 1)
     flight = deltas.pack(True, BATCH, wire)
     flight.copy_(round_trip(flight, wire))
     deltas.apply_sum()
     assert deltas.apply()
-    before = deltas.anchor.clone()
+    assert not torch.allclose(deltas.anchor, progress / 2, rtol=1e-5), "something is owed: the test can fail"
     local[0] += 100.0  # half a task
-    deltas.drop_task()
-    assert not deltas.take_leftover()
-    deltas.pack(False, BATCH, "float32")
+    assert deltas.take_leftover()
+    deltas.pack(True, BATCH, "float32")
     deltas.apply_sum()
     deltas.reset_to_anchor()
-    assert torch.equal(deltas.anchor, before)
-    assert torch.equal(local[0], before)
+    torch.testing.assert_close(deltas.anchor, progress / 2, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(local[0], progress / 2, rtol=1e-6, atol=1e-7)
+    assert not deltas.take_leftover(), "it goes once"
+
+
+@pytest.mark.parametrize("wire", WIRE_FORMATS[1:])
+@pytest.mark.parametrize("landed", [False, True])
+@pytest.mark.parametrize("withheld", [False, True])
+def test_a_task_that_is_undone_keeps_what_rounding_took_before(wire, landed, withheld):
+    """Where its gradient was not finite it is done again. In P, or beside it; with weights that change."""
+    local, steps = [torch.zeros(40)], torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+    deltas = Deltas(local)
+    local[0] += steps[0]
+    deltas.finish(6, 1)
+    flight = deltas.pack(True, BATCH, wire)
+    flight.copy_(round_trip(flight, wire))
+    if landed:
+        deltas.apply_sum()
+        assert deltas.apply()
+    local[0] += torch.nan if withheld else 7.0
+    if withheld:
+        deltas.finish(3, 1)
+        deltas.withhold()
+        deltas._samples = deltas._steps = 0
+        deltas._worth = deltas._merged_steps = 0.0
+    deltas.undo()
+    if not landed:
+        deltas.apply_sum()
+        assert deltas.apply()
+    local[0] += steps[1]
+    deltas.finish(2, 1)
+    deltas.pack(True, BATCH, "float32")
+    deltas.apply_sum()
+    assert deltas.apply()
+    torch.testing.assert_close(deltas.anchor, steps[0] * 6 / BATCH + steps[1] * 2 / BATCH, rtol=1e-5, atol=1e-5)
