@@ -86,8 +86,9 @@ def with_settings(settings: dict[str, Any]) -> None:
     hetsync.api.join = joined
 
 
-def optimizers_seen() -> list[torch.optim.Optimizer]:
-    """Those that the script makes, in this order; HetSync's own are of other modules."""
+def optimizers_seen(nudge: float) -> list[torch.optim.Optimizer]:
+    """Those that the script makes, in this order; HetSync's own are of other modules. First weights are longer by
+    `nudge`, of their length."""
     seen: list[torch.optim.Optimizer] = []
     begin = torch.optim.Optimizer.__init__
 
@@ -95,6 +96,8 @@ def optimizers_seen() -> list[torch.optim.Optimizer]:
         begin(self, *arguments, **named)
         if not type(self).__module__.startswith("hetsync"):
             seen.append(self)
+            for weight in (weight for group in self.param_groups for weight in group["params"] if nudge):
+                weight.data.mul_(1 + nudge)
 
     torch.optim.Optimizer.__init__ = noted  # type: ignore[method-assign]
     return seen
@@ -127,7 +130,7 @@ def main() -> None:
     else:
         with_settings(told["job"])
     around(told["around"])()
-    seen = optimizers_seen()
+    seen = optimizers_seen(told["nudge"])
     script = Path(told["script"]).resolve()
     sys.argv = [str(script), *told["words"]]
     sys.path.insert(0, str(script.parent))
