@@ -4,9 +4,9 @@
 
 A script is taken from its repository, at a commit, into a temporary folder, and edited as a user would: edits/NAME.ed
 keeps the new lines. It runs as it stands in one process; converted, on 2 ranks with unequal shares at D = 0, whose
-weights have to be the same (where they are not, the script runs once more as it stands, its first weights changed by a
-rounding: some magnify that); and on 3 ranks with the default delay bound and at D = 4, whose held-out metrics have to be
-within the seeds of one process.
+weights have to be the same; and on 3 ranks with the default delay bound and at D = 4, whose held-out metrics have to be
+within the seeds of one process. Where weights differ at D = 0, the script runs once more as it stands, its first
+weights changed by a rounding, which some magnify.
 """
 
 from __future__ import annotations
