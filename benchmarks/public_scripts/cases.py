@@ -229,4 +229,21 @@ CASES = (
         falls=True,
         material=texts.as_words,
     ),
+    Case(
+        name="diffusion",
+        source=("huggingface/diffusers", "58eb52c0803ea9af3abec60841c2a093bdf1f951"),
+        folder="examples/unconditional_image_generation",
+        script="train_unconditional.py",
+        door="Accelerate",
+        words="--train_data_dir digits/train --model_config_name_or_path unet --resolution 16 --num_epochs 2 "
+        "--train_batch_size {batch} --learning_rate 1e-3 --lr_scheduler constant --use_ema --checkpointing_steps 20 "
+        "--eval_batch_size 1 --ddpm_num_steps 100 --ddpm_num_inference_steps 2 --save_images_epochs 1000",
+        batch=24,
+        metric=r"loss=([\d.]+)",  # of the last batch: the script looks at no held-out data
+        falls=True,
+        material=digits.as_pictures_for_diffusion,
+        values={"weight_dtype = torch.float32": "weight_dtype = torch.float64", "check_min_version(": "print("},
+        around="noise.of_a_diffusion",
+        per_rank=True,
+    ),
 )

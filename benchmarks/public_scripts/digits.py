@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +30,24 @@ def _idx(path: Path, values: np.ndarray) -> None:
     path.write_bytes(head + values.astype(np.uint8).tobytes())
 
 
-def as_image_folder(folder: Path) -> None:
+def as_image_folder(folder: Path, most: int | None = None) -> None:
     """digits/train and digits/val, with a folder for each class: images of 32 x 32, those of 8 x 8 enlarged."""
     for name, part in (("train", digits().train), ("val", digits().test)):
-        for number, (image, label) in enumerate(part):
+        for number, (image, label) in enumerate(islice(part, most)):
             place = folder / "digits" / name / str(int(label))
             place.mkdir(parents=True, exist_ok=True)
             pixels = np.kron(image[0].numpy(), np.ones((4, 4)))
             Image.fromarray(np.round(255 * pixels / pixels.max()).astype(np.uint8)).save(place / f"{number:04}.png")
+
+
+def as_pictures_for_diffusion(folder: Path) -> None:
+    """A few of them, and unet/config.json of a small network."""
+    as_image_folder(folder, 240)
+    blocks = {"down_block_types": ["DownBlock2D"] * 2, "up_block_types": ["UpBlock2D"] * 2}
+    sizes = {"sample_size": 16, "layers_per_block": 1, "block_out_channels": [8, 16], "norm_num_groups": 4}
+    (folder / "unet").mkdir()
+    told = {"_class_name": "UNet2DModel", "in_channels": 3, "out_channels": 3, **blocks, **sizes}
+    (folder / "unet" / "config.json").write_text(json.dumps(told))
 
 
 def augmented_by_sample() -> None:

@@ -12,9 +12,11 @@ from torch import nn
 
 def noise_of(samples: torch.Tensor, *shape: int) -> torch.Tensor:
     """Normal numbers, in this shape for each sample."""
-    seeds = [zlib.crc32(sample.detach().cpu().numpy().tobytes()) for sample in samples]
-    drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-    return torch.stack(drawn).to(samples.device)
+    return torch.stack([torch.empty(shape).normal_(generator=generator_of(sample)) for sample in samples])
+
+
+def generator_of(sample: torch.Tensor) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(sample.detach().cpu().numpy().tobytes()))
 
 
 def of_a_vae() -> None:
@@ -39,3 +41,20 @@ def of_a_gan() -> None:
 
     torch.randn = drawn  # type: ignore[assignment]
     nn.BatchNorm2d.forward = normed  # type: ignore[method-assign]
+
+
+def of_a_diffusion() -> None:
+    """The loop draws noise and a time for each of its `clean_images`."""
+    randn, randint = torch.randn, torch.randint
+
+    def drawn(*shape: Any, **named: Any) -> torch.Tensor:
+        images = sys._getframe(1).f_locals.get("clean_images")
+        return randn(*shape, **named) if images is None else noise_of(images, *shape[0][1:])
+
+    def chosen(low: int, high: int, size: Any, **named: Any) -> torch.Tensor:
+        images = sys._getframe(1).f_locals.get("clean_images")
+        if images is None:
+            return randint(low, high, size, **named)
+        return torch.cat([randint(low, high, (1,), generator=generator_of(image)) for image in images])
+
+    torch.randn, torch.randint = drawn, chosen  # type: ignore[assignment]
